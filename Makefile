@@ -1,0 +1,30 @@
+# Everything a newcomer needs: `make demo` runs the main job, `make test` passes the tests.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+OUT ?= runs/addition
+FORM ?= placeholder
+
+.PHONY: demo test lint docs clean
+
+demo: $(VENV)/.installed
+	$(BIN)/sparse-tl addition --form $(FORM) --out $(OUT)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+# torch comes first: the constraint names a build that other packages must not replace.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,notebooks]'
+	touch $@
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,133 @@
+"""Time of a post-training step over the same training step without gates.
+
+Three variants of one step (forward, backward, clipping, AdamW on all weights), taken in turn, so
+that a machine that slows down slows all of them:
+
+- plain: the dense model on its loss;
+- gated: sampled attention gates and the absolute loss constraint;
+- paired: the same with the constraint relative to the frozen dense model, which adds one forward
+  pass without gradients (a third of a training step) to any implementation.
+
+Usage: python benchmarks/post_training_step.py [--runs 15] [--shapes addition,gpt2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from sparse_tl.batches import TokenBatch
+from sparse_tl.hooks import Model, build_model
+from sparse_tl.masks import SparseTransformer
+from sparse_tl.models import build_addition_model
+from sparse_tl.tasks import AdditionTask
+from sparse_tl.training.constraint import LossConstraint, TargetLoss
+from sparse_tl.training.objectives import Objective, PlainLoss, SparsityObjective
+
+VARIANTS = ("plain", "gated", "paired")
+
+
+def shape(name: str) -> tuple[Callable[[], Model], TokenBatch]:
+    """A model builder and a batch."""
+    if name == "addition":
+        return build_addition_model, AdditionTask().split()[0].select(slice(0, 256))
+    config = {
+        "n_layers": 12, "n_heads": 12, "d_model": 768, "d_head": 64, "d_mlp": 3072, "n_ctx": 1024,
+        "d_vocab": 50257, "act_fn": "gelu_new", "normalization_type": "LN", "seed": 0,
+    }  # fmt: skip
+    tokens = torch.randint(0, 50257, (4, 128), generator=torch.Generator().manual_seed(0))
+    return lambda: build_model(config), TokenBatch.next_token(tokens)
+
+
+def stepper(variant: str, build: Callable[[], Model], batch: TokenBatch) -> Callable[[], None]:
+    """One training step as a function."""
+    model = build()
+    device = model.embed.W_E.device
+    batch = batch.to(device)
+    objective: Objective
+    if variant == "plain":
+        module: torch.nn.Module = model
+        objective = PlainLoss(model)
+    else:
+        module = sparse = SparseTransformer(model, initial_bias=2.0)
+        paired = variant == "paired"
+        objective = SparsityObjective(
+            sparse,
+            sparse.dense_copy() if paired else None,
+            TargetLoss.parse("+0.05" if paired else 20.0),
+            LossConstraint(scale=0.05),
+        )
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss, measured = objective.measure(batch, generator, 0.0)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(list(module.parameters()), 1.0)
+        optimizer.step()
+        objective.update(measured)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return step
+
+
+def times(name: str, runs: int) -> dict[str, list[float]]:
+    """Seconds per step of every variant, taken in turn after two warm-up rounds."""
+    build, batch = shape(name)
+    steps = {variant: stepper(variant, build, batch) for variant in VARIANTS}
+    taken: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    for run in range(runs + 2):
+        for variant, step in steps.items():
+            started = time.perf_counter()
+            step()
+            if run >= 2:
+                taken[variant].append(time.perf_counter() - started)
+    return taken
+
+
+def peak_memory(name: str, variant: str) -> float:
+    """Peak memory in MB of a process of its own that takes three steps."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_peak, (name, variant))
+
+
+def _peak(name: str, variant: str) -> float:
+    step = stepper(variant, *shape(name))
+    for _ in range(3):
+        step()
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
+def main() -> None:
+    """Print a table per shape."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--shapes", default="addition,gpt2")
+    options = parser.parse_args()
+    shapes = options.shapes.split(",")
+    # First of all: a child's peak starts at that of the process which started it.
+    peaks = {(name, variant): peak_memory(name, variant) for name in shapes for variant in VARIANTS}
+    for name in shapes:
+        taken = times(name, options.runs)
+        print(f"\n{name}: {options.runs} steps of each, {torch.get_num_threads()} threads")
+        for variant in VARIANTS:
+            ratios = [a / b for a, b in zip(taken[variant], taken["plain"], strict=True)]
+            print(
+                f"  {variant:8} median {1e3 * statistics.median(taken[variant]):8.1f} ms   "
+                f"{statistics.median(ratios):5.2f}x plain   "
+                f"peak memory {peaks[name, variant]:7.0f} MB"
+            )
+
+
+if __name__ == "__main__":
+    main()

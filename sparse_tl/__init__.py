@@ -1,0 +1,142 @@
+"""Make a transformer's attention sparse without hurting its loss, and see what does a task.
+
+The public names are loaded when they are first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparse_tl.batches import TokenBatch
+    from sparse_tl.circuits import (
+        Circuit,
+        EdgeScores,
+        HeadScores,
+        attribute_edges,
+        attribute_heads,
+        trace_attention,
+    )
+    from sparse_tl.figures import circuit_diagram
+    from sparse_tl.flow import AttentionFlow
+    from sparse_tl.graph import CircuitGraph
+    from sparse_tl.hooks import load_model, save_model
+    from sparse_tl.masks import (
+        AttentionGates,
+        BernoulliGate,
+        EdgeCounts,
+        HardConcreteGate,
+        HeadGates,
+        HookMask,
+        SigmoidGate,
+        SparseTransformer,
+    )
+    from sparse_tl.models import (
+        build_addition_model,
+        sparsify_addition_model,
+        train_addition_model,
+    )
+    from sparse_tl.prompts import PromptPairs
+    from sparse_tl.tasks import (
+        AdditionTask,
+        DocstringTask,
+        GreaterThanTask,
+        IOILongTask,
+        IOITask,
+    )
+    from sparse_tl.training import (
+        PostTraining,
+        ShuffledStream,
+        evaluate_held_out,
+        post_train,
+        read_documents,
+        token_windows,
+    )
+
+_HOMES = {
+    "TokenBatch": "batches",
+    "Circuit": "circuits",
+    "EdgeScores": "circuits",
+    "HeadScores": "circuits",
+    "attribute_edges": "circuits",
+    "attribute_heads": "circuits",
+    "trace_attention": "circuits",
+    "circuit_diagram": "figures",
+    "AttentionFlow": "flow",
+    "CircuitGraph": "graph",
+    "load_model": "hooks",
+    "save_model": "hooks",
+    "AttentionGates": "masks",
+    "BernoulliGate": "masks",
+    "EdgeCounts": "masks",
+    "HardConcreteGate": "masks",
+    "HeadGates": "masks",
+    "HookMask": "masks",
+    "SigmoidGate": "masks",
+    "SparseTransformer": "masks",
+    "build_addition_model": "models",
+    "sparsify_addition_model": "models",
+    "train_addition_model": "models",
+    "PromptPairs": "prompts",
+    "AdditionTask": "tasks",
+    "DocstringTask": "tasks",
+    "GreaterThanTask": "tasks",
+    "IOILongTask": "tasks",
+    "IOITask": "tasks",
+    "PostTraining": "training",
+    "ShuffledStream": "training",
+    "evaluate_held_out": "training",
+    "post_train": "training",
+    "read_documents": "training",
+    "token_windows": "training",
+}
+
+__version__ = "0.1.0"
+__all__ = [
+    "AdditionTask",
+    "AttentionFlow",
+    "AttentionGates",
+    "BernoulliGate",
+    "Circuit",
+    "CircuitGraph",
+    "DocstringTask",
+    "EdgeCounts",
+    "EdgeScores",
+    "GreaterThanTask",
+    "HardConcreteGate",
+    "HeadGates",
+    "HeadScores",
+    "HookMask",
+    "IOILongTask",
+    "IOITask",
+    "PostTraining",
+    "PromptPairs",
+    "ShuffledStream",
+    "SigmoidGate",
+    "SparseTransformer",
+    "TokenBatch",
+    "attribute_edges",
+    "attribute_heads",
+    "build_addition_model",
+    "circuit_diagram",
+    "evaluate_held_out",
+    "load_model",
+    "post_train",
+    "read_documents",
+    "save_model",
+    "sparsify_addition_model",
+    "token_windows",
+    "trace_attention",
+    "train_addition_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'sparse_tl' has no attribute {name!r}")
+    return getattr(import_module(f"sparse_tl.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,192 @@
+"""The command line: ``sparse-tl addition`` and ``sparse-tl post-train``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Make a transformer's attention sparse without hurting its loss, and see what is left.",
+)
+console = Console()
+errors = Console(stderr=True)
+
+Out = Annotated[Path, typer.Option(help="Folder for everything that the run writes.")]
+Seed = Annotated[int, typer.Option(help="Seed of weights, data order and gate noise.")]
+Device = Annotated[str | None, typer.Option(help="Device; a GPU if there is one when left out.")]
+Restart = Annotated[bool, typer.Option("--restart", help="Remove an earlier run in --out first.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
+
+
+@app.command()
+def addition(
+    form: Annotated[
+        str, typer.Option(help="autoregressive, or placeholder (answer columns carry '?').")
+    ] = "autoregressive",
+    seed: Seed = 0,
+    out: Out = Path("runs/addition"),
+    target_loss: Annotated[
+        str, typer.Option(help="Nats per answer character: 0.01, or +0.01 over the dense model.")
+    ] = "",
+    base_steps: Annotated[int | None, typer.Option(help="Steps of the base model at most.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of post-training.")] = None,
+    device: Device = None,
+    restart: Restart = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a model that adds two-digit numbers, make its attention sparse, and draw both.
+
+    Writes the models (base/, sparse/), metrics.json, history.csv and the base-vs-sparse figure
+    (addition.html, .svg, .png). Called again, it goes on where it stopped or reuses what is done.
+
+    Example: sparse-tl addition --form placeholder --seed 1 --out runs/placeholder-1
+    """
+    from sparse_tl.models.addition import BASE_STEPS, SPARSE_STEPS, TARGET_LOSS
+    from sparse_tl.runs import run_addition
+
+    outcome = run_addition(
+        out,
+        form=form,  # type: ignore[arg-type]
+        seed=seed,
+        base_steps=BASE_STEPS if base_steps is None else base_steps,
+        steps=SPARSE_STEPS if steps is None else steps,
+        target_loss=target_loss or TARGET_LOSS,
+        device=device,
+        restart=restart,
+        progress=not quiet,
+    )
+    metrics = outcome.metrics
+    table = Table(title=f"Addition, {form}, seed {seed}: 1,000 held-out sums")
+    for column in ("", "base", "sparse"):
+        table.add_column(column, justify="left" if not column else "right")
+    base, sparse = metrics["base"], metrics["sparse"]
+    possible = base["possible_attention_edges"]
+    rows = {
+        "sums exactly right": lambda m: f"{m['heldout_accuracy']:.1%}",
+        "loss (nats per answer character)": lambda m: f"{m['heldout_loss']:.5f}",
+        "active attention edges per sum": lambda m: f"{m['active_attention_edges']:.2f}",
+        f"share of {possible:.0f} possible": lambda m: (
+            f"{m['active_attention_edges'] / possible:.2%}"
+        ),
+        "heads in use": lambda m: str(m["active_heads"]),
+    }
+    for name, show in rows.items():
+        table.add_row(name, show(base), show(sparse))
+    console.print(table)
+    console.print(outcome.verdict)
+    console.print(f"{metrics['seconds']:.0f} seconds; see {out / 'addition.html'}")
+
+
+@app.command("post-train")
+def post_train(
+    model: Annotated[
+        str, typer.Option(help="A hub name, a local Hugging Face folder, or one of our folders.")
+    ],
+    text: Annotated[
+        str, typer.Option(help="A text file, or a dataset's name (name or name:configuration).")
+    ],
+    target_loss: Annotated[
+        str, typer.Option(help="Nats per token: 2.5, or +0.05 over the dense model.")
+    ],
+    out: Out = Path("runs/post-train"),
+    held_out_text: Annotated[
+        str | None,
+        typer.Option(help="Other text to select and report on; else a tenth of --text is kept."),
+    ] = None,
+    window: Annotated[int, typer.Option(help="Tokens per training window.")] = 128,
+    batch_size: Annotated[int, typer.Option(help="Windows per step.")] = 8,
+    steps: Annotated[int, typer.Option(help="Steps of post-training.")] = 2000,
+    learning_rate: Annotated[float, typer.Option(help="At its peak.")] = 1e-3,
+    trained: Annotated[
+        str, typer.Option(help="Weights to train: all, qk, gates or evenly.")
+    ] = "all",
+    initial_bias: Annotated[float, typer.Option(help="The gates' bias at the start.")] = 4.0,
+    distillation: Annotated[float, typer.Option(help="Share of KL(dense || sparse), 0..1.")] = 0.5,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
+    precision: Annotated[str, typer.Option(help="float32 or bf16.")] = "float32",
+    seed: Seed = 0,
+    device: Device = None,
+    restart: Restart = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make the attention of any model sparse on any text, at a loss of your choice.
+
+    Writes the sparse model (sparse/), metrics.json and history.csv. Called again, it goes on
+    where it stopped.
+
+    Example: sparse-tl post-train --model gpt2 --text wikitext:wikitext-103-raw-v1
+    --target-loss +0.05 --out runs/gpt2
+    """
+    from sparse_tl.runs import run_post_training
+
+    outcome = run_post_training(
+        out,
+        model=model,
+        text=text,
+        target_loss=target_loss,
+        held_out_text=held_out_text,
+        window=window,
+        batch_size=batch_size,
+        initial_bias=initial_bias,
+        seed=seed,
+        device=device,
+        restart=restart,
+        progress=not quiet,
+        steps=steps,
+        learning_rate=learning_rate,
+        trained=trained,
+        distillation=distillation,
+        accumulate=accumulate,
+        precision=precision,
+    )
+    table = Table(title=f"{model}: {outcome.metrics['heldout_windows']} held-out windows")
+    for column in ("", "dense", "sparse"):
+        table.add_column(column, justify="left" if not column else "right")
+    dense, sparse = outcome.metrics["dense"], outcome.metrics["sparse"]
+    rows = {
+        "loss (nats per token)": ("heldout_loss", ".4f"),
+        "active attention edges per token": ("active_attention_edges_per_token", ",.1f"),
+        "share of possible edges": ("active_share", ".2%"),
+        "heads in use": ("active_heads", "d"),
+    }
+    for name, (key, form) in rows.items():
+        table.add_row(name, format(dense[key], form), format(sparse[key], form))
+    console.print(table)
+    console.print(outcome.verdict)
+
+
+def main() -> None:
+    """Run the command line: one clear paragraph for an error, exit code 130 after Ctrl-C."""
+    try:
+        # Typer may turn Ctrl-C into exit code 130 itself, and returns codes instead of exiting.
+        code = app(standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except typer.Exit as stop:
+        code = stop.exit_code
+    except ValueError as error:
+        code = _refuse(str(error), 1)
+    except Exception as error:
+        usage = getattr(error, "exit_code", None)
+        if usage is None:
+            raise
+        code = _refuse(getattr(error, "format_message", error.__str__)(), usage)
+    if code == 130:
+        errors.print("Stopped. What was done is saved: the same command goes on from there.")
+    if code:
+        sys.exit(code)
+
+
+def _refuse(message: str, code: int) -> int:
+    # A message may hold brackets; rich must not read them as its markup.
+    errors.print(f"[bold red]Error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    return code

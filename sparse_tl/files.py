@@ -1,0 +1,139 @@
+"""Files and folders that appear whole or not at all, and hold nothing that is unpickled."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+@contextmanager
+def atomic_file(path: str | Path) -> Iterator[Path]:
+    """A temporary path beside `path` that replaces it when the block ends without an exception."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        # mkstemp makes private files; a result should be as readable as any other new file.
+        temporary.chmod(0o666 & ~_umask())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: str | Path) -> Iterator[Path]:
+    """A temporary folder beside `path` that takes its place when the block ends well.
+
+    A folder cannot be replaced in one step: the old one is moved aside first, and
+    `recover_folder` puts it back should the process die in between.
+    """
+    path = Path(path).resolve()  # a link stays, what it points at is replaced
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"expected a folder, or a name that is free; {path} is a file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o777 & ~_umask())
+        aside = _aside(path)
+        if path.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(path, aside)
+        os.replace(temporary, path)
+        shutil.rmtree(aside, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def recover_folder(path: str | Path) -> None:
+    """Put back the folder that a killed `atomic_folder` had moved aside; else do nothing."""
+    path = Path(path).resolve()
+    if not path.exists() and _aside(path).exists():
+        os.replace(_aside(path), path)
+
+
+def write_json(path: str | Path, content: Any) -> None:
+    """Write JSON atomically; refuses NaN and infinity, which JSON does not have."""
+    text = json.dumps(content, indent=2, allow_nan=False)
+    with atomic_file(path) as temporary:
+        temporary.write_text(text + "\n", encoding="utf-8")
+
+
+def read_json(path: str | Path) -> Any:
+    """Read JSON.
+
+    Raises:
+        ValueError: the file is not valid JSON; the message names it.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"expected valid JSON in {path}; {error}") from error
+
+
+def write_tensors(path: str | Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file atomically."""
+    # safetensors refuses shared or strided memory; a saved file holds every tensor by itself.
+    whole: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        place = tensor.untyped_storage().data_ptr()
+        whole[name] = tensor.clone() if place in taken else tensor
+        taken.add(place)
+    with atomic_file(path) as temporary:
+        save_file(whole, temporary)
+
+
+def read_tensors(path: str | Path) -> dict[str, Tensor]:
+    """Read a safetensors file onto the CPU.
+
+    Raises:
+        ValueError: the file is truncated or not safetensors; the message names it.
+    """
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"expected a safetensors file at {path}; {error}") from error
+
+
+def check_writable(folder: str | Path) -> Path:
+    """Make the folder and write to it once, so that a long run does not fail at its end.
+
+    Raises:
+        ValueError: the folder cannot be made or written.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"expected a folder that can be written; got {folder}: {error.strerror}. "
+            "Choose another output folder."
+        ) from error
+    return folder
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.previous")
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

@@ -1,0 +1,233 @@
+"""The computational graph that circuits are cut from: nodes, circuit edges, slots; no model.
+
+A *source* is a node that writes to the residual stream, a *destination* an input that reads from
+it: a head reads three times (slots q, k and v), an MLP and the logits once. A circuit edge joins a
+source to a later destination. Under grouped-query attention the k and v inputs belong to a
+key-value head, which is written ``a3.kv1``.
+
+Arrays over edges are indexed ``[source, destination]``, both in topological order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from sparse_tl.nodes import Destination, Edge, Kind, Node
+
+if TYPE_CHECKING:
+    import networkx as nx
+    import pandas as pd
+
+__all__ = ["CircuitGraph", "Destination", "Edge", "Node"]
+
+
+@dataclass(frozen=True)
+class CircuitGraph:
+    """All nodes and circuit edges of a model.
+
+    GPT-2 small (12 layers, 12 heads, sequential) has 158 nodes and 32,491 edges.
+
+    Args:
+        n_layers: of the model.
+        n_heads: query heads of each layer.
+        n_kv_heads: key-value heads of each layer; `n_heads` where queries are not grouped.
+        has_mlps: false for attention-only models.
+        parallel: whether an MLP reads beside its layer's heads, not after them.
+
+    Raises:
+        ValueError: sizes that no model has.
+    """
+
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    has_mlps: bool = True
+    parallel: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.n_layers, self.n_heads, self.n_kv_heads) < 1 or self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"expected at least one layer and heads that share key-value heads evenly; got "
+                f"{self.n_layers} layers, {self.n_heads} heads, {self.n_kv_heads} key-value heads"
+            )
+
+    @cached_property
+    def sources(self) -> tuple[Node, ...]:
+        """Nodes that write, in topological order."""
+        nodes = [Node("input")]
+        for layer in range(self.n_layers):
+            nodes += [Node("head", layer, head) for head in range(self.n_heads)]
+            nodes += [Node("mlp", layer)] * self.has_mlps
+        return tuple(nodes)
+
+    @cached_property
+    def destinations(self) -> tuple[Destination, ...]:
+        """Inputs that read, in topological order: each layer's q, k and v inputs, then its MLP."""
+        found: list[Destination] = []
+        reader: Kind = "head" if self.n_kv_heads == self.n_heads else "kv_head"
+        for layer in range(self.n_layers):
+            found += [Destination(Node("head", layer, h), "q") for h in range(self.n_heads)]
+            for slot in ("k", "v"):
+                found += [Destination(Node(reader, layer, h), slot) for h in range(self.n_kv_heads)]
+            found += [Destination(Node("mlp", layer))] * self.has_mlps
+        return (*found, Destination(Node("logits")))
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """The sources and the logits."""
+        return (*self.sources, Node("logits"))
+
+    @cached_property
+    def exists(self) -> Bool[Tensor, "source destination"]:
+        """Which pairs are edges."""
+        mask = torch.zeros(len(self.sources), len(self.destinations), dtype=torch.bool)
+        for column, destination in enumerate(self.destinations):
+            mask[: self.n_sources_before(destination.node), column] = True
+        return mask
+
+    @cached_property
+    def n_edges(self) -> int:
+        """The number of circuit edges."""
+        return int(self.exists.sum())
+
+    @cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        """All edges, in row-major order of `exists`: the order of ``scores[graph.exists]``."""
+        return self.edges_of(self.exists)
+
+    def edges_of(self, mask: Bool[Tensor, "source destination"]) -> tuple[Edge, ...]:
+        """The edges where a mask is true, in row-major order."""
+        return tuple(
+            Edge(self.sources[source], self.destinations[destination])
+            for source, destination in mask.nonzero().tolist()
+        )
+
+    def n_sources_before(self, node: Node) -> int:
+        """How many sources write before this node reads; they are the first ones."""
+        if node.kind == "input":
+            return 0
+        if node.kind == "logits":
+            return len(self.sources)
+        before = 1 + node.layer * (self.n_heads + self.has_mlps)
+        return before + (self.n_heads if node.kind == "mlp" and not self.parallel else 0)
+
+    def source_index(self, node: Node | str) -> int:
+        """The row of a source.
+
+        Raises:
+            ValueError: the graph has no such source.
+        """
+        node = Node.parse(node) if isinstance(node, str) else node
+        if node not in self._rows:
+            raise ValueError(f"expected a source of {self!r}; it has no {node}")
+        return self._rows[node]
+
+    def destination_index(self, destination: Destination | str) -> int:
+        """The column of a destination.
+
+        Raises:
+            ValueError: the graph has no such destination.
+        """
+        if isinstance(destination, str):
+            destination = Destination.parse(destination)
+        if destination not in self._columns:
+            raise ValueError(f"expected a destination of {self!r}; it has no {destination}")
+        return self._columns[destination]
+
+    def edge_index(self, edge: Edge | str) -> tuple[int, int]:
+        """Row and column of an edge.
+
+        Raises:
+            ValueError: the graph has no such edge.
+        """
+        edge = Edge.parse(edge) if isinstance(edge, str) else edge
+        index = self.source_index(edge.source), self.destination_index(edge.destination)
+        if not self.exists[index]:
+            raise ValueError(f"expected an edge of {self!r}; {edge.source} is too late for {edge}")
+        return index
+
+    def readers(self, node: Node) -> tuple[int, ...]:
+        """The columns through which a node reads; a head reads k and v through its group."""
+        if node.kind in ("mlp", "logits"):
+            return (self.destination_index(Destination(node)),)
+        if node.kind != "head":
+            return ()
+        group = node.head // (self.n_heads // self.n_kv_heads)
+        start = self.destination_index(Destination(Node("head", node.layer, 0), "q"))
+        k = start + self.n_heads + group
+        return start + node.head, k, k + self.n_kv_heads
+
+    def to_dict(self) -> dict[str, int | bool]:
+        """The sizes, as JSON can hold them."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(sizes: Mapping[str, Any]) -> CircuitGraph:
+        """The graph of these sizes.
+
+        Raises:
+            ValueError: missing or unknown sizes.
+        """
+        known = {field.name for field in fields(CircuitGraph)}
+        if set(sizes) != known:
+            raise ValueError(f"expected sizes {sorted(known)}; got {sorted(sizes)}")
+        return CircuitGraph(**sizes)
+
+    def to_networkx(
+        self, mask: Bool[Tensor, "source destination"] | None = None
+    ) -> nx.MultiDiGraph:
+        """Nodes with their kind and layer; one edge for each slot, keyed by it; some or all."""
+        import networkx as nx
+
+        network = nx.MultiDiGraph()
+        for node in self.nodes:
+            network.add_node(str(node), kind=node.kind, layer=node.layer, head=node.head)
+        for edge in self.edges if mask is None else self.edges_of(mask):
+            for reader in self.readers_of(edge.destination):
+                network.add_edge(str(edge.source), str(reader), key=edge.destination.slot or "")
+        return network
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per edge: its name, source, destination and slot."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            {
+                "edge": [str(e) for e in self.edges],
+                "source": [str(e.source) for e in self.edges],
+                "destination": [str(e.destination.node) for e in self.edges],
+                "slot": [e.destination.slot or "" for e in self.edges],
+            }
+        )
+
+    def __repr__(self) -> str:
+        grouped = "" if self.n_kv_heads == self.n_heads else f" over {self.n_kv_heads} kv"
+        kind = "attention only" if not self.has_mlps else "parallel" if self.parallel else ""
+        sizes = f"{self.n_layers} layers x {self.n_heads} heads{grouped}"
+        return (
+            f"CircuitGraph({sizes}{', ' + kind if kind else ''}: {len(self.nodes)} nodes, "
+            f"{self.n_edges:,} edges)"
+        )
+
+    def readers_of(self, destination: Destination) -> list[Node]:
+        """The nodes that read there: all heads of the group, for a key-value head."""
+        if destination.node.kind != "kv_head":
+            return [destination.node]
+        size = self.n_heads // self.n_kv_heads
+        first = destination.node.head * size
+        return [Node("head", destination.node.layer, h) for h in range(first, first + size)]
+
+    @cached_property
+    def _rows(self) -> dict[Node, int]:
+        return {node: row for row, node in enumerate(self.sources)}
+
+    @cached_property
+    def _columns(self) -> dict[Destination, int]:
+        return {destination: column for column, destination in enumerate(self.destinations)}

@@ -1,0 +1,46 @@
+"""The only part of the package that knows TransformerLens: hook points, hooks, loading."""
+
+from sparse_tl.hooks.attaching import AttachedHooks, Order, attached
+from sparse_tl.hooks.loading import build_model, load_model, model_config, save_model
+from sparse_tl.hooks.points import (
+    AttentionShape,
+    HookedModel,
+    Model,
+    attention_shape,
+    check_hook_points,
+    embedding_matrix,
+    hook_point,
+    layer_points,
+)
+from sparse_tl.hooks.pullback import pull_to_residual
+from sparse_tl.hooks.streams import (
+    EMBEDDED,
+    Streams,
+    Tape,
+    graph_of,
+    logits_at,
+)
+
+__all__ = [
+    "EMBEDDED",
+    "AttachedHooks",
+    "AttentionShape",
+    "HookedModel",
+    "Model",
+    "Order",
+    "Streams",
+    "Tape",
+    "attached",
+    "attention_shape",
+    "build_model",
+    "check_hook_points",
+    "embedding_matrix",
+    "graph_of",
+    "hook_point",
+    "layer_points",
+    "load_model",
+    "logits_at",
+    "model_config",
+    "pull_to_residual",
+    "save_model",
+]

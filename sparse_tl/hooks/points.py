@@ -1,0 +1,106 @@
+"""Hook points by name: which a model has, and the shapes that gates need to know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+from transformer_lens import HookedTransformer
+from transformer_lens.hook_points import HookPoint
+
+Model = HookedTransformer
+"""A dense model: what can be wrapped, trained and saved."""
+
+
+@runtime_checkable
+class HookedModel(Protocol):
+    """What analyses ask of a model: a HookedTransformer has it, and so has a SparseTransformer."""
+
+    cfg: Any
+    hook_dict: dict[str, HookPoint]
+    tokenizer: Any
+    embed: Any
+    blocks: Any
+    unembed: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def to_tokens(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """How many attention layers and heads a model has; `n_heads` counts query heads."""
+
+    n_layers: int
+    n_heads: int
+
+
+def attention_shape(model: HookedModel) -> AttentionShape:
+    """The number of layers and of query heads per layer."""
+    return AttentionShape(model.cfg.n_layers, model.cfg.n_heads)
+
+
+def layer_points(model: HookedModel, suffix: str) -> list[str]:
+    """Names ``blocks.{layer}.{suffix}`` of one hook point in every layer.
+
+    Raises:
+        ValueError: a layer lacks that hook point.
+    """
+    names = [f"blocks.{layer}.{suffix}" for layer in range(model.cfg.n_layers)]
+    check_hook_points(model, names)
+    return names
+
+
+def check_hook_points(model: HookedModel, names: Iterable[str]) -> None:
+    """Make sure that the model has these hook points, before any work starts.
+
+    Raises:
+        ValueError: a name is unknown, or belongs to a hook point that is switched off.
+    """
+    for name in names:
+        hook_point(model, name)
+
+
+def hook_point(model: HookedModel, name: str) -> HookPoint:
+    """The hook point of that name.
+
+    Raises:
+        ValueError: the model has no such hook point, or it is switched off and would never fire.
+    """
+    point = model.hook_dict.get(name)
+    if not isinstance(point, HookPoint):
+        tail = name.rsplit(".", 1)[-1]
+        alike = [known for known in model.hook_dict if known.endswith(tail)][:5]
+        raise ValueError(
+            f"expected the name of a hook point; got {name!r}, which {model.cfg.model_name!r} "
+            f"({model.cfg.n_layers} layers) lacks. "
+            + (f"Did you mean one of {alike}?" if alike else "See `model.hook_dict` for all names.")
+        )
+    switch = _switch_of(name)
+    if switch is not None and not getattr(model.cfg, switch):
+        raise ValueError(
+            f"hook point {name!r} never fires while `cfg.{switch}` is off; "
+            f"switch it on with `model.set_{switch}(True)`"
+        )
+    return point
+
+
+def _switch_of(name: str) -> str | None:
+    """The configuration flag without which TransformerLens skips a hook point silently."""
+    switches = {
+        "hook_result": "use_attn_result",
+        "hook_q_input": "use_split_qkv_input",
+        "hook_k_input": "use_split_qkv_input",
+        "hook_v_input": "use_split_qkv_input",
+        "hook_mlp_in": "use_hook_mlp_in",
+        "hook_attn_in": "use_attn_in",
+    }
+    return switches.get(name.rsplit(".", 1)[-1])
+
+
+def embedding_matrix(model: HookedModel) -> Tensor:
+    """A weight of the model, for its device and dtype."""
+    return model.embed.W_E

@@ -1,0 +1,29 @@
+"""Learnable masks on hook points. 1 keeps, 0 patches, everywhere."""
+
+from sparse_tl.masks.attention import AttentionGates, EdgeRecord
+from sparse_tl.masks.counting import EdgeCounts
+from sparse_tl.masks.distributions import (
+    BernoulliGate,
+    GateDistribution,
+    GateMode,
+    HardConcreteGate,
+    SigmoidGate,
+    expected_size,
+)
+from sparse_tl.masks.hook_mask import HeadGates, HookMask
+from sparse_tl.masks.sparse_transformer import SparseTransformer
+
+__all__ = [
+    "AttentionGates",
+    "BernoulliGate",
+    "EdgeCounts",
+    "EdgeRecord",
+    "GateDistribution",
+    "GateMode",
+    "HardConcreteGate",
+    "HeadGates",
+    "HookMask",
+    "SigmoidGate",
+    "SparseTransformer",
+    "expected_size",
+]

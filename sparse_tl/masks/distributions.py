@@ -1,0 +1,213 @@
+"""How a gate's logit becomes a gate in [0, 1]: sampled while training, deterministic otherwise.
+
+Every distribution answers the same four questions about a tensor of logits, elementwise:
+
+- `sample`: a random gate whose gradient reaches the logit; its noise can be scaled, down to the
+  mode at 0;
+- `mode`: the deterministic gate that evaluation uses;
+- `open_probability`: P(gate > 0), differentiable, the summand of the expected size;
+- `is_open`: which deterministic gates are not 0.
+
+A logit of minus infinity is a gate that is always 0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+@runtime_checkable
+class GateDistribution(Protocol):
+    """The behaviour that masks need of a distribution."""
+
+    def sample(
+        self,
+        logits: Float[Tensor, "*gate"],
+        generator: torch.Generator | None = None,
+        noise: float = 1.0,
+    ) -> Float[Tensor, "*gate"]: ...
+
+    def mode(self, logits: Float[Tensor, "*gate"]) -> Float[Tensor, "*gate"]: ...
+
+    def open_probability(self, logits: Float[Tensor, "*gate"]) -> Float[Tensor, "*gate"]: ...
+
+    def is_open(self, logits: Float[Tensor, "*gate"]) -> Bool[Tensor, "*gate"]: ...
+
+
+@dataclass(frozen=True)
+class BernoulliGate:
+    """Binary gates: ``A ~ Bernoulli(sigmoid(logit))``, straight-through.
+
+    The sample is ``[logit + noise > 0]`` with logistic noise, which has exactly the Bernoulli
+    probability; backward, the gradient is that of ``sigmoid((logit + noise) / temperature)``.
+    The mode is ``[logit > 0]``.
+
+    Reference: SPARTAN, arXiv 2411.06890; arXiv 2512.05865, section 3.
+    """
+
+    temperature: float = 1.0
+
+    def sample(
+        self,
+        logits: Float[Tensor, "*gate"],
+        generator: torch.Generator | None = None,
+        noise: float = 1.0,
+    ) -> Float[Tensor, "*gate"]:
+        noisy = logits + noise * _logistic_noise(logits, generator)
+        sample = _HardSample.apply(noisy, self.temperature)
+        assert isinstance(sample, Tensor)
+        return sample
+
+    def mode(self, logits: Float[Tensor, "*gate"]) -> Float[Tensor, "*gate"]:
+        return self.is_open(logits).to(logits.dtype)
+
+    def open_probability(self, logits: Float[Tensor, "*gate"]) -> Float[Tensor, "*gate"]:
+        return torch.sigmoid(logits)
+
+    def is_open(self, logits: Float[Tensor, "*gate"]) -> Bool[Tensor, "*gate"]:
+        return logits > 0
+
+
+@dataclass(frozen=True)
+class HardConcreteGate:
+    """Gates in [0, 1] with mass at both ends: ``clamp(s (zeta - gamma) + gamma, 0, 1)``.
+
+    ``s = sigmoid((logit + noise) / beta)`` with logistic noise; the mode has no noise. Open with
+    probability ``sigmoid(logit - beta log(-gamma / zeta))``.
+
+    Reference: Louizos et al., arXiv 1712.01312, equations 10 to 12. The mode divides by beta, as
+    the sample does; the paper's estimator (equation 13) does not.
+    """
+
+    beta: float = 2 / 3
+    gamma: float = -0.1
+    zeta: float = 1.1
+
+    def sample(
+        self,
+        logits: Float[Tensor, "*gate"],
+        generator: torch.Generator | None = None,
+        noise: float = 1.0,
+    ) -> Float[Tensor, "*gate"]:
+        return self._stretch(logits + noise * _logistic_noise(logits, generator))
+
+    def mode(self, logits: Float[Tensor, "*gate"]) -> Float[Tensor, "*gate"]:
+        return self._stretch(logits)
+
+    def open_probability(self, logits: Float[Tensor, "*gate"]) -> Float[Tensor, "*gate"]:
+        return torch.sigmoid(logits - self.beta * math.log(-self.gamma / self.zeta))
+
+    def is_open(self, logits: Float[Tensor, "*gate"]) -> Bool[Tensor, "*gate"]:
+        return self.mode(logits) > 0
+
+    def _stretch(self, noisy: Float[Tensor, "*gate"]) -> Float[Tensor, "*gate"]:
+        concrete = torch.sigmoid(noisy / self.beta)
+        return (concrete * (self.zeta - self.gamma) + self.gamma).clamp(0, 1)
+
+
+@dataclass(frozen=True)
+class SigmoidGate:
+    """Soft gates without noise: ``sigmoid(logit)``; open counts those above one half.
+
+    Reference: causal head gating, arXiv 2505.13737.
+    """
+
+    def sample(
+        self,
+        logits: Float[Tensor, "*gate"],
+        generator: torch.Generator | None = None,
+        noise: float = 1.0,
+    ) -> Float[Tensor, "*gate"]:
+        return torch.sigmoid(logits)
+
+    def mode(self, logits: Float[Tensor, "*gate"]) -> Float[Tensor, "*gate"]:
+        return torch.sigmoid(logits)
+
+    def open_probability(self, logits: Float[Tensor, "*gate"]) -> Float[Tensor, "*gate"]:
+        return torch.sigmoid(logits)
+
+    def is_open(self, logits: Float[Tensor, "*gate"]) -> Bool[Tensor, "*gate"]:
+        return logits > 0
+
+
+def press(
+    probability: Float[Tensor, "*gate"], logits: Float[Tensor, "*gate"], strength: float
+) -> Float[Tensor, "*gate"]:
+    """The same probabilities, with a gradient of at least about `strength` where a gate is open.
+
+    The derivative of ``sigmoid(logit)`` vanishes for a confident gate, so an expected size puts no
+    pressure on edges that are redundant but wide open. This adds ``strength * relu(logit)`` to the
+    gradient and nothing to the value.
+    """
+    pull = strength * torch.relu(logits)
+    return probability + pull - pull.detach()
+
+
+class GateMode(Enum):
+    """How gates are set while the model runs."""
+
+    DETERMINISTIC = "deterministic"
+    SAMPLED = "sampled"
+    OPEN = "open"
+
+
+def gate_values(
+    distribution: GateDistribution,
+    logits: Float[Tensor, "*gate"],
+    mode: GateMode,
+    generator: torch.Generator | None = None,
+    noise: float = 1.0,
+) -> Float[Tensor, "*gate"]:
+    """The gates of these logits in one mode; `noise` scales that of sampled ones."""
+    if mode is GateMode.OPEN:
+        return torch.ones_like(logits)
+    if mode is GateMode.SAMPLED:
+        return distribution.sample(logits, generator, noise)
+    return distribution.mode(logits)
+
+
+DISTRIBUTIONS: dict[str, type[BernoulliGate | HardConcreteGate | SigmoidGate]] = {
+    kind.__name__: kind for kind in (BernoulliGate, HardConcreteGate, SigmoidGate)
+}
+"""By name, for saved gates."""
+
+
+def expected_size(
+    distribution: GateDistribution, logits: Float[Tensor, "*gate"]
+) -> Float[Tensor, ""]:
+    """The expected number of open gates, ``sum P(gate > 0)``; differentiable."""
+    return distribution.open_probability(logits).sum()
+
+
+def _logistic_noise(
+    logits: Float[Tensor, "*gate"], generator: torch.Generator | None
+) -> Float[Tensor, "*gate"]:
+    # The open interval (0, 1): an exact 0 or 1 would make the noise infinite.
+    tiny = torch.finfo(torch.float32).tiny
+    uniform = torch.rand(
+        logits.shape, device=logits.device, dtype=torch.float32, generator=generator
+    ).clamp(tiny, 1 - 2**-24)
+    return torch.logit(uniform).to(logits.dtype)
+
+
+class _HardSample(torch.autograd.Function):
+    """Forward ``[noisy > 0]``; backward the gradient of ``sigmoid(noisy / temperature)``."""
+
+    @staticmethod
+    def forward(ctx: Any, noisy: Tensor, temperature: float) -> Tensor:
+        ctx.save_for_backward(noisy)
+        ctx.temperature = temperature
+        return (noisy > 0).to(noisy.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (noisy,) = ctx.saved_tensors
+        soft = torch.sigmoid(noisy / ctx.temperature)
+        return gradient * soft * (1 - soft) / ctx.temperature, None

@@ -1,0 +1,118 @@
+"""One number per prompt pair, from the logits at its position; and the explained effect.
+
+A metric takes the logits and the pairs and returns one value per pair; larger means that the task
+is done better. A divergence is 0 at its reference, and larger means farther away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sparse_tl.prompts import NO_TOKEN, PromptPairs
+
+Metric = Callable[[Float[Tensor, "pair vocab"], PromptPairs], Float[Tensor, " pair"]]
+
+
+def logit_difference(
+    logits: Float[Tensor, "pair vocab"], pairs: PromptPairs
+) -> Float[Tensor, " pair"]:
+    """Mean logit of the answers minus mean logit of the wrong answers, in logits."""
+    return _mean(logits, pairs.answers) - _mean(logits, pairs.wrong)
+
+
+def margin(logits: Float[Tensor, "pair vocab"], pairs: PromptPairs) -> Float[Tensor, " pair"]:
+    """Mean logit of the answers minus the largest logit of a wrong answer, in logits."""
+    picked, given = _picked(logits, pairs.wrong)
+    return _mean(logits, pairs.answers) - picked.masked_fill(~given, -torch.inf).amax(dim=1)
+
+
+def probability_difference(
+    logits: Float[Tensor, "pair vocab"], pairs: PromptPairs
+) -> Float[Tensor, " pair"]:
+    """Probability of the answers minus that of the wrong answers, each summed; -1 to 1."""
+    probabilities = logits.softmax(dim=-1)
+    return _sum(probabilities, pairs.answers) - _sum(probabilities, pairs.wrong)
+
+
+def log_probability(
+    logits: Float[Tensor, "pair vocab"], pairs: PromptPairs
+) -> Float[Tensor, " pair"]:
+    """Log of the summed probability of the answers, in nats."""
+    picked, given = _picked(logits.log_softmax(dim=-1), pairs.answers)
+    return picked.masked_fill(~given, -torch.inf).logsumexp(dim=1)
+
+
+def divergence(
+    logits: Float[Tensor, "pair vocab"], reference: Float[Tensor, "pair vocab"]
+) -> Float[Tensor, " pair"]:
+    """``KL(reference || logits)`` of the next-token distributions, in nats."""
+    expected, found = reference.log_softmax(dim=-1), logits.log_softmax(dim=-1)
+    return (expected.exp() * (expected - found)).sum(dim=-1)
+
+
+def measure(
+    metric: Metric, logits: Float[Tensor, "pair vocab"], pairs: PromptPairs
+) -> Float[Tensor, " pair"]:
+    """The metric of every pair, checked.
+
+    Raises:
+        ValueError: the metric returned another shape than one value per pair, or no number.
+    """
+    values = metric(logits, pairs)
+    if not isinstance(values, Tensor) or values.shape != (len(pairs),):
+        got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(
+            f"expected a metric of shape ({len(pairs)},), one value per pair; got {got}"
+        )
+    if not bool(values.isfinite().all()):
+        row = int((~values.isfinite()).int().argmax())
+        raise ValueError(
+            f"expected a finite metric; pair {row} has {values[row].item()}. A wrong answer is "
+            "missing, perhaps, or the model's logits are no numbers."
+        )
+    return values
+
+
+def explained_effect(
+    circuit: Float[Tensor, "*circuit pair"],
+    clean: Float[Tensor, " pair"],
+    corrupted: Float[Tensor, " pair"],
+) -> Float[Tensor, "*circuit"]:
+    """``(m(C) - m(corrupted)) / (m(clean) - m(corrupted))``, each averaged over pairs first.
+
+    1: the circuit does all that the model does; 0: none.
+
+    Raises:
+        ValueError: there is no effect to explain.
+    """
+    effect = (clean - corrupted).mean()
+    if not bool(effect.isfinite()) or effect.abs().item() <= 1e-6 * (1 + clean.abs().mean().item()):
+        raise ValueError(
+            f"expected prompts whose corruption changes the metric; on average it is "
+            f"{clean.mean().item():.4g} clean and {corrupted.mean().item():.4g} corrupted: "
+            "there is no effect to explain. Check that the model does the task, and the corruption."
+        )
+    return (circuit - corrupted).mean(dim=-1) / effect
+
+
+def _picked(
+    values: Float[Tensor, "pair vocab"], tokens: Int[Tensor, "pair token"]
+) -> tuple[Float[Tensor, "pair token"], Bool[Tensor, "pair token"]]:
+    return values.gather(1, tokens.clamp(min=0)), tokens != NO_TOKEN
+
+
+def _sum(
+    values: Float[Tensor, "pair vocab"], tokens: Int[Tensor, "pair token"]
+) -> Float[Tensor, " pair"]:
+    picked, given = _picked(values, tokens)
+    return (picked * given).sum(dim=1)
+
+
+def _mean(
+    values: Float[Tensor, "pair vocab"], tokens: Int[Tensor, "pair token"]
+) -> Float[Tensor, " pair"]:
+    return _sum(values, tokens) / (tokens != NO_TOKEN).sum(dim=1)

@@ -1,0 +1,15 @@
+"""Results in, pictures out: nothing here knows a model."""
+
+from sparse_tl.plots.circuit_diagram import CircuitDiagram, circuit_diagram
+from sparse_tl.plots.curves import EffectCurve, effect_figure, multiplier, save_figure
+from sparse_tl.plots.rendering import SelfContainedFigure
+
+__all__ = [
+    "CircuitDiagram",
+    "EffectCurve",
+    "SelfContainedFigure",
+    "circuit_diagram",
+    "effect_figure",
+    "multiplier",
+    "save_figure",
+]

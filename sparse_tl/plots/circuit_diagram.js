@@ -1,0 +1,489 @@
+// Makes the static circuit diagram interactive. The lines, the reached nodes and the captions are
+// computed by the same rules as in drawn_edges.py; all coordinates come from diagram_layout.py.
+
+function startCircuitDiagrams(id, data) {
+  "use strict";
+  const roots = document.querySelectorAll(`[data-circuit-diagram="${id}"]:not([data-ready])`);
+  for (const root of roots) {
+    root.setAttribute("data-ready", "");
+    startCircuitDiagram(root, data);
+  }
+}
+
+function startCircuitDiagram(root, data) {
+  const SVG = "http://www.w3.org/2000/svg";
+  const HOVER_DISTANCE = 7;
+  const svg = root.querySelector("svg");
+  const tip = root.querySelector(".tip");
+  const state = { ...data.state, focus: null };
+  const panels = data.panels.map((panel, index) => {
+    const group = svg.querySelector(`g[data-panel="${index}"]`);
+    const part = (role) => group.querySelector(`[data-role="${role}"]`);
+    return { ...panel, ...unpackEdges(panel), index, group, part, view: null };
+  });
+  const hasAttribution = panels.every((panel) => panel.weights.length > 1);
+  for (const panel of panels) {
+    panel.hover = document.createElementNS(SVG, "path");
+    setAttributes(panel.hover, {
+      "data-role": "hover", fill: "none", stroke: "#c2410c", "stroke-linecap": "round",
+      "pointer-events": "none",
+    });
+    panel.part("nodes").before(panel.hover);
+  }
+
+  // ---- numbers -------------------------------------------------------------------------------
+
+  // Edges are sent as runs of skipped and listed places in [layer, head, query, key].
+  function unpackEdges(panel) {
+    const [, nHeads, n] = panel.shape;
+    const edges = [];
+    let place = 0;
+    panel.runs.forEach((length, run) => {
+      for (const end = place + length; place < end; place++) {
+        if (run % 2 === 0) continue;
+        const row = Math.floor(place / n);
+        const heads = Math.floor(row / n);
+        edges.push({
+          layer: Math.floor(heads / nHeads), head: heads % nHeads, query: row % n, key: place % n,
+        });
+      }
+    });
+    return { edges };
+  }
+
+  function weightsOf(panel) {
+    return panel.weights[state.weight === "attention" ? 0 : 1 + state.target];
+  }
+
+  // Nodes from which (level, column) can be reached over the kept edges, itself included.
+  function ancestors(panel, kept, column, level) {
+    const n = panel.shape[2];
+    const reached = new Uint8Array((panel.shape[0] + 1) * n);
+    reached[level * n + column] = 1;
+    for (let layer = level - 1; layer >= 0; layer--) {
+      for (let query = 0; query < n; query++) {
+        if (!reached[(layer + 1) * n + query]) continue;
+        reached[layer * n + query] = 1;
+        for (let key = 0; key <= query; key++) {
+          if (kept[(layer * n + query) * n + key]) reached[layer * n + key] = 1;
+        }
+      }
+    }
+    return reached;
+  }
+
+  // What a panel shows in the present state. Reachability is the model's, over all heads, also
+  // where a single head is shown.
+  function selectEdges(panel) {
+    const [nLayers, nHeads, n] = panel.shape;
+    const weights = weightsOf(panel);
+    const kept = new Uint8Array(nLayers * n * n);
+    const merged = new Map();
+    let count = 0;
+    panel.edges.forEach((edge, i) => {
+      const size = Math.abs(weights[i]);
+      if (size < state.limit) return;
+      const place = (edge.layer * n + edge.query) * n + edge.key;
+      kept[place] = 1;
+      if (state.head >= 0 && edge.head !== state.head) return;
+      count++;
+      const line = merged.get(place);
+      if (!line) merged.set(place, { ...edge, value: weights[i], index: i, others: [] });
+      else if (Math.abs(line.value) >= size) line.others.push(edge.head);
+      else {
+        line.others.push(line.head);
+        Object.assign(line, { head: edge.head, value: weights[i], index: i });
+      }
+    });
+    const [column, readAt] = data.targets[state.target];
+    const focus = state.focus && state.focus.panel === panel.index ? state.focus : null;
+    const reached = focus
+      ? ancestors(panel, kept, focus.column, focus.level)
+      : ancestors(panel, kept, readAt, nLayers);
+    const lines = [...merged.keys()].sort((a, b) => a - b).map((place) => merged.get(place));
+    for (const line of lines) {
+      line.onPath = reached[(line.layer + 1) * n + line.query] === 1;
+      line.kind = line.onPath ? "path" : "open";
+      line.d = edgePath(panel, line);
+    }
+    const start = focus ? focus : { level: nLayers, column: readAt };
+    markMainEdges(lines, start, n);
+    const headsShown = state.head < 0 ? nHeads : Number(state.head < nHeads);
+    const total = (nLayers * headsShown * n * (n + 1)) / 2;
+    return { lines, reached, count, total, column, focus };
+  }
+
+  // The edges that carry most to the node where the reading starts; see drawn_edges.py.
+  function markMainEdges(lines, start, n) {
+    let strength = new Float64Array(n);
+    strength[start.column] = 1;
+    for (let layer = start.level - 1; layer >= 0; layer--) {
+      const below = strength.slice();
+      for (const line of lines) {
+        if (line.layer !== layer) continue;
+        line.carried = (Math.abs(line.value) / data.steps) * strength[line.query];
+        below[line.key] = Math.max(below[line.key], line.carried);
+      }
+      strength = below;
+    }
+    const moving = lines.filter((line) => line.onPath && line.query !== line.key);
+    // Sorting is stable: equal ones stay in the order of layer, query and key.
+    moving.sort((a, b) => b.carried - a.carried);
+    for (const line of moving.slice(0, data.nMain)) line.kind = "main";
+  }
+
+  // ---- drawing -------------------------------------------------------------------------------
+
+  // A straight line, or an arc beside the residual line where an edge stays in its column.
+  function edgePath(panel, edge) {
+    const { startX, startY, endX, endY } = ends(panel, edge);
+    if (edge.query !== edge.key) return `M${startX} ${startY}L${endX} ${endY}`;
+    const side = startX + data.bow;
+    return `M${startX} ${startY}C${side} ${startY - panel.bend} ` +
+      `${side} ${endY + panel.bend} ${endX} ${endY}`;
+  }
+
+  function ends(panel, edge) {
+    return {
+      startX: data.columns[edge.key], startY: panel.levels[edge.layer],
+      endX: data.columns[edge.query], endY: panel.levels[edge.layer + 1],
+    };
+  }
+
+  function gradeOf(value) {
+    const grades = data.styles["path+"].length;
+    return Math.min(grades - 1, Math.floor(((Math.abs(value) - 1) * grades) / data.steps));
+  }
+
+  function draw(panel) {
+    const view = (panel.view = selectEdges(panel));
+    drawEdges(panel, view);
+    drawNodes(panel, view);
+    drawPrediction(panel, view);
+    panel.part("caption").textContent = caption(view);
+    const onPath = view.lines.filter((line) => line.onPath).length;
+    setAttributes(panel.group, {
+      "data-edges-shown": view.lines.length, "data-edges-on-path": onPath,
+      "data-attention-edges": view.count,
+      "data-focus": view.focus ? `${view.focus.level},${view.focus.column}` : "",
+    });
+  }
+
+  function drawEdges(panel, view) {
+    const groups = new Map();
+    for (const line of view.lines) {
+      const grade = gradeOf(line.value);
+      const negative = line.value < 0 ? 1 : 0;
+      const rank = 100 * ["open", "path", "main"].indexOf(line.kind) + 2 * grade + negative;
+      if (!groups.has(rank)) groups.set(rank, { kind: line.kind, grade, negative, d: "" });
+      groups.get(rank).d += line.d;
+    }
+    const paths = [...groups.keys()].sort((a, b) => a - b).map((rank) => {
+      const { kind, grade, negative, d } = groups.get(rank);
+      const [stroke, width] = data.styles[kind + (negative ? "-" : "+")][grade];
+      const path = document.createElementNS(SVG, "path");
+      setAttributes(path, { "data-kind": kind, d, stroke, "stroke-width": width });
+      if (view.focus && kind === "open") path.setAttribute("opacity", "0.35");
+      return path;
+    });
+    panel.part("edges").replaceChildren(...paths);
+  }
+
+  function drawNodes(panel, view) {
+    const n = panel.shape[2];
+    let residual = "";
+    for (const circle of panel.part("nodes").children) {
+      const level = Number(circle.dataset.level);
+      const column = Number(circle.dataset.column);
+      const reached = view.reached[level * n + column] === 1;
+      const [fill, stroke] = data.paint[reached ? "reached" : "unreached"];
+      const isFocus = view.focus && view.focus.level === level && view.focus.column === column;
+      setAttributes(circle, {
+        "data-reached": reached, fill: isFocus ? stroke : fill, stroke,
+        opacity: view.focus && !reached ? 0.35 : 1,
+        "aria-pressed": Boolean(isFocus),
+      });
+      if (reached && level > 0) {
+        residual += `M${data.columns[column]} ${panel.levels[level - 1]}V${panel.levels[level]}`;
+      }
+    }
+    panel.part("residual-path").setAttribute("d", residual);
+  }
+
+  function drawPrediction(panel, view) {
+    const n = panel.shape[2];
+    const [nLayers] = panel.shape;
+    for (const role of ["input", "output"]) {
+      const level = role === "input" ? 0 : nLayers;
+      [...panel.part(role).children].forEach((text, column) => {
+        const dimmed = view.focus && !view.reached[level * n + column];
+        const predicted = role === "output" && column === view.column;
+        setAttributes(text, {
+          opacity: dimmed ? 0.3 : null, "font-weight": predicted ? "bold" : null,
+          fill: predicted ? data.paint.predicted : null,
+        });
+      });
+    }
+    const [line, head] = panel.arrows[state.target];
+    setAttributes(panel.part("arrow"), { d: line, opacity: view.focus ? 0.3 : null });
+    setAttributes(panel.part("arrow-head"), { d: head, opacity: view.focus ? 0.3 : null });
+  }
+
+  function caption(view) {
+    const number = (value) => value.toLocaleString("en-US");
+    const share = state.weight === "attention" ? "" : " of the largest attribution; orange: below 0";
+    return `${number(view.count)} of ${number(view.total)} attention edges \u2265 ` +
+      thresholdText() + share;
+  }
+
+  function thresholdText() {
+    return (state.limit / data.steps).toFixed(state.limit % 10 ? 3 : 2);
+  }
+
+  function drawAll() {
+    hideTip();
+    panels.forEach(draw);
+    setAttributes(root, {
+      "data-target": state.target, "data-weight": state.weight, "data-head": state.head,
+      "data-threshold": thresholdText(),
+    });
+  }
+
+  function setAttributes(element, attributes) {
+    for (const [name, value] of Object.entries(attributes)) {
+      if (value === null) element.removeAttribute(name);
+      else element.setAttribute(name, String(value));
+    }
+  }
+
+  // ---- controls ------------------------------------------------------------------------------
+
+  function addControl(text, control, ...rest) {
+    const label = document.createElement("label");
+    label.append(text, control, ...rest);
+    root.querySelector(".controls").append(label);
+  }
+
+  function addSelect(text, name, options, onChange) {
+    const select = document.createElement("select");
+    select.name = name;
+    for (const [value, label] of options) select.append(new Option(label, value));
+    select.value = String(state[name]);
+    select.addEventListener("change", () => {
+      onChange(select.value);
+      drawAll();
+    });
+    addControl(text, select);
+    return select;
+  }
+
+  function addControls() {
+    const slider = document.createElement("input");
+    setAttributes(slider, {
+      type: "range", name: "threshold", max: 0.99, step: 0.01,
+      min: data.floor > 1 ? Math.ceil(data.floor / 10) / 100 : 0,
+    });
+    slider.value = String(state.limit / data.steps);
+    const output = document.createElement("output");
+    output.textContent = thresholdText();
+    slider.addEventListener("input", () => {
+      state.limit = Math.max(data.floor, Math.round(Number(slider.value) * data.steps));
+      output.textContent = thresholdText();
+      drawAll();
+    });
+    addControl("Threshold", slider, output);
+
+    const characters = data.targets.map(([column], target) => {
+      const outputs = [...new Set(panels.map((panel) => panel.output[column]))];
+      return [target, `${outputs.join(" / ")}  (position ${column})`];
+    });
+    const targetSelect = addSelect("Predicted character", "target", characters, (value) => {
+      state.target = Number(value);
+    });
+    const nHeads = Math.max(...panels.map((panel) => panel.shape[1]));
+    const heads = Array.from({ length: nHeads }, (_, head) => [head, `head ${head}`]);
+    addSelect("Heads", "head", [[-1, "all (largest)"], ...heads], (value) => {
+      state.head = Number(value);
+    });
+    if (hasAttribution) {
+      const weights = [["attention", "attention"], ["attribution", "attribution"]];
+      addSelect("Weight", "weight", weights, (value) => {
+        state.weight = value;
+      });
+    }
+    return targetSelect;
+  }
+
+  // A click on a predicted character in the output row chooses it.
+  function addTargetClicks(targetSelect) {
+    data.targets.forEach(([column], target) => {
+      for (const panel of panels) {
+        const text = panel.part("output").children[column];
+        text.setAttribute("data-target", target);
+        text.addEventListener("click", () => {
+          state.target = target;
+          targetSelect.value = String(target);
+          drawAll();
+        });
+      }
+    });
+  }
+
+  // ---- nodes: click or Enter to see ancestors, arrow keys to move ------------------------------
+
+  function addNodes(panel) {
+    const [nLayers, , n] = panel.shape;
+    const circles = [...panel.part("nodes").children];
+    const at = (level, column) => circles[level * n + column];
+    for (const circle of circles) {
+      const level = Number(circle.dataset.level);
+      const column = Number(circle.dataset.column);
+      setAttributes(circle, {
+        tabindex: level === nLayers && column === n - 1 ? 0 : -1, role: "button",
+        "aria-label": nodeText(panel, level, column).join(", "),
+      });
+      circle.addEventListener("click", () => toggleFocus(panel, level, column));
+      circle.addEventListener("keydown", (event) => {
+        if (event.key === "Enter" || event.key === " ") {
+          toggleFocus(panel, level, column);
+          event.preventDefault();
+          return;
+        }
+        const step = {
+          ArrowUp: [1, 0], ArrowDown: [-1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1],
+        }[event.key];
+        const next = step && at(level + step[0], column + step[1]);
+        const inRow = step && column + step[1] >= 0 && column + step[1] < n;
+        if (!next || !inRow) return;
+        circle.setAttribute("tabindex", -1);
+        next.setAttribute("tabindex", 0);
+        next.focus();
+        event.preventDefault();
+      });
+    }
+  }
+
+  function toggleFocus(panel, level, column) {
+    const old = state.focus;
+    const same = old && old.panel === panel.index && old.level === level && old.column === column;
+    state.focus = same ? null : { panel: panel.index, level, column };
+    drawAll();
+  }
+
+  function clearOnEscape(event) {
+    // A notebook removes the figure when its cell runs again.
+    if (!root.isConnected) document.removeEventListener("keydown", clearOnEscape);
+    else if (event.key === "Escape") {
+      state.focus = null;
+      drawAll();
+    }
+  }
+
+  // ---- tooltip -------------------------------------------------------------------------------
+
+  function nodeText(panel, level, column) {
+    const place = level === 0 ? "Input" : `After layer ${level - 1}`;
+    return [place, ...tokenText(panel, column, "position")];
+  }
+
+  function tokenText(panel, column, label) {
+    const known = panel.input[column] === panel.output[column];
+    const output = known ? "" : `, output \u201c${panel.output[column]}\u201d`;
+    return [`${label} ${column}: \u201c${panel.input[column]}\u201d${output}`];
+  }
+
+  function edgeText(panel, line) {
+    const attention = panel.weights[0][line.index] / data.steps;
+    const text = [
+      `Layer ${line.layer}, head ${line.head}`,
+      ...tokenText(panel, line.key, "from position"),
+      ...tokenText(panel, line.query, "to position"),
+      `attention ${attention.toFixed(3)}, gate open`,
+    ];
+    if (hasAttribution) {
+      const relative = panel.weights[1 + state.target][line.index] / data.steps;
+      const logits = relative * panel.scales[state.target];
+      text.push(`attribution ${logits.toFixed(3).replace("-", "\u2212")} logits`);
+    }
+    if (line.others.length) {
+      const heads = line.others.sort((a, b) => a - b).join(", ");
+      text.push(`weaker here: head${line.others.length > 1 ? "s" : ""} ${heads}`);
+    }
+    return text;
+  }
+
+  function showTip(lines, event) {
+    const heading = document.createElement("strong");
+    heading.textContent = lines[0];
+    tip.replaceChildren(heading, "\n" + lines.slice(1).join("\n"));
+    tip.hidden = false;
+    const box = root.getBoundingClientRect();
+    const x = event.clientX - box.left + 14;
+    const flipped = x + tip.offsetWidth > box.width;
+    tip.style.left = `${Math.max(0, flipped ? x - tip.offsetWidth - 28 : x)}px`;
+    const y = event.clientY - box.top + 14;
+    const raised = event.clientY + 14 + tip.offsetHeight > window.innerHeight;
+    tip.style.top = `${Math.max(0, raised ? y - tip.offsetHeight - 28 : y)}px`;
+  }
+
+  function clearHover() {
+    for (const panel of panels) panel.hover.removeAttribute("d");
+  }
+
+  function hideTip() {
+    tip.hidden = true;
+    clearHover();
+  }
+
+  // The line nearest to a point; lines on the path win over light ones at about the same distance.
+  function nearestLine(panel, x, y) {
+    let best = null;
+    let bestDistance = HOVER_DISTANCE;
+    for (const line of panel.view.lines) {
+      const { startX, startY, endX, endY } = ends(panel, line);
+      if (y > startY + 3 || y < endY - 3) continue;
+      // The middle of an arc is three quarters of the way to its control points.
+      const aside = line.query === line.key ? 0.75 * data.bow : 0;
+      const [midX, midY] = [(startX + endX) / 2 + aside, (startY + endY) / 2];
+      const distance = Math.min(
+        distanceToSegment(x, y, startX, startY, midX, midY),
+        distanceToSegment(x, y, midX, midY, endX, endY),
+      ) - (line.onPath ? 2 : 0);
+      if (distance < bestDistance) [best, bestDistance] = [line, distance];
+    }
+    return best;
+  }
+
+  function distanceToSegment(x, y, x0, y0, x1, y1) {
+    const [dx, dy] = [x1 - x0, y1 - y0];
+    const along = ((x - x0) * dx + (y - y0) * dy) / (dx * dx + dy * dy || 1);
+    const t = Math.max(0, Math.min(1, along));
+    return Math.hypot(x - x0 - t * dx, y - y0 - t * dy);
+  }
+
+  function onPointerMove(event) {
+    clearHover();
+    const group = event.target.closest("g[data-panel]");
+    if (!group) return hideTip();
+    const panel = panels[Number(group.dataset.panel)];
+    if (event.target.tagName === "circle") {
+      const { level, column } = event.target.dataset;
+      return showTip(nodeText(panel, Number(level), Number(column)), event);
+    }
+    const matrix = svg.getScreenCTM().inverse();
+    const point = new DOMPoint(event.clientX, event.clientY).matrixTransform(matrix);
+    const line = nearestLine(panel, point.x, point.y);
+    if (!line) return hideTip();
+    const [, width] = data.styles["path+"][gradeOf(line.value)];
+    setAttributes(panel.hover, { d: line.d, "stroke-width": Math.max(2, width) });
+    showTip(edgeText(panel, line), event);
+  }
+
+  addTargetClicks(addControls());
+  panels.forEach(addNodes);
+  svg.setAttribute("role", "group");
+  svg.addEventListener("pointermove", onPointerMove);
+  svg.addEventListener("pointerleave", hideTip);
+  document.addEventListener("keydown", clearOnEscape);
+  drawAll();
+}

@@ -1,0 +1,288 @@
+"""Circuit diagrams: the attention edges of one prompt, one panel per model.
+
+1. Check the panels, and round their weights to thousandths (`drawn_edges`).
+2. Choose the edges to draw and lay the figure out (`diagram_layout`).
+3. Draw the static SVG (`circuit_svg`).
+4. Put the SVG, the numbers behind it and a small script into one piece of HTML; the script redraws
+   the lines of that SVG when the reader moves the threshold or chooses something else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib import resources
+from itertools import groupby
+from typing import Any, get_args
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from sparse_tl.flow import AttentionFlow, EdgeWeight
+from sparse_tl.plots import circuit_svg
+from sparse_tl.plots.circuit_svg import Panel, draw_svg
+from sparse_tl.plots.diagram_layout import Layout, PanelLayout, lay_out, prediction_arrow
+from sparse_tl.plots.drawn_edges import (
+    N_MAIN_EDGES,
+    RoundedFlow,
+    round_flow,
+    select_edges,
+    threshold_steps,
+)
+from sparse_tl.plots.edge_styles import N_GRADES, STEPS, EdgeKind, line_style
+from sparse_tl.plots.rendering import SelfContainedFigure
+from sparse_tl.plots.token_text import visible_text
+
+# How many weights the script is sent at most, at three to four bytes each.
+_MAX_NUMBERS = 100_000
+
+
+class CircuitDiagram(SelfContainedFigure):
+    """A circuit diagram: shows itself in notebooks and saves itself to files."""
+
+    def __init__(self, html: str, svg: str, title: str, panel_names: Sequence[str]) -> None:
+        super().__init__(html, svg, title)
+        self.panel_names = tuple(panel_names)
+
+    def __repr__(self) -> str:
+        return f"CircuitDiagram({', '.join(map(repr, self.panel_names))})"
+
+
+def circuit_diagram(
+    panels: Mapping[str, AttentionFlow],
+    *,
+    target: int = -1,
+    weight: EdgeWeight = "attention",
+    threshold: float = 0.1,
+    transition: str | None = "Sparsity-Regularised Finetuning",
+    title: str | None = None,
+) -> CircuitDiagram:
+    """Draw which attention edges move information to a predicted character.
+
+    Columns are token positions and rows are layers, upwards. An edge is drawn where the largest
+    weight of any head in its layer reaches the threshold, darker and thicker with weight. Edges
+    from which the predicted character cannot be reached over drawn edges stay light; of the others
+    the 32 that carry most to it are the dark ones (`drawn_edges` says how that is counted).
+
+    Args:
+        panels: a flow for each panel, from top to bottom, by the name written on it. All trace
+            the same prompt: the same columns and targets.
+        target: index into the flows' targets: the predicted character.
+        weight: ``"attention"`` is gate times attention probability; ``"attribution"`` is the
+            signed effect on the predicted character's logit, relative to the panel's largest.
+        threshold: the smallest absolute weight that is drawn, in 0..1. Weights are rounded to
+            thousandths first.
+        transition: text along the arrow from each panel to the next; ``None`` for no arrow.
+        title: above the panels.
+
+    Returns:
+        The figure: static SVG, which a script without any dependency makes interactive.
+
+    Raises:
+        ValueError: if there is no panel, panels disagree on columns or targets, the target or the
+            threshold is out of range, attribution is asked for but absent, or weights are not
+            finite, out of range or acausal.
+        TypeError: if a panel is not an `AttentionFlow`.
+    """
+    flows = _checked_panels(panels)
+    _check_options(flows, weight, threshold)
+    target = _checked_target(flows, target)
+    # The reader can only choose attribution where every panel has it.
+    with_attribution = all(flow.attribution is not None for flow in flows.values())
+    rounded = [round_flow(flow, name, with_attribution) for name, flow in flows.items()]
+    limit = threshold_steps(threshold)
+    _, read_at = next(iter(flows.values())).targets[target]
+    drawn = [
+        Panel(name, flow, select_edges(values.values(weight, target), limit, read_at))
+        for (name, flow), values in zip(flows.items(), rounded, strict=True)
+    ]
+    has_transition = transition is not None and len(drawn) > 1
+    layout = lay_out(list(flows.values()), has_title=bool(title), has_transition=has_transition)
+    svg = draw_svg(
+        drawn,
+        layout,
+        target=target,
+        weight=weight,
+        limit=limit,
+        transition=transition,
+        title=title,
+    )
+    state = {"target": target, "weight": weight, "limit": limit, "head": -1}
+    html = _html(svg, _script_data(drawn, rounded, layout, state))
+    return CircuitDiagram(html, svg, visible_text(title or "Circuit diagram"), tuple(flows))
+
+
+def _checked_panels(panels: Mapping[str, AttentionFlow]) -> dict[str, AttentionFlow]:
+    if not isinstance(panels, Mapping):
+        raise TypeError(
+            f"expected a mapping from panel names to AttentionFlow; got {type(panels).__name__}; "
+            'write {"Base Model": flow}'
+        )
+    if not panels:
+        raise ValueError('expected at least one panel; got none; pass {"Base Model": flow}')
+    for name, flow in panels.items():
+        if not isinstance(flow, AttentionFlow):
+            raise TypeError(
+                f"expected an AttentionFlow as panel {name!r}; got {type(flow).__name__}; "
+                "trace the model on a prompt first"
+            )
+        if 0 in flow.attention.shape:
+            raise ValueError(
+                f"expected at least one layer, head and column in panel {name!r}; got attention "
+                f"of shape {tuple(flow.attention.shape)}; trace a prompt that is not empty"
+            )
+    first_name, first = next(iter(panels.items()))
+    for name, flow in panels.items():
+        for what in ("n_columns", "targets"):
+            expected, got = getattr(first, what), getattr(flow, what)
+            if expected != got:
+                raise ValueError(
+                    f"expected panels that trace the same prompt, since a position means the same "
+                    f"in all of them; got {what} {expected} in {first_name!r} and {got} in "
+                    f"{name!r}; draw different prompts as separate figures"
+                )
+    return {str(name): flow for name, flow in panels.items()}
+
+
+def _check_options(flows: Mapping[str, AttentionFlow], weight: str, threshold: float) -> None:
+    if weight not in get_args(EdgeWeight):
+        raise ValueError(f"expected weight 'attention' or 'attribution'; got {weight!r}")
+    if not 0 <= threshold < 1:
+        raise ValueError(
+            f"expected a threshold of at least 0 and below 1; got {threshold}; "
+            "0 shows every edge that is not 0"
+        )
+    if weight == "attribution":
+        for name, flow in flows.items():
+            if flow.attribution is None:
+                raise ValueError(
+                    f"expected attribution in every panel; got none in {name!r}; trace the model "
+                    "with attribution=True, or draw weight='attention'"
+                )
+
+
+def _checked_target(flows: Mapping[str, AttentionFlow], target: int) -> int:
+    n_targets = len(next(iter(flows.values())).targets)
+    if not -n_targets <= target < n_targets:
+        allowed = f"in {-n_targets}..{n_targets - 1}" if n_targets else "of a flow that has targets"
+        raise ValueError(
+            f"expected a target {allowed}; got {target}; it is an index into the {n_targets} "
+            "targets of the flows, not a column"
+        )
+    return target % n_targets
+
+
+def _script_data(
+    panels: Sequence[Panel],
+    rounded: Sequence[RoundedFlow],
+    layout: Layout,
+    state: dict[str, Any],
+) -> dict[str, Any]:
+    """What the script needs to redraw the lines of the static figure."""
+    styles: dict[str, list[list[str | float]]] = {}
+    kinds: tuple[EdgeKind, ...] = ("open", "path", "main")
+    for kind in kinds:
+        for negative in (False, True):
+            grades = (
+                line_style(kind, grade, negative, layout.line_scale) for grade in range(N_GRADES)
+            )
+            styles[f"{kind}{'-' if negative else '+'}"] = [[s.stroke, s.width] for s in grades]
+    floor = _smallest_threshold(rounded, state["limit"])
+    return {
+        "state": state,
+        "floor": floor,
+        "steps": STEPS,
+        "nMain": N_MAIN_EDGES,
+        "columns": layout.columns,
+        "bow": layout.bow,
+        "styles": styles,
+        "paint": {
+            "reached": [circuit_svg.NODE_FILL_ON_PATH, circuit_svg.NODE_STROKE_ON_PATH],
+            "unreached": [circuit_svg.NODE_FILL, circuit_svg.NODE_STROKE],
+            "predicted": circuit_svg.BLUE,
+        },
+        "targets": panels[0].flow.targets,
+        "panels": [
+            _panel_data(panel, values, floor, layout, place)
+            for panel, values, place in zip(panels, rounded, layout.panels, strict=True)
+        ],
+    }
+
+
+def _largest(rounded: RoundedFlow) -> Int[Tensor, "layer head query key"]:
+    """The largest weight that each edge has in any of the views."""
+    if rounded.attribution is None:
+        return rounded.attention
+    return torch.maximum(rounded.attention, rounded.attribution.abs().amax(dim=0))
+
+
+def _smallest_threshold(rounded: Sequence[RoundedFlow], limit: int) -> int:
+    """The threshold, in thousandths, down to which a figure of bounded size can show every edge."""
+    counts = torch.zeros(STEPS + 1, dtype=torch.int64)
+    for flow in rounded:
+        n_views = 1 if flow.attribution is None else 1 + len(flow.attribution)
+        counts += n_views * torch.bincount(_largest(flow).flatten(), minlength=STEPS + 1)
+    n_numbers = counts.flip(0).cumsum(0).flip(0)  # at index i: of edges with a weight of i or more
+    within = (n_numbers[1:] <= _MAX_NUMBERS).nonzero()
+    smallest = int(within[0]) + 1 if len(within) else STEPS
+    return min(smallest, limit)
+
+
+def _panel_data(
+    panel: Panel, rounded: RoundedFlow, floor: int, layout: Layout, place: PanelLayout
+) -> dict[str, Any]:
+    flow = panel.flow
+    # Edges are sent as runs of skipped and listed places in row-major order.
+    listed = _largest(rounded) >= floor
+    rows = [rounded.attention, *(rounded.attribution if rounded.attribution is not None else ())]
+    return {
+        "name": visible_text(panel.name),
+        "shape": [flow.n_layers, flow.n_heads, flow.n_columns],
+        "levels": place.levels,
+        "bend": place.bend,
+        "input": [visible_text(token) for token in flow.input_tokens],
+        "output": [visible_text(token) for token in flow.output_tokens],
+        "arrows": [
+            prediction_arrow(layout, place, column, read_at) for column, read_at in flow.targets
+        ],
+        "runs": _runs(listed.flatten()),
+        "weights": [row[listed].tolist() for row in rows],
+        "scales": [float(f"{scale:.4g}") for scale in rounded.scales],
+    }
+
+
+def _runs(listed: Bool[Tensor, " place"]) -> list[int]:
+    """Lengths of alternating runs, the first of them skipped (and of length 0 if need be)."""
+    lengths = [] if not len(listed) or not listed[0] else [0]
+    return lengths + [len(list(run)) for _, run in groupby(listed.tolist())]
+
+
+def _script_json(data: dict[str, Any]) -> str:
+    """JSON that can stand inside a script element, whatever the tokens are."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    # ensure_ascii has escaped U+2028 and U+2029 already.
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _html(svg: str, data: dict[str, Any]) -> str:
+    folder = resources.files("sparse_tl.plots")
+    style = (folder / "circuit_diagram.css").read_text(encoding="utf-8")
+    script = (folder / "circuit_diagram.js").read_text(encoding="utf-8")
+    payload = _script_json(data)
+    # The same figure always has the same id; the script takes every copy on the page that has not
+    # been started yet, so that showing a figure twice works too.
+    digest = hashlib.sha256((svg + payload).encode()).hexdigest()[:12]
+    root = escape(f"circuit-{digest}")
+    return (
+        f'<div class="sparse-tl-circuit" data-circuit-diagram="{root}">\n'
+        f"<style>\n{style}</style>\n"
+        f'<div class="controls"></div>\n'
+        f'<div class="canvas">\n{svg}\n</div>\n'
+        f'<div class="tip" role="tooltip" hidden></div>\n'
+        f"</div>\n"
+        f"<script>\n(() => {{\n{script}\nstartCircuitDiagrams({json.dumps(root)}, {payload});\n"
+        f"}})();\n</script>"
+    )

@@ -1,0 +1,227 @@
+"""The static circuit diagram: an SVG that needs no script, no style sheet and no network.
+
+Every group that the script of the interactive figure takes over carries ``data-role``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from sparse_tl.flow import AttentionFlow, EdgeWeight
+from sparse_tl.plots.diagram_layout import (
+    LABEL_SIZE,
+    PANEL_NAME_SIZE,
+    Layout,
+    PanelLayout,
+    arrow_head,
+    edge_path,
+    prediction_arrow,
+)
+from sparse_tl.plots.drawn_edges import EdgeSelection
+from sparse_tl.plots.edge_styles import STEPS, EdgeKind, grade, line_style
+from sparse_tl.plots.token_text import clip_text, text_width, visible_text
+
+FONT_FAMILY = "Helvetica Neue, Helvetica, Arial, Liberation Sans, DejaVu Sans, sans-serif"
+INK, MUTED, BLUE = "#16181d", "#5c6470", "#0b3a86"
+RESIDUAL, RESIDUAL_ON_PATH = "#d3d7de", "#868e9b"
+NODE_STROKE, NODE_STROKE_ON_PATH = "#aeb5c0", "#0b3a86"
+NODE_FILL, NODE_FILL_ON_PATH = "#ffffff", "#bcd2f0"
+
+
+@dataclass(frozen=True, eq=False)
+class Panel:
+    """One frame with what it shows."""
+
+    name: str
+    flow: AttentionFlow
+    selection: EdgeSelection
+
+
+def draw_svg(
+    panels: Sequence[Panel],
+    layout: Layout,
+    *,
+    target: int,
+    weight: EdgeWeight,
+    limit: int,
+    transition: str | None,
+    title: str | None,
+) -> str:
+    """The figure as an SVG document.
+
+    Args:
+        panels: from top to bottom.
+        layout: of these panels.
+        target: index of the predicted character.
+        weight: what the lines show.
+        limit: the threshold in thousandths, for the caption of each panel.
+        transition: text along the arrow from each panel to the next; ``None`` for no arrow.
+        title: above the panels.
+    """
+    names = " and ".join(panel.name for panel in panels)
+    label = _xml(visible_text(title or f"Circuit diagram of {names}"))
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {layout.width} {layout.height}" '
+        f'width="{layout.width}" height="{layout.height}" role="img" aria-label="{label}" '
+        f'font-family="{FONT_FAMILY}" fill="{INK}">',
+        f'<rect width="{layout.width}" height="{layout.height}" fill="#ffffff"/>',
+    ]
+    if title:
+        heading = clip_text(visible_text(title), 18, layout.width - 40)
+        parts.append(
+            f'<text x="{layout.width / 2:g}" y="28" text-anchor="middle" font-size="18" '
+            f'font-weight="bold">{_xml(heading)}</text>'
+        )
+    if transition is not None and len(panels) > 1:
+        parts.extend(_transition(layout, transition))
+    for index, panel in enumerate(panels):
+        parts.extend(_panel(index, panel, layout, target, weight, limit))
+    parts.append("</svg>")
+    return "\n".join(parts)
+
+
+def caption(selection: EdgeSelection, weight: EdgeWeight, limit: int) -> str:
+    """How many attention edges a panel shows, in words."""
+    shown = f"{selection.n_attention_edges:,} of {selection.n_causal_edges:,} attention edges"
+    threshold = f"\N{GREATER-THAN OR EQUAL TO} {limit / STEPS:.{3 if limit % 10 else 2}f}"
+    if weight == "attention":
+        return f"{shown} {threshold}"
+    return f"{shown} {threshold} of the largest attribution; orange: below 0"
+
+
+def _xml(text: str) -> str:
+    return escape(text, quote=True)
+
+
+def _transition(layout: Layout, text: str) -> Iterator[str]:
+    edge = layout.left - 6
+    first, last = layout.panels[0], layout.panels[-1]
+    for upper, lower in zip(layout.panels[:-1], layout.panels[1:], strict=True):
+        start, end = upper.middle + upper.height * 0.12, lower.middle - lower.height * 0.12
+        depth = edge - 52
+        yield (
+            f'<g data-role="transition"><path d="M{edge} {start:.1f}C{depth} {start + 12:.1f} '
+            f'{depth} {end - 12:.1f} {edge - 11} {end - 2:.1f}" fill="none" stroke="#000000" '
+            f'stroke-width="5" stroke-linecap="round"/>'
+            f'<path d="{arrow_head(edge + 2, end, 0.16, 19)}" fill="#000000"/></g>'
+        )
+    room = last.top + last.height - first.top - 10
+    text = visible_text(text)
+    size = max(12.0, min(17.0, 17.0 * room / max(text_width(text, 17.0), 1.0)))
+    middle = (first.top + last.top + last.height) / 2
+    yield (
+        f'<text transform="translate(24 {middle:g}) rotate(-90)" text-anchor="middle" '
+        f'font-size="{size:.1f}" font-weight="bold">{_xml(clip_text(text, size, room))}</text>'
+    )
+
+
+def _panel(
+    index: int, panel: Panel, layout: Layout, target: int, weight: EdgeWeight, limit: int
+) -> Iterator[str]:
+    place, selection = layout.panels[index], panel.selection
+    yield (
+        f'<g data-panel="{index}" data-edges-shown="{len(selection.edges)}" '
+        f'data-edges-on-path="{selection.n_on_path}" '
+        f'data-attention-edges="{selection.n_attention_edges}">'
+    )
+    yield (
+        f'<rect x="{layout.left}" y="{place.top}" width="{layout.right - layout.left}" '
+        f'height="{place.height}" rx="7" fill="#ffffff" stroke="{INK}" stroke-width="1.3"/>'
+    )
+    name = clip_text(visible_text(panel.name), PANEL_NAME_SIZE, (layout.right - layout.left) * 0.45)
+    yield (
+        f'<text x="{layout.left + 14}" y="{place.top + 25}"><tspan font-size="{PANEL_NAME_SIZE:g}" '
+        f'font-weight="bold">{_xml(name)}</tspan><tspan dx="14" font-size="12" fill="{MUTED}" '
+        f'data-role="caption">{_xml(caption(selection, weight, limit))}</tspan></text>'
+    )
+    for layer in range(panel.flow.n_layers):
+        yield (
+            f'<text x="{layout.columns[0] - 30}" y="{place.levels[layer + 1] + 4.5:g}" '
+            f'text-anchor="end" font-size="{LABEL_SIZE:g}">Layer {layer}</text>'
+        )
+    yield from _residual_stream(panel, layout, place)
+    yield '<g data-role="edges" fill="none" stroke-linecap="round">'
+    yield from _edges(selection, layout, place)
+    yield "</g>"
+    yield from _nodes(selection, layout, place)
+    column, read_at = panel.flow.targets[target]
+    yield from _tokens("input", panel.flow.input_tokens, layout, place.input_y)
+    yield from _tokens("output", panel.flow.output_tokens, layout, place.output_y, column)
+    line, head = prediction_arrow(layout, place, column, read_at)
+    yield (
+        f'<path data-role="arrow" d="{line}" fill="none" stroke="#000000" stroke-width="1.8"/>'
+        f'<path data-role="arrow-head" d="{head}" fill="#000000"/>'
+    )
+    yield "</g>"
+
+
+def _residual_stream(panel: Panel, layout: Layout, place: PanelLayout) -> Iterator[str]:
+    bottom, top = place.levels[0], place.levels[-1]
+    every = "".join(f"M{x} {bottom}V{top}" for x in layout.columns)
+    yield f'<path d="{every}" fill="none" stroke="{RESIDUAL}" stroke-width="1.4"/>'
+    on_path = "".join(
+        f"M{layout.columns[column]} {place.levels[level - 1]}V{place.levels[level]}"
+        for level, column in panel.selection.reached.nonzero().tolist()
+        if level > 0
+    )
+    yield (
+        f'<path data-role="residual-path" d="{on_path}" fill="none" '
+        f'stroke="{RESIDUAL_ON_PATH}" stroke-width="1.4"/>'
+    )
+
+
+def _edges(selection: EdgeSelection, layout: Layout, place: PanelLayout) -> Iterator[str]:
+    """One path for all the lines of a style: thousands of lines stay a small file."""
+    curves: dict[tuple[EdgeKind, int, bool], list[str]] = defaultdict(list)
+    for edge in selection.edges:
+        curves[edge.kind, grade(edge.value), edge.value < 0].append(
+            edge_path(layout, place, edge.layer, edge.query, edge.key)
+        )
+    # Light lines first, then from the weakest to the strongest.
+    order: dict[EdgeKind, int] = {"open": 0, "path": 1, "main": 2}
+    for kind, strength, negative in sorted(curves, key=lambda style: (order[style[0]], *style[1:])):
+        style = line_style(kind, strength, negative, layout.line_scale)
+        yield (
+            f'<path data-kind="{kind}" d="{"".join(curves[kind, strength, negative])}" '
+            f'stroke="{style.stroke}" stroke-width="{style.width:g}"/>'
+        )
+
+
+def _nodes(selection: EdgeSelection, layout: Layout, place: PanelLayout) -> Iterator[str]:
+    yield '<g data-role="nodes" stroke-width="1.4">'
+    for level, y in enumerate(place.levels):
+        for column, x in enumerate(layout.columns):
+            reached = bool(selection.reached[level, column])
+            fill = NODE_FILL_ON_PATH if reached else NODE_FILL
+            stroke = NODE_STROKE_ON_PATH if reached else NODE_STROKE
+            yield (
+                f'<circle data-level="{level}" data-column="{column}" '
+                f'data-reached="{str(reached).lower()}" cx="{x}" cy="{y}" '
+                f'r="{layout.node_radius:g}" fill="{fill}" stroke="{stroke}"/>'
+            )
+    yield "</g>"
+
+
+def _tokens(
+    role: str, tokens: Sequence[str], layout: Layout, y: int, predicted: int | None = None
+) -> Iterator[str]:
+    anchor = "middle" if not layout.rotated else "end" if role == "input" else "start"
+    yield f'<g data-role="{role}" font-size="{layout.token_size:g}" text-anchor="{anchor}">'
+    for column, token in enumerate(tokens):
+        x = layout.columns[column]
+        text = visible_text(token)
+        if layout.rotated:
+            lean = x + (4 if role == "input" else 2)
+            place = f'transform="translate({lean} {y}) rotate(-45)"'
+        else:
+            place = f'x="{x}" y="{y}"'
+        emphasis = f' font-weight="bold" fill="{BLUE}"' if column == predicted else ""
+        clipped = clip_text(text, layout.token_size, layout.token_width)
+        yield (
+            f'<text data-column="{column}" {place}{emphasis}>{_xml(clipped)}'
+            f"<title>{_xml(text)}</title></text>"
+        )
+    yield "</g>"

@@ -1,0 +1,205 @@
+"""Where everything in a circuit diagram lies: all coordinates, in pixels at full size.
+
+The same numbers are drawn by Python and sent to the script of the interactive figure. What an
+edge is made of are whole numbers, which both sides write alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sparse_tl.flow import AttentionFlow
+from sparse_tl.plots.token_text import text_width, visible_text
+
+MIN_FONT_SIZE = 11.5
+PANEL_NAME_SIZE = 16.0
+LABEL_SIZE = 13.0
+
+_WIDTH = 1000
+_MARGIN = 8
+_PANEL_GAP = 18
+_TRANSITION_WIDTH = 76
+_TITLE_HEIGHT = 34
+_MIN_COLUMN_WIDTH = 20
+_MAX_COLUMN_WIDTH = 110
+_MAX_ROTATED_LABEL = 104.0
+_ROOMY_COLUMN_WIDTH = 60
+
+
+@dataclass(frozen=True)
+class PanelLayout:
+    """One frame.
+
+    Args:
+        top, height: of the frame.
+        levels: the y coordinate of each level, the input first.
+        output_y, input_y: baselines of the token rows.
+    """
+
+    top: int
+    height: int
+    levels: tuple[int, ...]
+    output_y: int
+    input_y: int
+
+    @property
+    def middle(self) -> float:
+        return self.top + self.height / 2
+
+    @property
+    def bend(self) -> int:
+        """How far up the edge from a column to itself turns away from the residual line."""
+        return round(0.3 * (self.levels[0] - self.levels[1]))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The whole figure.
+
+    Args:
+        width, height: of the figure.
+        left, right: of every frame.
+        columns: the x coordinate of each column.
+        token_size: font size of the tokens.
+        token_width: the width beyond which a token is clipped.
+        rotated: whether tokens are written at 45 degrees.
+        bow: how far the edge from a column to itself leaves the residual line.
+        node_radius: of the circles.
+        line_scale: the thickness of lines, relative to a figure with wide columns.
+        panels: the frames, from top to bottom.
+    """
+
+    width: int
+    height: int
+    left: int
+    right: int
+    columns: tuple[int, ...]
+    token_size: float
+    token_width: float
+    rotated: bool
+    bow: int
+    node_radius: float
+    line_scale: float
+    panels: tuple[PanelLayout, ...]
+
+
+def lay_out(flows: Sequence[AttentionFlow], has_title: bool, has_transition: bool) -> Layout:
+    """Place the panels of these flows below one another."""
+    n_columns = flows[0].n_columns
+    tokens = [
+        visible_text(token) for flow in flows for token in (*flow.input_tokens, *flow.output_tokens)
+    ]
+    left = _MARGIN + (_TRANSITION_WIDTH if has_transition else 0)
+    most_layers = max(flow.n_layers for flow in flows)
+    label_width = math.ceil(text_width(f"Layer {most_layers - 1}", LABEL_SIZE))
+    first_column = left + 14 + label_width + 34
+
+    n_gaps = max(n_columns - 1, 1)
+    room = _WIDTH - _MARGIN - 38 - first_column
+    spacing = min(_MAX_COLUMN_WIDTH, room // n_gaps)
+    token_size, rotated = _token_style(tokens, spacing)
+    if rotated:
+        room -= 40  # the last label leans out to the right
+        spacing = min(_MAX_COLUMN_WIDTH, room // n_gaps)
+    spacing = max(spacing, _MIN_COLUMN_WIDTH)
+    width = max(_WIDTH, _WIDTH + n_gaps * spacing - room)
+    slack = max(0, room - n_gaps * spacing)
+    columns = tuple(first_column + slack // 2 + column * spacing for column in range(n_columns))
+
+    token_width = _MAX_ROTATED_LABEL if rotated else spacing - 6.0
+    longest = min(token_width, max(text_width(token, token_size) for token in tokens))
+    label_height = math.ceil(longest * 0.65) + 6 if rotated else 0
+    top = _MARGIN + (_TITLE_HEIGHT if has_title else 0)
+    panels = []
+    for flow in flows:
+        panel = _lay_out_panel(flow, top, rotated, label_height)
+        panels.append(panel)
+        top += panel.height + _PANEL_GAP
+    return Layout(
+        width=width,
+        height=top - _PANEL_GAP + _MARGIN,
+        left=left,
+        right=width - _MARGIN,
+        columns=columns,
+        token_size=token_size,
+        token_width=token_width,
+        rotated=rotated,
+        bow=max(5, min(14, spacing // 5)),
+        node_radius=4.5 if spacing >= 30 else 3.5,
+        line_scale=max(0.45, min(1.0, spacing / _ROOMY_COLUMN_WIDTH)),
+        panels=tuple(panels),
+    )
+
+
+def _token_style(tokens: Sequence[str], spacing: int) -> tuple[float, bool]:
+    """The font size of the tokens, and whether they have to be rotated to be readable."""
+    for size in (17.0, 15.0, 13.0, MIN_FONT_SIZE):
+        if max(text_width(token, size) for token in tokens) <= spacing - 6:
+            return size, False
+    return (MIN_FONT_SIZE, True) if spacing < 84 else (13.0, False)
+
+
+def _lay_out_panel(flow: AttentionFlow, top: int, rotated: bool, label_height: int) -> PanelLayout:
+    row_height = min(55, max(30, 5 * (420 // flow.n_layers // 5)))
+    # An arrow from one character to the next arches over the output row.
+    has_arch = not rotated and any(column != read_at for column, read_at in flow.targets)
+    output_y = top + (34 + label_height if rotated else 72 if has_arch else 56)
+    top_level = output_y + 34
+    levels = tuple(
+        top_level + (flow.n_layers - level) * row_height for level in range(flow.n_layers + 1)
+    )
+    input_y = levels[0] + (16 if rotated else 30)
+    bottom = input_y + (label_height + 8 if rotated else 16)
+    return PanelLayout(top, bottom - top, levels, output_y, input_y)
+
+
+def edge_path(layout: Layout, panel: PanelLayout, layer: int, query: int, key: int) -> str:
+    """The line of the attention edge of a layer from key to query, as SVG path data."""
+    start_x, start_y = layout.columns[key], panel.levels[layer]
+    end_x, end_y = layout.columns[query], panel.levels[layer + 1]
+    if query != key:
+        return f"M{start_x} {start_y}L{end_x} {end_y}"
+    side, bend = start_x + layout.bow, panel.bend
+    return f"M{start_x} {start_y}C{side} {start_y - bend} {side} {end_y + bend} {end_x} {end_y}"
+
+
+def arrow_head(x: float, y: float, angle: float, size: float) -> str:
+    """A filled arrow head with its tip at (x, y), as SVG path data; angle in radians."""
+    corners = [(x, y)]
+    for turn, reach in ((2.7, 1.0), (math.pi, 0.72), (-2.7, 1.0)):
+        corners.append(
+            (x + size * reach * math.cos(angle + turn), y + size * reach * math.sin(angle + turn))
+        )
+    return "M" + "L".join(f"{corner_x:.1f} {corner_y:.1f}" for corner_x, corner_y in corners) + "Z"
+
+
+def prediction_arrow(
+    layout: Layout, panel: PanelLayout, column: int, read_at: int
+) -> tuple[str, str]:
+    """The arrow at a predicted character: its line and its head, as SVG path data.
+
+    It runs from the column at which the character is read to the predicted column; where both
+    are the same, from the last node up into the character.
+    """
+    end_x, start_x = layout.columns[column], layout.columns[read_at]
+    node_top = panel.levels[-1] - layout.node_radius - 3
+    size = 7.0
+    if layout.rotated or column == read_at:
+        tip = panel.output_y + 7
+        bend = (node_top - tip) * 0.7
+        line = (
+            f"M{start_x} {node_top:g}C{start_x} {node_top - bend:g} "
+            f"{end_x} {tip + size + bend:g} {end_x} {tip + size * 0.6:g}"
+        )
+        return line, arrow_head(end_x, tip, -math.pi / 2, size)
+    base = panel.output_y - 0.8 * layout.token_size - 4
+    inset = min(6.0, abs(end_x - start_x) * 0.1)
+    sign = 1 if end_x > start_x else -1
+    start_x, end_x = start_x + sign * inset, end_x - sign * inset * 0.5
+    line = (
+        f"M{start_x:g} {base:g}C{start_x:g} {base - 18:g} "
+        f"{end_x:g} {base - 22:g} {end_x:g} {base - 4:g}"
+    )
+    return line, arrow_head(end_x, base + 1, math.pi / 2, size)

@@ -1,0 +1,109 @@
+"""Figures that are one piece of HTML: nothing is loaded, with or without a network."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from html import escape
+from pathlib import Path
+
+from circuitsvis.utils.render import RenderedHTML
+
+from sparse_tl.files import atomic_file
+from sparse_tl.plots.png import svg_to_png
+
+
+class SelfContainedFigure(RenderedHTML):
+    """A figure for notebooks and files.
+
+    circuitsvis asks the internet whether it is there and then chooses between two sources; here
+    there is a single source, which holds everything that it needs.
+
+    Args:
+        html: a fragment with every tag closed, which also shows without JavaScript.
+        svg: the same figure as a static SVG document.
+        title: of the page, when saved as HTML.
+    """
+
+    def __init__(self, html: str, svg: str, title: str) -> None:
+        super().__init__(local_src=html, cdn_src=html)
+        self._html = html
+        self.svg = svg
+        self.title = title
+
+    def _repr_html_(self) -> str:
+        return self._html
+
+    def __html__(self) -> str:
+        return self._html
+
+    def __str__(self) -> str:
+        return self._html
+
+    def show_code(self) -> str:
+        """The HTML of the figure."""
+        return self._html
+
+    def save(self, path: str | os.PathLike[str], *, scale: float = 2.0) -> Path:
+        """Write the figure to a file, which appears whole or not at all.
+
+        Args:
+            path: ends in ``.html`` (interactive), ``.svg`` or ``.png``.
+            scale: pixels of a PNG per pixel of the figure.
+
+        Returns:
+            The path written.
+
+        Raises:
+            ValueError: if the suffix is another one.
+        """
+        return save_picture(
+            path,
+            {
+                ".html": lambda: html_page(self.title, self._html, margin=16),
+                ".svg": lambda: svg_document(self.svg),
+                ".png": lambda: svg_to_png(self.svg, scale=scale),
+            },
+        )
+
+
+def save_picture(
+    path: str | os.PathLike[str], kinds: Mapping[str, Callable[[], str | bytes]]
+) -> Path:
+    """Write what the suffix of a path asks for; whole or not at all.
+
+    Args:
+        path: ends in one of the suffixes.
+        kinds: by suffix, what makes the content.
+
+    Raises:
+        ValueError: if the suffix is another one.
+    """
+    path = Path(path)
+    make = kinds.get(path.suffix.lower())
+    if make is None:
+        *first, last = kinds
+        raise ValueError(
+            f"expected a path that ends in {', '.join(first)} or {last}; got {path.name!r}; "
+            "choose one of these suffixes"
+        )
+    content = make()
+    with atomic_file(path) as partial:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def svg_document(svg: str) -> str:
+    """An SVG element as a file of its own."""
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{svg}\n'
+
+
+def html_page(title: str, body: str, *, margin: int) -> str:
+    """A fragment as a page of its own; the margin is in pixels."""
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n"
+        f"<style>body {{ margin: {margin}px; background: #ffffff; }}</style>\n"
+        f"</head>\n<body>\n{body}\n</body>\n</html>\n"
+    )

@@ -1,0 +1,84 @@
+"""How a token is written in a figure: whitespace made visible, long tokens clipped."""
+
+from __future__ import annotations
+
+import unicodedata
+
+ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
+# Every common font has it, unlike the open box.
+SPACE = "\N{MIDDLE DOT}"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+_WHITESPACE = {
+    "\n": "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}",
+    "\t": "\N{RIGHTWARDS ARROW TO BAR}",
+}
+# Widths in em of DejaVu Sans, which is wider than the other common sans-serif fonts: what fits
+# by this table fits everywhere.
+_NARROW, _AVERAGE, _CAPITAL, _WIDE = 0.42, 0.64, 0.76, 1.0
+_NARROW_CHARACTERS = frozenset("ijlrtfI.,:;'|!()[]` /\\")
+_WIDE_CHARACTERS = frozenset("mwMWQO@%+=<>~^#" + ELLIPSIS)
+# These reorder the text around them, which would make a label lie about the token.
+_BIDI_CONTROLS = frozenset(
+    "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+)
+
+
+def visible_text(token: str) -> str:
+    """The token as it is written in a figure, with every character visible and valid in XML.
+
+    Spaces at the ends become middle dots, line feeds and tabs arrows, other control characters
+    their Unicode pictures, and what XML cannot hold the replacement character.
+    """
+    inner = token.strip(" ")
+    if not inner:
+        return SPACE * len(token)
+    leading = len(token) - len(token.lstrip(" "))
+    trailing = len(token) - len(token.rstrip(" "))
+    return SPACE * leading + "".join(map(_visible_character, inner)) + SPACE * trailing
+
+
+def _visible_character(character: str) -> str:
+    if character in _WHITESPACE:
+        return _WHITESPACE[character]
+    code = ord(character)
+    if code < 0x20:
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "\N{SYMBOL FOR DELETE}"
+    is_noncharacter = (code & 0xFFFE) == 0xFFFE or 0xFDD0 <= code <= 0xFDEF
+    is_unprintable = unicodedata.category(character) in {"Cc", "Cs", "Zl", "Zp"}
+    if is_noncharacter or is_unprintable or character in _BIDI_CONTROLS:
+        return REPLACEMENT
+    return character
+
+
+def text_width(text: str, font_size: float) -> float:
+    """An upper estimate of the width of a text in pixels."""
+    return font_size * sum(map(_em_width, text))
+
+
+def _em_width(character: str) -> float:
+    if unicodedata.combining(character):
+        return 0.0
+    if unicodedata.east_asian_width(character) in {"W", "F"} or character in _WIDE_CHARACTERS:
+        return _WIDE
+    if character in _NARROW_CHARACTERS:
+        return _NARROW
+    return _CAPITAL if character.isupper() else _AVERAGE
+
+
+def clip_text(text: str, font_size: float, max_width: float) -> str:
+    """The text, or as much of its beginning as fits, with an ellipsis at the end.
+
+    Args:
+        text: what to write.
+        font_size: in pixels.
+        max_width: in pixels; the first character is kept even where it is wider than this.
+    """
+    if text_width(text, font_size) <= max_width:
+        return text
+    kept = text
+    while len(kept) > 1 and text_width(kept + ELLIPSIS, font_size) > max_width:
+        kept = kept[:-1]
+    return kept + ELLIPSIS

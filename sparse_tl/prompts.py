@@ -1,0 +1,180 @@
+"""Prompt pairs: the same prompt with and without the information that a task needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+NO_TOKEN = -1
+"""Fills rows of answers that are shorter than the longest."""
+
+
+@dataclass(frozen=True, eq=False)
+class PromptPairs:
+    """Clean prompts and, row by row, their corrupted counterparts of the same length.
+
+    Prompts of different lengths are padded *on the right*: in a causal model nothing after the
+    position that is read can reach it, so padding changes no metric and needs no attention mask.
+
+    Args:
+        clean: tokens of the clean prompts.
+        corrupted: tokens with the information removed.
+        answers: the right tokens of each pair, `NO_TOKEN` where a row has fewer.
+        wrong: the wrong tokens of each pair, likewise.
+        positions: the last token of each prompt, whose logits are read.
+
+    Raises:
+        ValueError: shapes that do not fit, no pair, a row without an answer, a position outside.
+    """
+
+    clean: Int[Tensor, "pair pos"]
+    corrupted: Int[Tensor, "pair pos"]
+    answers: Int[Tensor, "pair answer"]
+    wrong: Int[Tensor, "pair wrong"]
+    positions: Int[Tensor, " pair"]
+
+    def __post_init__(self) -> None:
+        if self.clean.shape != self.corrupted.shape:
+            raise ValueError(
+                f"expected clean and corrupted prompts of one shape; got "
+                f"{tuple(self.clean.shape)} and {tuple(self.corrupted.shape)}"
+            )
+        if len(self.clean) == 0:
+            raise ValueError("expected at least one prompt pair; got none")
+        for name in ("answers", "wrong", "positions"):
+            if len(getattr(self, name)) != len(self.clean):
+                raise ValueError(
+                    f"expected {name} for {len(self.clean)} pairs; got {len(getattr(self, name))}"
+                )
+        empty = (self.answers == NO_TOKEN).all(dim=1)
+        if empty.any():
+            raise ValueError(
+                f"expected an answer for every pair; pair {int(empty.int().argmax())} has none"
+            )
+        outside = (self.positions < 0) | (self.positions >= self.clean.shape[1])
+        if outside.any():
+            row = int(outside.int().argmax())
+            raise ValueError(
+                f"expected positions in 0..{self.clean.shape[1] - 1}; pair {row} has "
+                f"{int(self.positions[row])}"
+            )
+
+    @staticmethod
+    def from_texts(
+        tokenize: Callable[[str], Sequence[int]],
+        clean: Sequence[str],
+        corrupted: Sequence[str],
+        answers: Sequence[Sequence[str]],
+        wrong: Sequence[Sequence[str]],
+    ) -> PromptPairs:
+        """Pairs from texts.
+
+        Args:
+            tokenize: a text to its tokens, with what the model's prompts begin with; answers are
+                tokenized by `single_token`, without it.
+            clean: prompts, up to the token that is predicted.
+            corrupted: their counterparts.
+            answers: for each pair the right continuations, each one token (" Mary").
+            wrong: for each pair the wrong ones.
+
+        Raises:
+            ValueError: a pair of unequal token lengths, or an answer of several tokens.
+        """
+        lists = (clean, corrupted, answers, wrong)
+        if len({len(some) for some in lists}) != 1:
+            raise ValueError(
+                f"expected as many clean as corrupted prompts, answers and wrong answers; got "
+                f"{[len(some) for some in lists]}"
+            )
+        pairs = [
+            (list(tokenize(c)), list(tokenize(d))) for c, d in zip(clean, corrupted, strict=True)
+        ]
+        for row, (one, other) in enumerate(pairs):
+            if len(one) != len(other):
+                raise ValueError(
+                    f"expected clean and corrupted prompts of equal token length; pair {row} has "
+                    f"{len(one)} and {len(other)}: {clean[row]!r} / {corrupted[row]!r}"
+                )
+        start = len(tokenize(""))
+
+        def tokens_of(texts: Sequence[str]) -> list[int]:
+            return [single_token(tokenize, text, start) for text in texts]
+
+        return PromptPairs(
+            _padded([one for one, _ in pairs], 0),
+            _padded([other for _, other in pairs], 0),
+            _padded([tokens_of(texts) for texts in answers], NO_TOKEN),
+            _padded([tokens_of(texts) for texts in wrong], NO_TOKEN),
+            torch.tensor([len(one) - 1 for one, _ in pairs]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.clean)
+
+    def select(self, index: Tensor | slice) -> PromptPairs:
+        """Some of the pairs."""
+        return PromptPairs(*(getattr(self, field.name)[index] for field in fields(self)))
+
+    def split(self, size: int) -> list[PromptPairs]:
+        """Consecutive pieces of at most `size` pairs.
+
+        Raises:
+            ValueError: a size below 1.
+        """
+        if size < 1:
+            raise ValueError(f"expected a batch size of at least 1; got {size}")
+        return [self.select(slice(start, start + size)) for start in range(0, len(self), size)]
+
+    def to(self, device: torch.device | str) -> PromptPairs:
+        """The pairs on another device."""
+        return PromptPairs(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+    def read(self, logits: Float[Tensor, "pair pos vocab"]) -> Float[Tensor, "pair vocab"]:
+        """The logits at each pair's position."""
+        return logits[torch.arange(len(logits), device=logits.device), self.positions]
+
+    def to_records(self, tokenizer: Any) -> list[dict[str, Any]]:
+        """Texts of the pairs, for people: clean, corrupted, answers, wrong."""
+        records = []
+        for row in range(len(self)):
+            end = int(self.positions[row]) + 1
+            records.append(
+                {
+                    "clean": tokenizer.decode(self.clean[row, :end].tolist()),
+                    "corrupted": tokenizer.decode(self.corrupted[row, :end].tolist()),
+                    "answers": [
+                        tokenizer.decode([t]) for t in self.answers[row].tolist() if t >= 0
+                    ],
+                    "wrong": [tokenizer.decode([t]) for t in self.wrong[row].tolist() if t >= 0],
+                }
+            )
+        return records
+
+    def __repr__(self) -> str:
+        return f"PromptPairs({len(self)} pairs of up to {self.clean.shape[1]} tokens)"
+
+
+def single_token(tokenize: Callable[[str], Sequence[int]], text: str, start: int = 0) -> int:
+    """The one token of a text, after the `start` tokens that every prompt begins with.
+
+    Raises:
+        ValueError: the text is no token or several.
+    """
+    tokens = list(tokenize(text))[start:]
+    if len(tokens) != 1:
+        raise ValueError(f"expected an answer of a single token; {text!r} has {len(tokens)}")
+    return tokens[0]
+
+
+def _padded(rows: Sequence[Sequence[int]], fill: int) -> Int[Tensor, "row column"]:
+    width = max((len(row) for row in rows), default=0)
+    return (
+        torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows])
+        .reshape(-1, width)
+        .long()
+    )

@@ -1,0 +1,191 @@
+"""Post-train any model on any text: from names to an output folder."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from sparse_tl.batches import TokenBatch
+from sparse_tl.files import atomic_file, read_json, write_json
+from sparse_tl.hooks import Model, load_model
+from sparse_tl.masks import SparseTransformer
+from sparse_tl.runs.folder import RunFolder
+from sparse_tl.training import (
+    HeldOut,
+    ShuffledStream,
+    evaluate_held_out,
+    post_train,
+    read_documents,
+    token_windows,
+)
+
+VALIDATION_WINDOWS = 200
+"""Windows that choose among the evaluations, at most; half of what is held out otherwise."""
+TEST_WINDOWS = 800
+"""Windows that the result is reported on, at most; the other half otherwise."""
+HELD_OUT_WINDOWS = VALIDATION_WINDOWS + TEST_WINDOWS
+
+
+@dataclass(frozen=True)
+class TextRun:
+    """What the run left behind: ``metrics.json``, its verdict and the sparse model."""
+
+    metrics: dict[str, Any]
+    verdict: str
+    sparse: SparseTransformer
+
+
+def run_post_training(
+    out: str | Path,
+    *,
+    model: str,
+    text: str,
+    target_loss: float | str,
+    held_out_text: str | None = None,
+    window: int = 128,
+    batch_size: int = 8,
+    initial_bias: float = 4.0,
+    seed: int = 0,
+    device: str | None = None,
+    restart: bool = False,
+    progress: bool = True,
+    **training: Any,
+) -> TextRun:
+    """Run what is not finished yet and return everything.
+
+    Some held-out windows choose the weights, the others are reported on.
+
+    Args:
+        out: folder for the sparse model, ``metrics.json`` and ``history.csv``.
+        model: a hub name, a local Hugging Face folder, or one of our own folders.
+        text: a text file, or a dataset's name (streamed).
+        target_loss: nats per token, absolute or over the dense model (``"+0.05"``).
+        held_out_text: other text to hold out; the last tenth of `text` when left out.
+        window: tokens per window; the text is cut into full ones.
+        batch_size: windows per step.
+        initial_bias: of the gates.
+        seed: of data order and gate noise.
+        device: where to train.
+        restart: begin anew.
+        progress: whether to show live progress.
+        **training: passed to `post_train`: steps, learning_rate, trained, precision...
+
+    Raises:
+        ValueError: bad settings, too little text, or an output folder that cannot be used.
+    """
+    settings = {
+        "command": "post-train",
+        "model": str(model),
+        "text": str(text),
+        "held_out_text": held_out_text,
+        "target_loss": str(target_loss),
+        "window": window,
+        "batch_size": batch_size,
+        "initial_bias": initial_bias,
+        "seed": seed,
+        **training,
+    }
+    folder = RunFolder(out, settings, restart=restart)
+    if not folder.finished("metrics.json"):
+        dense_model = load_model(model, device=device)
+        if window > dense_model.cfg.n_ctx:
+            raise ValueError(
+                f"expected a window of at most {dense_model.cfg.n_ctx} tokens, the model's "
+                f"context; got {window}"
+            )
+        needed = training.get("steps", 2000) * batch_size + HELD_OUT_WINDOWS
+        windows = token_windows(read_documents(text), dense_model.tokenizer, window, limit=needed)
+        other = None
+        if held_out_text is not None:
+            other = token_windows(
+                read_documents(held_out_text, split="validation"),
+                dense_model.tokenizer,
+                window,
+                limit=HELD_OUT_WINDOWS,
+            )
+        with folder.stage("post-training"):
+            _train(
+                folder,
+                dense_model,
+                _split(windows, other),
+                batch_size=batch_size,
+                seed=seed,
+                initial_bias=initial_bias,
+                target_loss=target_loss,
+                progress=progress,
+                **training,
+            )
+    metrics = read_json(folder / "metrics.json")
+    sparse = SparseTransformer.from_pretrained(folder / "sparse", device=device)
+    return TextRun(metrics, metrics["verdict"], sparse)
+
+
+def _split(windows: Tensor, other: Tensor | None) -> tuple[TokenBatch, TokenBatch, TokenBatch]:
+    """Training, validation and test windows."""
+    if other is None:
+        kept = min(HELD_OUT_WINDOWS, len(windows) // 10)
+        if kept < 2:
+            raise ValueError(
+                f"expected at least 20 windows of text, to hold out two; got {len(windows)}. Give "
+                "more text, a smaller window, or --held-out-text."
+            )
+        windows, other = windows[:-kept], windows[-kept:]
+    elif len(other) < 2:
+        raise ValueError("expected at least two windows of held-out text; got one")
+    n_validation = min(VALIDATION_WINDOWS, len(other) // 2)
+    return (
+        TokenBatch.next_token(windows),
+        TokenBatch.next_token(other[:n_validation]),
+        TokenBatch.next_token(other[n_validation:]),
+    )
+
+
+def _train(
+    folder: RunFolder,
+    model: Model,
+    split: tuple[TokenBatch, TokenBatch, TokenBatch],
+    *,
+    batch_size: int,
+    seed: int,
+    initial_bias: float,
+    **training: Any,
+) -> None:
+    train, validation, test = split
+    dense = evaluate_held_out(model, test)
+    sparse = SparseTransformer(model, initial_bias=initial_bias)
+    outcome = post_train(
+        sparse,
+        ShuffledStream(train, min(batch_size, len(train)), seed),
+        held_out=validation,
+        seed=seed,
+        checkpoint=folder / "checkpoint",
+        **training,
+    )
+    with atomic_file(folder / "history.csv") as temporary:
+        outcome.history.to_csv(temporary, index=False)
+    sparse.save_pretrained(folder / "sparse")
+    metrics = {
+        "seed": seed,
+        "verdict": outcome.verdict,
+        "feasible": outcome.feasible,
+        "heldout_windows": len(test),
+        "dense": _metrics(dense),
+        "sparse": _metrics(evaluate_held_out(sparse, test)),
+    }
+    write_json(folder / "metrics.json", metrics)
+    shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+
+
+def _metrics(measured: HeldOut) -> dict[str, float]:
+    return {
+        "heldout_loss": measured.loss,
+        "active_attention_edges": measured.active_edges,
+        "active_attention_edges_per_token": measured.active_edges_per_token,
+        "possible_attention_edges": measured.possible_edges,
+        "active_share": measured.active_share,
+        "active_heads": measured.active_heads,
+    }

@@ -1,0 +1,147 @@
+"""Two-digit addition in characters: ``36+28=00064``, eleven tokens.
+
+*Autoregressive*: the model reads the sum's characters too and predicts each from those before it;
+the loss is on the five answer characters. *Placeholder*: the answer's columns carry ``?`` and each
+character is read at its own column.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from sparse_tl.batches import TokenBatch
+
+Form = Literal["autoregressive", "placeholder"]
+
+CHARACTERS = "0123456789+=?"
+LENGTH = 11
+ANSWER = slice(6, 11)
+"""The columns of the sum's five digits."""
+
+
+@dataclass(frozen=True)
+class AdditionTask:
+    """All 10,000 sums of two numbers below 100, in one form.
+
+    Args:
+        form: "autoregressive" or "placeholder".
+
+    Raises:
+        ValueError: another form.
+    """
+
+    form: Form = "autoregressive"
+
+    def __post_init__(self) -> None:
+        if self.form not in ("autoregressive", "placeholder"):
+            raise ValueError(f'expected form "autoregressive" or "placeholder"; got {self.form!r}')
+
+    def batch(self, left: Int[Tensor, " sum"], right: Int[Tensor, " sum"]) -> TokenBatch:
+        """Sums as tokens, labels and loss positions.
+
+        Raises:
+            ValueError: an operand outside 0..99.
+        """
+        for operand in (left, right):
+            if operand.numel() and not (int(operand.min()) >= 0 and int(operand.max()) <= 99):
+                raise ValueError("expected operands in 0..99, two digits each")
+        text = torch.stack(
+            [
+                encode(f"{a:02d}+{b:02d}={a + b:05d}")
+                for a, b in zip(left.tolist(), right.tolist(), strict=True)
+            ]
+        )
+        loss_mask = torch.zeros_like(text, dtype=torch.bool)
+        if self.form == "placeholder":
+            tokens = text.clone()
+            tokens[:, ANSWER] = CHARACTERS.index("?")
+            loss_mask[:, ANSWER] = True
+            return TokenBatch(tokens, text, loss_mask)
+        # The character at a column is predicted one column to its left.
+        loss_mask[:, ANSWER.start - 1 : ANSWER.stop - 1] = True
+        return TokenBatch(text, text.roll(-1, dims=1), loss_mask)
+
+    def split(
+        self, *, validation: int = 1000, test: int = 1000, seed: int = 0
+    ) -> tuple[TokenBatch, TokenBatch, TokenBatch]:
+        """Training, validation and test sums, disjoint, at random.
+
+        Validation sums choose among checkpoints; test sums are what is reported.
+        """
+        if not 0 < validation + test < 10_000 or min(validation, test) < 1:
+            raise ValueError(
+                f"expected validation and test sums to leave some of 10,000 for training; got "
+                f"{validation} and {test}"
+            )
+        order = torch.randperm(10_000, generator=torch.Generator().manual_seed(seed))
+        everything = self.batch(order // 100, order % 100)
+        return (
+            everything.select(slice(validation + test, None)),
+            everything.select(slice(test, test + validation)),
+            everything.select(slice(0, test)),
+        )
+
+    def read_at(self, column: int) -> int:
+        """The column at which the character of an answer column is read off the logits.
+
+        Raises:
+            ValueError: not one of the answer's columns.
+        """
+        if not ANSWER.start <= column < ANSWER.stop:
+            raise ValueError(
+                f"expected an answer column in {ANSWER.start}..{ANSWER.stop - 1}; got {column}"
+            )
+        return column if self.form == "placeholder" else column - 1
+
+    def prompt(self, text: str) -> TokenBatch:
+        """One sum such as ``"36+28"`` as a batch of one.
+
+        Raises:
+            ValueError: not two numbers of at most two digits joined by a plus sign.
+        """
+        left, plus, right = text.replace(" ", "").partition("+")
+        if (
+            not plus
+            or not left.isdecimal()
+            or not right.isdecimal()
+            or len(left) > 2
+            or len(right) > 2
+        ):
+            raise ValueError(f'expected a sum such as "36+28"; got {text!r}')
+        return self.batch(torch.tensor([int(left)]), torch.tensor([int(right)]))
+
+
+def encode(text: str) -> Int[Tensor, " pos"]:
+    """Characters to tokens.
+
+    Raises:
+        ValueError: a character that is not in the vocabulary.
+    """
+    unknown = sorted(set(text) - set(CHARACTERS))
+    if unknown:
+        raise ValueError(f"expected characters of {CHARACTERS!r}; got {unknown}")
+    return torch.tensor([CHARACTERS.index(character) for character in text])
+
+
+def decode(tokens: Int[Tensor, " pos"]) -> str:
+    """Tokens to characters."""
+    return "".join(CHARACTERS[token] for token in tokens.tolist())
+
+
+def addition_tokenizer() -> Any:
+    """The character tokenizer; ``?`` is its mask token, and it adds no BOS."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {character: index for index, character in enumerate(CHARACTERS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    # TransformerLens gives a tokenizer without these tokens new ones, outside the vocabulary.
+    special = dict.fromkeys(("mask_token", "pad_token", "eos_token"), "?")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

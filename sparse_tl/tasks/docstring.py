@@ -1,0 +1,111 @@
+"""Docstring: which argument a function's documentation describes next.
+
+::
+
+    def port(self, load, size, files, last, key, user):
+        \"""oil column piece
+
+        :param files: crime population
+        :param last: dog tree
+        :param
+
+Two arguments come first in the definition, then three *matching* ones, then one more; the
+docstring describes the matching ones in turn, and the answer is the third, ``key``. The
+corrupted prompt has other names for the matching arguments, and again others where the docstring
+describes them, so that nothing in it matches.
+
+Reference: Heimersheim and Janiak, *A circuit for Python docstrings in a 4-layer attention-only
+transformer* (2023); sizes and corruption ("random_random") as in ACDC, arXiv 2304.14997.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparse_tl.metrics import Metric, margin
+from sparse_tl.tasks.words import Prompt, WordTask, content, single_words
+
+# Word lists of ACDC (github.com/ArthurConmy/Automatic-Circuit-Discovery, MIT, (c) 2023 Arthur
+# Conmy, Adrià Garriga-Alonso).
+ARGUMENTS = content("docstring", "arguments")
+NOUNS = content("docstring", "nouns")
+
+PREFIX, MATCHING, SUFFIX = 2, 3, 1
+"""Arguments of the definition."""
+SUMMARY, DESCRIPTION = 3, 2
+"""Nouns of the docstring's first line and of an argument's description."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocstringTask(WordTask):
+    """The next argument of a reST docstring.
+
+    Args:
+        arguments: names for the function and its arguments, at least twelve.
+        nouns: words of the descriptions, at least three.
+    """
+
+    name: str = "docstring"
+    title: str = "Docstring"
+    metric: Metric = field(default=margin, repr=False)
+    arguments: tuple[str, ...] = field(default=ARGUMENTS, repr=False)
+    nouns: tuple[str, ...] = field(default=NOUNS, repr=False)
+
+    def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], Prompt]:
+        """The answer is the third matching argument.
+
+        Wrong are all other arguments, of the clean and of the corrupted prompt, as a model that
+        follows the corrupted one names the third of its definition.
+        """
+        needed = 1 + PREFIX + MATCHING + SUFFIX + MATCHING + (MATCHING - 1)
+        spelled = single_words(tokenizer, self.arguments, needed, "arguments")
+        nouns = list(single_words(tokenizer, self.nouns, SUMMARY, "nouns"))
+
+        def draw() -> Prompt:
+            function, *drawn = rng.sample(list(spelled), needed)
+            prefix, suffix = _take(drawn, PREFIX), _take(drawn, SUFFIX)
+            matching, other = _take(drawn, MATCHING), _take(drawn, MATCHING)
+            undefined = drawn
+            summary = " ".join(rng.sample(nouns, SUMMARY))
+            texts = [" ".join(rng.sample(nouns, DESCRIPTION)) for _ in undefined]
+            answer = matching[-1]
+            wrong = [*prefix, *matching[:-1], *suffix, *other, *undefined]
+            return Prompt(
+                _write(function, [*prefix, *matching, *suffix], summary, matching[:-1], texts),
+                _write(function, [*prefix, *other, *suffix], summary, undefined, texts),
+                answers=(spelled[answer],),
+                wrong=tuple(spelled[argument] for argument in wrong),
+            )
+
+        return draw
+
+
+def _take(drawn: list[str], count: int) -> list[str]:
+    taken = drawn[:count]
+    del drawn[:count]
+    return taken
+
+
+def _write(
+    function: str,
+    defined: Sequence[str],
+    summary: str,
+    described: Sequence[str],
+    descriptions: Sequence[str],
+) -> str:
+    # The published prompts begin with a line break.
+    lines = [
+        "",
+        f"def {function}(self, {', '.join(defined)}):",
+        f'    """{summary}',
+        "",
+        *(
+            f"    :param {argument}: {text}"
+            for argument, text in zip(described, descriptions, strict=True)
+        ),
+        "    :param",
+    ]
+    return "\n".join(lines)

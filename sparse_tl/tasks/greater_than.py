@@ -1,0 +1,102 @@
+"""Greater-Than: ``The war lasted from the year 1732 to the year 17``, answered by 33 to 99.
+
+The corrupted prompt starts in the year 1701, after which every end but 00 and 01 is right. Only
+years are used that the tokenizer splits into century and year, as the answer is the second half.
+
+Reference: Hanna et al., arXiv 2305.00586; nouns and range of years as in EAP-IG's data.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparse_tl.metrics import Metric, probability_difference
+from sparse_tl.tasks.words import (
+    Prompt,
+    WordTask,
+    content,
+    encoder,
+    is_token,
+    single_words,
+)
+
+# The nouns of EAP-IG's prompts (github.com/hannamw/EAP-IG, MIT).
+NOUNS = content("greater_than", "nouns")
+CENTURIES = tuple(range(11, 18))
+ENDS = tuple(f"{year:02d}" for year in range(100))
+CORRUPTED = "01"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GreaterThanTask(WordTask):
+    """Years that end later than they start.
+
+    Args:
+        nouns: what lasts.
+        centuries: the first two digits of the years.
+
+    Raises:
+        ValueError: a century that has not two digits.
+    """
+
+    name: str = "greater_than"
+    title: str = "Greater Than"
+    metric: Metric = field(default=probability_difference, repr=False)
+    nouns: tuple[str, ...] = field(default=NOUNS, repr=False)
+    centuries: tuple[int, ...] = CENTURIES
+
+    def __post_init__(self) -> None:
+        odd = [century for century in self.centuries if not 10 <= century <= 99]
+        if odd:
+            raise ValueError(f"expected centuries in 10..99, two digits each; got {odd}")
+
+    def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], Prompt]:
+        """Answers are the year ends above YY, wrong answers the rest."""
+        nouns = list(single_words(tokenizer, self.nouns, 1, "nouns"))
+        years = self.years(tokenizer)
+
+        def draw() -> Prompt:
+            noun, (century, start) = rng.choice(nouns), rng.choice(years)
+            return Prompt(
+                f"The {noun} lasted from the year {century}{start} to the year {century}",
+                f"The {noun} lasted from the year {century}{CORRUPTED} to the year {century}",
+                answers=tuple(end for end in ENDS if end > start),
+                wrong=tuple(end for end in ENDS if end <= start),
+            )
+
+        return draw
+
+    def years(self, tokenizer: Any) -> list[tuple[str, str]]:
+        """Start years as (century, YY), each half a token; YY in 02..98.
+
+        Up to 01 nothing would be corrupted, and after 98 no answer but one is left.
+
+        Raises:
+            ValueError: the tokenizer splits no year like that, or lacks some of 00..99.
+        """
+        encode = encoder(tokenizer)
+        lacking = [end for end in ENDS if not is_token(tokenizer, encode(end), end)]
+        if lacking:
+            raise ValueError(
+                f"expected 00 to 99 to be single tokens, since each can be an answer; "
+                f"{len(lacking)} are not, such as {lacking[:3]}. Use a tokenizer that reads digits "
+                "in pairs."
+            )
+        years = []
+        for century in map(str, self.centuries):
+            before = encode(f"year {century}")
+            if len(before) != len(encode("year")) + 1:
+                continue
+            split = [end for end in ENDS if encode(f"year {century}{end}") == before + encode(end)]
+            if CORRUPTED in split:
+                years += [(century, end) for end in split if CORRUPTED < end < ENDS[-1]]
+        if not years:
+            raise ValueError(
+                "expected years that are two tokens, such as 17 and 32; the tokenizer splits none "
+                f"of the centuries {list(self.centuries)} so. Give other `centuries`, or use a "
+                "tokenizer that reads digits in pairs."
+            )
+        return years

@@ -1,0 +1,106 @@
+"""Indirect object identification: ``Then, Mary and John went to the store. John gave a ring to``.
+
+The answer is the indirect object (IO), Mary; the wrong one is the subject (S), John, who comes
+twice. The corrupted prompt has three other names in the three places (the ABC of the paper), so
+that it names nobody twice and neither of the two. *IOI Long* has the same tails after longer heads.
+
+Reference: Wang et al., arXiv 2211.00593.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparse_tl.metrics import Metric, logit_difference
+from sparse_tl.tasks.words import Prompt, WordTask, content, single_words
+
+# Templates, names, places and objects of Redwood Research's Easy-Transformer
+# (github.com/redwoodresearch/Easy-Transformer, MIT, (c) 2022 neelnanda-io).
+NAMES = content("ioi", "names")
+PLACES = content("ioi", "places")
+OBJECTS = content("ioi", "objects")
+
+
+def in_both_orders(templates: tuple[str, ...]) -> tuple[str, ...]:
+    """Templates that name the IO first (ABBA), and the same with the subject first (BABA)."""
+    return templates + tuple(
+        template.replace("[A] and [B]", "[B] and [A]", 1) for template in templates
+    )
+
+
+TEMPLATES = in_both_orders(content("ioi", "templates"))
+"""15 ABBA and 15 BABA; [A] is the IO, [B] the subject."""
+LONG_TEMPLATES = in_both_orders(content("ioi", "long_templates"))
+"""The same with longer heads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IOITask(WordTask):
+    """Who is given something by one of two people.
+
+    Args:
+        templates: each with [A] once and [B] twice, and " [A]", the answer, at its end.
+        names: at least five, as clean and corrupted prompts have none in common.
+        places: for [PLACE].
+        objects: for [OBJECT].
+
+    Raises:
+        ValueError: no template, or one of another form.
+    """
+
+    name: str = "ioi"
+    title: str = "IOI"
+    metric: Metric = field(default=logit_difference, repr=False)
+    templates: tuple[str, ...] = field(default=TEMPLATES, repr=False)
+    names: tuple[str, ...] = field(default=NAMES, repr=False)
+    places: tuple[str, ...] = field(default=PLACES, repr=False)
+    objects: tuple[str, ...] = field(default=OBJECTS, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.templates:
+            raise ValueError("expected at least one template; got none")
+        for template in self.templates:
+            slots = re.findall(r"\[[AB]\]", template)
+            if sorted(slots[:-1]) != ["[A]", "[B]", "[B]"] or not template.endswith(" [A]"):
+                raise ValueError(
+                    'expected templates with [A] once and [B] twice that end in " [A]"; got '
+                    f"{template!r}"
+                )
+
+    def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], Prompt]:
+        """The answer is the IO, the wrong answer the subject."""
+        spelled = single_words(tokenizer, self.names, 5, "names")
+        places = list(single_words(tokenizer, self.places, 1, "places"))
+        objects = list(single_words(tokenizer, self.objects, 1, "objects"))
+
+        def draw() -> Prompt:
+            template = rng.choice(self.templates).removesuffix(" [A]")
+            place, thing = rng.choice(places), rng.choice(objects)
+            template = template.replace("[PLACE]", place).replace("[OBJECT]", thing)
+            io, subject, *others = rng.sample(list(spelled), 5)
+            return Prompt(
+                template.replace("[A]", io).replace("[B]", subject),
+                _name_in_turn(template, others),
+                answers=(spelled[io],),
+                wrong=(spelled[subject],),
+            )
+
+        return draw
+
+
+@dataclass(frozen=True, kw_only=True)
+class IOILongTask(IOITask):
+    """IOI with longer heads."""
+
+    name: str = "ioi_long"
+    title: str = "IOI Long"
+    templates: tuple[str, ...] = field(default=LONG_TEMPLATES, repr=False)
+
+
+def _name_in_turn(template: str, names: list[str]) -> str:
+    remaining = iter(names)
+    return re.sub(r"\[[AB]\]", lambda _: next(remaining), template)

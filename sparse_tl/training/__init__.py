@@ -1,0 +1,32 @@
+"""The finetuning phase: data in, loss constraint, loop, checkpoints, held-out evaluation."""
+
+from sparse_tl.training.config import TrainingConfig
+from sparse_tl.training.constraint import LossConstraint, TargetLoss
+from sparse_tl.training.data import (
+    IterableStream,
+    ShuffledStream,
+    TokenStream,
+    read_documents,
+    token_windows,
+)
+from sparse_tl.training.evaluation import HeldOut, evaluate_held_out
+from sparse_tl.training.loop import NonFiniteLossError
+from sparse_tl.training.post_train import PostTraining, post_train
+from sparse_tl.training.pretrain import pretrain
+
+__all__ = [
+    "HeldOut",
+    "IterableStream",
+    "LossConstraint",
+    "NonFiniteLossError",
+    "PostTraining",
+    "ShuffledStream",
+    "TargetLoss",
+    "TokenStream",
+    "TrainingConfig",
+    "evaluate_held_out",
+    "post_train",
+    "pretrain",
+    "read_documents",
+    "token_windows",
+]

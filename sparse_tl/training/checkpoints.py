@@ -1,0 +1,162 @@
+"""The state of a training run as a folder: ``state.json`` and ``tensors.safetensors``."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparse_tl.files import (
+    atomic_folder,
+    check_writable,
+    read_json,
+    read_tensors,
+    recover_folder,
+    write_json,
+    write_tensors,
+)
+
+FORMAT = 1
+
+
+@dataclass
+class TrainingState:
+    """All that a run needs to go on as if it had never stopped.
+
+    Args:
+        step: steps done.
+        history: one dictionary per logged step.
+        best: metrics of the best evaluation so far, its step among them; empty before the first.
+        best_weights: trained weights at that evaluation.
+        objective: whatever the objective carries from step to step.
+        best_objective: the same at the best evaluation.
+        misses: evaluations in a row that were not acceptable.
+        retreats: how often training went back to the best weights.
+    """
+
+    step: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    best: dict[str, Any] = field(default_factory=dict)
+    best_weights: dict[str, Tensor] = field(default_factory=dict)
+    objective: dict[str, Any] = field(default_factory=dict)
+    best_objective: dict[str, Any] = field(default_factory=dict)
+    misses: int = 0
+    retreats: int = 0
+
+
+_PLAIN = [f.name for f in fields(TrainingState) if f.name != "best_weights"]
+
+
+def fingerprint(model: nn.Module, settings: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint must agree with: settings, parameter shapes, a digest of the weights."""
+    digest = hashlib.sha256()
+    shapes = {}
+    for name, parameter in model.named_parameters():
+        shapes[name] = list(parameter.shape)
+        flat = parameter.detach().flatten()
+        # Strided samples: enough to tell two models apart, cheap for billions of weights.
+        some = flat[:: max(1, flat.numel() // 1024)]
+        digest.update(name.encode() + some.double().cpu().numpy().tobytes())
+    return {"settings": settings, "shapes": shapes, "weights": digest.hexdigest()}
+
+
+def save_checkpoint(
+    folder: Path,
+    state: TrainingState,
+    trained: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    identity: dict[str, Any],
+) -> None:
+    """Write the whole state; an earlier checkpoint stays until the new one is complete."""
+    tensors = {f"weights/{name}": parameter for name, parameter in trained.items()}
+    tensors |= {f"best/{name}": tensor for name, tensor in state.best_weights.items()}
+    for name, parameter in trained.items():
+        for key, value in optimizer.state[parameter].items():
+            tensors[f"optimizer/{key}/{name}"] = value
+    with atomic_folder(folder) as temporary:
+        write_tensors(temporary / "tensors.safetensors", tensors)
+        plain = {name: getattr(state, name) for name in _PLAIN}
+        content = {"format": FORMAT, "identity": identity, "state": plain}
+        write_json(temporary / "state.json", content)
+
+
+def load_checkpoint(
+    folder: Path,
+    trained: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    identity: dict[str, Any],
+) -> TrainingState | None:
+    """Put weights and optimizer back and return the rest; ``None`` where there is no checkpoint.
+
+    Raises:
+        ValueError: the folder holds something else, is damaged, or belongs to another run.
+    """
+    recover_folder(folder)
+    if not folder.exists():
+        check_writable(folder.parent)
+        return None
+    found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else "a file"
+    if not found:
+        check_writable(folder)
+        return None
+    if "state.json" not in found:
+        raise ValueError(
+            f"expected a training checkpoint in {folder}; found {found[:6]}. Choose another folder."
+        )
+    content = read_json(folder / "state.json")
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"expected a checkpoint of format {FORMAT} in {folder}")
+    if not {"identity", "state"} <= content.keys():
+        raise ValueError(f"expected a whole checkpoint in {folder}; state.json lacks parts of it")
+    _check_identity(folder, content["identity"], identity)
+    tensors = read_tensors(folder / "tensors.safetensors")
+    missing = [name for name in trained if f"weights/{name}" not in tensors]
+    if missing:
+        raise ValueError(f"expected weights of {missing[:3]} in the checkpoint {folder}; none")
+    groups: dict[str, dict[str, Tensor]] = {"best": {}, "weights": {}}
+    moments: dict[str, dict[str, Tensor]] = {name: {} for name in trained}
+    for key, tensor in tensors.items():
+        kind, _, rest = key.partition("/")
+        if kind == "optimizer":
+            moment, _, name = rest.partition("/")
+            moments[name][moment] = tensor
+        else:
+            groups[kind][rest] = tensor
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(groups["weights"][name])
+            optimizer.state[parameter] = {
+                key: value if key == "step" else value.to(parameter.device)
+                for key, value in moments[name].items()
+            }
+    best = {name: groups["best"][name].to(trained[name].device) for name in groups["best"]}
+    return TrainingState(best_weights=best, **content["state"])
+
+
+def _check_identity(folder: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    if found == expected:
+        return
+    there, here = _flat(found["settings"]), _flat(expected["settings"])
+    changed = [k for k in here | there if here.get(k) != there.get(k)]
+    if changed:
+        what = ", ".join(f"{k}: {there.get(k)!r} there, {here.get(k)!r} here" for k in changed[:5])
+    elif found["shapes"] != expected["shapes"]:
+        what = "its parameters have other names or shapes"
+    else:
+        what = "it started from other weights; load the model again before going on"
+    raise ValueError(
+        f"the checkpoint in {folder} belongs to another run ({what}). Start anew in another "
+        "folder, remove this one, or give the settings that it was made with."
+    )
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings with the entries of dictionaries in them by themselves."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= value if isinstance(value, dict) else {name: value}
+    return flat

@@ -1,0 +1,134 @@
+"""What a training run is told: how weights move, which ones, and which evaluation is best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from torch import nn
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How weights are moved.
+
+    Args:
+        steps: optimizer steps.
+        learning_rate: at its peak.
+        warmup: steps of linear increase.
+        decay: the last share of all steps, over which the rate falls along a cosine.
+        final_rate: what is left of the rate at the end, as a share of the peak.
+        betas: of AdamW.
+        weight_decay: of AdamW.
+        clip: largest norm of the gradient.
+        accumulate: micro-batches per step.
+        precision: "bf16" runs the forward pass under autocast.
+        seed: of gate noise.
+        evaluate_every: steps between held-out evaluations.
+        checkpoint_every: steps between checkpoints.
+        patience: evaluations without improvement after which training stops; None for never.
+    """
+
+    steps: int
+    learning_rate: float
+    warmup: int = 50
+    decay: float = 0.5
+    final_rate: float = 0.02
+    betas: tuple[float, float] = (0.9, 0.98)
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    accumulate: int = 1
+    precision: Literal["float32", "bf16"] = "float32"
+    seed: int = 0
+    evaluate_every: int = 50
+    checkpoint_every: int = 100
+    patience: int | None = None
+
+    def __post_init__(self) -> None:
+        positive = (
+            "steps",
+            "learning_rate",
+            "clip",
+            "accumulate",
+            "evaluate_every",
+            "checkpoint_every",
+        )
+        for name in positive:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"expected {name} above 0; got {getattr(self, name)}")
+        if self.precision not in ("float32", "bf16"):
+            raise ValueError(f'expected precision "float32" or "bf16"; got {self.precision!r}')
+        if not 0 <= self.decay <= 1 or not 0 <= self.final_rate <= 1:
+            raise ValueError(
+                f"expected decay and final_rate in 0..1; got {self.decay}, {self.final_rate}"
+            )
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step: warm-up, plateau, cosine decay."""
+        scale = min(1.0, (step + 1) / max(1, self.warmup))
+        start = self.steps * (1 - self.decay)
+        if step > start:
+            progress = (step - start) / (self.steps - start)
+            cosine = 0.5 * (1 + math.cos(math.pi * progress))
+            scale *= self.final_rate + (1 - self.final_rate) * cosine
+        return self.learning_rate * scale
+
+
+@dataclass
+class Selection:
+    """Which evaluation is best, and when training may end.
+
+    Args:
+        evaluate: held-out metrics of the model as it is now.
+        better: whether the first metrics beat the second.
+        finished: whether nothing more is to be gained after these metrics.
+        acceptable: whether metrics are good enough to go on from.
+        retreat_after: evaluations in a row that are not acceptable, after which training goes
+            back to the best weights, with the learning rate cut by `RETREAT_RATE`; None for never.
+        near: whether the best metrics are near enough to the present ones to go back to; going
+            back farther would undo what was learned since.
+    """
+
+    evaluate: Callable[[], Metrics]
+    better: Callable[[Metrics, Metrics], bool]
+    finished: Callable[[Metrics], bool] = lambda metrics: False
+    acceptable: Callable[[Metrics], bool] = lambda metrics: True
+    retreat_after: int | None = None
+    near: Callable[[Metrics, Metrics], bool] = lambda best, now: True
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A parameter that is trained, and its learning rate as a multiple of the run's."""
+
+    parameter: nn.Parameter
+    scale: float
+
+
+def choose_trained(model: nn.Module, patterns: Mapping[str, float]) -> dict[str, Trained]:
+    """The parameters to train, by name; all others are frozen by the loop while it runs.
+
+    Args:
+        model: whose parameters are chosen.
+        patterns: of names, each with its multiple of the learning rate; the first match counts.
+
+    Raises:
+        ValueError: a pattern matches no parameter.
+    """
+    parameters = dict(model.named_parameters())
+    chosen: dict[str, Trained] = {}
+    for pattern, scale in patterns.items():
+        matching = [name for name in parameters if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ValueError(
+                f"expected patterns of parameter names; {pattern!r} matches none of "
+                f"{list(parameters)[:8]}..."
+            )
+        for name in matching:
+            chosen.setdefault(name, Trained(parameters[name], scale))
+    return chosen

@@ -1,0 +1,85 @@
+"""Held-out measurements, dense and sparse through the same code, gates deterministic."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+
+import torch
+
+from sparse_tl.batches import TokenBatch, exact_rows, per_label_loss
+from sparse_tl.hooks import Model
+from sparse_tl.masks import EdgeCounts, SparseTransformer
+
+LOGITS_AT_ONCE = 2**26
+"""Logits of one forward pass at most: 256 MB in float32, and a few copies of them."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A model on held-out examples.
+
+    Args:
+        loss: mean cross-entropy in nats over all loss positions.
+        accuracy: share of examples with every loss position right.
+        active_edges: active attention edges per example; all causal ones for a dense model.
+        active_edges_per_token: the same per token.
+        possible_edges: causal attention edges per example.
+        active_heads: heads with at least one active edge in some example.
+    """
+
+    loss: float
+    accuracy: float
+    active_edges: float
+    active_edges_per_token: float
+    possible_edges: float
+    active_heads: int
+
+    @property
+    def active_share(self) -> float:
+        """Active edges as a share of the possible ones."""
+        return self.active_edges / self.possible_edges
+
+    def to_dict(self) -> dict[str, float]:
+        """The measurements by name."""
+        return asdict(self)
+
+
+@torch.no_grad()
+def evaluate_held_out(
+    model: Model | SparseTransformer, examples: TokenBatch, *, batch_size: int | None = None
+) -> HeldOut:
+    """Loss, accuracy and attention edges of a dense or sparse model on held-out examples.
+
+    Args:
+        model: a dense model or a SparseTransformer.
+        examples: the held-out rows.
+        batch_size: rows per forward pass; as many as keep the logits below `LOGITS_AT_ONCE` when
+            left out.
+    """
+    fitting = LOGITS_AT_ONCE // (examples.tokens.shape[1] * model.cfg.d_vocab_out)
+    pieces = examples.split(batch_size or max(1, min(256, fitting)))
+    # A dense model is one whose gates are all open: wrap it for the length of the measurement.
+    wrapped = model if isinstance(model, SparseTransformer) else SparseTransformer(model)
+    losses, exact, counts = [], [], []
+    try:
+        with wrapped.opened() if wrapped is not model else nullcontext():
+            for batch in pieces:
+                batch = batch.to(wrapped.gates.bias.device)
+                with wrapped.recorded() as record:
+                    logits = wrapped(batch.tokens, **batch.model_kwargs)
+                losses.append(per_label_loss(logits, batch).double())
+                exact.append(exact_rows(logits, batch))
+                counts.append(record.counts())
+    finally:
+        if wrapped is not model:
+            wrapped.unwrap()
+    edges = EdgeCounts.concatenate(counts)
+    return HeldOut(
+        loss=torch.cat(losses).mean().item(),
+        accuracy=torch.cat(exact).double().mean().item(),
+        active_edges=edges.active_per_prompt,
+        active_edges_per_token=edges.active_per_token,
+        possible_edges=edges.possible_per_prompt,
+        active_heads=edges.active_heads,
+    )

@@ -1,0 +1,252 @@
+"""The training loop that base models and post-training share: resumable, and never losing work.
+
+Each step: the stream's batch, a loss from the objective (in micro-batches if asked for), backward,
+clip, optimizer, objective's update. Every random number is drawn from a generator seeded by the
+step, so a resumed run draws what an uninterrupted one would have drawn.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparse_tl.training.checkpoints import (
+    TrainingState,
+    fingerprint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from sparse_tl.training.config import Metrics, Selection, Trained, TrainingConfig
+from sparse_tl.training.data import TokenStream
+from sparse_tl.training.objectives import Objective
+from sparse_tl.training.progress import TrainingProgress
+
+RETREAT_RATE = 0.7
+"""What a retreat leaves of the learning rate."""
+
+
+class NonFiniteLossError(ValueError):
+    """The loss or its gradient became NaN or infinite; the last checkpoint is still good."""
+
+
+def train(
+    model: nn.Module,
+    objective: Objective,
+    stream: TokenStream,
+    selection: Selection,
+    config: TrainingConfig,
+    *,
+    trained: Mapping[str, Trained],
+    settings: dict[str, Any],
+    checkpoint: Path | None = None,
+    title: str = "training",
+    progress: bool = True,
+) -> TrainingState:
+    """Run the loop; on return the model holds the best weights that an evaluation saw.
+
+    Args:
+        model: the module whose parameters are trained.
+        objective: what is minimised.
+        stream: training batches by step.
+        selection: evaluation, and what counts as better.
+        config: how weights are moved.
+        trained: the parameters to train, as `choose_trained` gives them.
+        settings: what else identifies this run in its checkpoints.
+        checkpoint: folder of the run's checkpoint; an interrupted run found there goes on.
+        title: shown beside the progress bar.
+        progress: whether to show it.
+
+    Raises:
+        NonFiniteLossError: NaN or infinity turned up; the last checkpoint is kept as it was.
+        ValueError: the checkpoint belongs to another run.
+        KeyboardInterrupt: after Ctrl-C, once the state is saved.
+    """
+    weights = {name: chosen.parameter for name, chosen in trained.items()}
+    optimizer = torch.optim.AdamW(
+        [{"params": [chosen.parameter], "scale": chosen.scale} for chosen in trained.values()],
+        lr=config.learning_rate,
+        betas=config.betas,
+        weight_decay=config.weight_decay,
+    )
+    scales = {name: chosen.scale for name, chosen in trained.items()}
+    identity = fingerprint(
+        model, {**settings, "trained": scales, "config": _jsonable(asdict(config))}
+    )
+    state = None
+    if checkpoint is not None:
+        state = load_checkpoint(checkpoint, weights, optimizer, identity)
+    if state is None:
+        state = TrainingState()
+    else:
+        objective.load_state(state.objective)
+    run = _Run(model, objective, stream, selection, config, weights, optimizer, state)
+    bar = TrainingProgress(title, config.steps, done=state.step, shown=progress)
+    with _only_trained(model, weights), _interrupt_noted() as interrupted, bar:
+        if state.step == 0:
+            run.evaluate()
+        while state.step < config.steps and not run.finished():
+            row = run.step()
+            bar.update(state.step, row, state.best)
+            if state.step % config.evaluate_every == 0 or state.step == config.steps:
+                run.evaluate()
+            due = state.step % config.checkpoint_every == 0 or state.step == config.steps
+            if checkpoint is not None and (due or interrupted()):
+                state.objective = objective.state()
+                save_checkpoint(checkpoint, state, weights, optimizer, identity)
+            if interrupted():
+                raise KeyboardInterrupt
+    with torch.no_grad():
+        for name, best in state.best_weights.items():
+            weights[name].copy_(best)
+    return state
+
+
+class _Run:
+    """One run's moving parts, so that a step and an evaluation each fit a screen."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        stream: TokenStream,
+        selection: Selection,
+        config: TrainingConfig,
+        trained: dict[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        state: TrainingState,
+    ) -> None:
+        self.model, self.objective, self.stream = model, objective, stream
+        self.selection, self.config, self.trained = selection, config, trained
+        self.optimizer, self.state = optimizer, state
+        self.device = next(iter(trained.values())).device
+        self.before = state.history[-1]["seconds"] if state.history else 0.0
+        self.started = time.monotonic()
+
+    def step(self) -> dict[str, float]:
+        step, config = self.state.step, self.config
+        rate = config.rate(step) * RETREAT_RATE**self.state.retreats
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["scale"]
+        generator = torch.Generator(self.device).manual_seed(config.seed * 1_000_003 + step)
+        batch = self.stream.batch(step)
+        pieces = batch.split(math.ceil(len(batch) / config.accumulate))
+        measured: dict[str, float] = {}
+        self.optimizer.zero_grad(set_to_none=True)
+        for piece in pieces:
+            share = int(piece.loss_mask.sum()) / int(batch.loss_mask.sum())
+            with torch.autocast(
+                self.device.type, torch.bfloat16, enabled=config.precision == "bf16"
+            ):
+                loss, some = self.objective.measure(
+                    piece.to(self.device), generator, step / config.steps
+                )
+            (loss * share).backward()
+            for name, value in some.items():
+                measured[name] = measured.get(name, 0.0) + share * value
+        norm = nn.utils.clip_grad_norm_(list(self.trained.values()), config.clip).item()
+        if not all(map(math.isfinite, [*measured.values(), norm])):
+            raise NonFiniteLossError(
+                f"expected a finite loss and gradient; at step {step} the measurements were "
+                f"{measured} and the gradient's norm {norm}. Weights from before this step are in "
+                "the last checkpoint; a smaller learning rate usually helps."
+            )
+        self.optimizer.step()
+        self.objective.update(measured)
+        self.state.step += 1
+        row = {"step": self.state.step, "seconds": self._seconds(), "rate": rate}
+        self.state.history.append({**row, **measured})
+        return self.state.history[-1]
+
+    def evaluate(self) -> None:
+        metrics = {"step": self.state.step, **self.selection.evaluate()}
+        if not all(map(math.isfinite, metrics.values())):
+            raise NonFiniteLossError(
+                f"expected finite held-out measurements; after step {self.state.step} they were "
+                f"{metrics}. The last checkpoint is older; a smaller learning rate usually helps."
+            )
+        if not self.state.best or self.selection.better(metrics, self.state.best):
+            self.state.best = metrics
+            self.state.best_weights = {
+                name: parameter.detach().clone() for name, parameter in self.trained.items()
+            }
+            self.state.best_objective = self.objective.state()
+        self.state.misses = 0 if self.selection.acceptable(metrics) else self.state.misses + 1
+        limit = self.selection.retreat_after
+        if limit is not None and self.state.misses >= limit:
+            self.retreat(metrics)
+        if not self.state.history:
+            self.state.history.append({"step": self.state.step, "seconds": self._seconds()})
+        self.state.history[-1].update(metrics)
+
+    def retreat(self, now: Metrics) -> None:
+        """Go back to the best weights, if acceptable and near, and move on more carefully."""
+        self.state.misses = 0
+        found = self.state.best
+        if not self.selection.acceptable(found) or not self.selection.near(found, now):
+            return
+        with torch.no_grad():
+            for name, best in self.state.best_weights.items():
+                self.trained[name].copy_(best)
+        self.objective.retreat(self.state.best_objective)
+        self.state.best_objective = self.objective.state()
+        self.state.retreats += 1
+
+    def finished(self) -> bool:
+        if not self.state.best:
+            return False
+        config = self.config
+        waited = (self.state.step - self.state.best["step"]) // config.evaluate_every
+        too_long = config.patience is not None and waited >= config.patience
+        return too_long or self.selection.finished(self.state.best)
+
+    def _seconds(self) -> float:
+        return self.before + time.monotonic() - self.started
+
+
+@contextmanager
+def _only_trained(model: nn.Module, trained: dict[str, nn.Parameter]) -> Iterator[None]:
+    """Gradients for the trained parameters alone; every flag is put back at the end."""
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    chosen = {id(parameter) for parameter in trained.values()}
+    for parameter, _ in flags:
+        parameter.requires_grad_(id(parameter) in chosen)
+    try:
+        yield
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+            parameter.grad = None
+
+
+@contextmanager
+def _interrupt_noted() -> Iterator[Callable[[], bool]]:
+    """Hold Ctrl-C back until the running step is complete, so that what is saved is whole."""
+    noted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield noted.is_set
+        return
+
+    def note(number: int, frame: object) -> None:
+        noted.set()
+        signal.signal(signal.SIGINT, before)  # a second Ctrl-C stops at once
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield noted.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _jsonable(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings as they read back from JSON, so that both compare equal."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}

@@ -1,0 +1,214 @@
+"""What a training step minimises: the plain loss, or edges under the loss constraint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from sparse_tl.batches import TokenBatch, cross_entropy
+from sparse_tl.hooks import Model
+from sparse_tl.masks import SparseTransformer
+from sparse_tl.training.constraint import LossConstraint, TargetLoss
+
+SLACK_UNTIL = 0.9
+"""Part of the run after which the target itself holds."""
+BRAKE_FACTOR = 1.5
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """A loss with state: measured on every micro-batch, updated once per step.
+
+    `measure` is told how much of the run is done, from 0 to 1.
+    """
+
+    def measure(
+        self, batch: TokenBatch, generator: torch.Generator, progress: float
+    ) -> tuple[Float[Tensor, ""], dict[str, float]]: ...
+
+    def update(self, measured: dict[str, float]) -> None: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+    def retreat(self, state: dict[str, Any]) -> None: ...
+
+
+class PlainLoss:
+    """Mean cross-entropy in nats over the loss positions; what a base model is trained on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def measure(
+        self, batch: TokenBatch, generator: torch.Generator, progress: float
+    ) -> tuple[Float[Tensor, ""], dict[str, float]]:
+        loss = cross_entropy(self.model(batch.tokens, **batch.model_kwargs), batch)
+        return loss, {"loss": loss.item()}
+
+    def update(self, measured: dict[str, float]) -> None:
+        pass
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        pass
+
+    def retreat(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class SparsityObjective:
+    """Few attention edges at a bounded loss, with sampled gates.
+
+    Minimises ``(log(1 + E) + lambda ((1 - w) loss + w KL(dense || sparse))) / (1 + lambda)``, with
+    E the expected edges per example, each at its layer's cost, and w the distillation. The
+    logarithm makes one more percent fewer edges worth the same at any density; the 1 keeps it
+    finite when no edge is left. The division keeps gradients of one size while lambda moves over
+    decades, so that clipping means the same throughout; it does not move the optimum for a given
+    lambda.
+
+    Args:
+        sparse: the model under its gates.
+        dense: the frozen dense model; needed when the target is relative to it, or to distil.
+        target: the allowed loss.
+        constraint: lambda, and how it moves.
+        distillation: share w of ``KL(dense || sparse)`` in what lambda weighs; the constraint
+            itself stays on the loss.
+        anneal_noise_from: part of the run after which the gates' noise falls to 0 along a cosine,
+            so that in the end the constraint holds for the gates that are evaluated.
+        slack: multiple of the target that is allowed at first; it shrinks to 1 as training goes on.
+        pressure: gradient on gates that are confidently open; 0 for that of the sigmoid alone.
+        layer_costs: what one edge of each layer counts in E; 1 everywhere when left out. Dearer
+            early layers favour circuits that gather once and hand on what they gathered.
+        brake: multiple of the allowed loss above which deterministic gates must not get while
+            noise is full: beyond it lambda grows by `BRAKE_FACTOR` at every evaluation.
+    """
+
+    def __init__(
+        self,
+        sparse: SparseTransformer,
+        dense: Model | None,
+        target: TargetLoss,
+        constraint: LossConstraint,
+        distillation: float = 0.0,
+        anneal_noise_from: float = 0.5,
+        pressure: float = 0.05,
+        slack: float = 1.0,
+        layer_costs: Sequence[float] | None = None,
+        brake: float | None = None,
+    ) -> None:
+        if dense is None and (target.reference == "dense" or distillation > 0):
+            raise ValueError("a target relative to the dense model and distillation need `dense`")
+        self.sparse = sparse
+        self.dense = dense
+        self.target = target
+        self.constraint = constraint
+        self.distillation = distillation
+        self.anneal_noise_from = anneal_noise_from
+        self.pressure = pressure
+        self.slack = slack
+        self.layer_costs = _layer_costs(sparse, layer_costs)
+        self.brake = brake
+        self._allowance, self._progress = 1.0, 0.0
+
+    def allowance(self, progress: float) -> float:
+        """What the target is multiplied by: `slack` at first, 1 from `SLACK_UNTIL` on."""
+        return 1 + (self.slack - 1) * max(0.0, 1 - progress / SLACK_UNTIL)
+
+    def noise(self, progress: float) -> float:
+        """The scale of the gates' noise: 1 at first, 0 at the end."""
+        if progress < self.anneal_noise_from:
+            return 1.0
+        falling = (progress - self.anneal_noise_from) / (1 - self.anneal_noise_from)
+        return 0.5 * (1 + math.cos(math.pi * falling))
+
+    def measure(
+        self, batch: TokenBatch, generator: torch.Generator, progress: float
+    ) -> tuple[Float[Tensor, ""], dict[str, float]]:
+        noise = self.noise(progress)
+        with (
+            self.sparse.sampled(generator, noise),
+            self.sparse.recorded(pressure=self.pressure) as record,
+        ):
+            logits = self.sparse(batch.tokens, **batch.model_kwargs)
+        counts = record.counts()
+        loss = cross_entropy(logits, batch)
+        edges = counts.expected.sum(dim=(1, 2)) @ self.layer_costs.to(loss.device) / len(batch)
+        self._allowance, self._progress = self.allowance(progress), progress
+        violation = loss.item() - self.target.nats * self._allowance
+        task = loss
+        if self.dense is not None:
+            with torch.no_grad():
+                dense_logits = self.dense(batch.tokens, **batch.model_kwargs)
+            if self.target.reference == "dense":
+                # The same batch for both: what the batch happens to hold cancels out.
+                violation -= cross_entropy(dense_logits, batch).item()
+            if self.distillation > 0:
+                divergence = _divergence(dense_logits, logits, batch)
+                task = (1 - self.distillation) * loss + self.distillation * divergence
+        multiplier = self.constraint.multiplier
+        objective = (torch.log1p(edges) + multiplier * task) / (1 + multiplier)
+        return objective, {
+            "loss": loss.item(),
+            "violation": violation,
+            "lambda": multiplier,
+            "expected_per_token": counts.expected.sum().item() / counts.tokens.sum().item(),
+        }
+
+    def update(self, measured: dict[str, float]) -> None:
+        self.constraint.update(measured["violation"] / self._allowance)
+
+    def evaluated(self, excess: float) -> None:
+        """Brake, where a held-out loss is that many nats above its reference.
+
+        lambda follows the loss too slowly to stop a fall that takes needed edges with it, and what
+        was closed is seldom found again.
+        """
+        falling = self._progress < self.anneal_noise_from
+        allowed = self.target.nats * self._allowance
+        if self.brake is not None and falling and excess > self.brake * allowed:
+            self.constraint.ease(BRAKE_FACTOR)
+
+    def state(self) -> dict[str, Any]:
+        return dict(self.constraint.state())
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.constraint.load_state(state)
+
+    def retreat(self, state: dict[str, Any]) -> None:
+        """Go back to an earlier state that met the target, and press less hard from there."""
+        self.constraint.load_state(state)
+        self.constraint.ease()
+
+
+def _layer_costs(
+    sparse: SparseTransformer, costs: Sequence[float] | None
+) -> Float[Tensor, " layer"]:
+    n_layers, _ = sparse.gates.bias.shape
+    given = torch.ones(n_layers) if costs is None else torch.tensor(costs, dtype=torch.float)
+    if given.shape != (n_layers,) or not bool((given.isfinite() & (given > 0)).all()):
+        raise ValueError(
+            f"expected layer_costs to be {n_layers} numbers above 0, one for each layer; got "
+            f"{costs}"
+        )
+    return given.to(sparse.gates.bias)
+
+
+def _divergence(
+    dense_logits: Float[Tensor, "batch pos vocab"],
+    sparse_logits: Float[Tensor, "batch pos vocab"],
+    batch: TokenBatch,
+) -> Float[Tensor, ""]:
+    """``KL(dense || sparse)`` in nats, mean over the loss positions."""
+    precise = torch.float64 if sparse_logits.dtype == torch.float64 else torch.float32
+    dense = dense_logits[batch.loss_mask].to(precise).log_softmax(dim=-1)
+    sparse = sparse_logits[batch.loss_mask].to(precise).log_softmax(dim=-1)
+    return nn.functional.kl_div(sparse, dense, reduction="batchmean", log_target=True)

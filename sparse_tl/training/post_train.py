@@ -1,0 +1,291 @@
+"""Sparsity post-training: finetune a model under its attention gates until few edges are left.
+
+Phases: measure the dense model, train weights and gates together under the loss constraint, keep
+the best feasible evaluation (fewest active edges among those that meet the target).
+
+Reference: arXiv 2512.05865, section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from sparse_tl.batches import TokenBatch
+from sparse_tl.masks import SparseTransformer
+from sparse_tl.training.config import Metrics, Selection, TrainingConfig, choose_trained
+from sparse_tl.training.constraint import LossConstraint, TargetLoss
+from sparse_tl.training.data import TokenStream
+from sparse_tl.training.evaluation import HeldOut, evaluate_held_out
+from sparse_tl.training.loop import train
+from sparse_tl.training.objectives import SparsityObjective
+
+_QUERIES_AND_KEYS = dict.fromkeys(("*.attn.*W_Q", "*.attn.*W_K", "*.attn.*b_Q", "*.attn.*b_K"), 1.0)
+TRAINED: dict[str, dict[str, float]] = {
+    "all": {"gates.*": 10.0, **_QUERIES_AND_KEYS, "*": 0.1},
+    "evenly": {"*": 1.0},
+    "qk": {"gates.*": 10.0, **_QUERIES_AND_KEYS},
+    "gates": {"gates.*": 10.0},
+}
+"""The usual choices of trained weights: patterns of names, with multiples of the learning rate.
+
+A gate's bias must move by whole logits, the queries and keys decide the gates, and everything else
+only has to adapt: at the queries' rate its noise costs more loss than it can save edges.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class PostTraining:
+    """The outcome of a post-training run.
+
+    Args:
+        feasible: whether any held-out evaluation met the target.
+        target: the loss constraint.
+        min_accuracy: the share of held-out rows that had to be right beside it.
+        dense: held-out measurements of the dense model.
+        sparse: held-out measurements of the weights that were kept.
+        best_step: the step that they come from.
+        history: one row per step; held-out columns are filled where it was evaluated.
+    """
+
+    feasible: bool
+    target: TargetLoss
+    min_accuracy: float
+    dense: HeldOut
+    sparse: HeldOut
+    best_step: int
+    history: pd.DataFrame
+
+    @property
+    def loss_increase(self) -> float:
+        """Held-out loss over the dense model's, in nats."""
+        return self.sparse.loss - self.dense.loss
+
+    @property
+    def times_fewer(self) -> float:
+        """Possible edges over active ones; infinite when none is left."""
+        active = self.sparse.active_edges
+        return self.sparse.possible_edges / active if active else math.inf
+
+    @property
+    def verdict(self) -> str:
+        """What came out, in a sentence."""
+        edges = (
+            f"{self.sparse.active_edges:.2f} of {self.sparse.possible_edges:.0f} attention edges "
+            f"active per example ({self.times_fewer:.1f}x fewer) at held-out loss "
+            f"{self.sparse.loss:.4f} nats ({self.loss_increase:+.4f} over the dense model)"
+        )
+        target = f"Target {self.target} nats"
+        if self.min_accuracy > 0:
+            target += f" with {self.min_accuracy:.2%} of the examples right"
+        if self.feasible:
+            return f"{target} met at step {self.best_step}: {edges}."
+        return (
+            f"{target} NOT met by any held-out evaluation; kept the weights with the "
+            f"lowest held-out loss, from step {self.best_step}: {edges}. Train for longer, start "
+            "from a larger bias, or allow more loss."
+        )
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Dense and sparse side by side."""
+        return pd.DataFrame({"dense": self.dense.to_dict(), "sparse": self.sparse.to_dict()})
+
+    def __repr__(self) -> str:
+        return f"PostTraining({self.verdict})"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{self.verdict}</p>" + self.to_pandas().to_html(
+            float_format="{:.4g}".format, border=0
+        )
+
+
+NEAR = 1.5
+"""How many times the present edges the best weights may have for a retreat to them. In the first
+fast fall the target is missed for long, and the last weights that met it are far denser."""
+
+
+def post_train(
+    sparse: SparseTransformer,
+    stream: TokenStream,
+    *,
+    target_loss: float | str,
+    held_out: TokenBatch,
+    steps: int = 2000,
+    learning_rate: float = 1e-3,
+    trained: str | Mapping[str, float] = "all",
+    multiplier: float = 30.0,
+    multiplier_rate: float = 0.01,
+    multiplier_fall: float = 0.3,
+    violation_scale: float | None = None,
+    distillation: float = 0.0,
+    anneal_noise_from: float = 0.5,
+    pressure: float = 0.05,
+    slack: float = 1.0,
+    layer_costs: Sequence[float] | None = None,
+    brake: float | None = None,
+    retreat_after: int | None = None,
+    min_accuracy: float = 0.0,
+    checkpoint: str | Path | None = None,
+    progress: bool = True,
+    report: Callable[[Metrics], None] | None = None,
+    **config: Any,
+) -> PostTraining:
+    """Finetune weights and gates until as few attention edges as possible are open.
+
+    Solves ``min_theta max_lambda  log(1 + E|A|) + lambda (loss - target)``. On return `sparse`
+    holds the best feasible weights: fewest active edges among held-out evaluations that meet the
+    target.
+
+    Args:
+        sparse: the wrapped model; its weights and gates are trained in place.
+        stream: training batches; any positions may carry the loss.
+        target_loss: nats: absolute (``0.01``), or over the frozen dense model on the same batch
+            (``"+0.05"``), which cancels the batch's own noise.
+        held_out: examples for selection; report on others that neither saw.
+        steps: optimizer steps.
+        learning_rate: at its peak.
+        trained: a name in `TRAINED` ("all", "qk", "gates", "evenly"), or patterns of parameter
+            names with multiples of the learning rate, the first match counting.
+        multiplier: lambda at the start.
+        multiplier_rate: how far log lambda moves per step at a full violation.
+        multiplier_fall: the largest step of log lambda downwards, as a share of that upwards.
+        violation_scale: nats above the target that count as a full violation; the target itself
+            when left out.
+        distillation: share, 0 to 1, of ``KL(dense || sparse)`` in what lambda weighs.
+        anneal_noise_from: part of the run after which the gates' noise falls to 0.
+        pressure: gradient on gates that are confidently open, where the sigmoid has none.
+        slack: multiple of the target that is allowed at first: sampled gates cost loss that
+            deterministic ones do not, and a loose start lets edges fall fast.
+        layer_costs: what an edge of each layer counts in the minimised size; 1 everywhere when left
+            out. What is reported is never weighted.
+        brake: multiple of the allowed loss; where a held-out evaluation is beyond it while the
+            noise is full, lambda jumps, so that edges which are needed do not close in the fall.
+        retreat_after: held-out evaluations in a row that miss the target, after which training
+            goes back to the best weights with a larger lambda and a smaller learning rate: a gate
+            that closed by mistake is rarely found again by gradients. None for never.
+        min_accuracy: share of held-out rows that must be right everywhere, beside the target.
+        checkpoint: folder of the run's checkpoint; found there, an interrupted run goes on.
+        progress: whether to show live progress.
+        report: called with the metrics of every held-out evaluation.
+        **config: further fields of `TrainingConfig`: warmup, decay, accumulate, precision, seed...
+
+    Returns:
+        The outcome; its `verdict` says whether the target was met.
+
+    Raises:
+        ValueError: a target below the dense model's own held-out loss, unknown parameter names, a
+            checkpoint of another run.
+        NonFiniteLossError: the loss or gradient became NaN or infinite.
+        KeyboardInterrupt: after Ctrl-C, once the checkpoint is written.
+
+    Reference: arXiv 2512.05865, section 3; deviations: the penalty is the logarithm of the
+    expected edges, and the violation is paired with the dense model on the same batch.
+    """
+    target = TargetLoss.parse(target_loss)
+    if not 0 <= distillation <= 1 or not 0 <= anneal_noise_from < 1:
+        raise ValueError(
+            f"expected distillation in 0..1 and anneal_noise_from in 0..1 (1 excluded); got "
+            f"{distillation} and {anneal_noise_from}"
+        )
+    settings = TrainingConfig(steps=steps, learning_rate=learning_rate, **config)
+    if not multiplier > 0:
+        raise ValueError(f"expected multiplier above 0; got {multiplier}")
+    if not 0 < multiplier_fall <= 1:
+        raise ValueError(f"expected multiplier_fall above 0 and at most 1; got {multiplier_fall}")
+    if isinstance(trained, str):
+        if trained not in TRAINED:
+            raise ValueError(f"expected trained to be one of {list(TRAINED)}; got {trained!r}")
+        trained = TRAINED[trained]
+    parameters = choose_trained(sparse, trained)
+    reference = sparse.dense_copy()
+    dense = evaluate_held_out(reference, held_out)
+    if target.reference == "absolute" and target.nats < dense.loss:
+        raise ValueError(
+            f"expected a target loss that the model can reach; the dense model's held-out loss is "
+            f"{dense.loss:.5f} nats, the target {target}. Give a larger one, or an increase such "
+            f'as "+{max(dense.loss * 0.02, 0.01):.2g}".'
+        )
+    reference_loss = dense.loss if target.reference == "dense" else 0.0
+    limit = target.nats + reference_loss
+    needs_dense = target.reference == "dense" or distillation > 0
+    constraint = LossConstraint(
+        scale=violation_scale or target.nats,
+        rate=multiplier_rate,
+        fall=multiplier_fall,
+        log_lambda=math.log(multiplier),
+    )
+    objective = SparsityObjective(
+        sparse,
+        reference if needs_dense else None,
+        target,
+        constraint,
+        distillation,
+        anneal_noise_from,
+        pressure,
+        slack,
+        layer_costs,
+        brake,
+    )
+
+    def feasible(metrics: Metrics) -> bool:
+        return metrics["held_out_loss"] <= limit and metrics["held_out_accuracy"] >= min_accuracy
+
+    def better(new: Metrics, old: Metrics) -> bool:
+        if feasible(new) != feasible(old):
+            return feasible(new)
+        decisive = "held_out_active_edges" if feasible(new) else "held_out_loss"
+        return new[decisive] < old[decisive]
+
+    def near(best: Metrics, now: Metrics) -> bool:
+        return best["held_out_active_edges"] <= NEAR * now["held_out_active_edges"]
+
+    def evaluate() -> Metrics:
+        measured = evaluate_held_out(sparse, held_out)
+        metrics = {f"held_out_{name}": value for name, value in measured.to_dict().items()}
+        objective.evaluated(measured.loss - reference_loss)
+        if report is not None:
+            report(metrics)
+        return metrics
+
+    state = train(
+        sparse,
+        objective,
+        stream,
+        Selection(evaluate, better, acceptable=feasible, retreat_after=retreat_after, near=near),
+        settings,
+        trained=parameters,
+        settings={
+            "target": str(target),
+            "gates": repr(sparse.gates.distribution),
+            "distillation": distillation,
+            "anneal_noise_from": anneal_noise_from,
+            "pressure": pressure,
+            "slack": slack,
+            "brake": brake,
+            "layer_costs": None if layer_costs is None else list(layer_costs),
+            "retreat_after": retreat_after,
+            "min_accuracy": min_accuracy,
+            "multiplier": multiplier,
+            "multiplier_rate": multiplier_rate,
+            "multiplier_fall": multiplier_fall,
+            "violation_scale": constraint.scale,
+        },
+        checkpoint=None if checkpoint is None else Path(checkpoint),
+        title="post-training",
+        progress=progress,
+    )
+    kept = evaluate_held_out(sparse, held_out)
+    return PostTraining(
+        feasible=feasible(state.best),
+        target=target,
+        min_accuracy=min_accuracy,
+        dense=dense,
+        sparse=kept,
+        best_step=state.best["step"],
+        history=pd.DataFrame(state.history),
+    )

@@ -1,0 +1,69 @@
+"""Training a small base model from scratch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from sparse_tl.batches import TokenBatch
+from sparse_tl.hooks import Model
+from sparse_tl.training.config import Metrics, Selection, TrainingConfig, choose_trained
+from sparse_tl.training.data import TokenStream
+from sparse_tl.training.evaluation import evaluate_held_out
+from sparse_tl.training.loop import train
+from sparse_tl.training.objectives import PlainLoss
+
+
+def pretrain(
+    model: Model,
+    stream: TokenStream,
+    *,
+    held_out: TokenBatch,
+    steps: int,
+    learning_rate: float = 1e-3,
+    good_enough: float = 0.0,
+    checkpoint: str | Path | None = None,
+    progress: bool = True,
+    **config: Any,
+) -> pd.DataFrame:
+    """Train all weights on the stream; the model ends with its best held-out weights.
+
+    Args:
+        model: a freshly built model.
+        stream: training batches.
+        held_out: examples for selection.
+        steps: optimizer steps at most.
+        learning_rate: at its peak.
+        good_enough: held-out loss in nats at which training ends, all rows being right.
+        checkpoint: folder of the run's checkpoint; found there, an interrupted run goes on.
+        progress: whether to show live progress.
+        **config: further fields of `TrainingConfig`.
+
+    Returns:
+        The history, one row per step.
+    """
+
+    def evaluate() -> Metrics:
+        measured = evaluate_held_out(model, held_out)
+        return {"held_out_loss": measured.loss, "held_out_accuracy": measured.accuracy}
+
+    selection = Selection(
+        evaluate,
+        better=lambda new, old: new["held_out_loss"] < old["held_out_loss"],
+        finished=lambda m: m["held_out_loss"] <= good_enough and m["held_out_accuracy"] == 1.0,
+    )
+    state = train(
+        model,
+        PlainLoss(model),
+        stream,
+        selection,
+        TrainingConfig(steps=steps, learning_rate=learning_rate, **config),
+        trained=choose_trained(model, {"*": 1.0}),
+        settings={"good_enough": good_enough},
+        checkpoint=None if checkpoint is None else Path(checkpoint),
+        title="base model",
+        progress=progress,
+    )
+    return pd.DataFrame(state.history)

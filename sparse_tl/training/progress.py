@@ -1,0 +1,63 @@
+"""Live progress of a training run, in a terminal and in Jupyter alike."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
+
+_LABELS = {
+    "loss": "loss",
+    "violation": "over",
+    "lambda": "λ",
+    "expected_per_token": "edges/token",
+}
+
+
+class TrainingProgress:
+    """A bar with the latest measurements beside it, in nats and attention edges per token.
+
+    ``over`` is how far the loss lies above its target; ``best`` counts the active edges per token
+    of the best held-out evaluation.
+
+    Args:
+        title: what is running.
+        total: steps in all.
+        done: steps done before, when a run is resumed.
+        shown: False to stay silent.
+    """
+
+    def __init__(self, title: str, total: int, *, done: int = 0, shown: bool = True) -> None:
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=12),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[measured]}", table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(),
+            disable=not shown,
+        )
+        self._task = self._progress.add_task(title, total=total, completed=done, measured="")
+
+    def __enter__(self) -> TrainingProgress:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._progress.__exit__(kind, error, traceback)
+
+    def update(self, step: int, row: dict[str, float], best: dict[str, float]) -> None:
+        """Show the step, its measurements and the best held-out evaluation so far."""
+        shown = [f"{label} {_short(row[name])}" for name, label in _LABELS.items() if name in row]
+        if "held_out_active_edges_per_token" in best:
+            shown.append(f"best {_short(best['held_out_active_edges_per_token'])}")
+        self._progress.update(self._task, completed=step, measured=" ".join(shown))
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}" if abs(value) >= 10 else f"{value:.4g}"

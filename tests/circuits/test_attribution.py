@@ -1,0 +1,280 @@
+"""Fast attribution equals the slow, per-edge formula; and obeys the laws that attribution has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparse_tl.circuits import attribute_edges, attribute_heads
+from sparse_tl.graph import CircuitGraph
+from sparse_tl.hooks import Model, graph_of
+from sparse_tl.masks import SparseTransformer
+from sparse_tl.metrics import logit_difference
+from sparse_tl.prompts import PromptPairs
+
+Build = Callable[..., Model]
+
+KINDS = {
+    "sequential": {"kind": "plain"},
+    "parallel": {"kind": "plain", "parallel_attn_mlp": True},
+    "grouped": {"kind": "grouped"},
+    "attention_only": {"kind": "attention_only"},
+    "unnormalised": {"kind": "plain", "normalization_type": None},
+    "soft_capped": {"kind": "plain", "output_logits_soft_cap": 2.0},
+}
+
+
+@pytest.fixture(params=list(KINDS))
+def model(request: pytest.FixtureRequest, build_tiny: Build) -> Model:
+    return _shaken(build_tiny(**KINDS[request.param], dtype="float64"))
+
+
+def _shaken(model: Model) -> Model:
+    """All weights random, also those of the normalisations, which start at 1 and 0."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(0.3 * noise.to(parameter.dtype))
+    return model
+
+
+def _pairs(n: int = 5, length: int = 6, seed: int = 0) -> PromptPairs:
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randint(13, shape, generator=generator)  # noqa: E731
+    return PromptPairs(
+        clean=draw(n, length),
+        corrupted=draw(n, length),
+        answers=draw(n, 1),
+        wrong=draw(n, 2),
+        positions=torch.randint(2, length, (n,), generator=generator),
+    )
+
+
+def _slow_scores(model: Model, graph: CircuitGraph, pairs: PromptPairs) -> Tensor:
+    """The formula of the paper, edge by edge, with every input and every head's output split."""
+    for name in ("split_qkv_input", "hook_mlp_in", "attn_result"):
+        if name != "hook_mlp_in" or graph.has_mlps:
+            getattr(model, f"set_use_{name}")(True)
+    try:
+        return _slow(model, graph, pairs)
+    finally:
+        for name in ("split_qkv_input", "hook_mlp_in", "attn_result"):
+            if name != "hook_mlp_in" or graph.has_mlps:
+                getattr(model, f"set_use_{name}")(False)
+
+
+def _slow(model: Model, graph: CircuitGraph, pairs: PromptPairs) -> Tensor:
+    written: dict[str, Tensor] = {}
+    for prompt in ("clean", "corrupted"):
+        _, cache = model.run_with_cache(getattr(pairs, prompt))
+        for node in graph.sources:
+            if node.kind == "head":
+                value = cache[f"blocks.{node.layer}.attn.hook_result"][:, :, node.head]
+            elif node.kind == "mlp":
+                value = cache[f"blocks.{node.layer}.hook_mlp_out"]
+            else:
+                value = cache["blocks.0.hook_resid_pre"]
+            written[f"{node} {prompt}"] = value.detach()
+    gradients: dict[str, Tensor] = {}
+
+    def keep(gradient: Tensor, hook: Any) -> None:
+        gradients[hook.name] = gradient
+
+    last = f"blocks.{graph.n_layers - 1}.hook_resid_post"
+    ends = ("hook_q_input", "hook_k_input", "hook_v_input", "hook_mlp_in")
+    with model.hooks(bwd_hooks=[(lambda name: name == last or name.endswith(ends), keep)]):
+        logits = model(pairs.clean)
+        logit_difference(pairs.read(logits), pairs).sum().backward()
+    scores = torch.zeros(graph.exists.shape, dtype=torch.float64)
+    for edge in graph.edges:
+        node, slot = edge.destination.node, edge.destination.slot
+        if node.kind == "logits":
+            gradient = gradients[last]
+        elif node.kind == "mlp":
+            gradient = gradients[f"blocks.{node.layer}.hook_mlp_in"]
+        else:
+            gradient = gradients[f"blocks.{node.layer}.hook_{slot}_input"][:, :, node.head]
+        change = written[f"{edge.source} corrupted"] - written[f"{edge.source} clean"]
+        scores[graph.edge_index(edge)] = (change * gradient).sum()
+    return scores / len(pairs)
+
+
+def test_fast_equals_slow(model: Model) -> None:
+    pairs, graph = _pairs(), graph_of(model)
+    fast = attribute_edges(model, pairs, logit_difference, method="eap", batch_size=3)
+    slow = _slow_scores(model, graph, pairs)
+    assert slow[graph.exists].abs().min() > 0
+    torch.testing.assert_close(fast.scores, slow, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["sequential", "parallel", "grouped", "attention_only"])
+def test_fast_equals_slow_in_single_precision(build_tiny: Build, kind: str) -> None:
+    model, pairs = _shaken(build_tiny(**KINDS[kind])), _pairs()
+    fast = attribute_edges(model, pairs, logit_difference, method="eap").scores
+    slow = _slow_scores(model, graph_of(model), pairs)
+    assert (fast - slow).abs().max() <= 1e-4 * slow.abs().max()
+
+
+def test_padding_on_the_right_changes_nothing(model: Model) -> None:
+    pairs = _pairs()
+    padded = PromptPairs(
+        *(
+            torch.cat([t, torch.full((len(t), 3), 4)], dim=1)
+            for t in (pairs.clean, pairs.corrupted)
+        ),
+        pairs.answers,
+        pairs.wrong,
+        pairs.positions,
+    )
+    one, other = (attribute_edges(model, p, logit_difference, steps=2) for p in (pairs, padded))
+    torch.testing.assert_close(one.scores, other.scores, rtol=1e-9, atol=1e-12)
+
+
+def test_scores_over_sources_add_up_to_a_head_score(model: Model) -> None:
+    """What reaches the logits and later layers of a head is all that its output can do."""
+    pairs, graph = _pairs(), graph_of(model)
+    edges = attribute_edges(model, pairs, logit_difference, method="eap")
+    heads = attribute_heads(model, pairs, logit_difference, method="eap")
+    for layer in range(graph.n_layers):
+        first = graph.source_index(f"a{layer}.h0")
+        summed = edges.scores[first : first + graph.n_heads].sum(dim=1)
+        torch.testing.assert_close(heads.scores[layer], summed, rtol=1e-9, atol=1e-12)
+
+
+def test_integrated_gradients_are_complete(model: Model) -> None:
+    """Scores out of the input add up to m(corrupted) - m(clean) as steps grow."""
+    pairs = _pairs()
+    with torch.no_grad():
+        clean, corrupted = (
+            logit_difference(pairs.read(model(tokens)), pairs).mean()
+            for tokens in (pairs.clean, pairs.corrupted)
+        )
+    errors = []
+    for steps in (20, 40, 80):
+        scores = attribute_edges(
+            model, pairs, logit_difference, method="eap-ig", steps=steps
+        ).scores
+        # A change of the input goes on along its own edges alone; each carries what follows.
+        errors.append((scores[0].sum() - (corrupted - clean)).abs().item())
+    # The error is of first order in 1 / steps: four times the steps leave a quarter of it. Where
+    # its first coefficient happens to be small, it is small from the start.
+    effect = (corrupted - clean).abs().item()
+    assert errors[2] < max(0.3 * errors[0], 0.01 * effect), errors
+
+
+@pytest.mark.parametrize("method", ["eap", "eap-ig", "eap-ig-activations"])
+def test_equal_prompts_give_exactly_nothing(model: Model, method: Any) -> None:
+    pairs = _pairs()
+    same = PromptPairs(pairs.clean, pairs.clean, pairs.answers, pairs.wrong, pairs.positions)
+    scores = attribute_edges(model, same, logit_difference, method=method, steps=2).scores
+    assert (scores == 0).all()
+    assert (attribute_heads(model, same, logit_difference, method=method).scores == 0).all()
+
+
+def test_a_dead_head_scores_exactly_nothing(model: Model) -> None:
+    with torch.no_grad():
+        model.blocks[0].attn.W_O[1] = 0
+    graph = graph_of(model)
+    scores = attribute_edges(model, _pairs(), logit_difference).scores
+    row = graph.source_index("a0.h1")
+    columns = graph.readers(graph.sources[row])
+    assert (scores[row] == 0).all()
+    own = [c for c in columns if graph.n_kv_heads == graph.n_heads or c == columns[0]]
+    assert (scores[:, own] == 0).all()
+    assert (scores[~graph.exists] == 0).all()
+
+
+def test_one_step_of_integration_is_plain_attribution(model: Model) -> None:
+    pairs = _pairs()
+    plain, one = (
+        attribute_edges(model, pairs, logit_difference, method=method, steps=1).scores
+        for method in ("eap", "eap-ig")
+    )
+    assert torch.equal(plain, one)
+    activations = attribute_edges(
+        model, pairs, logit_difference, method="eap-ig-activations", steps=1
+    ).scores
+    torch.testing.assert_close(activations, plain, rtol=1e-9, atol=1e-12)
+
+
+def test_nothing_is_left_behind(model: Model) -> None:
+    def broken(logits: Tensor, pairs: PromptPairs) -> Tensor:
+        return logits.new_full((len(pairs),), float("nan"))
+
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    with pytest.raises(ValueError, match="expected a finite metric"):
+        attribute_edges(model, _pairs(), broken)
+    attribute_edges(model, _pairs(), logit_difference)
+    assert not any(point.fwd_hooks or point.bwd_hooks for point in model.hook_dict.values())
+    assert not any(module._forward_hooks for module in model.modules())
+    assert flags == [parameter.requires_grad for parameter in model.parameters()]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_frozen_weights_are_no_hindrance(model: Model) -> None:
+    expected = attribute_edges(model, _pairs(), logit_difference).scores
+    model.requires_grad_(False)
+    with torch.no_grad():
+        assert torch.equal(attribute_edges(model, _pairs(), logit_difference).scores, expected)
+
+
+def test_a_sparse_model_is_attributed_under_its_gates(model: Model) -> None:
+    pairs = _pairs()
+    dense = attribute_edges(model, pairs, logit_difference).scores
+    sparse = SparseTransformer(model, initial_bias=0.0)
+    gated = attribute_edges(sparse, pairs, logit_difference).scores
+    with sparse.opened():
+        opened = attribute_edges(sparse, pairs, logit_difference).scores
+    assert torch.equal(opened, dense)
+    assert not torch.allclose(gated, dense)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "acdc"}, "expected a method of .*got 'acdc'"),
+        ({"steps": 0}, "at least 1 step.* 0"),
+        ({"patch": "noise"}, "a patch of .*'noise'"),
+        ({"batch_size": 0}, "batch size of at least 1"),
+    ],
+)
+def test_settings_that_make_no_sense(
+    build_tiny: Build, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        attribute_edges(build_tiny(), _pairs(), logit_difference, **settings)
+
+
+def test_metrics_of_the_wrong_shape(build_tiny: Build) -> None:
+    with pytest.raises(ValueError, match=r"expected a metric of shape \(5,\).*got \(\)"):
+        attribute_edges(build_tiny(), _pairs(), lambda logits, pairs: logits.sum())
+
+
+@pytest.mark.parametrize("patch", ["mean", "zero"])
+def test_other_patches(model: Model, patch: Any) -> None:
+    """Patching the input's embedding is exact for a metric that reads nothing else."""
+    pairs = _pairs()
+    pairs = PromptPairs(
+        pairs.clean, pairs.corrupted, pairs.answers, pairs.wrong, torch.full((5,), 5)
+    )
+    graph = graph_of(model)
+    _, cache = model.run_with_cache(pairs.clean)
+    values = cache["blocks.0.hook_resid_pre"]
+    target = values.mean(0, keepdim=True) if patch == "mean" else torch.zeros_like(values[:1])
+    gradients: list[Tensor] = []
+    last = f"blocks.{graph.n_layers - 1}.hook_resid_post"
+    with model.hooks(bwd_hooks=[(last, lambda grad, hook: gradients.append(grad))]):
+        logit_difference(pairs.read(model(pairs.clean)), pairs).sum().backward()
+    expected = ((target - values) * gradients[0]).sum() / len(pairs)
+    found = attribute_edges(model, pairs, logit_difference, method="eap", patch=patch, batch_size=2)
+    assert found["input->logits"] == pytest.approx(expected.item(), rel=1e-9)
+
+
+def test_a_mean_over_prompts_of_different_lengths(build_tiny: Build) -> None:
+    with pytest.raises(ValueError, match="expected prompts of one length"):
+        attribute_edges(build_tiny(), _pairs(), logit_difference, patch="mean")

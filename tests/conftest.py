@@ -1,0 +1,117 @@
+"""Tiny models and a tiny task that every test can afford."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_tl.batches import TokenBatch
+from sparse_tl.hooks import Model, build_model
+from sparse_tl.training import ShuffledStream, pretrain
+
+ROOT = Path(__file__).resolve().parent.parent
+
+TINY: dict[str, Any] = {
+    "model_name": "tiny",
+    "n_layers": 2,
+    "n_heads": 2,
+    "d_model": 16,
+    "d_head": 8,
+    "d_mlp": 32,
+    "n_ctx": 16,
+    "d_vocab": 13,
+    "act_fn": "gelu",
+    "normalization_type": "LN",
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "float64": {"dtype": "float64"},
+    "grouped": {
+        "n_heads": 4,
+        "n_key_value_heads": 2,
+        "d_head": 4,
+        "act_fn": "silu",
+        "gated_mlp": True,
+        "normalization_type": "RMS",
+        "final_rms": True,
+        "positional_embedding_type": "rotary",
+        "rotary_dim": 4,
+    },
+    "attention_only": {"attn_only": True, "d_mlp": None},
+}
+
+
+@pytest.fixture(scope="session")
+def build_tiny() -> Callable[..., Model]:
+    """A model of two layers with random weights: ``build_tiny(kind, seed, **config)``.
+
+    Kinds: "plain", "float64", "grouped" (grouped-query attention, rotary positions, RMS
+    normalisation, gated MLP) and "attention_only". Vocabulary 13, context 16.
+    """
+
+    def build(kind: str = "plain", seed: int = 0, **overrides: Any) -> Model:
+        config = {**TINY, **KINDS[kind], "seed": seed, **overrides}
+        tokenizer = config.pop("tokenizer", None)
+        return build_model(config, tokenizer=tokenizer, device="cpu")
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Real models and texts for tests; they are no part of the repository."""
+    named = os.environ.get("SPARSE_TL_SHARED_DATA")
+    folder = Path(named) if named else ROOT.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"no shared test data at {folder}; set SPARSE_TL_SHARED_DATA to its folder")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def echo_rows() -> Callable[..., TokenBatch]:
+    """A task that needs attention: two random tokens in turn, so each repeats the last but one."""
+
+    def rows(n: int = 96, length: int = 8, seed: int = 0) -> TokenBatch:
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(13, (n, 2), generator=generator).repeat(1, length // 2)
+        batch = TokenBatch.next_token(tokens)
+        batch.loss_mask[:, 0] = False
+        return batch
+
+    return rows
+
+
+@pytest.fixture(scope="session")
+def _echo_weights(
+    build_tiny: Callable[..., Model], echo_rows: Callable[..., TokenBatch]
+) -> dict[str, torch.Tensor]:
+    model = build_tiny()
+    pretrain(
+        model,
+        ShuffledStream(echo_rows(), 32),
+        held_out=echo_rows(seed=1),
+        steps=120,
+        learning_rate=1e-2,
+        warmup=10,
+        progress=False,
+    )
+    return model.state_dict()
+
+
+@pytest.fixture(scope="session")
+def build_echo(
+    build_tiny: Callable[..., Model], _echo_weights: dict[str, torch.Tensor]
+) -> Callable[[], Model]:
+    """Always the same tiny model, trained on `echo_rows` to about 0.05 nats held out."""
+
+    def build() -> Model:
+        model = build_tiny()
+        model.load_state_dict(_echo_weights)
+        return model
+
+    return build

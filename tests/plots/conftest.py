@@ -1,0 +1,146 @@
+"""Hand-made flows with known circuits, and a browser without a network."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jaxtyping
+import pytest
+import torch
+
+from sparse_tl.flow import AttentionFlow
+
+INPUT = tuple("36+28=?????")
+OUTPUT = tuple("36+28=00064")
+TARGETS = tuple((column, column) for column in range(6, 11))
+
+CIRCUIT = {
+    # (layer, head, query, key): weight
+    (0, 1, 9, 0): 0.42,
+    (0, 1, 9, 1): 0.55,
+    (0, 2, 9, 3): 0.48,
+    (0, 2, 9, 4): 0.61,
+    (1, 3, 10, 9): 0.93,
+}
+"""The four digits meet in the column of the `6`, which passes the result to the last column."""
+
+
+def _flow(edges: dict[tuple[int, int, int, int], float], **changes: Any) -> AttentionFlow:
+    attention = torch.zeros(4, 4, 11, 11)
+    for place, value in edges.items():
+        attention[place] = value
+    fields: dict[str, Any] = {
+        "attention": attention,
+        "gates": attention != 0,
+        "input_tokens": INPUT,
+        "output_tokens": OUTPUT,
+        "targets": TARGETS,
+    }
+    return AttentionFlow(**(fields | changes))
+
+
+def _random_flow(
+    n_layers: int = 4,
+    n_heads: int = 4,
+    input_tokens: tuple[str, ...] = INPUT,
+    output_tokens: tuple[str, ...] = OUTPUT,
+    targets: tuple[tuple[int, int], ...] = TARGETS,
+    sharpness: float = 1.8,
+    seed: int = 0,
+) -> AttentionFlow:
+    generator = torch.Generator().manual_seed(seed)
+    n = len(input_tokens)
+    causal = torch.ones(n, n, dtype=torch.bool).tril()
+    scores = sharpness * torch.randn(n_layers, n_heads, n, n, generator=generator)
+    attention = scores.masked_fill(~causal, -torch.inf).softmax(dim=-1)
+    gradient = torch.randn(len(targets), n_layers, n_heads, n, n, generator=generator)
+    return AttentionFlow(
+        attention=attention,
+        gates=causal.expand_as(attention),
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        targets=targets,
+        attribution=attention * gradient,
+    )
+
+
+@pytest.fixture
+def make_flow() -> Callable[..., AttentionFlow]:
+    """Makes the flow with the given attention edges and no others."""
+    return _flow
+
+
+@pytest.fixture
+def make_random_flow() -> Callable[..., AttentionFlow]:
+    """Makes a dense flow: every causal pair is open, with attribution."""
+    return _random_flow
+
+
+@pytest.fixture
+def circuit() -> dict[tuple[int, int, int, int], float]:
+    return dict(CIRCUIT)
+
+
+@pytest.fixture
+def sparse_flow() -> AttentionFlow:
+    return _flow(CIRCUIT)
+
+
+@pytest.fixture
+def dense_flow() -> AttentionFlow:
+    return _random_flow()
+
+
+@pytest.fixture
+def two_panels(dense_flow: AttentionFlow, sparse_flow: AttentionFlow) -> dict[str, AttentionFlow]:
+    return {"Base Model": dense_flow, "Sparse Model": sparse_flow}
+
+
+@pytest.fixture
+def unchecked_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switches off the run-time type checks of the tests: users meet our own messages."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Chromium, or a skipped test where there is none."""
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed (pip install playwright)"
+    )
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    found = (path for path in map(shutil.which, names) if path)
+    path = os.environ.get("SPARSE_TL_CHROMIUM") or next(found, None)
+    if path is None:
+        pytest.skip("no Chromium found; put it on PATH or set SPARSE_TL_CHROMIUM to its path")
+    switches = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"]
+    switches += ["--disable-background-networking", "--disable-component-update"]
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=switches)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """An offline page; the test fails if the page has errors or opens a dialog."""
+    context = browser.new_context(viewport={"width": 1032, "height": 900})
+    context.set_offline(True)
+    context.set_default_timeout(5000)
+    page = context.new_page()
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(f"error: {error}"))
+    page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
+    page.on("request", lambda r: None if r.url.startswith("file:") else problems.append(r.url))
+
+    def on_dialog(dialog: Any) -> None:
+        problems.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
+    page.on("dialog", on_dialog)
+    yield page
+    context.close()
+    assert not problems

@@ -1,0 +1,535 @@
+"""The static figure, what it is made of, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import struct
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_tl.flow import AttentionFlow
+from sparse_tl.plots import CircuitDiagram, circuit_diagram
+from sparse_tl.plots.drawn_edges import N_MAIN_EDGES, round_flow, select_edges, threshold_steps
+from sparse_tl.plots.token_text import ELLIPSIS, clip_text, text_width, visible_text
+
+SVG = "{http://www.w3.org/2000/svg}"
+ATTACK = "</script><img src=x onerror=alert(1)>"
+MakeFlow = Callable[..., AttentionFlow]
+
+
+class ClosedTags(HTMLParser):
+    """Collects the elements of a page, and fails at a tag that is not closed in its place."""
+
+    VOID = frozenset({"meta", "br", "img", "input", "link", "hr"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        # HTML knows <tag/> inside SVG only: <div/> stays open.
+        assert "svg" in self.open, f"<{tag}/> outside of SVG"
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+
+def tags_of(html: str) -> list[str]:
+    parser = ClosedTags()
+    parser.feed(html)
+    parser.close()
+    assert parser.open == []
+    return parser.tags
+
+
+def panels_of(figure: CircuitDiagram) -> list[ElementTree.Element]:
+    root = ElementTree.fromstring(figure.svg)
+    return [group for group in root.iter(f"{SVG}g") if "data-panel" in group.attrib]
+
+
+def part(panel: ElementTree.Element, role: str) -> ElementTree.Element:
+    found = [element for element in panel.iter() if element.get("data-role") == role]
+    assert len(found) == 1
+    return found[0]
+
+
+def lines_of(panel: ElementTree.Element, *kinds: str) -> set[tuple[float, ...]]:
+    """(start x, start y, end x, end y) of every drawn line of these kinds."""
+    lines = set()
+    for path in part(panel, "edges"):
+        if path.get("data-kind") in kinds:
+            for line in path.get("d", "").split("M")[1:]:
+                numbers = [float(number) for number in re.findall(r"[\d.]+", line)]
+                lines.add((*numbers[:2], *numbers[-2:]))
+    return lines
+
+
+def nodes_of(panel: ElementTree.Element) -> dict[tuple[int, int], ElementTree.Element]:
+    return {
+        (int(node.get("data-level", "")), int(node.get("data-column", ""))): node
+        for node in part(panel, "nodes")
+    }
+
+
+def line_of_edge(panel: ElementTree.Element, layer: int, query: int, key: int) -> tuple[float, ...]:
+    """Where the line of an edge must run, read from the circles at its ends."""
+    nodes = nodes_of(panel)
+    start, end = nodes[layer, key], nodes[layer + 1, query]
+    return tuple(float(node.get(axis, "")) for node in (start, end) for axis in ("cx", "cy"))
+
+
+# ---- what is drawn ------------------------------------------------------------------------------
+
+
+def test_the_sparse_circuit_is_drawn_dark_and_nothing_else(two_panels, circuit):
+    sparse = panels_of(circuit_diagram(two_panels))[1]
+    expected = {line_of_edge(sparse, layer, query, key) for layer, _, query, key in circuit}
+    assert lines_of(sparse, "main") == expected
+    assert lines_of(sparse, "open", "path") == set()
+    reached = {
+        place for place, node in nodes_of(sparse).items() if node.get("data-reached") == "true"
+    }
+    # The inputs of the circuit, the column of the 6 up to Layer 0, and the whole last column.
+    assert reached == {(0, 0), (0, 1), (0, 3), (0, 4), (0, 9), (1, 9)} | {(i, 10) for i in range(5)}
+
+
+def test_edges_that_cannot_reach_the_prediction_stay_light(make_flow, circuit):
+    stray = {(2, 0, 7, 2): 0.9, (1, 0, 9, 5): 0.9}  # column 9 is read at Layer 0 only
+    (panel,) = panels_of(circuit_diagram({"model": make_flow(circuit | stray)}))
+    assert lines_of(panel, "open") == {line_of_edge(panel, 2, 7, 2), line_of_edge(panel, 1, 9, 5)}
+    assert len(lines_of(panel, "main")) == len(circuit)
+
+
+def test_another_target_has_other_ancestors(make_flow, circuit):
+    (panel,) = panels_of(circuit_diagram({"model": make_flow(circuit)}, target=3))
+    assert len(lines_of(panel, "main")) == 4  # the 6 does not need the edge into the last column
+    assert lines_of(panel, "open") == {line_of_edge(panel, 1, 10, 9)}
+
+
+def test_an_autoregressive_prediction_is_followed_from_where_it_is_read(make_flow, circuit):
+    targets = tuple((column, column - 1) for column in range(6, 11))
+    (panel,) = panels_of(circuit_diagram({"model": make_flow(circuit, targets=targets)}))
+    assert len(lines_of(panel, "main")) == 4
+    arrow = [float(x) for x in re.findall(r"[\d.]+", part(panel, "arrow").get("d", ""))]
+    columns = [float(nodes_of(panel)[4, column].get("cx", "")) for column in (9, 10)]
+    assert abs(arrow[0] - columns[0]) < 10 and abs(arrow[-2] - columns[1]) < 10
+    tokens = part(panel, "output")
+    assert max(arrow[1::2]) < float(tokens[9].get("y", ""))  # it arches over the row
+
+
+def test_heads_are_merged_by_their_largest_weight(make_flow):
+    flow = make_flow({(0, 0, 10, 3): 0.2, (0, 1, 10, 3): 0.7, (0, 2, 10, 3): 0.4})
+    selection = select_edges(round_flow(flow, "model", True).attention, 100, read_at=10)
+    assert [(edge.query, edge.key, edge.value) for edge in selection.edges] == [(10, 3, 700)]
+    assert selection.n_attention_edges == 3
+
+
+def test_merging_keeps_the_sign_of_the_strongest_head(make_flow):
+    attribution = torch.zeros(5, 4, 4, 11, 11)
+    attribution[4, 0, 1, 10, 3], attribution[4, 0, 2, 10, 3] = -2.0, 1.0
+    flow = make_flow({(0, 1, 10, 3): 0.5, (0, 2, 10, 3): 0.5}, attribution=attribution)
+    values = round_flow(flow, "model", True).values("attribution", 4)
+    (edge,) = select_edges(values, 100, read_at=10).edges
+    assert edge.value == -1000
+
+
+@pytest.mark.parametrize(("weight", "shown"), [(0.0999, 1), (0.1, 1), (0.0994, 0)])
+def test_the_threshold_is_inclusive_after_rounding_to_thousandths(make_flow, weight, shown):
+    (panel,) = panels_of(circuit_diagram({"model": make_flow({(0, 0, 10, 3): weight})}))
+    assert panel.get("data-edges-shown") == str(shown)
+
+
+def test_threshold_zero_shows_every_edge_that_is_not_zero(dense_flow, sparse_flow):
+    dense, sparse = panels_of(circuit_diagram({"a": dense_flow, "b": sparse_flow}, threshold=0))
+    assert dense.get("data-edges-shown") == str(4 * 66)
+    assert sparse.get("data-edges-shown") == "5"
+
+
+def test_a_dense_panel_has_a_bounded_number_of_dark_lines(two_panels):
+    dense = panels_of(circuit_diagram(two_panels, threshold=0.05))[0]
+    assert len(lines_of(dense, "main")) == N_MAIN_EDGES
+    assert len(lines_of(dense, "path")) > 60 and len(lines_of(dense, "open")) > 20
+
+
+def test_main_edges_carry_the_most(make_flow):
+    # A strong edge is not enough: what it feeds has to reach the prediction too.
+    weak = {(2, 0, 5, 1): 1.0, (3, 0, 10, 5): 0.1}
+    crowd = {(0, 0, 10, key): 0.5 for key in range(10)} | {
+        (1, 0, 10, key): 0.5 for key in range(10)
+    }
+    crowd |= {(2, 0, 10, key): 0.5 for key in range(10)} | {(3, 1, 10, 9): 0.5, (3, 1, 10, 8): 0.5}
+    flow = make_flow(crowd | weak)
+    selection = select_edges(round_flow(flow, "model", True).attention, 100, read_at=10)
+    kinds = {(edge.layer, edge.query, edge.key): edge.kind for edge in selection.edges}
+    assert sum(kind == "main" for kind in kinds.values()) == len(crowd) == N_MAIN_EDGES
+    assert kinds[2, 5, 1] == kinds[3, 10, 5] == "path"  # carries 1.0 * 0.1
+
+
+def test_an_edge_within_a_column_is_an_arc_and_not_dark(make_flow):
+    (panel,) = panels_of(circuit_diagram({"model": make_flow({(2, 0, 10, 10): 1.0})}))
+    (path,) = part(panel, "edges")
+    assert path.get("data-kind") == "path" and "C" in path.get("d", "")
+
+
+def test_stronger_edges_are_thicker_and_darker(make_flow):
+    flow = make_flow({(0, 0, 10, 1): 0.15, (0, 0, 10, 2): 0.5, (0, 0, 10, 3): 0.95})
+    (panel,) = panels_of(circuit_diagram({"model": flow}))
+    paths = {path.get("d"): path for path in part(panel, "edges")}
+    by_weight = sorted(paths.values(), key=lambda path: float(path.get("stroke-width", "")))
+    start = [float(re.findall(r"[\d.]+", path.get("d", ""))[0]) for path in by_weight]
+    assert start == sorted(start) and len(by_weight) == 3
+    brightness = [int(path.get("stroke", "")[1:], 16) for path in by_weight]
+    assert brightness == sorted(brightness, reverse=True)
+
+
+def test_the_words_of_the_figure(two_panels):
+    svg = circuit_diagram(two_panels).svg
+    texts = [
+        "".join(element.itertext()) for element in ElementTree.fromstring(svg).iter(f"{SVG}text")
+    ]
+    for expected in ("Sparsity-Regularised Finetuning", "Layer 0", "Layer 3"):
+        assert expected in texts
+    assert sum(text.startswith("Base Model") for text in texts) == 1
+    sparse = panels_of(circuit_diagram(two_panels))[1]
+    for role, row in (("input", "36+28=?????"), ("output", "36+28=00064")):
+        assert [text.text for text in part(sparse, role)] == list(row)
+    assert part(sparse, "caption").text == "5 of 1,056 attention edges ≥ 0.10"
+
+
+def test_one_panel_has_no_transition_and_three_have_two_arrows(sparse_flow):
+    def arrows(n: int) -> int:
+        figure = circuit_diagram({f"model {i}": sparse_flow for i in range(n)})
+        return figure.svg.count('data-role="transition"')
+
+    assert [arrows(n) for n in (1, 2, 3)] == [0, 1, 2]
+    assert (
+        "Finetuning"
+        not in circuit_diagram({"a": sparse_flow, "b": sparse_flow}, transition=None).svg
+    )
+
+
+def test_panels_may_differ_in_layers_and_heads(sparse_flow, make_random_flow):
+    other = make_random_flow(n_layers=2, n_heads=1)
+    first, second = panels_of(circuit_diagram({"a": sparse_flow, "b": other}))
+    assert len(nodes_of(first)) == 55 and len(nodes_of(second)) == 33
+
+
+@pytest.mark.parametrize(("n_layers", "n_columns"), [(1, 1), (2, 3), (12, 40), (3, 70)])
+def test_everything_lies_inside_its_frame(make_random_flow, n_layers, n_columns):
+    tokens = tuple(f" token{i}" for i in range(n_columns))
+    flow = make_random_flow(n_layers, 2, tokens, tokens, ((n_columns - 1, n_columns - 1),))
+    figure = circuit_diagram({"a": flow, "b": flow}, title="A title")
+    assert tags_of(str(figure))
+    root = ElementTree.fromstring(figure.svg)
+    width, height = float(root.get("width", "")), float(root.get("height", ""))
+    bottom = 0.0
+    for panel in panels_of(figure):
+        frame = panel.find(f"{SVG}rect")
+        assert frame is not None
+        left, top, w, h = (float(frame.get(name, "")) for name in ("x", "y", "width", "height"))
+        assert top > bottom and left + w <= width and top + h <= height
+        bottom = top + h
+        for node in nodes_of(panel).values():
+            assert left + 10 < float(node.get("cx", "")) < left + w - 10
+            assert top + 30 < float(node.get("cy", "")) < bottom - 10
+    xs = sorted({float(node.get("cx", "")) for node in nodes_of(panels_of(figure)[0]).values()})
+    assert all(b - a >= 15 for a, b in zip(xs, xs[1:], strict=False))
+
+
+def test_text_is_legible_at_full_width(two_panels, make_random_flow):
+    tokens = tuple(f" something{i}" for i in range(40))
+    long = make_random_flow(12, 1, tokens, tokens, ((39, 38),))
+    for figure in (circuit_diagram(two_panels), circuit_diagram({"long": long}, title="Title")):
+        root = ElementTree.fromstring(figure.svg)
+        at_1000 = 1000 / float(root.get("width", ""))
+        sizes = [float(e.get("font-size", "")) for e in root.iter() if "font-size" in e.attrib]
+        assert min(sizes) * min(at_1000, 1.0) >= 11
+
+
+# ---- tokens -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("token", "expected"),
+    [
+        ("6", "6"),
+        (" the", "·the"),
+        ("a b ", "a b·"),
+        ("  ", "··"),
+        ("", ""),
+        ("\n", "↵"),
+        ("a\tb", "a⇥b"),
+        ("\x00\x1b\x7f", "␀␛␡"),
+        ("\ud800\ufffe\u202e\u2028", "\ufffd" * 4),
+        ("東京", "東京"),
+    ],
+)
+def test_visible_text(token, expected):
+    assert visible_text(token) == expected
+
+
+def test_long_tokens_are_clipped_and_shown_whole_on_hover(make_flow, circuit):
+    long = "internationalisation" * 3
+    tokens = (long, *"6+28=00064")
+    (panel,) = panels_of(circuit_diagram({"m": make_flow(circuit, output_tokens=tokens)}))
+    text = part(panel, "output")[0]
+    assert (text.text or "").endswith(ELLIPSIS) and len(text.text or "") < 20
+    assert text[0].tag == f"{SVG}title" and text[0].text == long
+    assert clip_text("abc", 10, 1000) == "abc"
+    assert text_width(clip_text(long, 10, 80), 10) <= 80
+
+
+def test_tokens_and_names_stay_text(make_flow, circuit):
+    tokens = (
+        ATTACK,
+        '"&\u2028<',
+        "\x00",
+        "]]>",
+        "<!--",
+        "</style>",
+        "'",
+        "${x}",
+        "`",
+        "\ud800",
+        "4",
+    )
+    flow = make_flow(circuit, input_tokens=tokens, output_tokens=tokens)
+    figure = circuit_diagram({ATTACK: flow, "\x01": flow}, title=ATTACK, transition=ATTACK)
+    tags = tags_of(str(figure))
+    assert "img" not in tags and tags.count("script") == 1
+    root = ElementTree.fromstring(figure.svg)
+    assert {element.tag for element in root.iter()} <= {
+        SVG + name for name in ("svg", "g", "path", "rect", "text", "tspan", "circle", "title")
+    }
+    _, call = str(figure).rsplit("startCircuitDiagrams(", 1)
+    payload, rest = call.split(");\n", 1)
+    assert rest == "})();\n</script>"
+    assert not set("<>&\u2028\u2029") & set(payload) and "alert" in payload
+    assert ATTACK in [title.text for title in root.iter(f"{SVG}title")]
+
+
+# ---- one piece of HTML --------------------------------------------------------------------------
+
+
+def test_every_form_is_the_same_offline_html(two_panels, monkeypatch):
+    import circuitsvis.utils.render as render
+
+    def no_probe() -> bool:
+        raise AssertionError("the figure asked whether the internet is there")
+
+    monkeypatch.setattr(render, "internet_on", no_probe)
+    figure = circuit_diagram(two_panels)
+    html = figure._repr_html_()
+    assert html == str(figure) == figure.__html__() == figure.show_code()
+    assert isinstance(figure, render.RenderedHTML)
+    loads = re.findall(r"(?:src|href|url|import)\s*[=(]\s*[\"']?[\w/:.]+", html)
+    assert loads == [] and "http" not in html.replace("http://www.w3.org/2000/svg", "")
+    tags_of(html)
+
+
+def test_html_is_the_same_each_time_and_small(make_random_flow):
+    panels = {"Base Model": make_random_flow(), "Sparse Model": make_random_flow(seed=1)}
+    figure = circuit_diagram(panels, weight="attribution")
+    assert str(figure) == str(circuit_diagram(panels, weight="attribution"))
+    assert str(figure) != str(circuit_diagram(panels))
+    assert len(str(figure).encode()) < 150_000
+
+
+def test_a_large_model_stays_small_and_complete_down_to_its_threshold(make_random_flow):
+    tokens = tuple(f" t{i}" for i in range(40))
+    targets = ((39, 38), (38, 37))
+    flow = make_random_flow(12, 12, tokens, tokens, targets, sharpness=3.0)
+    figure = circuit_diagram({"GPT-2 small": flow}, threshold=0.5)
+    assert len(str(figure).encode()) < 700_000
+    (floor,) = re.findall(r'"floor":(\d+)', str(figure))
+    assert 1 < int(floor) <= threshold_steps(0.5)
+
+
+def test_repr_names_the_panels(two_panels):
+    assert repr(circuit_diagram(two_panels)) == "CircuitDiagram('Base Model', 'Sparse Model')"
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+def test_save_html_and_svg(two_panels, tmp_path):
+    figure = circuit_diagram(two_panels, title="Effect & cause")
+    page = figure.save(tmp_path / "figure.HTML").read_text(encoding="utf-8")
+    assert page.startswith("<!DOCTYPE html>") and str(figure) in page
+    assert "<title>Effect &amp; cause</title>" in page
+    tags_of(page)
+    root = ElementTree.parse(figure.save(str(tmp_path / "figure.svg"))).getroot()
+    assert root.tag == f"{SVG}svg"
+    assert sorted(os.listdir(tmp_path)) == ["figure.HTML", "figure.svg"]
+
+
+@pytest.mark.parametrize("scale", [1, 1.5])
+def test_save_png(two_panels, tmp_path, scale):
+    pytest.importorskip("resvg_py", reason="resvg-py is not installed")
+    figure = circuit_diagram(two_panels)
+    png = figure.save(tmp_path / "figure.png", scale=scale).read_bytes()
+    assert png.startswith(b"\x89PNG\r\n\x1a\n") and png.endswith(b"IEND\xaeB`\x82")
+    root = ElementTree.fromstring(figure.svg)
+    expected = tuple(float(root.get(side, "")) * scale for side in ("width", "height"))
+    assert struct.unpack(">II", png[16:24]) == pytest.approx(expected, abs=1)
+
+
+def test_png_has_text_without_system_fonts(sparse_flow, monkeypatch):
+    resvg_py = pytest.importorskip("resvg_py", reason="resvg-py is not installed")
+    from sparse_tl.plots.png import svg_to_png
+
+    draw = resvg_py.svg_to_bytes
+    monkeypatch.setattr(
+        resvg_py, "svg_to_bytes", lambda **options: draw(**(options | {"skip_system_fonts": True}))
+    )
+    svg = circuit_diagram({"Base Model": sparse_flow}).svg
+    without_text = re.sub(r"<text.*?</text>", "", svg)
+    assert svg_to_png(svg, scale=1) != svg_to_png(without_text, scale=1)
+    # Bold comes from its own file, and an arrow has a glyph of its own.
+    letters = '<svg xmlns="http://www.w3.org/2000/svg" width="40" height="40">{}</svg>'
+    drawn = {
+        bytes(svg_to_png(letters.format(f'<text y="30" font-size="30" {style}>{text}</text>')))
+        for style in ("", 'font-weight="bold"')
+        for text in ("a", "↵", "·", "\ufffd")
+    }
+    assert len(drawn) == 8
+
+
+def test_save_refuses_other_suffixes(two_panels, tmp_path):
+    with pytest.raises(ValueError, match=r"\.html, \.svg or \.png; got 'figure\.pdf'"):
+        circuit_diagram(two_panels).save(tmp_path / "figure.pdf")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_failed_save_leaves_the_old_file(two_panels, tmp_path, monkeypatch):
+    path = tmp_path / "figure.svg"
+    path.write_text("old")
+
+    def fail(*_: Any) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", fail)
+        with pytest.raises(OSError, match="disk full"):
+            circuit_diagram(two_panels).save(path)
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["figure.svg"]
+
+
+# ---- bad input ----------------------------------------------------------------------------------
+
+
+def test_no_panels():
+    with pytest.raises(ValueError, match="at least one panel; got none"):
+        circuit_diagram({})
+
+
+@pytest.mark.parametrize("panels", [{"model": torch.zeros(1, 1, 2, 2)}, [1, 2]])
+def test_wrong_types(panels, unchecked_types):
+    with pytest.raises(TypeError, match="AttentionFlow( as panel 'model')?; got (Tensor|list)"):
+        circuit_diagram(panels)
+
+
+@pytest.mark.parametrize("target", [5, -6])
+def test_target_out_of_range(two_panels, target):
+    with pytest.raises(ValueError, match=rf"in -5\.\.4; got {target}"):
+        circuit_diagram(two_panels, target=target)
+
+
+def test_no_targets(make_flow, circuit):
+    with pytest.raises(ValueError, match="a flow that has targets"):
+        circuit_diagram({"model": make_flow(circuit, targets=())})
+
+
+@pytest.mark.parametrize("threshold", [-0.1, 1.0, float("nan")])
+def test_threshold_out_of_range(two_panels, threshold):
+    with pytest.raises(ValueError, match=f"below 1; got {threshold}"):
+        circuit_diagram(two_panels, threshold=threshold)
+
+
+def test_unknown_weight(two_panels, unchecked_types):
+    with pytest.raises(ValueError, match="'attention' or 'attribution'; got 'gradient'"):
+        circuit_diagram(two_panels, weight="gradient")
+
+
+def test_absent_attribution(two_panels):
+    with pytest.raises(ValueError, match="got none in 'Sparse Model'; trace the model"):
+        circuit_diagram(two_panels, weight="attribution")
+
+
+def test_panels_of_different_prompts(sparse_flow, make_random_flow, make_flow, circuit):
+    shorter = make_random_flow(input_tokens=INPUT_8, output_tokens=INPUT_8, targets=((6, 6),))
+    with pytest.raises(ValueError, match="n_columns 11 in 'a' and 8 in 'b'"):
+        circuit_diagram({"a": sparse_flow, "b": shorter})
+    with pytest.raises(ValueError, match="targets .* in 'a' and .* in 'b'"):
+        circuit_diagram({"a": sparse_flow, "b": make_flow(circuit, targets=((10, 9),))})
+
+
+INPUT_8 = tuple("36+28=??")
+
+
+def changed(
+    flow: AttentionFlow, place: tuple[int, ...], value: float, **more: Any
+) -> AttentionFlow:
+    attention = flow.attention.clone()
+    attention[place] = value
+    return dataclasses.replace(flow, attention=attention, **more)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ((0, 0, 5, 1), float("nan"), "finite attention of panel 'model'; got 1 NaN"),
+        ((0, 0, 5, 1), float("inf"), "finite attention"),
+        ((0, 0, 5, 1), 1.5, r"in 0\.\.1; got .*\.\.1\.5"),
+        ((0, 0, 5, 1), -0.5, r"in 0\.\.1; got -0\.5"),
+        ((0, 0, 1, 5), 0.5, "no attention from later positions"),
+    ],
+)
+def test_bad_attention(dense_flow, place, value, message):
+    with pytest.raises(ValueError, match=message):
+        circuit_diagram({"model": changed(dense_flow, place, value)})
+
+
+def test_attention_through_a_closed_gate(sparse_flow):
+    with pytest.raises(ValueError, match="attention 0 where the gate is closed"):
+        circuit_diagram({"model": changed(sparse_flow, (2, 0, 5, 1), 0.5)})
+
+
+def test_bad_attribution(dense_flow):
+    assert dense_flow.attribution is not None
+    with_nan = dataclasses.replace(dense_flow, attribution=dense_flow.attribution * torch.nan)
+    with pytest.raises(ValueError, match="finite attribution of panel 'model'"):
+        circuit_diagram({"model": with_nan}, weight="attribution")
+    one_target = dataclasses.replace(dense_flow, attribution=dense_flow.attribution[:1])
+    with pytest.raises(ValueError, match=r"shape \(5, 4, 4, 11, 11\) in panel 'model'"):
+        circuit_diagram({"model": one_target})
+
+
+def test_attribution_of_zero_draws_nothing(dense_flow):
+    assert dense_flow.attribution is not None
+    zero = dataclasses.replace(dense_flow, attribution=torch.zeros_like(dense_flow.attribution))
+    (panel,) = panels_of(circuit_diagram({"model": zero}, weight="attribution", threshold=0))
+    assert panel.get("data-edges-shown") == "0"
+
+
+def test_half_precision_and_gradients_are_accepted(dense_flow):
+    flow = dataclasses.replace(
+        dense_flow, attention=dense_flow.attention.bfloat16().requires_grad_(), attribution=None
+    )
+    assert panels_of(circuit_diagram({"model": flow}))

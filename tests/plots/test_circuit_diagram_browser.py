@@ -1,0 +1,304 @@
+"""The interactive figure in a browser without a network, against the static figure."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparse_tl.flow import AttentionFlow, ancestors
+from sparse_tl.plots import CircuitDiagram, circuit_diagram
+
+ATTACK = "</script><img src=x onerror=alert(1)>"
+
+READ_LINES = """panel => [...panel.querySelectorAll('[data-role=edges] path')].map(
+    path => ['data-kind', 'd', 'stroke', 'stroke-width'].map(name => path.getAttribute(name)))"""
+READ_REACHED = """panel => [...panel.querySelectorAll('circle[data-reached=true]')].map(
+    node => [Number(node.dataset.level), Number(node.dataset.column)])"""
+
+
+def show(page: Any, folder: Path, *figures: CircuitDiagram) -> None:
+    path = folder / "page.html"
+    if len(figures) == 1:
+        figures[0].save(path)
+    else:
+        body = "".join(map(str, figures))
+        path.write_text(f"<!DOCTYPE html><meta charset='utf-8'><body>{body}</body>")
+    page.goto(path.as_uri())
+
+
+def panel(page: Any, index: int, figure: int = 0) -> Any:
+    return page.locator(".sparse-tl-circuit").nth(figure).locator(f"g[data-panel='{index}']")
+
+
+def node(page: Any, index: int, level: int, column: int) -> Any:
+    place = f"circle[data-level='{level}'][data-column='{column}']"
+    return panel(page, index).locator(place)
+
+
+def center(locator: Any) -> tuple[float, float]:
+    box = locator.bounding_box()
+    return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+
+
+def hover_edge(page: Any, index: int, layer: int, query: int, key: int, share: float = 0.5) -> None:
+    start, end = center(node(page, index, layer, key)), center(node(page, index, layer + 1, query))
+    page.mouse.move(*(a + share * (b - a) for a, b in zip(start, end, strict=True)))
+
+
+def set_threshold(page: Any, value: float) -> None:
+    page.locator("input[name=threshold]").fill(str(value))
+
+
+def assert_equals_static(page: Any, figure: CircuitDiagram) -> None:
+    """The page draws the lines, the nodes, the arrow and the words of the static figure."""
+    root = ElementTree.fromstring(figure.svg)
+    groups = [group for group in root.iter() if "data-panel" in group.attrib]
+    for index, group in enumerate(groups):
+        part = {e.get("data-role"): e for e in group.iter() if "data-role" in e.attrib}
+        names = ("data-kind", "d", "stroke", "stroke-width")
+        expected = [[path.get(name) for name in names] for path in part["edges"]]
+        assert panel(page, index).evaluate(READ_LINES) == expected
+        reached = [
+            [int(e.get("data-level", "")), int(e.get("data-column", ""))]
+            for e in part["nodes"]
+            if e.get("data-reached") == "true"
+        ]
+        assert panel(page, index).evaluate(READ_REACHED) == reached
+        for role in ("arrow", "arrow-head", "residual-path"):
+            shown = panel(page, index).locator(f"[data-role='{role}']").get_attribute("d")
+            assert (shown or "") == part[role].get("d")
+        caption = panel(page, index).locator("[data-role='caption']")
+        assert caption.text_content() == part["caption"].text
+        for name in ("data-edges-shown", "data-edges-on-path", "data-attention-edges"):
+            assert panel(page, index).get_attribute(name) == group.get(name)
+        bold = [text.get("data-column") for text in part["output"] if "font-weight" in text.attrib]
+        predicted = panel(page, index).locator("[data-role='output'] text[font-weight='bold']")
+        assert [predicted.get_attribute("data-column")] == bold
+
+
+def test_the_script_redraws_the_static_figure_exactly(page, tmp_path, make_random_flow):
+    panels = {"a": make_random_flow(), "b": make_random_flow(n_layers=3, n_heads=2, seed=1)}
+    show(page, tmp_path, circuit_diagram(panels, threshold=0.125))
+    assert page.locator(".sparse-tl-circuit").get_attribute("data-ready") == ""
+    assert_equals_static(page, circuit_diagram(panels, threshold=0.125))
+
+
+@pytest.mark.parametrize("read_left", [0, 1])
+def test_every_choice_equals_its_static_figure(page, tmp_path, make_random_flow, read_left):
+    targets = tuple((column, column - read_left) for column in range(6, 11))
+    panels = {
+        "a": make_random_flow(targets=targets),
+        "b": make_random_flow(targets=targets, seed=1),
+    }
+    show(page, tmp_path, circuit_diagram(panels))
+    for weight in ("attribution", "attention"):
+        page.locator("select[name=weight]").select_option(weight)
+        for target, threshold in ((0, 0.0), (2, 0.3), (4, 0.99)):
+            page.locator("select[name=target]").select_option(str(target))
+            set_threshold(page, threshold)
+            static = circuit_diagram(panels, weight=weight, target=target, threshold=threshold)
+            assert_equals_static(page, static)
+
+
+def test_the_threshold_slider(page, tmp_path, two_panels):
+    show(page, tmp_path, circuit_diagram(two_panels))
+    counts = []
+    for threshold in (0.0, 0.1, 0.45, 0.6, 0.95):
+        set_threshold(page, threshold)
+        counts.append(int(panel(page, 1).get_attribute("data-edges-shown")))
+        caption = panel(page, 0).locator("[data-role='caption']").text_content()
+        assert caption.endswith(f"{threshold:.2f}" if threshold else "0.001")
+    assert counts == [5, 5, 4, 2, 0]
+    assert page.locator("output").text_content() == "0.95"
+    root = page.locator(".sparse-tl-circuit")
+    assert root.get_attribute("data-threshold") == "0.95"
+
+
+def test_hovering_an_edge_tells_all_about_it(page, tmp_path, make_flow):
+    flow = make_flow({(0, 1, 9, 0): 0.42, (0, 3, 9, 0): 0.31, (1, 3, 10, 9): 0.93})
+    show(page, tmp_path, circuit_diagram({"model": flow}))
+    tip = page.locator(".tip")
+    assert not tip.is_visible()
+    hover_edge(page, 0, 0, 9, 0)
+    assert tip.inner_text().splitlines() == [
+        "Layer 0, head 1",
+        "from position 0: “3”",
+        "to position 9: “?”, output “6”",
+        "attention 0.420, gate open",
+        "weaker here: head 3",
+    ]
+    page.mouse.move(5, 5)
+    assert not tip.is_visible()
+    hover_edge(page, 0, 1, 10, 9)
+    assert "Layer 1, head 3" in tip.inner_text() and "0.930" in tip.inner_text()
+
+
+def test_hovering_shows_attribution_in_logits(page, tmp_path, sparse_flow):
+    attribution = sparse_flow.attention.expand(5, -1, -1, -1, -1) * -2.5
+    flow = dataclasses.replace(sparse_flow, attribution=attribution)
+    show(page, tmp_path, circuit_diagram({"model": flow}, weight="attribution"))
+    hover_edge(page, 0, 1, 10, 9)
+    assert "attribution −2.325 logits" in page.locator(".tip").inner_text()
+    assert "attention 0.930" in page.locator(".tip").inner_text()
+
+
+def test_hovering_an_edge_within_a_column(page, tmp_path, make_flow):
+    show(page, tmp_path, circuit_diagram({"model": make_flow({(2, 0, 4, 4): 0.5})}))
+    x, y = center(node(page, 0, 2, 4))
+    _, top = center(node(page, 0, 3, 4))
+    page.mouse.move(x + 10, (y + top) / 2)
+    assert "from position 4: “8”" in page.locator(".tip").inner_text()
+
+
+def test_clicking_a_node_shows_its_ancestors(page, tmp_path, two_panels):
+    show(page, tmp_path, circuit_diagram(two_panels, threshold=0.25))
+    before = [panel(page, i).evaluate(READ_REACHED) for i in (0, 1)]
+    node(page, 0, 2, 7).click()
+    merged = two_panels["Base Model"].attention.amax(dim=1) >= 0.2495
+    expected = ancestors(merged, 7, 2).nonzero().tolist()
+    assert panel(page, 0).evaluate(READ_REACHED) == expected
+    assert panel(page, 0).get_attribute("data-focus") == "2,7"
+    assert panel(page, 1).evaluate(READ_REACHED) == before[1]
+    assert float(node(page, 0, 4, 10).get_attribute("opacity")) < 0.5
+    assert float(node(page, 0, 2, 7).get_attribute("opacity")) == 1
+    node(page, 0, 2, 7).click()
+    assert panel(page, 0).evaluate(READ_REACHED) == before[0]
+    node(page, 0, 1, 3).click()
+    node(page, 1, 1, 9).click()  # the other panel takes over
+    assert panel(page, 0).get_attribute("data-focus") == ""
+    assert panel(page, 1).get_attribute("data-edges-on-path") == "4"
+    page.keyboard.press("Escape")
+    assert [panel(page, i).evaluate(READ_REACHED) for i in (0, 1)] == before
+
+
+def test_the_keyboard_reaches_nodes(page, tmp_path, two_panels):
+    show(page, tmp_path, circuit_diagram(two_panels))
+    assert panel(page, 1).locator("circle[tabindex='0']").count() == 1
+    node(page, 1, 4, 10).focus()
+    for key in ("ArrowDown", "ArrowDown", "ArrowDown", "ArrowLeft", "ArrowRight", "ArrowRight"):
+        page.keyboard.press(key)
+    page.keyboard.press("Enter")
+    assert panel(page, 1).get_attribute("data-focus") == "1,10"
+    assert node(page, 1, 1, 10).get_attribute("aria-label") == (
+        "After layer 0, position 10: “?”, output “4”"
+    )
+
+
+def test_one_head_alone(page, tmp_path, two_panels):
+    show(page, tmp_path, circuit_diagram(two_panels))
+    reached = panel(page, 1).evaluate(READ_REACHED)
+    shown = []
+    for head in range(4):
+        page.locator("select[name=head]").select_option(str(head))
+        shown.append(int(panel(page, 1).get_attribute("data-edges-shown")))
+        expected = int((two_panels["Base Model"].attention[:, head] >= 0.0995).sum())
+        assert int(panel(page, 0).get_attribute("data-edges-shown")) == expected
+        assert panel(page, 1).evaluate(READ_REACHED) == reached  # over all heads
+    assert shown == [0, 2, 2, 1]
+    page.locator("select[name=head]").select_option("-1")
+    assert_equals_static(page, circuit_diagram(two_panels))
+
+
+def test_clicking_a_predicted_character_chooses_it(page, tmp_path, two_panels):
+    show(page, tmp_path, circuit_diagram(two_panels))
+    panel(page, 1).locator("[data-role='output'] text").nth(9).click()
+    assert page.locator("select[name=target]").input_value() == "3"
+    assert_equals_static(page, circuit_diagram(two_panels, target=3))
+
+
+def test_hostile_tokens_stay_text(page, tmp_path, make_flow, circuit):
+    tokens = (
+        ATTACK,
+        '"&<',
+        "<!--<script ",
+        "</script x",
+        "<!--",
+        "</style>",
+        "'",
+        "${x}",
+        "`",
+        "\ud800",
+        "4",
+    )
+    flow = make_flow(circuit, input_tokens=tokens, output_tokens=tokens)
+    show(page, tmp_path, circuit_diagram({ATTACK: flow, "b": flow}, title=ATTACK))
+    assert page.locator("img").count() == 0
+    hover_edge(page, 0, 0, 9, 0, share=0.3)
+    assert f"“{ATTACK}”" in page.locator(".tip").inner_text()
+    assert page.locator("select[name=target] option").count() == 5
+    assert page.title() == ATTACK
+    page.wait_for_timeout(50)  # an image that fails to load would call alert by now
+
+
+def test_figures_on_one_page_do_not_touch_each_other(page, tmp_path, two_panels, sparse_flow):
+    figure = circuit_diagram(two_panels)
+    show(page, tmp_path, figure, figure, circuit_diagram({"other": sparse_flow}))
+    assert page.locator(".sparse-tl-circuit[data-ready]").count() == 3
+    page.locator("input[name=threshold]").nth(1).fill("0.6")
+    assert [panel(page, 1, i).get_attribute("data-edges-shown") for i in (0, 1)] == ["5", "2"]
+    assert panel(page, 0, 2).get_attribute("data-edges-shown") == "5"
+    assert page.evaluate("Object.keys(window).filter(name => /circuit/i.test(name))") == []
+
+
+def test_a_figure_shows_without_javascript(browser, tmp_path, two_panels):
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    show(page, tmp_path, circuit_diagram(two_panels))
+    assert page.locator("svg").is_visible()
+    assert not page.locator(".controls").is_visible()
+    assert not page.locator(".tip").is_visible()
+    context.close()
+
+
+def test_text_does_not_overlap_or_leave_its_frame(page, tmp_path, two_panels, make_random_flow):
+    tokens = tuple(" international" if i % 3 == 0 else f" t{i}" for i in range(30))
+    long = make_random_flow(12, 2, tokens, tokens, ((29, 28),))
+    for figure in (circuit_diagram(two_panels), circuit_diagram({"a": long, "b": long})):
+        show(page, tmp_path, figure)
+        assert text_collisions(page) == []
+
+
+def text_collisions(page: Any) -> list[str]:
+    """Texts that leave the figure, and upright texts that overlap."""
+    return page.evaluate(
+        """() => {
+        const frame = document.querySelector('svg').getBoundingClientRect();
+        const texts = [...document.querySelectorAll('svg text')].map(
+            t => [t.textContent, t.getBoundingClientRect(), t.hasAttribute('transform')]);
+        const bad = texts.filter(([, box]) => box.left < frame.left || box.right > frame.right
+            || box.top < frame.top || box.bottom > frame.bottom).map(([text]) => text);
+        const upright = texts.filter(([, , turned]) => !turned);
+        upright.forEach(([a, p], i) => upright.slice(i + 1).forEach(([b, q]) => {
+            if (p.left < q.right && q.left < p.right && p.top < q.bottom && q.top < p.bottom)
+                bad.push(`${a} over ${b}`);
+        }));
+        return bad;
+    }"""
+    )
+
+
+def test_the_figure_keeps_a_white_ground_in_dark_pages(page, tmp_path, sparse_flow):
+    show(page, tmp_path, circuit_diagram({"model": sparse_flow}))
+    page.evaluate("document.body.style.background = '#111'; document.body.style.color = '#eee'")
+    style = "root => [getComputedStyle(root).backgroundColor, getComputedStyle(root).color]"
+    colours = page.locator(".sparse-tl-circuit").evaluate(style)
+    assert colours == ["rgb(255, 255, 255)", "rgb(22, 24, 29)"]
+
+
+def test_a_large_model_answers_quickly(page, tmp_path, make_random_flow):
+    tokens = tuple(f" t{i}" for i in range(40))
+    flow: AttentionFlow = make_random_flow(12, 12, tokens, tokens, ((39, 38),), sharpness=3.0)
+    figure = circuit_diagram({"GPT-2 small": flow}, threshold=0.5)
+    show(page, tmp_path, figure)
+    assert_equals_static(page, figure)
+    lowest = float(page.locator("input[name=threshold]").get_attribute("min"))
+    (floor,) = re.findall(r'"floor":(\d+)', str(figure))
+    assert lowest >= int(floor) / 1000
+    set_threshold(page, round(lowest + 0.05, 2))
+    expected = circuit_diagram({"GPT-2 small": flow}, threshold=round(lowest + 0.05, 2))
+    assert_equals_static(page, expected)

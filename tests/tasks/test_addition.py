@@ -1,0 +1,67 @@
+"""The addition task: what is read, what is predicted, and the split."""
+
+import pytest
+import torch
+
+from sparse_tl import AdditionTask
+from sparse_tl.tasks.addition import addition_tokenizer, decode, encode
+
+
+def test_autoregressive_labels_are_the_next_characters():
+    batch = AdditionTask("autoregressive").prompt("36+28")
+    assert decode(batch.tokens[0]) == "36+28=00064"
+    assert decode(batch.labels[0][batch.loss_mask[0]]) == "00064"
+    assert batch.loss_mask[0].nonzero().flatten().tolist() == [5, 6, 7, 8, 9]
+
+
+def test_placeholders_hide_the_answer():
+    batch = AdditionTask("placeholder").prompt("7 + 95")
+    assert decode(batch.tokens[0]) == "07+95=?????"
+    assert decode(batch.labels[0][batch.loss_mask[0]]) == "00102"
+    assert batch.loss_mask[0].nonzero().flatten().tolist() == [6, 7, 8, 9, 10]
+
+
+@pytest.mark.parametrize("form", ["autoregressive", "placeholder"])
+def test_the_split_is_a_partition_of_all_sums(form):
+    task = AdditionTask(form)
+    parts = task.split(validation=500, test=1000, seed=4)
+    assert [len(part) for part in parts] == [8500, 500, 1000]
+    operands = [decode(row[:5]) for part in parts for row in part.tokens]
+    assert sorted(operands) == sorted(f"{a:02d}+{b:02d}" for a in range(100) for b in range(100))
+    for part in parts:
+        for row, labels, mask in zip(
+            part.tokens[:20], part.labels[:20], part.loss_mask[:20], strict=True
+        ):
+            left, right = decode(row[:5]).split("+")
+            assert int(decode(labels[mask])) == int(left) + int(right)
+    again = task.split(validation=500, test=1000, seed=4)
+    assert torch.equal(again[2].tokens, parts[2].tokens)
+    assert not torch.equal(task.split(seed=5)[2].tokens, task.split(seed=6)[2].tokens)
+
+
+def test_the_tokenizer_agrees_with_the_task():
+    tokenizer = addition_tokenizer()
+    text = "09+99=00108"
+    assert tokenizer(text)["input_ids"] == encode(text).tolist()
+    assert tokenizer.decode(encode(text)) == text
+    assert tokenizer.mask_token_id == encode("?").item()
+
+
+def test_where_answers_are_read():
+    assert AdditionTask("autoregressive").read_at(10) == 9
+    assert AdditionTask("placeholder").read_at(10) == 10
+
+
+def test_bad_sums_are_refused():
+    task = AdditionTask()
+    for text in ("36-28", "136+2", "36+", "a+b"):
+        with pytest.raises(ValueError, match="expected a sum"):
+            task.prompt(text)
+    with pytest.raises(ValueError, match=r"0\.\.99"):
+        task.batch(torch.tensor([100]), torch.tensor([1]))
+    with pytest.raises(ValueError, match="characters"):
+        encode("3x")
+    with pytest.raises(ValueError, match="answer column"):
+        task.read_at(5)
+    with pytest.raises(ValueError, match="leave some"):
+        task.split(validation=5000, test=5000)

@@ -1,0 +1,425 @@
+"""Greater-Than, IOI, IOI Long and Docstring: what their prompts say, and under which tokenizers.
+
+Most tests run under a small tokenizer of words that is made here, and under GPT-2's where the
+shared test data is at hand. Prompts are read back from their tokens, without spaces.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import re
+from functools import cache
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from sparse_tl.metrics import logit_difference, margin, probability_difference
+from sparse_tl.tasks import DocstringTask, GreaterThanTask, IOILongTask, IOITask, docstring, ioi
+from sparse_tl.tasks.greater_than import NOUNS
+from sparse_tl.tasks.words import single_words
+
+TASKS = [GreaterThanTask, IOITask, IOILongTask, DocstringTask]
+FIXED = 'The lasted from the year to def self , ) : ( ): """ : param'
+EVERYTHING = " ".join(
+    [FIXED, *NOUNS, *ioi.TEMPLATES, *ioi.LONG_TEMPLATES, *ioi.NAMES, *ioi.PLACES, *ioi.OBJECTS]
+    + [*docstring.ARGUMENTS, *docstring.NOUNS, *(f"{number:02d}" for number in range(100))]
+)
+
+
+def word_tokenizer(texts=EVERYTHING, digits=r"\d\d", **special):
+    """Words, punctuation and what `digits` matches are tokens; all else is [UNK]."""
+    split = pre_tokenizers.Sequence(
+        [pre_tokenizers.Whitespace(), pre_tokenizers.Split(Regex(digits), "isolated")]
+    )
+    words = [word for word, _ in split.pre_tokenize_str(texts)]
+    vocabulary = {word: index for index, word in enumerate(dict.fromkeys(["[UNK]", *words]))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = split
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+@pytest.fixture(scope="module")
+def words():
+    return word_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def gpt2(shared_data):
+    path = shared_data / "tokenizers" / "gpt2" / "tokenizer.json"
+    return PreTrainedTokenizerFast(tokenizer_file=str(path), bos_token="<|endoftext|>")
+
+
+@pytest.fixture(scope="module", params=["words", "gpt2"])
+def tokenizer(request):
+    return request.getfixturevalue(request.param)
+
+
+def squeeze(text):
+    return "".join(text.split())
+
+
+def read_back(pairs, tokenizer):
+    """Records without spaces, and the answers without theirs."""
+    return [
+        {
+            key: squeeze(value) if isinstance(value, str) else [text.strip() for text in value]
+            for key, value in record.items()
+        }
+        for record in pairs.to_records(tokenizer)
+    ]
+
+
+@cache
+def frame_pattern(template):
+    pattern = re.escape(squeeze(template.removesuffix("[A]")))
+    for slot, choices in (("PLACE", ioi.PLACES), ("OBJECT", ioi.OBJECTS)):
+        marked = re.escape(f"[{slot}]")
+        pattern = pattern.replace(marked, f"(?P<{slot}>{'|'.join(choices)})", 1)
+        pattern = pattern.replace(marked, f"(?P={slot})")  # the same object both times
+    for turn in range(3):
+        name = f"(?P<name{turn}>{'|'.join(ioi.NAMES)})"
+        pattern = re.sub(r"\\\[[AB]\\\]", name, pattern, count=1)
+    return re.compile(pattern)
+
+
+def parse_ioi(text, templates):
+    """Which of the ABBA templates it is, but for the order, and the three names in turn."""
+    matches = []
+    for index, template in enumerate(templates[:15]):
+        if found := frame_pattern(template).fullmatch(text):
+            matches.append((index, found))
+    ((index, found),) = matches
+    return index, tuple(found[f"name{turn}"] for turn in range(3))
+
+
+@pytest.mark.parametrize("kind", [IOITask, IOILongTask])
+def test_ioi_names_are_distinct_and_the_answer_is_the_one_named_once(kind, tokenizer):
+    task = kind()
+    used = []
+    for record in read_back(task.pairs(tokenizer, 300, seed=3), tokenizer):
+        index, names = parse_ioi(record["clean"], task.templates)
+        other_index, others = parse_ioi(record["corrupted"], task.templates)
+        subject = names[2]
+        (io,) = set(names) - {subject}
+        assert names.count(subject) == 2
+        assert (record["answers"], record["wrong"]) == ([io], [subject])
+        assert len({io, subject, *others}) == 5
+        assert index == other_index
+        used.append((index, names[0] == io))
+    assert set(used) == {(index, first) for index in range(15) for first in (True, False)}
+    assert 100 < sum(first for _, first in used) < 200
+
+
+def test_greater_than_answers_are_the_later_years(tokenizer):
+    starts = set()
+    for record in read_back(GreaterThanTask().pairs(tokenizer, 300, seed=1), tokenizer):
+        noun, century, start, again = re.fullmatch(
+            r"The([a-z]+)lastedfromtheyear(\d\d)(\d\d)totheyear(\d\d)", record["clean"]
+        ).groups()
+        assert noun in NOUNS
+        assert century == again
+        assert record["corrupted"] == f"The{noun}lastedfromtheyear{century}01totheyear{century}"
+        assert [int(end) for end in record["answers"]] == list(range(int(start) + 1, 100))
+        assert [int(end) for end in record["wrong"]] == list(range(int(start) + 1))
+        starts.add((century, start))
+    assert {century for century, _ in starts} == {str(century) for century in range(11, 18)}
+    assert all("02" <= start <= "98" for _, start in starts)
+    assert len(starts) > 150
+
+
+def parse_docstring(text):
+    found = re.fullmatch(
+        r'def([a-z]+)\(self,([a-z,]+)\):"""([a-z]+):param([a-z]+):([a-z]+):param([a-z]+):([a-z]+)'
+        ":param",
+        text,
+    )
+    function, defined, summary, first, one, second, two = found.groups()
+    return function, defined.split(","), [first, second], (summary, one, two)
+
+
+def test_docstring_answers_the_third_matching_argument(tokenizer):
+    for record in read_back(DocstringTask().pairs(tokenizer, 300, seed=2), tokenizer):
+        function, defined, described, texts = parse_docstring(record["clean"])
+        assert len(defined) == 6
+        assert described == defined[2:4]
+        assert record["answers"] == [defined[4]]
+        other_function, other, other_described, other_texts = parse_docstring(record["corrupted"])
+        assert (function, texts) == (other_function, other_texts)
+        assert [*defined[:2], defined[5]] == [*other[:2], other[5]]
+        replaced = [*other[2:5], *other_described]
+        assert len({function, *defined, *replaced}) == 12  # nothing in the corrupted one matches
+        assert sorted(record["wrong"]) == sorted({*defined, *replaced} - {defined[4]})
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_clean_and_corrupted_prompts_end_in_the_same_place(kind, tokenizer):
+    pairs = kind().pairs(tokenizer, 50)
+    for row, position in enumerate(pairs.positions.tolist()):
+        clean, corrupted = pairs.clean[row, : position + 1], pairs.corrupted[row, : position + 1]
+        for tokens in (clean, corrupted):
+            text = tokenizer.decode(tokens.tolist())
+            assert tokenizer.encode(text, add_special_tokens=False) == tokens.tolist()
+        assert not torch.equal(clean, corrupted)
+        assert clean[-1] == corrupted[-1]
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_an_answer_is_the_token_that_follows_the_prompt(kind, tokenizer):
+    pairs = kind().pairs(tokenizer, 40)
+    space, followed = "" if kind is GreaterThanTask else " ", 0
+    for row, record in enumerate(pairs.to_records(tokenizer)):
+        known = pairs.clean[row, : int(pairs.positions[row]) + 1].tolist()
+        for name in ("answers", "wrong"):
+            for text, token in zip(record[name], getattr(pairs, name)[row].tolist(), strict=False):
+                whole = tokenizer.encode(
+                    record["clean"] + space + text.strip(), add_special_tokens=False
+                )
+                # Some years are split otherwise in GPT-2, so that not every end can follow.
+                if kind is not GreaterThanTask or whole[:-1] == known:
+                    assert whole == [*known, token]
+                    followed += 1
+    assert followed > 0.8 * sum(int((part >= 0).sum()) for part in (pairs.answers, pairs.wrong))
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_same_seed_same_pairs_whatever_the_global_state(kind, words):
+    made = []
+    for turn, seed in enumerate((5, 5, 6)):
+        random.seed(turn)
+        torch.manual_seed(turn)
+        made.append(kind().pairs(words, 60, seed=seed))
+    pairs, again, other = made
+    for name in ("clean", "corrupted", "answers", "wrong", "positions"):
+        assert torch.equal(getattr(pairs, name), getattr(again, name))
+    texts = {record["clean"] for record in pairs.to_records(words)}
+    assert len(texts) == 60
+    assert len(texts - {record["clean"] for record in other.to_records(words)}) > 30
+
+
+def test_a_small_task_gives_each_prompt_before_it_repeats_one(words):
+    task = IOITask(
+        names=ioi.NAMES[:6], places=("store",), objects=("ring",), templates=ioi.TEMPLATES[:1]
+    )
+    for n in (30, 45):
+        texts = [record["clean"] for record in task.pairs(words, n).to_records(words)]
+        assert len(texts) == n
+        assert len(set(texts)) == 30  # 6 * 5 choices of two names
+
+
+def test_only_the_words_of_the_task_are_used(words):
+    names = ("Mary", "John", "Paul", "Lisa", "Mark")
+    task = IOITask(names=names, places=("garden",), objects=("drink",))
+    for record in read_back(task.pairs(words, 80), words):
+        for text in (record["clean"], record["corrupted"]):
+            assert set(parse_ioi(text, task.templates)[1]) <= set(names)
+            assert not re.search("|".join({*ioi.PLACES} - {"garden"}), text)
+    task = GreaterThanTask(nouns=("trial", "trip"), centuries=(14, 92))
+    texts = {record["clean"] for record in read_back(task.pairs(words, 100), words)}
+    heads = {re.sub(r"(?<=\d\d)\d\dto", "to", text) for text in texts}
+    assert heads == {
+        f"The{noun}lastedfromtheyear{century}totheyear{century}"
+        for noun in ("trial", "trip")
+        for century in (14, 92)
+    }
+    task = DocstringTask(arguments=docstring.ARGUMENTS[:12], nouns=("price", "cost", "age"))
+    for record in read_back(task.pairs(words, 40), words):
+        function, defined, _, texts = parse_docstring(record["clean"])
+        assert {function, *defined} <= set(docstring.ARGUMENTS[:12])
+        assert not re.sub("price|cost|age", "", "".join(texts))
+
+
+def test_words_that_are_no_single_token_are_left_out(words):
+    assert list(single_words(words, ["Mary", "Zebedee", "Mary-Ann", "John"], 2, "names")) == [
+        "Mary",
+        "John",
+    ]
+    # The name of the unknown token is not told to the wrapper here, and one name is unknown.
+    names = ("Mary", "John", "Zebedee", "Paul", "Lisa", "Mark")
+    tokens = IOITask(names=names).pairs(words, 100)
+    assert "[UNK]" not in " ".join(record["clean"] for record in tokens.to_records(words))
+    assert len(tokens.answers.unique()) == 5
+
+
+@pytest.mark.parametrize(
+    "task, message",
+    [
+        (IOITask(names=("Mary", "John", "Paul", "Zebedee")), r"5 names .*3 of 4 .*'Mary', 'John'"),
+        (IOITask(places=("volcano",)), r"1 places .*0 of 1 .*other `places`"),
+        (IOITask(objects=()), r"1 objects .*0 of 0 "),
+        (GreaterThanTask(nouns=("eon",)), r"1 nouns .*0 of 1 .*other `nouns`"),
+        (DocstringTask(arguments=docstring.ARGUMENTS[:11]), r"12 arguments .*11 of 11 "),
+        (DocstringTask(nouns=("price", "cost", "price")), r"3 nouns .*2 of 2 "),
+    ],
+)
+def test_too_few_words_are_counted(task, message, words):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        task.pairs(words, 3)
+
+
+def test_years_that_are_one_token_are_not_used():
+    whole = "1732 1450 1501"
+    tokenizer = word_tokenizer(f"{EVERYTHING} {whole}", digits=r"1732|1450|1501|\d\d")
+    years = GreaterThanTask(centuries=(14, 15, 17)).years(tokenizer)
+    everything = {(c, f"{start:02d}") for c in ("14", "17") for start in range(2, 99)}
+    assert set(years) == everything - {("17", "32"), ("14", "50")}  # 1501 would be the corrupted
+    with pytest.raises(ValueError, match=r"two tokens.*centuries \[15\]"):
+        GreaterThanTask(centuries=(15,)).pairs(tokenizer, 1)
+
+
+def test_tokenizers_without_pairs_of_digits_are_refused():
+    one_by_one = word_tokenizer(EVERYTHING + " 0 1 2 3 4 5 6 7 8 9", digits=r"\d")
+    with pytest.raises(ValueError, match=r"00 to 99 .*100 are not"):
+        GreaterThanTask().pairs(one_by_one, 1)
+    with pytest.raises(ValueError, match=r"00 to 99 .*1 are not, such as \['37'\]"):
+        GreaterThanTask().pairs(word_tokenizer(EVERYTHING.replace("37", "")), 1)
+
+
+def test_an_unknown_word_of_the_frame_is_named():
+    tokenizer = word_tokenizer(EVERYTHING.replace("lasted", ""))
+    with pytest.raises(ValueError, match=r"\['lasted'\] of 'The "):
+        GreaterThanTask().pairs(tokenizer, 2)
+
+
+def test_bos_comes_first_and_moves_the_position_by_one(words):
+    with pytest.raises(ValueError, match="BOS"):
+        IOITask().pairs(words, 2, prepend_bos=True)
+    with_bos = word_tokenizer("<s> " + EVERYTHING, bos_token="<s>")
+    plain, begun = (IOITask().pairs(with_bos, 20, prepend_bos=bos) for bos in (False, True))
+    assert (begun.clean[:, 0] == with_bos.bos_token_id).all()
+    assert torch.equal(begun.clean[:, 1:], plain.clean)
+    assert torch.equal(begun.corrupted[:, 1:], plain.corrupted)
+    assert torch.equal(begun.positions, plain.positions + 1)
+    assert torch.equal(begun.answers, plain.answers)
+
+
+def test_a_tokenizer_that_begins_with_a_space_gives_the_same_answers():
+    names = ("Mary", "John", "Paul", "Lisa", "Mark")
+    space = "\N{LOWER ONE EIGHTH BLOCK}"
+    known = [f"{space}{word}" for word in ("Then", "and", "ran.", "spoke", "to", *names)]
+    vocabulary = {word: index for index, word in enumerate(["[UNK]", space, *known])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    inner.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(space), normalizers.Replace(" ", space)]
+    )
+    inner.pre_tokenizer = pre_tokenizers.Split(space, "merged_with_next")
+    inner.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    assert len(tokenizer.encode(" Mary")) == 2
+    assert single_words(tokenizer, names, 5, "names") == {name: name for name in names}
+    task = IOITask(
+        names=names,
+        templates=("Then [A] and [B] ran. [B] spoke to [A]",),
+        places=("Mary",),
+        objects=("Mary",),
+    )
+    pairs = task.pairs(tokenizer, 20)
+    assert torch.equal(pairs.answers[:, 0], pairs.clean[:, 1])
+    assert torch.equal(pairs.wrong[:, 0], pairs.clean[:, 3])
+
+
+def test_the_metric_is_the_tasks_own(words):
+    for kind, metric in zip(
+        TASKS, [probability_difference, logit_difference, logit_difference, margin], strict=True
+    ):
+        pairs = kind().pairs(words, 8)
+        logits = torch.zeros(8, len(words))
+        logits[torch.arange(8), pairs.answers[:, 0]] = 50.0
+        expected = 1.0 if kind is GreaterThanTask else 50.0
+        assert kind().metric is metric
+        assert torch.allclose(kind().metric(logits, pairs), torch.full((8,), expected))
+    named = [(kind().name, kind().title) for kind in TASKS]
+    assert named == [
+        ("greater_than", "Greater Than"),
+        ("ioi", "IOI"),
+        ("ioi_long", "IOI Long"),
+        ("docstring", "Docstring"),
+    ]
+
+
+def test_bad_arguments_are_refused(words):
+    for kind in TASKS:
+        with pytest.raises(ValueError, match="n=0"):
+            kind().pairs(words, 0)
+    for template in ("[A] and [B] gave to [A]", "[A] and [B], [B] gave [A] one", "[B] [A] [B]"):
+        with pytest.raises(ValueError, match="expected templates"):
+            IOITask(templates=(template,))
+    with pytest.raises(ValueError, match="at least one template"):
+        IOILongTask(templates=())
+    with pytest.raises(ValueError, match=r"10\.\.99.*\[7, 100\]"):
+        GreaterThanTask(centuries=(7, 17, 100))
+
+
+def test_the_words_are_the_published_ones(shared_data):
+    prompts = shared_data / "prompts"
+    published = json.loads((prompts / "ioi" / "ioi_templates.json").read_text("utf-8"))
+    assert list(ioi.TEMPLATES) == published["ABBA_TEMPLATES"] + published["BABA_TEMPLATES"]
+    assert list(ioi.LONG_TEMPLATES) == (
+        published["ABBA_LONG_TEMPLATES"] + published["BABA_LONG_TEMPLATES"]
+    )
+    assert list(ioi.NAMES) == published["NAMES"]
+    assert list(ioi.PLACES) == published["PLACES"]
+    assert list(ioi.OBJECTS) == published["OBJECTS"]
+    words = json.loads((prompts / "docstring" / "docstring_words.json").read_text("utf-8"))
+    assert list(docstring.ARGUMENTS) == words["variable_names"]
+    assert list(docstring.NOUNS) == words["common_single_token_nouns"]
+
+
+def published_greater_than(shared_data):
+    path = shared_data / "prompts" / "greater_than" / "eap_ig_greater_than_data.csv"
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_greater_than_gives_the_published_prompts(shared_data, gpt2):
+    rows = published_greater_than(shared_data)
+    assert {row["clean"].split()[1] for row in rows} == set(NOUNS)
+    for row in rows[::250]:
+        noun, century = row["clean"].split()[1], int(row["clean"][-2:])
+        task = GreaterThanTask(nouns=(noun,), centuries=(century,))
+        pairs = task.pairs(gpt2, len(task.years(gpt2)))  # all that there are
+        records = {record["clean"]: record for record in pairs.to_records(gpt2)}
+        record = records[row["clean"]]
+        assert record["corrupted"] == row["corrupted"]
+        assert record["wrong"][-1] == row["label"]
+
+
+def test_greater_than_knows_the_published_years_under_gpt2(shared_data, gpt2):
+    rows = published_greater_than(shared_data)
+    published = {re.search(r"year (\d\d)(\d\d) to", row["clean"]).groups() for row in rows}
+    assert published <= set(GreaterThanTask().years(gpt2))
+
+
+def test_published_ioi_prompts_are_of_the_templates(shared_data):
+    path = shared_data / "prompts" / "ioi" / "eap_ig_ioi_llama.csv"
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) > 400
+    for row in rows:
+        parse_ioi(squeeze(row["clean"]), ioi.TEMPLATES)
+
+
+def test_docstring_prompts_read_as_published_under_gpt2(gpt2):
+    pairs = DocstringTask().pairs(gpt2, 200)
+    lines = (
+        r"\ndef \w+\(self, \w+, \w+, \w+, \w+, \w+, \w+\):",
+        r'    """\w+ \w+ \w+',
+        "",
+        r"    :param \w+: \w+ \w+",
+        r"    :param \w+: \w+ \w+",
+        r"    :param",
+    )
+    for record in pairs.to_records(gpt2):
+        for text in (record["clean"], record["corrupted"]):
+            assert re.fullmatch(r"\n".join(lines), text)
+        assert all(re.fullmatch(r" \w+", text) for text in record["answers"] + record["wrong"])
+    assert set(pairs.positions.tolist()) == {51}
+
+
+def test_what_gpt2_knows(gpt2):
+    for words in (NOUNS, ioi.NAMES, ioi.PLACES, ioi.OBJECTS, docstring.ARGUMENTS, docstring.NOUNS):
+        assert single_words(gpt2, words, 1, "words") == {word: f" {word}" for word in words}
+    assert len(GreaterThanTask().years(gpt2)) == 618

@@ -1,0 +1,254 @@
+"""Files and folders appear whole or not at all, and damage is reported by name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_tl.files import (
+    atomic_file,
+    atomic_folder,
+    check_writable,
+    read_json,
+    read_tensors,
+    recover_folder,
+    write_json,
+    write_tensors,
+)
+from sparse_tl.hooks import Model
+from sparse_tl.masks import SparseTransformer
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_a_file_is_replaced_when_the_block_ends(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "result.txt"
+    for text in ("one", "two"):
+        with atomic_file(path) as temporary:
+            temporary.write_text(text)
+            assert not path.exists() or path.read_text() == "one"
+    assert path.read_text() == "two"
+    assert _names(path.parent) == ["result.txt"]
+
+
+def test_a_file_is_as_readable_as_any_other(tmp_path: Path) -> None:
+    (tmp_path / "ordinary").touch()
+    write_json(tmp_path / "ours", {})
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_leaves_the_old_file(tmp_path: Path, error: type[BaseException]) -> None:
+    path = tmp_path / "result.txt"
+    path.write_text("old")
+    with pytest.raises(error), atomic_file(path) as temporary:
+        temporary.write_text("half of the n")
+        raise error
+    assert path.read_text() == "old"
+    assert _names(tmp_path) == ["result.txt"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_leaves_the_old_folder(tmp_path: Path, error: type[BaseException]) -> None:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "weights").write_text("old")
+    with pytest.raises(error), atomic_folder(path) as temporary:
+        (temporary / "weights").write_text("half")
+        raise error
+    assert _names(tmp_path) == ["model"]
+    assert (path / "weights").read_text() == "old"
+
+
+def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "model"
+    with atomic_folder(path) as temporary:
+        (temporary / "first").touch()
+        assert not path.exists()
+    with atomic_folder(path) as temporary:
+        (temporary / "second").touch()
+    assert _names(path) == ["second"]
+    assert _names(path.parent) == ["model"]
+    assert path.stat().st_mode & 0o777 == 0o777 & ~_umask()
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+def _die_before(function: Callable[..., Any], call: int) -> Callable[..., Any]:
+    """The function, except that this process dies like one that is killed before its n-th call."""
+    calls = iter(range(call))
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if next(calls, None) is None:
+            os._exit(9)
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.parametrize(
+    ("module", "name", "call", "content"),
+    [
+        (os, "replace", 0, "old"),
+        (os, "replace", 1, "old"),
+        (shutil, "rmtree", 0, "old"),
+        (shutil, "rmtree", 1, "new"),
+        (shutil, "rmtree", 2, "new"),
+    ],
+)
+def test_a_killed_replacement_is_recovered(
+    tmp_path: Path, module: Any, name: str, call: int, content: str
+) -> None:
+    path = tmp_path / "checkpoint"
+    with atomic_folder(path) as temporary:
+        (temporary / "step").write_text("old")
+    child = os.fork()
+    if child == 0:
+        setattr(module, name, _die_before(getattr(module, name), call))
+        with atomic_folder(path) as temporary:
+            (temporary / "step").write_text("new")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    recover_folder(path)
+    assert (path / "step").read_text() == content
+    # And the next replacement works all the same.
+    with atomic_folder(path) as temporary:
+        (temporary / "step").write_text("next")
+    assert (path / "step").read_text() == "next"
+    assert not (tmp_path / ".checkpoint.previous").exists()
+
+
+def test_recovering_leaves_a_whole_folder_alone(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / ".model.previous").mkdir()
+    (tmp_path / ".model.previous" / "old").touch()
+    recover_folder(tmp_path / "model")
+    assert _names(tmp_path / "model") == []
+    recover_folder(tmp_path / "neither")
+    assert not (tmp_path / "neither").exists()
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_json_without_numbers_that_json_lacks(tmp_path: Path, number: float) -> None:
+    path = tmp_path / "metrics.json"
+    write_json(path, {"loss": 1.5})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(path, {"loss": number})
+    assert read_json(path) == {"loss": 1.5}
+    assert _names(tmp_path) == ["metrics.json"]
+
+
+@pytest.mark.parametrize("content", [b"", b'{"loss": 1', b"\xff\xfe\x00"])
+def test_damaged_json_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "metrics.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"expected valid JSON in .*metrics\.json"):
+        read_json(path)
+
+
+def test_tensors_round_trip(tmp_path: Path) -> None:
+    tensors = {
+        "strided": torch.randn(4, 6, dtype=torch.float64)[:, ::2].T,
+        "half": torch.randn(3).bfloat16(),
+        "count": torch.tensor(7),
+        "trained": torch.nn.Parameter(torch.randn(2)),
+    }
+    write_tensors(tmp_path / "weights.safetensors", tensors)
+    read = read_tensors(tmp_path / "weights.safetensors")
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype
+        assert torch.equal(read[name], tensor), name
+
+
+def test_tensors_that_share_memory(tmp_path: Path) -> None:
+    tied = torch.randn(3, 2)
+    write_tensors(tmp_path / "tied.safetensors", {"embed": tied, "unembed": tied})
+    read = read_tensors(tmp_path / "tied.safetensors")
+    assert torch.equal(read["embed"], tied)
+    assert torch.equal(read["unembed"], tied)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 60, -1])
+def test_truncated_tensors_are_named(tmp_path: Path, kept: int) -> None:
+    path = tmp_path / "weights.safetensors"
+    write_tensors(path, {"a": torch.randn(8, 8)})
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"expected a safetensors file at .*weights\.safetensors"):
+        read_tensors(path)
+
+
+def test_a_pickle_is_not_read(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="expected a safetensors file"):
+        read_tensors(tmp_path / "model.safetensors")
+
+
+def test_a_writable_folder_is_made(tmp_path: Path) -> None:
+    assert check_writable(tmp_path / "a" / "b") == tmp_path / "a" / "b"
+    assert _names(tmp_path / "a" / "b") == []
+
+
+@pytest.mark.parametrize("sub", ["file.txt", "file.txt/sub", "file.txt/sub/deeper"])
+def test_a_folder_that_cannot_be_made(tmp_path: Path, sub: str) -> None:
+    (tmp_path / "file.txt").write_text("kept")
+    with pytest.raises(ValueError, match=r"expected a folder that can be written; got .*file\.txt"):
+        check_writable(tmp_path / sub)
+    assert (tmp_path / "file.txt").read_text() == "kept"
+
+
+def test_a_folder_behind_a_link_is_replaced_again_and_again(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk", target_is_directory=True)
+    for text in ("one", "two", "three"):
+        with atomic_folder(tmp_path / "link") as temporary:
+            (temporary / "content").write_text(text)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "disk" / "content").read_text() == "three"
+    assert _names(tmp_path) == ["disk", "link"]
+
+
+def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("precious")
+    with (
+        pytest.raises(ValueError, match="expected a folder"),
+        atomic_folder(tmp_path / "model") as temporary,
+    ):
+        (temporary / "content").touch()
+    assert (tmp_path / "model").read_text() == "precious"
+    assert _names(tmp_path) == ["model"]
+
+
+def test_saving_a_model_spares_a_folder_of_other_files(
+    tmp_path: Path, build_tiny: Callable[..., Model]
+) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "thesis.tex").write_text("precious")
+    sparse = SparseTransformer(build_tiny())
+    with pytest.raises(ValueError, match="thesis.tex"):
+        sparse.save_pretrained(tmp_path / "results")
+    assert (tmp_path / "results" / "thesis.tex").read_text() == "precious"
+
+
+def test_saving_a_model_replaces_an_earlier_one(
+    tmp_path: Path, build_tiny: Callable[..., Model]
+) -> None:
+    for seed in (0, 1):
+        sparse = SparseTransformer(build_tiny(seed=seed))
+        assert sparse.save_pretrained(tmp_path / "model") == tmp_path / "model"
+    read = SparseTransformer.from_pretrained(tmp_path / "model", device="cpu")
+    assert torch.equal(read.model.embed.W_E, sparse.model.embed.W_E)
+    assert _names(tmp_path) == ["model"]

@@ -1,0 +1,168 @@
+"""The graph has the nodes and edges that the field counts, and only those that causality allows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import networkx as nx
+import pytest
+import torch
+
+from sparse_tl.circuits import Circuit, EdgeScores, from_eap_ig, to_eap_ig
+from sparse_tl.graph import CircuitGraph, Destination, Edge, Node
+
+GPT2_SMALL = CircuitGraph(12, 12, 12)
+TINY = CircuitGraph(2, 2, 2)
+GRAPHS = [
+    TINY,
+    CircuitGraph(3, 2, 2, parallel=True),
+    CircuitGraph(2, 4, 2),
+    CircuitGraph(3, 3, 3, has_mlps=False),
+]
+
+
+def test_gpt2_small_has_the_published_size() -> None:
+    assert (len(GPT2_SMALL.nodes), GPT2_SMALL.n_edges) == (158, 32_491)
+    assert repr(GPT2_SMALL) == "CircuitGraph(12 layers x 12 heads: 158 nodes, 32,491 edges)"
+
+
+@pytest.mark.parametrize(
+    ("graph", "count"),
+    [
+        # Layer 0: 6 slots and the MLP read 1 (3) sources; layer 1: 4 (6); the logits 7.
+        (TINY, 6 * 1 + 3 + 6 * 4 + 6 + 7),
+        # Parallel: the MLP reads what its heads read.
+        (CircuitGraph(2, 2, 2, parallel=True), 7 * 1 + 7 * 4 + 7),
+        # Two key-value heads for four query heads: 4 + 2 + 2 slots.
+        (CircuitGraph(2, 4, 2), 8 * 1 + 5 + 8 * 6 + 10 + 11),
+        (CircuitGraph(2, 2, 2, has_mlps=False), 6 * 1 + 6 * 3 + 5),
+    ],
+)
+def test_edges_counted_by_hand(graph: CircuitGraph, count: int) -> None:
+    assert graph.n_edges == len(graph.edges) == count
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_names_and_indices_round_trip(graph: CircuitGraph) -> None:
+    for edge, (row, column) in zip(graph.edges, graph.exists.nonzero().tolist(), strict=True):
+        assert Edge.parse(str(edge)) == edge
+        assert graph.edge_index(str(edge)) == graph.edge_index(edge) == (row, column)
+    assert CircuitGraph.from_dict(json.loads(json.dumps(graph.to_dict()))) == graph
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_the_order_is_topological(graph: CircuitGraph) -> None:
+    """An edge joins a source to a later layer, or to its own layer's MLP if that is sequential."""
+    for edge in graph.edges:
+        source, reader = edge.source, edge.destination.node
+        if reader.kind == "logits" or source.kind == "input":
+            continue
+        same = source.layer == reader.layer
+        assert source.layer < reader.layer or (
+            same and source.kind == "head" and reader.kind == "mlp" and not graph.parallel
+        )
+    network = graph.to_networkx()
+    assert nx.is_directed_acyclic_graph(network)
+    place = {str(node): index for index, node in enumerate(graph.nodes)}
+    assert all(place[a] < place[b] for a, b in network.edges())
+
+
+def test_a_head_reads_through_its_group() -> None:
+    graph = CircuitGraph(2, 4, 2)
+    names = [str(graph.destinations[i]) for i in graph.readers(Node("head", 1, 3))]
+    assert names == ["a1.h3<q>", "a1.kv1<k>", "a1.kv1<v>"]
+    readers = graph.readers_of(Destination(Node("kv_head", 0, 1), "k"))
+    assert [str(node) for node in readers] == ["a0.h2", "a0.h3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a0.h1", "expected an edge such as"),
+        ("a0.h1->b", "expected a node such as"),
+        ("a0.h1->a0.h0<q>", "too late"),
+        ("a0.h7->logits", "has no a0.h7"),
+        ("input->a1.h0", "has no a1.h0"),
+        ("input->m0<q>", "has no m0<q>"),
+        ("logits->m0", "has no logits"),
+    ],
+)
+def test_edges_that_do_not_exist(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TINY.edge_index(name)
+
+
+def test_sizes_that_no_model_has() -> None:
+    with pytest.raises(ValueError, match="heads that share key-value heads evenly.*5 heads, 2"):
+        CircuitGraph(2, 5, 2)
+    with pytest.raises(ValueError, match="expected sizes .*got .'n_layers'"):
+        CircuitGraph.from_dict({"n_layers": 2})
+
+
+def _scores(graph: CircuitGraph = TINY) -> EdgeScores:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(graph.exists.shape, generator=generator, dtype=torch.float64)
+    return EdgeScores(graph, values.where(graph.exists, 0.0), "test")
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 46])
+def test_the_best_edges_are_kept(size: int) -> None:
+    scores = _scores()
+    circuit = scores.top(size)
+    assert len(circuit) == len(circuit.edges) == size
+    names = scores.to_pandas()["edge"].tolist()
+    assert {str(edge) for edge in circuit.edges} == set(names[:size])
+    helpful = scores.top(size, signed=True)
+    kept, dropped = (scores.scores[m] for m in (helpful.mask, TINY.exists & ~helpful.mask))
+    assert not len(kept) or not len(dropped) or kept.max() <= dropped.min()
+
+
+def test_a_size_larger_than_the_graph() -> None:
+    with pytest.raises(ValueError, match=r"expected a size in 0\.\.46; got 47"):
+        _scores().top(47)
+
+
+def test_scores_and_masks_of_another_graph() -> None:
+    with pytest.raises(ValueError, match="expected scores of shape"):
+        EdgeScores(GPT2_SMALL, _scores().scores, "test")
+    with pytest.raises(ValueError, match="edges that do not exist"):
+        Circuit(TINY, torch.ones_like(TINY.exists))
+
+
+def test_scores_are_saved_and_read(tmp_path: Path) -> None:
+    scores = _scores(CircuitGraph(2, 4, 2))
+    again = EdgeScores.load(scores.save(tmp_path / "scores"))
+    assert again.graph == scores.graph and again.method == "test"
+    assert torch.equal(again.scores, scores.scores)
+    (tmp_path / "scores" / "scores.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds something else"):
+        EdgeScores.load(tmp_path / "scores")
+
+
+def test_graphs_move_between_tools() -> None:
+    """In the format of EAP-IG, with its keys; and back."""
+    scores = _scores()
+    circuit = scores.top(5)
+    content = json.loads(json.dumps(to_eap_ig(scores, circuit)))
+    assert content["cfg"] == {"n_layers": 2, "n_heads": 2, "parallel_attn_mlp": False}
+    assert set(content["nodes"]) == {str(node) for node in TINY.nodes}
+    edge = content["edges"]["a0.h1->a1.h0<q>"]
+    assert edge["score"] == scores["a0.h1->a1.h0<q>"]
+    again, kept = from_eap_ig(content)
+    assert torch.equal(again.scores, scores.scores)
+    assert torch.equal(kept.mask, circuit.mask)
+    with pytest.raises(ValueError, match="expected heads with their own k and v"):
+        to_eap_ig(_scores(CircuitGraph(2, 4, 2)), circuit)
+    with pytest.raises(ValueError, match="lacks .'edges'"):
+        from_eap_ig({"cfg": {}})
+
+
+def test_a_circuit_as_a_network() -> None:
+    circuit = _scores().top(5)
+    network = circuit.to_networkx()
+    assert network.number_of_edges() == 5
+    joined = {str(e.source) for e in circuit.edges} | {
+        str(e.destination.node) for e in circuit.edges
+    }
+    assert set(network.nodes) == joined

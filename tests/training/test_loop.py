@@ -1,0 +1,657 @@
+"""Training lowers the loss, loses nothing when it is stopped, and says what went wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from sparse_tl.batches import TokenBatch
+from sparse_tl.hooks import Model
+from sparse_tl.masks import SparseTransformer
+from sparse_tl.training import (
+    NonFiniteLossError,
+    ShuffledStream,
+    TokenStream,
+    TrainingConfig,
+    post_train,
+    pretrain,
+)
+
+Build = Callable[..., Model]
+Rows = Callable[..., TokenBatch]
+
+
+class Watched:
+    """A stream that calls something before it gives the batch of one step."""
+
+    def __init__(self, stream: TokenStream, step: int, call: Callable[[], Any]) -> None:
+        self.stream, self.step, self.call = stream, step, call
+
+    def batch(self, step: int) -> TokenBatch:
+        if step == self.step:
+            self.call()
+        return self.stream.batch(step)
+
+
+class Killed(Exception):
+    """The process is gone."""
+
+
+def _kill() -> None:
+    raise Killed
+
+
+def _pretrain(model: Model, stream: TokenStream, held_out: TokenBatch, **config: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "steps": 8,
+        "learning_rate": 1e-2,
+        "warmup": 2,
+        "evaluate_every": 3,
+        "checkpoint_every": 2,
+    }
+    return pretrain(model, stream, held_out=held_out, progress=False, **{**defaults, **config})
+
+
+def _post_train(
+    sparse: SparseTransformer, stream: TokenStream, held_out: TokenBatch, **config: Any
+) -> pd.DataFrame:
+    defaults: dict[str, Any] = {
+        "target_loss": "+0.05",
+        "steps": 8,
+        "learning_rate": 1e-2,
+        "warmup": 2,
+        "evaluate_every": 3,
+        "checkpoint_every": 2,
+        "distillation": 0.1,
+    }
+    settings = {**defaults, **config}
+    return post_train(sparse, stream, held_out=held_out, progress=False, **settings).history
+
+
+def _saved_step(checkpoint: Path) -> int:
+    return json.loads((checkpoint / "state.json").read_text())["state"]["step"]
+
+
+def _same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    theirs = other.state_dict()
+    return all(torch.equal(tensor, theirs[name]) for name, tensor in one.state_dict().items())
+
+
+def _same_history(one: pd.DataFrame, other: pd.DataFrame) -> None:
+    pd.testing.assert_frame_equal(
+        one.drop(columns="seconds"), other.drop(columns="seconds"), check_exact=True
+    )
+
+
+# Plain training.
+
+
+def test_training_lowers_the_loss(build_tiny: Build, echo_rows: Rows) -> None:
+    model, held_out = build_tiny(), echo_rows(seed=1)
+    history = _pretrain(
+        model, ShuffledStream(echo_rows(), 32), held_out, steps=60, evaluate_every=20, warmup=10
+    )
+    evaluated = history.dropna(subset=["held_out_loss"])
+    assert evaluated["step"].tolist() == [0, 20, 40, 60]
+    assert evaluated["held_out_loss"].iloc[0] > 2
+    assert evaluated["held_out_loss"].iloc[-1] < 0.6
+    assert history["step"].tolist() == list(range(61))
+    assert {"step", "seconds", "rate", "loss", "held_out_loss", "held_out_accuracy"} == set(history)
+
+
+@pytest.mark.parametrize("kind", ["grouped", "attention_only"])
+def test_other_kinds_of_model_train_too(build_tiny: Build, echo_rows: Rows, kind: str) -> None:
+    history = _pretrain(
+        build_tiny(kind),
+        ShuffledStream(echo_rows(), 32),
+        echo_rows(seed=1),
+        steps=30,
+        evaluate_every=30,
+    )
+    assert history["held_out_loss"].iloc[-1] < history["held_out_loss"].iloc[0] - 0.3
+
+
+def test_the_best_held_out_weights_are_kept(build_tiny: Build, echo_rows: Rows) -> None:
+    """A rate that rises all the time ruins the model; what it ends with is not ruined."""
+    from sparse_tl.training import evaluate_held_out
+
+    model, held_out = build_tiny(), echo_rows(seed=1)
+    history = _pretrain(
+        model,
+        ShuffledStream(echo_rows(), 32),
+        held_out,
+        steps=24,
+        learning_rate=2.0,
+        warmup=20,
+        decay=0.0,
+    )
+    best, last = history["held_out_loss"].min(), history["held_out_loss"].iloc[-1]
+    assert best < last
+    assert evaluate_held_out(model, held_out).loss == best
+
+
+@pytest.mark.parametrize("pieces", [2, 3, 5, 12])
+def test_accumulation_equals_one_big_batch(build_tiny: Build, echo_rows: Rows, pieces: int) -> None:
+    held_out = echo_rows(seed=1)
+    examples = echo_rows(24)
+    # Micro-batches with unequal numbers of labels: the mean is over labels, not over pieces.
+    for row in range(12):
+        examples.loss_mask[row, 1 : 1 + row % 6] = False
+    losses, models = [], []
+    for accumulate in (1, pieces):
+        model = build_tiny("float64")
+        stream = ShuffledStream(examples, 12)
+        history = _pretrain(
+            model, stream, held_out, steps=4, evaluate_every=4, accumulate=accumulate
+        )
+        losses.append(torch.tensor(history["loss"].tolist()[1:], dtype=torch.float64))
+        models.append(model)
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=0)
+    for (name, one), other in zip(
+        models[0].named_parameters(), models[1].parameters(), strict=True
+    ):
+        if name.endswith("b_K"):
+            continue  # No gradient but rounding: softmax ignores it, and Adam magnifies it.
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def test_rows_without_a_label_can_be_accumulated(build_tiny: Build, echo_rows: Rows) -> None:
+    examples = echo_rows(24)
+    examples.loss_mask[::2] = False
+    history = _pretrain(
+        build_tiny(), ShuffledStream(examples, 4), echo_rows(seed=1), steps=3, accumulate=4
+    )
+    assert history["loss"].iloc[1:].notna().all()
+
+
+def test_bf16_runs_and_learns(build_tiny: Build, echo_rows: Rows) -> None:
+    precise, rough = build_tiny(), build_tiny()
+    histories = [
+        _pretrain(
+            model,
+            ShuffledStream(echo_rows(), 32),
+            echo_rows(seed=1),
+            steps=30,
+            evaluate_every=30,
+            precision=precision,
+        )
+        for model, precision in ((precise, "float32"), (rough, "bf16"))
+    ]
+    assert rough.embed.W_E.dtype == torch.float32
+    assert not _same_weights(precise, rough)
+    assert histories[1]["held_out_loss"].iloc[-1] < histories[1]["held_out_loss"].iloc[0] - 0.3
+
+
+# The rate.
+
+
+def test_the_rate_warms_up_stays_and_decays() -> None:
+    config = TrainingConfig(100, 2.0, warmup=10, decay=0.5, final_rate=0.1)
+    rates = [config.rate(step) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.2 * (step + 1) for step in range(10)])
+    assert rates[10:51] == [2.0] * 41
+    assert all(a > b for a, b in zip(rates[50:], rates[51:], strict=False))
+    assert config.rate(75) == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
+    assert config.rate(100) == pytest.approx(0.2)
+
+
+def test_a_rate_without_warm_up_and_decay_is_constant() -> None:
+    config = TrainingConfig(10, 0.5, warmup=0, decay=0.0)
+    assert {config.rate(step) for step in range(10)} == {0.5}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("steps", 0),
+        ("learning_rate", 0.0),
+        ("learning_rate", float("nan")),
+        ("clip", -1.0),
+        ("accumulate", 0),
+        ("evaluate_every", 0),
+        ("checkpoint_every", 0),
+        ("decay", 1.5),
+        ("final_rate", -0.1),
+    ],
+)
+def test_settings_that_make_no_sense(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"expected .*{field}"):
+        TrainingConfig(**{"steps": 10, "learning_rate": 1.0, field: value})
+
+
+# When training ends.
+
+
+def test_patience_ends_training(build_tiny: Build, echo_rows: Rows) -> None:
+    """At a rate that moves nothing, nothing improves after the first evaluation."""
+    history = _pretrain(
+        build_tiny(),
+        ShuffledStream(echo_rows(), 8),
+        echo_rows(seed=1),
+        steps=50,
+        learning_rate=1e-30,
+        evaluate_every=2,
+        patience=3,
+    )
+    assert history["step"].iloc[-1] == 6
+
+
+def test_good_enough_ends_training(build_tiny: Build, echo_rows: Rows, build_echo: Build) -> None:
+    history = _pretrain(
+        build_echo(), ShuffledStream(echo_rows(), 8), echo_rows(seed=0), good_enough=10.0
+    )
+    accurate = history["held_out_accuracy"].iloc[0] == 1.0
+    assert (len(history) == 1) == accurate
+
+
+def test_flags_and_gradients_are_put_back(build_echo: Build, echo_rows: Rows) -> None:
+    model = build_echo()
+    model.unembed.W_U.requires_grad_(False)
+    sparse = SparseTransformer(model)
+    flags = {name: p.requires_grad for name, p in sparse.named_parameters()}
+    _post_train(sparse, ShuffledStream(echo_rows(), 8), echo_rows(seed=1), trained="qk", steps=2)
+    assert {name: p.requires_grad for name, p in sparse.named_parameters()} == flags
+    assert all(p.grad is None for p in sparse.parameters())
+    stream = Watched(ShuffledStream(echo_rows(), 8), 1, _kill)
+    with pytest.raises(Killed):
+        _post_train(sparse, stream, echo_rows(seed=1), trained="gates", steps=2)
+    assert {name: p.requires_grad for name, p in sparse.named_parameters()} == flags
+    assert all(p.grad is None for p in sparse.parameters())
+
+
+# Interrupted and resumed.
+
+
+@pytest.mark.parametrize("killed_at", [1, 3, 6])
+def test_a_killed_pretraining_resumes_exactly(
+    build_tiny: Build, echo_rows: Rows, tmp_path: Path, killed_at: int
+) -> None:
+    held_out = echo_rows(seed=1)
+    stream = ShuffledStream(echo_rows(), 16)
+    whole, killed, resumed = build_tiny(), build_tiny(), build_tiny()
+    expected = _pretrain(whole, stream, held_out)
+    with pytest.raises(Killed):
+        _pretrain(killed, Watched(stream, killed_at, _kill), held_out, checkpoint=tmp_path / "c")
+    assert (tmp_path / "c").exists() == (killed_at >= 2)
+    started = Watched(stream, killed_at // 2 * 2, lambda: seen.append(1))
+    seen: list[int] = []
+    history = _pretrain(resumed, started, held_out, checkpoint=tmp_path / "c")
+    assert seen
+    assert _same_weights(whole, resumed)
+    _same_history(expected, history)
+
+
+@pytest.mark.parametrize("killed_at", [1, 3, 6])
+def test_a_killed_post_training_resumes_exactly(
+    build_echo: Build, echo_rows: Rows, tmp_path: Path, killed_at: int
+) -> None:
+    held_out = echo_rows(seed=1)
+    stream = ShuffledStream(echo_rows(), 16)
+    whole, killed, resumed = (SparseTransformer(build_echo(), initial_bias=2.0) for _ in range(3))
+    expected = _post_train(whole, stream, held_out)
+    with pytest.raises(Killed):
+        _post_train(killed, Watched(stream, killed_at, _kill), held_out, checkpoint=tmp_path / "c")
+    torch.manual_seed(killed_at)  # No number may come from the global generator.
+    history = _post_train(resumed, stream, held_out, checkpoint=tmp_path / "c")
+    assert _same_weights(whole, resumed)
+    _same_history(expected, history)
+
+
+@pytest.mark.parametrize("killed_at", [3, 5, 7])
+def test_a_run_that_retreats_resumes_exactly(
+    build_echo: Build, echo_rows: Rows, tmp_path: Path, killed_at: int
+) -> None:
+    """So hasty a run that held-out evaluations miss the target and it goes back to the best."""
+    held_out = echo_rows(seed=1)
+    stream = ShuffledStream(echo_rows(), 16)
+    settings = {"retreat_after": 1, "evaluate_every": 1, "learning_rate": 0.1, "warmup": 1}
+    whole, killed, resumed = (SparseTransformer(build_echo(), initial_bias=8.0) for _ in range(3))
+    expected = _post_train(whole, stream, held_out, checkpoint=tmp_path / "whole", **settings)
+    state = json.loads((tmp_path / "whole" / "state.json").read_text())["state"]
+    assert 0 < state["retreats"] < 8
+    with pytest.raises(Killed):
+        halted = Watched(stream, killed_at, _kill)
+        _post_train(killed, halted, held_out, checkpoint=tmp_path / "c", **settings)
+    history = _post_train(resumed, stream, held_out, checkpoint=tmp_path / "c", **settings)
+    assert _same_weights(whole, resumed)
+    _same_history(expected, history)
+
+
+def test_a_finished_run_is_read_not_repeated(
+    build_tiny: Build, echo_rows: Rows, tmp_path: Path
+) -> None:
+    stream, held_out = ShuffledStream(echo_rows(), 16), echo_rows(seed=1)
+    first, again = build_tiny(), build_tiny()
+    expected = _pretrain(first, stream, held_out, checkpoint=tmp_path / "c")
+
+    class Untouchable:
+        def batch(self, step: int) -> TokenBatch:
+            raise AssertionError(f"step {step} was trained again")
+
+    history = _pretrain(again, Untouchable(), held_out, checkpoint=tmp_path / "c")
+    assert _same_weights(first, again)
+    _same_history(expected, history)
+
+
+def test_ctrl_c_saves_the_running_step(build_tiny: Build, echo_rows: Rows, tmp_path: Path) -> None:
+    held_out = echo_rows(seed=1)
+    stream = ShuffledStream(echo_rows(), 16)
+    whole, stopped, resumed = build_tiny(), build_tiny(), build_tiny()
+    expected = _pretrain(whole, stream, held_out, checkpoint_every=100)
+    handler = signal.getsignal(signal.SIGINT)
+    pressed = Watched(stream, 4, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        _pretrain(stopped, pressed, held_out, checkpoint=tmp_path / "c", checkpoint_every=100)
+    assert signal.getsignal(signal.SIGINT) is handler
+    # The step during which it was pressed is complete and saved, far from the next regular save.
+    assert _saved_step(tmp_path / "c") == 5
+    history = _pretrain(resumed, stream, held_out, checkpoint=tmp_path / "c", checkpoint_every=100)
+    assert _same_weights(whole, resumed)
+    _same_history(expected, history)
+
+
+CHILD = """
+import sys, time, torch
+from sparse_tl.batches import TokenBatch
+from sparse_tl.hooks import load_model
+from sparse_tl.masks import SparseTransformer
+from sparse_tl.training import ShuffledStream, post_train
+
+class Slow(ShuffledStream):
+    def batch(self, step):
+        time.sleep(0.02)  # so that there is a moment to be killed at
+        return super().batch(step)
+
+folder = sys.argv[1]
+torch.set_num_threads(int(sys.argv[2]))
+train, held_out = torch.load(folder + "/tokens.pt")
+sparse = SparseTransformer(load_model(folder + "/base", device="cpu"), initial_bias=2.0)
+post_train(
+    sparse, Slow(TokenBatch.next_token(train), 16), held_out=TokenBatch.next_token(held_out),
+    progress=False, checkpoint=folder + "/checkpoint", **eval(sys.argv[3])
+)
+"""
+
+
+def test_kill_9_and_resume_gives_equal_weights(
+    build_echo: Build, echo_rows: Rows, tmp_path: Path
+) -> None:
+    from sparse_tl.hooks import save_model
+
+    settings: dict[str, Any] = {
+        "target_loss": "+0.05",
+        "steps": 40,
+        "learning_rate": 1e-2,
+        "evaluate_every": 7,
+        "checkpoint_every": 1,
+    }
+    (tmp_path / "base").mkdir()
+    save_model(build_echo(), tmp_path / "base")
+    tokens = echo_rows().tokens, echo_rows(seed=1).tokens
+    torch.save(tokens, tmp_path / "tokens.pt")
+    threads = str(torch.get_num_threads())
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path), threads, repr(settings)],
+        env={**os.environ, "OMP_NUM_THREADS": threads},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "checkpoint").exists() and child.poll() is None:
+        assert time.monotonic() < deadline, "the child never saved a checkpoint"
+        time.sleep(0.002)
+    time.sleep(random.uniform(0, 0.4))
+    child.kill()
+    errors = child.communicate()[1]
+    assert child.returncode == -signal.SIGKILL, errors
+
+    stream = ShuffledStream(TokenBatch.next_token(tokens[0]), 16)
+    held_out = TokenBatch.next_token(tokens[1])
+    whole, resumed = (SparseTransformer(build_echo(), initial_bias=2.0) for _ in range(2))
+    steps: list[int] = []
+
+    class Noted:
+        def batch(self, step: int) -> TokenBatch:
+            steps.append(step)
+            return stream.batch(step)
+
+    expected = post_train(whole, stream, held_out=held_out, progress=False, **settings)
+    outcome = post_train(
+        resumed,
+        Noted(),
+        held_out=held_out,
+        progress=False,
+        checkpoint=tmp_path / "checkpoint",
+        **settings,
+    )
+    assert 0 < steps[0] < 40
+    assert steps == list(range(steps[0], 40))
+    assert _same_weights(whole, resumed)
+    _same_history(expected.history, outcome.history)
+    assert outcome.verdict == expected.verdict
+
+
+# Numbers that are none.
+
+
+def _spoil(model: Model) -> Callable[[], None]:
+    def spoil() -> None:
+        with torch.no_grad():
+            model.unembed.W_U.fill_(float("nan"))
+
+    return spoil
+
+
+def test_a_loss_that_is_no_number_stops_training(
+    build_tiny: Build, echo_rows: Rows, tmp_path: Path
+) -> None:
+    held_out, stream = echo_rows(seed=1), ShuffledStream(echo_rows(), 16)
+    model, whole, resumed = build_tiny(), build_tiny(), build_tiny()
+    with pytest.raises(NonFiniteLossError, match=r"at step 5 .*'loss': nan.*last checkpoint"):
+        _pretrain(model, Watched(stream, 5, _spoil(model)), held_out, checkpoint=tmp_path / "c")
+    assert _saved_step(tmp_path / "c") == 4
+    history = _pretrain(resumed, stream, held_out, checkpoint=tmp_path / "c")
+    _same_history(_pretrain(whole, stream, held_out), history)
+    assert _same_weights(whole, resumed)
+
+
+def test_a_post_training_loss_that_is_no_number(
+    build_echo: Build, echo_rows: Rows, tmp_path: Path
+) -> None:
+    sparse = SparseTransformer(build_echo())
+    stream = Watched(ShuffledStream(echo_rows(), 16), 3, _spoil(sparse.model))
+    with pytest.raises(NonFiniteLossError, match="at step 3 "):
+        _post_train(sparse, stream, echo_rows(seed=1), checkpoint=tmp_path / "c")
+    assert _saved_step(tmp_path / "c") == 2
+
+
+def test_scores_that_are_no_number_are_a_loss_that_is_none(
+    build_echo: Build, echo_rows: Rows
+) -> None:
+    sparse = SparseTransformer(build_echo())
+
+    def spoil() -> None:
+        with torch.no_grad():
+            sparse.model.embed.W_E.fill_(float("nan"))
+
+    stream = Watched(ShuffledStream(echo_rows(), 16), 3, spoil)
+    with pytest.raises(NonFiniteLossError, match="at step 3 "):
+        _post_train(sparse, stream, echo_rows(seed=1))
+
+
+def test_a_held_out_loss_that_is_no_number(
+    build_tiny: Build, echo_rows: Rows, tmp_path: Path
+) -> None:
+    """The last step before an evaluation and a checkpoint ruins the weights."""
+    with pytest.raises(NonFiniteLossError, match="step 1"):
+        _pretrain(
+            build_tiny(),
+            ShuffledStream(echo_rows(), 16),
+            echo_rows(seed=1),
+            learning_rate=1e30,
+            warmup=0,
+            decay=0.0,
+            steps=6,
+            evaluate_every=1,
+            checkpoint_every=1,
+            checkpoint=tmp_path / "c",
+        )
+
+
+# Checkpoints that do not belong to the run.
+
+
+@pytest.fixture
+def checkpoint(build_tiny: Build, echo_rows: Rows, tmp_path: Path) -> Path:
+    _pretrain(
+        build_tiny(),
+        ShuffledStream(echo_rows(), 16),
+        echo_rows(seed=1),
+        checkpoint=tmp_path / "checkpoint",
+        steps=2,
+    )
+    return tmp_path / "checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        ({}, {"seed": 5}, "seed: . there, 5 here"),
+        ({}, {"learning_rate": 0.5}, r"learning_rate: 0.01 there, 0\.5 here"),
+        ({}, {"good_enough": 0.5}, r"good_enough: 0\.0 there, 0\.5 here"),
+        ({"seed": 1}, {}, "it started from other weights"),
+        ({"d_mlp": 24}, {}, "other names or shapes"),
+        ({"n_layers": 1}, {}, "belongs to another run"),
+    ],
+)
+def test_a_checkpoint_of_another_run(
+    build_tiny: Build,
+    echo_rows: Rows,
+    checkpoint: Path,
+    model: dict[str, Any],
+    settings: dict[str, Any],
+    message: str,
+) -> None:
+    stream, held_out = ShuffledStream(echo_rows(), 16), echo_rows(seed=1)
+    fresh, untouched = build_tiny(**model), build_tiny(**model)
+    with pytest.raises(ValueError, match=f"(?s)belongs to another run.*{message}|{message}"):
+        _pretrain(fresh, stream, held_out, **{"checkpoint": checkpoint, "steps": 2, **settings})
+    assert _same_weights(fresh, untouched)
+
+
+def _rewrite(name: str, content: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def _truncate(folder: Path) -> None:
+    path = folder / "tensors.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _foreign(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "holiday.jpg").touch()
+
+
+def _file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("not a folder")
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (_foreign, r"expected a training checkpoint in .*holiday\.jpg"),
+        (_rewrite("state.json", "{"), r"expected valid JSON in .*state\.json"),
+        (_rewrite("state.json", "[]"), "expected a checkpoint of format 1"),
+        (_rewrite("state.json", '{"format": 99}'), "expected a checkpoint of format 1"),
+        pytest.param(_rewrite("state.json", '{"format": 1}'), "expected"),
+        (_truncate, r"expected a safetensors file at .*tensors\.safetensors"),
+        pytest.param(
+            lambda folder: (folder / "tensors.safetensors").unlink(),
+            r"tensors\.safetensors",
+        ),
+        pytest.param(_file, "expected"),
+    ],
+    ids=["foreign", "not JSON", "list", "format", "no identity", "truncated", "no tensors", "file"],
+)
+def test_a_damaged_checkpoint(
+    build_tiny: Build,
+    echo_rows: Rows,
+    checkpoint: Path,
+    harm: Callable[[Path], Any],
+    message: str,
+) -> None:
+    harm(checkpoint)
+    with pytest.raises(ValueError, match=message):
+        _pretrain(
+            build_tiny(),
+            ShuffledStream(echo_rows(), 16),
+            echo_rows(seed=1),
+            checkpoint=checkpoint,
+            steps=2,
+        )
+
+
+def test_a_checkpoint_that_cannot_be_written_is_refused_before_training(
+    build_tiny: Build, echo_rows: Rows, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    trained: list[int] = []
+    stream = Watched(ShuffledStream(echo_rows(), 16), 0, lambda: trained.append(0))
+    with pytest.raises(ValueError, match="can be written"):
+        _pretrain(
+            build_tiny(), stream, echo_rows(seed=1), checkpoint=tmp_path / "file" / "c", steps=2
+        )
+    assert not trained
+
+
+def test_an_empty_checkpoint_folder(build_tiny: Build, echo_rows: Rows, tmp_path: Path) -> None:
+    """Either it is used or it is refused, before any training."""
+    (tmp_path / "c").mkdir()
+    stream, held_out = ShuffledStream(echo_rows(), 16), echo_rows(seed=1)
+    try:
+        _pretrain(build_tiny(), stream, held_out, checkpoint=tmp_path / "c", steps=2)
+    except ValueError as error:
+        assert "expected a training checkpoint" in str(error)
+    else:
+        assert (tmp_path / "c" / "state.json").exists()
+
+
+def test_another_choice_of_weights_is_another_run(
+    build_echo: Build, echo_rows: Rows, tmp_path: Path
+) -> None:
+    stream, held_out = ShuffledStream(echo_rows(), 16), echo_rows(seed=1)
+    for trained, other in (("all", "qk"), ("qk", "all")):
+        folder = tmp_path / trained
+        _post_train(
+            SparseTransformer(build_echo()),
+            stream,
+            held_out,
+            trained=trained,
+            checkpoint=folder,
+            steps=2,
+        )
+        with pytest.raises(ValueError, match="belongs to another run.*W_E"):
+            _post_train(
+                SparseTransformer(build_echo()),
+                stream,
+                held_out,
+                trained=other,
+                checkpoint=folder,
+                steps=2,
+            )

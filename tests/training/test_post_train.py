@@ -1,0 +1,447 @@
+"""Post-training keeps its promise about the loss, says so, and returns what it measured."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_tl.batches import TokenBatch
+from sparse_tl.hooks import Model
+from sparse_tl.masks import BernoulliGate, SparseTransformer
+from sparse_tl.training import (
+    LossConstraint,
+    PostTraining,
+    ShuffledStream,
+    TargetLoss,
+    evaluate_held_out,
+    post_train,
+)
+from sparse_tl.training.objectives import SparsityObjective
+
+Build = Callable[..., Model]
+Rows = Callable[..., TokenBatch]
+
+
+def _post_train(sparse: SparseTransformer, rows: Rows, **settings: Any) -> PostTraining:
+    defaults: dict[str, Any] = {
+        "target_loss": "+0.2",
+        "steps": 6,
+        "learning_rate": 1e-2,
+        "warmup": 2,
+        "evaluate_every": 3,
+        "multiplier": 1.0,
+        "progress": False,
+        "stream": ShuffledStream(rows(), 32),
+        "held_out": rows(seed=1),
+    }
+    settings = {**defaults, **settings}
+    return post_train(sparse, settings.pop("stream"), **settings)
+
+
+class Untouchable:
+    """A stream that must not be read."""
+
+    def batch(self, step: int) -> TokenBatch:
+        raise AssertionError("training began")
+
+
+# What is refused before any training.
+
+
+def test_a_target_below_the_dense_loss(build_echo: Build, echo_rows: Rows) -> None:
+    sparse = SparseTransformer(build_echo())
+    before = {name: p.clone() for name, p in sparse.named_parameters()}
+    with pytest.raises(ValueError, match=r'held-out loss is 0\.0.*the target 0\.0001.*"\+0\.01"'):
+        _post_train(sparse, echo_rows, target_loss=1e-4, stream=Untouchable())
+    assert all(torch.equal(p, before[name]) for name, p in sparse.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_loss": "little"}, "expected a target loss in nats"),
+        ({"trained": "qkv"}, "expected trained to be one of .*'qk'.*got 'qkv'"),
+        ({"trained": {"*.W_Z": 1.0}}, r"'\*\.W_Z' matches none of"),
+        ({"steps": 0}, "expected steps above 0"),
+        ({"multiplier_fall": 0.0}, "expected multiplier_fall above 0"),
+        ({"layer_costs": [1.0]}, "expected layer_costs to be 2 numbers above 0.*got .1.0."),
+        ({"layer_costs": [1.0, 0.0]}, "expected layer_costs to be 2 numbers above 0"),
+        ({"layer_costs": [1.0, math.inf]}, "expected layer_costs to be 2 numbers above 0"),
+    ],
+)
+def test_settings_that_make_no_sense(
+    build_echo: Build, echo_rows: Rows, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        _post_train(
+            SparseTransformer(build_echo()), echo_rows, **{"stream": Untouchable(), **settings}
+        )
+
+
+@pytest.mark.parametrize("multiplier", [0.0, -1.0])
+def test_a_multiplier_that_is_no_multiplier(
+    build_echo: Build, echo_rows: Rows, multiplier: float
+) -> None:
+    with pytest.raises(ValueError, match="expected multiplier above 0"):
+        _post_train(
+            SparseTransformer(build_echo()),
+            echo_rows,
+            multiplier=multiplier,
+            stream=Untouchable(),
+        )
+
+
+# The outcome.
+
+
+@pytest.fixture(scope="module")
+def run(build_echo: Build, echo_rows: Rows) -> tuple[PostTraining, SparseTransformer]:
+    sparse = SparseTransformer(build_echo(), initial_bias=2.0)
+    outcome = _post_train(
+        sparse, echo_rows, target_loss="+0.1", steps=50, evaluate_every=5, retreat_after=None
+    )
+    return outcome, sparse
+
+
+def test_the_best_feasible_weights_are_returned(
+    run: tuple[PostTraining, SparseTransformer], echo_rows: Rows
+) -> None:
+    outcome, sparse = run
+    limit = outcome.dense.loss + 0.1
+    evaluated = outcome.history.dropna(subset=["held_out_loss"])
+    meets = evaluated["held_out_loss"] <= limit
+    assert meets.any(), "the example should hold evaluations that meet the target"
+    best = evaluated[meets].sort_values(["held_out_active_edges", "step"]).iloc[0]
+    assert outcome.feasible
+    assert outcome.best_step == best["step"]
+    # The weights that the model is left with give these very numbers.
+    again = evaluate_held_out(sparse, echo_rows(seed=1))
+    assert again == outcome.sparse
+    assert again.active_edges == best["held_out_active_edges"]
+    assert again.loss == best["held_out_loss"]
+    assert again.active_edges < outcome.dense.active_edges == 2 * 2 * 8 * 9 / 2
+    assert f"met at step {outcome.best_step}" in outcome.verdict
+    assert "NOT" not in outcome.verdict
+
+
+def test_the_history_has_the_columns_it_promises(
+    run: tuple[PostTraining, SparseTransformer],
+) -> None:
+    history = run[0].history
+    held_out = [f"held_out_{name}" for name in run[0].sparse.to_dict()]
+    every_step = ["step", "seconds", "rate", "loss", "violation", "lambda", "expected_per_token"]
+    assert set(every_step + held_out) <= set(history)
+    assert history["step"].tolist() == list(range(51))
+    assert history.loc[1:, every_step].notna().all(axis=None)
+    assert history.loc[history["held_out_loss"].notna(), "step"].tolist() == list(range(0, 51, 5))
+    assert history["seconds"].is_monotonic_increasing
+
+
+def test_an_outcome_shows_itself(run: tuple[PostTraining, SparseTransformer]) -> None:
+    outcome, _ = run
+    assert outcome.verdict in repr(outcome)
+    assert outcome.verdict in outcome._repr_html_()
+    assert list(outcome.to_pandas()) == ["dense", "sparse"]
+    assert outcome.loss_increase == outcome.sparse.loss - outcome.dense.loss
+    assert outcome.times_fewer == pytest.approx(144 / outcome.sparse.active_edges)
+
+
+def test_a_target_that_is_not_reached(build_echo: Build, echo_rows: Rows) -> None:
+    """Gates that start shut cannot win back the loss in a few steps."""
+    sparse = SparseTransformer(build_echo(), initial_bias=-30.0)
+    outcome = _post_train(sparse, echo_rows, target_loss="+0.001", steps=9)
+    assert not outcome.feasible
+    assert "NOT met by any held-out evaluation" in outcome.verdict
+    evaluated = outcome.history.dropna(subset=["held_out_loss"])
+    lowest = evaluated.loc[evaluated["held_out_loss"].idxmin()]
+    assert outcome.best_step == lowest["step"]
+    assert outcome.sparse.loss == lowest["held_out_loss"]
+    assert evaluate_held_out(sparse, echo_rows(seed=1)) == outcome.sparse
+
+
+def test_an_accuracy_is_asked_for_beside_the_loss(build_echo: Build, echo_rows: Rows) -> None:
+    sparse = SparseTransformer(build_echo(), initial_bias=-30.0)
+    outcome = _post_train(sparse, echo_rows, target_loss=50.0, min_accuracy=1.0, steps=3)
+    assert outcome.sparse.loss < 50
+    assert not outcome.feasible
+    assert "100.00% of the examples right NOT met" in outcome.verdict
+
+
+def test_evaluations_are_reported(build_echo: Build, echo_rows: Rows) -> None:
+    seen: list[dict[str, float]] = []
+    outcome = _post_train(SparseTransformer(build_echo()), echo_rows, report=seen.append)
+    evaluated = outcome.history.dropna(subset=["held_out_loss"])
+    assert [m["held_out_loss"] for m in seen] == evaluated["held_out_loss"].tolist()
+
+
+def test_the_same_seed_gives_the_same_result(build_echo: Build, echo_rows: Rows) -> None:
+    runs = {}
+    for disturbance, (name, seed) in enumerate((("one", 0), ("again", 0), ("other", 1))):
+        torch.manual_seed(disturbance)
+        sparse = SparseTransformer(build_echo(), initial_bias=1.0)
+        _post_train(sparse, echo_rows, seed=seed)
+        runs[name] = torch.cat([p.detach().flatten() for p in sparse.parameters()])
+    assert torch.equal(runs["one"], runs["again"])
+    assert not torch.equal(runs["one"], runs["other"])
+
+
+def test_bf16_runs(build_echo: Build, echo_rows: Rows) -> None:
+    sparse = SparseTransformer(build_echo())
+    outcome = _post_train(sparse, echo_rows, precision="bf16")
+    assert sparse.model.embed.W_E.dtype == torch.float32
+    assert outcome.history["loss"].iloc[1:].notna().all()
+
+
+# Which weights move.
+
+
+def _moved(before: dict[str, torch.Tensor], sparse: SparseTransformer) -> set[str]:
+    return {name for name, p in sparse.named_parameters() if not torch.equal(before[name], p)}
+
+
+@pytest.mark.parametrize("trained", ["qk", "gates", "all", "evenly"])
+def test_only_the_chosen_weights_move(build_echo: Build, echo_rows: Rows, trained: str) -> None:
+    sparse = SparseTransformer(build_echo())
+    before = {name: p.detach().clone() for name, p in sparse.named_parameters()}
+    # So loose a target that the last, sparsest weights are kept.
+    outcome = _post_train(sparse, echo_rows, trained=trained, target_loss=50.0)
+    if outcome.best_step == 0:
+        pytest.fail("the example should move the weights")
+    names = {
+        "gates": {"gates.bias"},
+        "qk": {"gates.bias"}
+        | {f"model.blocks.{i}.attn.{w}" for i in (0, 1) for w in ("W_Q", "W_K", "b_Q")},
+    }
+    moved = {name for name in _moved(before, sparse) if not name.endswith("b_K")}
+    if trained in names:
+        assert moved <= names[trained]
+        assert "gates.bias" in moved
+    else:
+        assert {"gates.bias", "model.embed.W_E", "model.unembed.W_U"} <= moved
+
+
+def test_grouped_keys_are_trained_too(build_tiny: Build, echo_rows: Rows) -> None:
+    """With grouped-query attention, W_K stands for the shared keys that the model repeats."""
+    sparse = SparseTransformer(build_tiny("grouped"))
+    before = {name: p.detach().clone() for name, p in sparse.named_parameters()}
+    _post_train(sparse, echo_rows, trained="qk", target_loss=50.0, learning_rate=0.1)
+    moved = _moved(before, sparse)
+    assert any("W_Q" in name for name in moved)
+    assert any("W_K" in name for name in moved)
+    assert not any("W_V" in name or "mlp" in name or "embed" in name for name in moved)
+
+
+# What is minimised.
+
+
+def _measure(
+    build_echo: Build,
+    batch: TokenBatch,
+    target: str = "+0.05",
+    distillation: float = 0.0,
+    seed: int = 5,
+) -> tuple[torch.Tensor, dict[str, float], torch.Tensor, torch.Tensor]:
+    """Objective, measurements, and the logits of both models under the same noise."""
+    sparse = SparseTransformer(build_echo(), initial_bias=0.5)
+    dense = sparse.dense_copy()
+    objective = SparsityObjective(
+        sparse, dense, TargetLoss.parse(target), LossConstraint(1.0, log_lambda=0.7), distillation
+    )
+    loss, measured = objective.measure(batch, torch.Generator().manual_seed(seed), 0.0)
+    with sparse.sampled(torch.Generator().manual_seed(seed)), torch.no_grad():
+        sparse_logits = sparse(batch.tokens)
+    return loss, measured, sparse_logits, dense(batch.tokens)
+
+
+def _nll(logits: torch.Tensor, batch: TokenBatch) -> float:
+    picked = logits.double().log_softmax(-1).gather(-1, batch.labels[..., None])[..., 0]
+    return -picked[batch.loss_mask].mean().item()
+
+
+def test_the_violation_is_paired_with_the_dense_model(build_echo: Build, echo_rows: Rows) -> None:
+    batch = echo_rows(16, seed=3)
+    _, measured, sparse_logits, dense_logits = _measure(build_echo, batch)
+    assert measured["loss"] == pytest.approx(_nll(sparse_logits, batch), rel=1e-5)
+    paired = _nll(sparse_logits, batch) - _nll(dense_logits, batch) - 0.05
+    assert measured["violation"] == pytest.approx(paired, rel=1e-4)
+    assert abs(paired) > 1e-3
+    _, absolute, _, _ = _measure(build_echo, batch, target="0.05")
+    assert absolute["violation"] == pytest.approx(_nll(sparse_logits, batch) - 0.05, rel=1e-4)
+
+
+def test_the_first_row_of_the_history_is_that_of_the_first_batch(
+    build_echo: Build, echo_rows: Rows
+) -> None:
+    stream = ShuffledStream(echo_rows(), 16, seed=2)
+    outcome = _post_train(
+        SparseTransformer(build_echo(), initial_bias=0.5), echo_rows, stream=stream, seed=4
+    )
+    # The noise of step s is seeded by the seed and s.
+    _, measured, _, _ = _measure(build_echo, stream.batch(0), "+0.2", seed=4 * 1_000_003)
+    assert outcome.history["violation"].iloc[1] == measured["violation"]
+    assert outcome.history["loss"].iloc[1] == measured["loss"]
+
+
+def test_distillation_adds_the_divergence_from_the_dense_model(
+    build_echo: Build, echo_rows: Rows
+) -> None:
+    batch = echo_rows(16, seed=3)
+    plain, measured, sparse_logits, dense_logits = _measure(build_echo, batch)
+    distilled, _, _, _ = _measure(build_echo, batch, distillation=0.3)
+    p, q = (x[batch.loss_mask].double().softmax(-1) for x in (dense_logits, sparse_logits))
+    divergence = (p * (p.log() - q.log())).sum(-1).mean().item()
+    assert divergence > 1e-2
+    weight = measured["lambda"] / (1 + measured["lambda"])
+    difference = weight * 0.3 * (divergence - measured["loss"])
+    assert (distilled - plain).item() == pytest.approx(difference, rel=1e-3)
+
+
+def test_edges_count_at_the_cost_of_their_layer(build_echo: Build, echo_rows: Rows) -> None:
+    """The difference between two costs is that of the logarithms; measurements stay unweighted."""
+    batch = echo_rows(16, seed=3)
+    sparse = SparseTransformer(build_echo(), initial_bias=0.5)
+    with sparse.sampled(torch.Generator().manual_seed(0)), sparse.recorded() as record:
+        sparse(batch.tokens)
+    by_layer = (record.counts().expected.sum(dim=(1, 2)) / len(batch)).tolist()
+    results = []
+    for costs in (None, [1.0, 1.0], [3.0, 0.5]):
+        objective = SparsityObjective(
+            sparse, None, TargetLoss.parse(0.05), LossConstraint(1.0), layer_costs=costs
+        )
+        results.append(objective.measure(batch, torch.Generator().manual_seed(0), 0.0))
+    (plain, measured), (ones, _), (weighted, also_measured) = results
+    assert ones.item() == pytest.approx(plain.item())
+    assert also_measured == measured
+    cost = math.log1p(3.0 * by_layer[0] + 0.5 * by_layer[1]) - math.log1p(sum(by_layer))
+    assert (weighted - plain).item() == pytest.approx(cost / 2, rel=1e-4)
+
+
+def test_lambda_grows_until_the_loss_meets_its_target(build_echo: Build, echo_rows: Rows) -> None:
+    sparse = SparseTransformer(build_echo(), initial_bias=-3.0)
+    outcome = _post_train(
+        sparse, echo_rows, target_loss="+0.01", multiplier_rate=0.1, steps=8, multiplier=2.0
+    )
+    multipliers = outcome.history["lambda"].dropna().tolist()
+    assert multipliers[0] == pytest.approx(2.0)
+    assert multipliers == sorted(multipliers)
+    assert multipliers[-1] == pytest.approx(2.0 * math.exp(0.7), rel=1e-6)
+
+
+def test_lambda_falls_as_fast_as_it_may(build_echo: Build, echo_rows: Rows) -> None:
+    """Gates that stay open leave the loss far below a generous target: a full step downwards."""
+    for fall in (0.3, 1.0):
+        outcome = _post_train(
+            SparseTransformer(build_echo(), initial_bias=30.0),
+            echo_rows,
+            target_loss=20.0,
+            violation_scale=1.0,
+            multiplier=2.0,
+            multiplier_rate=0.1,
+            multiplier_fall=fall,
+            steps=3,
+        )
+        multipliers = outcome.history["lambda"].dropna().tolist()
+        assert multipliers[-1] == pytest.approx(2.0 * math.exp(-0.2 * fall), rel=1e-6)
+
+
+def test_other_distributions_are_another_run(
+    build_echo: Build, echo_rows: Rows, tmp_path: Any
+) -> None:
+    """A checkpoint made under one gate distribution does not go on under another."""
+    for temperature, context in ((1.0, None), (0.5, pytest.raises(ValueError))):
+        sparse = SparseTransformer(build_echo(), distribution=BernoulliGate(temperature))
+        if context is None:
+            _post_train(sparse, echo_rows, checkpoint=tmp_path / "c")
+        else:
+            with context:
+                _post_train(sparse, echo_rows, checkpoint=tmp_path / "c")
+
+
+def test_the_noise_falls_to_nothing_and_the_slack_to_the_target(build_echo: Build) -> None:
+    objective = SparsityObjective(
+        SparseTransformer(build_echo()),
+        None,
+        TargetLoss.parse(0.5),
+        LossConstraint(scale=0.5),
+        anneal_noise_from=0.5,
+        slack=3.0,
+    )
+    assert [objective.noise(t) for t in (0.0, 0.49, 0.5)] == [1.0, 1.0, 1.0]
+    assert objective.noise(0.75) == pytest.approx(0.5)
+    assert objective.noise(1.0) == pytest.approx(0.0)
+    allowances = [objective.allowance(t) for t in (0.0, 0.45, 0.9, 1.0)]
+    assert allowances == pytest.approx([3.0, 2.0, 1.0, 1.0])
+
+
+def test_the_brake_stops_a_fall_that_goes_too_far(build_echo: Build) -> None:
+    """Only beyond the multiple of what is allowed, and only while the noise is full."""
+    objective = SparsityObjective(
+        SparseTransformer(build_echo()),
+        None,
+        TargetLoss.parse(0.5),
+        LossConstraint(scale=0.5),
+        anneal_noise_from=0.5,
+        slack=2.0,
+        brake=3.0,
+    )
+    multipliers = []
+    for progress, excess in ((0.0, 2.9), (0.0, 3.1), (0.45, 2.1), (0.45, 2.3), (0.5, 100.0)):
+        objective._allowance, objective._progress = objective.allowance(progress), progress
+        objective.evaluated(excess)
+        multipliers.append(objective.constraint.multiplier)
+    assert multipliers == pytest.approx([1.0, 1.5, 1.5, 2.25, 2.25])
+
+
+def test_no_brake_unless_asked_for(build_echo: Build, echo_rows: Rows) -> None:
+    """A learning rate that ruins the model: lambda jumps at evaluations with a brake alone."""
+    highest = {}
+    for brake in (None, 1.0):
+        outcome = _post_train(
+            SparseTransformer(build_echo()),
+            echo_rows,
+            target_loss="+0.05",
+            learning_rate=0.3,
+            multiplier=2.0,
+            multiplier_rate=1e-6,
+            anneal_noise_from=0.9,
+            brake=brake,
+            steps=6,
+            evaluate_every=1,
+        )
+        highest[brake] = outcome.history["lambda"].max()
+    assert highest[None] == pytest.approx(2.0, rel=1e-4)
+    assert highest[1.0] > 2.9
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_a_retreat_goes_back_to_near_best_weights_and_weighs_the_loss_more(
+    build_echo: Build, echo_rows: Rows, monkeypatch: pytest.MonkeyPatch, near: bool
+) -> None:
+    """At a rate that ruins the model, every miss leads back to the first, feasible weights.
+
+    Unless they are far denser: in the first fast fall, going back would undo it.
+    """
+    module = sys.modules["sparse_tl.training.post_train"]
+    monkeypatch.setattr(module, "NEAR", 1e9 if near else 1e-9)
+    settings = {"steps": 12, "evaluate_every": 1, "learning_rate": 0.3, "target_loss": "+0.05"}
+    outcomes = {
+        after: _post_train(
+            SparseTransformer(build_echo()), echo_rows, retreat_after=after, **settings
+        )
+        for after in (None, 1)
+    }
+    lost, kept = (outcomes[after].history for after in (None, 1))
+    assert outcomes[1].feasible
+    last = {name: (lost[name].iloc[-1], kept[name].iloc[-1]) for name in ("rate", "lambda")}
+    if not near:
+        assert all(without == with_it for without, with_it in last.values())
+        return
+    # Each retreat cuts the rate and raises lambda.
+    assert last["rate"][1] < 0.5 * last["rate"][0]
+    assert last["lambda"][1] > last["lambda"][0]
+    assert kept["held_out_loss"].iloc[-1] < lost["held_out_loss"].iloc[-1]
