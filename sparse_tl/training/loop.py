@@ -8,6 +8,7 @@ step, so a resumed run draws what an uninterrupted one would have drawn.
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
 import time
@@ -91,7 +92,7 @@ def train(
         objective.load_state(state.objective)
     run = _Run(model, objective, stream, selection, config, weights, optimizer, state)
     bar = TrainingProgress(title, config.steps, done=state.step, shown=progress)
-    with _only_trained(model, weights), _interrupt_noted() as interrupted, bar:
+    with _only_trained(model, weights), _repeatable(), _interrupt_noted() as interrupted, bar:
         if state.step == 0:
             run.evaluate()
         while state.step < config.steps and not run.finished():
@@ -226,6 +227,27 @@ def _only_trained(model: nn.Module, trained: dict[str, nn.Parameter]) -> Iterato
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
             parameter.grad = None
+
+
+@contextmanager
+def _repeatable() -> Iterator[None]:
+    """The same sums in the same order every time; the caller's setting is put back at the end.
+
+    Without it the gradient of an embedding is added up by several threads in the order in which
+    they come, and a resumed run drifts from an uninterrupted one. Operations that have no
+    repeatable form (a few, on CUDA) warn and go on.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid, at a price
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
 @contextmanager

@@ -294,6 +294,21 @@ def test_a_killed_pretraining_resumes_exactly(
     _same_history(expected, history)
 
 
+def test_threads_do_not_change_what_is_learned(build_tiny: Build, echo_rows: Rows) -> None:
+    """Batches so large that several threads would add up an embedding's gradient in any order."""
+    stream = ShuffledStream(echo_rows(n=2048), 1024)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        models = [build_tiny() for _ in range(4)]
+        for model in models:
+            _pretrain(model, stream, echo_rows(seed=1), steps=4)
+    finally:
+        torch.set_num_threads(before)
+    assert all(_same_weights(models[0], other) for other in models[1:])
+    assert not torch.are_deterministic_algorithms_enabled(), "put back at the end"
+
+
 @pytest.mark.parametrize("killed_at", [1, 3, 6])
 def test_a_killed_post_training_resumes_exactly(
     build_echo: Build, echo_rows: Rows, tmp_path: Path, killed_at: int
