@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.circuits.patches import Patch, Patches
 from sparse_tl.circuits.scores import EdgeScores, HeadScores
 from sparse_tl.graph import CircuitGraph, Node
 from sparse_tl.hooks import (
@@ -33,7 +34,6 @@ from sparse_tl.hooks import (
     HookedModel,
     Streams,
     Tape,
-    embedding_matrix,
     graph_of,
     pull_to_residual,
 )
@@ -41,7 +41,6 @@ from sparse_tl.metrics import Metric, measure
 from sparse_tl.prompts import PromptPairs
 
 Method = Literal["eap", "eap-ig", "eap-ig-activations"]
-Patch = Literal["corrupted", "mean", "zero"]
 
 
 def attribute_edges(
@@ -74,8 +73,8 @@ def attribute_edges(
     """
     graph = graph_of(model)
     scores = torch.zeros(len(graph.sources), len(graph.destinations), dtype=torch.float64)
-    plan = _Plan(model, graph, metric, method, steps, patch)
-    for batch in plan.batches(pairs, batch_size):
+    plan = _Plan(metric, method, steps, Patches(model, graph, pairs, patch, batch_size))
+    for batch in plan.patches.batches:
         difference = None
         for one in plan.passes(batch):
             if difference is None:
@@ -101,8 +100,8 @@ def attribute_heads(
     """
     graph = graph_of(model)
     scores = torch.zeros(graph.n_layers, graph.n_heads, dtype=torch.float64)
-    plan = _Plan(model, graph, metric, method, steps, patch)
-    for batch in plan.batches(pairs, batch_size):
+    plan = _Plan(metric, method, steps, Patches(model, graph, pairs, patch, batch_size))
+    for batch in plan.patches.batches:
         for one in plan.passes(batch):
             layers = [i for i in range(graph.n_layers) if one.covers(graph, Node("head", i))]
             names = [f"blocks.{layer}.attn.hook_z" for layer in layers]
@@ -137,70 +136,54 @@ class _Plan:
     """The passes that a method asks for; made once, run for every batch.
 
     Raises:
-        ValueError: an unknown method or patch, or no steps.
+        ValueError: an unknown method, or no steps.
     """
 
-    def __init__(
-        self,
-        model: HookedModel,
-        graph: CircuitGraph,
-        metric: Metric,
-        method: Method | str,
-        steps: int,
-        patch: Patch | str,
-    ) -> None:
-        if method not in get_args(Method) or patch not in get_args(Patch) or steps < 1:
+    def __init__(self, metric: Metric, method: Method | str, steps: int, patches: Patches) -> None:
+        if method not in get_args(Method) or steps < 1:
             raise ValueError(
-                f"expected a method of {get_args(Method)}, a patch of {get_args(Patch)} and at "
-                f"least 1 step; got {method!r}, {patch!r} and {steps}"
+                f"expected a method of {get_args(Method)} and at least 1 step; got {method!r} and "
+                f"{steps}"
             )
-        self.model, self.graph, self.metric = model, graph, metric
-        self.method, self.steps, self.patch = method, steps, patch
-        self._mean: Streams | None = None
-
-    def batches(self, pairs: PromptPairs, size: int) -> Iterator[PromptPairs]:
-        """The pairs in pieces, on the model's device."""
-        pieces = [piece.to(embedding_matrix(self.model).device) for piece in pairs.split(size)]
-        if self.patch == "mean":
-            self._mean = self._mean_over(pieces)
-        yield from pieces
+        self.metric, self.method, self.steps, self.patches = metric, method, steps, patches
+        self.model, self.graph = patches.model, patches.graph
 
     def passes(self, batch: PromptPairs) -> Iterator[_Pass]:
         """The clean prompts first: that pass also says what every source writes."""
-        patched = self._patched(batch)
+        patched = self.patches.written(batch)
         tape, value = self._differentiable(batch, {})
         clean = tape.streams
-        difference = clean.each(torch.neg) if patched is None else patched.each(torch.sub, clean)
+        change = clean.change_to(patched)
         if self.method != "eap-ig-activations":
             share = 1.0 if self.method == "eap" else 1 / self.steps
-            yield _Pass(tape, value, difference, share, slice(None))
+            yield _Pass(tape, value, change, share, slice(None))
         del tape, value  # frees the autograd graph before the next pass
-        for rows, name, whole, change in self._moved(clean, difference):
+        for rows, name, whole, way in self._moved(clean, change):
             for k in range(self.steps, 0, -1):
                 if name == EMBEDDED and self.method == "eap-ig" and k == self.steps:
                     continue  # the clean pass
-                moved = whole + (1 - k / self.steps) * change
+                moved = whole + (1 - k / self.steps) * way
                 tape, value = self._differentiable(batch, {name: moved})
-                yield _Pass(tape, value, difference, 1 / self.steps, rows)
+                yield _Pass(tape, value, change, 1 / self.steps, rows)
 
     def _moved(
-        self, clean: Streams, difference: Streams
+        self, clean: Streams, change: Streams
     ) -> Iterator[tuple[slice, str, Tensor, Tensor]]:
         """What is interpolated: score rows, hook point, clean value, and the way to the patch."""
         if self.method == "eap":
             return
         every = slice(None) if self.method == "eap-ig" else slice(0, 1)
-        yield every, EMBEDDED, clean.embedded, difference.embedded
+        yield every, EMBEDDED, clean.embedded, change.embedded
         if self.method == "eap-ig":
             return
         for layer in range(self.graph.n_layers):
             first = self.graph.source_index(Node("head", layer))
             heads = slice(first, first + self.graph.n_heads)
-            yield heads, f"blocks.{layer}.attn.hook_z", clean.z[layer], difference.z[layer]
+            yield heads, f"blocks.{layer}.attn.hook_z", clean.z[layer], change.z[layer]
             if self.graph.has_mlps:
                 row = slice(heads.stop, heads.stop + 1)
                 name = f"blocks.{layer}.hook_mlp_out"
-                yield row, name, clean.mlp[layer], difference.mlp[layer]
+                yield row, name, clean.mlp[layer], change.mlp[layer]
 
     def _differentiable(
         self, batch: PromptPairs, replaced: dict[str, Tensor]
@@ -209,37 +192,6 @@ class _Plan:
         logits = tape.run(batch.clean, batch.positions)
         with torch.enable_grad():
             return tape, measure(self.metric, logits, batch).sum()
-
-    def _patched(self, batch: PromptPairs) -> Streams | None:
-        """What the patch writes; None for 0."""
-        if self.patch == "zero":
-            return None
-        if self._mean is not None:
-            return self._mean
-        tape = Tape(self.model, self.graph)
-        tape.run(batch.corrupted, batch.positions)
-        return tape.streams
-
-    def _mean_over(self, pieces: Sequence[PromptPairs]) -> Streams:
-        """Mean over the clean prompts, position by position; batch of one.
-
-        Raises:
-            ValueError: prompts of different lengths, whose positions do not correspond.
-        """
-        if len({int(p) for piece in pieces for p in piece.positions}) > 1:
-            raise ValueError(
-                'expected prompts of one length for patch="mean", which averages position by '
-                "position; pad them to one template, or select those of one length"
-            )
-        total: Streams | None = None
-        for piece in pieces:
-            tape = Tape(self.model, self.graph)
-            tape.run(piece.clean, piece.positions)
-            summed = tape.streams.each(lambda part: part.sum(0, keepdim=True))
-            total = summed if total is None else total.each(torch.add, summed)
-        assert total is not None
-        n_pairs = sum(len(piece) for piece in pieces)
-        return total.each(lambda part: part / n_pairs)
 
 
 def _contract(

@@ -125,6 +125,19 @@ class HeadScores:
         ranked = self.scores.flatten().abs().argsort(descending=True, stable=True)
         return [divmod(index, self.scores.shape[1]) for index in ranked.tolist()]
 
+    def top(self, size: int) -> HeadCircuit:
+        """The circuit of the `size` heads with the largest scores by absolute value.
+
+        Raises:
+            ValueError: more heads than there are, or fewer than none.
+        """
+        if not 0 <= size <= self.scores.numel():
+            raise ValueError(f"expected a size in 0..{self.scores.numel()}; got {size}")
+        mask = torch.zeros_like(self.scores, dtype=torch.bool)
+        for layer, head in self.order()[:size]:
+            mask[layer, head] = True
+        return HeadCircuit(mask)
+
     def to_pandas(self) -> pd.DataFrame:
         """One row per head, the largest scores by absolute value first."""
         import pandas as pd
@@ -181,6 +194,24 @@ class Circuit:
 
     def __repr__(self) -> str:
         return f"Circuit({len(self)} of {self.graph.n_edges:,} edges of {self.graph!r})"
+
+
+@dataclass(frozen=True, eq=False)
+class HeadCircuit:
+    """Some of a model's heads: those that are kept."""
+
+    mask: Bool[Tensor, "layer head"]
+
+    @property
+    def heads(self) -> tuple[tuple[int, int], ...]:
+        """The heads that are kept, as (layer, head)."""
+        return tuple((layer, head) for layer, head in self.mask.nonzero().tolist())
+
+    def __len__(self) -> int:
+        return int(self.mask.sum())
+
+    def __repr__(self) -> str:
+        return f"HeadCircuit({len(self)} of {self.mask.numel()} heads)"
 
 
 def to_eap_ig(scores: EdgeScores, circuit: Circuit) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from sparse_tl.hooks.attaching import AttachedHooks, Order, attached
 from sparse_tl.hooks.loading import build_model, load_model, model_config, save_model
+from sparse_tl.hooks.masked import MaskedRun
 from sparse_tl.hooks.points import (
     AttentionShape,
     HookedModel,
@@ -12,7 +13,8 @@ from sparse_tl.hooks.points import (
     hook_point,
     layer_points,
 )
-from sparse_tl.hooks.pullback import pull_to_residual
+from sparse_tl.hooks.reading import pull_to_residual
+from sparse_tl.hooks.single import logits_patched_alone
 from sparse_tl.hooks.streams import (
     EMBEDDED,
     Streams,
@@ -26,6 +28,7 @@ __all__ = [
     "AttachedHooks",
     "AttentionShape",
     "HookedModel",
+    "MaskedRun",
     "Model",
     "Order",
     "Streams",
@@ -40,6 +43,7 @@ __all__ = [
     "layer_points",
     "load_model",
     "logits_at",
+    "logits_patched_alone",
     "model_config",
     "pull_to_residual",
     "save_model",

@@ -68,6 +68,10 @@ class Streams:
             [function(*some) for some in zip(self.mlp, *(o.mlp for o in others), strict=True)],
         )
 
+    def change_to(self, patched: Streams | None) -> Streams:
+        """What a patch writes minus what is written here; None is a patch that writes nothing."""
+        return self.each(torch.neg) if patched is None else patched.each(torch.sub, self)
+
     @torch.no_grad()
     def outputs(
         self, model: HookedModel, graph: CircuitGraph

@@ -1,16 +1,58 @@
-"""Gradients at q, k, v and normalised inputs, pulled back to the residual stream."""
+"""How destinations read the residual stream: from it to q, k and v, and gradients back to it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from einops import einsum
+from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from sparse_tl.hooks.points import HookedModel
 from sparse_tl.hooks.streams import LayerReads
+
+
+def normalised(
+    model: HookedModel, norm: nn.Module, residual: Float[Tensor, "*rows d_model"]
+) -> Float[Tensor, "*rows d_model"]:
+    """What a normalisation of the model makes of any residual stream, without its hook points."""
+    kind = model.cfg.normalization_type
+    if kind is None:
+        return residual
+    weight, bias = getattr(norm, "w", None), getattr(norm, "b", None)
+    shape = residual.shape[-1:]
+    if kind.startswith("LN"):
+        return nn.functional.layer_norm(residual, shape, weight, bias, model.cfg.eps)
+    return nn.functional.rms_norm(residual, shape, weight, model.cfg.eps)
+
+
+def projected(
+    model: HookedModel,
+    layer: int,
+    slot: str,
+    normed: Float[Tensor, "head batch pos d_model"],
+    head: int | None = None,
+) -> Float[Tensor, "batch pos head d_head"]:
+    """Each head's q, k or v from its own normalised input, or one head's; k and v of kv heads."""
+    weight, bias = head_weights(model, layer, slot)
+    if head is not None:
+        weight, bias = weight[head : head + 1], bias[head : head + 1]
+    flat = rearrange(normed, "head batch pos d_model -> head (batch pos) d_model")
+    out = torch.baddbmm(bias.to(flat.dtype)[:, None], flat, weight.to(flat.dtype))
+    return rearrange(out, "head (batch pos) d_head -> batch pos head d_head", pos=normed.shape[2])
+
+
+def head_weights(
+    model: HookedModel, layer: int, slot: str
+) -> tuple[Float[Tensor, "head d_model d_head"], Float[Tensor, "head d_head"]]:
+    """``W_Q``, ``W_K`` or ``W_V`` and its bias; k and v of key-value heads."""
+    attention = model.blocks[layer].attn
+    upper = slot.upper()
+    weight = getattr(attention, f"_W_{upper}", None)
+    if weight is None:
+        return getattr(attention, f"W_{upper}"), getattr(attention, f"b_{upper}")
+    return weight, getattr(attention, f"_b_{upper}")
 
 
 @torch.no_grad()
@@ -28,11 +70,9 @@ def pull_to_residual(
     Returns:
         In the graph's order: q of every head, k and v of every key-value head, the MLP.
     """
-    attention = model.blocks[layer].attn
     pulled = []
     for slot, gradient in zip("qkv", gradients, strict=False):
-        weight = getattr(attention, f"_W_{slot.upper()}", None)  # grouped: one per kv head
-        weight = getattr(attention, f"W_{slot.upper()}") if weight is None else weight
+        weight, _ = head_weights(model, layer, slot)
         pulled.append(
             einsum(
                 gradient,

@@ -1,0 +1,266 @@
+"""What circuits do: the metric under a mask, and the explained effect of circuits of growing size.
+
+The explained effect of a circuit C is ``(m(C) - m(none)) / (m(clean) - m(none))``, each averaged
+over pairs first, where *none* is the model with everything patched: with corrupted patches the
+corrupted run. Circuits of edges patch every other circuit edge; circuits of heads patch the outputs
+of all other heads (at ``hook_z``), while MLPs are computed anew.
+
+Clean and patched runs are shared by all circuits; each circuit then costs one forward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sparse_tl.circuits.patches import Patch, Patches
+from sparse_tl.circuits.scores import Circuit, EdgeScores, HeadCircuit, HeadScores
+from sparse_tl.graph import CircuitGraph
+from sparse_tl.hooks import HookedModel, MaskedRun, graph_of
+from sparse_tl.metrics import Metric, explained_effect, measure
+from sparse_tl.progress import tracked
+from sparse_tl.prompts import PromptPairs
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from sparse_tl.plots.effect_curve import EffectCurve
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """The metric of every pair under every circuit.
+
+    Args:
+        sizes: how many parts each circuit keeps.
+        total: how many parts there are.
+        values: the metric under each circuit.
+        clean: the metric of the whole model.
+        none: the metric with everything patched.
+    """
+
+    sizes: tuple[int, ...]
+    total: int
+    values: Float[Tensor, "circuit pair"]
+    clean: Float[Tensor, " pair"]
+    none: Float[Tensor, " pair"]
+
+    @property
+    def effect(self) -> Float[Tensor, " circuit"]:
+        """The explained effect of each circuit."""
+        return explained_effect(self.values, self.clean, self.none)
+
+    def interval(
+        self, level: float = 0.95, resamples: int = 1000, seed: int = 0
+    ) -> tuple[Float[Tensor, " circuit"], Float[Tensor, " circuit"]]:
+        """Lower and upper end of a bootstrap interval of the explained effect, over pairs.
+
+        Pairs are drawn with replacement; percentiles of the resampled ratio.
+        """
+        if not 0 < level < 1 or resamples < 1:
+            raise ValueError(
+                f"expected a level between 0 and 1 and resamples; got {level}, {resamples}"
+            )
+        generator = torch.Generator().manual_seed(seed)
+        n_pairs = len(self.clean)
+        drawn = torch.randint(n_pairs, (resamples, n_pairs), generator=generator)
+        numerator = (self.values - self.none)[:, drawn].mean(dim=-1)
+        denominator = (self.clean - self.none)[drawn].mean(dim=-1)
+        ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=numerator.dtype)
+        low, high = (numerator / denominator).nan_to_num().quantile(ends, dim=1)
+        # A percentile interval need not hold the mean itself where few pairs decide it.
+        effect = self.effect
+        return torch.minimum(low, effect), torch.maximum(high, effect)
+
+    @property
+    def cpr(self) -> float:
+        """Area under the explained effect over the share of parts kept; larger is better.
+
+        Reference: the circuit performance ratio of MIB, arXiv 2504.13151.
+        """
+        return torch.trapezoid(self.effect, self._shares).item()
+
+    @property
+    def cmd(self) -> float:
+        """Area between the explained effect and 1 over the share of parts kept; 0 is best.
+
+        Reference: the circuit-model distance of MIB, arXiv 2504.13151.
+        """
+        return torch.trapezoid((1 - self.effect).abs(), self._shares).item()
+
+    def curve(self, name: str) -> EffectCurve:
+        """Means and intervals, to be drawn; sizes must be increasing."""
+        from sparse_tl.plots.effect_curve import EffectCurve
+
+        low, high = self.interval()
+        return EffectCurve(name, self.sizes, self.effect.tolist(), low.tolist(), high.tolist())
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per circuit: size, explained effect, its interval, and the metric's mean."""
+        import pandas as pd
+
+        low, high = self.interval()
+        return pd.DataFrame(
+            {
+                "size": self.sizes,
+                "explained_effect": self.effect,
+                "low": low,
+                "high": high,
+                "metric": self.values.mean(dim=1),
+            }
+        )
+
+    @property
+    def _shares(self) -> Float[Tensor, " circuit"]:
+        return torch.tensor(self.sizes, dtype=self.values.dtype) / self.total
+
+    def __repr__(self) -> str:
+        said = ", ".join(
+            f"{size}: {effect:.2f}"
+            for size, effect in zip(self.sizes, self.effect.tolist(), strict=True)
+        )
+        return f"Evaluation(explained effect of {len(self.clean)} pairs by size: {said})"
+
+    def _repr_html_(self) -> str:
+        return self.to_pandas().to_html(float_format="{:.4g}".format, border=0, index=False)
+
+
+def evaluate(
+    model: HookedModel,
+    pairs: PromptPairs,
+    metric: Metric,
+    circuits: Circuit | HeadCircuit | Sequence[Circuit] | Sequence[HeadCircuit],
+    *,
+    patch: Patch | str = "corrupted",
+    batch_size: int = 32,
+    progress: bool = True,
+) -> Evaluation:
+    """The metric under circuits: everything outside of one is patched.
+
+    Args:
+        model: dense or sparse; it is not changed.
+        pairs: the prompts.
+        metric: one value per pair.
+        circuits: of edges or of heads, one or several.
+        patch: the corrupted prompt's value, the mean over the clean prompts at that position, or 0.
+        batch_size: pairs per pass.
+        progress: whether to show it.
+
+    Raises:
+        ValueError: no circuit, one of another model's graph, an unknown patch, or a metric that is
+            not one finite number per pair.
+    """
+    graph = graph_of(model)
+    asked = [circuits] if isinstance(circuits, Circuit | HeadCircuit) else list(circuits)
+    _check(asked, graph)
+    patches = Patches(model, graph, pairs, patch, batch_size)
+    values: list[list[Tensor]] = [[] for _ in asked]
+    clean, none = [], []
+    with (
+        torch.no_grad(),
+        tracked("evaluating", len(asked) * len(patches.batches), progress) as step,
+    ):
+        for batch, run in patches.masked_runs():
+            clean.append(measure(metric, run.clean_logits, batch))
+            # Of all heads patched, the rest is whatever comes of it, unless the patch is a prompt.
+            whole = isinstance(asked[0], Circuit) or patch == "corrupted"
+            nothing = run.patched_logits() if whole else run.head_logits(_no_head(graph))
+            none.append(measure(metric, nothing, batch))
+            for row, circuit in zip(values, asked, strict=True):
+                logits = logits_under(run, circuit)
+                row.append(measure(metric, logits, batch))
+                step()
+    joined = torch.stack([torch.cat(row) for row in values])
+    return Evaluation(
+        tuple(len(circuit) for circuit in asked),
+        graph.n_edges if isinstance(asked[0], Circuit) else graph.n_layers * graph.n_heads,
+        joined.double().cpu(),
+        torch.cat(clean).double().cpu(),
+        torch.cat(none).double().cpu(),
+    )
+
+
+def evaluate_edges(
+    model: HookedModel,
+    pairs: PromptPairs,
+    metric: Metric,
+    scores: EdgeScores,
+    sizes: Sequence[int] | None = None,
+    *,
+    signed: bool = False,
+    **options: Any,
+) -> Evaluation:
+    """The explained effect of the best-scored edges, by how many are kept.
+
+    Args:
+        model: dense or sparse.
+        pairs: the prompts; others than the scores come from, ideally.
+        metric: one value per pair.
+        scores: what edges are ranked by.
+        sizes: circuit edges kept; when left out, `log_sizes` of all edges.
+        signed: rank by how much an edge helps instead of by absolute value.
+        **options: of `evaluate`.
+    """
+    sizes = log_sizes(scores.graph.n_edges) if sizes is None else sizes
+    circuits = [scores.top(size, signed=signed) for size in sizes]
+    return evaluate(model, pairs, metric, circuits, **options)
+
+
+def evaluate_heads(
+    model: HookedModel,
+    pairs: PromptPairs,
+    metric: Metric,
+    scores: HeadScores,
+    sizes: Sequence[int] | None = None,
+    **options: Any,
+) -> Evaluation:
+    """The explained effect of the best-scored heads, by how many are kept; all sizes by default.
+
+    Arguments as of `evaluate_edges`.
+    """
+    if sizes is None:
+        sizes = range(scores.scores.numel() + 1)
+    return evaluate(model, pairs, metric, [scores.top(size) for size in sizes], **options)
+
+
+def log_sizes(total: int, per_doubling: int = 2) -> tuple[int, ...]:
+    """0 and the whole, with sizes evenly spaced in the logarithm between them."""
+    steps = math.ceil(math.log2(total) * per_doubling) if total > 1 else 0
+    between = {round(2 ** (step / per_doubling)) for step in range(steps)}
+    return tuple(sorted({0, total} | {size for size in between if size < total}))
+
+
+def logits_under(
+    run: MaskedRun, circuit: Circuit | HeadCircuit, *, first_layer: int = 0
+) -> Float[Tensor, "pair vocab"]:
+    """Logits under a circuit of either kind; arguments as of `MaskedRun.logits`."""
+    logits = run.logits if isinstance(circuit, Circuit) else run.head_logits
+    return logits(circuit.mask, first_layer=first_layer)
+
+
+def _no_head(graph: CircuitGraph) -> Bool[Tensor, "layer head"]:
+    return torch.zeros(graph.n_layers, graph.n_heads, dtype=torch.bool)
+
+
+def _check(circuits: Sequence[Circuit | HeadCircuit], graph: CircuitGraph) -> None:
+    """One kind of circuit, of this model's graph."""
+    if not circuits or len({type(circuit) for circuit in circuits}) > 1:
+        raise ValueError("expected one circuit or more, all of edges or all of heads")
+    for circuit in circuits:
+        if isinstance(circuit, Circuit):
+            if circuit.graph != graph:
+                raise ValueError(
+                    f"expected circuits of the model's own graph, {graph!r}; got one of "
+                    f"{circuit.graph!r}"
+                )
+        elif circuit.mask.shape != (graph.n_layers, graph.n_heads):
+            raise ValueError(
+                f"expected a circuit of {graph.n_layers} x {graph.n_heads} heads; got one of "
+                f"{' x '.join(map(str, circuit.mask.shape))}"
+            )

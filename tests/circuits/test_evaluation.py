@@ -1,0 +1,234 @@
+"""The model under a circuit: equal to the slow oracle, with the right ends, and nothing left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracle import run_patched
+from torch import Tensor
+
+from sparse_tl.circuits import (
+    Circuit,
+    EdgeScores,
+    HeadCircuit,
+    HeadScores,
+    evaluate,
+    evaluate_edges,
+    evaluate_heads,
+    log_sizes,
+)
+from sparse_tl.circuits.patches import Patches
+from sparse_tl.graph import CircuitGraph
+from sparse_tl.hooks import Model, graph_of
+from sparse_tl.masks import SparseTransformer
+from sparse_tl.metrics import logit_difference, measure
+from sparse_tl.prompts import PromptPairs
+
+Build = Callable[..., Model]
+
+
+def _some_edges(graph: CircuitGraph, share: float = 0.5, seed: int = 0) -> Circuit:
+    generator = torch.Generator().manual_seed(seed)
+    return Circuit(
+        graph, graph.exists & (torch.rand(graph.exists.shape, generator=generator) < share)
+    )
+
+
+def _metric_of(logits: Tensor, pairs: PromptPairs) -> Tensor:
+    return measure(logit_difference, logits, pairs).double()
+
+
+def _plain(model: Model, tokens: Tensor, pairs: PromptPairs) -> Tensor:
+    with torch.no_grad():
+        return _metric_of(pairs.read(model(tokens)), pairs)
+
+
+@pytest.mark.parametrize("patch", ["corrupted", "zero"])
+def test_edge_circuits_equal_the_slow_oracle(model: Model, pairs: PromptPairs, patch: Any) -> None:
+    graph = graph_of(model)
+    circuits = [_some_edges(graph, share, seed) for seed, share in enumerate((0.2, 0.5, 0.9))]
+    found = evaluate(
+        model, pairs, logit_difference, circuits, patch=patch, batch_size=2, progress=False
+    )
+    for circuit, values in zip(circuits, found.values, strict=True):
+        slow = run_patched(model, graph, pairs, circuit.mask, patch)
+        torch.testing.assert_close(values, _metric_of(slow, pairs), rtol=1e-9, atol=1e-9)
+    assert found.values.std() > 0.01
+
+
+def test_mean_patches_equal_the_slow_oracle(model: Model, pairs: PromptPairs) -> None:
+    pairs = PromptPairs(
+        pairs.clean, pairs.corrupted, pairs.answers, pairs.wrong, torch.full((5,), 4)
+    )
+    circuit = _some_edges(graph_of(model))
+    found = evaluate(model, pairs, logit_difference, circuit, patch="mean", progress=False)
+    slow = run_patched(model, graph_of(model), pairs, circuit.mask, "mean")
+    torch.testing.assert_close(found.values[0], _metric_of(slow, pairs), rtol=1e-9, atol=1e-9)
+
+
+def test_single_precision_equals_the_slow_oracle(build_tiny: Build, pairs: PromptPairs) -> None:
+    model = build_tiny("grouped")
+    circuit = _some_edges(graph_of(model))
+    found = evaluate(model, pairs, logit_difference, circuit, progress=False)
+    slow = run_patched(model, graph_of(model), pairs, circuit.mask)
+    torch.testing.assert_close(found.values[0], _metric_of(slow, pairs), rtol=1e-4, atol=1e-5)
+
+
+def test_all_edges_are_the_clean_run_and_none_the_corrupted_one(
+    model: Model, pairs: PromptPairs
+) -> None:
+    graph = graph_of(model)
+    both = [Circuit(graph, torch.zeros_like(graph.exists)), Circuit(graph, graph.exists)]
+    found = evaluate(model, pairs, logit_difference, both, progress=False)
+    clean, corrupted = (_plain(model, t, pairs) for t in (pairs.clean, pairs.corrupted))
+    close = {"rtol": 1e-9, "atol": 1e-9}
+    torch.testing.assert_close(found.clean, clean, **close)
+    torch.testing.assert_close(found.none, corrupted, **close)
+    torch.testing.assert_close(found.values, torch.stack([corrupted, clean]), **close)
+    torch.testing.assert_close(found.effect, torch.tensor([0.0, 1.0]).double(), **close)
+
+
+def test_all_heads_are_the_clean_run_and_none_the_corrupted_one(
+    model: Model, pairs: PromptPairs
+) -> None:
+    """None: where the last token is the same, only heads bring the corruption there."""
+    rows = torch.arange(len(pairs))
+    corrupted = pairs.corrupted.clone()
+    corrupted[rows, pairs.positions] = pairs.clean[rows, pairs.positions]
+    pairs = PromptPairs(pairs.clean, corrupted, pairs.answers, pairs.wrong, pairs.positions)
+    shape = model.cfg.n_layers, model.cfg.n_heads
+    both = [HeadCircuit(torch.full(shape, kept)) for kept in (False, True)]
+    found = evaluate(model, pairs, logit_difference, both, progress=False)
+    ends = torch.stack([_plain(model, t, pairs) for t in (corrupted, pairs.clean)])
+    torch.testing.assert_close(found.values, ends, rtol=1e-9, atol=1e-9)
+
+
+def test_head_circuits_equal_plain_hooks(model: Model, pairs: PromptPairs) -> None:
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.rand(model.cfg.n_layers, model.cfg.n_heads, generator=generator) < 0.5
+    found = evaluate(model, pairs, logit_difference, HeadCircuit(mask), progress=False)
+    _, cache = model.run_with_cache(pairs.corrupted)
+
+    def exchange(z: Tensor, hook: Any) -> Tensor:
+        keep = mask[hook.layer()][None, None, :, None]
+        return torch.where(keep, z, cache[hook.name])
+
+    logits = model.run_with_hooks(
+        pairs.clean, fwd_hooks=[(lambda name: name.endswith("hook_z"), exchange)]
+    )
+    expected = _metric_of(pairs.read(logits), pairs)
+    torch.testing.assert_close(found.values[0], expected.detach(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("first_layer", [1, 2])
+def test_a_pass_may_start_where_the_first_patched_edge_ends(
+    model: Model, pairs: PromptPairs, first_layer: int
+) -> None:
+    graph = graph_of(model)
+    mask = _some_edges(graph).mask
+    for column, destination in enumerate(graph.destinations):
+        if destination.node.kind != "logits" and destination.node.layer < first_layer:
+            mask[:, column] = graph.exists[:, column]
+    heads = torch.ones(model.cfg.n_layers, model.cfg.n_heads, dtype=torch.bool)
+    heads[first_layer:, 0] = False
+    close = {"rtol": 1e-9, "atol": 1e-9}
+    with torch.no_grad():
+        for _, run in Patches(model, graph, pairs, "corrupted", 3).masked_runs():
+            run.logits(_some_edges(graph, 0.1).mask)  # what a pass before wrote is not used
+            late = run.logits(mask, first_layer=first_layer)
+            torch.testing.assert_close(late, run.logits(mask), **close)
+            late = run.head_logits(heads, first_layer=first_layer)
+            torch.testing.assert_close(late, run.head_logits(heads), **close)
+
+
+def test_the_mask_has_the_gradient_of_finite_differences(model: Model, pairs: PromptPairs) -> None:
+    graph = graph_of(model)
+    _, run = next(Patches(model, graph, pairs, "corrupted", 5).masked_runs())
+    generator = torch.Generator().manual_seed(2)
+    gates = torch.rand(graph.exists.shape, generator=generator, dtype=torch.float64)
+    value = run.logits(gates.requires_grad_())[:, 0].sum()
+    (gradient,) = torch.autograd.grad(value, gates)
+    direction = torch.randn(gates.shape, generator=generator, dtype=torch.float64)
+    with torch.no_grad():
+        ends = [run.logits(gates + sign * 1e-5 * direction)[:, 0].sum() for sign in (1, -1)]
+    slope = (ends[0] - ends[1]) / 2e-5
+    torch.testing.assert_close((gradient * direction).sum(), slope, rtol=1e-6, atol=1e-8)
+    assert not gradient[~graph.exists].any(), "what is no edge has no effect"
+
+
+def test_a_sparse_model_is_evaluated_under_its_gates(build_tiny: Build, pairs: PromptPairs) -> None:
+    sparse = SparseTransformer(build_tiny(), initial_bias=0.0)
+    graph = graph_of(sparse)
+    found = evaluate(sparse, pairs, logit_difference, _some_edges(graph), progress=False)
+    with sparse.opened():
+        opened = evaluate(sparse, pairs, logit_difference, _some_edges(graph), progress=False)
+    torch.testing.assert_close(found.clean, _plain(sparse, pairs.clean, pairs))
+    assert not torch.allclose(found.values, opened.values)
+
+
+def test_circuits_grow_with_the_scores(build_tiny: Build, pairs: PromptPairs) -> None:
+    model = build_tiny()
+    graph = graph_of(model)
+    scores = EdgeScores(graph, graph.exists * torch.rand(graph.exists.shape), "random")
+    found = evaluate_edges(model, pairs, logit_difference, scores, progress=False)
+    assert found.sizes == log_sizes(graph.n_edges)
+    assert found.sizes[0] == 0 and found.sizes[-1] == graph.n_edges == found.total
+    by_head = evaluate_heads(
+        model, pairs, logit_difference, HeadScores(torch.rand(2, 2), "random"), progress=False
+    )
+    assert by_head.sizes == tuple(range(5))
+    table = by_head.to_pandas()
+    assert (table["low"] <= table["explained_effect"]).all()
+    assert (table["explained_effect"] <= table["high"]).all()
+
+
+def test_nothing_is_left_behind(build_tiny: Build, pairs: PromptPairs) -> None:
+    model = build_tiny()
+
+    def fail(logits: Tensor, pairs: PromptPairs) -> Tensor:
+        raise RuntimeError("a metric that fails")
+
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="a metric that fails"):
+        evaluate(model, pairs, fail, _some_edges(graph_of(model)), progress=False)
+    evaluate(model, pairs, logit_difference, _some_edges(graph_of(model)), progress=False)
+    assert not any(point.fwd_hooks or point._forward_hooks for point in model.hook_dict.values())
+    assert not any(m._forward_pre_hooks for n, m in model.named_modules() if "hook" not in n)
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_circuits_that_do_not_fit(build_tiny: Build, pairs: PromptPairs) -> None:
+    model = build_tiny()
+    other = graph_of(build_tiny("grouped"))
+    with pytest.raises(ValueError, match="expected circuits of the model's own graph"):
+        evaluate(model, pairs, logit_difference, _some_edges(other), progress=False)
+    with pytest.raises(ValueError, match="expected a circuit of 2 x 2 heads; got one of 3 x 4"):
+        wrong = HeadCircuit(torch.ones(3, 4, dtype=torch.bool))
+        evaluate(model, pairs, logit_difference, wrong, progress=False)
+    with pytest.raises(ValueError, match="expected one circuit or more"):
+        evaluate(model, pairs, logit_difference, [], progress=False)
+    scores = EdgeScores(graph_of(model), torch.zeros(graph_of(model).exists.shape), "none")
+    with pytest.raises(ValueError, match="expected a size in 0.."):
+        evaluate_edges(model, pairs, logit_difference, scores, [10**6], progress=False)
+
+
+def test_no_effect_to_explain(build_tiny: Build, pairs: PromptPairs) -> None:
+    same = PromptPairs(pairs.clean, pairs.clean, pairs.answers, pairs.wrong, pairs.positions)
+    model = build_tiny()
+    found = evaluate(model, same, logit_difference, _some_edges(graph_of(model)), progress=False)
+    with pytest.raises(ValueError, match="no effect to explain"):
+        _ = found.effect
+
+
+def test_areas_of_a_straight_line() -> None:
+    """Faithfulness that grows evenly from 0 to 1 has area one half, and so has its distance."""
+    from sparse_tl.circuits import Evaluation
+
+    values = torch.tensor([[0.0], [1.0], [4.0]]).double()
+    line = Evaluation((0, 5, 20), 20, values, torch.tensor([4.0]).double(), torch.zeros(1).double())
+    assert line.cpr == pytest.approx(0.5)
+    assert line.cmd == pytest.approx(0.5)
+    assert line.curve("line").size_at(1.0) == 20

@@ -1,0 +1,70 @@
+"""Scores and circuits against arithmetic on paper."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hand_made import HAND_MADE, Known, attending_model, paths_model, threshold_model
+from oracle import mask_of, run_patched
+
+from sparse_tl.circuits import attribute_edges
+
+
+@pytest.fixture(params=list(HAND_MADE))
+def known(request: pytest.FixtureRequest) -> Known:
+    return HAND_MADE[request.param]()
+
+
+def _scores(known: Known, method: str) -> dict[str, float]:
+    found = attribute_edges(known.model, known.pairs, known.metric, method=method, steps=5)
+    return {str(edge): found[edge] for edge in known.graph.edges}
+
+
+def _with_silence(known: Known, scores: dict[str, float]) -> dict[str, float]:
+    return {str(edge): scores.get(str(edge), 0.0) for edge in known.graph.edges}
+
+
+def test_metrics_are_as_on_paper(known: Known) -> None:
+    for tokens, expected in (
+        (known.pairs.clean, known.clean),
+        (known.pairs.corrupted, known.corrupted),
+    ):
+        with torch.no_grad():
+            found = known.metric(known.pairs.read(known.model(tokens)), known.pairs).mean()
+        assert found.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_scores_are_as_on_paper(known: Known) -> None:
+    found = _scores(known, "eap")
+    assert found == pytest.approx(_with_silence(known, known.scores), rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize("name", ["paths", "threshold"])
+def test_integrated_scores_are_as_on_paper(name: str) -> None:
+    known = HAND_MADE[name]()
+    found = _scores(known, "eap-ig")
+    assert found == pytest.approx(_with_silence(known, known.integrated), rel=1e-12, abs=0)
+
+
+def test_every_circuit_does_what_it_does_on_paper(known: Known) -> None:
+    """Silent edges are kept in every other circuit, and patched in the rest: no difference."""
+    graph = known.graph
+    silent = {str(edge) for edge in graph.edges} - known.scores.keys()
+    for number, (kept, expected) in enumerate(known.effects.items()):
+        mask = mask_of(graph, kept | silent if number % 2 else kept)
+        logits = run_patched(known.model, graph, known.pairs, mask)
+        metric = known.metric(logits, known.pairs).mean().item()
+        found = (metric - known.corrupted) / (known.clean - known.corrupted)
+        assert found == pytest.approx(expected, rel=1e-12, abs=1e-12), sorted(kept)
+
+
+def test_patching_on_paper() -> None:
+    """What the effects of the circuits say about single edges, next to the first-order scores."""
+    linear = paths_model()
+    assert linear.patched == pytest.approx(linear.scores, rel=1e-12)
+    threshold = threshold_model()
+    assert threshold.scores["a0.h0->m0"] == -16
+    assert threshold.patched["a0.h0->m0"] == pytest.approx(-12)
+    attending = attending_model()
+    assert attending.patched["input->a0.h0<q>"] == pytest.approx(-2)
+    assert attending.patched["input->a0.h0<k>"] == pytest.approx(-4)
