@@ -1,5 +1,7 @@
 """Which parts do a task: measurements on dense and sparse models alike."""
 
+from sparse_tl.circuits.acdc import Acdc, acdc
+from sparse_tl.circuits.attention_edges import AttentionEdgeScores, attribute_attention_edges
 from sparse_tl.circuits.attribution import attribute_edges, attribute_heads
 from sparse_tl.circuits.evaluation import (
     Evaluation,
@@ -9,6 +11,7 @@ from sparse_tl.circuits.evaluation import (
     log_sizes,
 )
 from sparse_tl.circuits.exact import patch_exactly
+from sparse_tl.circuits.pruning import Pruning, prune_edges
 from sparse_tl.circuits.scores import (
     Circuit,
     EdgeScores,
@@ -20,11 +23,16 @@ from sparse_tl.circuits.scores import (
 from sparse_tl.circuits.trace import trace_attention
 
 __all__ = [
+    "Acdc",
+    "AttentionEdgeScores",
     "Circuit",
     "EdgeScores",
     "Evaluation",
     "HeadCircuit",
     "HeadScores",
+    "Pruning",
+    "acdc",
+    "attribute_attention_edges",
     "attribute_edges",
     "attribute_heads",
     "evaluate",
@@ -33,6 +41,7 @@ __all__ = [
     "from_eap_ig",
     "log_sizes",
     "patch_exactly",
+    "prune_edges",
     "to_eap_ig",
     "trace_attention",
 ]

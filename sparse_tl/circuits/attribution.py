@@ -73,7 +73,7 @@ def attribute_edges(
     """
     graph = graph_of(model)
     scores = torch.zeros(len(graph.sources), len(graph.destinations), dtype=torch.float64)
-    plan = _Plan(metric, method, steps, Patches(model, graph, pairs, patch, batch_size))
+    plan = Passes(metric, method, steps, Patches(model, graph, pairs, patch, batch_size))
     for batch in plan.patches.batches:
         difference = None
         for one in plan.passes(batch):
@@ -100,7 +100,7 @@ def attribute_heads(
     """
     graph = graph_of(model)
     scores = torch.zeros(graph.n_layers, graph.n_heads, dtype=torch.float64)
-    plan = _Plan(metric, method, steps, Patches(model, graph, pairs, patch, batch_size))
+    plan = Passes(metric, method, steps, Patches(model, graph, pairs, patch, batch_size))
     for batch in plan.patches.batches:
         for one in plan.passes(batch):
             layers = [i for i in range(graph.n_layers) if one.covers(graph, Node("head", i))]
@@ -113,7 +113,7 @@ def attribute_heads(
 
 
 @dataclass
-class _Pass:
+class Pass:
     """One differentiable forward pass, and which sources its gradients count for."""
 
     tape: Tape
@@ -132,14 +132,21 @@ class _Pass:
         return torch.autograd.grad(self.value, tensors, materialize_grads=True)
 
 
-class _Plan:
+class Passes:
     """The passes that a method asks for; made once, run for every batch.
 
     Raises:
         ValueError: an unknown method, or no steps.
     """
 
-    def __init__(self, metric: Metric, method: Method | str, steps: int, patches: Patches) -> None:
+    def __init__(
+        self,
+        metric: Metric,
+        method: Method | str,
+        steps: int,
+        patches: Patches,
+        also: Sequence[str] = (),
+    ) -> None:
         if method not in get_args(Method) or steps < 1:
             raise ValueError(
                 f"expected a method of {get_args(Method)} and at least 1 step; got {method!r} and "
@@ -147,8 +154,9 @@ class _Plan:
             )
         self.metric, self.method, self.steps, self.patches = metric, method, steps, patches
         self.model, self.graph = patches.model, patches.graph
+        self.also = tuple(also)
 
-    def passes(self, batch: PromptPairs) -> Iterator[_Pass]:
+    def passes(self, batch: PromptPairs) -> Iterator[Pass]:
         """The clean prompts first: that pass also says what every source writes."""
         patched = self.patches.written(batch)
         tape, value = self._differentiable(batch, {})
@@ -156,7 +164,7 @@ class _Plan:
         change = clean.change_to(patched)
         if self.method != "eap-ig-activations":
             share = 1.0 if self.method == "eap" else 1 / self.steps
-            yield _Pass(tape, value, change, share, slice(None))
+            yield Pass(tape, value, change, share, slice(None))
         del tape, value  # frees the autograd graph before the next pass
         for rows, name, whole, way in self._moved(clean, change):
             for k in range(self.steps, 0, -1):
@@ -164,7 +172,7 @@ class _Plan:
                     continue  # the clean pass
                 moved = whole + (1 - k / self.steps) * way
                 tape, value = self._differentiable(batch, {name: moved})
-                yield _Pass(tape, value, change, 1 / self.steps, rows)
+                yield Pass(tape, value, change, 1 / self.steps, rows)
 
     def _moved(
         self, clean: Streams, change: Streams
@@ -188,7 +196,7 @@ class _Plan:
     def _differentiable(
         self, batch: PromptPairs, replaced: dict[str, Tensor]
     ) -> tuple[Tape, Float[Tensor, ""]]:
-        tape = Tape(self.model, self.graph, replaced=replaced, differentiable=True)
+        tape = Tape(self.model, self.graph, replaced=replaced, differentiable=True, also=self.also)
         logits = tape.run(batch.clean, batch.positions)
         with torch.enable_grad():
             return tape, measure(self.metric, logits, batch).sum()
@@ -197,7 +205,7 @@ class _Plan:
 def _contract(
     model: HookedModel,
     graph: CircuitGraph,
-    one: _Pass,
+    one: Pass,
     difference: Float[Tensor, "source batch pos d_model"],
 ) -> Float[Tensor, "source destination"]:
     """The pass's sources with all destinations, layer by layer, on the CPU in float64."""

@@ -186,6 +186,20 @@ class Circuit:
     def __len__(self) -> int:
         return int(self.mask.sum())
 
+    def connected(self) -> Circuit:
+        """Without the edges that are on no path of kept edges from the input to the logits.
+
+        Those have no effect: what they bring is patched, or nothing reads it.
+        """
+        graph, mask = self.graph, self.mask.clone()
+        for row, node in enumerate(graph.sources):
+            if node.kind != "input" and not mask[:, list(graph.readers(node))].any():
+                mask[row] = False
+        for column in reversed(range(len(graph.destinations))):
+            if not reaches_logits(graph, mask, column):
+                mask[:, column] = False
+        return Circuit(graph, mask)
+
     def to_networkx(self) -> nx.MultiDiGraph:
         """The kept edges and the nodes that they join."""
         network = self.graph.to_networkx(self.mask)
@@ -194,6 +208,16 @@ class Circuit:
 
     def __repr__(self) -> str:
         return f"Circuit({len(self)} of {self.graph.n_edges:,} edges of {self.graph!r})"
+
+
+def reaches_logits(
+    graph: CircuitGraph, mask: Bool[Tensor, "source destination"], column: int
+) -> bool:
+    """Whether what is read there goes on: some later edge of a node that reads it is kept."""
+    readers = graph.readers_of(graph.destinations[column])
+    return any(
+        node.kind == "logits" or bool(mask[graph.source_index(node)].any()) for node in readers
+    )
 
 
 @dataclass(frozen=True, eq=False)

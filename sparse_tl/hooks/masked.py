@@ -9,7 +9,8 @@ where ``now_u`` is what source u writes under the mask, ``patch_u`` what the pat
 run, nowhere the patched one. Normalisation is recomputed at every destination.
 
 What all masks share (clean and patched streams, ``patched_v``) is computed once. Sources before
-the first changed destination write what they write in the clean run, so a pass may start there.
+the first changed destination write what they wrote before, so a pass may start there: after the
+clean run, or after the run under a mask of one's choice.
 """
 
 from __future__ import annotations
@@ -99,8 +100,9 @@ class MaskedRun:
 
         Args:
             keep: 1 keeps an edge, 0 patches it; values between interpolate.
-            first_layer: layers before this one are not run: no edge into them may be patched.
-                The number of layers asks for the logits' own edges alone.
+            first_layer: layers before this one are not run: up to there the mask must agree with
+                that of `start_from`, which keeps all edges unless told otherwise. The number of
+                layers asks for the logits' own edges alone.
         """
         keep = keep.to(self.written)
         self._now.restart(self.graph.n_sources_before(Node("head", first_layer)))
@@ -117,7 +119,7 @@ class MaskedRun:
 
         Args:
             keep: the heads that are not patched.
-            first_layer: layers before this one are not run: none of their heads may be patched.
+            first_layer: as of `logits`.
         """
         keep = keep.to(self.written.device)[:, None, None, :, None]
 
@@ -132,6 +134,20 @@ class MaskedRun:
         with attached(self.model, hooks):
             final = self._run_from(first_layer)
         return logits_at(self.model, final, self.positions)
+
+    @torch.no_grad()
+    def start_from(self, keep: Mask | Bool[Tensor, "layer head"]) -> Float[Tensor, "batch vocab"]:
+        """Logits under a mask of edges or heads, whose state later passes may start from."""
+        if keep.shape == self.graph.exists.shape:
+            logits = self.logits(keep)
+            self._now.settle()
+            return logits
+        entering: list[Tensor] = []
+        names = layer_points(self.model, "hook_resid_pre")
+        with attached(self.model, [(name, Order.LAST, entering.append) for name in names]):
+            logits = self.head_logits(keep)
+        self.residuals = entering
+        return logits
 
     def _run_from(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
         """The final residual stream, from a layer on, with what enters it in the clean run."""
@@ -211,29 +227,35 @@ class _Norms:
 class _Written:
     """What the sources write under a mask, minus the patch, in the graph's order.
 
-    Starts from the clean run. Without gradients rows are overwritten in one buffer, since copying
-    all sources for every read would cost more than the model does; with gradients they are joined.
+    Starts from the clean run, or a settled one. Without gradients rows are overwritten in one
+    buffer, since copying all sources for every read would cost more than the model does; with
+    gradients they are joined.
     """
 
-    def __init__(self, clean: Float[Tensor, "source batch pos d_model"]) -> None:
-        self._clean = clean
+    def __init__(self, start: Float[Tensor, "source batch pos d_model"]) -> None:
+        self._start = start
         self._buffer: Tensor | None = None
         self._valid = 0
         self._parts: list[Tensor] = []
         self._rows = 0
 
     def restart(self, rows: int) -> None:
-        """Begin a pass whose first sources are those of the clean run."""
+        """Begin a pass whose first sources are those of the start."""
         self._rows = rows
         if torch.is_grad_enabled():
-            self._parts = [self._clean[:rows]]
+            self._parts = [self._start[:rows]]
             return
         self._parts = []
         if self._buffer is None:
-            self._buffer = torch.empty_like(self._clean)
+            self._buffer = torch.empty_like(self._start)
         if self._valid < rows:
-            self._buffer[self._valid : rows] = self._clean[self._valid : rows]
+            self._buffer[self._valid : rows] = self._start[self._valid : rows]
         self._valid = rows
+
+    def settle(self) -> None:
+        """Later passes begin with what the last one wrote."""
+        assert self._buffer is not None
+        self._start, self._buffer, self._valid = self._buffer, None, 0
 
     def append(self, part: Float[Tensor, "some batch pos d_model"]) -> None:
         """The next sources."""

@@ -7,7 +7,7 @@ embeddings) through ``W_Q`` and the Jacobian of the layer's own normalisation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -121,6 +121,7 @@ class Tape:
         graph: its graph.
         replaced: hook points whose values are replaced, with the values.
         differentiable: keep the autograd graph, from the input node on.
+        also: further hook points whose values are kept.
     """
 
     def __init__(
@@ -130,8 +131,9 @@ class Tape:
         *,
         replaced: Mapping[str, Tensor] | None = None,
         differentiable: bool = False,
+        also: Sequence[str] = (),
     ) -> None:
-        self.model, self.graph = model, graph
+        self.model, self.graph, self.also = model, graph, also
         self.replaced = dict(replaced or {})
         self.differentiable = differentiable
         self._kept: dict[str, Tensor] = {}
@@ -190,6 +192,7 @@ class Tape:
         suffixes = ["hook_resid_pre", *(f"attn.hook_{name}" for name in "qkvz")]
         suffixes += ["hook_mlp_out"] if self.graph.has_mlps else []
         names = [name for suffix in suffixes for name in layer_points(self.model, suffix)]
+        names += self.also
         return [(name, Order.LAST, partial(self._keep, name)) for name in names]
 
     def _keep(self, name: str, value: Tensor) -> Tensor | None:

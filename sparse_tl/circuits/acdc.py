@@ -1,0 +1,295 @@
+"""ACDC: from the output backwards, patch every edge for good whose loss moves the metric little.
+
+1. The last parts come first: the logits' edges, then layer by layer downwards, and at each
+   destination the latest source first. The order is always the same.
+2. A part is patched; if the metric moves by less than the threshold it stays patched.
+3. Edges into nodes that no kept edge leaves are dropped without a test.
+
+Only layers at or after the tested part are run: before it, the circuit is as it was.
+
+With a target size the threshold doubles from pass to pass until the size is reached exactly.
+
+Reference: Conmy et al., arXiv 2304.14997, algorithm 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from sparse_tl.circuits.evaluation import logits_under
+from sparse_tl.circuits.patches import Patch, Patches
+from sparse_tl.circuits.scores import Circuit, HeadCircuit, reaches_logits
+from sparse_tl.files import (
+    atomic_folder,
+    read_json,
+    read_tensors,
+    recover_folder,
+    write_json,
+    write_tensors,
+)
+from sparse_tl.graph import CircuitGraph
+from sparse_tl.hooks import HookedModel, graph_of
+from sparse_tl.metrics import Metric, divergence, measure
+from sparse_tl.progress import tracked
+from sparse_tl.prompts import PromptPairs
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SAVE_EVERY = 200
+"""Tests between two checkpoints."""
+
+
+@dataclass(frozen=True, eq=False)
+class Acdc:
+    """The outcome of ACDC.
+
+    Args:
+        circuit: what is kept; edges without effect (off every path) are left out.
+        threshold: of the last pass.
+        value: the metric, or the divergence in nats, under the circuit.
+        tested: parts whose patch was measured.
+        forward_equivalents: forward passes that the tests cost, in layers run over layers.
+        history: one row per test: the part, how far the metric moved, whether it was kept.
+    """
+
+    circuit: Circuit | HeadCircuit
+    threshold: float
+    value: float
+    tested: int
+    forward_equivalents: float
+    history: pd.DataFrame
+
+    def __repr__(self) -> str:
+        return (
+            f"Acdc({self.circuit!r} at threshold {self.threshold:.3g}; {self.tested:,} tests at "
+            f"the cost of {self.forward_equivalents:,.1f} forward passes)"
+        )
+
+
+def acdc(
+    model: HookedModel,
+    pairs: PromptPairs,
+    *,
+    threshold: float | None = None,
+    size: int | None = None,
+    metric: Metric | Literal["kl"] = "kl",
+    start: Circuit | HeadCircuit | Literal["edges", "heads"] = "edges",
+    patch: Patch | str = "corrupted",
+    batch_size: int = 32,
+    checkpoint: str | Path | None = None,
+    progress: bool = True,
+) -> Acdc:
+    """Patch parts for good, from the output backwards, as long as the metric hardly moves.
+
+    Args:
+        model: dense or sparse; it is not changed.
+        pairs: the prompts.
+        threshold: how far one part may move the metric, in its units; nats for "kl".
+        size: parts to be left; the threshold is then where the search begins (1e-4 if left out).
+        metric: one value per pair, whose mean may move either way; or "kl", the divergence from
+            the whole model's predictions, which may grow.
+        start: all edges, all heads, or a circuit to begin with, such as attribution's best edges.
+        patch: the corrupted prompt's value, the mean over the clean prompts at that position, or 0.
+        batch_size: pairs per pass; all batches' states are kept.
+        checkpoint: folder of the search's checkpoint; found there, an interrupted search goes on.
+        progress: whether to show it.
+
+    Raises:
+        ValueError: neither threshold nor size, one that makes no sense, a circuit of another
+            model, or a checkpoint of another search.
+    """
+    graph = graph_of(model)
+    begin = _starting_point(graph, start)
+    if (threshold is None and size is None) or (threshold is not None and not threshold > 0):
+        raise ValueError(f"expected a threshold above 0, or a size; got {threshold=} and {size=}")
+    if size is not None and not 0 <= size <= len(begin):
+        raise ValueError(f"expected a size in 0..{len(begin)}, what is started from; got {size}")
+    patches = Patches(model, graph, pairs, patch, batch_size)
+    state = _State(begin.mask.clone(), threshold or 1e-4)
+    search = _Search(graph, patches, metric, state, edges=isinstance(begin, Circuit))
+    if checkpoint is not None:
+        search.save_to(Path(checkpoint), {"size": size, "threshold": threshold}, pairs)
+    with torch.no_grad():
+        while True:
+            search.run_pass(size, progress)
+            if size is None or len(search.circuit) <= size:
+                return search.outcome()
+            state.threshold *= 2
+            state.position = 0
+
+
+@dataclass
+class _State:
+    """Where a search stands; all that a checkpoint needs."""
+
+    mask: Bool[Tensor, ...]
+    threshold: float
+    position: int = 0
+    value: float = math.nan
+    tested: int = 0
+    layers_run: int = 0
+    history: list[tuple[str, float, bool]] = field(default_factory=list)
+
+
+class _Search:
+    def __init__(
+        self,
+        graph: CircuitGraph,
+        patches: Patches,
+        metric: Metric | Literal["kl"],
+        state: _State,
+        *,
+        edges: bool,
+    ) -> None:
+        self.graph, self.metric, self.state, self.edges = graph, metric, state, edges
+        self.runs = list(patches.masked_runs())
+        self.parts = list(self._edges() if edges else self._heads())
+        self._folder: Path | None = None
+        self._identity: dict[str, Any] = {}
+
+    @property
+    def circuit(self) -> Circuit | HeadCircuit:
+        mask = self.state.mask
+        return Circuit(self.graph, mask).connected() if self.edges else HeadCircuit(mask)
+
+    def _edges(self) -> Iterator[tuple[tuple[int, int], int]]:
+        """Edges, last first, each with the first layer that it changes."""
+        for column in reversed(range(len(self.graph.destinations))):
+            node = self.graph.destinations[column].node
+            layer = self.graph.n_layers if node.kind == "logits" else node.layer
+            for row in reversed(range(self.graph.n_sources_before(node))):
+                yield (row, column), layer
+
+    def _heads(self) -> Iterator[tuple[tuple[int, int], int]]:
+        for layer in reversed(range(self.graph.n_layers)):
+            for head in reversed(range(self.graph.n_heads)):
+                yield (layer, head), layer
+
+    def run_pass(self, size: int | None, progress: bool) -> None:
+        """Test every part that is left, until the circuit has the size asked for."""
+        state = self.state
+        if state.position == 0:
+            state.mask = self.circuit.mask.clone()
+        for _, run in self.runs:
+            run.start_from(state.mask)
+        if state.position == 0:
+            state.value = self._measure(0)
+        with tracked(f"ACDC at {state.threshold:.2g}", len(self.parts), progress) as step:
+            for _ in range(state.position):
+                step()
+            for index, layer in self.parts[state.position :]:
+                if size is not None and int(state.mask.sum()) <= size:
+                    break
+                if state.mask[index]:
+                    self._test(index, layer)
+                state.position += 1
+                step()
+                if self._folder is not None and state.position % SAVE_EVERY == 0:
+                    self._save()
+        if self._folder is not None:
+            self._save()
+
+    def _test(self, index: tuple[int, int], layer: int) -> None:
+        state = self.state
+        state.mask[index] = False
+        if self.edges and not reaches_logits(self.graph, state.mask, index[1]):
+            return
+        value = self._measure(layer)
+        moved = value - state.value
+        kept = (moved if self.metric == "kl" else abs(moved)) >= state.threshold
+        state.mask[index] = kept
+        if not kept:
+            state.value = value
+        state.tested += 1
+        state.layers_run += self.graph.n_layers - layer
+        state.history.append((self._name(index), moved, kept))
+
+    def _measure(self, first_layer: int) -> float:
+        circuit = (
+            Circuit(self.graph, self.state.mask) if self.edges else HeadCircuit(self.state.mask)
+        )
+        total, count = 0.0, 0
+        for batch, run in self.runs:
+            logits = logits_under(run, circuit, first_layer=first_layer)
+            if isinstance(self.metric, str):
+                values = divergence(logits, run.clean_logits)
+            else:
+                values = measure(self.metric, logits, batch)
+            total, count = total + values.double().sum().item(), count + len(batch)
+        return total / count
+
+    def _name(self, index: tuple[int, int]) -> str:
+        if not self.edges:
+            return f"a{index[0]}.h{index[1]}"
+        return f"{self.graph.sources[index[0]]}->{self.graph.destinations[index[1]]}"
+
+    def outcome(self) -> Acdc:
+        import pandas as pd
+
+        state = self.state
+        table = pd.DataFrame(state.history, columns=["part", "moved", "kept"])
+        passes = state.layers_run / self.graph.n_layers
+        return Acdc(self.circuit, state.threshold, state.value, state.tested, passes, table)
+
+    # An interrupted search goes on.
+
+    def save_to(self, folder: Path, asked: dict[str, Any], pairs: PromptPairs) -> None:
+        """Keep checkpoints there, and go on from the one that is found."""
+        clean = [run.clean_logits.double().cpu() for _, run in self.runs]
+        said = repr([pairs.clean.tolist(), pairs.corrupted.tolist(), pairs.positions.tolist()])
+        self._folder = folder
+        self._identity = {
+            **asked,
+            "graph": self.graph.to_dict(),
+            "metric": getattr(self.metric, "__name__", str(self.metric)),
+            "start": hashlib.sha256(self.state.mask.numpy().tobytes()).hexdigest(),
+            "pairs": hashlib.sha256(said.encode()).hexdigest(),
+            "clean": [round(some.sum().item(), 3) for some in clean],
+        }
+        recover_folder(folder)
+        if not (folder / "acdc.json").exists():
+            return
+        found = read_json(folder / "acdc.json")
+        if not isinstance(found, dict) or found.get("identity") != self._identity:
+            raise ValueError(
+                f"{folder} holds a checkpoint of another search (model, prompts, metric, start, "
+                "threshold or size differ). Remove it, or choose another folder."
+            )
+        tensors = read_tensors(folder / "acdc.safetensors")
+        kept = {**found["state"], "history": [tuple(row) for row in found["state"]["history"]]}
+        for name, value in {**kept, "mask": tensors["mask"]}.items():
+            setattr(self.state, name, value)
+
+    def _save(self) -> None:
+        assert self._folder is not None
+        with atomic_folder(self._folder) as temporary:
+            write_tensors(temporary / "acdc.safetensors", {"mask": self.state.mask})
+            rest = {k: v for k, v in asdict(self.state).items() if k != "mask"}
+            write_json(temporary / "acdc.json", {"identity": self._identity, "state": rest})
+
+
+def _starting_point(
+    graph: CircuitGraph, start: Circuit | HeadCircuit | Literal["edges", "heads"]
+) -> Circuit | HeadCircuit:
+    if isinstance(start, str):
+        if start == "heads":
+            return HeadCircuit(torch.ones(graph.n_layers, graph.n_heads, dtype=torch.bool))
+        return Circuit(graph, graph.exists)
+    fits = (
+        start.graph == graph
+        if isinstance(start, Circuit)
+        else start.mask.shape == (graph.n_layers, graph.n_heads)
+    )
+    if not fits:
+        raise ValueError(f"expected a circuit of {graph!r} to start from; got {start!r}")
+    return start

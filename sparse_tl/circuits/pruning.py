@@ -1,0 +1,164 @@
+"""Learned edge pruning: gates on all circuit edges, trained together towards a target size.
+
+    min_gates max_lambda  KL(clean || circuit) + lambda log((1 + E) / (1 + target))
+
+with hard-concrete gates and E their expected number. The target falls from all edges to the size
+asked for, evenly in the logarithm; lambda grows while E lies above it. In the end the edges
+whose gates are most likely open are kept.
+
+Reference: Bhaskar et al., arXiv 2406.16778; the penalty on the logarithm of the size, instead of on
+the share of edges, keeps its slope as the circuit gets small.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from sparse_tl.circuits.patches import Patch, Patches
+from sparse_tl.circuits.scores import Circuit, EdgeScores
+from sparse_tl.graph import CircuitGraph
+from sparse_tl.hooks import HookedModel, graph_of
+from sparse_tl.masks import HardConcreteGate, expected_size
+from sparse_tl.metrics import divergence
+from sparse_tl.progress import tracked
+from sparse_tl.prompts import PromptPairs
+from sparse_tl.training import LossConstraint
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+REACHED_AT = 0.6
+"""The part of the run after which the target is the size asked for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pruning:
+    """The outcome of learned edge pruning.
+
+    Args:
+        circuit: the edges most likely open, as many as asked for.
+        scores: minus the probability that an edge's gate is open.
+        history: one row per step: divergence in nats, expected and target size, lambda.
+    """
+
+    circuit: Circuit
+    scores: EdgeScores
+    history: pd.DataFrame
+
+    def __repr__(self) -> str:
+        last = self.history.iloc[-1]
+        return f"Pruning({self.circuit!r}; last divergence {last['divergence']:.3g} nats)"
+
+
+def prune_edges(
+    model: HookedModel,
+    pairs: PromptPairs,
+    *,
+    size: int,
+    steps: int = 300,
+    learning_rate: float = 0.3,
+    multiplier: float = 0.01,
+    multiplier_rate: float = 0.1,
+    initial_logit: float = 3.0,
+    patch: Patch | str = "corrupted",
+    batch_size: int = 32,
+    seed: int = 0,
+    progress: bool = True,
+) -> Pruning:
+    """Train a gate on every circuit edge until as many are open as asked for.
+
+    Args:
+        model: dense or sparse; it is not changed.
+        pairs: the prompts; their clean predictions are what the circuit must keep.
+        size: circuit edges to keep.
+        steps: optimizer steps, one batch each.
+        learning_rate: of Adam on the gates' logits.
+        multiplier: lambda at the start, in nats.
+        multiplier_rate: how far log lambda moves per step while the size is off.
+        initial_logit: of every gate.
+        patch: the corrupted prompt's value, the mean over the clean prompts at that position, or 0.
+        batch_size: pairs per step; all batches' states are kept.
+        seed: of gate noise and batch order.
+        progress: whether to show it.
+
+    Raises:
+        ValueError: a size that the graph does not have, or settings that make no sense.
+    """
+    import pandas as pd
+
+    graph = graph_of(model)
+    if not 1 <= size <= graph.n_edges or steps < 1 or not learning_rate > 0 or not multiplier > 0:
+        raise ValueError(
+            f"expected a size in 1..{graph.n_edges}, at least one step, and a learning rate and "
+            f"multiplier above 0; got {size=}, {steps=}, {learning_rate=}, {multiplier=}"
+        )
+    runs = [run for _, run in Patches(model, graph, pairs, patch, batch_size).masked_runs()]
+    device = runs[0].written.device
+    logits = nn.Parameter(torch.full((graph.n_edges,), initial_logit, device=device))
+    optimizer = torch.optim.Adam([logits], lr=learning_rate)
+    constraint = LossConstraint(
+        scale=0.1, rate=multiplier_rate, fall=1.0, log_lambda=math.log(multiplier)
+    )
+    generator = torch.Generator(device).manual_seed(seed)
+    order = _order(len(runs), steps, seed)
+    distribution, rows = HardConcreteGate(), []
+    with tracked("pruning edges", steps, progress) as step:
+        for done in range(steps):
+            run = runs[order[done]]
+            target = _target(graph.n_edges, size, done / steps)
+            gates = distribution.sample(logits, generator)
+            lost = divergence(run.logits(_spread(graph, gates)), run.clean_logits).mean()
+            expected = expected_size(distribution, logits)
+            excess = torch.log1p(expected) - math.log1p(target)
+            optimizer.zero_grad()
+            (logits.grad,) = torch.autograd.grad(
+                lost + constraint.multiplier * excess.clamp(min=0), logits
+            )
+            optimizer.step()
+            rows.append(
+                {
+                    "step": done + 1,
+                    "divergence": lost.item(),
+                    "expected": expected.item(),
+                    "target": target,
+                    "lambda": constraint.multiplier,
+                }
+            )
+            constraint.update(excess.item())
+            step()
+    # As all scores: negative where an edge helps, the largest by absolute value first.
+    learned = -distribution.open_probability(logits.detach().double().cpu())
+    scores = EdgeScores(graph, _spread(graph, learned), "pruning")
+    return Pruning(scores.top(size), scores, pd.DataFrame(rows))
+
+
+def _target(total: int, size: int, progress: float) -> float:
+    """From all edges to the size asked for, evenly in the logarithm."""
+    return total * (size / total) ** min(1.0, progress / REACHED_AT)
+
+
+def _order(n_batches: int, steps: int, seed: int) -> list[int]:
+    """Which batch each step takes: all of them, shuffled, again and again."""
+    generator = torch.Generator().manual_seed(seed)
+    rounds = math.ceil(steps / n_batches)
+    return [
+        batch
+        for _ in range(rounds)
+        for batch in torch.randperm(n_batches, generator=generator).tolist()
+    ]
+
+
+def _spread(
+    graph: CircuitGraph, values: Float[Tensor, " edge"]
+) -> Float[Tensor, "source destination"]:
+    """One value per edge, in its place; 0 where there is no edge."""
+    exists = graph.exists.to(values.device)
+    return torch.zeros(exists.shape, dtype=values.dtype, device=values.device).masked_scatter(
+        exists, values
+    )

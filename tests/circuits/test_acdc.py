@@ -1,0 +1,173 @@
+"""ACDC finds planted circuits, decides as a search that never saves work, and can be resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hand_made import HAND_MADE, Known
+from oracle import run_patched
+from planted import PLANTED, Planted
+from torch import Tensor
+
+from sparse_tl.circuits import Circuit, HeadCircuit, acdc, attribute_edges, prune_edges
+from sparse_tl.circuits import acdc as acdc_function
+from sparse_tl.graph import CircuitGraph
+from sparse_tl.hooks import Model, graph_of
+from sparse_tl.metrics import logit_difference
+from sparse_tl.prompts import PromptPairs
+
+Build = Callable[..., Model]
+acdc_module = __import__("sys").modules[acdc_function.__module__]
+
+
+def _names(circuit: Circuit | HeadCircuit) -> frozenset[str]:
+    assert isinstance(circuit, Circuit)
+    return frozenset(str(edge) for edge in circuit.edges)
+
+
+@pytest.fixture(params=list(PLANTED))
+def planted(request: pytest.FixtureRequest) -> Planted:
+    return PLANTED[request.param]()
+
+
+def test_planted_circuits_are_found(planted: Planted) -> None:
+    found = acdc(planted.model, planted.pairs, threshold=0.1, metric=planted.metric, progress=False)
+    assert _names(found.circuit) == planted.edges
+    by_divergence = acdc(planted.model, planted.pairs, threshold=1e-4, progress=False)
+    assert _names(by_divergence.circuit) == planted.edges
+
+
+def test_planted_circuits_are_found_by_size(planted: Planted) -> None:
+    found = acdc(planted.model, planted.pairs, size=len(planted.edges), progress=False)
+    assert _names(found.circuit) == planted.edges
+
+
+def test_planted_circuits_are_found_among_the_best_edges(planted: Planted) -> None:
+    scores = attribute_edges(planted.model, planted.pairs, planted.metric)
+    start = scores.top(2 * len(planted.edges))
+    found = acdc(planted.model, planted.pairs, threshold=1e-4, start=start, progress=False)
+    assert _names(found.circuit) == planted.edges
+    assert found.tested <= len(start)
+
+
+def test_planted_circuits_are_learned(planted: Planted) -> None:
+    found = prune_edges(
+        planted.model, planted.pairs, size=len(planted.edges), steps=120, progress=False
+    )
+    assert _names(found.circuit) == planted.edges
+
+
+@pytest.mark.parametrize("name", list(HAND_MADE))
+def test_hand_made_models_keep_the_edges_that_matter(name: str) -> None:
+    """At a threshold below every effect on paper, what is left does all that the model does."""
+    known: Known = HAND_MADE[name]()
+    found = acdc(known.model, known.pairs, threshold=1e-6, metric=known.metric, progress=False)
+    assert found.value == pytest.approx(known.clean, abs=1e-9)
+    silent = {edge for edge, score in known.patched.items() if score == 0}
+    assert not _names(found.circuit) & silent or name == "attending"
+
+
+def _slow(model: Model, graph: CircuitGraph, pairs: PromptPairs, threshold: float) -> Tensor:
+    """The algorithm of the paper with the slow oracle: one whole forward pass per edge."""
+
+    def measured(mask: Tensor) -> float:
+        return logit_difference(run_patched(model, graph, pairs, mask), pairs).mean().item()
+
+    mask = graph.exists.clone()
+    value = measured(mask)
+    for column in reversed(range(len(graph.destinations))):
+        for row in reversed(range(len(graph.sources))):
+            if not mask[row, column]:
+                continue
+            mask[row, column] = False
+            now = measured(mask)
+            if abs(now - value) < threshold:
+                value = now
+            else:
+                mask[row, column] = True
+    return mask
+
+
+def test_decisions_are_those_of_the_slow_search(model: Model, pairs: PromptPairs) -> None:
+    graph, pairs = graph_of(model), pairs.select(slice(0, 2))
+    slow = Circuit(graph, _slow(model, graph, pairs, 0.1)).connected()
+    found = acdc(model, pairs, threshold=0.1, metric=logit_difference, batch_size=1, progress=False)
+    assert isinstance(found.circuit, Circuit)
+    assert torch.equal(found.circuit.mask, slow.mask)
+    assert 0 < len(slow) < graph.n_edges
+    assert found.forward_equivalents < found.tested
+    value = logit_difference(run_patched(model, graph, pairs, slow.mask), pairs).mean().item()
+    assert found.value == pytest.approx(value, rel=1e-9)
+
+
+def test_heads_that_matter_are_kept(model: Model, pairs: PromptPairs) -> None:
+    found = acdc(
+        model, pairs, threshold=0.02, metric=logit_difference, start="heads", progress=False
+    )
+    assert isinstance(found.circuit, HeadCircuit)
+    assert found.tested == model.cfg.n_layers * model.cfg.n_heads
+    assert found.history["moved"][found.history["kept"]].abs().min() >= 0.02
+    assert (found.history["moved"][~found.history["kept"]].abs() < 0.02).all()
+
+
+@pytest.mark.parametrize("kind", ["edges", "heads"])
+@pytest.mark.parametrize("killed_at", [1, 6])
+def test_a_killed_search_ends_as_an_uninterrupted_one(
+    build_tiny: Build,
+    pairs: PromptPairs,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    killed_at: int,
+) -> None:
+    model = build_tiny(seed=1)
+    monkeypatch.setattr(acdc_module, "SAVE_EVERY", 2)
+    size = 12 if kind == "edges" else 1
+    settings = {"size": size, "threshold": 1e-3, "start": kind, "progress": False}
+    whole = acdc(model, pairs, **settings)
+    calls: list[int] = []
+
+    def fail(logits: Tensor, reference: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) > killed_at:
+            raise KeyboardInterrupt
+        return divergence(logits, reference)
+
+    divergence = acdc_module.divergence
+    with monkeypatch.context() as patch:
+        patch.setattr(acdc_module, "divergence", fail)
+        with pytest.raises(KeyboardInterrupt):
+            acdc(model, pairs, checkpoint=tmp_path / "c", **settings)
+    resumed = acdc(model, pairs, checkpoint=tmp_path / "c", **settings)
+    assert torch.equal(resumed.circuit.mask, whole.circuit.mask)
+    assert resumed.history.equals(whole.history)
+    assert (resumed.tested, resumed.threshold) == (whole.tested, whole.threshold)
+    assert resumed.value == pytest.approx(whole.value, rel=1e-6)
+    with pytest.raises(ValueError, match="checkpoint of another search"):
+        acdc(model, pairs, checkpoint=tmp_path / "c", **{**settings, "threshold": 1e-2})
+
+
+def test_settings_that_make_no_sense(build_tiny: Build, pairs: PromptPairs) -> None:
+    model = build_tiny()
+    with pytest.raises(ValueError, match="expected a threshold above 0, or a size"):
+        acdc(model, pairs, progress=False)
+    with pytest.raises(ValueError, match="expected a size in 0.."):
+        acdc(model, pairs, size=10**6, progress=False)
+    other = Circuit(graph_of(build_tiny("grouped")), graph_of(build_tiny("grouped")).exists)
+    with pytest.raises(ValueError, match="to start from"):
+        acdc(model, pairs, threshold=0.1, start=other, progress=False)
+    with pytest.raises(ValueError, match="expected a size in 1.."):
+        prune_edges(model, pairs, size=0, progress=False)
+
+
+def test_edges_on_no_path_are_left_out() -> None:
+    graph = CircuitGraph(2, 2, 2)
+    mask = torch.zeros_like(graph.exists)
+    path = ["input->a0.h0<v>", "a0.h0->m1", "m1->logits"]
+    lost = ["input->a0.h1<q>", "a1.h0->logits", "m0->a1.h1<k>"]
+    for edge in [*path, *lost]:
+        mask[graph.edge_index(edge)] = True
+    assert _names(Circuit(graph, mask).connected()) == frozenset(path)

@@ -1,0 +1,76 @@
+"""Scores of attention edges are the slope of a gate on the pattern, also under a sparse model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparse_tl.circuits import attribute_attention_edges
+from sparse_tl.hooks import Model
+from sparse_tl.masks import SparseTransformer
+from sparse_tl.metrics import logit_difference
+from sparse_tl.prompts import PromptPairs
+
+Build = Callable[..., Model]
+EDGES = [(0, 1, 2, 1), (1, 0, 3, 3), (1, 1, 2, 0)]
+
+
+def _metric_with_gate(
+    model: Model, pairs: PromptPairs, edge: tuple[int, int, int, int], gate: Tensor
+) -> Tensor:
+    """The metric per pair with one attention edge multiplied by a gate."""
+    layer, head, query, key = edge
+
+    def close(pattern: Tensor, hook: object) -> Tensor:
+        changed = pattern.clone()
+        changed[:, head, query, key] *= gate
+        return changed
+
+    hooks = [(f"blocks.{layer}.attn.hook_pattern", close)]
+    logits = model.run_with_hooks(pairs.clean, fwd_hooks=hooks)
+    return logit_difference(pairs.read(logits), pairs)
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_scores_are_the_slope_of_a_gate(
+    model: Model, pairs: PromptPairs, edge: tuple[int, int, int, int]
+) -> None:
+    scores = attribute_attention_edges(model, pairs, logit_difference, method="eap", batch_size=2)
+    step = torch.tensor(1e-5, dtype=torch.float64)
+    with torch.no_grad():
+        ends = [_metric_with_gate(model, pairs, edge, 1 + sign * step) for sign in (-1, 1)]
+    slope = (ends[0] - ends[1]) / (2 * step)  # closing: the gate goes down
+    torch.testing.assert_close(scores.scores[(slice(None), *edge)], slope, rtol=1e-6, atol=1e-8)
+    assert not scores.scores.triu(1).any(), "nothing flows backwards"
+
+
+def test_equal_prompts_change_nothing_under_the_corrupted_pattern(
+    model: Model, pairs: PromptPairs
+) -> None:
+    same = PromptPairs(pairs.clean, pairs.clean, pairs.answers, pairs.wrong, pairs.positions)
+    scores = attribute_attention_edges(model, same, logit_difference, patch="corrupted")
+    assert not scores.scores.any()
+    other = attribute_attention_edges(model, pairs, logit_difference, patch="corrupted")
+    assert other.scores.abs().max() > 1e-3
+
+
+def test_closed_gates_score_exactly_nothing(build_tiny: Build, pairs: PromptPairs) -> None:
+    sparse = SparseTransformer(build_tiny(), initial_bias=0.0)
+    scores = attribute_attention_edges(sparse, pairs, logit_difference)
+    _, cache = sparse.run_with_cache(pairs.clean)
+    patterns = torch.stack([cache[f"blocks.{layer}.attn.hook_pattern"] for layer in (0, 1)], 1)
+    closed = patterns == 0
+    assert 0 < closed.tril().sum() < closed.numel()
+    assert not scores.scores[closed].any()
+    assert scores.scores[~closed].any()
+    table = scores.to_pandas(top=5)
+    assert list(table) == ["layer", "head", "query", "key", "score"]
+    assert table["score"].abs().is_monotonic_decreasing
+
+
+def test_settings_that_make_no_sense(build_tiny: Build, pairs: PromptPairs) -> None:
+    with pytest.raises(ValueError, match="expected a method of"):
+        attribute_attention_edges(build_tiny(), pairs, logit_difference, patch="mean")  # type: ignore[arg-type]
