@@ -70,9 +70,9 @@ def attribute_attention_edges(
     pairs: PromptPairs,
     metric: Metric,
     *,
-    method: Literal["eap", "eap-ig"] = "eap-ig",
+    method: Literal["eap", "eap-ig"] | str = "eap-ig",
     steps: int = 5,
-    patch: EdgePatch = "zero",
+    patch: EdgePatch | str = "zero",
     batch_size: int = 32,
 ) -> AttentionEdgeScores:
     """The first-order effect of closing every attention edge of every head.
