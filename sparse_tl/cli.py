@@ -1,4 +1,4 @@
-"""The command line: ``sparse-tl addition`` and ``sparse-tl post-train``."""
+"""The command line: ``sparse-tl addition``, ``sparse-tl post-train``, ``sparse-tl circuits``."""
 
 from __future__ import annotations
 
@@ -162,6 +162,81 @@ def post_train(
         table.add_row(name, format(dense[key], form), format(sparse[key], form))
     console.print(table)
     console.print(outcome.verdict)
+
+
+@app.command()
+def circuits(
+    model: Annotated[
+        str | None,
+        typer.Option(help="The dense model: a hub name or a folder. Default: the built-in pair."),
+    ] = None,
+    sparse: Annotated[
+        Path | None, typer.Option(help="Folder of the sparse model that was made from it.")
+    ] = None,
+    tasks: Annotated[
+        str,
+        typer.Option(help="Of greater_than, ioi, docstring, ioi_long, with commas; or all."),
+    ] = "all",
+    out: Out = Path("runs/circuits"),
+    pairs: Annotated[
+        int, typer.Option(help="Prompt pairs per task: half score, half evaluate.")
+    ] = 128,
+    method: Annotated[str, typer.Option(help="eap, eap-ig or eap-ig-activations.")] = "eap-ig",
+    patch: Annotated[str, typer.Option(help="corrupted, mean or zero.")] = "corrupted",
+    batch_size: Annotated[int, typer.Option(help="Prompt pairs per pass.")] = 32,
+    seed: Seed = 0,
+    device: Device = None,
+    restart: Restart = False,
+    quiet: Quiet = False,
+) -> None:
+    """Find which heads and edges do a task, in a dense model and in the sparse one made from it.
+
+    Writes metrics.json, curves (.csv, .json, .safetensors), scores, circuits, their diagrams, and
+    the figures heads_kept and edges_kept (.html, .svg, .png). Without --model it takes the
+    built-in task models, and trains them first where they are not in the user's cache folder.
+    Called again, it goes on where it stopped.
+
+    Example: sparse-tl circuits --tasks ioi,greater_than --out runs/ioi
+    """
+    from sparse_tl.runs import run_circuits
+
+    outcome = run_circuits(
+        out,
+        model=model,
+        sparse=sparse,
+        tasks=() if tasks == "all" else [name.strip() for name in tasks.split(",")],
+        pairs=pairs,
+        method=method,
+        patch=patch,
+        batch_size=batch_size,
+        seed=seed,
+        device=device,
+        restart=restart,
+        progress=not quiet,
+    )
+    table = Table(title="Parts needed for an explained effect of 0.9, dense and sparse")
+    for column in ("", "accuracy", "heads", "fewer", "edges", "fewer"):
+        table.add_column(column, justify="left" if not column else "right")
+    for task, measured in outcome.metrics.items():
+        dense, thin = measured["dense"], measured["sparse"]
+        table.add_row(
+            task,
+            f"{dense['accuracy']:.1%}, {thin['accuracy']:.1%}",
+            f"{_size(dense['heads_at_0.9'])}, {_size(thin['heads_at_0.9'])}",
+            _times(measured["multiplier_heads"]),
+            f"{_size(dense['edges_at_0.9'])}, {_size(thin['edges_at_0.9'])}",
+            _times(measured["multiplier_edges"]),
+        )
+    console.print(table)
+    console.print(f"See {out / 'heads_kept.html'} and {out / 'edges_kept.html'}")
+
+
+def _size(size: float | None) -> str:
+    return "not reached" if size is None else f"{size:.1f}"
+
+
+def _times(factor: float | None) -> str:
+    return "-" if factor is None else f"{factor:.1f}x"
 
 
 def main() -> None:

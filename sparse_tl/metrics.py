@@ -46,6 +46,11 @@ def log_probability(
     return picked.masked_fill(~given, -torch.inf).logsumexp(dim=1)
 
 
+def is_right(logits: Float[Tensor, "pair vocab"], pairs: PromptPairs) -> Bool[Tensor, " pair"]:
+    """Whether the most likely of all tokens is an answer."""
+    return (logits.argmax(dim=-1, keepdim=True) == pairs.answers).any(dim=1)
+
+
 def divergence(
     logits: Float[Tensor, "pair vocab"], reference: Float[Tensor, "pair vocab"]
 ) -> Float[Tensor, " pair"]:

@@ -3,6 +3,7 @@
 from sparse_tl.circuits.acdc import Acdc, acdc
 from sparse_tl.circuits.attention_edges import AttentionEdgeScores, attribute_attention_edges
 from sparse_tl.circuits.attribution import attribute_edges, attribute_heads
+from sparse_tl.circuits.comparison import Overlap, Roc, overlap, roc
 from sparse_tl.circuits.evaluation import (
     Evaluation,
     evaluate,
@@ -30,7 +31,9 @@ __all__ = [
     "Evaluation",
     "HeadCircuit",
     "HeadScores",
+    "Overlap",
     "Pruning",
+    "Roc",
     "acdc",
     "attribute_attention_edges",
     "attribute_edges",
@@ -40,8 +43,10 @@ __all__ = [
     "evaluate_heads",
     "from_eap_ig",
     "log_sizes",
+    "overlap",
     "patch_exactly",
     "prune_edges",
+    "roc",
     "to_eap_ig",
     "trace_attention",
 ]

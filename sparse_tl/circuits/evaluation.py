@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from sparse_tl.circuits.patches import Patch, Patches
 from sparse_tl.circuits.scores import Circuit, EdgeScores, HeadCircuit, HeadScores
+from sparse_tl.files import read_tensors, write_tensors
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.hooks import HookedModel, MaskedRun, graph_of
 from sparse_tl.metrics import Metric, explained_effect, measure
@@ -77,6 +79,32 @@ class Evaluation:
         # A percentile interval need not hold the mean itself where few pairs decide it.
         effect = self.effect
         return torch.minimum(low, effect), torch.maximum(high, effect)
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file with everything; `load` reads it."""
+        write_tensors(
+            path,
+            {
+                "sizes": torch.tensor(self.sizes),
+                "total": torch.tensor(self.total),
+                "values": self.values,
+                "clean": self.clean,
+                "none": self.none,
+            },
+        )
+
+    @staticmethod
+    def load(path: str | Path) -> Evaluation:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: another file, or a damaged one.
+        """
+        found = read_tensors(path)
+        if set(found) != {"sizes", "total", "values", "clean", "none"}:
+            raise ValueError(f"expected a saved evaluation at {path}; it holds {sorted(found)}")
+        sizes, total = tuple(found.pop("sizes").tolist()), int(found.pop("total"))
+        return Evaluation(sizes, total, **found)
 
     @property
     def cpr(self) -> float:

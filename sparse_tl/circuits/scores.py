@@ -94,9 +94,7 @@ class EdgeScores:
             ValueError: another folder, or a damaged one.
         """
         folder = Path(folder)
-        said = read_json(folder / "scores.json")
-        if not isinstance(said, dict) or said.get("kind") != "edges":
-            raise ValueError(f"expected a folder of edge scores; {folder} holds something else")
+        said = _said(folder, "edges")
         tensors = read_tensors(folder / "scores.safetensors")
         return EdgeScores(CircuitGraph.from_dict(said["graph"]), tensors["scores"], said["method"])
 
@@ -147,6 +145,26 @@ class HeadScores:
             for layer, head in self.order()
         ]
         return pd.DataFrame(rows)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write a folder of safetensors and JSON; whole or not at all."""
+        folder = Path(folder)
+        with atomic_folder(folder) as temporary:
+            write_tensors(temporary / "scores.safetensors", {"scores": self.scores})
+            write_json(temporary / "scores.json", {"kind": "heads", "method": self.method})
+        return folder
+
+    @staticmethod
+    def load(folder: str | Path) -> HeadScores:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: another folder, or a damaged one.
+        """
+        said = _said(Path(folder), "heads")
+        return HeadScores(
+            read_tensors(Path(folder) / "scores.safetensors")["scores"], said["method"]
+        )
 
     def __repr__(self) -> str:
         best = ", ".join(
@@ -208,6 +226,14 @@ class Circuit:
 
     def __repr__(self) -> str:
         return f"Circuit({len(self)} of {self.graph.n_edges:,} edges of {self.graph!r})"
+
+
+def _said(folder: Path, kind: str) -> dict[str, Any]:
+    """The JSON beside saved scores of one kind."""
+    said = read_json(folder / "scores.json")
+    if not isinstance(said, dict) or said.get("kind") != kind:
+        raise ValueError(f"expected a folder of scores of {kind}; {folder} holds something else")
+    return said
 
 
 def reaches_logits(

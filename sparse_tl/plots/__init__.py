@@ -1,14 +1,19 @@
 """Results in, pictures out: nothing here knows a model."""
 
 from sparse_tl.plots.circuit_diagram import CircuitDiagram, circuit_diagram
+from sparse_tl.plots.component_diagram import ComponentDiagram, component_diagram
 from sparse_tl.plots.curves import EffectCurve, effect_figure, multiplier, save_figure
+from sparse_tl.plots.drawn_circuit import ScoredCircuit
 from sparse_tl.plots.rendering import SelfContainedFigure
 
 __all__ = [
     "CircuitDiagram",
+    "ComponentDiagram",
     "EffectCurve",
+    "ScoredCircuit",
     "SelfContainedFigure",
     "circuit_diagram",
+    "component_diagram",
     "effect_figure",
     "multiplier",
     "save_figure",

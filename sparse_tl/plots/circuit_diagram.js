@@ -1,17 +1,8 @@
 // Makes the static circuit diagram interactive. The lines, the reached nodes and the captions are
 // computed by the same rules as in drawn_edges.py; all coordinates come from diagram_layout.py.
 
-function startCircuitDiagrams(id, data) {
+function start(root, data) {
   "use strict";
-  const roots = document.querySelectorAll(`[data-circuit-diagram="${id}"]:not([data-ready])`);
-  for (const root of roots) {
-    root.setAttribute("data-ready", "");
-    startCircuitDiagram(root, data);
-  }
-}
-
-function startCircuitDiagram(root, data) {
-  const SVG = "http://www.w3.org/2000/svg";
   const HOVER_DISTANCE = 7;
   const svg = root.querySelector("svg");
   const tip = root.querySelector(".tip");
@@ -22,14 +13,7 @@ function startCircuitDiagram(root, data) {
     return { ...panel, ...unpackEdges(panel), index, group, part, view: null };
   });
   const hasAttribution = panels.every((panel) => panel.weights.length > 1);
-  for (const panel of panels) {
-    panel.hover = document.createElementNS(SVG, "path");
-    setAttributes(panel.hover, {
-      "data-role": "hover", fill: "none", stroke: "#c2410c", "stroke-linecap": "round",
-      "pointer-events": "none",
-    });
-    panel.part("nodes").before(panel.hover);
-  }
+  for (const panel of panels) panel.hover = addHoverPath(panel.part("nodes"), "#c2410c");
 
   // ---- numbers -------------------------------------------------------------------------------
 
@@ -249,67 +233,37 @@ function startCircuitDiagram(root, data) {
     });
   }
 
-  function setAttributes(element, attributes) {
-    for (const [name, value] of Object.entries(attributes)) {
-      if (value === null) element.removeAttribute(name);
-      else element.setAttribute(name, String(value));
-    }
-  }
-
   // ---- controls ------------------------------------------------------------------------------
 
-  function addControl(text, control, ...rest) {
-    const label = document.createElement("label");
-    label.append(text, control, ...rest);
-    root.querySelector(".controls").append(label);
-  }
-
-  function addSelect(text, name, options, onChange) {
-    const select = document.createElement("select");
-    select.name = name;
-    for (const [value, label] of options) select.append(new Option(label, value));
-    select.value = String(state[name]);
-    select.addEventListener("change", () => {
-      onChange(select.value);
+  function addChoice(text, name, options, convert) {
+    return addSelect(root, text, name, options, state[name], (value) => {
+      state[name] = convert(value);
       drawAll();
     });
-    addControl(text, select);
-    return select;
   }
 
   function addControls() {
-    const slider = document.createElement("input");
-    setAttributes(slider, {
-      type: "range", name: "threshold", max: 0.99, step: 0.01,
+    const range = {
+      name: "threshold", max: 0.99, step: 0.01,
       min: data.floor > 1 ? Math.ceil(data.floor / 10) / 100 : 0,
-    });
-    slider.value = String(state.limit / data.steps);
-    const output = document.createElement("output");
-    output.textContent = thresholdText();
-    slider.addEventListener("input", () => {
-      state.limit = Math.max(data.floor, Math.round(Number(slider.value) * data.steps));
-      output.textContent = thresholdText();
+    };
+    addSlider(root, "Threshold", range, state.limit / data.steps, thresholdText(), (value) => {
+      state.limit = Math.max(data.floor, Math.round(value * data.steps));
       drawAll();
+      return thresholdText();
     });
-    addControl("Threshold", slider, output);
 
     const characters = data.targets.map(([column], target) => {
       const outputs = [...new Set(panels.map((panel) => panel.output[column]))];
       return [target, `${outputs.join(" / ")}  (position ${column})`];
     });
-    const targetSelect = addSelect("Predicted character", "target", characters, (value) => {
-      state.target = Number(value);
-    });
+    const targetSelect = addChoice("Predicted character", "target", characters, Number);
     const nHeads = Math.max(...panels.map((panel) => panel.shape[1]));
     const heads = Array.from({ length: nHeads }, (_, head) => [head, `head ${head}`]);
-    addSelect("Heads", "head", [[-1, "all (largest)"], ...heads], (value) => {
-      state.head = Number(value);
-    });
+    addChoice("Heads", "head", [[-1, "all (largest)"], ...heads], Number);
     if (hasAttribution) {
       const weights = [["attention", "attention"], ["attribution", "attribution"]];
-      addSelect("Weight", "weight", weights, (value) => {
-        state.weight = value;
-      });
+      addChoice("Weight", "weight", weights, String);
     }
     return targetSelect;
   }
@@ -370,15 +324,6 @@ function startCircuitDiagram(root, data) {
     drawAll();
   }
 
-  function clearOnEscape(event) {
-    // A notebook removes the figure when its cell runs again.
-    if (!root.isConnected) document.removeEventListener("keydown", clearOnEscape);
-    else if (event.key === "Escape") {
-      state.focus = null;
-      drawAll();
-    }
-  }
-
   // ---- tooltip -------------------------------------------------------------------------------
 
   function nodeText(panel, level, column) {
@@ -412,20 +357,6 @@ function startCircuitDiagram(root, data) {
     return text;
   }
 
-  function showTip(lines, event) {
-    const heading = document.createElement("strong");
-    heading.textContent = lines[0];
-    tip.replaceChildren(heading, "\n" + lines.slice(1).join("\n"));
-    tip.hidden = false;
-    const box = root.getBoundingClientRect();
-    const x = event.clientX - box.left + 14;
-    const flipped = x + tip.offsetWidth > box.width;
-    tip.style.left = `${Math.max(0, flipped ? x - tip.offsetWidth - 28 : x)}px`;
-    const y = event.clientY - box.top + 14;
-    const raised = event.clientY + 14 + tip.offsetHeight > window.innerHeight;
-    tip.style.top = `${Math.max(0, raised ? y - tip.offsetHeight - 28 : y)}px`;
-  }
-
   function clearHover() {
     for (const panel of panels) panel.hover.removeAttribute("d");
   }
@@ -454,13 +385,6 @@ function startCircuitDiagram(root, data) {
     return best;
   }
 
-  function distanceToSegment(x, y, x0, y0, x1, y1) {
-    const [dx, dy] = [x1 - x0, y1 - y0];
-    const along = ((x - x0) * dx + (y - y0) * dy) / (dx * dx + dy * dy || 1);
-    const t = Math.max(0, Math.min(1, along));
-    return Math.hypot(x - x0 - t * dx, y - y0 - t * dy);
-  }
-
   function onPointerMove(event) {
     clearHover();
     const group = event.target.closest("g[data-panel]");
@@ -468,15 +392,14 @@ function startCircuitDiagram(root, data) {
     const panel = panels[Number(group.dataset.panel)];
     if (event.target.tagName === "circle") {
       const { level, column } = event.target.dataset;
-      return showTip(nodeText(panel, Number(level), Number(column)), event);
+      return showTip(root, nodeText(panel, Number(level), Number(column)), event);
     }
-    const matrix = svg.getScreenCTM().inverse();
-    const point = new DOMPoint(event.clientX, event.clientY).matrixTransform(matrix);
+    const point = pointIn(svg, event);
     const line = nearestLine(panel, point.x, point.y);
     if (!line) return hideTip();
     const [, width] = data.styles["path+"][gradeOf(line.value)];
     setAttributes(panel.hover, { d: line.d, "stroke-width": Math.max(2, width) });
-    showTip(edgeText(panel, line), event);
+    showTip(root, edgeText(panel, line), event);
   }
 
   addTargetClicks(addControls());
@@ -484,6 +407,9 @@ function startCircuitDiagram(root, data) {
   svg.setAttribute("role", "group");
   svg.addEventListener("pointermove", onPointerMove);
   svg.addEventListener("pointerleave", hideTip);
-  document.addEventListener("keydown", clearOnEscape);
+  onEscape(root, () => {
+    state.focus = null;
+    drawAll();
+  });
   drawAll();
 }

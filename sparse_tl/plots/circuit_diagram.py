@@ -9,11 +9,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from html import escape
-from importlib import resources
 from itertools import groupby
 from typing import Any, get_args
 
@@ -33,22 +29,16 @@ from sparse_tl.plots.drawn_edges import (
     threshold_steps,
 )
 from sparse_tl.plots.edge_styles import N_GRADES, STEPS, EdgeKind, line_style
-from sparse_tl.plots.rendering import SelfContainedFigure
+from sparse_tl.plots.figure_frame import BLUE
+from sparse_tl.plots.interactive_html import PanelFigure, interactive_html
 from sparse_tl.plots.token_text import visible_text
 
 # How many weights the script is sent at most, at three to four bytes each.
 _MAX_NUMBERS = 100_000
 
 
-class CircuitDiagram(SelfContainedFigure):
+class CircuitDiagram(PanelFigure):
     """A circuit diagram: shows itself in notebooks and saves itself to files."""
-
-    def __init__(self, html: str, svg: str, title: str, panel_names: Sequence[str]) -> None:
-        super().__init__(html, svg, title)
-        self.panel_names = tuple(panel_names)
-
-    def __repr__(self) -> str:
-        return f"CircuitDiagram({', '.join(map(repr, self.panel_names))})"
 
 
 def circuit_diagram(
@@ -111,7 +101,8 @@ def circuit_diagram(
         title=title,
     )
     state = {"target": target, "weight": weight, "limit": limit, "head": -1}
-    html = _html(svg, _script_data(drawn, rounded, layout, state))
+    data = _script_data(drawn, rounded, layout, state)
+    html = interactive_html("circuit_diagram", svg, data)
     return CircuitDiagram(html, svg, visible_text(title or "Circuit diagram"), tuple(flows))
 
 
@@ -202,7 +193,7 @@ def _script_data(
         "paint": {
             "reached": [circuit_svg.NODE_FILL_ON_PATH, circuit_svg.NODE_STROKE_ON_PATH],
             "unreached": [circuit_svg.NODE_FILL, circuit_svg.NODE_STROKE],
-            "predicted": circuit_svg.BLUE,
+            "predicted": BLUE,
         },
         "targets": panels[0].flow.targets,
         "panels": [
@@ -258,31 +249,3 @@ def _runs(listed: Bool[Tensor, " place"]) -> list[int]:
     """Lengths of alternating runs, the first of them skipped (and of length 0 if need be)."""
     lengths = [] if not len(listed) or not listed[0] else [0]
     return lengths + [len(list(run)) for _, run in groupby(listed.tolist())]
-
-
-def _script_json(data: dict[str, Any]) -> str:
-    """JSON that can stand inside a script element, whatever the tokens are."""
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    # ensure_ascii has escaped U+2028 and U+2029 already.
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _html(svg: str, data: dict[str, Any]) -> str:
-    folder = resources.files("sparse_tl.plots")
-    style = (folder / "circuit_diagram.css").read_text(encoding="utf-8")
-    script = (folder / "circuit_diagram.js").read_text(encoding="utf-8")
-    payload = _script_json(data)
-    # The same figure always has the same id; the script takes every copy on the page that has not
-    # been started yet, so that showing a figure twice works too.
-    digest = hashlib.sha256((svg + payload).encode()).hexdigest()[:12]
-    root = escape(f"circuit-{digest}")
-    return (
-        f'<div class="sparse-tl-circuit" data-circuit-diagram="{root}">\n'
-        f"<style>\n{style}</style>\n"
-        f'<div class="controls"></div>\n'
-        f'<div class="canvas">\n{svg}\n</div>\n'
-        f'<div class="tip" role="tooltip" hidden></div>\n'
-        f"</div>\n"
-        f"<script>\n(() => {{\n{script}\nstartCircuitDiagrams({json.dumps(root)}, {payload});\n"
-        f"}})();\n</script>"
-    )

@@ -8,24 +8,26 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from sparse_tl.flow import AttentionFlow, EdgeWeight
 from sparse_tl.plots.diagram_layout import (
     LABEL_SIZE,
-    PANEL_NAME_SIZE,
     Layout,
     PanelLayout,
-    arrow_head,
     edge_path,
     prediction_arrow,
 )
 from sparse_tl.plots.drawn_edges import EdgeSelection
 from sparse_tl.plots.edge_styles import STEPS, EdgeKind, grade, line_style
-from sparse_tl.plots.token_text import clip_text, text_width, visible_text
+from sparse_tl.plots.figure_frame import (
+    BLUE,
+    figure_start,
+    panel_frame,
+    transition_arrow,
+    xml_text,
+)
+from sparse_tl.plots.token_text import clip_text, visible_text
 
-FONT_FAMILY = "Helvetica Neue, Helvetica, Arial, Liberation Sans, DejaVu Sans, sans-serif"
-INK, MUTED, BLUE = "#16181d", "#5c6470", "#0b3a86"
 RESIDUAL, RESIDUAL_ON_PATH = "#d3d7de", "#868e9b"
 NODE_STROKE, NODE_STROKE_ON_PATH = "#aeb5c0", "#0b3a86"
 NODE_FILL, NODE_FILL_ON_PATH = "#ffffff", "#bcd2f0"
@@ -61,22 +63,10 @@ def draw_svg(
         transition: text along the arrow from each panel to the next; ``None`` for no arrow.
         title: above the panels.
     """
-    names = " and ".join(panel.name for panel in panels)
-    label = _xml(visible_text(title or f"Circuit diagram of {names}"))
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {layout.width} {layout.height}" '
-        f'width="{layout.width}" height="{layout.height}" role="img" aria-label="{label}" '
-        f'font-family="{FONT_FAMILY}" fill="{INK}">',
-        f'<rect width="{layout.width}" height="{layout.height}" fill="#ffffff"/>',
-    ]
-    if title:
-        heading = clip_text(visible_text(title), 18, layout.width - 40)
-        parts.append(
-            f'<text x="{layout.width / 2:g}" y="28" text-anchor="middle" font-size="18" '
-            f'font-weight="bold">{_xml(heading)}</text>'
-        )
+    names = [panel.name for panel in panels]
+    parts = [*figure_start(layout.width, layout.height, names, title)]
     if transition is not None and len(panels) > 1:
-        parts.extend(_transition(layout, transition))
+        parts.extend(transition_arrow(layout.left, layout.panels, transition))
     for index, panel in enumerate(panels):
         parts.extend(_panel(index, panel, layout, target, weight, limit))
     parts.append("</svg>")
@@ -92,32 +82,6 @@ def caption(selection: EdgeSelection, weight: EdgeWeight, limit: int) -> str:
     return f"{shown} {threshold} of the largest attribution; orange: below 0"
 
 
-def _xml(text: str) -> str:
-    return escape(text, quote=True)
-
-
-def _transition(layout: Layout, text: str) -> Iterator[str]:
-    edge = layout.left - 6
-    first, last = layout.panels[0], layout.panels[-1]
-    for upper, lower in zip(layout.panels[:-1], layout.panels[1:], strict=True):
-        start, end = upper.middle + upper.height * 0.12, lower.middle - lower.height * 0.12
-        depth = edge - 52
-        yield (
-            f'<g data-role="transition"><path d="M{edge} {start:.1f}C{depth} {start + 12:.1f} '
-            f'{depth} {end - 12:.1f} {edge - 11} {end - 2:.1f}" fill="none" stroke="#000000" '
-            f'stroke-width="5" stroke-linecap="round"/>'
-            f'<path d="{arrow_head(edge + 2, end, 0.16, 19)}" fill="#000000"/></g>'
-        )
-    room = last.top + last.height - first.top - 10
-    text = visible_text(text)
-    size = max(12.0, min(17.0, 17.0 * room / max(text_width(text, 17.0), 1.0)))
-    middle = (first.top + last.top + last.height) / 2
-    yield (
-        f'<text transform="translate(24 {middle:g}) rotate(-90)" text-anchor="middle" '
-        f'font-size="{size:.1f}" font-weight="bold">{_xml(clip_text(text, size, room))}</text>'
-    )
-
-
 def _panel(
     index: int, panel: Panel, layout: Layout, target: int, weight: EdgeWeight, limit: int
 ) -> Iterator[str]:
@@ -127,16 +91,8 @@ def _panel(
         f'data-edges-on-path="{selection.n_on_path}" '
         f'data-attention-edges="{selection.n_attention_edges}">'
     )
-    yield (
-        f'<rect x="{layout.left}" y="{place.top}" width="{layout.right - layout.left}" '
-        f'height="{place.height}" rx="7" fill="#ffffff" stroke="{INK}" stroke-width="1.3"/>'
-    )
-    name = clip_text(visible_text(panel.name), PANEL_NAME_SIZE, (layout.right - layout.left) * 0.45)
-    yield (
-        f'<text x="{layout.left + 14}" y="{place.top + 25}"><tspan font-size="{PANEL_NAME_SIZE:g}" '
-        f'font-weight="bold">{_xml(name)}</tspan><tspan dx="14" font-size="12" fill="{MUTED}" '
-        f'data-role="caption">{_xml(caption(selection, weight, limit))}</tspan></text>'
-    )
+    words = caption(selection, weight, limit)
+    yield from panel_frame(layout.left, layout.right, place, panel.name, words)
     for layer in range(panel.flow.n_layers):
         yield (
             f'<text x="{layout.columns[0] - 30}" y="{place.levels[layer + 1] + 4.5:g}" '
@@ -221,7 +177,7 @@ def _tokens(
         emphasis = f' font-weight="bold" fill="{BLUE}"' if column == predicted else ""
         clipped = clip_text(text, layout.token_size, layout.token_width)
         yield (
-            f'<text data-column="{column}" {place}{emphasis}>{_xml(clipped)}'
-            f"<title>{_xml(text)}</title></text>"
+            f'<text data-column="{column}" {place}{emphasis}>{xml_text(clipped)}'
+            f"<title>{xml_text(text)}</title></text>"
         )
     yield "</g>"

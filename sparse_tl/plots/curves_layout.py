@@ -13,8 +13,8 @@ from typing import Literal
 import numpy as np
 import plotly.graph_objects as go
 
-from sparse_tl.plots.circuit_svg import FONT_FAMILY, INK, MUTED
 from sparse_tl.plots.effect_curve import EffectCurve
+from sparse_tl.plots.figure_frame import FONT_FAMILY, INK, MUTED
 from sparse_tl.plots.token_text import clip_text, text_width, visible_text
 
 Parts = Literal["heads", "edges"]

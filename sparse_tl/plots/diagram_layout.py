@@ -11,17 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparse_tl.flow import AttentionFlow
+from sparse_tl.plots.figure_frame import (
+    FIGURE_WIDTH,
+    MARGIN,
+    PANEL_GAP,
+    TITLE_HEIGHT,
+    TRANSITION_WIDTH,
+    Frame,
+    arrow_head,
+)
 from sparse_tl.plots.token_text import text_width, visible_text
 
 MIN_FONT_SIZE = 11.5
-PANEL_NAME_SIZE = 16.0
 LABEL_SIZE = 13.0
 
-_WIDTH = 1000
-_MARGIN = 8
-_PANEL_GAP = 18
-_TRANSITION_WIDTH = 76
-_TITLE_HEIGHT = 34
 _MIN_COLUMN_WIDTH = 20
 _MAX_COLUMN_WIDTH = 110
 _MAX_ROTATED_LABEL = 104.0
@@ -29,24 +32,17 @@ _ROOMY_COLUMN_WIDTH = 60
 
 
 @dataclass(frozen=True)
-class PanelLayout:
-    """One frame.
+class PanelLayout(Frame):
+    """One frame and what is in it.
 
     Args:
-        top, height: of the frame.
         levels: the y coordinate of each level, the input first.
         output_y, input_y: baselines of the token rows.
     """
 
-    top: int
-    height: int
     levels: tuple[int, ...]
     output_y: int
     input_y: int
-
-    @property
-    def middle(self) -> float:
-        return self.top + self.height / 2
 
     @property
     def bend(self) -> int:
@@ -91,37 +87,37 @@ def lay_out(flows: Sequence[AttentionFlow], has_title: bool, has_transition: boo
     tokens = [
         visible_text(token) for flow in flows for token in (*flow.input_tokens, *flow.output_tokens)
     ]
-    left = _MARGIN + (_TRANSITION_WIDTH if has_transition else 0)
+    left = MARGIN + (TRANSITION_WIDTH if has_transition else 0)
     most_layers = max(flow.n_layers for flow in flows)
     label_width = math.ceil(text_width(f"Layer {most_layers - 1}", LABEL_SIZE))
     first_column = left + 14 + label_width + 34
 
     n_gaps = max(n_columns - 1, 1)
-    room = _WIDTH - _MARGIN - 38 - first_column
+    room = FIGURE_WIDTH - MARGIN - 38 - first_column
     spacing = min(_MAX_COLUMN_WIDTH, room // n_gaps)
     token_size, rotated = _token_style(tokens, spacing)
     if rotated:
         room -= 40  # the last label leans out to the right
         spacing = min(_MAX_COLUMN_WIDTH, room // n_gaps)
     spacing = max(spacing, _MIN_COLUMN_WIDTH)
-    width = max(_WIDTH, _WIDTH + n_gaps * spacing - room)
+    width = max(FIGURE_WIDTH, FIGURE_WIDTH + n_gaps * spacing - room)
     slack = max(0, room - n_gaps * spacing)
     columns = tuple(first_column + slack // 2 + column * spacing for column in range(n_columns))
 
     token_width = _MAX_ROTATED_LABEL if rotated else spacing - 6.0
     longest = min(token_width, max(text_width(token, token_size) for token in tokens))
     label_height = math.ceil(longest * 0.65) + 6 if rotated else 0
-    top = _MARGIN + (_TITLE_HEIGHT if has_title else 0)
+    top = MARGIN + (TITLE_HEIGHT if has_title else 0)
     panels = []
     for flow in flows:
         panel = _lay_out_panel(flow, top, rotated, label_height)
         panels.append(panel)
-        top += panel.height + _PANEL_GAP
+        top += panel.height + PANEL_GAP
     return Layout(
         width=width,
-        height=top - _PANEL_GAP + _MARGIN,
+        height=top - PANEL_GAP + MARGIN,
         left=left,
-        right=width - _MARGIN,
+        right=width - MARGIN,
         columns=columns,
         token_size=token_size,
         token_width=token_width,
@@ -163,16 +159,6 @@ def edge_path(layout: Layout, panel: PanelLayout, layer: int, query: int, key: i
         return f"M{start_x} {start_y}L{end_x} {end_y}"
     side, bend = start_x + layout.bow, panel.bend
     return f"M{start_x} {start_y}C{side} {start_y - bend} {side} {end_y + bend} {end_x} {end_y}"
-
-
-def arrow_head(x: float, y: float, angle: float, size: float) -> str:
-    """A filled arrow head with its tip at (x, y), as SVG path data; angle in radians."""
-    corners = [(x, y)]
-    for turn, reach in ((2.7, 1.0), (math.pi, 0.72), (-2.7, 1.0)):
-        corners.append(
-            (x + size * reach * math.cos(angle + turn), y + size * reach * math.sin(angle + turn))
-        )
-    return "M" + "L".join(f"{corner_x:.1f} {corner_y:.1f}" for corner_x, corner_y in corners) + "Z"
 
 
 def prediction_arrow(

@@ -12,10 +12,10 @@ N_GRADES = 10
 
 EdgeKind = Literal["open", "path", "main"]
 
-_Colour = tuple[int, int, int]
+Colour = tuple[int, int, int]
 
 # (weakest, strongest); blue for positive and orange for negative weights.
-_COLOURS: dict[tuple[EdgeKind, bool], tuple[_Colour, _Colour]] = {
+_COLOURS: dict[tuple[EdgeKind, bool], tuple[Colour, Colour]] = {
     ("main", False): ((88, 138, 204), (6, 36, 98)),
     ("main", True): ((228, 142, 92), (138, 44, 6)),
     ("path", False): ((199, 217, 240), (134, 172, 220)),
@@ -57,9 +57,11 @@ def line_style(kind: EdgeKind, grade: int, negative: bool, scale: float = 1.0) -
     thin, thick = _WIDTHS[kind]
     # Most attention weights are small: the root keeps them apart from one another.
     tint = share**0.6
-    channels = (
-        round(weak + (strong - weak) * tint)
-        for weak, strong in zip(weakest, strongest, strict=True)
-    )
     width = (thin + (thick - thin) * share) * (max(scale, 0.6) if kind == "main" else scale)
-    return LineStyle("#" + "".join(f"{channel:02x}" for channel in channels), round(width, 2))
+    return LineStyle(blend(weakest, strongest, tint), round(width, 2))
+
+
+def blend(start: Colour, end: Colour, share: float) -> str:
+    """The colour that is so far on the way from one to the other, as ``#rrggbb``."""
+    channels = (round(a + (b - a) * share) for a, b in zip(start, end, strict=True))
+    return "#" + "".join(f"{channel:02x}" for channel in channels)

@@ -240,14 +240,16 @@ def _repeatable() -> Iterator[None]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    # Untyped: the module adds the setting to itself in a way that type checkers do not follow.
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid, at a price
+    settings.fill_uninitialized_memory = False  # a debugging aid, at a price
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        settings.fill_uninitialized_memory = fill
 
 
 @contextmanager

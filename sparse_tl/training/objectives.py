@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -18,6 +19,8 @@ from sparse_tl.training.constraint import LossConstraint, TargetLoss
 SLACK_UNTIL = 0.9
 """Part of the run after which the target itself holds."""
 BRAKE_FACTOR = 1.5
+LayerCosts = Sequence[float] | Mapping[float, Sequence[float]]
+"""Costs of an edge by layer: the same throughout, or by the part of the run at which they hold."""
 
 
 @runtime_checkable
@@ -87,9 +90,14 @@ class SparsityObjective:
         slack: multiple of the target that is allowed at first; it shrinks to 1 as training goes on.
         pressure: gradient on gates that are confidently open; 0 for that of the sigmoid alone.
         layer_costs: what one edge of each layer counts in E; 1 everywhere when left out. Dearer
-            early layers favour circuits that gather once and hand on what they gathered.
+            early layers favour circuits that gather once and hand on what they gathered. Costs
+            given for several parts of the run move from one to the next by a constant factor per
+            step: where late layers cost next to nothing at first, the early ones lose their edges
+            while the late ones are open and can take over.
         brake: multiple of the allowed loss above which deterministic gates must not get while
             noise is full: beyond it lambda grows by `BRAKE_FACTOR` at every evaluation.
+        deterministic_share: share of each batch's rows on which the constraint is measured with
+            deterministic gates; 0 measures it on all rows, with the sampled ones.
     """
 
     def __init__(
@@ -102,11 +110,14 @@ class SparsityObjective:
         anneal_noise_from: float = 0.5,
         pressure: float = 0.05,
         slack: float = 1.0,
-        layer_costs: Sequence[float] | None = None,
+        layer_costs: LayerCosts | None = None,
         brake: float | None = None,
+        deterministic_share: float = 0.0,
     ) -> None:
         if dense is None and (target.reference == "dense" or distillation > 0):
             raise ValueError("a target relative to the dense model and distillation need `dense`")
+        if not 0 <= deterministic_share <= 1:
+            raise ValueError(f"expected deterministic_share in 0..1; got {deterministic_share}")
         self.sparse = sparse
         self.dense = dense
         self.target = target
@@ -117,11 +128,22 @@ class SparsityObjective:
         self.slack = slack
         self.layer_costs = _layer_costs(sparse, layer_costs)
         self.brake = brake
+        self.deterministic_share = deterministic_share
         self._allowance, self._progress = 1.0, 0.0
 
     def allowance(self, progress: float) -> float:
         """What the target is multiplied by: `slack` at first, 1 from `SLACK_UNTIL` on."""
         return 1 + (self.slack - 1) * max(0.0, 1 - progress / SLACK_UNTIL)
+
+    def costs(self, progress: float) -> Float[Tensor, " layer"]:
+        """What one edge of each layer counts in E at this part of the run."""
+        parts = list(self.layer_costs)
+        after = bisect(parts, progress)
+        if after in (0, len(parts)):
+            return self.layer_costs[parts[max(0, after - 1)]]
+        start, end = parts[after - 1], parts[after]
+        way = (progress - start) / (end - start)
+        return self.layer_costs[start] ** (1 - way) * self.layer_costs[end] ** way
 
     def noise(self, progress: float) -> float:
         """The scale of the gates' noise: 1 at first, 0 at the end."""
@@ -141,16 +163,17 @@ class SparsityObjective:
             logits = self.sparse(batch.tokens, **batch.model_kwargs)
         counts = record.counts()
         loss = cross_entropy(logits, batch)
-        edges = counts.expected.sum(dim=(1, 2)) @ self.layer_costs.to(loss.device) / len(batch)
+        edges = counts.expected.sum(dim=(1, 2)) @ self.costs(progress).to(loss.device) / len(batch)
         self._allowance, self._progress = self.allowance(progress), progress
-        violation = loss.item() - self.target.nats * self._allowance
+        judged, judged_loss = self._judge(batch, loss)
+        violation = judged_loss.item() - self.target.nats * self._allowance
         task = loss
         if self.dense is not None:
             with torch.no_grad():
                 dense_logits = self.dense(batch.tokens, **batch.model_kwargs)
             if self.target.reference == "dense":
-                # The same batch for both: what the batch happens to hold cancels out.
-                violation -= cross_entropy(dense_logits, batch).item()
+                # The same rows for both: what they happen to hold cancels out.
+                violation -= cross_entropy(dense_logits[: len(judged)], judged).item()
             if self.distillation > 0:
                 divergence = _divergence(dense_logits, logits, batch)
                 task = (1 - self.distillation) * loss + self.distillation * divergence
@@ -162,6 +185,17 @@ class SparsityObjective:
             "lambda": multiplier,
             "expected_per_token": counts.expected.sum().item() / counts.tokens.sum().item(),
         }
+
+    def _judge(
+        self, batch: TokenBatch, sampled: Float[Tensor, ""]
+    ) -> tuple[TokenBatch, Float[Tensor, ""]]:
+        """The rows that the constraint is measured on, the first of the batch, and their loss."""
+        if self.deterministic_share == 0:
+            return batch, sampled
+        size = math.ceil(self.deterministic_share * len(batch))
+        rows = batch.split(size)[0]  # a piece that has a label
+        with torch.no_grad():
+            return rows, cross_entropy(self.sparse(rows.tokens, **rows.model_kwargs), rows)
 
     def update(self, measured: dict[str, float]) -> None:
         self.constraint.update(measured["violation"] / self._allowance)
@@ -190,16 +224,23 @@ class SparsityObjective:
 
 
 def _layer_costs(
-    sparse: SparseTransformer, costs: Sequence[float] | None
-) -> Float[Tensor, " layer"]:
+    sparse: SparseTransformer, costs: LayerCosts | None
+) -> dict[float, Float[Tensor, " layer"]]:
+    """Checked costs by part of the run, in order."""
     n_layers, _ = sparse.gates.bias.shape
-    given = torch.ones(n_layers) if costs is None else torch.tensor(costs, dtype=torch.float)
-    if given.shape != (n_layers,) or not bool((given.isfinite() & (given > 0)).all()):
+    if costs is None:
+        costs = [1.0] * n_layers
+    parts = costs if isinstance(costs, Mapping) else {0.0: costs}
+    given = {part: torch.tensor(parts[part], dtype=torch.float) for part in sorted(parts)}
+    if not given or not all(
+        0 <= part <= 1 and some.shape == (n_layers,) and bool((some.isfinite() & (some > 0)).all())
+        for part, some in given.items()
+    ):
         raise ValueError(
-            f"expected layer_costs to be {n_layers} numbers above 0, one for each layer; got "
-            f"{costs}"
+            f"expected layer_costs to be {n_layers} numbers above 0, one for each layer, or such "
+            f"costs by part of the run, 0 to 1; got {costs}"
         )
-    return given.to(sparse.gates.bias)
+    return {part: some.to(sparse.gates.bias) for part, some in given.items()}
 
 
 def _divergence(

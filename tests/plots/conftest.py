@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from sparse_tl.flow import AttentionFlow
+from sparse_tl.graph import CircuitGraph
+from sparse_tl.plots import ScoredCircuit
 
 INPUT = tuple("36+28=?????")
 OUTPUT = tuple("36+28=00064")
@@ -97,6 +99,47 @@ def dense_flow() -> AttentionFlow:
 @pytest.fixture
 def two_panels(dense_flow: AttentionFlow, sparse_flow: AttentionFlow) -> dict[str, AttentionFlow]:
     return {"Base Model": dense_flow, "Sparse Model": sparse_flow}
+
+
+def _scored_circuit(
+    edges: dict[str, float], graph: CircuitGraph | None = None, scored: bool = True
+) -> ScoredCircuit:
+    graph = graph or CircuitGraph(3, 2, 2)
+    scores = torch.zeros(graph.exists.shape)
+    mask = torch.zeros_like(graph.exists)
+    for name, score in edges.items():
+        index = graph.edge_index(name)
+        scores[index], mask[index] = score, True
+    return ScoredCircuit(graph, mask, scores if scored else None)
+
+
+def _random_circuit(
+    n_layers: int = 4, n_heads: int = 4, n_edges: int = 60, seed: int = 0, **sizes: Any
+) -> ScoredCircuit:
+    generator = torch.Generator().manual_seed(seed)
+    graph = CircuitGraph(n_layers, n_heads, **({"n_kv_heads": n_heads} | sizes))
+    scores = torch.randn(graph.exists.shape, generator=generator) ** 3
+    # From half of the sources, and often from the input and into the logits, as in real circuits.
+    busy = torch.rand(len(graph.sources), 1, generator=generator) < 0.5
+    busy[0] = True
+    scores = scores * graph.exists * busy
+    scores[0] *= 3
+    scores[:, -1] *= 5
+    mask = torch.zeros_like(graph.exists)
+    mask.view(-1)[scores.abs().flatten().argsort(descending=True)[:n_edges]] = True
+    return ScoredCircuit(graph, mask, scores)
+
+
+@pytest.fixture
+def make_circuit() -> Callable[..., ScoredCircuit]:
+    """Makes the circuit of the edges with these names and scores, of 3 layers and 2 heads."""
+    return _scored_circuit
+
+
+@pytest.fixture
+def make_random_circuit() -> Callable[..., ScoredCircuit]:
+    """Makes a circuit of so many edges, with scores over several orders of magnitude."""
+    return _random_circuit
 
 
 @pytest.fixture

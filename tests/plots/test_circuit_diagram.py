@@ -317,7 +317,7 @@ def test_tokens_and_names_stay_text(make_flow, circuit):
     assert {element.tag for element in root.iter()} <= {
         SVG + name for name in ("svg", "g", "path", "rect", "text", "tspan", "circle", "title")
     }
-    _, call = str(figure).rsplit("startCircuitDiagrams(", 1)
+    _, call = str(figure).rsplit("startFigures(", 1)
     payload, rest = call.split(");\n", 1)
     assert rest == "})();\n</script>"
     assert not set("<>&\u2028\u2029") & set(payload) and "alert" in payload

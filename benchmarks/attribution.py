@@ -1,0 +1,159 @@
+"""What attribution and evaluation cost, in passes of the plain model: GPT-2 small's shape.
+
+F is two forward passes and one backward pass of the plain model on the same batch: the floor of
+attribution patching. The loss is taken at one position, as in attribution. Memory is the largest
+resident size of a process that does just this, over that of one that does the plain passes.
+
+    python benchmarks/attribution.py [--pairs 32 --length 16 --repeats 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sparse_tl.circuits import acdc, attribute_edges, attribute_heads, evaluate_edges
+from sparse_tl.hooks import build_model
+from sparse_tl.hooks.streams import logits_at
+from sparse_tl.metrics import logit_difference
+from sparse_tl.prompts import PromptPairs
+
+GPT2_SMALL: dict[str, Any] = {
+    "model_name": "gpt2-small's shape",
+    "n_layers": 12,
+    "n_heads": 12,
+    "d_model": 768,
+    "d_head": 64,
+    "d_mlp": 3072,
+    "n_ctx": 1024,
+    "d_vocab": 50257,
+    "act_fn": "gelu_new",
+    "normalization_type": "LN",
+    "seed": 0,
+}
+
+
+def _pairs(n: int, length: int) -> PromptPairs:
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randint(50257, shape, generator=generator)  # noqa: E731
+    clean = draw(n, length)
+    corrupted = clean.clone()
+    corrupted[:, length // 2] = draw(n)
+    return PromptPairs(clean, corrupted, draw(n, 1), draw(n, 1), torch.full((n,), length - 1))
+
+
+def _jobs(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+    model = build_model(GPT2_SMALL, tokenizer=None, device="cpu")
+    pairs = _pairs(args.pairs, args.length)
+    scores = None
+
+    def logits(tokens: torch.Tensor) -> torch.Tensor:
+        final = model(tokens, stop_at_layer=model.cfg.n_layers)
+        return logits_at(model, final, pairs.positions)
+
+    def forward() -> None:
+        with torch.no_grad():
+            logits(pairs.clean)
+
+    def plain() -> None:
+        """F: gradients reach every layer's input, as attribution needs; weights need none."""
+        with torch.no_grad():
+            logits(pairs.corrupted)
+        model.requires_grad_(False)
+        embedded = model(pairs.clean, stop_at_layer=0).requires_grad_()
+        final = model(embedded, start_at_layer=0, stop_at_layer=model.cfg.n_layers)
+        value = logit_difference(logits_at(model, final, pairs.positions), pairs).sum()
+        torch.autograd.grad(value, embedded)
+        model.requires_grad_(True)
+
+    def attribute(method: str) -> Callable[[], Any]:
+        return lambda: attribute_edges(model, pairs, logit_difference, method=method, steps=5)
+
+    def evaluation() -> None:
+        nonlocal scores
+        scores = scores or attribute("eap")()
+        sizes = [round(scores.graph.n_edges ** (k / 10)) for k in range(1, 11)]
+        evaluate_edges(model, pairs, logit_difference, scores, sizes, progress=False)
+
+    return {
+        "forward": forward,
+        "F": plain,
+        "EAP": attribute("eap"),
+        "EAP-IG, 5 steps": attribute("eap-ig"),
+        "heads, EAP-IG, 5 steps": lambda: attribute_heads(model, pairs, logit_difference, steps=5),
+        "evaluation at 10 sizes": evaluation,
+    }
+
+
+def _seconds(job: Callable[[], Any], repeats: int) -> float:
+    job()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        job()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def _peak(name: str, args: argparse.Namespace) -> float:
+    """Largest resident size in MB of a process that does one job, once."""
+    sizes = ["--pairs", str(args.pairs), "--length", str(args.length)]
+    ran = subprocess.run(
+        [sys.executable, __file__, "--only", name, *sizes],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return float(ran.stdout.split()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=32)
+    parser.add_argument("--length", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--acdc-edges", type=int, default=300, help="edges that ACDC starts from")
+    parser.add_argument("--only", help="do one job once, and print the peak memory in MB")
+    args = parser.parse_args()
+    jobs = _jobs(args)
+    if args.only:
+        jobs[args.only]()
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        return
+    seconds = {name: _seconds(job, args.repeats) for name, job in jobs.items()}
+    for name, taken in seconds.items():
+        per_size = taken / 10 / seconds["forward"]
+        also = f", {per_size:.2f} forward passes per size" if name.startswith("evalu") else ""
+        print(f"{name:24} {taken:7.3f} s = {taken / seconds['F']:5.2f} F{also}")
+    plain = _peak("F", args)
+    for name in ("EAP", "EAP-IG, 5 steps"):
+        print(f"{name:24} {_peak(name, args) - plain:7.0f} MB over the plain passes ({plain:.0f})")
+    _report_acdc(args, seconds["forward"])
+
+
+def _report_acdc(args: argparse.Namespace, forward: float) -> None:
+    """ACDC among the best edges of EAP: tests, and forward passes that they cost."""
+    model = build_model(GPT2_SMALL, tokenizer=None, device="cpu")
+    pairs = _pairs(args.pairs, args.length)
+    start = attribute_edges(model, pairs, logit_difference, method="eap").top(args.acdc_edges)
+    started = time.perf_counter()
+    found = acdc(model, pairs, threshold=1e-6, start=start, progress=False)
+    taken = time.perf_counter() - started
+    print(
+        f"ACDC from {len(start)} edges: {found.tested} tested at the cost of "
+        f"{found.forward_equivalents:.0f} forward passes by layers, "
+        f"{len(start) / found.forward_equivalents:.1f}x fewer than one per edge; {taken:.0f} s = "
+        f"{taken / forward:.0f} forward passes by time; {len(found.circuit)} edges left"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Circuits against a known one: ROC over edges, and the overlap of two circuits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sparse_tl.circuits.scores import Circuit, EdgeScores
+
+
+@dataclass(frozen=True, eq=False)
+class Roc:
+    """How well scores tell a known circuit's edges from all others, at every threshold.
+
+    Args:
+        false_positive_rate: share of the other edges that score at least the threshold.
+        true_positive_rate: share of the known edges that do.
+        auc: area under the curve: the probability that a known edge scores above another one, ties
+            counting one half. 1: all known edges score above all others; 0.5: chance.
+    """
+
+    false_positive_rate: Float[Tensor, " threshold"]
+    true_positive_rate: Float[Tensor, " threshold"]
+    auc: float
+
+    def __repr__(self) -> str:
+        return f"Roc(AUC {self.auc:.4f})"
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What a circuit shares with a known one.
+
+    Args:
+        iou: edges of both over edges of either.
+        precision: edges of both over the circuit's edges.
+        recall: edges of both over the known edges.
+    """
+
+    iou: float
+    precision: float
+    recall: float
+
+
+def roc(scores: EdgeScores, known: Circuit) -> Roc:
+    """The ROC curve of scores, by absolute value, against a known circuit.
+
+    Raises:
+        ValueError: a circuit of another graph, without edges, or of all edges.
+    """
+    _same_graph(scores, known)
+    exists = scores.graph.exists
+    values, positive = scores.scores[exists].abs(), known.mask[exists]
+    n_positive, n_negative = int(positive.sum()), int((~positive).sum())
+    if not n_positive or not n_negative:
+        raise ValueError(
+            f"expected a known circuit with some of the {len(positive):,} edges; it has "
+            f"{n_positive:,}"
+        )
+    thresholds, group = values.unique(return_inverse=True)  # ascending; ties share a threshold
+    tied = torch.zeros(len(thresholds), dtype=torch.float64)
+    hits = tied.index_add(0, group, positive.double()).flip(0).cumsum(0) / n_positive
+    misses = tied.index_add(0, group, (~positive).double()).flip(0).cumsum(0) / n_negative
+    start = torch.zeros(1, dtype=torch.float64)
+    fpr, tpr = torch.cat([start, misses]), torch.cat([start, hits])
+    return Roc(fpr, tpr, torch.trapezoid(tpr, fpr).item())
+
+
+def overlap(circuit: Circuit, known: Circuit) -> Overlap:
+    """Intersection over union, precision and recall of a circuit's edges.
+
+    Raises:
+        ValueError: circuits of different graphs, or one without edges.
+    """
+    _same_graph(circuit, known)
+    both = int((circuit.mask & known.mask).sum())
+    if not len(circuit) or not len(known):
+        raise ValueError(f"expected circuits with edges; they have {len(circuit)} and {len(known)}")
+    either = int((circuit.mask | known.mask).sum())
+    return Overlap(both / either, both / len(circuit), both / len(known))
+
+
+def _same_graph(one: EdgeScores | Circuit, known: Circuit) -> None:
+    if one.graph != known.graph:
+        raise ValueError(f"expected a circuit of {one.graph!r}; got one of {known.graph!r}")

@@ -1,0 +1,307 @@
+// Makes the static component diagram interactive: it shows fewer edges, or what is before and
+// after a node. Paths and states follow the rules of drawn_circuit.py; all lines and coordinates
+// are those of the static figure.
+
+function start(root, data) {
+  "use strict";
+  const HOVER_DISTANCE = 6;
+  const SAMPLE_STEP = 6;
+  const LISTED = 6;
+  const svg = root.querySelector("svg");
+  const nodeIndex = new Map(data.nodes.map((node, index) => [node.name, index]));
+  const INPUT = nodeIndex.get("input");
+  const LOGITS = nodeIndex.get("logits");
+  const mostEdges = Math.max(...data.panels.map((panel) => panel.edges.length));
+  const state = { edges: mostEdges, colour: data.colour, focus: null };
+  const panels = data.panels.map((panel, index) => {
+    const group = svg.querySelector(`g[data-panel="${index}"]`);
+    const part = (role) => group.querySelector(`[data-role="${role}"]`);
+    const paths = [];
+    for (const path of part("edges").children) paths[path.dataset.edge] = path;
+    const nodes = [...part("nodes").children];
+    const hover = addHoverPath(part("nodes"), "#16181d");
+    return { ...panel, index, group, part, paths, nodes, hover, view: null };
+  });
+
+  // ---- what is shown -------------------------------------------------------------------------
+
+  // The strongest edges; without scores there is no order in which to leave any out.
+  function shownEdges(panel) {
+    return panel.scored ? panel.edges.slice(0, state.edges) : panel.edges;
+  }
+
+  // All nodes that can be reached from one over the edges, upwards or downwards, itself included.
+  function reach(edges, start, upwards) {
+    const following = data.nodes.map(() => []);
+    for (const edge of edges) {
+      for (const reader of edge.readers) {
+        if (upwards) following[edge.source].push(reader);
+        else following[reader].push(edge.source);
+      }
+    }
+    const reached = new Set([start]);
+    // A set that grows is walked to its new end.
+    for (const node of reached) following[node].forEach((next) => reached.add(next));
+    return reached;
+  }
+
+  function selectView(panel) {
+    const edges = shownEdges(panel);
+    const [above, below] = [reach(edges, INPUT, true), reach(edges, LOGITS, false)];
+    const between = (node) => above.has(node) && below.has(node);
+    const onPath = edges.map((edge) => between(edge.source) && edge.readers.some(between));
+    const drawn = new Set(edges.flatMap((edge) => [edge.source, ...edge.readers]));
+    const anyPath = onPath.includes(true);
+    const states = data.nodes.map((_, node) => {
+      if (anyPath && between(node)) return "path";
+      return drawn.has(node) ? "open" : "absent";
+    });
+    const focus = state.focus && state.focus.panel === panel.index ? state.focus.node : null;
+    return { edges, onPath, states, ...selectFocus(edges, focus) };
+  }
+
+  // The ancestors and descendants of the chosen node, and the edges on the way to and from it.
+  function selectFocus(edges, focus) {
+    if (focus === null) return { focus, nearNode: () => true, nearEdge: () => true };
+    const [before, after] = [reach(edges, focus, false), reach(edges, focus, true)];
+    return {
+      focus,
+      nearNode: (node) => before.has(node) || after.has(node),
+      nearEdge: (edge) => edge.readers.some((reader) => before.has(reader)) ||
+        after.has(edge.source),
+    };
+  }
+
+  // ---- drawing -------------------------------------------------------------------------------
+
+  function draw(panel) {
+    const view = (panel.view = selectView(panel));
+    drawEdges(panel, view);
+    panel.nodes.forEach((group, node) => drawNode(group, node, view));
+    const onPath = view.onPath.filter(Boolean).length;
+    panel.part("caption").textContent = caption(panel, view, onPath);
+    setAttributes(panel.group, {
+      "data-edges-shown": view.edges.length, "data-edges-on-path": onPath,
+      "data-focus": view.focus === null ? "" : data.nodes[view.focus].name,
+    });
+  }
+
+  function drawEdges(panel, view) {
+    view.edges.forEach((edge, rank) => {
+      setAttributes(panel.paths[rank], {
+        "data-kind": view.onPath[rank] ? "path" : "open",
+        stroke: view.onPath[rank] ? edge.strokes[state.colour] : data.openStroke,
+        opacity: view.nearEdge(edge) ? null : 0.13,
+      });
+    });
+    // Strong lines over weak ones, and lines on a path over all others.
+    const order = view.edges.map((_, rank) => rank).sort(
+      (a, b) => view.onPath[a] - view.onPath[b] || b - a,
+    );
+    panel.part("edges").replaceChildren(...order.map((rank) => panel.paths[rank]));
+  }
+
+  function drawNode(group, node, view) {
+    const paint = data.paint[data.nodes[node].kind][view.states[node]];
+    const isFocus = node === view.focus;
+    const [box, text] = group.children;
+    setAttributes(group, {
+      "data-state": view.states[node], "aria-pressed": isFocus,
+      opacity: view.nearNode(node) ? null : 0.3,
+    });
+    setAttributes(box, { fill: isFocus ? paint.stroke : paint.fill, stroke: paint.stroke });
+    setAttributes(text, { fill: isFocus ? "#ffffff" : paint.ink });
+    for (const port of group.querySelectorAll("circle")) {
+      const entering = view.edges
+        .map((edge, rank) => [edge, view.onPath[rank]])
+        .filter(([edge]) => edge.slot === port.dataset.slot && edge.readers.includes(node));
+      const coloured = entering.some(([, onPath]) => onPath);
+      setAttributes(port, {
+        display: entering.length ? null : "none",
+        fill: coloured ? data.slots[port.dataset.slot] : data.openPort,
+      });
+    }
+  }
+
+  function caption(panel, view, onPath) {
+    const number = (value) => value.toLocaleString("en-US");
+    const words = `${number(view.edges.length)} of ${number(panel.nKept)} kept edges ` +
+      `(model: ${number(panel.nExisting)}); ${number(onPath)} on a path from input to logits`;
+    const weakest = view.edges.at(-1);
+    return panel.scored ? `${words}; |score| \u2265 ${weakest.size}` : words;
+  }
+
+  function drawAll() {
+    hideTip();
+    panels.forEach(draw);
+    for (const legend of svg.querySelectorAll("[data-legend]")) {
+      setAttributes(legend, { display: legend.dataset.legend === state.colour ? null : "none" });
+    }
+    setAttributes(root, { "data-edges": state.edges, "data-colour": state.colour });
+  }
+
+  // ---- controls ------------------------------------------------------------------------------
+
+  function addControls() {
+    if (!panels.some((panel) => panel.scored)) return;
+    const range = { name: "edges", min: 1, max: mostEdges, step: 1 };
+    addSlider(root, "Strongest edges", range, state.edges, String(state.edges), (value) => {
+      state.edges = value;
+      drawAll();
+      return String(value);
+    });
+    const colours = [["slot", "what reads"], ["sign", "helps or hurts"]];
+    addSelect(root, "Colour", "colour", colours, state.colour, (value) => {
+      state.colour = value;
+      drawAll();
+    });
+  }
+
+  // ---- nodes: click or Enter to see what is before and after, arrow keys to move ---------------
+
+  function addNodes(panel) {
+    panel.nodes.forEach((group, node) => {
+      setAttributes(group, {
+        tabindex: node === LOGITS ? 0 : -1, role: "button", "aria-label": data.nodes[node].name,
+      });
+      group.addEventListener("click", () => toggleFocus(panel, node));
+      group.addEventListener("focus", () => {
+        if (group.matches(":focus-visible")) showNode(panel, node);
+      });
+      group.addEventListener("blur", hideTip);
+      group.addEventListener("keydown", (event) => {
+        if (event.key === "Enter" || event.key === " ") {
+          toggleFocus(panel, node);
+          showNode(panel, node);
+          event.preventDefault();
+          return;
+        }
+        const next = neighbour(node, event.key);
+        if (next === null) return;
+        group.setAttribute("tabindex", -1);
+        panel.nodes[next].setAttribute("tabindex", 0);
+        panel.nodes[next].focus();
+        event.preventDefault();
+      });
+    });
+  }
+
+  // The next node in its row, or the nearest one in the next row.
+  function neighbour(node, key) {
+    const { x, y } = data.nodes[node];
+    const along = { ArrowLeft: -1, ArrowRight: 1 }[key];
+    const across = { ArrowUp: -1, ArrowDown: 1 }[key];
+    if (!along && !across) return null;
+    const ahead = data.nodes
+      .map((other, index) => ({ index, dx: other.x - x, dy: other.y - y }))
+      .filter(({ dx, dy }) => (along ? dy === 0 && along * dx > 0 : across * dy > 0));
+    const far = ({ dx, dy }) => (along ? Math.abs(dx) : 10000 * Math.abs(dy) + Math.abs(dx));
+    ahead.sort((a, b) => far(a) - far(b));
+    return ahead.length ? ahead[0].index : null;
+  }
+
+  function toggleFocus(panel, node) {
+    const old = state.focus;
+    const same = old && old.panel === panel.index && old.node === node;
+    state.focus = same ? null : { panel: panel.index, node };
+    drawAll();
+  }
+
+  // ---- tooltip -------------------------------------------------------------------------------
+
+  function edgeLine(edge) {
+    return edge.score === undefined ? edge.name : `${edge.name}  ${edge.score}`;
+  }
+
+  function edgeText(panel, edge) {
+    const text = [edge.name];
+    if (edge.score !== undefined) {
+      const effect = edge.sign < 0 ? " (helps)" : edge.sign > 0 ? " (hurts)" : "";
+      const rank = panel.edges.indexOf(edge) + 1;
+      text.push(`score ${edge.score}${effect}`, `rank ${rank} of ${panel.nKept} by |score|`);
+    }
+    if (!panel.view.onPath[panel.edges.indexOf(edge)]) text.push("on no path from input to logits");
+    return text;
+  }
+
+  function nodeText(panel, node) {
+    const { edges } = panel.view;
+    const list = (heading, found) => {
+      if (!found.length) return [];
+      const more = found.length > LISTED ? [`and ${found.length - LISTED} weaker`] : [];
+      return [`${heading} (${found.length}):`, ...found.slice(0, LISTED).map(edgeLine), ...more];
+    };
+    const text = [
+      ...list("reads", edges.filter((edge) => edge.readers.includes(node))),
+      ...list("is read", edges.filter((edge) => edge.source === node)),
+    ];
+    return [data.nodes[node].name, ...(text.length ? text : ["no edge shown here"])];
+  }
+
+  function showNode(panel, node) {
+    const box = panel.nodes[node].getBoundingClientRect();
+    showTip(root, nodeText(panel, node), { clientX: box.right - 10, clientY: box.bottom - 8 });
+  }
+
+  function hideTip() {
+    root.querySelector(".tip").hidden = true;
+    for (const panel of panels) panel.hover.removeAttribute("d");
+  }
+
+  // Points along each line, in the coordinates of its panel; lines never move.
+  function samplesOf(path) {
+    const length = path.getTotalLength();
+    const n = Math.max(2, Math.ceil(length / SAMPLE_STEP));
+    return Array.from({ length: n + 1 }, (_, i) => path.getPointAtLength((length * i) / n));
+  }
+
+  function nearestEdge(panel, x, y) {
+    panel.samples ??= panel.paths.map(samplesOf);
+    let [best, bestDistance] = [null, HOVER_DISTANCE];
+    panel.view.edges.forEach((edge, rank) => {
+      if (!panel.view.nearEdge(edge)) return;
+      const points = panel.samples[rank];
+      let distance = Infinity;
+      for (let i = 1; i < points.length; i++) {
+        const [from, to] = [points[i - 1], points[i]];
+        // Where an edge has several lines, the path jumps from the end of one to the next.
+        if (Math.abs(to.x - from.x) + Math.abs(to.y - from.y) > 2 * SAMPLE_STEP) continue;
+        distance = Math.min(distance, distanceToSegment(x, y, from.x, from.y, to.x, to.y));
+      }
+      // Lines on a path win over light ones at about the same distance.
+      if (panel.view.onPath[rank]) distance -= 1;
+      if (distance < bestDistance) [best, bestDistance] = [rank, distance];
+    });
+    return best;
+  }
+
+  function onPointerMove(event) {
+    const group = event.target.closest("g[data-panel]");
+    hideTip();
+    if (!group) return;
+    const panel = panels[Number(group.dataset.panel)];
+    const nodeGroup = event.target.closest("g[data-node]");
+    if (nodeGroup) {
+      showTip(root, nodeText(panel, nodeIndex.get(nodeGroup.dataset.node)), event);
+      return;
+    }
+    const point = pointIn(panel.part("content"), event);
+    const rank = nearestEdge(panel, point.x, point.y);
+    if (rank === null) return;
+    const path = panel.paths[rank];
+    const width = Number(path.getAttribute("stroke-width")) + 0.8;
+    setAttributes(panel.hover, { d: path.getAttribute("d"), "stroke-width": width });
+    showTip(root, edgeText(panel, panel.edges[rank]), event);
+  }
+
+  addControls();
+  panels.forEach(addNodes);
+  svg.setAttribute("role", "group");
+  svg.addEventListener("pointermove", onPointerMove);
+  svg.addEventListener("pointerleave", hideTip);
+  onEscape(root, () => {
+    state.focus = null;
+    drawAll();
+  });
+  drawAll();
+}

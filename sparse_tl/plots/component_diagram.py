@@ -1,0 +1,161 @@
+"""Component diagrams: a circuit as nodes by layer and the edges between them, per model.
+
+1. Check the panels, and take the strongest edges of each (`drawn_circuit`).
+2. Lay all panels out together (`component_layout`).
+3. Draw the static SVG (`component_svg`).
+4. Put the SVG, the numbers behind it and a small script into one piece of HTML; the script shows
+   fewer edges, or what is before and after a node, in that SVG.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from sparse_tl.plots.component_layout import ComponentLayout, lay_out
+from sparse_tl.plots.component_styles import (
+    OPEN_PORT,
+    OPEN_STROKE,
+    SLOTS,
+    LineColour,
+    line_stroke,
+    node_paint,
+    slot_colour,
+)
+from sparse_tl.plots.component_svg import draw_svg, score_text
+from sparse_tl.plots.drawn_circuit import DrawnCircuit, DrawnEdge, ScoredCircuit, draw_strongest
+from sparse_tl.plots.interactive_html import PanelFigure, interactive_html
+from sparse_tl.plots.token_text import visible_text
+
+
+class ComponentDiagram(PanelFigure):
+    """A component diagram: shows itself in notebooks and saves itself to files."""
+
+
+def component_diagram(
+    panels: Mapping[str, ScoredCircuit],
+    *,
+    max_edges: int = 100,
+    colour: LineColour = "slot",
+    unit: str = "",
+    transition: str | None = "Sparsity-Regularised Finetuning",
+    title: str | None = None,
+) -> ComponentDiagram:
+    """Draw which components a circuit joins, and through which slot.
+
+    Rows are layers, upwards, from the input to the logits. A line is thicker and darker with
+    ``|score|``, relative to the largest of its panel. Edges on no path from the input to the
+    logits are light. A node is at the same place in every panel; it is faint where the panel
+    draws no edge of it.
+
+    Args:
+        panels: a circuit for each panel, from top to bottom, by the name written on it.
+        max_edges: the most edges drawn in a panel, by absolute score.
+        colour: ``"slot"`` colours lines by what reads them: the query, key or value input of a
+            head, or an MLP or the logits; ``"sign"`` by whether the edge helps (negative score)
+            or hurts.
+        unit: of the scores, such as "logits" or "nats".
+        transition: text along the arrow from each panel to the next; ``None`` for no arrow.
+        title: above the panels.
+
+    Returns:
+        The figure: static SVG, which a script without any dependency makes interactive.
+
+    Raises:
+        ValueError: if there is no panel, no edge may be drawn, or signs are asked for without
+            any score.
+        TypeError: if a panel is not a `ScoredCircuit`.
+    """
+    panels = _checked_panels(panels)
+    _check_options(panels, max_edges, colour)
+    drawn = [draw_strongest(name, circuit, max_edges) for name, circuit in panels.items()]
+    has_transition = transition is not None and len(drawn) > 1
+    layout = lay_out(drawn, has_title=bool(title), has_transition=has_transition)
+    unit = visible_text(unit.strip())
+    svg = draw_svg(drawn, layout, colour=colour, unit=unit, transition=transition, title=title)
+    data = _script_data(drawn, layout, colour, unit)
+    html = interactive_html("component_diagram", svg, data)
+    return ComponentDiagram(html, svg, visible_text(title or "Circuit diagram"), tuple(panels))
+
+
+def _checked_panels(panels: Mapping[str, ScoredCircuit]) -> dict[str, ScoredCircuit]:
+    if not isinstance(panels, Mapping):
+        raise TypeError(
+            f"expected a mapping from panel names to ScoredCircuit; got {type(panels).__name__}; "
+            'write {"Base Model": circuit}'
+        )
+    if not panels:
+        raise ValueError('expected at least one panel; got none; pass {"Base Model": circuit}')
+    for name, circuit in panels.items():
+        if not isinstance(circuit, ScoredCircuit):
+            raise TypeError(
+                f"expected a ScoredCircuit as panel {name!r}; got {type(circuit).__name__}; "
+                "write ScoredCircuit(circuit.graph, circuit.mask, scores.scores)"
+            )
+    return {str(name): circuit for name, circuit in panels.items()}
+
+
+def _check_options(panels: Mapping[str, ScoredCircuit], max_edges: int, colour: str) -> None:
+    if max_edges < 1:
+        raise ValueError(
+            f"expected max_edges of at least 1; got {max_edges}; about 100 edges are legible"
+        )
+    if colour not in get_args(LineColour):
+        raise ValueError(f"expected colour 'slot' or 'sign'; got {colour!r}")
+    if colour == "sign" and all(circuit.scores is None for circuit in panels.values()):
+        raise ValueError(
+            "expected scores in some panel, to colour by their sign; got none; pass "
+            "ScoredCircuit(graph, mask, scores), or colour='slot'"
+        )
+
+
+def _script_data(
+    panels: Sequence[DrawnCircuit], layout: ComponentLayout, colour: LineColour, unit: str
+) -> dict[str, Any]:
+    """What the script needs to redraw the static figure with fewer edges."""
+    names = {node: place for place, node in enumerate(layout.boxes)}
+    states = ("path", "open", "absent")
+    return {
+        "colour": colour,
+        "unit": unit,
+        "openStroke": OPEN_STROKE,
+        "openPort": OPEN_PORT,
+        "slots": {slot: slot_colour(slot) for slot in SLOTS},
+        "paint": {
+            kind: {state: node_paint(kind, state) for state in states}
+            for kind in sorted({node.kind for node in names})
+        },
+        "nodes": [
+            {"name": str(node), "kind": node.kind, "x": box.x, "y": box.y}
+            for node, box in layout.boxes.items()
+        ],
+        "panels": [
+            {
+                "nKept": panel.n_kept,
+                "nExisting": panel.n_existing,
+                "scored": panel.has_scores,
+                "edges": [
+                    {
+                        "name": str(edge.edge),
+                        "source": names[edge.source],
+                        "readers": [names[reader] for reader in edge.readers],
+                        "slot": edge.slot or "",
+                        **_score_data(edge, unit),
+                        "strokes": {c: line_stroke(edge, c) for c in get_args(LineColour)},
+                    }
+                    for edge in panel.edges
+                ],
+            }
+            for panel in panels
+        ],
+    }
+
+
+def _score_data(edge: DrawnEdge, unit: str) -> dict[str, Any]:
+    if edge.score is None:
+        return {}
+    return {
+        "sign": (edge.score > 0) - (edge.score < 0),
+        "score": score_text(edge.score, unit),
+        "size": score_text(abs(edge.score), unit),
+    }

@@ -1,0 +1,222 @@
+"""The static component diagram: an SVG that needs no script, no style sheet and no network.
+
+Every group that the script of the interactive figure takes over carries ``data-role``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from sparse_tl.nodes import Node
+from sparse_tl.plots.component_curves import NodeBox, port_offset
+from sparse_tl.plots.component_layout import (
+    LAYER_TEXT_SIZE,
+    NODE_HEIGHT,
+    ComponentLayout,
+)
+from sparse_tl.plots.component_rows import NODE_TEXT_SIZE
+from sparse_tl.plots.component_styles import (
+    OPEN_PORT,
+    OPEN_STROKE,
+    SIGN_LEGEND,
+    SLOT_LEGEND,
+    SLOTS,
+    LineColour,
+    NodeState,
+    line_stroke,
+    line_width,
+    node_paint,
+    sign_colour,
+    slot_colour,
+)
+from sparse_tl.plots.drawn_circuit import DrawnCircuit
+from sparse_tl.plots.figure_frame import (
+    MARGIN,
+    MUTED,
+    figure_start,
+    panel_frame,
+    transition_arrow,
+    xml_text,
+)
+from sparse_tl.plots.token_text import text_width
+
+_LEGEND_TEXT_SIZE = 11.5
+MINUS = "\N{MINUS SIGN}"
+
+
+def draw_svg(
+    panels: Sequence[DrawnCircuit],
+    layout: ComponentLayout,
+    *,
+    colour: LineColour,
+    unit: str,
+    transition: str | None,
+    title: str | None,
+) -> str:
+    """The figure as an SVG document.
+
+    Args:
+        panels: from top to bottom.
+        layout: of these panels.
+        colour: what the colour of a line shows.
+        unit: of the scores, as it is written behind a number.
+        transition: text along the arrow from each panel to the next; ``None`` for no arrow.
+        title: above the panels.
+    """
+    names = [panel.name for panel in panels]
+    parts = [*figure_start(layout.width, layout.height, names, title)]
+    if transition is not None and len(panels) > 1:
+        parts.extend(transition_arrow(layout.left, layout.frames, transition))
+    for index, panel in enumerate(panels):
+        parts.extend(_panel(index, panel, layout, colour, unit))
+    with_scores = any(panel.has_scores for panel in panels)
+    parts.extend(_legends(layout, colour, with_scores))
+    parts.append("</svg>")
+    return "\n".join(parts)
+
+
+def score_text(score: float, unit: str) -> str:
+    """A score with three digits and its unit."""
+    return f"{score:.3g}".replace("-", MINUS) + (f" {unit}" if unit else "")
+
+
+def caption(panel: DrawnCircuit, unit: str) -> str:
+    """How many edges a panel shows, in words."""
+    shown = len(panel.edges)
+    words = (
+        f"{shown:,} of {panel.n_kept:,} kept edges (model: {panel.n_existing:,}); "
+        f"{sum(panel.on_path):,} on a path from input to logits"
+    )
+    scores = [abs(edge.score) for edge in panel.edges if edge.score is not None]
+    if not scores:
+        return words
+    return f"{words}; |score| \N{GREATER-THAN OR EQUAL TO} {score_text(scores[-1], unit)}"
+
+
+def node_state(node: Node, panel: DrawnCircuit) -> NodeState:
+    """How a panel shows a node."""
+    if node in panel.nodes_on_path:
+        return "path"
+    return "open" if node in panel.nodes else "absent"
+
+
+def _panel(
+    index: int, panel: DrawnCircuit, layout: ComponentLayout, colour: LineColour, unit: str
+) -> Iterator[str]:
+    frame = layout.frames[index]
+    yield (
+        f'<g data-panel="{index}" data-edges-shown="{len(panel.edges)}" '
+        f'data-edges-on-path="{sum(panel.on_path)}">'
+    )
+    yield from panel_frame(layout.left, layout.right, frame, panel.name, caption(panel, unit))
+    yield f'<g data-role="content" transform="translate(0 {frame.top})">'
+    for band in layout.bands:
+        yield (
+            f'<rect x="{layout.left + 8}" y="{band.top:g}" rx="4" fill="#f6f7f9" '
+            f'width="{layout.right - layout.left - 16}" height="{band.bottom - band.top:g}"/>'
+            f'<text x="{layout.left + 16}" y="{(band.top + band.bottom) / 2 + 4.5:g}" '
+            f'font-size="{LAYER_TEXT_SIZE:g}" fill="{MUTED}">{band.label}</text>'
+        )
+    yield '<g data-role="edges" fill="none" stroke-linecap="round">'
+    # Strong lines over weak ones, and lines on a path over all others.
+    order = sorted(range(len(panel.edges)), key=lambda rank: (panel.on_path[rank], -rank))
+    for rank in order:
+        yield _edge(rank, panel, layout.path_data(index, panel.edges[rank]), colour)
+    yield "</g>"
+    yield from _nodes(panel, layout)
+    yield "</g></g>"
+
+
+def _edge(rank: int, panel: DrawnCircuit, data: str, colour: LineColour) -> str:
+    edge, on_path = panel.edges[rank], panel.on_path[rank]
+    stroke = line_stroke(edge, colour) if on_path else OPEN_STROKE
+    return (
+        f'<path data-edge="{rank}" data-kind="{"path" if on_path else "open"}" '
+        f'd="{data}" stroke="{stroke}" '
+        f'stroke-width="{line_width(edge.strength):g}"/>'
+    )
+
+
+def _nodes(panel: DrawnCircuit, layout: ComponentLayout) -> Iterator[str]:
+    yield (
+        f'<g data-role="nodes" font-size="{NODE_TEXT_SIZE:g}" text-anchor="middle" '
+        'stroke-width="1.3">'
+    )
+    for node, box in layout.boxes.items():
+        state = node_state(node, panel)
+        paint = node_paint(node.kind, state)
+        yield (
+            f'<g data-node="{node}" data-state="{state}" '
+            f'transform="translate({box.x:g} {box.y:g})">'
+            f'<rect x="{-box.width / 2:g}" y="{-NODE_HEIGHT / 2:g}" width="{box.width:g}" '
+            f'height="{NODE_HEIGHT}" rx="{4 if node.kind == "mlp" else 9}" '
+            f'fill="{paint["fill"]}" stroke="{paint["stroke"]}"/>'
+            f'<text y="4.1" fill="{paint["ink"]}">{node}</text>'
+        )
+        yield from _ports(node, panel, box)
+        yield "</g>"
+    yield "</g>"
+
+
+def _ports(node: Node, panel: DrawnCircuit, box: NodeBox) -> Iterator[str]:
+    """A dot for each slot that a drawn edge enters, in colour where that edge is on a path."""
+    for slot in SLOTS:
+        entering = [
+            on_path
+            for edge, on_path in zip(panel.edges, panel.on_path, strict=True)
+            if edge.slot == slot and node in edge.readers
+        ]
+        if entering:
+            yield (
+                f'<circle data-slot="{slot}" cx="{port_offset(box.width, slot):.1f}" '
+                f'cy="{NODE_HEIGHT / 2:g}" r="2.6" stroke="#ffffff" stroke-width="0.8" '
+                f'fill="{slot_colour(slot) if any(entering) else OPEN_PORT}"/>'
+            )
+
+
+def _legends(layout: ComponentLayout, colour: LineColour, with_scores: bool) -> Iterator[str]:
+    """The legend of each colouring, of which one is visible, and that of thickness."""
+    slots = [
+        (slot_colour(slot), 3.0, f"{slot}: {text}" if slot else text)
+        for slot, text in SLOT_LEGEND.items()
+    ]
+    signs = [(sign_colour(hurts), 3.0, text) for hurts, text in SIGN_LEGEND.items()]
+    yield f'<g data-role="legends" font-size="{_LEGEND_TEXT_SIZE:g}" fill="{MUTED}">'
+    for name, entries in (("slot", slots), ("sign", signs)):
+        if name == colour or with_scores:
+            hidden = "" if name == colour else ' display="none"'
+            entries = [*entries, (OPEN_STROKE, 2.0, "on no path from input to logits")]
+            yield f'<g data-legend="{name}"{hidden}>'
+            yield from _samples(entries, MARGIN + 4, layout.legend_y)
+            yield "</g>"
+    if with_scores:
+        shares = ((1.0, "1"), (0.25, "\N{VULGAR FRACTION ONE QUARTER}"), (0.01, "0.01"))
+        sizes = [("#484e5a", line_width(share), text) for share, text in shares]
+        heading = "|score| / largest:"
+        start = layout.right - _samples_width(sizes) - text_width(heading, _LEGEND_TEXT_SIZE) - 4
+        yield f'<text x="{start:.1f}" y="{layout.legend_y + 4:g}">{xml_text(heading)}</text>'
+        start += text_width(heading, _LEGEND_TEXT_SIZE) + 4
+        yield from _samples(sizes, start, layout.legend_y)
+    yield "</g>"
+
+
+_SAMPLE, _SAMPLE_GAP, _ENTRY_GAP = 20, 5, 14
+_Entry = tuple[str, float, str]
+
+
+def _samples(entries: Sequence[_Entry], x: float, y: float) -> Iterator[str]:
+    """Pieces of line in a row, each with its stroke, its width and what it means."""
+    for stroke, width, text in entries:
+        yield (
+            f'<path d="M{x:.1f} {y:g}h{_SAMPLE}" stroke="{stroke}" stroke-width="{width:g}"/>'
+            f'<text x="{x + _SAMPLE + _SAMPLE_GAP:.1f}" y="{y + 4:g}">{xml_text(text)}</text>'
+        )
+        x += _entry_width(text)
+
+
+def _entry_width(text: str) -> float:
+    return _SAMPLE + _SAMPLE_GAP + text_width(text, _LEGEND_TEXT_SIZE) + _ENTRY_GAP
+
+
+def _samples_width(entries: Sequence[_Entry]) -> float:
+    return sum(_entry_width(text) for _, _, text in entries) - _ENTRY_GAP

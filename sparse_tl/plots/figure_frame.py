@@ -1,0 +1,108 @@
+"""What every circuit figure has: a white ground, a title, framed panels, the arrow between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from sparse_tl.plots.token_text import clip_text, text_width, visible_text
+
+FONT_FAMILY = "Helvetica Neue, Helvetica, Arial, Liberation Sans, DejaVu Sans, sans-serif"
+INK, MUTED, BLUE = "#16181d", "#5c6470", "#0b3a86"
+
+FIGURE_WIDTH = 1000
+MARGIN = 8
+PANEL_GAP = 18
+TITLE_HEIGHT = 34
+TRANSITION_WIDTH = 76
+PANEL_NAME_SIZE = 16.0
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where the frame of one panel lies.
+
+    Args:
+        top, height: in pixels.
+    """
+
+    top: int
+    height: int
+
+    @property
+    def middle(self) -> float:
+        return self.top + self.height / 2
+
+
+def xml_text(text: str) -> str:
+    """Text that can stand in an element or in an attribute."""
+    return escape(text, quote=True)
+
+
+def figure_start(
+    width: int, height: int, panel_names: Sequence[str], title: str | None
+) -> Iterator[str]:
+    """The opening of the SVG element, its ground, and the title; a plain ``</svg>`` ends it."""
+    names = " and ".join(panel_names)
+    label = xml_text(visible_text(title or f"Circuit diagram of {names}"))
+    yield (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" role="img" aria-label="{label}" '
+        f'font-family="{FONT_FAMILY}" fill="{INK}">'
+    )
+    yield f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
+    if title:
+        heading = clip_text(visible_text(title), 18, width - 2 * 20)
+        yield (
+            f'<text x="{width / 2:g}" y="28" text-anchor="middle" font-size="18" '
+            f'font-weight="bold">{xml_text(heading)}</text>'
+        )
+
+
+def panel_frame(left: int, right: int, frame: Frame, name: str, caption: str) -> Iterator[str]:
+    """The frame of a panel with its name and, beside it, the caption that a script may change."""
+    yield (
+        f'<rect x="{left}" y="{frame.top}" width="{right - left}" '
+        f'height="{frame.height}" rx="7" fill="#ffffff" stroke="{INK}" stroke-width="1.3"/>'
+    )
+    clipped = clip_text(visible_text(name), PANEL_NAME_SIZE, (right - left) * 0.45)
+    yield (
+        f'<text x="{left + 14}" y="{frame.top + 25}"><tspan font-size="{PANEL_NAME_SIZE:g}" '
+        f'font-weight="bold">{xml_text(clipped)}</tspan><tspan dx="14" font-size="12" '
+        f'fill="{MUTED}" data-role="caption">{xml_text(caption)}</tspan></text>'
+    )
+
+
+def transition_arrow(left: int, frames: Sequence[Frame], text: str) -> Iterator[str]:
+    """A curved arrow from each panel to the next, left of the frames, and what it says."""
+    edge = left - 6
+    first, last = frames[0], frames[-1]
+    for upper, lower in zip(frames[:-1], frames[1:], strict=True):
+        start, end = upper.middle + upper.height * 0.12, lower.middle - lower.height * 0.12
+        depth = edge - 52
+        yield (
+            f'<g data-role="transition"><path d="M{edge} {start:.1f}C{depth} {start + 12:.1f} '
+            f'{depth} {end - 12:.1f} {edge - 11} {end - 2:.1f}" fill="none" stroke="#000000" '
+            f'stroke-width="5" stroke-linecap="round"/>'
+            f'<path d="{arrow_head(edge + 2, end, 0.16, 19)}" fill="#000000"/></g>'
+        )
+    room = last.top + last.height - first.top - 10
+    text = visible_text(text)
+    size = max(12.0, min(17.0, 17.0 * room / max(text_width(text, 17.0), 1.0)))
+    middle = (first.top + last.top + last.height) / 2
+    yield (
+        f'<text transform="translate(24 {middle:g}) rotate(-90)" text-anchor="middle" '
+        f'font-size="{size:.1f}" font-weight="bold">{xml_text(clip_text(text, size, room))}</text>'
+    )
+
+
+def arrow_head(x: float, y: float, angle: float, size: float) -> str:
+    """A filled arrow head with its tip at (x, y), as SVG path data; angle in radians."""
+    corners = [(x, y)]
+    for turn, reach in ((2.7, 1.0), (math.pi, 0.72), (-2.7, 1.0)):
+        corners.append(
+            (x + size * reach * math.cos(angle + turn), y + size * reach * math.sin(angle + turn))
+        )
+    return "M" + "L".join(f"{corner_x:.1f} {corner_y:.1f}" for corner_x, corner_y in corners) + "Z"

@@ -1,0 +1,67 @@
+"""A static SVG, the numbers behind it and the script that moves it, in one piece of HTML."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from sparse_tl.plots.rendering import SelfContainedFigure
+
+
+class PanelFigure(SelfContainedFigure):
+    """A figure of framed panels: shows itself in notebooks and saves itself to files.
+
+    Args:
+        html: as `interactive_html` makes it.
+        svg: the same figure as a static SVG document.
+        title: of the page, when saved as HTML.
+        panel_names: from top to bottom.
+    """
+
+    def __init__(self, html: str, svg: str, title: str, panel_names: Sequence[str]) -> None:
+        super().__init__(html, svg, title)
+        self.panel_names = tuple(panel_names)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.panel_names))})"
+
+
+def interactive_html(script: str, svg: str, data: dict[str, Any]) -> str:
+    """The figure as a fragment of HTML, which shows the static SVG where no script runs.
+
+    Args:
+        script: names the JavaScript file beside this module, and in it the function
+            ``start(root, data)`` that makes one copy of the figure interactive.
+        svg: the static figure.
+        data: what the script gets.
+    """
+    folder = resources.files("sparse_tl.plots")
+    style, shared, own = (
+        (folder / name).read_text(encoding="utf-8")
+        for name in ("interactive_figure.css", "interactive_figure.js", f"{script}.js")
+    )
+    payload = _script_json(data)
+    # The same figure always has the same id; the script takes every copy on the page that has not
+    # been started yet, so that showing a figure twice works too.
+    digest = hashlib.sha256((script + svg + payload).encode()).hexdigest()[:12]
+    return (
+        f'<div class="sparse-tl-circuit" data-figure="{digest}">\n'
+        f"<style>\n{style}</style>\n"
+        f'<div class="controls"></div>\n'
+        f'<div class="canvas">\n{svg}\n</div>\n'
+        f'<div class="tip" role="tooltip" hidden></div>\n'
+        f"</div>\n"
+        f"<script>\n(() => {{\n{shared}\n{own}\n"
+        f'startFigures("{digest}", start, {payload});\n'
+        f"}})();\n</script>"
+    )
+
+
+def _script_json(data: dict[str, Any]) -> str:
+    """JSON that can stand inside a script element, whatever the tokens are."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    # ensure_ascii has escaped U+2028 and U+2029 already.
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,0 +1,381 @@
+"""The static component diagram: what is drawn, where it lies, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import struct
+import xml.etree.ElementTree as ElementTree
+
+import networkx as nx
+import pytest
+import torch
+
+from sparse_tl.graph import CircuitGraph
+from sparse_tl.nodes import Node
+from sparse_tl.plots import ComponentDiagram, ScoredCircuit, component_diagram
+from sparse_tl.plots.component_curves import Line, NodeBox, line_curves
+from sparse_tl.plots.component_layout import NODE_HEIGHT, ComponentLayout, lay_out
+from sparse_tl.plots.component_rows import node_rows
+from sparse_tl.plots.drawn_circuit import DrawnCircuit, draw_strongest
+from sparse_tl.plots.layered_layout import Segment, count_crossings, order_rows, place_rows
+
+SVG = "{http://www.w3.org/2000/svg}"
+ATTACK = "</script><img src=x onerror=alert(1)>"
+
+EDGES = {
+    "a2.h1->logits": -1.0,
+    "input->a0.h0<v>": -0.81,
+    "a0.h0->m1": 0.49,
+    "m1->a2.h1<q>": -0.25,
+    "input->a1.h1<k>": 0.09,
+    "m0->logits": -0.04,
+}
+"""Four edges make a path; the last but one leads nowhere, the last comes from nowhere."""
+
+
+def panels_of(figure: ComponentDiagram) -> list[ElementTree.Element]:
+    root = ElementTree.fromstring(figure.svg)
+    return [group for group in root.iter() if "data-panel" in group.attrib]
+
+
+def paths_of(panel: ElementTree.Element) -> dict[int, ElementTree.Element]:
+    return {int(e.get("data-edge", "")): e for e in panel.iter() if "data-edge" in e.attrib}
+
+
+def nodes_of(panel: ElementTree.Element) -> dict[str, ElementTree.Element]:
+    return {e.get("data-node", ""): e for e in panel.iter() if "data-node" in e.attrib}
+
+
+def place_of(node: ElementTree.Element) -> tuple[float, float]:
+    x, y = re.findall(r"[-\d.]+", node.get("transform", ""))
+    return float(x), float(y)
+
+
+def caption_of(panel: ElementTree.Element) -> str:
+    (caption,) = [e for e in panel.iter() if e.get("data-role") == "caption"]
+    return caption.text or ""
+
+
+def numbers(data: str) -> list[tuple[float, float]]:
+    values = [float(number) for number in re.findall(r"-?[\d.]+", data)]
+    return list(zip(values[::2], values[1::2], strict=True))
+
+
+def laid_out(*circuits: ScoredCircuit) -> tuple[list[DrawnCircuit], ComponentLayout]:
+    drawn = [draw_strongest(f"panel {i}", circuit, 1000) for i, circuit in enumerate(circuits)]
+    return drawn, lay_out(drawn, has_title=True, has_transition=True)
+
+
+# ---- what is drawn ------------------------------------------------------------------------------
+
+
+def test_the_strongest_edges_come_first_and_ties_keep_the_order_of_the_graph(make_circuit):
+    tied = {"input->m0": 0.5, "m0->m1": -0.5, "input->logits": 0.1, "m1->logits": -2.0}
+    drawn = draw_strongest("m", make_circuit(tied), 3)
+    assert [str(edge.edge) for edge in drawn.edges] == ["m1->logits", "input->m0", "m0->m1"]
+    assert [edge.strength for edge in drawn.edges] == [1.0, 0.25, 0.25]
+    assert (drawn.n_kept, drawn.n_existing) == (4, CircuitGraph(3, 2, 2).n_edges)
+
+
+def test_edges_off_the_path_are_open(make_circuit):
+    (panel,) = panels_of(component_diagram({"m": make_circuit(EDGES)}))
+    kinds = [path.get("data-kind") for _, path in sorted(paths_of(panel).items())]
+    assert kinds == ["path"] * 4 + ["open"] * 2
+    states = {name: node.get("data-state") for name, node in nodes_of(panel).items()}
+    on_path = ("input", "a0.h0", "m1", "a2.h1", "logits")
+    assert states == dict.fromkeys(on_path, "path") | dict.fromkeys(("a1.h1", "m0"), "open")
+    assert (panel.get("data-edges-shown"), panel.get("data-edges-on-path")) == ("6", "4")
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_paths_are_those_of_networkx(make_random_circuit, seed):
+    circuit = make_random_circuit(n_edges=25, seed=seed)
+    network = circuit.graph.to_networkx(circuit.mask)
+    between = (nx.descendants(network, "input") | {"input"}) & (
+        nx.ancestors(network, "logits") | {"logits"}
+    )
+    drawn = draw_strongest("m", circuit, 25)
+    expected = {
+        str(edge.edge)
+        for edge in drawn.edges
+        if {str(edge.source), str(edge.edge.destination.node)} <= between
+    }
+    found = zip(drawn.edges, drawn.on_path, strict=True)
+    assert {str(edge.edge) for edge, on_path in found if on_path} == expected
+    assert 0 < len(expected) < 25
+    assert {str(node) for node in drawn.nodes_on_path} == between
+
+
+def test_an_edge_into_a_key_value_head_ends_at_the_heads_that_take_part(make_circuit):
+    grouped = CircuitGraph(2, 4, 2)
+    edges = {"input->a1.kv0<k>": -1.0, "a1.h1->logits": 0.5, "input->a0.kv1<v>": 0.2}
+    drawn = draw_strongest("m", make_circuit(edges, grouped), 10)
+    readers = [[str(node) for node in edge.readers] for edge in drawn.edges]
+    assert readers == [["a1.h1"], ["logits"], ["a0.h2", "a0.h3"]]
+    assert drawn.on_path == (True, True, False)
+    (panel,) = panels_of(component_diagram({"m": make_circuit(edges, grouped)}))
+    assert [path.get("d", "").count("M") for _, path in sorted(paths_of(panel).items())] == [
+        1,
+        1,
+        2,
+    ]
+
+
+def test_lines_are_thicker_and_darker_with_score(make_circuit):
+    chain = {f"m{i}->m{i + 1}": -(4.0**-i) for i in range(5)}
+    circuit = make_circuit({"input->m0": -3.0, "m5->logits": 0.3, **chain}, CircuitGraph(6, 1, 1))
+    (panel,) = panels_of(component_diagram({"m": circuit}))
+    paths = [path for _, path in sorted(paths_of(panel).items())]
+    widths = [float(path.get("stroke-width", "")) for path in paths]
+    assert widths == sorted(widths, reverse=True) and widths[0] > 4 * widths[-1]
+    assert len(set(widths)) == len(widths)
+    light = [int(path.get("stroke", "")[1:3], 16) for path in paths]
+    assert light == sorted(light) and light[0] < light[-1]
+
+
+def test_colours_tell_slots_or_signs(make_circuit):
+    circuit = make_circuit({name: score / abs(score) for name, score in EDGES.items()})
+    edges = [str(edge.edge) for edge in draw_strongest("m", circuit, 10).edges]
+
+    def strokes(colour: str) -> dict[str, str | None]:
+        (panel,) = panels_of(component_diagram({"m": circuit}, colour=colour))  # type: ignore
+        return {edges[rank]: path.get("stroke") for rank, path in paths_of(panel).items()}
+
+    by_slot = strokes("slot")
+    assert by_slot["a0.h0->m1"] == by_slot["a2.h1->logits"]
+    assert len({by_slot[e] for e in ("a0.h0->m1", "m1->a2.h1<q>", "input->a0.h0<v>")}) == 3
+    by_sign = strokes("sign")
+    helping = ("a2.h1->logits", "input->a0.h0<v>", "m1->a2.h1<q>")
+    assert len({by_sign[edge] for edge in helping}) == 1
+    assert by_sign["a0.h0->m1"] != by_sign["a2.h1->logits"]
+    assert by_slot["m0->logits"] == by_sign["m0->logits"]  # on no path
+
+
+def test_the_caption_counts(make_circuit):
+    circuit = make_circuit(EDGES)
+    (panel,) = panels_of(component_diagram({"m": circuit}, max_edges=5, unit="logits"))
+    assert caption_of(panel) == (
+        f"5 of 6 kept edges (model: {circuit.graph.n_edges}); "
+        "4 on a path from input to logits; |score| ≥ 0.09 logits"
+    )
+    (panel,) = panels_of(component_diagram({"m": make_circuit(EDGES, scored=False)}))
+    assert caption_of(panel).endswith("4 on a path from input to logits")
+
+
+def test_a_circuit_without_edges_is_an_empty_panel(make_circuit):
+    (panel,) = panels_of(component_diagram({"m": make_circuit({})}))
+    assert list(nodes_of(panel)) == ["input", "logits"]
+    assert {node.get("data-state") for node in nodes_of(panel).values()} == {"absent"}
+
+
+# ---- where it lies ------------------------------------------------------------------------------
+
+
+def test_rows_are_layers_upwards(make_random_circuit):
+    (panel,) = panels_of(component_diagram({"m": make_random_circuit()}))
+    y = {Node.parse(name): place_of(node)[1] for name, node in nodes_of(panel).items()}
+    for first, second in itertools.permutations(y, 2):
+        if first.kind == second.kind == "head":
+            assert (y[first] > y[second]) == (first.layer < second.layer)
+    assert max(y.values()) == y[Node("input")] and min(y.values()) == y[Node("logits")]
+
+
+@pytest.mark.parametrize(("edge", "raised"), [("a1.h0->m1", True), ("a0.h0->m1", False)])
+def test_an_mlp_is_above_the_heads_that_it_reads_and_beside_others(make_circuit, edge, raised):
+    circuit = make_circuit({edge: 1.0, "input->a1.h0<q>": 1.0})
+    (panel,) = panels_of(component_diagram({"m": circuit}))
+    y = {name: place_of(node)[1] for name, node in nodes_of(panel).items()}
+    assert (y["m1"] < y["a1.h0"]) if raised else (y["m1"] == y["a1.h0"])
+
+
+@pytest.mark.parametrize("sizes", [{}, {"n_layers": 8, "n_heads": 8, "n_edges": 80}])
+def test_nothing_overlaps_and_no_line_runs_through_a_node(make_random_circuit, sizes):
+    dense, sparse = make_random_circuit(**sizes), make_random_circuit(**sizes | {"n_edges": 12})
+    drawn, layout = laid_out(dense, sparse)
+    rows: dict[float, list[NodeBox]] = {}
+    for box in layout.boxes.values():
+        rows.setdefault(box.y, []).append(box)
+        assert layout.left < box.x - box.width / 2 and box.x + box.width / 2 < layout.right
+    for row in rows.values():
+        row.sort(key=lambda box: box.x)
+        for first, second in itertools.pairwise(row):
+            assert second.x - first.x >= (first.width + second.width) / 2 + 5
+    for index, panel in enumerate(drawn):
+        passed = [
+            point
+            for edge in panel.edges
+            for point in numbers(layout.path_data(index, edge))
+            if point[1] in rows
+        ]
+        # At the bends; lines end above and below the middle of a box.
+        assert passed
+        for x, y in passed:
+            assert all(abs(x - box.x) > box.width / 2 for box in rows[y])
+    assert len(layout.curves[1]) == 12
+
+
+def test_a_node_is_at_the_same_place_in_every_panel(make_random_circuit):
+    figure = component_diagram(
+        {"dense": make_random_circuit(), "sparse": make_random_circuit(n_edges=5)}
+    )
+    dense, sparse = panels_of(figure)
+    places = [{n: place_of(e) for n, e in nodes_of(p).items()} for p in (dense, sparse)]
+    assert places[0] == places[1]
+    assert "absent" in {node.get("data-state") for node in nodes_of(sparse).values()}
+    assert "absent" not in {node.get("data-state") for node in nodes_of(dense).values()}
+
+
+def test_lines_never_overshoot_between_their_bends():
+    source, reader = Node("input"), Node("mlp", 3)
+    boxes = {source: NodeBox(100.0, 400.0, 60.0), reader: NodeBox(300.0, 0.0, 40.0)}
+    line = Line(source, reader, None)
+    bends = [(10.0, 300.0), (90.0, 200.0), (95.0, 100.0)]
+    points = numbers(line_curves({line: bends}, boxes, NODE_HEIGHT)[line])
+    assert points[0] == (100, 400 - NODE_HEIGHT / 2) and points[-1] == (300, NODE_HEIGHT / 2)
+    assert points[3:-1:3] == bends
+    for (x0, _), (x1, _), (x2, _), (x3, _) in zip(
+        points[0::3], points[1::3], points[2::3], points[3::3], strict=False
+    ):
+        # The curve lies within the hull of its control points, and these between its ends.
+        assert min(x0, x3) <= min(x1, x2) and max(x1, x2) <= max(x0, x3)
+    assert points[1][0] == points[0][0] and points[-2][0] == points[-1][0]  # vertical ends
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_crossings_are_counted_as_by_comparing_every_pair(seed):
+    generator = torch.Generator().manual_seed(seed)
+    rows = [[f"{r}{i}" for i in range(6)] for r in "abc"]
+    segments = [
+        Segment(rows[r][i], rows[r + 1][j])
+        for r, i, j in itertools.product(range(2), range(6), range(6))
+        if torch.rand(1, generator=generator) < 0.3
+    ]
+    expected = 0
+    for first, second in itertools.combinations(segments, 2):
+        if first.lower[0] == second.lower[0]:
+            expected += (first.lower < second.lower and first.upper > second.upper) or (
+                first.lower > second.lower and first.upper < second.upper
+            )
+    assert count_crossings(rows, segments) == expected > 0
+    ordered = order_rows(rows, segments)
+    assert [sorted(row) for row in ordered] == rows
+    assert count_crossings(ordered, segments) < expected
+
+
+def test_a_graph_that_can_be_drawn_without_crossings_is(make_circuit):
+    rows = [["a", "b", "c"], ["d", "e", "f"], ["g", "h", "i"]]
+    segments = [Segment(*pair) for pair in ("af", "bd", "ce", "dh", "ei", "fg")]
+    assert count_crossings(rows, segments) > 0
+    assert count_crossings(order_rows(rows, segments), segments) == 0
+
+
+def test_positions_are_the_least_squares_ones_under_the_separations():
+    rows = [["b", "a", "c"], ["d", "e", "f"]]
+    segments = [Segment("a", "d"), Segment("b", "d"), Segment("c", "f"), Segment("a", "e")]
+    gaps = [[5, 40], [40, 40]]
+    at = {"b": 90.0, "a": 100.0, "c": 200.0}
+    # The means are 95, 100 and 200; d and e are 5 apart instead of 40, and share the missing 35
+    # by the weights 2 and 1 of their segments.
+    x = place_rows(rows, segments, gaps, (0, 300), at)
+    assert {v: x[v] for v in at} == pytest.approx(at, abs=1e-3)
+    assert [x[v] for v in "def"] == pytest.approx([95 - 35 / 3, 100 + 70 / 3, 200], abs=1e-3)
+    x = place_rows(rows, segments, gaps, (88, 300), at)
+    assert [x[v] for v in "def"] == pytest.approx([88, 128, 200], abs=1e-3)
+
+
+def test_node_rows_leave_out_empty_layers():
+    nodes = [Node("head", 7, 3), Node("mlp", 7), Node("head", 2, 0), Node("head", 7, 1)]
+    rows = node_rows(nodes, [])
+    assert [row.label for row in rows] == ["", "Layer 2", "Layer 7", ""]
+    assert list(map(str, rows[2].nodes)) == ["a7.h1", "a7.h3", "m7"]
+
+
+def test_text_is_legible_at_full_width(make_random_circuit):
+    circuit = make_random_circuit(12, 12, 100)
+    root = ElementTree.fromstring(component_diagram({"a": circuit}, title="T").svg)
+    assert float(root.get("width", "")) == 1000
+    assert min(float(e.get("font-size", "16")) for e in root.iter()) >= 11
+
+
+# ---- one piece of HTML, and files ---------------------------------------------------------------
+
+
+def test_names_titles_and_units_stay_text(make_circuit):
+    circuit = make_circuit(EDGES)
+    figure = component_diagram(
+        {ATTACK: circuit, "\x00": circuit}, title=ATTACK, transition=ATTACK, unit=ATTACK
+    )
+    root = ElementTree.fromstring(figure.svg)
+    assert {element.tag for element in root.iter()} == {
+        SVG + name for name in ("svg", "g", "path", "rect", "text", "tspan", "circle")
+    }
+    assert ATTACK in [element.text for element in root.iter()]
+    html = str(figure)
+    assert "<img" not in html and html.count("</script>") == 1
+    _, call = html.rsplit("startFigures(", 1)
+    payload, rest = call.split(");\n", 1)
+    assert rest == "})();\n</script>"
+    assert not set("<>&") & set(payload) and "alert" in payload
+
+
+def test_html_is_self_contained_small_and_the_same_each_time(make_random_circuit):
+    panels = {"a": make_random_circuit(), "b": make_random_circuit(seed=1)}
+    html = str(component_diagram(panels))
+    assert html == str(component_diagram(panels)) != str(component_diagram(panels, colour="sign"))
+    assert "http" not in html.replace("http://www.w3.org/2000/svg", "")
+    assert not re.search(r"(?:src|href|url|import)\s*[=(]\s*[\"']?[\w/:.]+", html)
+    assert len(html.encode()) < 100_000
+
+
+def test_it_saves_html_svg_and_png(make_circuit, tmp_path):
+    pytest.importorskip("resvg_py", reason="resvg-py is not installed")
+    figure = component_diagram({"Base Model": make_circuit(EDGES)}, title="Cause & effect")
+    page = figure.save(tmp_path / "figure.html").read_text(encoding="utf-8")
+    assert str(figure) in page and "<title>Cause &amp; effect</title>" in page
+    root = ElementTree.parse(figure.save(tmp_path / "figure.svg")).getroot()
+    png = figure.save(tmp_path / "figure.png", scale=1).read_bytes()
+    size = tuple(int(root.get(side, "")) for side in ("width", "height"))
+    assert struct.unpack(">II", png[16:24]) == size
+    assert repr(figure) == "ComponentDiagram('Base Model')"
+
+
+# ---- bad input ----------------------------------------------------------------------------------
+
+
+def test_scores_of_another_shape(unchecked_types):
+    graph = CircuitGraph(3, 2, 2)
+    with pytest.raises(ValueError, match=r"scores of shape \(10, 22\).*got \(2, 2\)"):
+        ScoredCircuit(graph, graph.exists, torch.zeros(2, 2))
+    with pytest.raises(ValueError, match=r"mask of shape .*got \(22, 10\); index them \[source"):
+        ScoredCircuit(graph, graph.exists.T)
+
+
+def test_a_kept_edge_that_does_not_exist():
+    graph = CircuitGraph(3, 2, 2)
+    with pytest.raises(ValueError, match=r"got \d+ places that are none, first a0\.h0->a0\.h0<q>"):
+        ScoredCircuit(graph, torch.ones_like(graph.exists))
+
+
+def test_only_scores_of_kept_edges_must_be_finite(make_circuit):
+    circuit = make_circuit(EDGES)
+    scores = torch.where(circuit.mask, circuit.scores, torch.nan)
+    ScoredCircuit(circuit.graph, circuit.mask, scores)
+    with pytest.raises(ValueError, match="finite scores of kept edges; got 6 that are NaN"):
+        ScoredCircuit(circuit.graph, circuit.mask, scores * torch.inf * 0)
+
+
+def test_options_that_make_no_figure(make_circuit, unchecked_types):
+    circuit = make_circuit(EDGES)
+    with pytest.raises(ValueError, match="at least one panel; got none"):
+        component_diagram({})
+    with pytest.raises(ValueError, match="max_edges of at least 1; got 0"):
+        component_diagram({"m": circuit}, max_edges=0)
+    with pytest.raises(ValueError, match="'slot' or 'sign'; got 'layer'"):
+        component_diagram({"m": circuit}, colour="layer")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="to colour by their sign; got none"):
+        component_diagram({"m": make_circuit(EDGES, scored=False)}, colour="sign")
+    with pytest.raises(TypeError, match="a ScoredCircuit as panel 'm'; got Tensor"):
+        component_diagram({"m": circuit.mask})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="a mapping .*got list"):
+        component_diagram([circuit])  # type: ignore[arg-type]
