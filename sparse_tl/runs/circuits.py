@@ -23,13 +23,21 @@ from sparse_tl.hooks import HookedModel, embedding_matrix, load_model
 from sparse_tl.masks import SparseTransformer
 from sparse_tl.metrics import is_right
 from sparse_tl.models import TASKS, load_task_models, task_pairs
-from sparse_tl.plots import ScoredCircuit, component_diagram, effect_figure, multiplier, save_figure
+from sparse_tl.plots import (
+    EffectCurve,
+    ScoredCircuit,
+    component_diagram,
+    effect_figure,
+    multiplier,
+    save_figure,
+)
 from sparse_tl.prompts import PromptPairs
 from sparse_tl.runs.folder import RunFolder
 from sparse_tl.tasks import DocstringTask, GreaterThanTask, IOILongTask, IOITask
 
 LEVEL = 0.9
 """The explained effect that models are compared at."""
+SIDES = ("dense", "sparse")
 PARTS = ("heads", "edges")
 GENERAL_TASKS = (GreaterThanTask(), IOITask(), DocstringTask(), IOILongTask())
 """The tasks for models with tokenizers of their own, in the order of the figure."""
@@ -98,26 +106,31 @@ def run_circuits(
         "seed": seed,
     }
     folder = RunFolder(out, settings, restart=restart)
-    with folder.stage("models"):
-        models = _models(model, sparse, seed, device, progress)
-    for task in chosen:
-        drawn = _pairs(task, models["dense"], pairs, seed, built_in=model is None)
-        halves = drawn.select(slice(0, pairs // 2)), drawn.select(slice(pairs // 2, None))
-        for side, some in models.items():
+    missing = [
+        (task, side)
+        for task in chosen
+        for side in SIDES
+        if not folder.finished(f"{task.name}/{side}")
+    ]
+    if missing:
+        with folder.stage("models"):
+            models = _models(model, sparse, seed, device, progress)
+        for task, side in missing:
+            drawn = _pairs(task, models["dense"], pairs, seed, built_in=model is None)
+            halves = drawn.select(slice(0, pairs // 2)), drawn.select(slice(pairs // 2, None))
             name = f"{task.name}/{side}"
-            if not folder.finished(name):
-                with folder.stage(name), atomic_folder(folder / name) as temporary:
-                    _measure(
-                        some,
-                        halves,
-                        task.metric,
-                        temporary,
-                        method=method,
-                        patch=patch,
-                        batch_size=batch_size,
-                        progress=progress,
-                    )
-    return _report(folder, chosen, "Task model" if model is None else model)
+            with folder.stage(name), atomic_folder(folder / name) as temporary:
+                _measure(
+                    models[side],
+                    halves,
+                    task.metric,
+                    temporary,
+                    method=method,
+                    patch=patch,
+                    batch_size=batch_size,
+                    progress=progress,
+                )
+    return _report(folder, chosen, "Task Model" if model is None else model)
 
 
 def _measure(
@@ -156,28 +169,28 @@ def _accuracy(model: HookedModel, pairs: PromptPairs, batch_size: int) -> float:
 
 def _report(folder: RunFolder, tasks: Sequence[Any], name: str) -> CircuitsRun:
     """Figures, tables and numbers from what is measured."""
-    names = {"dense": name, "sparse": f"Sparse {name}"}
+    names: dict[str, str] = {"dense": name, "sparse": f"Sparse {name}"}
     metrics: dict[str, Any] = {}
-    tables, panels = [], {parts: {} for parts in PARTS}
+    tables: list[pd.DataFrame] = []
+    panels: dict[str, dict[str, list[EffectCurve]]] = {parts: {} for parts in PARTS}
     for task in tasks:
-        measured: dict[str, Any] = {"dense": {}, "sparse": {}}
-        for side in measured:
-            place = folder / task.name / side
-            measured[side]["accuracy"] = read_json(place / "accuracy.json")
+        said: dict[str, Any] = {
+            side: {"accuracy": read_json(folder / task.name / side / "accuracy.json")}
+            for side in names
+        }
+        multipliers = {}
         for parts in PARTS:
-            curves = []
-            for side, said in measured.items():
+            curves = panels[parts][task.title] = []
+            for side in names:
                 found = Evaluation.load(folder / task.name / side / f"{parts}.safetensors")
-                curve = found.curve(names[side])
-                curves.append(curve)
-                said[f"{parts}_at_{LEVEL}"] = curve.size_at(LEVEL)
-                said[f"{parts}_cpr"], said[f"{parts}_cmd"] = found.cpr, found.cmd
+                curves.append(found.curve(names[side]))
+                said[side][f"{parts}_at_{LEVEL}"] = curves[-1].size_at(LEVEL)
+                said[side][f"{parts}_cpr"], said[side][f"{parts}_cmd"] = found.cpr, found.cmd
                 labels = {"task": task.name, "side": side, "parts": parts}
                 tables.append(pd.DataFrame({**labels, **found.to_pandas()}))
-            panels[parts][task.title] = curves
-            measured[f"multiplier_{parts}"] = multiplier(*curves, level=LEVEL)
-        metrics[task.name] = measured
-        _draw_circuits(folder, task, measured, names)
+            multipliers[f"multiplier_{parts}"] = multiplier(*curves, level=LEVEL)
+        metrics[task.name] = said | multipliers
+        _draw_circuits(folder, task, said, names)
     for parts in PARTS:
         figure = effect_figure(panels[parts], parts=parts, level=LEVEL)
         for suffix in ("html", "svg", "png"):
@@ -196,7 +209,7 @@ def _draw_circuits(
 ) -> None:
     """The circuit that explains enough, of both models, as a diagram and as a list of edges."""
     drawn = {}
-    for side in ("dense", "sparse"):
+    for side in SIDES:
         scores = EdgeScores.load(folder / task.name / side / "edge_scores")
         size = measured[side][f"edges_at_{LEVEL}"]
         kept = scores.graph.n_edges if size is None else min(round(size), scores.graph.n_edges)

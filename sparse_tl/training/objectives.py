@@ -96,6 +96,10 @@ class SparsityObjective:
             while the late ones are open and can take over.
         brake: multiple of the allowed loss above which deterministic gates must not get while
             noise is full: beyond it lambda grows by `BRAKE_FACTOR` at every evaluation.
+        final_noise: what the noise falls to. Above 0, gates that are needed keep a margin; without
+            noise they come to rest just above 0, where a small step closes them.
+        settle_from: part of the run from which the loss alone is minimised, so that what is left of
+            the edges becomes accurate.
         deterministic_share: share of each batch's rows on which the constraint is measured with
             deterministic gates; 0 measures it on all rows, with the sampled ones.
     """
@@ -113,11 +117,18 @@ class SparsityObjective:
         layer_costs: LayerCosts | None = None,
         brake: float | None = None,
         deterministic_share: float = 0.0,
+        final_noise: float = 0.0,
+        settle_from: float = 1.0,
     ) -> None:
         if dense is None and (target.reference == "dense" or distillation > 0):
             raise ValueError("a target relative to the dense model and distillation need `dense`")
         if not 0 <= deterministic_share <= 1:
             raise ValueError(f"expected deterministic_share in 0..1; got {deterministic_share}")
+        if not 0 <= final_noise <= 1 or not 0 < settle_from <= 1:
+            raise ValueError(
+                f"expected final_noise in 0..1, and settle_from in 0..1 (0 excluded); got "
+                f"{final_noise} and {settle_from}"
+            )
         self.sparse = sparse
         self.dense = dense
         self.target = target
@@ -129,6 +140,8 @@ class SparsityObjective:
         self.layer_costs = _layer_costs(sparse, layer_costs)
         self.brake = brake
         self.deterministic_share = deterministic_share
+        self.final_noise = final_noise
+        self.settle_from = settle_from
         self._allowance, self._progress = 1.0, 0.0
 
     def allowance(self, progress: float) -> float:
@@ -146,11 +159,11 @@ class SparsityObjective:
         return self.layer_costs[start] ** (1 - way) * self.layer_costs[end] ** way
 
     def noise(self, progress: float) -> float:
-        """The scale of the gates' noise: 1 at first, 0 at the end."""
+        """The scale of the gates' noise: 1 at first, `final_noise` at the end."""
         if progress < self.anneal_noise_from:
             return 1.0
         falling = (progress - self.anneal_noise_from) / (1 - self.anneal_noise_from)
-        return 0.5 * (1 + math.cos(math.pi * falling))
+        return max(self.final_noise, 0.5 * (1 + math.cos(math.pi * falling)))
 
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, progress: float
@@ -179,6 +192,8 @@ class SparsityObjective:
                 task = (1 - self.distillation) * loss + self.distillation * divergence
         multiplier = self.constraint.multiplier
         objective = (torch.log1p(edges) + multiplier * task) / (1 + multiplier)
+        if progress >= self.settle_from:
+            objective = task
         return objective, {
             "loss": loss.item(),
             "violation": violation,
@@ -210,6 +225,22 @@ class SparsityObjective:
         allowed = self.target.nats * self._allowance
         if self.brake is not None and falling and excess > self.brake * allowed:
             self.constraint.ease(BRAKE_FACTOR)
+
+    def settings(self) -> dict[str, Any]:
+        """What identifies the objective in a checkpoint."""
+        return {
+            "target": str(self.target),
+            "distillation": self.distillation,
+            "anneal_noise_from": self.anneal_noise_from,
+            "pressure": self.pressure,
+            "slack": self.slack,
+            "layer_costs": {str(part): some.tolist() for part, some in self.layer_costs.items()},
+            "brake": self.brake,
+            "deterministic_share": self.deterministic_share,
+            "final_noise": self.final_noise,
+            "settle_from": self.settle_from,
+            "violation_scale": self.constraint.scale,
+        }
 
     def state(self) -> dict[str, Any]:
         return dict(self.constraint.state())

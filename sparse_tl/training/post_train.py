@@ -129,6 +129,8 @@ def post_train(
     layer_costs: LayerCosts | None = None,
     brake: float | None = None,
     deterministic_share: float = 0.0,
+    final_noise: float = 0.0,
+    settle_from: float = 1.0,
     retreat_after: int | None = None,
     min_accuracy: float = 0.0,
     checkpoint: str | Path | None = None,
@@ -169,6 +171,8 @@ def post_train(
             noise is full, lambda jumps, so that edges which are needed do not close in the fall.
         deterministic_share: share of each batch, 0 to 1, on which the constraint is measured with
             deterministic gates; 0 measures it on all of it, with the sampled ones.
+        final_noise: what the gates' noise falls to, 0 to 1; above 0, needed gates keep a margin.
+        settle_from: part of the run from which the loss alone is minimised.
         retreat_after: held-out evaluations in a row that miss the target, after which training
             goes back to the best weights with a larger lambda and a smaller learning rate: a gate
             that closed by mistake is rarely found again by gradients. None for never.
@@ -235,6 +239,8 @@ def post_train(
         layer_costs,
         brake,
         deterministic_share,
+        final_noise,
+        settle_from,
     )
 
     def feasible(metrics: Metrics) -> bool:
@@ -265,21 +271,13 @@ def post_train(
         settings,
         trained=parameters,
         settings={
-            "target": str(target),
+            **objective.settings(),
             "gates": repr(sparse.gates.distribution),
-            "distillation": distillation,
-            "anneal_noise_from": anneal_noise_from,
-            "pressure": pressure,
-            "slack": slack,
-            "brake": brake,
-            "deterministic_share": deterministic_share,
-            "layer_costs": {str(k): v.tolist() for k, v in objective.layer_costs.items()},
             "retreat_after": retreat_after,
             "min_accuracy": min_accuracy,
             "multiplier": multiplier,
             "multiplier_rate": multiplier_rate,
             "multiplier_fall": multiplier_fall,
-            "violation_scale": constraint.scale,
         },
         checkpoint=None if checkpoint is None else Path(checkpoint),
         title="post-training",

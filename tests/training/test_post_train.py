@@ -70,6 +70,8 @@ def test_a_target_below_the_dense_loss(build_echo: Build, echo_rows: Rows) -> No
         ({"steps": 0}, "expected steps above 0"),
         ({"multiplier_fall": 0.0}, "expected multiplier_fall above 0"),
         ({"deterministic_share": 1.5}, "expected deterministic_share in 0..1; got 1.5"),
+        ({"final_noise": 1.5}, "expected final_noise in 0..1.*got 1.5 and 1.0"),
+        ({"settle_from": 0.0}, "expected final_noise in 0..1.*got 0.0 and 0.0"),
         ({"layer_costs": {}}, "expected layer_costs to be 2 numbers above 0"),
         ({"layer_costs": {0.0: [1.0, 1.0], 0.5: [1.0]}}, "expected layer_costs to be 2 numbers"),
         ({"layer_costs": {1.5: [1.0, 1.0]}}, "costs by part of the run, 0 to 1; got .1.5"),
@@ -380,6 +382,32 @@ def test_costs_pass_into_those_of_the_next_part(
         generator = torch.Generator().manual_seed(0)
         losses.append(objective.measure(batch, generator, progress)[0].item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_the_noise_falls_no_further_than_it_should(build_echo: Build) -> None:
+    objective = SparsityObjective(
+        SparseTransformer(build_echo()),
+        None,
+        TargetLoss.parse(0.05),
+        LossConstraint(1.0),
+        final_noise=0.3,
+    )
+    noise = [objective.noise(progress) for progress in (0.0, 0.5, 0.75, 0.99, 1.0)]
+    assert noise == pytest.approx([1.0, 1.0, 0.5, 0.3, 0.3])
+
+
+def test_a_settling_run_minimises_the_loss_alone(build_echo: Build, echo_rows: Rows) -> None:
+    objective = SparsityObjective(
+        SparseTransformer(build_echo(), initial_bias=0.5),
+        None,
+        TargetLoss.parse(0.05),
+        LossConstraint(1.0),
+        settle_from=0.8,
+    )
+    for progress, alone in ((0.79, False), (0.8, True)):
+        generator = torch.Generator().manual_seed(0)
+        loss, measured = objective.measure(echo_rows(16, seed=3), generator, progress)
+        assert (loss.item() == pytest.approx(measured["loss"])) == alone
 
 
 def test_lambda_grows_until_the_loss_meets_its_target(build_echo: Build, echo_rows: Rows) -> None:
