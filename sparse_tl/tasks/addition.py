@@ -15,13 +15,17 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sparse_tl.batches import TokenBatch
+from sparse_tl.prompts import PromptPairs
 
 Form = Literal["autoregressive", "placeholder"]
+Digit = Literal["hundreds", "tens", "units"]
 
 CHARACTERS = "0123456789+=?"
 LENGTH = 11
 ANSWER = slice(6, 11)
 """The columns of the sum's five digits."""
+COLUMNS: dict[str, int] = {"hundreds": 8, "tens": 9, "units": 10}
+"""The columns of the digits that are not always 0."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,39 @@ class AdditionTask:
             everything.select(slice(validation + test, None)),
             everything.select(slice(test, test + validation)),
             everything.select(slice(0, test)),
+        )
+
+    def pairs(self, digit: Digit | str, n: int, *, seed: int = 0) -> PromptPairs:
+        """Held-out sums beside other sums whose digit at that place is another one.
+
+        The answer is the clean sum's digit, the wrong answer the corrupted sum's; the position is
+        where that digit is read off.
+
+        Args:
+            digit: "hundreds", "tens" or "units" of the answer.
+            n: how many; at most the 1,000 test sums.
+            seed: of the split, as in `split`, and of the draw.
+
+        Raises:
+            ValueError: an unknown digit, or more pairs than test sums.
+        """
+        if digit not in COLUMNS or not 1 <= n <= 1000:
+            raise ValueError(
+                f"expected a digit of {list(COLUMNS)} and 1 to 1,000 pairs; got {digit!r} and {n}"
+            )
+        sums = self.split(seed=seed)[2]
+        position = self.read_at(COLUMNS[digit])
+        digits = sums.labels[:, position]
+        generator = torch.Generator().manual_seed(seed)
+        clean = torch.randperm(len(sums), generator=generator)[:n]
+        differs = digits[clean, None] != digits
+        corrupted = torch.multinomial(differs.float(), 1, generator=generator)[:, 0]
+        return PromptPairs(
+            sums.tokens[clean],
+            sums.tokens[corrupted],
+            digits[clean, None],
+            digits[corrupted, None],
+            torch.full((n,), position),
         )
 
     def read_at(self, column: int) -> int:

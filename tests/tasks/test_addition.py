@@ -1,5 +1,7 @@
 """The addition task: what is read, what is predicted, and the split."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -65,3 +67,26 @@ def test_bad_sums_are_refused():
         task.read_at(5)
     with pytest.raises(ValueError, match="leave some"):
         task.split(validation=5000, test=5000)
+
+
+@pytest.mark.parametrize("form", ["autoregressive", "placeholder"])
+@pytest.mark.parametrize("digit", ["hundreds", "tens", "units"])
+def test_pairs_differ_in_the_digit_that_is_asked_for(form: Any, digit: str) -> None:
+    task = AdditionTask(form)
+    pairs = task.pairs(digit, 50, seed=1)
+    place = {"hundreds": 100, "tens": 10, "units": 1}[digit]
+    held_out = {tuple(row) for row in task.split(seed=1)[2].tokens.tolist()}
+    for clean, corrupted, answer, wrong in zip(
+        pairs.clean, pairs.corrupted, pairs.answers, pairs.wrong, strict=True
+    ):
+        digits = []
+        for row in (clean, corrupted):
+            assert tuple(row.tolist()) in held_out
+            left, right = decode(row)[:5].split("+")
+            digits.append((int(left) + int(right)) // place % 10)
+        assert digits == [answer.item(), wrong.item()]
+        assert digits[0] != digits[1]
+    column = {"hundreds": 8, "tens": 9, "units": 10}[digit]
+    assert set(pairs.positions.tolist()) == {column - (form == "autoregressive")}
+    with pytest.raises(ValueError, match="expected a digit of"):
+        task.pairs("thousands", 5)

@@ -1,0 +1,127 @@
+"""``sparse-tl circuits`` from end to end, on small random models and on what it must refuse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from sparse_tl.circuits import EdgeScores, Evaluation, HeadScores
+from sparse_tl.hooks import load_model, save_model
+from sparse_tl.masks import SparseTransformer
+from sparse_tl.models import build_task_model
+from sparse_tl.plots import multiplier
+from sparse_tl.runs import circuits as run_module
+from sparse_tl.runs import run_circuits
+
+TASKS = ["greater_than"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model with the words of the tasks and random weights, and the same under closed gates."""
+    folder = tmp_path_factory.mktemp("models")
+    model = build_task_model(seed=0, device="cpu")
+    save_model(model, folder / "dense")
+    SparseTransformer(model, initial_bias=0.0).save_pretrained(folder / "sparse")
+    return folder / "dense", folder / "sparse"
+
+
+@pytest.fixture(scope="module")
+def run(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    out = tmp_path_factory.mktemp("run") / "circuits"
+    dense, sparse = models
+    return out, run_circuits(
+        out, model=str(dense), sparse=sparse, tasks=TASKS, pairs=8, device="cpu", progress=False
+    )
+
+
+def test_everything_is_written(run: tuple[Path, Any]) -> None:
+    out, outcome = run
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics == outcome.metrics
+    assert list(metrics) == TASKS
+    for task, said in metrics.items():
+        assert set(said) == {"dense", "sparse", "multiplier_heads", "multiplier_edges"}
+        for side in ("dense", "sparse"):
+            assert {"accuracy", "heads_at_0.9", "edges_at_0.9"} <= set(said[side])
+            place = out / task / side
+            edges, heads = EdgeScores.load(place / "edge_scores"), place / "head_scores"
+            assert edges.graph.n_layers == 4 and HeadScores.load(heads).scores.shape == (4, 8)
+            circuit = json.loads((out / task / f"{side}_circuit.json").read_text())
+            assert all(edges[row["edge"]] == row["score"] for row in circuit)
+        for suffix in ("html", "svg", "png"):
+            assert (out / task / f"circuit.{suffix}").stat().st_size > 1000
+    for parts in ("heads", "edges"):
+        for suffix in ("html", "svg", "png"):
+            assert (out / f"{parts}_kept.{suffix}").stat().st_size > 1000
+
+
+def test_numbers_are_those_of_the_saved_curves(run: tuple[Path, Any]) -> None:
+    out, outcome = run
+    table = pd.read_csv(out / "curves.csv")
+    assert len(table) == len(outcome.curves) == len(json.loads((out / "curves.json").read_text()))
+    for task, said in outcome.metrics.items():
+        for parts in ("heads", "edges"):
+            curves = []
+            for side in ("dense", "sparse"):
+                found = Evaluation.load(out / task / side / f"{parts}.safetensors")
+                curves.append(found.curve(side))
+                rows = table[(table.task == task) & (table.side == side) & (table.parts == parts)]
+                assert rows["explained_effect"].tolist() == pytest.approx(found.effect.tolist())
+                assert said[side][f"{parts}_at_0.9"] == curves[-1].size_at(0.9)
+                assert found.effect[-1].item() == pytest.approx(1, abs=1e-4)
+            assert said[f"multiplier_{parts}"] == multiplier(*curves)
+
+
+def test_what_is_finished_is_not_measured_again(
+    run: tuple[Path, Any], models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, outcome = run
+    (out / "ioi").mkdir(exist_ok=True)
+    calls: list[Any] = []
+    monkeypatch.setattr(run_module, "_measure", lambda *a, **k: calls.append(a))
+    dense, sparse = models
+    again = run_circuits(
+        out, model=str(dense), sparse=sparse, tasks=TASKS, pairs=8, device="cpu", progress=False
+    )
+    assert not calls
+    assert again.metrics == outcome.metrics
+
+
+def test_settings_that_make_no_sense(models: tuple[Path, Path], tmp_path: Path) -> None:
+    dense, sparse = models
+    pair = {"model": str(dense), "sparse": sparse, "progress": False}
+    with pytest.raises(ValueError, match="expected both a dense model and its sparse"):
+        run_circuits(tmp_path / "a", model=str(dense))
+    with pytest.raises(ValueError, match="expected tasks of"):
+        run_circuits(tmp_path / "b", tasks=["sums"], **pair)
+    with pytest.raises(ValueError, match="expected at least 4 prompt pairs"):
+        run_circuits(tmp_path / "c", pairs=3, **pair)
+
+
+def test_a_model_under_open_gates_needs_as_much(
+    models: tuple[Path, Path], build_tiny: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Dense and sparse go through the same code: the same weights give the same numbers."""
+    dense = load_model(models[0], device="cpu")
+    SparseTransformer(dense, initial_bias=1e4).save_pretrained(tmp_path / "open")
+    outcome = run_circuits(
+        tmp_path / "out",
+        model=str(models[0]),
+        sparse=tmp_path / "open",
+        tasks=["greater_than"],
+        pairs=8,
+        device="cpu",
+        progress=False,
+    )
+    said = outcome.metrics["greater_than"]
+    assert said["dense"] == pytest.approx(said["sparse"], rel=1e-3)
+    for side in ("dense", "sparse"):
+        scores = EdgeScores.load(tmp_path / "out" / "greater_than" / side / "edge_scores")
+        assert torch.isfinite(scores.scores).all()
