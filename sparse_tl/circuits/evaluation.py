@@ -226,18 +226,22 @@ def evaluate_edges(
 ) -> Evaluation:
     """The explained effect of the best-scored edges, by how many are kept.
 
+    Edges on no path of kept edges from the input to the logits have no effect: they are left out,
+    and not counted. Sizes at which nothing new is joined are left out too.
+
     Args:
         model: dense or sparse.
         pairs: the prompts; others than the scores come from, ideally.
         metric: one value per pair.
         scores: what edges are ranked by.
-        sizes: circuit edges kept; when left out, `log_sizes` of all edges.
+        sizes: how many of the best edges are taken; when left out, `log_sizes` of all edges.
         signed: rank by how much an edge helps instead of by absolute value.
         **options: of `evaluate`.
     """
     sizes = log_sizes(scores.graph.n_edges) if sizes is None else sizes
-    circuits = [scores.top(size, signed=signed) for size in sizes]
-    return evaluate(model, pairs, metric, circuits, **options)
+    joined = (scores.top(size, signed=signed).connected() for size in sorted(sizes))
+    circuits = {len(circuit): circuit for circuit in joined}
+    return evaluate(model, pairs, metric, list(circuits.values()), **options)
 
 
 def evaluate_heads(

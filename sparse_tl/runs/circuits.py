@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 
 from sparse_tl.circuits import (
+    Circuit,
     EdgeScores,
     Evaluation,
     attribute_edges,
@@ -213,7 +214,7 @@ def _draw_circuits(
         scores = EdgeScores.load(folder / task.name / side / "edge_scores")
         size = measured[side][f"edges_at_{LEVEL}"]
         kept = scores.graph.n_edges if size is None else min(round(size), scores.graph.n_edges)
-        circuit = scores.top(kept)
+        circuit = _smallest(scores, kept)
         drawn[names[side]] = ScoredCircuit(scores.graph, circuit.mask, scores.scores)
         listed = [{"edge": str(edge), "score": scores[edge]} for edge in circuit.edges]
         write_json(folder / task.name / f"{side}_circuit.json", listed)
@@ -221,6 +222,17 @@ def _draw_circuits(
     diagram = component_diagram(drawn, title=title)
     for suffix in ("html", "svg", "png"):
         diagram.save(folder / task.name / f"circuit.{suffix}")
+
+
+def _smallest(scores: EdgeScores, size: int) -> Circuit:
+    """The best-scored edges of which at least `size` are on a path; only those."""
+    low, high = size, scores.graph.n_edges
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (
+            (low, middle) if len(scores.top(middle).connected()) >= size else (middle + 1, high)
+        )
+    return scores.top(low).connected()
 
 
 def _models(

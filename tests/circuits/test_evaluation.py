@@ -174,7 +174,8 @@ def test_circuits_grow_with_the_scores(build_tiny: Build, pairs: PromptPairs) ->
     graph = graph_of(model)
     scores = EdgeScores(graph, graph.exists * torch.rand(graph.exists.shape), "random")
     found = evaluate_edges(model, pairs, logit_difference, scores, progress=False)
-    assert found.sizes == log_sizes(graph.n_edges)
+    joined = {len(scores.top(size).connected()) for size in log_sizes(graph.n_edges)}
+    assert found.sizes == tuple(sorted(joined)) and len(joined) > 3
     assert found.sizes[0] == 0 and found.sizes[-1] == graph.n_edges == found.total
     by_head = evaluate_heads(
         model, pairs, logit_difference, HeadScores(torch.rand(2, 2), "random"), progress=False
@@ -183,6 +184,15 @@ def test_circuits_grow_with_the_scores(build_tiny: Build, pairs: PromptPairs) ->
     table = by_head.to_pandas()
     assert (table["low"] <= table["explained_effect"]).all()
     assert (table["explained_effect"] <= table["high"]).all()
+
+
+def test_edges_on_no_path_have_no_effect(model: Model, pairs: PromptPairs) -> None:
+    graph = graph_of(model)
+    circuit = _some_edges(graph, 0.15)
+    joined = circuit.connected()
+    assert 0 < len(joined) < len(circuit)
+    found = evaluate(model, pairs, logit_difference, [circuit, joined], progress=False)
+    torch.testing.assert_close(found.values[0], found.values[1], rtol=1e-9, atol=1e-9)
 
 
 def test_nothing_is_left_behind(build_tiny: Build, pairs: PromptPairs) -> None:
