@@ -144,7 +144,7 @@ def test_graphs_move_between_tools() -> None:
     """In the format of EAP-IG, with its keys; and back."""
     scores = _scores()
     circuit = scores.top(5)
-    content = json.loads(json.dumps(to_eap_ig(scores, circuit)))
+    content = json.loads(json.dumps(to_eap_ig(scores, circuit, d_model=16)))
     assert content["cfg"] == {"n_layers": 2, "n_heads": 2, "parallel_attn_mlp": False}
     assert set(content["nodes"]) == {str(node) for node in TINY.nodes}
     edge = content["edges"]["a0.h1->a1.h0<q>"]
@@ -153,7 +153,7 @@ def test_graphs_move_between_tools() -> None:
     assert torch.equal(again.scores, scores.scores)
     assert torch.equal(kept.mask, circuit.mask)
     with pytest.raises(ValueError, match="expected heads with their own k and v"):
-        to_eap_ig(_scores(CircuitGraph(2, 4, 2)), circuit)
+        to_eap_ig(_scores(CircuitGraph(2, 4, 2)), circuit, d_model=16)
     with pytest.raises(ValueError, match="lacks .'edges'"):
         from_eap_ig({"cfg": {}})
 

@@ -7,7 +7,8 @@
 
 Only layers at or after the tested part are run: before it, the circuit is as it was.
 
-With a target size the threshold doubles from pass to pass until the size is reached exactly.
+With a target size the threshold doubles from pass to pass until no more than that many are left;
+edges that have lost their effect meanwhile go too, so that it can be fewer.
 
 Reference: Conmy et al., arXiv 2304.14997, algorithm 1.
 """
@@ -17,10 +18,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor
@@ -58,7 +60,8 @@ class Acdc:
         threshold: of the last pass.
         value: the metric, or the divergence in nats, under the circuit.
         tested: parts whose patch was measured.
-        forward_equivalents: forward passes that the tests cost, in layers run over layers.
+        forward_equivalents: forward passes that the tests cost, as layers run over layers; the
+            unembedding of one position is not counted.
         history: one row per test: the part, how far the metric moved, whether it was kept.
     """
 
@@ -95,7 +98,8 @@ def acdc(
         model: dense or sparse; it is not changed.
         pairs: the prompts.
         threshold: how far one part may move the metric, in its units; nats for "kl".
-        size: parts to be left; the threshold is then where the search begins (1e-4 if left out).
+        size: parts to be left at most; the threshold is then where the search begins, 1e-4 if
+            left out.
         metric: one value per pair, whose mean may move either way; or "kl", the divergence from
             the whole model's predictions, which may grow.
         start: all edges, all heads, or a circuit to begin with, such as attribution's best edges.
@@ -115,7 +119,7 @@ def acdc(
     if size is not None and not 0 <= size <= len(begin):
         raise ValueError(f"expected a size in 0..{len(begin)}, what is started from; got {size}")
     patches = Patches(model, graph, pairs, patch, batch_size)
-    state = _State(begin.mask.clone(), threshold or 1e-4)
+    state = _State(begin.mask.cpu().clone(), threshold or 1e-4)
     search = _Search(graph, patches, metric, state, edges=isinstance(begin, Circuit))
     if checkpoint is not None:
         search.save_to(Path(checkpoint), {"size": size, "threshold": threshold}, pairs)
@@ -152,15 +156,19 @@ class _Search:
         edges: bool,
     ) -> None:
         self.graph, self.metric, self.state, self.edges = graph, metric, state, edges
+        self.patch = patches.patch
         self.runs = list(patches.masked_runs())
         self.parts = list(self._edges() if edges else self._heads())
         self._folder: Path | None = None
         self._identity: dict[str, Any] = {}
+        self._clean: list[float] = []
 
     @property
     def circuit(self) -> Circuit | HeadCircuit:
         mask = self.state.mask
-        return Circuit(self.graph, mask).connected() if self.edges else HeadCircuit(mask)
+        if not self.edges:
+            return HeadCircuit(mask)
+        return Circuit(self.graph, mask).connected(patch=self.patch)
 
     def _edges(self) -> Iterator[tuple[tuple[int, int], int]]:
         """Edges, last first, each with the first layer that it changes."""
@@ -225,7 +233,12 @@ class _Search:
                 values = divergence(logits, run.clean_logits)
             else:
                 values = measure(self.metric, logits, batch)
-            total, count = total + values.double().sum().item(), count + len(batch)
+            total, count = total + values.cpu().double().sum().item(), count + len(batch)
+        if not math.isfinite(total):
+            raise ValueError(
+                f"expected finite predictions under every circuit; the mean is {total / count}. "
+                "Use a metric that stays finite, such as a difference of logits."
+            )
         return total / count
 
     def _name(self, index: tuple[int, int]) -> str:
@@ -245,22 +258,24 @@ class _Search:
 
     def save_to(self, folder: Path, asked: dict[str, Any], pairs: PromptPairs) -> None:
         """Keep checkpoints there, and go on from the one that is found."""
-        clean = [run.clean_logits.double().cpu() for _, run in self.runs]
-        said = repr([pairs.clean.tolist(), pairs.corrupted.tolist(), pairs.positions.tolist()])
-        self._folder = folder
+        said = repr([getattr(pairs, some.name).tolist() for some in fields(pairs)])
+        # Another model or metric shows in what it measures; a name or an address would not do.
+        clean = self._measure(0), *(run.clean_logits.mean().item() for _, run in self.runs)
+        self._folder, self._clean = folder, list(clean)
         self._identity = {
             **asked,
             "graph": self.graph.to_dict(),
-            "metric": getattr(self.metric, "__name__", str(self.metric)),
+            "patch": self.patch,
+            "divergence": self.metric == "kl",
             "start": hashlib.sha256(self.state.mask.numpy().tobytes()).hexdigest(),
             "pairs": hashlib.sha256(said.encode()).hexdigest(),
-            "clean": [round(some.sum().item(), 3) for some in clean],
         }
         recover_folder(folder)
         if not (folder / "acdc.json").exists():
             return
         found = read_json(folder / "acdc.json")
-        if not isinstance(found, dict) or found.get("identity") != self._identity:
+        same = isinstance(found, dict) and found.get("identity") == self._identity
+        if not same or not np.allclose(found["clean"], clean, rtol=1e-3, atol=1e-4):
             raise ValueError(
                 f"{folder} holds a checkpoint of another search (model, prompts, metric, start, "
                 "threshold or size differ). Remove it, or choose another folder."
@@ -275,7 +290,8 @@ class _Search:
         with atomic_folder(self._folder) as temporary:
             write_tensors(temporary / "acdc.safetensors", {"mask": self.state.mask})
             rest = {k: v for k, v in asdict(self.state).items() if k != "mask"}
-            write_json(temporary / "acdc.json", {"identity": self._identity, "state": rest})
+            said = {"identity": self._identity, "clean": self._clean, "state": rest}
+            write_json(temporary / "acdc.json", said)
 
 
 def _starting_point(

@@ -113,7 +113,7 @@ def attribute_attention_edges(
         if corrupted is not None:
             change += torch.stack(corrupted)
         # The gradient of the sum over pairs is, row by row, that of each pair.
-        found.append((change * total).transpose(0, 1).double().cpu())
+        found.append((change * total).transpose(0, 1).cpu().double())
     return AttentionEdgeScores(torch.cat(found), method)
 
 

@@ -108,7 +108,7 @@ def attribute_heads(
             gradients = one.gradients([one.tape.kept(name) for name in names])
             for layer, gradient in zip(layers, gradients, strict=True):
                 effect = (one.difference.z[layer] * gradient).sum(dim=(0, 1, 3))
-                scores[layer] += one.share * effect.double().cpu()
+                scores[layer] += one.share * effect.cpu().double()
     return HeadScores(scores / len(pairs), method)
 
 
@@ -199,7 +199,13 @@ class Passes:
         tape = Tape(self.model, self.graph, replaced=replaced, differentiable=True, also=self.also)
         logits = tape.run(batch.clean, batch.positions)
         with torch.enable_grad():
-            return tape, measure(self.metric, logits, batch).sum()
+            value = measure(self.metric, logits, batch).sum()
+        if not value.requires_grad:
+            raise ValueError(
+                "expected a metric with a gradient, such as a difference of logits; what it "
+                "returned does not depend on the logits differentiably"
+            )
+        return tape, value
 
 
 def _contract(
@@ -220,7 +226,7 @@ def _contract(
         mine, gradients = gradients[: len(reads.tensors)], gradients[len(reads.tensors) :]
         pulled = pull_to_residual(model, layer, reads, mine).flatten(1)
         rows = slice(first, min(end, graph.n_sources_before(Node("mlp", layer))))
-        scores[rows, start : start + len(pulled)] = (flat[rows] @ pulled.T).double().cpu()
+        scores[rows, start : start + len(pulled)] = (flat[rows] @ pulled.T).cpu().double()
         start += len(pulled)
-    scores[one.rows, -1] = (flat[one.rows] @ final.flatten()).double().cpu()
+    scores[one.rows, -1] = (flat[one.rows] @ final.flatten()).cpu().double()
     return scores

@@ -70,14 +70,17 @@ class Evaluation:
                 f"expected a level between 0 and 1 and resamples; got {level}, {resamples}"
             )
         generator = torch.Generator().manual_seed(seed)
-        n_pairs = len(self.clean)
+        effect, n_pairs = self.effect, len(self.clean)
         drawn = torch.randint(n_pairs, (resamples, n_pairs), generator=generator)
-        numerator = (self.values - self.none)[:, drawn].mean(dim=-1)
-        denominator = (self.clean - self.none)[drawn].mean(dim=-1)
-        ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=numerator.dtype)
-        low, high = (numerator / denominator).nan_to_num().quantile(ends, dim=1)
+        weights = torch.zeros(resamples, n_pairs, dtype=self.values.dtype)
+        weights.scatter_add_(1, drawn, torch.ones_like(weights))
+        whole = weights @ (self.clean - self.none)
+        # A draw in which the corruption has no effect, or the opposite one, has no ratio to show.
+        usable = whole.sign() == (self.clean - self.none).mean().sign()
+        ratios = (weights[usable] @ (self.values - self.none).T) / whole[usable, None]
+        ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=ratios.dtype)
+        low, high = ratios.quantile(ends, dim=0) if len(ratios) else (effect, effect)
         # A percentile interval need not hold the mean itself where few pairs decide it.
-        effect = self.effect
         return torch.minimum(low, effect), torch.maximum(high, effect)
 
     def save(self, path: str | Path) -> None:
@@ -112,7 +115,7 @@ class Evaluation:
 
         Reference: the circuit performance ratio of MIB, arXiv 2504.13151.
         """
-        return torch.trapezoid(self.effect, self._shares).item()
+        return torch.trapezoid(self.effect, self._shares()).item()
 
     @property
     def cmd(self) -> float:
@@ -120,7 +123,7 @@ class Evaluation:
 
         Reference: the circuit-model distance of MIB, arXiv 2504.13151.
         """
-        return torch.trapezoid((1 - self.effect).abs(), self._shares).item()
+        return torch.trapezoid((1 - self.effect).abs(), self._shares()).item()
 
     def curve(self, name: str) -> EffectCurve:
         """Means and intervals, to be drawn; sizes must be increasing."""
@@ -144,8 +147,12 @@ class Evaluation:
             }
         )
 
-    @property
     def _shares(self) -> Float[Tensor, " circuit"]:
+        if list(self.sizes) != sorted(self.sizes) or {0, self.total} - set(self.sizes):
+            raise ValueError(
+                f"expected increasing sizes from 0 to all {self.total:,} parts for an area; got "
+                f"{list(self.sizes)}"
+            )
         return torch.tensor(self.sizes, dtype=self.values.dtype) / self.total
 
     def __repr__(self) -> str:
@@ -208,9 +215,9 @@ def evaluate(
     return Evaluation(
         tuple(len(circuit) for circuit in asked),
         graph.n_edges if isinstance(asked[0], Circuit) else graph.n_layers * graph.n_heads,
-        joined.double().cpu(),
-        torch.cat(clean).double().cpu(),
-        torch.cat(none).double().cpu(),
+        joined.cpu().double(),
+        torch.cat(clean).cpu().double(),
+        torch.cat(none).cpu().double(),
     )
 
 
@@ -226,8 +233,8 @@ def evaluate_edges(
 ) -> Evaluation:
     """The explained effect of the best-scored edges, by how many are kept.
 
-    Edges on no path of kept edges from the input to the logits have no effect: they are left out,
-    and not counted. Sizes at which nothing new is joined are left out too.
+    Edges without effect (`Circuit.connected`) are left out and not counted; so are sizes at which
+    nothing new is joined.
 
     Args:
         model: dense or sparse.
@@ -239,7 +246,8 @@ def evaluate_edges(
         **options: of `evaluate`.
     """
     sizes = log_sizes(scores.graph.n_edges) if sizes is None else sizes
-    joined = (scores.top(size, signed=signed).connected() for size in sorted(sizes))
+    patch = options.get("patch", "corrupted")
+    joined = (scores.top(size, signed=signed).connected(patch=patch) for size in sorted(sizes))
     circuits = {len(circuit): circuit for circuit in joined}
     return evaluate(model, pairs, metric, list(circuits.values()), **options)
 

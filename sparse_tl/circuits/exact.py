@@ -26,6 +26,7 @@ def patch_exactly(
     *,
     patch: Patch | str = "corrupted",
     batch_size: int = 32,
+    rows: int = 256,
     progress: bool = True,
 ) -> pd.Series:
     """The change of the metric when one part alone is patched: ``m(patched) - m(clean)``.
@@ -39,7 +40,8 @@ def patch_exactly(
         parts: circuit edges and heads, or their names ("a0.h1->m1", "a0.h1"); all edges when left
             out. A head is patched in everything that reads it.
         patch: the corrupted prompt's value, the mean over the clean prompts at that position, or 0.
-        batch_size: rows per forward pass: prompts times parts.
+        batch_size: pairs per pass.
+        rows: of a forward pass: pairs times parts.
         progress: whether to show it.
 
     Returns:
@@ -62,14 +64,14 @@ def patch_exactly(
     with torch.no_grad(), tracked("patching", total, progress) as step:
         for batch, run in patches.masked_runs():
             clean = measure(metric, run.clean_logits, batch)
-            at_once = max(1, batch_size // len(batch))
+            at_once = max(1, rows // len(batch))
             for layer, indices in layers.items():
                 for start in range(0, len(indices), at_once):
                     some = indices[start : start + at_once]
                     logits = logits_patched_alone(run, [asked[i] for i in some], layer)
                     for index, part_logits in zip(some, logits, strict=True):
                         values = measure(metric, part_logits, batch)
-                        changes[index] += (values - clean).sum().double().cpu()
+                        changes[index] += (values - clean).sum().cpu().double()
                         step()
     return pd.Series((changes / len(pairs)).tolist(), index=[str(part) for part in asked])
 

@@ -132,10 +132,11 @@ def prune_edges(
             )
             constraint.update(excess.item())
             step()
-    # As all scores: negative where an edge helps, the largest by absolute value first.
-    learned = -distribution.open_probability(logits.detach().double().cpu())
-    scores = EdgeScores(graph, _spread(graph, learned), "pruning")
-    return Pruning(scores.top(size), scores, pd.DataFrame(rows))
+    # As all scores: negative where an edge helps. Ranked by logits: probabilities saturate.
+    learned = _spread(graph, logits.detach().cpu().double())
+    kept = EdgeScores(graph, -learned, "pruning").top(size, signed=True)
+    open_now = -distribution.open_probability(learned).where(graph.exists, 0.0)
+    return Pruning(kept, EdgeScores(graph, open_now, "pruning"), pd.DataFrame(rows))
 
 
 def _target(total: int, size: int, progress: float) -> float:

@@ -204,14 +204,17 @@ class Circuit:
     def __len__(self) -> int:
         return int(self.mask.sum())
 
-    def connected(self) -> Circuit:
-        """Without the edges that are on no path of kept edges from the input to the logits.
+    def connected(self, *, patch: str = "corrupted") -> Circuit:
+        """Without the edges that have no effect under a patch.
 
-        Those have no effect: what they bring is patched, or nothing reads it.
+        No kept edge leads from where they end to the logits; or, where patches are corrupted
+        prompts' values, none leads from the input to where they begin: a node that reads nothing
+        but patches then writes its patch. (It does not where the patch is a mean or 0.)
         """
         graph, mask = self.graph, self.mask.clone()
         for row, node in enumerate(graph.sources):
-            if node.kind != "input" and not mask[:, list(graph.readers(node))].any():
+            reads = node.kind == "input" or bool(mask[:, list(graph.readers(node))].any())
+            if patch == "corrupted" and not reads:
                 mask[row] = False
         for column in reversed(range(len(graph.destinations))):
             if not reaches_logits(graph, mask, column):
@@ -264,8 +267,13 @@ class HeadCircuit:
         return f"HeadCircuit({len(self)} of {self.mask.numel()} heads)"
 
 
-def to_eap_ig(scores: EdgeScores, circuit: Circuit) -> dict[str, Any]:
+def to_eap_ig(scores: EdgeScores, circuit: Circuit, d_model: int) -> dict[str, Any]:
     """The JSON of EAP-IG's ``Graph.to_json``, also read by the MIB benchmark.
+
+    Args:
+        scores: of every edge.
+        circuit: the edges that are kept.
+        d_model: of the model, which their loader asks for.
 
     Raises:
         ValueError: grouped-query attention or no MLPs, which that format does not have.
@@ -282,6 +290,7 @@ def to_eap_ig(scores: EdgeScores, circuit: Circuit) -> dict[str, Any]:
             "n_layers": graph.n_layers,
             "n_heads": graph.n_heads,
             "parallel_attn_mlp": graph.parallel,
+            "d_model": d_model,
         },
         "nodes": {str(node): {"in_graph": str(node) in inside} for node in graph.nodes},
         "edges": {
@@ -301,6 +310,9 @@ def from_eap_ig(content: Mapping[str, Any]) -> tuple[EdgeScores, Circuit]:
     if missing:
         raise ValueError(f"expected the JSON of an EAP-IG graph; it lacks {sorted(missing)}")
     cfg = content["cfg"]
+    lacking = {"n_layers", "n_heads", "parallel_attn_mlp"} - cfg.keys()
+    if lacking:
+        raise ValueError(f"expected the sizes of an EAP-IG graph; cfg lacks {sorted(lacking)}")
     graph = CircuitGraph(
         cfg["n_layers"], cfg["n_heads"], cfg["n_heads"], parallel=cfg["parallel_attn_mlp"]
     )
@@ -308,5 +320,7 @@ def from_eap_ig(content: Mapping[str, Any]) -> tuple[EdgeScores, Circuit]:
     mask = torch.zeros_like(graph.exists)
     for name, edge in content["edges"].items():
         index = graph.edge_index(name)
+        if not isinstance(edge, Mapping) or not {"score", "in_graph"} <= edge.keys():
+            raise ValueError(f"expected a score and in_graph for every edge; {name} has {edge!r}")
         scores[index], mask[index] = edge["score"], edge["in_graph"]
     return EdgeScores(graph, scores, "imported"), Circuit(graph, mask)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -66,39 +66,50 @@ def _change(run: MaskedRun, part: Edge | Node) -> Float[Tensor, "batch pos d_mod
 
 
 def _hooks(blocks: Sequence[_Block], layer: int) -> list[tuple[str, Order, HookFunction]]:
+    """One hook for each hook point that some part changes."""
+    heads = [block for block in blocks if isinstance(block.part, Node)]
     hooks: list[tuple[str, Order, HookFunction]] = []
-    for block in blocks:
-        part = block.part
-        if isinstance(part, Node):
-            name, function = "z", partial(_replace_head, block)
-        elif part.destination.slot is not None:
-            name, function = part.destination.slot, partial(_replace_read, block)
-        else:
-            continue
-        hooks.append((f"blocks.{layer}.attn.hook_{name}", Order.FIRST, function))
+    if heads:
+        name = f"blocks.{layer}.attn.hook_z"
+        hooks.append((name, Order.FIRST, partial(_changed, heads, _patched_head)))
+    for slot in "qkv":
+        reading = [
+            block
+            for block in blocks
+            if isinstance(block.part, Edge) and block.part.destination.slot == slot
+        ]
+        if reading:
+            name = f"blocks.{layer}.attn.hook_{slot}"
+            hooks.append((name, Order.FIRST, partial(_changed, reading, _patched_read)))
     return hooks
 
 
-def _replace_head(block: _Block, z: Tensor) -> Tensor:
-    assert isinstance(block.part, Node)
-    z = z.clone()
-    patched = block.run.patch.z[block.part.layer][:, :, block.part.head]
-    z[block.rows, :, block.part.head] = patched.expand(len(block.run.positions), -1, -1)
-    return z
+def _changed(
+    blocks: Sequence[_Block], patched: Callable[[_Block], tuple[int, Tensor]], value: Tensor
+) -> Tensor:
+    """The activation with one head changed in the rows of each block."""
+    value = value.clone()
+    for block in blocks:
+        head, changed = patched(block)
+        value[block.rows, :, head] = changed.to(value.dtype)
+    return value
 
 
-def _replace_read(block: _Block, value: Tensor) -> Tensor:
+def _patched_head(block: _Block) -> tuple[int, Float[Tensor, "batch pos d_head"]]:
+    part, run = block.part, block.run
+    assert isinstance(part, Node)
+    patched = run.patch.z[part.layer][:, :, part.head]
+    return part.head, patched.expand(len(run.positions), -1, -1)
+
+
+def _patched_read(block: _Block) -> tuple[int, Float[Tensor, "batch pos d_head"]]:
     """q, k or v of the one head that reads the patched edge."""
     run, part = block.run, block.part
     assert isinstance(part, Edge) and part.destination.slot is not None
     layer, head = part.destination.node.layer, part.destination.node.head
     residual = run.residuals[layer] + _change(run, part)
     normed = normalised(run.model, run.model.blocks[layer].ln1, residual)
-    value = value.clone()
-    value[block.rows, :, head] = projected(
-        run.model, layer, part.destination.slot, normed[None], head
-    )[:, :, 0].to(value.dtype)
-    return value
+    return head, projected(run.model, layer, part.destination.slot, normed[None], head)[:, :, 0]
 
 
 @contextmanager

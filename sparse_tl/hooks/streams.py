@@ -34,6 +34,17 @@ def graph_of(model: HookedModel) -> CircuitGraph:
         ValueError: a model whose heads do not write to the residual stream as they are.
     """
     cfg = model.cfg
+    odd = {
+        "positional_embedding_type": cfg.positional_embedding_type == "shortformer",
+        "attention_dir": cfg.attention_dir != "causal",
+        "ungroup_grouped_query_attention": cfg.ungroup_grouped_query_attention,
+    }
+    for name, unsupported in odd.items():
+        if unsupported:
+            raise ValueError(
+                f"expected a causal model whose inputs are the residual stream alone; circuits do "
+                f"not support cfg.{name}={getattr(cfg, name)!r} of {cfg.model_name!r}"
+            )
     if (
         cfg.use_normalization_before_and_after
         or cfg.original_architecture in POST_NORM_ARCHITECTURES

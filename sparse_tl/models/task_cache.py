@@ -53,11 +53,11 @@ def load_task_models(
     """
     folder = task_models_folder(seed, cache=cache, base_steps=base_steps, steps=steps)
     base, sparse = folder / "base", folder / "sparse"
+    if not _finished(base):
+        _build_base(folder, seed, base_steps, device, progress)
+    if not _finished(sparse):
+        _build_sparse(folder, seed, steps, device, progress)
     try:
-        if not _finished(base):
-            _build_base(folder, seed, base_steps, device, progress)
-        if not _finished(sparse):
-            _build_sparse(folder, seed, steps, device, progress)
         return load_model(base, device=device), SparseTransformer.from_pretrained(
             sparse, device=device
         )

@@ -11,6 +11,7 @@ import torch
 from sparse_tl.batches import TokenBatch
 from sparse_tl.hooks import HookedModel, Model, build_model, embedding_matrix
 from sparse_tl.masks import SparseTransformer
+from sparse_tl.metrics import is_right
 from sparse_tl.models.task_text import (
     TASKS,
     WIDTH,
@@ -171,8 +172,7 @@ def task_accuracy(model: HookedModel, *, n: int = 256, seed: int = 0) -> dict[st
     for task in TASKS:
         right = []
         for pairs in task_pairs(task, n, seed=seed).to(device).split(256):
-            best = pairs.read(model(pairs.clean)).argmax(dim=-1, keepdim=True)
-            right.append((best == pairs.answers).any(dim=1))
+            right.append(is_right(pairs.read(model(pairs.clean)), pairs))
         accuracy[task.name] = torch.cat(right).double().mean().item()
     return accuracy
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pandas as pd
 import torch
@@ -19,8 +21,10 @@ from sparse_tl.circuits import (
     evaluate_edges,
     evaluate_heads,
 )
+from sparse_tl.circuits.attribution import Method
+from sparse_tl.circuits.patches import Patch
 from sparse_tl.files import atomic_file, atomic_folder, read_json, write_json
-from sparse_tl.hooks import HookedModel, embedding_matrix, load_model
+from sparse_tl.hooks import HookedModel, embedding_matrix, graph_of, load_model
 from sparse_tl.masks import SparseTransformer
 from sparse_tl.metrics import is_right
 from sparse_tl.models import TASKS, load_task_models, task_pairs
@@ -34,14 +38,13 @@ from sparse_tl.plots import (
 )
 from sparse_tl.prompts import PromptPairs
 from sparse_tl.runs.folder import RunFolder
-from sparse_tl.tasks import DocstringTask, GreaterThanTask, IOILongTask, IOITask
 
 LEVEL = 0.9
 """The explained effect that models are compared at."""
 SIDES = ("dense", "sparse")
 PARTS = ("heads", "edges")
-GENERAL_TASKS = (GreaterThanTask(), IOITask(), DocstringTask(), IOILongTask())
-"""The tasks for models with tokenizers of their own, in the order of the figure."""
+ORDER = ("greater_than", "ioi", "docstring", "ioi_long")
+"""Of the panels."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,12 @@ def run_circuits(
         )
     if pairs < 4:
         raise ValueError(f"expected at least 4 prompt pairs per task; got {pairs}")
-    chosen = _chosen_tasks(tasks, built_in=model is None)
+    if method not in get_args(Method) or patch not in get_args(Patch) or batch_size < 1:
+        raise ValueError(
+            f"expected a method of {get_args(Method)}, a patch of {get_args(Patch)} and a batch "
+            f"size of at least 1; got {method!r}, {patch!r} and {batch_size}"
+        )
+    chosen = _chosen_tasks(tasks)
     settings = {
         "command": "circuits",
         "model": model,
@@ -121,16 +129,19 @@ def run_circuits(
             halves = drawn.select(slice(0, pairs // 2)), drawn.select(slice(pairs // 2, None))
             name = f"{task.name}/{side}"
             with folder.stage(name), atomic_folder(folder / name) as temporary:
-                _measure(
-                    models[side],
-                    halves,
-                    task.metric,
-                    temporary,
-                    method=method,
-                    patch=patch,
-                    batch_size=batch_size,
-                    progress=progress,
-                )
+                try:
+                    _measure(
+                        models[side],
+                        halves,
+                        task.metric,
+                        temporary,
+                        method=method,
+                        patch=patch,
+                        batch_size=batch_size,
+                        progress=progress,
+                    )
+                except ValueError as error:
+                    raise ValueError(f"{task.title}, {side} model: {error}") from error
     return _report(folder, chosen, "Task Model" if model is None else model)
 
 
@@ -150,11 +161,14 @@ def _measure(
     options = {"patch": patch, "batch_size": batch_size}
     edges = attribute_edges(model, scoring, metric, method=method, **options)
     heads = attribute_heads(model, scoring, metric, method=method, **options)
+    shown = {**options, "progress": progress}
+    by_edges = evaluate_edges(model, held_out, metric, edges, **shown)
+    by_heads = evaluate_heads(model, held_out, metric, heads, **shown)
+    _ = by_edges.effect, by_heads.effect  # no effect to explain is an error here, not when drawn
     edges.save(folder / "edge_scores")
     heads.save(folder / "head_scores")
-    shown = {**options, "progress": progress}
-    evaluate_edges(model, held_out, metric, edges, **shown).save(folder / "edges.safetensors")
-    evaluate_heads(model, held_out, metric, heads, **shown).save(folder / "heads.safetensors")
+    by_edges.save(folder / "edges.safetensors")
+    by_heads.save(folder / "heads.safetensors")
     write_json(folder / "accuracy.json", _accuracy(model, held_out, batch_size))
 
 
@@ -213,8 +227,8 @@ def _draw_circuits(
     for side in SIDES:
         scores = EdgeScores.load(folder / task.name / side / "edge_scores")
         size = measured[side][f"edges_at_{LEVEL}"]
-        kept = scores.graph.n_edges if size is None else min(round(size), scores.graph.n_edges)
-        circuit = _smallest(scores, kept)
+        kept = scores.graph.n_edges if size is None else min(math.ceil(size), scores.graph.n_edges)
+        circuit = _smallest(scores, kept, folder.settings["patch"])
         drawn[names[side]] = ScoredCircuit(scores.graph, circuit.mask, scores.scores)
         listed = [{"edge": str(edge), "score": scores[edge]} for edge in circuit.edges]
         write_json(folder / task.name / f"{side}_circuit.json", listed)
@@ -224,15 +238,11 @@ def _draw_circuits(
         diagram.save(folder / task.name / f"circuit.{suffix}")
 
 
-def _smallest(scores: EdgeScores, size: int) -> Circuit:
-    """The best-scored edges of which at least `size` are on a path; only those."""
-    low, high = size, scores.graph.n_edges
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (
-            (low, middle) if len(scores.top(middle).connected()) >= size else (middle + 1, high)
-        )
-    return scores.top(low).connected()
+def _smallest(scores: EdgeScores, size: int, patch: str) -> Circuit:
+    """The best-scored edges, as few as needed for `size` of them to have an effect."""
+    sizes = range(size, scores.graph.n_edges)
+    taken = bisect_left(sizes, size, key=lambda some: len(scores.top(some).connected(patch=patch)))
+    return scores.top(size + taken).connected(patch=patch)
 
 
 def _models(
@@ -245,20 +255,22 @@ def _models(
     if model is None or sparse is None:
         dense, thin = load_task_models(seed, device=device, progress=progress)
         return {"dense": dense, "sparse": thin}
-    return {
-        "dense": load_model(model, device=device),
-        "sparse": SparseTransformer.from_pretrained(sparse, device=device),
-    }
+    dense = load_model(model, device=device)
+    thin = SparseTransformer.from_pretrained(sparse, device=device)
+    if graph_of(dense) != graph_of(thin) or dense.cfg.d_vocab != thin.cfg.d_vocab:
+        raise ValueError(
+            f"expected a sparse model made from the dense one; got {graph_of(dense)!r} over "
+            f"{dense.cfg.d_vocab} tokens and {graph_of(thin)!r} over {thin.cfg.d_vocab}"
+        )
+    return {"dense": dense, "sparse": thin}
 
 
-def _chosen_tasks(names: Sequence[str], *, built_in: bool) -> list[Any]:
-    known = {task.name: task for task in GENERAL_TASKS}
-    if built_in:
-        known = {name: {task.name: task for task in TASKS}[name] for name in known}
+def _chosen_tasks(names: Sequence[str]) -> list[Any]:
+    known = {task.name: task for task in TASKS}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(f"expected tasks of {list(known)}; got {unknown}")
-    return [known[name] for name in (names or known)]
+    return [known[name] for name in dict.fromkeys(names or ORDER)]
 
 
 def _pairs(task: Any, model: HookedModel, n: int, seed: int, *, built_in: bool) -> PromptPairs:

@@ -91,7 +91,8 @@ class RunFolder:
 
     def _nothing_done(self) -> bool:
         """Whether an earlier command was refused before it left anything."""
-        return [entry.name for entry in self.path.iterdir()] == [RUN_FILE]
+        left = [entry for entry in self.path.iterdir() if entry.name != RUN_FILE]
+        return not any(entry.is_file() or any(entry.iterdir()) for entry in left)
 
     def _clear(self) -> None:
         for entry in self.path.iterdir():

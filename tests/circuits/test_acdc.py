@@ -12,7 +12,14 @@ from oracle import run_patched
 from planted import PLANTED, Planted
 from torch import Tensor
 
-from sparse_tl.circuits import Circuit, HeadCircuit, acdc, attribute_edges, prune_edges
+from sparse_tl.circuits import (
+    Circuit,
+    HeadCircuit,
+    acdc,
+    attribute_edges,
+    evaluate,
+    prune_edges,
+)
 from sparse_tl.circuits import acdc as acdc_function
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.hooks import Model, graph_of
@@ -103,6 +110,31 @@ def test_decisions_are_those_of_the_slow_search(model: Model, pairs: PromptPairs
     assert found.value == pytest.approx(value, rel=1e-9)
 
 
+@pytest.mark.parametrize("patch", ["corrupted", "mean", "zero"])
+def test_the_value_is_that_of_the_circuit(
+    build_tiny: Build, pairs: PromptPairs, patch: str
+) -> None:
+    model = build_tiny(dtype="float64", seed=3)
+    pairs = PromptPairs(
+        pairs.clean, pairs.corrupted, pairs.answers, pairs.wrong, torch.full((5,), 4)
+    )
+    settings = {"metric": logit_difference, "patch": patch, "progress": False}
+    found = acdc(model, pairs, threshold=0.02, **settings)
+    said = evaluate(model, pairs, logit_difference, found.circuit, patch=patch, progress=False)
+    assert 0 < len(found.circuit) < graph_of(model).n_edges
+    assert found.value == pytest.approx(said.values.mean().item(), rel=1e-9)
+    few = acdc(model, pairs, threshold=0.5, size=15, **settings)
+    assert len(few.circuit) <= 15
+
+
+def test_predictions_that_are_no_numbers(build_tiny: Build, pairs: PromptPairs) -> None:
+    model = build_tiny()
+    with torch.no_grad():
+        model.unembed.b_U[0] = float("nan")
+    with pytest.raises(ValueError, match="expected finite predictions"):
+        acdc(model, pairs, threshold=0.1, progress=False)
+
+
 def test_heads_that_matter_are_kept(model: Model, pairs: PromptPairs) -> None:
     found = acdc(
         model, pairs, threshold=0.02, metric=logit_difference, start="heads", progress=False
@@ -146,8 +178,9 @@ def test_a_killed_search_ends_as_an_uninterrupted_one(
     assert resumed.history.equals(whole.history)
     assert (resumed.tested, resumed.threshold) == (whole.tested, whole.threshold)
     assert resumed.value == pytest.approx(whole.value, rel=1e-6)
-    with pytest.raises(ValueError, match="checkpoint of another search"):
-        acdc(model, pairs, checkpoint=tmp_path / "c", **{**settings, "threshold": 1e-2})
+    for changed in ({"threshold": 1e-2}, {"patch": "zero"}):
+        with pytest.raises(ValueError, match="checkpoint of another search"):
+            acdc(model, pairs, checkpoint=tmp_path / "c", **{**settings, **changed})
 
 
 def test_settings_that_make_no_sense(build_tiny: Build, pairs: PromptPairs) -> None:

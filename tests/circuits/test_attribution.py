@@ -278,3 +278,20 @@ def test_other_patches(model: Model, patch: Any) -> None:
 def test_a_mean_over_prompts_of_different_lengths(build_tiny: Build) -> None:
     with pytest.raises(ValueError, match="expected prompts of one length"):
         attribute_edges(build_tiny(), _pairs(), logit_difference, patch="mean")
+
+
+def test_a_metric_without_a_gradient(build_tiny: Build) -> None:
+    from sparse_tl.metrics import is_right
+
+    with pytest.raises(ValueError, match="expected a metric with a gradient"):
+        attribute_edges(build_tiny(), _pairs(), lambda *some: is_right(*some).float())
+
+
+@pytest.mark.parametrize(
+    "odd", [{"positional_embedding_type": "shortformer"}, {"attention_dir": "bidirectional"}]
+)
+def test_models_whose_reads_are_not_the_residual_stream(
+    build_tiny: Build, odd: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=f"circuits do not support cfg.{next(iter(odd))}"):
+        attribute_edges(build_tiny(**odd), _pairs(), logit_difference)

@@ -186,12 +186,15 @@ def test_circuits_grow_with_the_scores(build_tiny: Build, pairs: PromptPairs) ->
     assert (table["explained_effect"] <= table["high"]).all()
 
 
-def test_edges_on_no_path_have_no_effect(model: Model, pairs: PromptPairs) -> None:
+@pytest.mark.parametrize("patch", ["corrupted", "zero"])
+def test_edges_that_are_left_out_have_no_effect(
+    model: Model, pairs: PromptPairs, patch: str
+) -> None:
     graph = graph_of(model)
     circuit = _some_edges(graph, 0.15)
-    joined = circuit.connected()
+    joined = circuit.connected(patch=patch)
     assert 0 < len(joined) < len(circuit)
-    found = evaluate(model, pairs, logit_difference, [circuit, joined], progress=False)
+    found = evaluate(model, pairs, logit_difference, [circuit, joined], patch=patch, progress=False)
     torch.testing.assert_close(found.values[0], found.values[1], rtol=1e-9, atol=1e-9)
 
 
@@ -233,6 +236,20 @@ def test_no_effect_to_explain(build_tiny: Build, pairs: PromptPairs) -> None:
         _ = found.effect
 
 
+def test_intervals_leave_out_draws_without_an_effect() -> None:
+    """One pair of three has no effect: draws of it alone have no ratio."""
+    from sparse_tl.circuits import Evaluation
+
+    clean = torch.tensor([2.0, 4.0, 0.0]).double()
+    found = Evaluation((0, 1, 2), 2, torch.stack([0 * clean, clean / 2, clean]), clean, 0 * clean)
+    low, high = found.interval()
+    assert low.tolist() == pytest.approx([0, 0.5, 1]) and high.tolist() == pytest.approx(
+        [0, 0.5, 1]
+    )
+    with pytest.raises(ValueError, match="expected increasing sizes from 0 to all"):
+        _ = Evaluation((1, 2), 2, torch.stack([clean, clean]), clean, 0 * clean).cpr
+
+
 def test_areas_of_a_straight_line() -> None:
     """Faithfulness that grows evenly from 0 to 1 has area one half, and so has its distance."""
     from sparse_tl.circuits import Evaluation
@@ -241,4 +258,4 @@ def test_areas_of_a_straight_line() -> None:
     line = Evaluation((0, 5, 20), 20, values, torch.tensor([4.0]).double(), torch.zeros(1).double())
     assert line.cpr == pytest.approx(0.5)
     assert line.cmd == pytest.approx(0.5)
-    assert line.curve("line").size_at(1.0) == 20
+    assert line.curve("line").size_at(1.0) == pytest.approx(20)
