@@ -9,41 +9,16 @@ import pandas as pd
 
 from sparse_tl.hooks import Model, build_model
 from sparse_tl.masks import SparseTransformer
-from sparse_tl.tasks.addition import CHARACTERS, LENGTH, AdditionTask, Form, addition_tokenizer
+from sparse_tl.tasks.addition import CHARACTERS, LENGTH, AdditionTask, addition_tokenizer
 from sparse_tl.training import PostTraining, ShuffledStream, post_train, pretrain
 
 BASE_STEPS = 1200
 SPARSE_STEPS = 1200
 BATCH_SIZE = 256
 TARGET_LOSS = 0.006
-SPARSE_SETTINGS: dict[Form, dict[str, Any]] = {
-    "placeholder": {
-        # Edges of the first layer are dear, so that digits are gathered once and handed on. At
-        # equal costs every answer column gathers them anew, and gradients never find a tree.
-        "layer_costs": (8.0, 2.0, 1.0, 1.0),
-        "multiplier_rate": 0.006,
-        "multiplier_fall": 1.0,
-        "slack": 8.0,
-        "brake": 2.5,
-        "retreat_after": 6,
-    },
-    "autoregressive": {
-        # Here dear early edges do not suffice: the late layers, which are to hand on, must stay
-        # open until the first layer has lost its edges. Equal costs then close what is redundant.
-        "layer_costs": {
-            0.09: (16.0, 0.04, 0.02, 0.02),
-            0.3: (16.0, 2.0, 1.0, 1.0),
-            0.45: (2.0, 1.0, 1.0, 1.0),
-        },
-        "multiplier_rate": 0.01,
-        "multiplier_fall": 0.5,
-        "slack": 6.0,
-        "deterministic_share": 0.25,
-        "final_noise": 0.3,
-        "settle_from": 0.85,
-    },
-}
-"""What differs between the forms in post-training."""
+LAYER_COSTS = (8.0, 2.0, 1.0, 1.0)
+"""Edges of the first layer are dear, so that digits are gathered once and handed on. At equal costs
+every answer column gathers them anew, and gradients never find the way from there to a tree."""
 MIN_ACCURACY = 1.0
 """All validation sums must be right, so that hardly any of the others is wrong."""
 
@@ -136,9 +111,15 @@ def sparsify_addition_model(
         target_loss=target_loss,
         steps=steps,
         multiplier=4.0,
+        multiplier_rate=0.006,
+        multiplier_fall=1.0,
         learning_rate=7e-4,
         trained="evenly",
         pressure=0.2,
+        layer_costs=LAYER_COSTS,
+        slack=8.0,
+        brake=2.5,
+        retreat_after=6,
         min_accuracy=MIN_ACCURACY,
         warmup=20,
         decay=0.6,
@@ -146,6 +127,5 @@ def sparsify_addition_model(
         seed=seed,
         checkpoint=checkpoint,
         progress=progress,
-        **SPARSE_SETTINGS[task.form],
     )
     return sparse, outcome

@@ -9,7 +9,7 @@ Reference: arXiv 2512.05865, section 3.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from sparse_tl.training.constraint import LossConstraint, TargetLoss
 from sparse_tl.training.data import TokenStream
 from sparse_tl.training.evaluation import HeldOut, evaluate_held_out
 from sparse_tl.training.loop import train
-from sparse_tl.training.objectives import LayerCosts, SparsityObjective
+from sparse_tl.training.objectives import SparsityObjective
 
 _QUERIES_AND_KEYS = dict.fromkeys(("*.attn.*W_Q", "*.attn.*W_K", "*.attn.*b_Q", "*.attn.*b_K"), 1.0)
 TRAINED: dict[str, dict[str, float]] = {
@@ -126,11 +126,8 @@ def post_train(
     anneal_noise_from: float = 0.5,
     pressure: float = 0.05,
     slack: float = 1.0,
-    layer_costs: LayerCosts | None = None,
+    layer_costs: Sequence[float] | None = None,
     brake: float | None = None,
-    deterministic_share: float = 0.0,
-    final_noise: float = 0.0,
-    settle_from: float = 1.0,
     retreat_after: int | None = None,
     min_accuracy: float = 0.0,
     checkpoint: str | Path | None = None,
@@ -165,14 +162,9 @@ def post_train(
         slack: multiple of the target that is allowed at first: sampled gates cost loss that
             deterministic ones do not, and a loose start lets edges fall fast.
         layer_costs: what an edge of each layer counts in the minimised size; 1 everywhere when left
-            out; or such costs by part of the run, ``{0.1: (8, 1), 0.4: (1, 1)}``, which pass into
-            one another. What is reported is never weighted.
+            out. What is reported is never weighted.
         brake: multiple of the allowed loss; where a held-out evaluation is beyond it while the
             noise is full, lambda jumps, so that edges which are needed do not close in the fall.
-        deterministic_share: share of each batch, 0 to 1, on which the constraint is measured with
-            deterministic gates; 0 measures it on all of it, with the sampled ones.
-        final_noise: what the gates' noise falls to, 0 to 1; above 0, needed gates keep a margin.
-        settle_from: part of the run from which the loss alone is minimised.
         retreat_after: held-out evaluations in a row that miss the target, after which training
             goes back to the best weights with a larger lambda and a smaller learning rate: a gate
             that closed by mistake is rarely found again by gradients. None for never.
@@ -238,9 +230,6 @@ def post_train(
         slack,
         layer_costs,
         brake,
-        deterministic_share,
-        final_noise,
-        settle_from,
     )
 
     def feasible(metrics: Metrics) -> bool:
@@ -271,13 +260,20 @@ def post_train(
         settings,
         trained=parameters,
         settings={
-            **objective.settings(),
+            "target": str(target),
             "gates": repr(sparse.gates.distribution),
+            "distillation": distillation,
+            "anneal_noise_from": anneal_noise_from,
+            "pressure": pressure,
+            "slack": slack,
+            "brake": brake,
+            "layer_costs": None if layer_costs is None else list(layer_costs),
             "retreat_after": retreat_after,
             "min_accuracy": min_accuracy,
             "multiplier": multiplier,
             "multiplier_rate": multiplier_rate,
             "multiplier_fall": multiplier_fall,
+            "violation_scale": constraint.scale,
         },
         checkpoint=None if checkpoint is None else Path(checkpoint),
         title="post-training",

@@ -69,12 +69,6 @@ def test_a_target_below_the_dense_loss(build_echo: Build, echo_rows: Rows) -> No
         ({"trained": {"*.W_Z": 1.0}}, r"'\*\.W_Z' matches none of"),
         ({"steps": 0}, "expected steps above 0"),
         ({"multiplier_fall": 0.0}, "expected multiplier_fall above 0"),
-        ({"deterministic_share": 1.5}, "expected deterministic_share in 0..1; got 1.5"),
-        ({"final_noise": 1.5}, "expected final_noise in 0..1.*got 1.5 and 1.0"),
-        ({"settle_from": 0.0}, "expected final_noise in 0..1.*got 0.0 and 0.0"),
-        ({"layer_costs": {}}, "expected layer_costs to be 2 numbers above 0"),
-        ({"layer_costs": {0.0: [1.0, 1.0], 0.5: [1.0]}}, "expected layer_costs to be 2 numbers"),
-        ({"layer_costs": {1.5: [1.0, 1.0]}}, "costs by part of the run, 0 to 1; got .1.5"),
         ({"layer_costs": [1.0]}, "expected layer_costs to be 2 numbers above 0.*got .1.0."),
         ({"layer_costs": [1.0, 0.0]}, "expected layer_costs to be 2 numbers above 0"),
         ({"layer_costs": [1.0, math.inf]}, "expected layer_costs to be 2 numbers above 0"),
@@ -280,36 +274,6 @@ def test_the_violation_is_paired_with_the_dense_model(build_echo: Build, echo_ro
     assert absolute["violation"] == pytest.approx(_nll(sparse_logits, batch) - 0.05, rel=1e-4)
 
 
-@pytest.mark.parametrize("target", ["0.05", "+0.05"])
-def test_the_constraint_can_be_measured_with_deterministic_gates(
-    build_echo: Build, echo_rows: Rows, target: str
-) -> None:
-    """On the first rows, of both models; the loss that is minimised stays the sampled one."""
-    batch = echo_rows(16, seed=3)
-    sparse = SparseTransformer(build_echo(), initial_bias=0.5)
-    dense = sparse.dense_copy()
-    first = batch.select(slice(0, 4))
-    with torch.no_grad():
-        expected = _nll(sparse(first.tokens), first) - 0.05
-        if target.startswith("+"):
-            expected -= _nll(dense(first.tokens), first)
-    results = []
-    for share in (0.0, 0.25):
-        objective = SparsityObjective(
-            sparse,
-            dense,
-            TargetLoss.parse(target),
-            LossConstraint(1.0),
-            deterministic_share=share,
-        )
-        results.append(objective.measure(batch, torch.Generator().manual_seed(5), 0.0))
-    (sampled_loss, sampled), (loss, measured) = results
-    assert measured["violation"] == pytest.approx(expected, rel=1e-4)
-    assert abs(measured["violation"] - sampled["violation"]) > 1e-3
-    assert loss.item() == sampled_loss.item()
-    assert measured["loss"] == sampled["loss"]
-
-
 def test_the_first_row_of_the_history_is_that_of_the_first_batch(
     build_echo: Build, echo_rows: Rows
 ) -> None:
@@ -355,59 +319,6 @@ def test_edges_count_at_the_cost_of_their_layer(build_echo: Build, echo_rows: Ro
     assert also_measured == measured
     cost = math.log1p(3.0 * by_layer[0] + 0.5 * by_layer[1]) - math.log1p(sum(by_layer))
     assert (weighted - plain).item() == pytest.approx(cost / 2, rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("progress", "there"),
-    [
-        (0.0, (8.0, 0.02)),
-        (0.2, (8.0, 0.02)),
-        (0.4, (4.0, 0.2)),  # half of the way is the geometric mean
-        (0.6, (2.0, 2.0)),
-        (0.8, (1.0, 2.0)),
-        (1.0, (1.0, 2.0)),
-    ],
-)
-def test_costs_pass_into_those_of_the_next_part(
-    build_echo: Build, echo_rows: Rows, progress: float, there: tuple[float, float]
-) -> None:
-    batch = echo_rows(16, seed=3)
-    sparse = SparseTransformer(build_echo(), initial_bias=0.5)
-    schedule = {0.6: (2.0, 2.0), 0.2: (8.0, 0.02), 0.8: (1.0, 2.0)}
-    losses = []
-    for costs in (schedule, there):
-        objective = SparsityObjective(
-            sparse, None, TargetLoss.parse(0.05), LossConstraint(1.0), layer_costs=costs
-        )
-        generator = torch.Generator().manual_seed(0)
-        losses.append(objective.measure(batch, generator, progress)[0].item())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
-def test_the_noise_falls_no_further_than_it_should(build_echo: Build) -> None:
-    objective = SparsityObjective(
-        SparseTransformer(build_echo()),
-        None,
-        TargetLoss.parse(0.05),
-        LossConstraint(1.0),
-        final_noise=0.3,
-    )
-    noise = [objective.noise(progress) for progress in (0.0, 0.5, 0.75, 0.99, 1.0)]
-    assert noise == pytest.approx([1.0, 1.0, 0.5, 0.3, 0.3])
-
-
-def test_a_settling_run_minimises_the_loss_alone(build_echo: Build, echo_rows: Rows) -> None:
-    objective = SparsityObjective(
-        SparseTransformer(build_echo(), initial_bias=0.5),
-        None,
-        TargetLoss.parse(0.05),
-        LossConstraint(1.0),
-        settle_from=0.8,
-    )
-    for progress, alone in ((0.79, False), (0.8, True)):
-        generator = torch.Generator().manual_seed(0)
-        loss, measured = objective.measure(echo_rows(16, seed=3), generator, progress)
-        assert (loss.item() == pytest.approx(measured["loss"])) == alone
 
 
 def test_lambda_grows_until_the_loss_meets_its_target(build_echo: Build, echo_rows: Rows) -> None:
