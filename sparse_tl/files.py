@@ -58,6 +58,21 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def check_replaceable(folder: str | Path, marker: str) -> None:
+    """Make sure that writing a folder anew deletes nothing but an earlier one of its kind.
+
+    Raises:
+        ValueError: the folder holds files, and the one that marks its kind is not among them.
+    """
+    folder = Path(folder)
+    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if found and marker not in found:
+        raise ValueError(
+            f"expected an empty folder, or one with an earlier {marker}, to write to; {folder} "
+            f"holds {found[:5]}, which would be deleted. Choose another folder."
+        )
+
+
 def recover_folder(path: str | Path) -> None:
     """Put back the folder that a killed `atomic_folder` had moved aside; else do nothing."""
     path = Path(path).resolve()

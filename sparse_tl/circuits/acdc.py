@@ -32,6 +32,7 @@ from sparse_tl.circuits.patches import Patch, Patches
 from sparse_tl.circuits.scores import Circuit, HeadCircuit, reaches_logits
 from sparse_tl.files import (
     atomic_folder,
+    check_replaceable,
     read_json,
     read_tensors,
     recover_folder,
@@ -271,6 +272,7 @@ class _Search:
             "pairs": hashlib.sha256(said.encode()).hexdigest(),
         }
         recover_folder(folder)
+        check_replaceable(folder, "acdc.json")
         if not (folder / "acdc.json").exists():
             return
         found = read_json(folder / "acdc.json")

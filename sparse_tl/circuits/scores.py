@@ -11,7 +11,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sparse_tl.files import atomic_folder, read_json, read_tensors, write_json, write_tensors
+from sparse_tl.files import (
+    atomic_folder,
+    check_replaceable,
+    read_json,
+    read_tensors,
+    write_json,
+    write_tensors,
+)
 from sparse_tl.graph import CircuitGraph, Edge
 
 if TYPE_CHECKING:
@@ -76,15 +83,13 @@ class EdgeScores:
         )
 
     def save(self, folder: str | Path) -> Path:
-        """Write a folder of safetensors and JSON; whole or not at all."""
-        folder = Path(folder)
-        with atomic_folder(folder) as temporary:
-            write_tensors(temporary / "scores.safetensors", {"scores": self.scores})
-            write_json(
-                temporary / "scores.json",
-                {"kind": "edges", "method": self.method, "graph": self.graph.to_dict()},
-            )
-        return folder
+        """Write a folder of safetensors and JSON; whole or not at all.
+
+        Raises:
+            ValueError: the folder holds something else, which would be deleted.
+        """
+        said = {"kind": "edges", "method": self.method, "graph": self.graph.to_dict()}
+        return _save_scores(Path(folder), self.scores, said)
 
     @staticmethod
     def load(folder: str | Path) -> EdgeScores:
@@ -147,12 +152,12 @@ class HeadScores:
         return pd.DataFrame(rows)
 
     def save(self, folder: str | Path) -> Path:
-        """Write a folder of safetensors and JSON; whole or not at all."""
-        folder = Path(folder)
-        with atomic_folder(folder) as temporary:
-            write_tensors(temporary / "scores.safetensors", {"scores": self.scores})
-            write_json(temporary / "scores.json", {"kind": "heads", "method": self.method})
-        return folder
+        """Write a folder of safetensors and JSON; whole or not at all.
+
+        Raises:
+            ValueError: the folder holds something else, which would be deleted.
+        """
+        return _save_scores(Path(folder), self.scores, {"kind": "heads", "method": self.method})
 
     @staticmethod
     def load(folder: str | Path) -> HeadScores:
@@ -227,8 +232,27 @@ class Circuit:
         network.remove_nodes_from([node for node, degree in network.degree() if degree == 0])
         return network
 
+    def _repr_html_(self) -> str:
+        from sparse_tl.plots import ScoredCircuit, component_diagram
+
+        if not len(self):
+            return f"<p>{self!r}</p>"
+        drawn = ScoredCircuit(self.graph, self.mask)
+        return component_diagram({"Circuit": drawn})._repr_html_()
+
     def __repr__(self) -> str:
         return f"Circuit({len(self)} of {self.graph.n_edges:,} edges of {self.graph!r})"
+
+
+def _save_scores(folder: Path, scores: Tensor, said: dict[str, Any]) -> Path:
+    """A folder of scores; an earlier one of the same kind is replaced, nothing else."""
+    check_replaceable(folder, "scores.json")
+    if (folder / "scores.json").exists():
+        _said(folder, said["kind"])
+    with atomic_folder(folder) as temporary:
+        write_tensors(temporary / "scores.safetensors", {"scores": scores})
+        write_json(temporary / "scores.json", said)
+    return folder
 
 
 def _said(folder: Path, kind: str) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def test_a_killed_search_ends_as_an_uninterrupted_one(
     model = build_tiny(seed=1)
     monkeypatch.setattr(acdc_module, "SAVE_EVERY", 2)
     size = 12 if kind == "edges" else 1
-    settings = {"size": size, "threshold": 1e-3, "start": kind, "progress": False}
+    settings = {"size": size, "threshold": 5e-3, "start": kind, "progress": False}
     whole = acdc(model, pairs, **settings)
     calls: list[int] = []
 
