@@ -145,7 +145,8 @@ def test_graphs_move_between_tools() -> None:
     scores = _scores()
     circuit = scores.top(5)
     content = json.loads(json.dumps(to_eap_ig(scores, circuit, d_model=16)))
-    assert content["cfg"] == {"n_layers": 2, "n_heads": 2, "parallel_attn_mlp": False}
+    sizes = {"n_layers": 2, "n_heads": 2, "parallel_attn_mlp": False, "d_model": 16}
+    assert content["cfg"] == sizes
     assert set(content["nodes"]) == {str(node) for node in TINY.nodes}
     edge = content["edges"]["a0.h1->a1.h0<q>"]
     assert edge["score"] == scores["a0.h1->a1.h0<q>"]
