@@ -257,6 +257,7 @@ class _Search:
 
     # An interrupted search goes on.
 
+    @torch.no_grad()
     def save_to(self, folder: Path, asked: dict[str, Any], pairs: PromptPairs) -> None:
         """Keep checkpoints there, and go on from the one that is found."""
         said = repr([getattr(pairs, some.name).tolist() for some in fields(pairs)])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from random_models import KINDS, random_pairs, shaken
 from torch import Tensor
 
 from sparse_tl.circuits import attribute_edges, attribute_heads
@@ -17,42 +18,6 @@ from sparse_tl.metrics import logit_difference
 from sparse_tl.prompts import PromptPairs
 
 Build = Callable[..., Model]
-
-KINDS = {
-    "sequential": {"kind": "plain"},
-    "parallel": {"kind": "plain", "parallel_attn_mlp": True},
-    "grouped": {"kind": "grouped"},
-    "attention_only": {"kind": "attention_only"},
-    "unnormalised": {"kind": "plain", "normalization_type": None},
-    "soft_capped": {"kind": "plain", "output_logits_soft_cap": 2.0},
-}
-
-
-@pytest.fixture(params=list(KINDS))
-def model(request: pytest.FixtureRequest, build_tiny: Build) -> Model:
-    return _shaken(build_tiny(**KINDS[request.param], dtype="float64"))
-
-
-def _shaken(model: Model) -> Model:
-    """All weights random, also those of the normalisations, which start at 1 and 0."""
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.add_(0.3 * noise.to(parameter.dtype))
-    return model
-
-
-def _pairs(n: int = 5, length: int = 6, seed: int = 0) -> PromptPairs:
-    generator = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randint(13, shape, generator=generator)  # noqa: E731
-    return PromptPairs(
-        clean=draw(n, length),
-        corrupted=draw(n, length),
-        answers=draw(n, 1),
-        wrong=draw(n, 2),
-        positions=torch.randint(2, length, (n,), generator=generator),
-    )
 
 
 def _slow_scores(model: Model, graph: CircuitGraph, pairs: PromptPairs) -> Tensor:
@@ -105,7 +70,7 @@ def _slow(model: Model, graph: CircuitGraph, pairs: PromptPairs) -> Tensor:
 
 
 def test_fast_equals_slow(model: Model) -> None:
-    pairs, graph = _pairs(), graph_of(model)
+    pairs, graph = random_pairs(), graph_of(model)
     fast = attribute_edges(model, pairs, logit_difference, method="eap", batch_size=3)
     slow = _slow_scores(model, graph, pairs)
     assert slow[graph.exists].abs().min() > 0
@@ -114,14 +79,14 @@ def test_fast_equals_slow(model: Model) -> None:
 
 @pytest.mark.parametrize("kind", ["sequential", "parallel", "grouped", "attention_only"])
 def test_fast_equals_slow_in_single_precision(build_tiny: Build, kind: str) -> None:
-    model, pairs = _shaken(build_tiny(**KINDS[kind])), _pairs()
+    model, pairs = shaken(build_tiny(**KINDS[kind])), random_pairs()
     fast = attribute_edges(model, pairs, logit_difference, method="eap").scores
     slow = _slow_scores(model, graph_of(model), pairs)
     assert (fast - slow).abs().max() <= 1e-4 * slow.abs().max()
 
 
 def test_padding_on_the_right_changes_nothing(model: Model) -> None:
-    pairs = _pairs()
+    pairs = random_pairs()
     padded = PromptPairs(
         *(
             torch.cat([t, torch.full((len(t), 3), 4)], dim=1)
@@ -137,7 +102,7 @@ def test_padding_on_the_right_changes_nothing(model: Model) -> None:
 
 def test_scores_over_sources_add_up_to_a_head_score(model: Model) -> None:
     """What reaches the logits and later layers of a head is all that its output can do."""
-    pairs, graph = _pairs(), graph_of(model)
+    pairs, graph = random_pairs(), graph_of(model)
     edges = attribute_edges(model, pairs, logit_difference, method="eap")
     heads = attribute_heads(model, pairs, logit_difference, method="eap")
     for layer in range(graph.n_layers):
@@ -148,7 +113,7 @@ def test_scores_over_sources_add_up_to_a_head_score(model: Model) -> None:
 
 def test_integrated_gradients_are_complete(model: Model) -> None:
     """Scores out of the input add up to m(corrupted) - m(clean) as steps grow."""
-    pairs = _pairs()
+    pairs = random_pairs()
     with torch.no_grad():
         clean, corrupted = (
             logit_difference(pairs.read(model(tokens)), pairs).mean()
@@ -169,7 +134,7 @@ def test_integrated_gradients_are_complete(model: Model) -> None:
 
 @pytest.mark.parametrize("method", ["eap", "eap-ig", "eap-ig-activations"])
 def test_equal_prompts_give_exactly_nothing(model: Model, method: Any) -> None:
-    pairs = _pairs()
+    pairs = random_pairs()
     same = PromptPairs(pairs.clean, pairs.clean, pairs.answers, pairs.wrong, pairs.positions)
     scores = attribute_edges(model, same, logit_difference, method=method, steps=2).scores
     assert (scores == 0).all()
@@ -180,7 +145,7 @@ def test_a_dead_head_scores_exactly_nothing(model: Model) -> None:
     with torch.no_grad():
         model.blocks[0].attn.W_O[1] = 0
     graph = graph_of(model)
-    scores = attribute_edges(model, _pairs(), logit_difference).scores
+    scores = attribute_edges(model, random_pairs(), logit_difference).scores
     row = graph.source_index("a0.h1")
     columns = graph.readers(graph.sources[row])
     assert (scores[row] == 0).all()
@@ -190,7 +155,7 @@ def test_a_dead_head_scores_exactly_nothing(model: Model) -> None:
 
 
 def test_one_step_of_integration_is_plain_attribution(model: Model) -> None:
-    pairs = _pairs()
+    pairs = random_pairs()
     plain, one = (
         attribute_edges(model, pairs, logit_difference, method=method, steps=1).scores
         for method in ("eap", "eap-ig")
@@ -208,8 +173,8 @@ def test_nothing_is_left_behind(model: Model) -> None:
 
     flags = [parameter.requires_grad for parameter in model.parameters()]
     with pytest.raises(ValueError, match="expected a finite metric"):
-        attribute_edges(model, _pairs(), broken)
-    attribute_edges(model, _pairs(), logit_difference)
+        attribute_edges(model, random_pairs(), broken)
+    attribute_edges(model, random_pairs(), logit_difference)
     assert not any(point.fwd_hooks or point.bwd_hooks for point in model.hook_dict.values())
     assert not any(module._forward_hooks for module in model.modules())
     assert flags == [parameter.requires_grad for parameter in model.parameters()]
@@ -217,14 +182,16 @@ def test_nothing_is_left_behind(model: Model) -> None:
 
 
 def test_frozen_weights_are_no_hindrance(model: Model) -> None:
-    expected = attribute_edges(model, _pairs(), logit_difference).scores
+    expected = attribute_edges(model, random_pairs(), logit_difference).scores
     model.requires_grad_(False)
     with torch.no_grad():
-        assert torch.equal(attribute_edges(model, _pairs(), logit_difference).scores, expected)
+        assert torch.equal(
+            attribute_edges(model, random_pairs(), logit_difference).scores, expected
+        )
 
 
 def test_a_sparse_model_is_attributed_under_its_gates(model: Model) -> None:
-    pairs = _pairs()
+    pairs = random_pairs()
     dense = attribute_edges(model, pairs, logit_difference).scores
     sparse = SparseTransformer(model, initial_bias=0.0)
     gated = attribute_edges(sparse, pairs, logit_difference).scores
@@ -247,18 +214,18 @@ def test_settings_that_make_no_sense(
     build_tiny: Build, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        attribute_edges(build_tiny(), _pairs(), logit_difference, **settings)
+        attribute_edges(build_tiny(), random_pairs(), logit_difference, **settings)
 
 
 def test_metrics_of_the_wrong_shape(build_tiny: Build) -> None:
     with pytest.raises(ValueError, match=r"expected a metric of shape \(5,\).*got \(\)"):
-        attribute_edges(build_tiny(), _pairs(), lambda logits, pairs: logits.sum())
+        attribute_edges(build_tiny(), random_pairs(), lambda logits, pairs: logits.sum())
 
 
 @pytest.mark.parametrize("patch", ["mean", "zero"])
 def test_other_patches(model: Model, patch: Any) -> None:
     """Patching the input's embedding is exact for a metric that reads nothing else."""
-    pairs = _pairs()
+    pairs = random_pairs()
     pairs = PromptPairs(
         pairs.clean, pairs.corrupted, pairs.answers, pairs.wrong, torch.full((5,), 5)
     )
@@ -277,14 +244,14 @@ def test_other_patches(model: Model, patch: Any) -> None:
 
 def test_a_mean_over_prompts_of_different_lengths(build_tiny: Build) -> None:
     with pytest.raises(ValueError, match="expected prompts of one length"):
-        attribute_edges(build_tiny(), _pairs(), logit_difference, patch="mean")
+        attribute_edges(build_tiny(), random_pairs(), logit_difference, patch="mean")
 
 
 def test_a_metric_without_a_gradient(build_tiny: Build) -> None:
     from sparse_tl.metrics import is_right
 
     with pytest.raises(ValueError, match="expected a metric with a gradient"):
-        attribute_edges(build_tiny(), _pairs(), lambda *some: is_right(*some).float())
+        attribute_edges(build_tiny(), random_pairs(), lambda *some: is_right(*some).float())
 
 
 @pytest.mark.parametrize(
@@ -294,4 +261,4 @@ def test_models_whose_reads_are_not_the_residual_stream(
     build_tiny: Build, odd: dict[str, Any]
 ) -> None:
     with pytest.raises(ValueError, match=f"circuits do not support cfg.{next(iter(odd))}"):
-        attribute_edges(build_tiny(**odd), _pairs(), logit_difference)
+        attribute_edges(build_tiny(**odd), random_pairs(), logit_difference)

@@ -1,0 +1,42 @@
+"""Small models of every supported kind, with all weights random, and random prompt pairs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sparse_tl.hooks import Model
+from sparse_tl.prompts import PromptPairs
+
+KINDS: dict[str, dict[str, Any]] = {
+    "sequential": {},
+    "parallel": {"parallel_attn_mlp": True},
+    "grouped": {"kind": "grouped"},
+    "attention_only": {"kind": "attention_only"},
+    "unnormalised": {"normalization_type": None},
+    "soft_capped": {"output_logits_soft_cap": 2.0},
+}
+
+
+def shaken(model: Model) -> Model:
+    """All weights random, also those of the normalisations, which start at 1 and 0."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_(0.3 * noise.to(parameter.dtype))
+    return model
+
+
+def random_pairs(n: int = 5, length: int = 6, seed: int = 0) -> PromptPairs:
+    """Pairs without meaning, read at positions of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randint(13, shape, generator=generator)  # noqa: E731
+    return PromptPairs(
+        clean=draw(n, length),
+        corrupted=draw(n, length),
+        answers=draw(n, 1),
+        wrong=draw(n, 2),
+        positions=torch.randint(2, length, (n,), generator=generator),
+    )
