@@ -135,8 +135,8 @@ def test_scores_are_saved_and_read(tmp_path: Path) -> None:
     again = EdgeScores.load(scores.save(tmp_path / "scores"))
     assert again.graph == scores.graph and again.method == "test"
     assert torch.equal(again.scores, scores.scores)
-    (tmp_path / "scores" / "scores.json").write_text("{}")
-    with pytest.raises(ValueError, match="holds something else"):
+    (tmp_path / "scores" / "result.json").write_text("{}")
+    with pytest.raises(ValueError, match="expected a saved EdgeScores"):
         EdgeScores.load(tmp_path / "scores")
 
 

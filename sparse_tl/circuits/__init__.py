@@ -3,6 +3,7 @@
 from sparse_tl.circuits.acdc import Acdc, acdc
 from sparse_tl.circuits.attention_edges import AttentionEdgeScores, attribute_attention_edges
 from sparse_tl.circuits.attribution import attribute_edges, attribute_heads
+from sparse_tl.circuits.circuit import Circuit, HeadCircuit
 from sparse_tl.circuits.comparison import Overlap, Roc, overlap, roc
 from sparse_tl.circuits.evaluation import (
     Evaluation,
@@ -12,15 +13,9 @@ from sparse_tl.circuits.evaluation import (
     log_sizes,
 )
 from sparse_tl.circuits.exact import patch_exactly
+from sparse_tl.circuits.interchange import from_eap_ig, to_eap_ig
 from sparse_tl.circuits.pruning import Pruning, prune_edges
-from sparse_tl.circuits.scores import (
-    Circuit,
-    EdgeScores,
-    HeadCircuit,
-    HeadScores,
-    from_eap_ig,
-    to_eap_ig,
-)
+from sparse_tl.circuits.scores import EdgeScores, HeadScores
 from sparse_tl.circuits.trace import trace_attention
 
 __all__ = [

@@ -27,9 +27,10 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from sparse_tl.circuits.circuit import Circuit, HeadCircuit, reaches_logits
 from sparse_tl.circuits.evaluation import logits_under
 from sparse_tl.circuits.patches import Patch, Patches
-from sparse_tl.circuits.scores import Circuit, HeadCircuit, reaches_logits
+from sparse_tl.circuits.saving import Saved
 from sparse_tl.files import (
     atomic_folder,
     check_replaceable,
@@ -50,10 +51,11 @@ if TYPE_CHECKING:
 
 SAVE_EVERY = 200
 """Tests between two checkpoints."""
+_ACDC_NUMBERS = ("threshold", "value", "tested", "forward_equivalents")
 
 
 @dataclass(frozen=True, eq=False)
-class Acdc:
+class Acdc(Saved):
     """The outcome of ACDC.
 
     Args:
@@ -72,6 +74,24 @@ class Acdc:
     tested: int
     forward_equivalents: float
     history: pd.DataFrame
+
+    def _content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        circuit, tensors = self.circuit._content()
+        said = {name: getattr(self, name) for name in _ACDC_NUMBERS}
+        rows = self.history.to_dict(orient="list")
+        return {**said, "circuit": circuit, "history": rows}, tensors
+
+    @classmethod
+    def _restored(cls, said: dict[str, Any], tensors: dict[str, Tensor]) -> Acdc:
+        import pandas as pd
+
+        kind = Circuit if said["circuit"] else HeadCircuit
+        circuit = kind._restored(said["circuit"], tensors)
+        numbers = {name: said[name] for name in _ACDC_NUMBERS}
+        return cls(circuit, **numbers, history=pd.DataFrame(said["history"]))
+
+    def _repr_html_(self) -> str:
+        return f"<p>{self!r}</p>" + self.circuit._repr_html_()
 
     def __repr__(self) -> str:
         return (

@@ -11,7 +11,7 @@ Reference: attribution patching, arXiv 2310.10348; the gate of arXiv 2512.05865.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -19,8 +19,10 @@ from torch import Tensor
 
 from sparse_tl.circuits.attribution import Passes
 from sparse_tl.circuits.patches import Patches
+from sparse_tl.circuits.saving import Saved
 from sparse_tl.hooks import HookedModel, Order, attached, graph_of, layer_points
 from sparse_tl.metrics import Metric
+from sparse_tl.progress import tracked
 from sparse_tl.prompts import PromptPairs
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ EdgePatch = Literal["zero", "corrupted"]
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionEdgeScores:
+class AttentionEdgeScores(Saved):
     """One score per attention edge of every pair, in units of the metric.
 
     Prompts are kept apart: position 3 of one prompt means nothing for another, unless they share a
@@ -54,6 +56,13 @@ class AttentionEdgeScores:
         table = pd.DataFrame(where, columns=["layer", "head", "query", "key"])
         return table.assign(score=mean.flatten()[order].tolist())
 
+    def _content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return {"method": self.method}, {"scores": self.scores}
+
+    @classmethod
+    def _restored(cls, said: dict[str, Any], tensors: dict[str, Tensor]) -> AttentionEdgeScores:
+        return cls(tensors["scores"], said["method"])
+
     def __repr__(self) -> str:
         n_pairs, n_layers, n_heads, length, _ = self.scores.shape
         return (
@@ -74,6 +83,7 @@ def attribute_attention_edges(
     steps: int = 5,
     patch: EdgePatch | str = "zero",
     batch_size: int = 32,
+    progress: bool = True,
 ) -> AttentionEdgeScores:
     """The first-order effect of closing every attention edge of every head.
 
@@ -86,6 +96,7 @@ def attribute_attention_edges(
         steps: of the interpolation.
         patch: what the pattern is patched with: 0, or the corrupted prompt's pattern.
         batch_size: pairs per pass.
+        progress: whether to show it.
 
     Raises:
         ValueError: an unknown method or patch, no steps, or a metric that is not one finite number
@@ -101,19 +112,21 @@ def attribute_attention_edges(
     names = layer_points(model, "attn.hook_pattern")
     plan = Passes(metric, method, steps, patches, also=names)
     found = []
-    for batch in patches.batches:
-        corrupted = _patterns(model, batch.corrupted, names) if patch == "corrupted" else None
-        clean: list[Tensor] = []
-        total = 0
-        for one in plan.passes(batch):
-            patterns = [one.tape.kept(name) for name in names]
-            clean = clean or [pattern.detach() for pattern in patterns]
-            total = total + one.share * torch.stack(list(one.gradients(patterns)))
-        change = -torch.stack(clean)
-        if corrupted is not None:
-            change += torch.stack(corrupted)
-        # The gradient of the sum over pairs is, row by row, that of each pair.
-        found.append((change * total).transpose(0, 1).cpu().double())
+    with tracked("scoring attention edges", plan.count, progress) as step:
+        for batch in patches.batches:
+            corrupted = _patterns(model, batch.corrupted, names) if patch == "corrupted" else None
+            clean: list[Tensor] = []
+            total = 0
+            for one in plan.passes(batch):
+                patterns = [one.tape.kept(name) for name in names]
+                clean = clean or [pattern.detach() for pattern in patterns]
+                total = total + one.share * torch.stack(list(one.gradients(patterns)))
+                step()
+            change = -torch.stack(clean)
+            if corrupted is not None:
+                change += torch.stack(corrupted)
+            # The gradient of the sum over pairs is, row by row, that of each pair.
+            found.append((change * total).transpose(0, 1).cpu().double())
     return AttentionEdgeScores(torch.cat(found), method)
 
 

@@ -38,6 +38,7 @@ from sparse_tl.hooks import (
     pull_to_residual,
 )
 from sparse_tl.metrics import Metric, measure
+from sparse_tl.progress import tracked
 from sparse_tl.prompts import PromptPairs
 
 Method = Literal["eap", "eap-ig", "eap-ig-activations"]
@@ -52,6 +53,7 @@ def attribute_edges(
     steps: int = 5,
     patch: Patch | str = "corrupted",
     batch_size: int = 32,
+    progress: bool = True,
 ) -> EdgeScores:
     """First-order effect of patching each circuit edge, mean over pairs, in units of the metric.
 
@@ -66,6 +68,7 @@ def attribute_edges(
         patch: what an edge is patched with: the corrupted prompt's value, the mean over the clean
             prompts at that position, or 0. The interpolation ends there too.
         batch_size: pairs per pass.
+        progress: whether to show it.
 
     Raises:
         ValueError: an unknown method or patch, no steps, a metric that is not one finite number
@@ -74,12 +77,14 @@ def attribute_edges(
     graph = graph_of(model)
     scores = torch.zeros(len(graph.sources), len(graph.destinations), dtype=torch.float64)
     plan = Passes(metric, method, steps, Patches(model, graph, pairs, patch, batch_size))
-    for batch in plan.patches.batches:
-        difference = None
-        for one in plan.passes(batch):
-            if difference is None:
-                difference = one.difference.outputs(model, graph)
-            scores += one.share * _contract(model, graph, one, difference)
+    with tracked("scoring edges", plan.count, progress) as step:
+        for batch in plan.patches.batches:
+            difference = None
+            for one in plan.passes(batch):
+                if difference is None:
+                    difference = one.difference.outputs(model, graph)
+                scores += one.share * _contract(model, graph, one, difference)
+                step()
     return EdgeScores(graph, scores.where(graph.exists, 0.0) / len(pairs), method)
 
 
@@ -92,6 +97,7 @@ def attribute_heads(
     steps: int = 5,
     patch: Patch | str = "corrupted",
     batch_size: int = 32,
+    progress: bool = True,
 ) -> HeadScores:
     """The first-order effect of patching each head's output, ``sum (patch_z - z) . d m / d z``.
 
@@ -100,15 +106,18 @@ def attribute_heads(
     """
     graph = graph_of(model)
     scores = torch.zeros(graph.n_layers, graph.n_heads, dtype=torch.float64)
-    plan = Passes(metric, method, steps, Patches(model, graph, pairs, patch, batch_size))
-    for batch in plan.patches.batches:
-        for one in plan.passes(batch):
-            layers = [i for i in range(graph.n_layers) if one.covers(graph, Node("head", i))]
-            names = [f"blocks.{layer}.attn.hook_z" for layer in layers]
-            gradients = one.gradients([one.tape.kept(name) for name in names])
-            for layer, gradient in zip(layers, gradients, strict=True):
-                effect = (one.difference.z[layer] * gradient).sum(dim=(0, 1, 3))
-                scores[layer] += one.share * effect.cpu().double()
+    patches = Patches(model, graph, pairs, patch, batch_size)
+    plan = Passes(metric, method, steps, patches, heads_only=True)
+    with tracked("scoring heads", plan.count, progress) as step:
+        for batch in plan.patches.batches:
+            for one in plan.passes(batch):
+                layers = [i for i in range(graph.n_layers) if one.covers(graph, Node("head", i))]
+                names = [f"blocks.{layer}.attn.hook_z" for layer in layers]
+                gradients = one.gradients([one.tape.kept(name) for name in names])
+                for layer, gradient in zip(layers, gradients, strict=True):
+                    effect = (one.difference.z[layer] * gradient).sum(dim=(0, 1, 3))
+                    scores[layer] += one.share * effect.cpu().double()
+                step()
     return HeadScores(scores / len(pairs), method)
 
 
@@ -135,6 +144,8 @@ class Pass:
 class Passes:
     """The passes that a method asks for; made once, run for every batch.
 
+    With `heads_only` what says nothing about heads is not run.
+
     Raises:
         ValueError: an unknown method, or no steps.
     """
@@ -146,6 +157,7 @@ class Passes:
         steps: int,
         patches: Patches,
         also: Sequence[str] = (),
+        heads_only: bool = False,
     ) -> None:
         if method not in get_args(Method) or steps < 1:
             raise ValueError(
@@ -154,7 +166,16 @@ class Passes:
             )
         self.metric, self.method, self.steps, self.patches = metric, method, steps, patches
         self.model, self.graph = patches.model, patches.graph
-        self.also = tuple(also)
+        self.also, self.heads_only = tuple(also), heads_only
+
+    @property
+    def count(self) -> int:
+        """How many passes there are in all."""
+        if self.method == "eap":
+            return len(self.patches.batches)
+        layers = self.graph.n_layers * (1 + (self.graph.has_mlps and not self.heads_only))
+        moved = 1 if self.method == "eap-ig" else layers + (not self.heads_only)
+        return len(self.patches.batches) * self.steps * moved
 
     def passes(self, batch: PromptPairs) -> Iterator[Pass]:
         """The clean prompts first: that pass also says what every source writes."""
@@ -180,15 +201,16 @@ class Passes:
         """What is interpolated: score rows, hook point, clean value, and the way to the patch."""
         if self.method == "eap":
             return
-        every = slice(None) if self.method == "eap-ig" else slice(0, 1)
-        yield every, EMBEDDED, clean.embedded, change.embedded
         if self.method == "eap-ig":
+            yield slice(None), EMBEDDED, clean.embedded, change.embedded
             return
+        if not self.heads_only:
+            yield slice(0, 1), EMBEDDED, clean.embedded, change.embedded
         for layer in range(self.graph.n_layers):
             first = self.graph.source_index(Node("head", layer))
             heads = slice(first, first + self.graph.n_heads)
             yield heads, f"blocks.{layer}.attn.hook_z", clean.z[layer], change.z[layer]
-            if self.graph.has_mlps:
+            if self.graph.has_mlps and not self.heads_only:
                 row = slice(heads.stop, heads.stop + 1)
                 name = f"blocks.{layer}.hook_mlp_out"
                 yield row, name, clean.mlp[layer], change.mlp[layer]

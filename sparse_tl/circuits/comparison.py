@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.circuits.scores import Circuit, EdgeScores
+from sparse_tl.circuits.circuit import Circuit
+from sparse_tl.circuits.scores import EdgeScores
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,8 +20,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sparse_tl.circuits.circuit import Circuit, HeadCircuit
 from sparse_tl.circuits.patches import Patch, Patches
-from sparse_tl.circuits.scores import Circuit, EdgeScores, HeadCircuit, HeadScores
+from sparse_tl.circuits.scores import EdgeScores, HeadScores
 from sparse_tl.files import read_tensors, write_tensors
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.hooks import HookedModel, MaskedRun, graph_of

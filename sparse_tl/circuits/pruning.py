@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.patches import Patch, Patches
-from sparse_tl.circuits.scores import Circuit, EdgeScores
+from sparse_tl.circuits.saving import Saved
+from sparse_tl.circuits.scores import EdgeScores
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.hooks import HookedModel, graph_of
 from sparse_tl.masks import HardConcreteGate, expected_size
@@ -38,7 +40,7 @@ REACHED_AT = 0.6
 
 
 @dataclass(frozen=True, eq=False)
-class Pruning:
+class Pruning(Saved):
     """The outcome of learned edge pruning.
 
     Args:
@@ -50,6 +52,22 @@ class Pruning:
     circuit: Circuit
     scores: EdgeScores
     history: pd.DataFrame
+
+    def _content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        said, tensors = self.scores._content()
+        said["history"] = self.history.to_dict(orient="list")
+        return said, {**tensors, "mask": self.circuit.mask}
+
+    @classmethod
+    def _restored(cls, said: dict[str, Any], tensors: dict[str, Tensor]) -> Pruning:
+        import pandas as pd
+
+        scores = EdgeScores._restored(said, tensors)
+        circuit = Circuit(scores.graph, tensors["mask"])
+        return cls(circuit, scores, pd.DataFrame(said["history"]))
+
+    def _repr_html_(self) -> str:
+        return f"<p>{self!r}</p>" + self.circuit._repr_html_()
 
     def __repr__(self) -> str:
         last = self.history.iloc[-1]

@@ -158,12 +158,11 @@ def _measure(
 ) -> None:
     """Scores from the first half of the pairs, curves and accuracy from the other."""
     scoring, held_out = halves
-    options = {"patch": patch, "batch_size": batch_size}
+    options = {"patch": patch, "batch_size": batch_size, "progress": progress}
     edges = attribute_edges(model, scoring, metric, method=method, **options)
     heads = attribute_heads(model, scoring, metric, method=method, **options)
-    shown = {**options, "progress": progress}
-    by_edges = evaluate_edges(model, held_out, metric, edges, **shown)
-    by_heads = evaluate_heads(model, held_out, metric, heads, **shown)
+    by_edges = evaluate_edges(model, held_out, metric, edges, **options)
+    by_heads = evaluate_heads(model, held_out, metric, heads, **options)
     _ = by_edges.effect, by_heads.effect  # no effect to explain is an error here, not when drawn
     edges.save(folder / "edge_scores")
     heads.save(folder / "head_scores")

@@ -11,6 +11,8 @@ from random_models import KINDS, random_pairs, shaken
 from torch import Tensor
 
 from sparse_tl.circuits import attribute_edges, attribute_heads
+from sparse_tl.circuits.attribution import Passes
+from sparse_tl.circuits.patches import Patches
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.hooks import Model, graph_of
 from sparse_tl.masks import SparseTransformer
@@ -262,3 +264,16 @@ def test_models_whose_reads_are_not_the_residual_stream(
 ) -> None:
     with pytest.raises(ValueError, match=f"circuits do not support cfg.{next(iter(odd))}"):
         attribute_edges(build_tiny(**odd), random_pairs(), logit_difference)
+
+
+@pytest.mark.parametrize("heads_only", [False, True])
+@pytest.mark.parametrize("method", ["eap", "eap-ig", "eap-ig-activations"])
+@pytest.mark.parametrize("kind", ["sequential", "attention_only"])
+def test_the_progress_bar_ends_at_its_end(
+    kind: str, method: str, heads_only: bool, build_tiny: Build
+) -> None:
+    model = build_tiny(**KINDS[kind])
+    patches = Patches(model, graph_of(model), random_pairs(), "corrupted", 2)
+    plan = Passes(logit_difference, method, 3, patches, heads_only=heads_only)
+    passes = [one for batch in patches.batches for one in plan.passes(batch)]
+    assert len(passes) == plan.count

@@ -1,0 +1,124 @@
+"""Circuits: some of a model's circuit edges, or some of its heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jaxtyping import Bool
+from torch import Tensor
+
+from sparse_tl.circuits.saving import Saved
+from sparse_tl.graph import CircuitGraph, Edge
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+
+@dataclass(frozen=True, eq=False)
+class Circuit(Saved):
+    """Some of a graph's edges: those that are kept.
+
+    Raises:
+        ValueError: a mask of another graph, or with edges that do not exist.
+    """
+
+    graph: CircuitGraph
+    mask: Bool[Tensor, "source destination"]
+
+    def __post_init__(self) -> None:
+        if self.mask.shape != self.graph.exists.shape or bool(
+            (self.mask & ~self.graph.exists).any()
+        ):
+            raise ValueError(
+                f"expected a mask over the {self.graph.n_edges:,} edges of {self.graph!r}; got one "
+                f"of shape {tuple(self.mask.shape)}, or with edges that do not exist"
+            )
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """The edges that are kept."""
+        return self.graph.edges_of(self.mask)
+
+    def __len__(self) -> int:
+        return int(self.mask.sum())
+
+    def connected(self, *, patch: str = "corrupted") -> Circuit:
+        """Without the edges that have no effect under a patch.
+
+        No kept edge leads from where they end to the logits; or, where patches are corrupted
+        prompts' values, none leads from the input to where they begin: a node that reads nothing
+        but patches then writes its patch. (It does not where the patch is a mean or 0.)
+        """
+        graph, mask = self.graph, self.mask.clone()
+        for row, node in enumerate(graph.sources):
+            reads = node.kind == "input" or bool(mask[:, list(graph.readers(node))].any())
+            if patch == "corrupted" and not reads:
+                mask[row] = False
+        for column in reversed(range(len(graph.destinations))):
+            if not reaches_logits(graph, mask, column):
+                mask[:, column] = False
+        return Circuit(graph, mask)
+
+    def to_networkx(self) -> nx.MultiDiGraph:
+        """The kept edges and the nodes that they join."""
+        network = self.graph.to_networkx(self.mask)
+        network.remove_nodes_from([node for node, degree in network.degree() if degree == 0])
+        return network
+
+    def _content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return {"graph": self.graph.to_dict()}, {"mask": self.mask}
+
+    @classmethod
+    def _restored(cls, said: dict[str, Any], tensors: dict[str, Tensor]) -> Circuit:
+        return cls(CircuitGraph.from_dict(said["graph"]), tensors["mask"])
+
+    def _repr_html_(self) -> str:
+        from sparse_tl.plots import ScoredCircuit, component_diagram
+
+        if not len(self):
+            return f"<p>{self!r}</p>"
+        drawn = ScoredCircuit(self.graph, self.mask)
+        return component_diagram({"Circuit": drawn})._repr_html_()
+
+    def __repr__(self) -> str:
+        return f"Circuit({len(self)} of {self.graph.n_edges:,} edges of {self.graph!r})"
+
+
+@dataclass(frozen=True, eq=False)
+class HeadCircuit(Saved):
+    """Some of a model's heads: those that are kept."""
+
+    mask: Bool[Tensor, "layer head"]
+
+    @property
+    def heads(self) -> tuple[tuple[int, int], ...]:
+        """The heads that are kept, as (layer, head)."""
+        return tuple((layer, head) for layer, head in self.mask.nonzero().tolist())
+
+    def __len__(self) -> int:
+        return int(self.mask.sum())
+
+    def _content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return {}, {"mask": self.mask}
+
+    @classmethod
+    def _restored(cls, said: dict[str, Any], tensors: dict[str, Tensor]) -> HeadCircuit:
+        return cls(tensors["mask"])
+
+    def _repr_html_(self) -> str:
+        listed = ", ".join(f"a{layer}.h{head}" for layer, head in self.heads)
+        return f"<p>{self!r}: {listed}</p>"
+
+    def __repr__(self) -> str:
+        return f"HeadCircuit({len(self)} of {self.mask.numel()} heads)"
+
+
+def reaches_logits(
+    graph: CircuitGraph, mask: Bool[Tensor, "source destination"], column: int
+) -> bool:
+    """Whether what is read there goes on: some later edge of a node that reads it is kept."""
+    readers = graph.readers_of(graph.destinations[column])
+    return any(
+        node.kind == "logits" or bool(mask[graph.source_index(node)].any()) for node in readers
+    )

@@ -1,0 +1,71 @@
+"""Scores and circuits to and from other tools: the graph JSON of EAP-IG, which MIB reads too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from sparse_tl.circuits.circuit import Circuit
+from sparse_tl.circuits.scores import EdgeScores
+from sparse_tl.graph import CircuitGraph
+
+
+def to_eap_ig(scores: EdgeScores, circuit: Circuit, d_model: int) -> dict[str, Any]:
+    """The JSON of EAP-IG's ``Graph.to_json``, also read by the MIB benchmark.
+
+    Args:
+        scores: of every edge.
+        circuit: the edges that are kept.
+        d_model: of the model, which their loader asks for.
+
+    Raises:
+        ValueError: grouped-query attention or no MLPs, which that format does not have.
+    """
+    graph = scores.graph
+    if graph.n_kv_heads != graph.n_heads or not graph.has_mlps:
+        raise ValueError(f"expected heads with their own k and v, and MLPs; {graph!r} has not")
+    if circuit.graph != graph:
+        raise ValueError(f"expected a circuit of {graph!r}; got one of {circuit.graph!r}")
+    inside = {str(node) for edge in circuit.edges for node in (edge.source, edge.destination.node)}
+    values = zip(graph.edges, scores.scores[graph.exists], circuit.mask[graph.exists], strict=True)
+    return {
+        "cfg": {
+            "n_layers": graph.n_layers,
+            "n_heads": graph.n_heads,
+            "parallel_attn_mlp": graph.parallel,
+            "d_model": d_model,
+        },
+        "nodes": {str(node): {"in_graph": str(node) in inside} for node in graph.nodes},
+        "edges": {
+            str(edge): {"score": score.item(), "in_graph": bool(kept)}
+            for edge, score, kept in values
+        },
+    }
+
+
+def from_eap_ig(content: Mapping[str, Any]) -> tuple[EdgeScores, Circuit]:
+    """Scores and circuit from the JSON of EAP-IG's ``Graph.to_json``.
+
+    Raises:
+        ValueError: a key is missing, or an edge that the graph does not have.
+    """
+    missing = {"cfg", "edges"} - content.keys()
+    if missing:
+        raise ValueError(f"expected the JSON of an EAP-IG graph; it lacks {sorted(missing)}")
+    cfg = content["cfg"]
+    lacking = {"n_layers", "n_heads", "parallel_attn_mlp"} - cfg.keys()
+    if lacking:
+        raise ValueError(f"expected the sizes of an EAP-IG graph; cfg lacks {sorted(lacking)}")
+    graph = CircuitGraph(
+        cfg["n_layers"], cfg["n_heads"], cfg["n_heads"], parallel=cfg["parallel_attn_mlp"]
+    )
+    scores = torch.zeros(graph.exists.shape, dtype=torch.float64)
+    mask = torch.zeros_like(graph.exists)
+    for name, edge in content["edges"].items():
+        index = graph.edge_index(name)
+        if not isinstance(edge, Mapping) or not {"score", "in_graph"} <= edge.keys():
+            raise ValueError(f"expected a score and in_graph for every edge; {name} has {edge!r}")
+        scores[index], mask[index] = edge["score"], edge["in_graph"]
+    return EdgeScores(graph, scores, "imported"), Circuit(graph, mask)

@@ -1,0 +1,73 @@
+"""Results as folders of JSON and safetensors: what discovery found, saved and read again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from sparse_tl.files import (
+    atomic_folder,
+    check_replaceable,
+    read_json,
+    read_tensors,
+    write_json,
+    write_tensors,
+)
+
+Result = TypeVar("Result", bound="Saved")
+
+
+class Saved:
+    """A result that can be saved; it says what of it goes into JSON and what into tensors."""
+
+    def _content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        raise NotImplementedError
+
+    @classmethod
+    def _restored(cls: type[Result], said: dict[str, Any], tensors: dict[str, Tensor]) -> Result:
+        raise NotImplementedError
+
+    def save(self, folder: str | Path) -> Path:
+        """Write a folder of safetensors and JSON; whole or not at all.
+
+        Raises:
+            ValueError: the folder holds something else, which would be deleted.
+        """
+        folder = Path(folder)
+        check_replaceable(folder, "result.json")
+        if (folder / "result.json").exists():
+            _said(folder, type(self).__name__)
+        said, tensors = self._content()
+        with atomic_folder(folder) as temporary:
+            write_tensors(temporary / "result.safetensors", tensors)
+            write_json(temporary / "result.json", {"kind": type(self).__name__, **said})
+        return folder
+
+    @classmethod
+    def load(cls: type[Result], folder: str | Path) -> Result:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: another folder, or a damaged one.
+        """
+        folder = Path(folder)
+        said = _said(folder, cls.__name__)
+        tensors = read_tensors(folder / "result.safetensors")
+        try:
+            return cls._restored(said, tensors)
+        except KeyError as error:
+            raise ValueError(
+                f"expected a whole {cls.__name__} in {folder}; it lacks {error}"
+            ) from error
+
+
+def _said(folder: Path, kind: str) -> dict[str, Any]:
+    if not (folder / "result.json").is_file():
+        raise ValueError(f"expected a saved {kind} in {folder}; there is no result.json")
+    said = read_json(folder / "result.json")
+    found = said.get("kind") if isinstance(said, dict) else None
+    if found != kind:
+        raise ValueError(f"expected a saved {kind} in {folder}; it holds {found or 'no result'}")
+    return said
