@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -45,8 +45,9 @@ def addition(
 ) -> None:
     """Train a model that adds two-digit numbers, make its attention sparse, and draw both.
 
-    Writes the models (base/, sparse/), metrics.json, history.csv and the base-vs-sparse figure
-    (addition.html, .svg, .png). Called again, it goes on where it stopped or reuses what is done.
+    Writes the models (base/, sparse/), metrics.json, history.csv, the base-vs-sparse figure
+    (addition.html, .svg, .png) and what each digit needs (circuits/). Called again, it goes on
+    where it stopped or reuses what is done.
 
     Example: sparse-tl addition --form placeholder --seed 1 --out runs/placeholder-1
     """
@@ -83,6 +84,10 @@ def addition(
         table.add_row(name, show(base), show(sparse))
     console.print(table)
     console.print(outcome.verdict)
+    if isinstance(metrics["circuits"], str):
+        console.print(f"No circuits: {metrics['circuits']}", markup=False)
+    else:
+        _print_comparison(metrics["circuits"])
     console.print(f"{metrics['seconds']:.0f} seconds; see {out / 'addition.html'}")
 
 
@@ -214,10 +219,16 @@ def circuits(
         restart=restart,
         progress=not quiet,
     )
+    _print_comparison(outcome.metrics)
+    console.print(f"See {out / 'heads_kept.html'} and {out / 'edges_kept.html'}")
+
+
+def _print_comparison(metrics: dict[str, Any]) -> None:
+    """What each task needs, dense and sparse."""
     table = Table(title="Parts needed for an explained effect of 0.9, dense and sparse")
     for column in ("", "accuracy", "heads", "fewer", "edges", "fewer"):
         table.add_column(column, justify="left" if not column else "right")
-    for task, measured in outcome.metrics.items():
+    for task, measured in metrics.items():
         dense, thin = measured["dense"], measured["sparse"]
         table.add_row(
             task,
@@ -228,7 +239,6 @@ def circuits(
             _times(measured["multiplier_edges"]),
         )
     console.print(table)
-    console.print(f"See {out / 'heads_kept.html'} and {out / 'edges_kept.html'}")
 
 
 def _size(size: float | None) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -123,6 +125,16 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
         return load_file(path)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"expected a safetensors file at {path}; {error}") from error
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """A short name for exactly these tensors: the start of the SHA-256 of their names and bytes."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        found.update(flat.numpy().data)
+    return found.hexdigest()[:12]
 
 
 def check_writable(folder: str | Path) -> Path:

@@ -82,6 +82,10 @@ def measure(
     return values
 
 
+class NoEffectError(ValueError):
+    """The corruption does not change the metric: there is no effect to explain."""
+
+
 def explained_effect(
     circuit: Float[Tensor, "*circuit pair"],
     clean: Float[Tensor, " pair"],
@@ -92,11 +96,11 @@ def explained_effect(
     1: the circuit does all that the model does; 0: none.
 
     Raises:
-        ValueError: there is no effect to explain.
+        NoEffectError: there is no effect to explain.
     """
     effect = (clean - corrupted).mean()
     if not bool(effect.isfinite()) or effect.abs().item() <= 1e-6 * (1 + clean.abs().mean().item()):
-        raise ValueError(
+        raise NoEffectError(
             f"expected prompts whose corruption changes the metric; on average it is "
             f"{clean.mean().item():.4g} clean and {corrupted.mean().item():.4g} corrupted: "
             "there is no effect to explain. Check that the model does the task, and the corruption."

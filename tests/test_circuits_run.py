@@ -85,7 +85,7 @@ def test_what_is_finished_is_not_measured_again(
     out, outcome = run
     (out / "ioi").mkdir(exist_ok=True)
     calls: list[Any] = []
-    monkeypatch.setattr(run_module, "_measure", lambda *a, **k: calls.append(a))
+    monkeypatch.setattr(run_module, "measure", lambda *a, **k: calls.append(a))
     dense, sparse = models
     again = run_circuits(
         out, model=str(dense), sparse=sparse, tasks=TASKS, pairs=8, device="cpu", progress=False

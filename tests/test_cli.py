@@ -93,7 +93,7 @@ def test_addition_prints_a_table(addition: tuple[Path, Outcome]) -> None:
 def test_addition_writes_everything(addition: tuple[Path, Outcome]) -> None:
     out, _ = addition
     metrics = json.loads((out / "metrics.json").read_text())
-    assert set(metrics) == {"seed", "form", "seconds", "base", "sparse"}
+    assert set(metrics) == {"seed", "form", "seconds", "base", "sparse", "circuits"}
     assert (metrics["seed"], metrics["form"]) == (0, "autoregressive")
     assert metrics["seconds"] > 0
     for name in ("base", "sparse"):

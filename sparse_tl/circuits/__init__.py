@@ -7,6 +7,7 @@ from sparse_tl.circuits.circuit import Circuit, HeadCircuit
 from sparse_tl.circuits.comparison import Overlap, Roc, overlap, roc
 from sparse_tl.circuits.evaluation import (
     Evaluation,
+    accuracy,
     evaluate,
     evaluate_edges,
     evaluate_heads,
@@ -29,6 +30,7 @@ __all__ = [
     "Overlap",
     "Pruning",
     "Roc",
+    "accuracy",
     "acdc",
     "attribute_attention_edges",
     "attribute_edges",

@@ -25,8 +25,8 @@ from sparse_tl.circuits.patches import Patch, Patches
 from sparse_tl.circuits.scores import EdgeScores, HeadScores
 from sparse_tl.files import read_tensors, write_tensors
 from sparse_tl.graph import CircuitGraph
-from sparse_tl.hooks import HookedModel, MaskedRun, graph_of
-from sparse_tl.metrics import Metric, explained_effect, measure
+from sparse_tl.hooks import HookedModel, MaskedRun, embedding_matrix, graph_of
+from sparse_tl.metrics import Metric, explained_effect, is_right, measure
 from sparse_tl.progress import tracked
 from sparse_tl.prompts import PromptPairs
 
@@ -268,6 +268,17 @@ def evaluate_heads(
     if sizes is None:
         sizes = range(scores.scores.numel() + 1)
     return evaluate(model, pairs, metric, [scores.top(size) for size in sizes], **options)
+
+
+@torch.no_grad()
+def accuracy(model: HookedModel, pairs: PromptPairs, *, batch_size: int = 32) -> float:
+    """Share of clean prompts, 0 to 1, whose most likely token where they are read is an answer."""
+    device = embedding_matrix(model).device
+    right = [
+        is_right(batch.read(model(batch.clean)), batch)
+        for batch in pairs.to(device).split(batch_size)
+    ]
+    return torch.cat(right).double().mean().item()
 
 
 def log_sizes(total: int, per_doubling: int = 2) -> tuple[int, ...]:

@@ -29,6 +29,8 @@ class HookedModel(Protocol):
 
     def to_tokens(self, *args: Any, **kwargs: Any) -> Any: ...
 
+    def state_dict(self) -> dict[str, Any]: ...
+
 
 @dataclass(frozen=True)
 class AttentionShape:

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 
 from sparse_tl.batches import TokenBatch
-from sparse_tl.hooks import HookedModel, Model, build_model, embedding_matrix
+from sparse_tl.circuits import accuracy
+from sparse_tl.hooks import HookedModel, Model, build_model
 from sparse_tl.masks import SparseTransformer
-from sparse_tl.metrics import is_right
 from sparse_tl.models.task_text import (
     TASKS,
     WIDTH,
@@ -158,7 +157,6 @@ def sparsify_task_model(
     return sparse, outcome
 
 
-@torch.no_grad()
 def task_accuracy(model: HookedModel, *, n: int = 256, seed: int = 0) -> dict[str, float]:
     """Share of held-out prompts, 0 to 1, whose most likely next token is a right answer, by task.
 
@@ -167,14 +165,9 @@ def task_accuracy(model: HookedModel, *, n: int = 256, seed: int = 0) -> dict[st
         n: prompts of each task.
         seed: of the draw.
     """
-    device = embedding_matrix(model).device
-    accuracy = {}
-    for task in TASKS:
-        right = []
-        for pairs in task_pairs(task, n, seed=seed).to(device).split(256):
-            right.append(is_right(pairs.read(model(pairs.clean)), pairs))
-        accuracy[task.name] = torch.cat(right).double().mean().item()
-    return accuracy
+    return {
+        task.name: accuracy(model, task_pairs(task, n, seed=seed), batch_size=256) for task in TASKS
+    }
 
 
 def _rows(seed: int) -> tuple[TokenBatch, TokenBatch]:

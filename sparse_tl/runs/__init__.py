@@ -1,12 +1,13 @@
 """Whole jobs from settings to an output folder; what the command line runs."""
 
 from sparse_tl.runs.addition import AdditionRun, run_addition
-from sparse_tl.runs.circuits import CircuitsRun, run_circuits
+from sparse_tl.runs.circuits import run_circuits
+from sparse_tl.runs.comparison import Comparison
 from sparse_tl.runs.text import TextRun, run_post_training
 
 __all__ = [
     "AdditionRun",
-    "CircuitsRun",
+    "Comparison",
     "TextRun",
     "run_addition",
     "run_circuits",

@@ -11,8 +11,9 @@ import pandas as pd
 
 from sparse_tl.figures import circuit_diagram
 from sparse_tl.files import atomic_file, atomic_folder, read_json, write_json
-from sparse_tl.hooks import Model, load_model, save_model
+from sparse_tl.hooks import HookedModel, Model, load_model, save_model
 from sparse_tl.masks import SparseTransformer
+from sparse_tl.metrics import NoEffectError
 from sparse_tl.models.addition import (
     BASE_STEPS,
     SPARSE_STEPS,
@@ -21,11 +22,14 @@ from sparse_tl.models.addition import (
     train_addition_model,
 )
 from sparse_tl.plots import CircuitDiagram
+from sparse_tl.runs.comparison import Comparison, measure, report
 from sparse_tl.runs.folder import RunFolder
-from sparse_tl.tasks.addition import ANSWER, AdditionTask, Form, decode
+from sparse_tl.tasks.addition import ANSWER, DIGITS, AdditionTask, Form, decode
 from sparse_tl.training import TargetLoss, evaluate_held_out
 
 PROMPT = "36+28"
+PAIRS = 128
+"""Sums per digit, half to score its circuit edges, half to evaluate them."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ def run_addition(
             diagram.save(folder / f"addition.{suffix}")
     _write_history(folder)
     test = task.split(seed=seed)[2]
-    metrics = {"seed": seed, "form": form, "seconds": round(folder.seconds, 1)}
+    metrics: dict[str, Any] = {"seed": seed, "form": form}
     for name, model in {"base": base, "sparse": sparse}.items():
         measured = evaluate_held_out(model, test)
         metrics[name] = {
@@ -106,6 +110,11 @@ def run_addition(
             "possible_attention_edges": measured.possible_edges,
             "active_heads": measured.active_heads,
         }
+    try:
+        metrics["circuits"] = _circuits(folder, task, seed, base, sparse, progress).metrics
+    except NoEffectError as error:  # of a model that has not learned the sums
+        metrics["circuits"] = str(error)
+    metrics["seconds"] = round(folder.seconds, 1)
     write_json(folder / "metrics.json", metrics)
     return AdditionRun(metrics, verdict, base, sparse, diagram)
 
@@ -169,6 +178,27 @@ def _sparse(
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     sparse = SparseTransformer.from_pretrained(folder / "sparse", device=device)
     return sparse, read_json(folder / "verdict.json")
+
+
+def _circuits(
+    folder: RunFolder,
+    task: AdditionTask,
+    seed: int,
+    base: Model,
+    sparse: SparseTransformer,
+    progress: bool,
+) -> Comparison:
+    """Which heads and circuit edges each digit of the sum needs, dense and sparse."""
+    models: dict[str, HookedModel] = {"dense": base, "sparse": sparse}
+    for digit in DIGITS:
+        pairs = task.pairs(digit.name, PAIRS, seed=seed)
+        for side, model in models.items():
+            name = f"circuits/{digit.name}/{side}"
+            if not folder.finished(name):
+                with folder.stage(name):
+                    measure(model, pairs, digit.metric, folder / name, progress=progress)
+    names = {"dense": "Base Model", "sparse": "Sparse Model"}
+    return report(folder / "circuits", DIGITS, names)
 
 
 def _write_history(folder: RunFolder) -> None:

@@ -17,8 +17,8 @@ RUN_FILE = "run.json"
 class RunFolder:
     """An output folder that a command can come back to.
 
-    ``run.json`` holds the command's settings and the seconds spent on each stage. A stage is
-    finished when its result is in the folder; the caller decides which file that is.
+    ``run.json`` holds the command's settings, what `pin` noted and the seconds of each stage. A
+    stage is finished when its result is in the folder; the caller decides which file that is.
 
     Args:
         path: the folder; made when absent.
@@ -40,6 +40,7 @@ class RunFolder:
             found = None
         if found is None:
             self._seconds: dict[str, float] = {}
+            self._pinned: dict[str, Any] = {}
             self._write()
             return
         there = found["settings"]
@@ -52,7 +53,7 @@ class RunFolder:
                 )
                 + "). Choose another --out, or begin anew with --restart."
             )
-        self._seconds = found["seconds"]
+        self._seconds, self._pinned = found["seconds"], found.get("pinned", {})
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
@@ -61,6 +62,20 @@ class RunFolder:
         """Whether a stage's result is there."""
         recover_folder(self.path / name)
         return (self.path / name).exists()
+
+    def pin(self, name: str, value: Any) -> None:
+        """Note what the run was made from, where that is known only once it is loaded.
+
+        Raises:
+            ValueError: an earlier call of the command was made from something else.
+        """
+        earlier = self._pinned.setdefault(name, value)
+        if earlier != value:
+            raise ValueError(
+                f"{self.path} holds results of another {name} ({earlier} there, {value} here). "
+                "Choose another --out, or begin anew with --restart."
+            )
+        self._write()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -102,4 +117,7 @@ class RunFolder:
                 entry.unlink()
 
     def _write(self) -> None:
-        write_json(self.path / RUN_FILE, {"settings": self.settings, "seconds": self._seconds})
+        write_json(
+            self.path / RUN_FILE,
+            {"settings": self.settings, "seconds": self._seconds, "pinned": self._pinned},
+        )

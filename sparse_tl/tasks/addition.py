@@ -7,14 +7,15 @@ character is read at its own column.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from sparse_tl.batches import TokenBatch
+from sparse_tl.metrics import Metric, logit_difference
 from sparse_tl.prompts import PromptPairs
 
 Form = Literal["autoregressive", "placeholder"]
@@ -26,6 +27,22 @@ ANSWER = slice(6, 11)
 """The columns of the sum's five digits."""
 COLUMNS: dict[str, int] = {"hundreds": 8, "tens": 9, "units": 10}
 """The columns of the digits that are not always 0."""
+
+
+@dataclass(frozen=True)
+class DigitTask:
+    """One digit of the sum, to be told from another sum's: what its circuit is found by."""
+
+    name: Digit
+    metric: Metric = field(default=logit_difference, repr=False)
+
+    @property
+    def title(self) -> str:
+        """For a panel of a figure."""
+        return f"Addition, {self.name}"
+
+
+DIGITS = tuple(DigitTask(name) for name in get_args(Digit))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,170 @@
+"""Dense beside sparse: scores and curves measured into a folder, then drawn and compared.
+
+1. `measure` one side on one task: half of the pairs score edges and heads, the others evaluate.
+2. `report` on all tasks from what is saved: multipliers, tables, figures, circuits.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import pandas as pd
+
+from sparse_tl.circuits import (
+    Circuit,
+    EdgeScores,
+    Evaluation,
+    accuracy,
+    attribute_edges,
+    attribute_heads,
+    evaluate_edges,
+    evaluate_heads,
+)
+from sparse_tl.files import atomic_file, atomic_folder, read_json, write_json
+from sparse_tl.hooks import HookedModel
+from sparse_tl.metrics import Metric
+from sparse_tl.plots import (
+    EffectCurve,
+    ScoredCircuit,
+    component_diagram,
+    effect_figure,
+    multiplier,
+    save_figure,
+)
+from sparse_tl.prompts import PromptPairs
+
+LEVEL = 0.9
+"""The explained effect that models are compared at."""
+SIDES = ("dense", "sparse")
+PARTS = ("heads", "edges")
+
+
+@runtime_checkable
+class Task(Protocol):
+    """What is compared: a name for files, a title for panels, a metric."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def metric(self) -> Metric: ...
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is needed on each task: as ``metrics.json`` has it, and the curves as a table."""
+
+    metrics: dict[str, Any]
+    curves: pd.DataFrame
+
+
+def measure(
+    model: HookedModel,
+    pairs: PromptPairs,
+    metric: Metric,
+    folder: Path,
+    *,
+    method: str = "eap-ig",
+    patch: str = "corrupted",
+    batch_size: int = 32,
+    progress: bool = True,
+) -> None:
+    """Scores from the first half of the pairs, curves and accuracy from the other, into a folder.
+
+    Raises:
+        ValueError: there is no effect to explain; the folder is then not written.
+    """
+    scoring = pairs.select(slice(0, len(pairs) // 2))
+    held_out = pairs.select(slice(len(pairs) // 2, None))
+    options = {"patch": patch, "batch_size": batch_size, "progress": progress}
+    edges = attribute_edges(model, scoring, metric, method=method, **options)
+    heads = attribute_heads(model, scoring, metric, method=method, **options)
+    by_edges = evaluate_edges(model, held_out, metric, edges, **options)
+    by_heads = evaluate_heads(model, held_out, metric, heads, **options)
+    _ = by_edges.effect, by_heads.effect  # no effect to explain is an error here, not when drawn
+    with atomic_folder(folder) as temporary:
+        edges.save(temporary / "edge_scores")
+        heads.save(temporary / "head_scores")
+        by_edges.save(temporary / "edges.safetensors")
+        by_heads.save(temporary / "heads.safetensors")
+        right = accuracy(model, held_out, batch_size=batch_size)
+        write_json(temporary / "accuracy.json", right)
+
+
+def report(
+    folder: Path, tasks: Sequence[Task], names: Mapping[str, str], *, patch: str = "corrupted"
+) -> Comparison:
+    """Write figures, tables, circuits and ``metrics.json`` from what is measured.
+
+    Args:
+        folder: with what `measure` wrote for each task and side, as ``<task>/<side>``.
+        tasks: one panel each, in this order.
+        names: of the models, by side.
+        patch: that was measured with.
+    """
+    metrics: dict[str, Any] = {}
+    tables: list[pd.DataFrame] = []
+    panels: dict[str, dict[str, list[EffectCurve]]] = {parts: {} for parts in PARTS}
+    for task in tasks:
+        said: dict[str, Any] = {
+            side: {"accuracy": read_json(folder / task.name / side / "accuracy.json")}
+            for side in names
+        }
+        multipliers = {}
+        for parts in PARTS:
+            curves = panels[parts][task.title] = []
+            for side in names:
+                found = Evaluation.load(folder / task.name / side / f"{parts}.safetensors")
+                curves.append(found.curve(names[side]))
+                said[side][f"{parts}_at_{LEVEL}"] = curves[-1].size_at(LEVEL)
+                said[side][f"{parts}_cpr"], said[side][f"{parts}_cmd"] = found.cpr, found.cmd
+                labels = {"task": task.name, "side": side, "parts": parts}
+                tables.append(pd.DataFrame({**labels, **found.to_pandas()}))
+            multipliers[f"multiplier_{parts}"] = multiplier(*curves, level=LEVEL)
+        metrics[task.name] = said | multipliers
+        _draw_circuits(folder, task, said, names, patch)
+    for parts in PARTS:
+        figure = effect_figure(panels[parts], parts=parts, level=LEVEL)
+        for suffix in ("html", "svg", "png"):
+            save_figure(figure, folder / f"{parts}_kept.{suffix}")
+    table = pd.concat(tables, ignore_index=True)
+    with atomic_file(folder / "curves.csv") as temporary:
+        table.to_csv(temporary, index=False)
+    with atomic_file(folder / "curves.json") as temporary:
+        table.to_json(temporary, orient="records", indent=1)
+    write_json(folder / "metrics.json", metrics)
+    return Comparison(metrics, table)
+
+
+def _draw_circuits(
+    folder: Path, task: Task, measured: dict[str, Any], names: Mapping[str, str], patch: str
+) -> None:
+    """The circuit that explains enough, of both models, as a diagram and as a list of edges."""
+    drawn = {}
+    for side in SIDES:
+        scores = EdgeScores.load(folder / task.name / side / "edge_scores")
+        size = measured[side][f"edges_at_{LEVEL}"]
+        kept = scores.graph.n_edges if size is None else min(math.ceil(size), scores.graph.n_edges)
+        circuit = _smallest(scores, kept, patch)
+        drawn[names[side]] = ScoredCircuit(scores.graph, circuit.mask, scores.scores)
+        listed = [{"edge": str(edge), "score": scores[edge]} for edge in circuit.edges]
+        write_json(folder / task.name / f"{side}_circuit.json", listed)
+    title = f"{task.title}: edges for an explained effect of {LEVEL}"
+    diagram = component_diagram(drawn, title=title)
+    for suffix in ("html", "svg", "png"):
+        diagram.save(folder / task.name / f"circuit.{suffix}")
+
+
+def _smallest(scores: EdgeScores, size: int, patch: str) -> Circuit:
+    """The best-scored edges, as few as needed for `size` of them to have an effect."""
+    sizes = range(size, scores.graph.n_edges)
+    taken = bisect_left(sizes, size, key=lambda some: len(scores.top(some).connected(patch=patch)))
+    return scores.top(size + taken).connected(patch=patch)
