@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,20 @@ def test_what_is_finished_is_not_measured_again(
     )
     assert not calls
     assert again.metrics == outcome.metrics
+
+
+def test_other_weights_under_the_same_name(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """Half of a comparison from one model and half from another would be a lie."""
+    dense = tmp_path / "dense"
+    shutil.copytree(models[0], dense)
+    settings = {"sparse": models[1], "tasks": TASKS, "pairs": 4, "device": "cpu"}
+    run_circuits(tmp_path / "out", model=str(dense), progress=False, **settings)
+    model = build_task_model(seed=1, device="cpu")
+    save_model(model, dense)
+    shutil.rmtree(tmp_path / "out" / "greater_than" / "sparse")
+    with pytest.raises(ValueError, match="holds results of another dense model"):
+        run_circuits(tmp_path / "out", model=str(dense), progress=False, **settings)
+    run_circuits(tmp_path / "out", model=str(dense), progress=False, restart=True, **settings)
 
 
 def test_settings_that_make_no_sense(models: tuple[Path, Path], tmp_path: Path) -> None:

@@ -119,6 +119,18 @@ def test_addition_writes_everything(addition: tuple[Path, Outcome]) -> None:
     assert not [path for path in out.rglob(".*")], "nothing temporary is left"
 
 
+def test_addition_tells_what_each_digit_needs(addition: tuple[Path, Outcome]) -> None:
+    out, outcome = addition
+    circuits = json.loads((out / "metrics.json").read_text())["circuits"]
+    assert list(circuits) == ["hundreds", "tens", "units"]
+    for digit, said in circuits.items():
+        assert 1 <= said["dense"]["edges_at_0.9"] <= 4 * 4 * 37, "of a graph of 4 x 4 heads"
+        for side in ("dense", "sparse"):
+            assert (out / "circuits" / digit / side / "edge_scores" / "result.json").exists()
+    assert "Parts needed for an explained effect of 0.9" in outcome.out
+    assert (out / "circuits" / "edges_kept.html").exists()
+
+
 def test_the_written_models_give_the_written_numbers(addition: tuple[Path, Outcome]) -> None:
     out, _ = addition
     metrics = json.loads((out / "metrics.json").read_text())

@@ -15,6 +15,7 @@ from sparse_tl.files import (
     atomic_file,
     atomic_folder,
     check_writable,
+    digest,
     read_json,
     read_tensors,
     recover_folder,
@@ -252,3 +253,16 @@ def test_saving_a_model_replaces_an_earlier_one(
     read = SparseTransformer.from_pretrained(tmp_path / "model", device="cpu")
     assert torch.equal(read.model.embed.W_E, sparse.model.embed.W_E)
     assert _names(tmp_path) == ["model"]
+
+
+def test_a_digest_names_exactly_these_tensors() -> None:
+    tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(2, dtype=torch.bfloat16)}
+    name = digest(tensors)
+    assert name == digest(dict(reversed(tensors.items()))), "whatever their order"
+    others = [
+        {**tensors, "a": tensors["a"] + 1e-6},
+        {**tensors, "a": tensors["a"].view(3, 2)},
+        {**tensors, "a": tensors["a"].double()},
+        {"c": tensors["a"], "b": tensors["b"]},
+    ]
+    assert len({name, *map(digest, others)}) == 5

@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import warnings
 from importlib.metadata import version
 from pathlib import Path
 
 import platformdirs
 
-from sparse_tl.files import atomic_folder, check_writable, recover_folder, write_json
+from sparse_tl.files import atomic_folder, check_writable, read_json, recover_folder, write_json
 from sparse_tl.hooks import Model, load_model, save_model
 from sparse_tl.masks import SparseTransformer
 from sparse_tl.models.tasks import (
@@ -49,6 +50,7 @@ def load_task_models(
 
     Raises:
         ValueError: a folder that cannot be written, or that holds damaged models.
+        UserWarning: a warning, where the sparse model misses the target of its post-training.
         KeyboardInterrupt: after Ctrl-C, once the state is saved; called again, it goes on.
     """
     folder = task_models_folder(seed, cache=cache, base_steps=base_steps, steps=steps)
@@ -57,6 +59,9 @@ def load_task_models(
         _build_base(folder, seed, base_steps, device, progress)
     if not _finished(sparse):
         _build_sparse(folder, seed, steps, device, progress)
+    said = read_json(folder / "verdict.json")
+    if not said["feasible"]:
+        warnings.warn(f"the sparse task model of seed {seed}: {said['verdict']}", stacklevel=2)
     try:
         return load_model(base, device=device), SparseTransformer.from_pretrained(
             sparse, device=device
@@ -109,6 +114,7 @@ def _build_sparse(folder: Path, seed: int, steps: int, device: str | None, progr
         checkpoint=folder / "checkpoint-sparse",
         progress=progress,
     )
-    write_json(folder / "verdict.json", outcome.verdict)
+    said = {"verdict": outcome.verdict, "feasible": outcome.feasible}
+    write_json(folder / "verdict.json", said)
     sparse.save_pretrained(folder / "sparse")
     shutil.rmtree(folder / "checkpoint-sparse")

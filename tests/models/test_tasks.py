@@ -222,6 +222,17 @@ def test_models_are_built_once_and_then_read(
 
 
 @pytest.mark.usefixtures("small")
+def test_a_sparse_model_that_misses_its_target_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "INITIAL_BIAS", -20.0)  # all gates closed: no way to the target
+    settings = {"cache": tmp_path, "base_steps": 40, "steps": 1, "device": "cpu"}
+    for _ in range(2):  # also when it is read again
+        with pytest.warns(UserWarning, match=r"seed 0: Target \+0\.1 nats NOT met"):
+            load_task_models(0, progress=False, **settings)
+
+
+@pytest.mark.usefixtures("small")
 def test_a_build_goes_on_after_an_interruption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
