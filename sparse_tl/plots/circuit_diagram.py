@@ -30,7 +30,7 @@ from sparse_tl.plots.drawn_edges import (
 )
 from sparse_tl.plots.edge_styles import N_GRADES, STEPS, EdgeKind, line_style
 from sparse_tl.plots.figure_frame import BLUE
-from sparse_tl.plots.interactive_html import PanelFigure, interactive_html
+from sparse_tl.plots.interactive_html import PanelFigure, checked_panels, interactive_html
 from sparse_tl.plots.token_text import visible_text
 
 # How many weights the script is sent at most, at three to four bytes each.
@@ -107,19 +107,8 @@ def circuit_diagram(
 
 
 def _checked_panels(panels: Mapping[str, AttentionFlow]) -> dict[str, AttentionFlow]:
-    if not isinstance(panels, Mapping):
-        raise TypeError(
-            f"expected a mapping from panel names to AttentionFlow; got {type(panels).__name__}; "
-            'write {"Base Model": flow}'
-        )
-    if not panels:
-        raise ValueError('expected at least one panel; got none; pass {"Base Model": flow}')
+    panels = checked_panels(panels, AttentionFlow, "trace the model on a prompt first")
     for name, flow in panels.items():
-        if not isinstance(flow, AttentionFlow):
-            raise TypeError(
-                f"expected an AttentionFlow as panel {name!r}; got {type(flow).__name__}; "
-                "trace the model on a prompt first"
-            )
         if 0 in flow.attention.shape:
             raise ValueError(
                 f"expected at least one layer, head and column in panel {name!r}; got attention "
@@ -135,7 +124,7 @@ def _checked_panels(panels: Mapping[str, AttentionFlow]) -> dict[str, AttentionF
                     f"in all of them; got {what} {expected} in {first_name!r} and {got} in "
                     f"{name!r}; draw different prompts as separate figures"
                 )
-    return {str(name): flow for name, flow in panels.items()}
+    return panels
 
 
 def _check_options(flows: Mapping[str, AttentionFlow], weight: str, threshold: float) -> None:

@@ -24,7 +24,7 @@ from sparse_tl.plots.component_styles import (
 )
 from sparse_tl.plots.component_svg import draw_svg, score_text
 from sparse_tl.plots.drawn_circuit import DrawnCircuit, DrawnEdge, ScoredCircuit, draw_strongest
-from sparse_tl.plots.interactive_html import PanelFigure, interactive_html
+from sparse_tl.plots.interactive_html import PanelFigure, checked_panels, interactive_html
 from sparse_tl.plots.token_text import visible_text
 
 
@@ -66,7 +66,8 @@ def component_diagram(
             any score.
         TypeError: if a panel is not a `ScoredCircuit`.
     """
-    panels = _checked_panels(panels)
+    way = "write ScoredCircuit(circuit.graph, circuit.mask, scores.scores)"
+    panels = checked_panels(panels, ScoredCircuit, way)
     _check_options(panels, max_edges, colour)
     drawn = [draw_strongest(name, circuit, max_edges) for name, circuit in panels.items()]
     has_transition = transition is not None and len(drawn) > 1
@@ -76,23 +77,6 @@ def component_diagram(
     data = _script_data(drawn, layout, colour, unit)
     html = interactive_html("component_diagram", svg, data)
     return ComponentDiagram(html, svg, visible_text(title or "Circuit diagram"), tuple(panels))
-
-
-def _checked_panels(panels: Mapping[str, ScoredCircuit]) -> dict[str, ScoredCircuit]:
-    if not isinstance(panels, Mapping):
-        raise TypeError(
-            f"expected a mapping from panel names to ScoredCircuit; got {type(panels).__name__}; "
-            'write {"Base Model": circuit}'
-        )
-    if not panels:
-        raise ValueError('expected at least one panel; got none; pass {"Base Model": circuit}')
-    for name, circuit in panels.items():
-        if not isinstance(circuit, ScoredCircuit):
-            raise TypeError(
-                f"expected a ScoredCircuit as panel {name!r}; got {type(circuit).__name__}; "
-                "write ScoredCircuit(circuit.graph, circuit.mask, scores.scores)"
-            )
-    return {str(name): circuit for name, circuit in panels.items()}
 
 
 def _check_options(panels: Mapping[str, ScoredCircuit], max_edges: int, colour: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 from sparse_tl.plots.rendering import SelfContainedFigure
+
+Content = TypeVar("Content")
 
 
 class PanelFigure(SelfContainedFigure):
@@ -27,6 +29,34 @@ class PanelFigure(SelfContainedFigure):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.panel_names))})"
+
+
+def checked_panels(panels: Mapping[str, Content], kind: type[Content], way: str) -> dict[str, Any]:
+    """Panels by name.
+
+    Args:
+        panels: what is drawn, by the name of its panel.
+        kind: of every panel.
+        way: how to get that, for whoever gave something else.
+
+    Raises:
+        TypeError: not a mapping, or a panel of another kind.
+        ValueError: there is no panel.
+    """
+    said = f'{{"Base Model": {kind.__name__}(...)}}'
+    if not isinstance(panels, Mapping):
+        raise TypeError(
+            f"expected a mapping from panel names to {kind.__name__}; got "
+            f"{type(panels).__name__}; write {said}"
+        )
+    if not panels:
+        raise ValueError(f"expected at least one panel; got none; pass {said}")
+    for name, panel in panels.items():
+        if not isinstance(panel, kind):
+            raise TypeError(
+                f"expected {kind.__name__} as panel {name!r}; got {type(panel).__name__}; {way}"
+            )
+    return {str(name): panel for name, panel in panels.items()}
 
 
 def interactive_html(script: str, svg: str, data: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ElementTree
 import networkx as nx
 import pytest
 import torch
+from component_examples import ATTACK, EDGES
 
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.nodes import Node
@@ -21,17 +22,6 @@ from sparse_tl.plots.drawn_circuit import DrawnCircuit, draw_strongest
 from sparse_tl.plots.layered_layout import Segment, count_crossings, order_rows, place_rows
 
 SVG = "{http://www.w3.org/2000/svg}"
-ATTACK = "</script><img src=x onerror=alert(1)>"
-
-EDGES = {
-    "a2.h1->logits": -1.0,
-    "input->a0.h0<v>": -0.81,
-    "a0.h0->m1": 0.49,
-    "m1->a2.h1<q>": -0.25,
-    "input->a1.h1<k>": 0.09,
-    "m0->logits": -0.04,
-}
-"""Four edges make a path; the last but one leads nowhere, the last comes from nowhere."""
 
 
 def panels_of(figure: ComponentDiagram) -> list[ElementTree.Element]:
@@ -375,7 +365,7 @@ def test_options_that_make_no_figure(make_circuit, unchecked_types):
         component_diagram({"m": circuit}, colour="layer")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="to colour by their sign; got none"):
         component_diagram({"m": make_circuit(EDGES, scored=False)}, colour="sign")
-    with pytest.raises(TypeError, match="a ScoredCircuit as panel 'm'; got Tensor"):
+    with pytest.raises(TypeError, match="expected ScoredCircuit as panel 'm'; got Tensor"):
         component_diagram({"m": circuit.mask})  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="a mapping .*got list"):
         component_diagram([circuit])  # type: ignore[arg-type]
