@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -249,6 +250,9 @@ def logits_at(
     chosen = final[rows, positions][:, None]
     if model.cfg.normalization_type is not None:
         chosen = getattr(model, "ln_final")(chosen)  # noqa: B009 - absent without normalisation
-    logits = model.unembed(chosen)[:, 0]
+    # The model's own unembedding copies its whole matrix anew in every pass.
+    unembed = model.unembed
+    logits = F.linear(unembed.hook_in(chosen), unembed.W_U.T, unembed.b_U)
+    logits = unembed.hook_out(logits)[:, 0]
     cap = model.cfg.output_logits_soft_cap
     return cap * torch.tanh(logits / cap) if cap > 0 else logits
