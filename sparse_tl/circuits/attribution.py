@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, get_args
 
 import torch
@@ -32,10 +33,10 @@ from sparse_tl.graph import CircuitGraph, Node
 from sparse_tl.hooks import (
     EMBEDDED,
     HookedModel,
+    PulledGradients,
     Streams,
     Tape,
     graph_of,
-    pull_to_residual,
 )
 from sparse_tl.metrics import Metric, measure
 from sparse_tl.progress import tracked
@@ -80,11 +81,15 @@ def attribute_edges(
     with tracked("scoring edges", plan.count, progress) as step:
         for batch in plan.patches.batches:
             difference = None
-            for one in plan.passes(batch):
-                if difference is None:
-                    difference = one.difference.outputs(model, graph)
-                scores += one.share * _contract(model, graph, one, difference)
-                step()
+            for rows, passes in groupby(plan.passes(batch), key=lambda one: one.rows):
+                pulled = PulledGradients(model, graph.n_layers)
+                for one in passes:
+                    if difference is None:
+                        difference = one.difference.outputs(model, graph)
+                    one.pull(pulled)
+                    step()
+                assert difference is not None
+                scores += _contract(graph, pulled, difference, rows)
     return EdgeScores(graph, scores.where(graph.exists, 0.0) / len(pairs), method)
 
 
@@ -134,11 +139,24 @@ class Pass:
     def covers(self, graph: CircuitGraph, source: Node) -> bool:
         return graph.source_index(source) in range(*self.rows.indices(len(graph.sources)))
 
+    def pull(self, pulled: PulledGradients) -> None:
+        """Add the gradients of this pass."""
+        layers = self.tape.layers
+        wanted = [tensor for reads in layers for tensor in reads.tensors]
+        *gradients, final = self.gradients([*wanted, self.tape.final])
+        pulled.add(layers, gradients, final, self.share)
+
     def gradients(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Of the metric's sum; 0 at tensors that it does not depend on."""
         if not tensors:
             return ()
         return torch.autograd.grad(self.value, tensors, materialize_grads=True)
+
+
+def _lent(one: Pass) -> Iterator[Pass]:
+    """A pass until the next one is asked for: two would double the memory."""
+    yield one
+    del one.tape, one.value
 
 
 class Passes:
@@ -185,15 +203,16 @@ class Passes:
         change = clean.change_to(patched)
         if self.method != "eap-ig-activations":
             share = 1.0 if self.method == "eap" else 1 / self.steps
-            yield Pass(tape, value, change, share, slice(None))
+            yield from _lent(Pass(tape, value, change, share, slice(None)))
         del tape, value  # frees the autograd graph before the next pass
         for rows, name, whole, way in self._moved(clean, change):
             for k in range(self.steps, 0, -1):
                 if name == EMBEDDED and self.method == "eap-ig" and k == self.steps:
                     continue  # the clean pass
                 moved = whole + (1 - k / self.steps) * way
-                tape, value = self._differentiable(batch, {name: moved})
-                yield Pass(tape, value, change, 1 / self.steps, rows)
+                found = self._differentiable(batch, {name: moved})
+                yield from _lent(Pass(*found, change, 1 / self.steps, rows))
+                del found
 
     def _moved(
         self, clean: Streams, change: Streams
@@ -231,24 +250,24 @@ class Passes:
 
 
 def _contract(
-    model: HookedModel,
     graph: CircuitGraph,
-    one: Pass,
+    pulled: PulledGradients,
     difference: Float[Tensor, "source batch pos d_model"],
+    rows: slice,
 ) -> Float[Tensor, "source destination"]:
-    """The pass's sources with all destinations, layer by layer, on the CPU in float64."""
-    layers = one.tape.layers
-    wanted = [tensor for reads in layers for tensor in reads.tensors]
-    *gradients, final = one.gradients([*wanted, one.tape.final])
+    """Some sources with all destinations, layer by layer, on the CPU in float64."""
     scores = torch.zeros(len(graph.sources), len(graph.destinations), dtype=torch.float64)
     flat = difference.flatten(1)
-    first, end, _ = one.rows.indices(len(graph.sources))
+    first, end, _ = rows.indices(len(graph.sources))
+    most = graph.n_heads + 2 * graph.n_kv_heads + graph.has_mlps
+    buffer = difference.new_empty(most, *difference.shape[1:])
     start = 0
-    for layer, reads in enumerate(layers):
-        mine, gradients = gradients[: len(reads.tensors)], gradients[len(reads.tensors) :]
-        pulled = pull_to_residual(model, layer, reads, mine).flatten(1)
-        rows = slice(first, min(end, graph.n_sources_before(Node("mlp", layer))))
-        scores[rows, start : start + len(pulled)] = (flat[rows] @ pulled.T).cpu().double()
-        start += len(pulled)
-    scores[one.rows, -1] = (flat[one.rows] @ final.flatten()).cpu().double()
+    for layer in range(graph.n_layers):
+        reading = pulled.layer(layer, buffer).flatten(1)
+        before = slice(first, min(end, graph.n_sources_before(Node("mlp", layer))))
+        found = (flat[before] @ reading.T).cpu().double()
+        scores[before, start : start + len(reading)] = found
+        start += len(reading)
+    assert pulled.final is not None
+    scores[rows, -1] = (flat[rows] @ pulled.final.flatten()).cpu().double()
     return scores

@@ -13,7 +13,7 @@ from sparse_tl.hooks.points import (
     hook_point,
     layer_points,
 )
-from sparse_tl.hooks.reading import pull_to_residual
+from sparse_tl.hooks.reading import PulledGradients
 from sparse_tl.hooks.single import logits_patched_alone
 from sparse_tl.hooks.streams import (
     EMBEDDED,
@@ -45,6 +45,6 @@ __all__ = [
     "logits_at",
     "logits_patched_alone",
     "model_config",
-    "pull_to_residual",
+    "PulledGradients",
     "save_model",
 ]

@@ -55,61 +55,129 @@ def head_weights(
     return weight, getattr(attention, f"_b_{upper}")
 
 
-@torch.no_grad()
-def pull_to_residual(
-    model: HookedModel, layer: int, reads: LayerReads, gradients: Sequence[Tensor]
-) -> Float[Tensor, "destination batch pos d_model"]:
-    """Gradients at the residual stream as each destination of a layer reads it.
+class PulledGradients:
+    """Gradients at the residual stream as each destination reads it, summed over passes.
 
-    Args:
-        model: the model.
-        layer: whose destinations.
-        reads: what they read.
-        gradients: at `reads.tensors`, in that order.
+    The gradient g at a head's q, k or v goes back through its projection W and the normalisation
+    with weight w, scale s and normalised input x (an RMS norm centres nothing):
 
-    Returns:
-        In the graph's order: q of every head, k and v of every key-value head, the MLP.
+        pulled = (V g - x mean(x . V g)) / s,     V = w W, centred over d_model
+
+    V holds weights alone, so over passes only ``g / s`` and the coefficients of x are collected;
+    the large product with V is done once, in `layer`. And ``x . V g`` needs no product at all:
+    ``x V`` is q, k or v without its biases.
     """
-    pulled = []
-    for slot, gradient in zip("qkv", gradients, strict=False):
-        weight, _ = head_weights(model, layer, slot)
-        pulled.append(
-            einsum(
-                gradient,
-                weight.to(gradient.dtype),
-                "batch pos head d_head, head d_model d_head -> head batch pos d_model",
-            )
-        )
-    normed = torch.cat(pulled)
-    out = _through_norm(model, model.blocks[layer].ln1, reads.attention_residual, normed)
-    if reads.mlp_residual is None:
-        return out
-    mlp = _through_norm(model, model.blocks[layer].ln2, reads.mlp_residual, gradients[3][None])
-    return torch.cat([out, mlp])
+
+    def __init__(self, model: HookedModel, n_layers: int) -> None:
+        self.model = model
+        self._heads: list[list[Tensor]] = [[] for _ in range(n_layers)]
+        self._along: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(n_layers)]
+        self._mlps: list[Tensor | None] = [None] * n_layers
+        self.final: Tensor | None = None
+
+    @torch.no_grad()
+    def add(
+        self, reads: Sequence[LayerReads], gradients: Sequence[Tensor], final: Tensor, share: float
+    ) -> None:
+        """One pass: gradients at each layer's `LayerReads.tensors` in turn, and at the logits."""
+        start = 0
+        for layer, read in enumerate(reads):
+            mine = gradients[start : start + len(read.tensors)]
+            self._add_heads(layer, read, [share * gradient for gradient in mine[:3]])
+            if read.mlp_residual is not None:
+                norm = self.model.blocks[layer].ln2
+                pulled = share * _through_norm(self.model, norm, read.mlp_residual, mine[3])
+                self._mlps[layer] = _plus(self._mlps[layer], pulled)
+            start += len(read.tensors)
+        self.final = _plus(self.final, share * final)
+
+    def _add_heads(self, layer: int, read: LayerReads, gradients: Sequence[Tensor]) -> None:
+        if self.model.cfg.normalization_type is not None:
+            x, scale = _standardised(self.model, read.attention_residual)
+            gradients = [gradient / scale[..., None] for gradient in gradients]
+            along = [
+                ((value.detach() - self._constant(layer, slot)) * gradient).sum(dim=-1)
+                for slot, value, gradient in zip("qkv", read.tensors, gradients, strict=False)
+            ]
+            self._along[layer].append((torch.cat(along, dim=-1) / x.shape[-1], x))
+        found = self._heads[layer] or [None] * len(gradients)
+        self._heads[layer] = [_plus(*some) for some in zip(found, gradients, strict=True)]
+
+    @torch.no_grad()
+    def layer(
+        self, layer: int, out: Float[Tensor, "destination batch pos d_model"]
+    ) -> Float[Tensor, "some batch pos d_model"]:
+        """One layer's destinations in the graph's order, written into a buffer: q of every head,
+        k and v of every key-value head, the MLP."""
+        done = 0
+        for slot, gradient in zip("qkv", self._heads[layer], strict=True):
+            flat = rearrange(gradient, "batch pos head d_head -> head (batch pos) d_head")
+            through = self._through(layer, slot).to(flat.dtype)
+            rows = out[done : done + len(flat)].flatten(1, 2)
+            torch.bmm(flat, through.mT, out=rows)
+            done += len(flat)
+        for along, x in self._along[layer]:
+            heads = rearrange(along, "batch pos head -> head batch pos 1")
+            out[:done].addcmul_(heads, x, value=-1)
+        mlp = self._mlps[layer]
+        if mlp is not None:
+            out[done] = mlp
+            done += 1
+        return out[:done]
+
+    def _through(self, layer: int, slot: str) -> Float[Tensor, "head d_model d_head"]:
+        """V."""
+        weight, _ = head_weights(self.model, layer, slot)
+        scale = getattr(self.model.blocks[layer].ln1, "w", None)
+        if scale is not None:
+            weight = weight * scale[:, None]
+        return weight - weight.mean(dim=1, keepdim=True) if _centres(self.model) else weight
+
+    def _constant(self, layer: int, slot: str) -> Float[Tensor, "head d_head"]:
+        """What q, k or v is where the normalised input is 0."""
+        weight, bias = head_weights(self.model, layer, slot)
+        shift = getattr(self.model.blocks[layer].ln1, "b", None)
+        return bias if shift is None else bias + einsum(weight, shift, "head d e, d -> head e")
+
+
+def _plus(total: Tensor | None, more: Tensor) -> Tensor:
+    return more if total is None else total + more
+
+
+def _centres(model: HookedModel) -> bool:
+    kind = model.cfg.normalization_type
+    return kind is not None and kind.startswith("LN")
+
+
+def _standardised(
+    model: HookedModel, residual: Float[Tensor, "batch pos d_model"]
+) -> tuple[Float[Tensor, "batch pos d_model"], Float[Tensor, "batch pos 1"]]:
+    """A normalisation's input without mean and scale, and the scale."""
+    x = residual.detach()
+    if _centres(model):
+        x = x - x.mean(dim=-1, keepdim=True)
+    scale = (x.pow(2).mean(dim=-1, keepdim=True) + model.cfg.eps).sqrt()
+    return x / scale, scale
 
 
 def _through_norm(
     model: HookedModel,
     norm: nn.Module,
     residual: Float[Tensor, "batch pos d_model"],
-    gradients: Float[Tensor, "destination batch pos d_model"],
-) -> Float[Tensor, "destination batch pos d_model"]:
+    gradient: Float[Tensor, "batch pos d_model"],
+) -> Float[Tensor, "batch pos d_model"]:
     """Through the transposed Jacobian of a normalisation, ``(g - mean g - x mean(g x)) / scale``.
 
     g is the gradient times the norm's weight and x the normalised input; an RMS norm subtracts no
     mean. The equation is exact with the norm's epsilon inside the scale.
     """
-    kind = model.cfg.normalization_type
-    if kind is None:
-        return gradients
-    x = residual.detach()
+    if model.cfg.normalization_type is None:
+        return gradient
+    x, scale = _standardised(model, residual)
     weight = getattr(norm, "w", None)
     if weight is not None:
-        gradients = gradients * weight
-    if kind.startswith("LN"):
-        x = x - x.mean(dim=-1, keepdim=True)
-        gradients = gradients - gradients.mean(dim=-1, keepdim=True)
-    scale = (x.pow(2).mean(dim=-1, keepdim=True) + model.cfg.eps).sqrt()
-    x = x / scale
-    along = (gradients * x).mean(dim=-1, keepdim=True)
-    return gradients.addcmul_(along, x, value=-1).div_(scale)
+        gradient = gradient * weight
+    if _centres(model):
+        gradient = gradient - gradient.mean(dim=-1, keepdim=True)
+    along = (gradient * x).mean(dim=-1, keepdim=True)
+    return (gradient - along * x) / scale
