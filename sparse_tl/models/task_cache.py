@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import platformdirs
+from filelock import FileLock
 
 from sparse_tl.files import atomic_folder, check_writable, read_json, recover_folder, write_json
 from sparse_tl.hooks import Model, load_model, save_model
@@ -55,10 +56,13 @@ def load_task_models(
     """
     folder = task_models_folder(seed, cache=cache, base_steps=base_steps, steps=steps)
     base, sparse = folder / "base", folder / "sparse"
-    if not _finished(base):
-        _build_base(folder, seed, base_steps, device, progress)
-    if not _finished(sparse):
-        _build_sparse(folder, seed, steps, device, progress)
+    check_writable(folder.parent)
+    # The jobs of a cluster share the user's cache folder: one of them builds, the others wait.
+    with FileLock(folder.with_suffix(".lock")):
+        if not _finished(base):
+            _build_base(folder, seed, base_steps, device, progress)
+        if not _finished(sparse):
+            _build_sparse(folder, seed, steps, device, progress)
     said = read_json(folder / "verdict.json")
     if not said["feasible"]:
         warnings.warn(f"the sparse task model of seed {seed}: {said['verdict']}", stacklevel=2)
@@ -93,7 +97,6 @@ def _finished(folder: Path) -> bool:
 
 
 def _build_base(folder: Path, seed: int, steps: int, device: str | None, progress: bool) -> None:
-    check_writable(folder)
     model, _ = train_task_model(
         seed=seed,
         steps=steps,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import run_patched
+from random_models import shaken
 from torch import Tensor
 
 from sparse_tl.circuits import (
@@ -15,6 +16,7 @@ from sparse_tl.circuits import (
     EdgeScores,
     HeadCircuit,
     HeadScores,
+    attribute_edges,
     evaluate,
     evaluate_edges,
     evaluate_heads,
@@ -75,6 +77,20 @@ def test_single_precision_equals_the_slow_oracle(build_tiny: Build, pairs: Promp
     found = evaluate(model, pairs, logit_difference, circuit, progress=False)
     slow = run_patched(model, graph_of(model), pairs, circuit.mask)
     torch.testing.assert_close(found.values[0], _metric_of(slow, pairs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)])
+def test_half_precision_stays_near(
+    build_tiny: Build, pairs: PromptPairs, dtype: Any, near: float
+) -> None:
+    model = shaken(build_tiny())
+    precise = attribute_edges(model, pairs, logit_difference)
+    curve = evaluate_edges(model, pairs, logit_difference, precise)
+    rough = attribute_edges(model.to(dtype), pairs, logit_difference)
+    largest = precise.scores.abs().max()
+    assert (rough.scores - precise.scores).abs().max() < near * largest
+    again = evaluate_edges(model, pairs, logit_difference, precise)
+    torch.testing.assert_close(again.effect, curve.effect, rtol=0, atol=near)
 
 
 def test_all_edges_are_the_clean_run_and_none_the_corrupted_one(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -250,6 +252,29 @@ def test_a_build_goes_on_after_an_interruption(
     monkeypatch.setattr(task_cache, "train_task_model", interrupted)
     halves = load_task_models(0, cache=tmp_path / "halves", **settings)
     torch.testing.assert_close(parameters(whole[1]), parameters(halves[1]), rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("small")
+def test_two_jobs_build_the_same_models_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builds = []
+    original = task_cache.train_task_model
+
+    def counted(**settings: Any) -> Any:
+        builds.append(settings["seed"])
+        return original(**settings)
+
+    monkeypatch.setattr(task_cache, "train_task_model", counted)
+
+    def load(_: int) -> Any:
+        settings = {"cache": tmp_path, "base_steps": 3, "steps": 2, "device": "cpu"}
+        return parameters(load_task_models(0, progress=False, **settings)[1])
+
+    with ThreadPoolExecutor() as jobs:
+        one, other = jobs.map(load, range(2))
+    assert builds == [0]
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("small")
