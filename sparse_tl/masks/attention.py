@@ -47,6 +47,7 @@ class EdgeRecord:
     pressure: float = 0.0
     _active: list[Int[Tensor, "prompt head"]] = field(default_factory=list)
     _expected: list[Float[Tensor, "prompt head"]] = field(default_factory=list)
+    _expected_self: list[Float[Tensor, "prompt head"]] = field(default_factory=list)
     _possible: list[Int[Tensor, "prompt head"]] = field(default_factory=list)
     _tokens: Int[Tensor, " prompt"] | None = None
     _gates: list[Bool[Tensor, "prompt head query key"]] = field(default_factory=list)
@@ -62,6 +63,7 @@ class EdgeRecord:
         return EdgeCounts(
             active=torch.stack(self._active),
             expected=torch.stack(self._expected),
+            expected_self=torch.stack(self._expected_self),
             possible=torch.stack(self._possible),
             tokens=self._tokens,
         )
@@ -81,6 +83,7 @@ class EdgeRecord:
         """Note one layer."""
         self._active.append(is_open.sum(dim=(-2, -1)))
         self._expected.append(probability.sum(dim=(-2, -1)))
+        self._expected_self.append(probability.diagonal(dim1=-2, dim2=-1).sum(dim=-1))
         self._possible.append(valid.sum(dim=(-2, -1)))
         if self._tokens is None:
             # A real token attends at least to itself; a padding token has no valid pair.

@@ -17,12 +17,14 @@ class EdgeCounts:
     Args:
         active: gates open under deterministic gates (all valid pairs for a dense model).
         expected: ``sum sigmoid(s + b)`` over the valid pairs; differentiable while training.
+        expected_self: the part of it that leads from a position to itself.
         possible: causal pairs of real tokens, ``T (T + 1) / 2`` in each head.
         tokens: real tokens of each prompt.
     """
 
     active: Int[Tensor, "layer prompt head"]
     expected: Float[Tensor, "layer prompt head"]
+    expected_self: Float[Tensor, "layer prompt head"]
     possible: Int[Tensor, "layer prompt head"]
     tokens: Int[Tensor, " prompt"]
 
@@ -95,6 +97,7 @@ class EdgeCounts:
         return EdgeCounts(
             active=torch.cat([p.active for p in parts], dim=1),
             expected=torch.cat([p.expected for p in parts], dim=1),
+            expected_self=torch.cat([p.expected_self for p in parts], dim=1),
             possible=torch.cat([p.possible for p in parts], dim=1),
             tokens=torch.cat([p.tokens for p in parts]),
         )

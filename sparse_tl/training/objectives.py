@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sparse_tl.batches import TokenBatch, cross_entropy
 from sparse_tl.hooks import Model
-from sparse_tl.masks import SparseTransformer
+from sparse_tl.masks import EdgeCounts, SparseTransformer
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
 
 SLACK_UNTIL = 0.9
@@ -69,7 +69,7 @@ class SparsityObjective:
     """Few attention edges at a bounded loss, with sampled gates.
 
     Minimises ``(log(1 + E) + lambda ((1 - w) loss + w KL(dense || sparse))) / (1 + lambda)``, with
-    E the expected edges per example, each at its layer's cost, and w the distillation. The
+    E the expected edges per example, each at its cost, and w the distillation. The
     logarithm makes one more percent fewer edges worth the same at any density; the 1 keeps it
     finite when no edge is left. The division keeps gradients of one size while lambda moves over
     decades, so that clipping means the same throughout; it does not move the optimum for a given
@@ -88,6 +88,8 @@ class SparsityObjective:
         pressure: gradient on gates that are confidently open; 0 for that of the sigmoid alone.
         layer_costs: what one edge of each layer counts in E; 1 everywhere when left out. Dearer
             early layers favour circuits that gather once and hand on what they gathered.
+        self_cost: what an edge from a position to itself counts, in edges to another one. The
+            residual stream carries a position's own content anyway.
         brake: multiple of the allowed loss above which deterministic gates must not get while
             noise is full: beyond it lambda grows by `BRAKE_FACTOR` at every evaluation.
     """
@@ -103,6 +105,7 @@ class SparsityObjective:
         pressure: float = 0.05,
         slack: float = 1.0,
         layer_costs: Sequence[float] | None = None,
+        self_cost: float = 1.0,
         brake: float | None = None,
     ) -> None:
         if dense is None and (target.reference == "dense" or distillation > 0):
@@ -116,6 +119,9 @@ class SparsityObjective:
         self.pressure = pressure
         self.slack = slack
         self.layer_costs = _layer_costs(sparse, layer_costs)
+        if not (math.isfinite(self_cost) and self_cost > 0):
+            raise ValueError(f"expected self_cost to be a number above 0; got {self_cost}")
+        self.self_cost = self_cost
         self.brake = brake
         self._allowance, self._progress = 1.0, 0.0
 
@@ -141,7 +147,7 @@ class SparsityObjective:
             logits = self.sparse(batch.tokens, **batch.model_kwargs)
         counts = record.counts()
         loss = cross_entropy(logits, batch)
-        edges = counts.expected.sum(dim=(1, 2)) @ self.layer_costs.to(loss.device) / len(batch)
+        edges = self._cost(counts) / len(batch)
         self._allowance, self._progress = self.allowance(progress), progress
         violation = loss.item() - self.target.nats * self._allowance
         task = loss
@@ -162,6 +168,11 @@ class SparsityObjective:
             "lambda": multiplier,
             "expected_per_token": counts.expected.sum().item() / counts.tokens.sum().item(),
         }
+
+    def _cost(self, counts: EdgeCounts) -> Float[Tensor, ""]:
+        """Expected edges of all examples, each at its cost."""
+        weighted = counts.expected + (self.self_cost - 1) * counts.expected_self
+        return weighted.sum(dim=(1, 2)) @ self.layer_costs.to(weighted.device)
 
     def update(self, measured: dict[str, float]) -> None:
         self.constraint.update(measured["violation"] / self._allowance)

@@ -127,6 +127,7 @@ def post_train(
     pressure: float = 0.05,
     slack: float = 1.0,
     layer_costs: Sequence[float] | None = None,
+    self_cost: float = 1.0,
     brake: float | None = None,
     retreat_after: int | None = None,
     min_accuracy: float = 0.0,
@@ -163,6 +164,8 @@ def post_train(
             deterministic ones do not, and a loose start lets edges fall fast.
         layer_costs: what an edge of each layer counts in the minimised size; 1 everywhere when left
             out. What is reported is never weighted.
+        self_cost: what an edge from a position to itself counts there, in edges to another one: the
+            residual stream carries a position's own content anyway.
         brake: multiple of the allowed loss; where a held-out evaluation is beyond it while the
             noise is full, lambda jumps, so that edges which are needed do not close in the fall.
         retreat_after: held-out evaluations in a row that miss the target, after which training
@@ -229,6 +232,7 @@ def post_train(
         pressure,
         slack,
         layer_costs,
+        self_cost,
         brake,
     )
 
@@ -268,6 +272,7 @@ def post_train(
             "slack": slack,
             "brake": brake,
             "layer_costs": None if layer_costs is None else list(layer_costs),
+            "self_cost": self_cost,
             "retreat_after": retreat_after,
             "min_accuracy": min_accuracy,
             "multiplier": multiplier,

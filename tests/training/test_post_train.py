@@ -70,6 +70,7 @@ def test_a_target_below_the_dense_loss(build_echo: Build, echo_rows: Rows) -> No
         ({"steps": 0}, "expected steps above 0"),
         ({"multiplier_fall": 0.0}, "expected multiplier_fall above 0"),
         ({"layer_costs": [1.0]}, "expected layer_costs to be 2 numbers above 0.*got .1.0."),
+        ({"self_cost": 0.0}, "expected self_cost to be a number above 0; got 0.0"),
         ({"layer_costs": [1.0, 0.0]}, "expected layer_costs to be 2 numbers above 0"),
         ({"layer_costs": [1.0, math.inf]}, "expected layer_costs to be 2 numbers above 0"),
     ],
@@ -301,24 +302,54 @@ def test_distillation_adds_the_divergence_from_the_dense_model(
     assert (distilled - plain).item() == pytest.approx(difference, rel=1e-3)
 
 
-def test_edges_count_at_the_cost_of_their_layer(build_echo: Build, echo_rows: Rows) -> None:
+def test_edges_count_at_their_cost(build_echo: Build, echo_rows: Rows) -> None:
     """The difference between two costs is that of the logarithms; measurements stay unweighted."""
     batch = echo_rows(16, seed=3)
     sparse = SparseTransformer(build_echo(), initial_bias=0.5)
     with sparse.sampled(torch.Generator().manual_seed(0)), sparse.recorded() as record:
         sparse(batch.tokens)
-    by_layer = (record.counts().expected.sum(dim=(1, 2)) / len(batch)).tolist()
+    counts = record.counts()
+    every, own = (
+        (part.sum(dim=(1, 2)) / len(batch)).tolist()
+        for part in (counts.expected, counts.expected_self)
+    )
     results = []
-    for costs in (None, [1.0, 1.0], [3.0, 0.5]):
+    for costs in (
+        {},
+        {"layer_costs": [1.0, 1.0], "self_cost": 1.0},
+        {"layer_costs": [3.0, 0.5]},
+        {"layer_costs": [3.0, 0.5], "self_cost": 4.0},
+    ):
         objective = SparsityObjective(
-            sparse, None, TargetLoss.parse(0.05), LossConstraint(1.0), layer_costs=costs
+            sparse, None, TargetLoss.parse(0.05), LossConstraint(1.0), **costs
         )
         results.append(objective.measure(batch, torch.Generator().manual_seed(0), 0.0))
-    (plain, measured), (ones, _), (weighted, also_measured) = results
+    (plain, measured), (ones, _), (by_layer, _), (by_both, also_measured) = results
     assert ones.item() == pytest.approx(plain.item())
     assert also_measured == measured
-    cost = math.log1p(3.0 * by_layer[0] + 0.5 * by_layer[1]) - math.log1p(sum(by_layer))
-    assert (weighted - plain).item() == pytest.approx(cost / 2, rel=1e-4)
+    sizes = [
+        sum(every),
+        3.0 * every[0] + 0.5 * every[1],
+        3.0 * (every[0] + 3 * own[0]) + 0.5 * (every[1] + 3 * own[1]),
+    ]
+    logarithms = [math.log1p(size) for size in sizes]
+    for weighted, logarithm in zip((by_layer, by_both), logarithms[1:], strict=True):
+        expected = (logarithm - logarithms[0]) / 2
+        assert (weighted - plain).item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_edges_to_oneself_are_told_apart(build_tiny: Build) -> None:
+    sparse = SparseTransformer(build_tiny(), initial_bias=0.7)
+    tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    with sparse.recorded() as record:
+        sparse(tokens)
+    counts = record.counts()
+    assert (counts.expected_self <= counts.expected).all()
+    _, cache = sparse.run_with_cache(tokens)
+    for layer in range(sparse.cfg.n_layers):
+        scores = cache[f"blocks.{layer}.attn.hook_attn_scores"]
+        own = (scores.diagonal(dim1=2, dim2=3) + 0.7).sigmoid().sum(dim=-1)
+        torch.testing.assert_close(counts.expected_self[layer], own, rtol=1e-4, atol=1e-5)
 
 
 def test_lambda_grows_until_the_loss_meets_its_target(build_echo: Build, echo_rows: Rows) -> None:
