@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=32)
     parser.add_argument("--length", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--acdc-pairs", type=int, default=2)
+    parser.add_argument("--acdc-pairs", type=int, default=1)
     parser.add_argument("--acdc-length", type=int, default=8)
     parser.add_argument("--acdc-threshold", type=float, default=1e-4)
     parser.add_argument("--only", help="do one job once, and print the peak memory in MB")

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
         Evaluation,
         HeadCircuit,
         HeadScores,
+        Overlap,
         Pruning,
+        Roc,
         acdc,
         attribute_attention_edges,
         attribute_edges,
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
         sparsify_addition_model,
         train_addition_model,
     )
-    from sparse_tl.plots import component_diagram, effect_figure
+    from sparse_tl.plots import ScoredCircuit, component_diagram, effect_figure
     from sparse_tl.prompts import PromptPairs
     from sparse_tl.tasks import (
         AdditionTask,
@@ -81,7 +83,9 @@ _HOMES = {
     "Evaluation": "circuits",
     "HeadCircuit": "circuits",
     "HeadScores": "circuits",
+    "Overlap": "circuits",
     "Pruning": "circuits",
+    "Roc": "circuits",
     "acdc": "circuits",
     "attribute_attention_edges": "circuits",
     "attribute_edges": "circuits",
@@ -113,6 +117,7 @@ _HOMES = {
     "load_task_models": "models",
     "sparsify_addition_model": "models",
     "train_addition_model": "models",
+    "ScoredCircuit": "plots",
     "component_diagram": "plots",
     "effect_figure": "plots",
     "PromptPairs": "prompts",
@@ -151,9 +156,12 @@ __all__ = [
     "HookMask",
     "IOILongTask",
     "IOITask",
+    "Overlap",
     "PostTraining",
     "PromptPairs",
     "Pruning",
+    "Roc",
+    "ScoredCircuit",
     "ShuffledStream",
     "SigmoidGate",
     "SparseTransformer",

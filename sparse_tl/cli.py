@@ -84,10 +84,10 @@ def addition(
         table.add_row(name, show(base), show(sparse))
     console.print(table)
     console.print(outcome.verdict)
-    if isinstance(metrics["circuits"], str):
-        console.print(f"No circuits: {metrics['circuits']}", markup=False)
-    else:
+    if metrics["circuits"]:
         _print_comparison(metrics["circuits"])
+    for reason in metrics["no_circuits"]:
+        console.print(f"No circuit: {reason}", markup=False)
     console.print(f"{metrics['seconds']:.0f} seconds; see {out / 'addition.html'}")
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from sparse_tl.cli import main
 from sparse_tl.hooks import Model, load_model, save_model
 from sparse_tl.masks import SparseTransformer
+from sparse_tl.metrics import NoEffectError
 from sparse_tl.tasks.addition import AdditionTask
 from sparse_tl.training import evaluate_held_out
 from sparse_tl.training.data import ShuffledStream
@@ -93,7 +95,7 @@ def test_addition_prints_a_table(addition: tuple[Path, Outcome]) -> None:
 def test_addition_writes_everything(addition: tuple[Path, Outcome]) -> None:
     out, _ = addition
     metrics = json.loads((out / "metrics.json").read_text())
-    assert set(metrics) == {"seed", "form", "seconds", "base", "sparse", "circuits"}
+    assert set(metrics) == {"seed", "form", "seconds", "base", "sparse", "circuits", "no_circuits"}
     assert (metrics["seed"], metrics["form"]) == (0, "autoregressive")
     assert metrics["seconds"] > 0
     for name in ("base", "sparse"):
@@ -129,6 +131,25 @@ def test_addition_tells_what_each_digit_needs(addition: tuple[Path, Outcome]) ->
             assert (out / "circuits" / digit / side / "edge_scores" / "result.json").exists()
     assert "Parts needed for an explained effect of 0.9" in outcome.out
     assert (out / "circuits" / "edges_kept.html").exists()
+
+
+def test_a_digit_without_an_effect_is_told_and_the_others_are_drawn(
+    addition: tuple[Path, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "addition"
+    shutil.copytree(addition[0], out)
+    shutil.rmtree(out / "circuits" / "units" / "sparse")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NoEffectError("there is no effect to explain")
+
+    monkeypatch.setattr("sparse_tl.runs.addition.measure", refuse)
+    outcome = _sparse_tl(*ADDITION, "--out", out, "--device", "cpu")
+    assert outcome.code == 0, outcome.err
+    assert "No circuit: Addition, units, sparse model: there is no effect" in outcome.out
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert list(metrics["circuits"]) == ["hundreds", "tens"]
+    assert len(metrics["no_circuits"]) == 1
 
 
 def test_the_written_models_give_the_written_numbers(addition: tuple[Path, Outcome]) -> None:

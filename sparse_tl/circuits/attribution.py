@@ -263,8 +263,11 @@ def _contract(
     buffer = difference.new_empty(most, *difference.shape[1:])
     start = 0
     for layer in range(graph.n_layers):
-        reading = pulled.layer(layer, buffer).flatten(1)
         before = slice(first, min(end, graph.n_sources_before(Node("mlp", layer))))
+        if before.start >= before.stop:  # these sources come later
+            start += most
+            continue
+        reading = pulled.layer(layer, buffer).flatten(1)
         found = (flat[before] @ reading.T).cpu().double()
         scores[before, start : start + len(reading)] = found
         start += len(reading)

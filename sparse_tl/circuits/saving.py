@@ -12,10 +12,12 @@ from sparse_tl.files import (
     check_replaceable,
     read_json,
     read_tensors,
+    recover_folder,
     write_json,
     write_tensors,
 )
 
+FILES = {"result.json", "result.safetensors"}
 Result = TypeVar("Result", bound="Saved")
 
 
@@ -36,9 +38,16 @@ class Saved:
             ValueError: the folder holds something else, which would be deleted.
         """
         folder = Path(folder)
+        recover_folder(folder)
         check_replaceable(folder, "result.json")
         if (folder / "result.json").exists():
             _said(folder, type(self).__name__)
+            others = {path.name for path in folder.iterdir()} - FILES
+            if others:
+                raise ValueError(
+                    f"expected a folder with nothing but an earlier result to write to; {folder} "
+                    f"also holds {sorted(others)[:5]}, which would be deleted. Choose another one."
+                )
         said, tensors = self._content()
         with atomic_folder(folder) as temporary:
             write_tensors(temporary / "result.safetensors", tensors)
@@ -53,6 +62,7 @@ class Saved:
             ValueError: another folder, or a damaged one.
         """
         folder = Path(folder)
+        recover_folder(folder)
         said = _said(folder, cls.__name__)
         tensors = read_tensors(folder / "result.safetensors")
         try:

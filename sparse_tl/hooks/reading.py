@@ -154,10 +154,12 @@ def _standardised(
 ) -> tuple[Float[Tensor, "batch pos d_model"], Float[Tensor, "batch pos 1"]]:
     """A normalisation's input without mean and scale, and the scale."""
     x = residual.detach()
+    if x.dtype in (torch.float16, torch.bfloat16):
+        x = x.float()  # squares of large activations overflow in half precision
     if _centres(model):
         x = x - x.mean(dim=-1, keepdim=True)
     scale = (x.pow(2).mean(dim=-1, keepdim=True) + model.cfg.eps).sqrt()
-    return x / scale, scale
+    return (x / scale).to(residual.dtype), scale.to(residual.dtype)
 
 
 def _through_norm(

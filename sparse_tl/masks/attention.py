@@ -83,7 +83,9 @@ class EdgeRecord:
         """Note one layer."""
         self._active.append(is_open.sum(dim=(-2, -1)))
         self._expected.append(probability.sum(dim=(-2, -1)))
-        self._expected_self.append(probability.diagonal(dim1=-2, dim2=-1).sum(dim=-1))
+        # With a key-value cache the queries are the last of the keys.
+        own = probability.diagonal(probability.shape[-1] - probability.shape[-2], -2, -1)
+        self._expected_self.append(own.sum(dim=-1))
         self._possible.append(valid.sum(dim=(-2, -1)))
         if self._tokens is None:
             # A real token attends at least to itself; a padding token has no valid pair.

@@ -56,25 +56,30 @@ def load_task_models(
     """
     folder = task_models_folder(seed, cache=cache, base_steps=base_steps, steps=steps)
     base, sparse = folder / "base", folder / "sparse"
-    check_writable(folder.parent)
-    # The jobs of a cluster share the user's cache folder: one of them builds, the others wait.
-    with FileLock(folder.with_suffix(".lock")):
-        if not _finished(base):
-            _build_base(folder, seed, base_steps, device, progress)
-        if not _finished(sparse):
-            _build_sparse(folder, seed, steps, device, progress)
-    said = read_json(folder / "verdict.json")
-    if not said["feasible"]:
-        warnings.warn(f"the sparse task model of seed {seed}: {said['verdict']}", stacklevel=2)
+    if not (_finished(base) and _finished(sparse)):
+        check_writable(folder.parent)
+        # The jobs of a cluster share the user's cache folder: one builds, the others wait.
+        with FileLock(folder.with_suffix(".lock")):
+            if not _finished(base):
+                _build_base(folder, seed, base_steps, device, progress)
+            if not _finished(sparse):
+                _build_sparse(folder, seed, steps, device, progress)
     try:
-        return load_model(base, device=device), SparseTransformer.from_pretrained(
-            sparse, device=device
+        said = read_json(folder / "verdict.json")
+        models = (
+            load_model(base, device=device),
+            SparseTransformer.from_pretrained(sparse, device=device),
         )
-    except ValueError as error:
+        if not isinstance(said, dict) or not {"verdict", "feasible"} <= said.keys():
+            raise ValueError("verdict.json holds no verdict")
+    except (ValueError, FileNotFoundError) as error:
         raise ValueError(
             f"expected task models of this version in {folder}; {error}. Remove that folder to "
             "build them again."
         ) from error
+    if not said["feasible"]:
+        warnings.warn(f"the sparse task model of seed {seed}: {said['verdict']}", stacklevel=2)
+    return models
 
 
 def task_models_folder(

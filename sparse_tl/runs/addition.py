@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from sparse_tl.figures import circuit_diagram
-from sparse_tl.files import atomic_file, atomic_folder, read_json, write_json
+from sparse_tl.files import atomic_file, atomic_folder, digest, read_json, write_json
 from sparse_tl.hooks import HookedModel, Model, load_model, save_model
 from sparse_tl.masks import SparseTransformer
 from sparse_tl.metrics import NoEffectError
@@ -22,7 +22,7 @@ from sparse_tl.models.addition import (
     train_addition_model,
 )
 from sparse_tl.plots import CircuitDiagram
-from sparse_tl.runs.comparison import Comparison, measure, report
+from sparse_tl.runs.comparison import measure, report
 from sparse_tl.runs.folder import RunFolder
 from sparse_tl.tasks.addition import ANSWER, DIGITS, AdditionTask, Form, decode
 from sparse_tl.training import TargetLoss, evaluate_held_out
@@ -110,10 +110,9 @@ def run_addition(
             "possible_attention_edges": measured.possible_edges,
             "active_heads": measured.active_heads,
         }
-    try:
-        metrics["circuits"] = _circuits(folder, task, seed, base, sparse, progress).metrics
-    except NoEffectError as error:  # of a model that has not learned the sums
-        metrics["circuits"] = str(error)
+    metrics["circuits"], metrics["no_circuits"] = _circuits(
+        folder, task, seed, base, sparse, progress
+    )
     metrics["seconds"] = round(folder.seconds, 1)
     write_json(folder / "metrics.json", metrics)
     return AdditionRun(metrics, verdict, base, sparse, diagram)
@@ -187,18 +186,29 @@ def _circuits(
     base: Model,
     sparse: SparseTransformer,
     progress: bool,
-) -> Comparison:
-    """Which heads and circuit edges each digit of the sum needs, dense and sparse."""
+) -> tuple[dict[str, Any], list[str]]:
+    """Which heads and circuit edges each digit needs, dense and sparse; and why some have none."""
     models: dict[str, HookedModel] = {"dense": base, "sparse": sparse}
+    for side, model in models.items():
+        folder.pin(f"{side} model", digest(model.state_dict()))
+    measured, failed = [], []
     for digit in DIGITS:
         pairs = task.pairs(digit.name, PAIRS, seed=seed)
+        names = {side: f"circuits/{digit.name}/{side}" for side in models}
         for side, model in models.items():
-            name = f"circuits/{digit.name}/{side}"
-            if not folder.finished(name):
-                with folder.stage(name):
-                    measure(model, pairs, digit.metric, folder / name, progress=progress)
-    names = {"dense": "Base Model", "sparse": "Sparse Model"}
-    return report(folder / "circuits", DIGITS, names)
+            if folder.finished(names[side]):
+                continue
+            try:
+                with folder.stage(names[side]):
+                    measure(model, pairs, digit.metric, folder / names[side], progress=progress)
+            except NoEffectError as error:  # of a model that has not learned the sums
+                failed.append(f"{digit.title}, {side} model: {error}")
+        if all(map(folder.finished, names.values())):
+            measured.append(digit)
+    if not measured:
+        return {}, failed
+    titles = {"dense": "Base Model", "sparse": "Sparse Model"}
+    return report(folder / "circuits", measured, titles).metrics, failed
 
 
 def _write_history(folder: RunFolder) -> None:

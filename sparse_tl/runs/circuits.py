@@ -71,6 +71,7 @@ def run_circuits(
     chosen = _chosen_tasks(tasks)
     settings = {
         "command": "circuits",
+        "format": 2,
         "model": model,
         "sparse": None if sparse is None else str(sparse),
         "tasks": [task.name for task in chosen],

@@ -116,12 +116,12 @@ def report(
     for task in tasks:
         said: dict[str, Any] = {
             side: {"accuracy": read_json(folder / task.name / side / "accuracy.json")}
-            for side in names
+            for side in SIDES
         }
         multipliers = {}
         for parts in PARTS:
             curves = panels[parts][task.title] = []
-            for side in names:
+            for side in SIDES:
                 found = Evaluation.load(folder / task.name / side / f"{parts}.safetensors")
                 curves.append(found.curve(names[side]))
                 said[side][f"{parts}_at_{LEVEL}"] = curves[-1].size_at(LEVEL)

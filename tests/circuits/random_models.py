@@ -19,6 +19,14 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+MORE_KINDS: dict[str, dict[str, Any]] = KINDS | {
+    "folded": {"normalization_type": "LNPre"},
+    "folded_rms": {"normalization_type": "RMSPre"},
+    "qk_norm": {"kind": "grouped", "use_qk_norm": True},
+}
+"""Also those that differ only in how the stream is normalised and read."""
+
+
 def shaken(model: Model) -> Model:
     """All weights random, also those of the normalisations, which start at 1 and 0."""
     generator = torch.Generator().manual_seed(7)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_models import KINDS, random_pairs, shaken
+from random_models import KINDS, MORE_KINDS, random_pairs, shaken
 from torch import Tensor
 
 from sparse_tl.circuits import attribute_edges, attribute_heads
@@ -71,7 +71,9 @@ def _slow(model: Model, graph: CircuitGraph, pairs: PromptPairs) -> Tensor:
     return scores / len(pairs)
 
 
-def test_fast_equals_slow(model: Model) -> None:
+@pytest.mark.parametrize("kind", MORE_KINDS)
+def test_fast_equals_slow(build_tiny: Build, kind: str) -> None:
+    model = shaken(build_tiny(**MORE_KINDS[kind], dtype="float64"))
     pairs, graph = random_pairs(), graph_of(model)
     fast = attribute_edges(model, pairs, logit_difference, method="eap", batch_size=3)
     slow = _slow_scores(model, graph, pairs)
@@ -277,3 +279,16 @@ def test_the_progress_bar_ends_at_its_end(
     plan = Passes(logit_difference, method, 3, patches, heads_only=heads_only)
     passes = [one for batch in patches.batches for one in plan.passes(batch)]
     assert len(passes) == plan.count
+
+
+def test_large_activations_in_half_precision(build_tiny: Build) -> None:
+    """Squares of an activation of 300 are beyond float16, and would leave scores of 0."""
+    model = shaken(build_tiny())
+    with torch.no_grad():
+        model.blocks[0].attn.b_O[0] += 300
+    precise = attribute_edges(model, random_pairs(), logit_difference, method="eap").scores
+    rough = attribute_edges(
+        model.to(torch.float16), random_pairs(), logit_difference, method="eap"
+    ).scores
+    assert (rough - precise).abs().max() < 0.1 * precise.abs().max()
+    assert (rough != 0).sum() > 0.5 * (precise != 0).sum()

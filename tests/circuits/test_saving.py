@@ -69,7 +69,9 @@ def test_a_result_is_read_as_it_was_saved(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_result_prints_in_a_notebook(name: str) -> None:
-    assert "<" in RESULTS[name]._repr_html_()
+    part = "a0.h1" if "heads" in name or name == "head scores" else SCORES.top(1).edges[0].source
+    shown = RESULTS[name]._repr_html_()
+    assert "query" in shown if name == "attention edges" else str(part) in shown
 
 
 def test_another_kind_is_neither_read_nor_replaced(tmp_path: Path) -> None:
@@ -80,10 +82,19 @@ def test_another_kind_is_neither_read_nor_replaced(tmp_path: Path) -> None:
         HEADS.save(folder)
     with pytest.raises(ValueError, match=r"there is no result\.json"):
         EdgeScores.load(tmp_path)
+    (folder / "notes.md").write_text("mine")
+    with pytest.raises(ValueError, match=r"also holds \['notes.md'\], which would be deleted"):
+        SCORES.save(folder)
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
     with pytest.raises(ValueError, match="which would be deleted"):
         SCORES.save(tmp_path / "thesis")
+
+
+def test_a_result_outlives_a_kill_between_two_renames(tmp_path: Path) -> None:
+    folder = SCORES.save(tmp_path / "result")
+    folder.rename(tmp_path / ".result.previous")  # as a killed `save` leaves it
+    assert torch.equal(EdgeScores.load(folder).scores, SCORES.scores)
 
 
 def test_a_damaged_result_says_what_is_missing(tmp_path: Path) -> None:
