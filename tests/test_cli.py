@@ -72,7 +72,9 @@ def _no_training() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def addition(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     out = tmp_path_factory.mktemp("runs") / "addition"
-    return out, _sparse_tl(*ADDITION, "--out", out, "--device", "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sparse_tl.runs.addition.PAIRS", 8)
+        return out, _sparse_tl(*ADDITION, "--out", out, "--device", "cpu")
 
 
 def test_addition_prints_a_table(addition: tuple[Path, Outcome]) -> None:

@@ -194,13 +194,15 @@ def _circuits(
     measured, failed = [], []
     for digit in DIGITS:
         pairs = task.pairs(digit.name, PAIRS, seed=seed)
+        every = task.pairs(digit.name, 1000, seed=seed)
         names = {side: f"circuits/{digit.name}/{side}" for side in models}
         for side, model in models.items():
             if folder.finished(names[side]):
                 continue
             try:
                 with folder.stage(names[side]):
-                    measure(model, pairs, digit.metric, folder / names[side], progress=progress)
+                    place = folder / names[side]
+                    measure(model, pairs, every, digit.metric, place, progress=progress)
             except NoEffectError as error:  # of a model that has not learned the sums
                 failed.append(f"{digit.title}, {side} model: {error}")
         if all(map(folder.finished, names.values())):

@@ -69,6 +69,7 @@ class Comparison:
 def measure(
     model: HookedModel,
     pairs: PromptPairs,
+    examples: PromptPairs,
     metric: Metric,
     folder: Path,
     *,
@@ -77,7 +78,7 @@ def measure(
     batch_size: int = 32,
     progress: bool = True,
 ) -> None:
-    """Scores from the first half of the pairs, curves and accuracy from the other, into a folder.
+    """Scores from the first half of the pairs, curves from the other, accuracy from examples.
 
     Raises:
         ValueError: there is no effect to explain; the folder is then not written.
@@ -95,7 +96,7 @@ def measure(
         heads.save(temporary / "head_scores")
         by_edges.save(temporary / "edges.safetensors")
         by_heads.save(temporary / "heads.safetensors")
-        right = accuracy(model, held_out, batch_size=batch_size)
+        right = accuracy(model, examples, batch_size=batch_size)
         write_json(temporary / "accuracy.json", right)
 
 
