@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from planted import PLANTED
@@ -11,7 +9,6 @@ from planted import PLANTED
 from sparse_tl.circuits import (
     Circuit,
     EdgeScores,
-    HeadScores,
     attribute_edges,
     overlap,
     roc,
@@ -68,21 +65,6 @@ def test_circuits_that_cannot_be_compared() -> None:
         roc(_scores([0.0] * 5), _circuit([]))
     with pytest.raises(ValueError, match="expected circuits with edges"):
         overlap(_circuit([]), _circuit([0]))
-
-
-def test_saving_deletes_nothing_else(tmp_path: Path) -> None:
-    scores = _scores([3.0, -2.0, 1.0, 1.0, 0.0])
-    scores.save(tmp_path / "edges")
-    assert scores.save(tmp_path / "edges") == tmp_path / "edges", "an earlier one is replaced"
-    assert EdgeScores.load(tmp_path / "edges").scores.equal(scores.scores)
-    heads = HeadScores(torch.ones(1, 1), "by hand")
-    with pytest.raises(ValueError, match="expected a folder of scores of heads"):
-        heads.save(tmp_path / "edges")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="notes.txt.*would be deleted"):
-        scores.save(tmp_path / "mine")
-    assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
 
 
 def test_a_circuit_shows_itself_as_a_diagram() -> None:
