@@ -1,6 +1,7 @@
 """The only part of the package that knows TransformerLens: hook points, hooks, loading."""
 
 from sparse_tl.hooks.attaching import AttachedHooks, Order, attached
+from sparse_tl.hooks.lean import lean
 from sparse_tl.hooks.loading import build_model, load_model, model_config, save_model
 from sparse_tl.hooks.masked import MaskedRun
 from sparse_tl.hooks.points import (
@@ -44,6 +45,7 @@ __all__ = [
     "graph_of",
     "hook_point",
     "layer_points",
+    "lean",
     "load_model",
     "logits_at",
     "logits_patched_alone",

@@ -1,9 +1,7 @@
 """The model under many matrices of head gates in one forward pass, computing no more than is read.
 
 The prompts are repeated once per matrix. Up to the first gate all copies are the same, so the first
-layer's attention sees the prompts once, and only its gated heads are stacked. What the last MLP
-writes is read at the targets' positions alone, so it sees no others. Normalisations are computed
-in one operation each wherever nobody hooks their insides.
+layer's attention sees the prompts once, and only its gated heads are stacked.
 """
 
 from __future__ import annotations
@@ -16,11 +14,10 @@ from typing import Any
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformer_lens.hook_points import HookPoint
 
 from sparse_tl.hooks.attaching import HookFunction, Order, attached
+from sparse_tl.hooks.lean import lean
 from sparse_tl.hooks.points import HookedModel, layer_points
-from sparse_tl.hooks.reading import normalised
 
 
 def final_under_heads(
@@ -52,8 +49,7 @@ def final_under_heads(
     with (
         attached(model, hooks),
         _once(model.blocks[0].attn, n_rows),
-        _only_at(getattr(model.blocks[-1], "mlp", None), read),
-        _fused_norms(model),
+        lean(model, read),
     ):
         final = model(tokens.repeat(n_stack, 1), stop_at_layer=model.cfg.n_layers, **masked)
     return rearrange(final[read], "(stack label) d -> stack label d", stack=n_stack)
@@ -82,58 +78,3 @@ def _once(attention: nn.Module, n_rows: int) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-@contextmanager
-def _only_at(mlp: nn.Module | None, read: Bool[Tensor, "rows pos"]) -> Iterator[None]:
-    """The MLP sees some positions, as one row, and writes nothing at the others.
-
-    One that is hooked inside is left as it is: its hooks count positions.
-    """
-    if mlp is None or _watched(mlp):
-        yield
-        return
-
-    def select(module: nn.Module, args: Any) -> tuple[Any, ...]:
-        return (args[0][read][None], *args[1:])
-
-    def scatter(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        everywhere = output.new_zeros(*read.shape, output.shape[-1])
-        everywhere[read] = output[0]
-        return everywhere
-
-    handles = [mlp.register_forward_pre_hook(select), mlp.register_forward_hook(scatter)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _fused_norms(model: HookedModel) -> Iterator[None]:
-    """The normalisations of the residual stream in one operation each.
-
-    Those with a hook on their scale or their normalised output are left as they are.
-    """
-    norms = [
-        norm
-        for block in model.blocks
-        for norm in (getattr(block, name, None) for name in ("ln1", "ln2"))
-        if isinstance(norm, nn.Module) and not _watched(norm)
-    ]
-    try:
-        for norm in norms:
-            norm.forward = partial(normalised, model, norm)
-        yield
-    finally:
-        for norm in norms:
-            norm.__dict__.pop("forward", None)
-
-
-def _watched(module: nn.Module) -> bool:
-    return any(
-        point._forward_hooks or point._backward_hooks
-        for point in module.modules()
-        if isinstance(point, HookPoint)
-    )

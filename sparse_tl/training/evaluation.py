@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from sparse_tl.batches import TokenBatch, exact_rows, per_label_loss
-from sparse_tl.hooks import Model
+from sparse_tl.hooks import Model, lean
 from sparse_tl.masks import EdgeCounts, SparseTransformer
 
 LOGITS_AT_ONCE = 2**26
@@ -66,7 +66,7 @@ def evaluate_held_out(
         with wrapped.opened() if wrapped is not model else nullcontext():
             for batch in pieces:
                 batch = batch.to(wrapped.gates.bias.device)
-                with wrapped.recorded() as record:
+                with wrapped.recorded() as record, lean(wrapped, batch.loss_mask):
                     logits = wrapped(batch.tokens, **batch.model_kwargs)
                 losses.append(per_label_loss(logits, batch).double())
                 exact.append(exact_rows(logits, batch))

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from sparse_tl.batches import TokenBatch, cross_entropy
-from sparse_tl.hooks import Model
+from sparse_tl.hooks import HookedModel, Model, lean
 from sparse_tl.masks import EdgeCounts, SparseTransformer
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
 
@@ -43,13 +43,15 @@ class Objective(Protocol):
 class PlainLoss:
     """Mean cross-entropy in nats over the loss positions; what a base model is trained on."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: HookedModel) -> None:
         self.model = model
 
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, progress: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-        loss = cross_entropy(self.model(batch.tokens, **batch.model_kwargs), batch)
+        with lean(self.model, batch.loss_mask):
+            logits = self.model(batch.tokens, **batch.model_kwargs)
+        loss = cross_entropy(logits, batch)
         return loss, {"loss": loss.item()}
 
     def update(self, measured: dict[str, float]) -> None:
@@ -143,6 +145,7 @@ class SparsityObjective:
         with (
             self.sparse.sampled(generator, noise),
             self.sparse.recorded(pressure=self.pressure) as record,
+            lean(self.sparse, batch.loss_mask),
         ):
             logits = self.sparse(batch.tokens, **batch.model_kwargs)
         counts = record.counts()
@@ -152,7 +155,7 @@ class SparsityObjective:
         violation = loss.item() - self.target.nats * self._allowance
         task = loss
         if self.dense is not None:
-            with torch.no_grad():
+            with torch.no_grad(), lean(self.dense, batch.loss_mask):
                 dense_logits = self.dense(batch.tokens, **batch.model_kwargs)
             if self.target.reference == "dense":
                 # The same batch for both: what the batch happens to hold cancels out.
