@@ -1,4 +1,7 @@
-"""The built-in models of a seed, dense and sparse, from the user's cache folder."""
+"""The built-in models, dense and sparse, by seed.
+
+Those of seed 0 come with the package; others are built in the user's cache folder.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def load_task_models(
         UserWarning: a warning, where the sparse model misses the target of its post-training.
         KeyboardInterrupt: after Ctrl-C, once the state is saved; called again, it goes on.
     """
-    recipe = _tasks(seed, base_steps, steps, device, progress)
+    recipe = task_recipe(seed, base_steps, steps, device, progress)
     return load_pair(recipe, seed, cache=cache, device=device)
 
 
@@ -67,8 +70,52 @@ def load_addition_models(
         device: where the models go, and are built; a GPU if there is one when left out.
         progress: whether to show the progress of a build.
     """
+    recipe = addition_recipe(form, seed, base_steps, steps, device, progress)
+    return load_pair(recipe, seed, cache=cache, device=device)
+
+
+def task_models_folder(
+    seed: int = 0,
+    *,
+    cache: str | Path | None = None,
+    base_steps: int = tasks.BASE_STEPS,
+    steps: int = tasks.SPARSE_STEPS,
+) -> Path:
+    """Where `load_task_models` keeps the models of these arguments."""
+    return task_recipe(seed, base_steps, steps, None, False).folder(seed, cache)
+
+
+def task_recipe(
+    seed: int,
+    base_steps: int = tasks.BASE_STEPS,
+    steps: int = tasks.SPARSE_STEPS,
+    device: str | None = None,
+    progress: bool = True,
+) -> Recipe:
+    """How the task models of a seed are made."""
+    return Recipe(
+        "tasks",
+        {"base_steps": base_steps, "steps": steps, **task_settings()},
+        lambda checkpoint: train_task_model(
+            seed=seed, steps=base_steps, checkpoint=checkpoint, device=device, progress=progress
+        )[0],
+        lambda base, checkpoint: sparsify_task_model(
+            base, seed=seed, steps=steps, checkpoint=checkpoint, progress=progress
+        ),
+    )
+
+
+def addition_recipe(
+    form: Form,
+    seed: int,
+    base_steps: int = addition.BASE_STEPS,
+    steps: int = addition.SPARSE_STEPS,
+    device: str | None = None,
+    progress: bool = True,
+) -> Recipe:
+    """How the addition models of a form and seed are made."""
     task = AdditionTask(form)
-    recipe = Recipe(
+    return Recipe(
         f"addition-{form}",
         {"base_steps": base_steps, "steps": steps, **addition_settings()},
         lambda checkpoint: train_addition_model(
@@ -81,30 +128,5 @@ def load_addition_models(
         )[0],
         lambda base, checkpoint: sparsify_addition_model(
             base, task, seed=seed, steps=steps, checkpoint=checkpoint, progress=progress
-        ),
-    )
-    return load_pair(recipe, seed, cache=cache, device=device)
-
-
-def task_models_folder(
-    seed: int = 0,
-    *,
-    cache: str | Path | None = None,
-    base_steps: int = tasks.BASE_STEPS,
-    steps: int = tasks.SPARSE_STEPS,
-) -> Path:
-    """Where `load_task_models` keeps the models of these arguments."""
-    return _tasks(seed, base_steps, steps, None, False).folder(seed, cache)
-
-
-def _tasks(seed: int, base_steps: int, steps: int, device: str | None, progress: bool) -> Recipe:
-    return Recipe(
-        "tasks",
-        {"base_steps": base_steps, "steps": steps, **task_settings()},
-        lambda checkpoint: train_task_model(
-            seed=seed, steps=base_steps, checkpoint=checkpoint, device=device, progress=progress
-        )[0],
-        lambda base, checkpoint: sparsify_task_model(
-            base, seed=seed, steps=steps, checkpoint=checkpoint, progress=progress
         ),
     )

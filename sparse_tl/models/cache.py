@@ -1,5 +1,5 @@
-"""Pairs of models, dense and sparse, from a folder on this machine; built there when they are asked
-for for the first time.
+"""Pairs of models, dense and sparse: those that come with the package, or else from a folder on
+this machine, where they are built when they are asked for for the first time.
 
 The folder's name says what determines the weights: the package's version and a digest of the
 settings. It holds ``base`` and ``sparse``, each whole or absent, and the checkpoint of whichever
@@ -26,6 +26,9 @@ from sparse_tl.hooks import Model, load_model, save_model
 from sparse_tl.masks import SparseTransformer
 from sparse_tl.training import PostTraining
 
+SHIPPED = Path(__file__).parent / "shipped"
+"""The pairs that come with the package; `sparse_tl.models.shipping` made them."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -43,12 +46,20 @@ class Recipe:
     train: Callable[[Path], Model]
     sparsify: Callable[[Model, Path], tuple[SparseTransformer, PostTraining]]
 
-    def folder(self, seed: int, cache: str | Path | None) -> Path:
-        """Where the pair of a seed is kept; in the user's cache folder when none is given."""
+    @property
+    def digest(self) -> str:
+        """Of the settings."""
         said = json.dumps(dict(self.settings), sort_keys=True)
-        digest = hashlib.sha256(said.encode()).hexdigest()[:8]
+        return hashlib.sha256(said.encode()).hexdigest()[:8]
+
+    def folder(self, seed: int, cache: str | Path | None) -> Path:
+        """Where the pair of a seed is built; in the user's cache folder when none is given."""
         root = Path(cache) if cache is not None else platformdirs.user_cache_path("sparse_tl")
-        return root / f"{self.name}-{version('sparse_tl')}-{digest}" / f"seed-{seed}"
+        return root / f"{self.name}-{version('sparse_tl')}-{self.digest}" / f"seed-{seed}"
+
+    def shipped(self, seed: int) -> Path:
+        """Where the pair of a seed is if it comes with the package."""
+        return SHIPPED / f"{self.name}-{self.digest}" / f"seed-{seed}"
 
 
 def load_pair(
@@ -56,17 +67,16 @@ def load_pair(
 ) -> tuple[Model, SparseTransformer]:
     """The dense model and the sparse one that was made from it, built when they are absent.
 
+    A pair that comes with the package is taken from there.
+
     Raises:
         ValueError: a folder that cannot be written, or that holds damaged models.
         UserWarning: a warning, where the sparse model misses the target of its post-training.
     """
-    folder = recipe.folder(seed, cache)
+    folder = recipe.shipped(seed)
+    if not folder.is_dir():
+        folder = built_pair(recipe, seed, cache=cache, device=device)
     base, sparse = folder / "base", folder / "sparse"
-    if not (_finished(base) and _finished(sparse)):
-        check_writable(folder.parent)
-        # The jobs of a cluster share the user's cache folder: one builds, the others wait.
-        with FileLock(folder.with_suffix(".lock")):
-            _build(recipe, folder, device)
     try:
         said = read_json(folder / "verdict.json")
         models = (
@@ -85,6 +95,19 @@ def load_pair(
             f"the sparse {recipe.name} model of seed {seed}: {said['verdict']}", stacklevel=3
         )
     return models
+
+
+def built_pair(
+    recipe: Recipe, seed: int, *, cache: str | Path | None = None, device: str | None = None
+) -> Path:
+    """The folder of a pair in the cache, built when it is absent."""
+    folder = recipe.folder(seed, cache)
+    if not (_finished(folder / "base") and _finished(folder / "sparse")):
+        check_writable(folder.parent)
+        # The jobs of a cluster share the user's cache folder: one builds, the others wait.
+        with FileLock(folder.with_suffix(".lock")):
+            _build(recipe, folder, device)
+    return folder
 
 
 def _build(recipe: Recipe, folder: Path, device: str | None) -> None:
