@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         HookMask,
         SigmoidGate,
         SparseTransformer,
+        ablate_attention_edges,
         ablate_heads,
     )
     from sparse_tl.models import (
@@ -136,6 +137,7 @@ _HOMES = {
     "HookMask": "masks",
     "SigmoidGate": "masks",
     "SparseTransformer": "masks",
+    "ablate_attention_edges": "masks",
     "ablate_heads": "masks",
     "build_addition_model": "models",
     "load_addition_models": "models",
@@ -198,6 +200,7 @@ __all__ = [
     "SparseTransformer",
     "TargetDataset",
     "TokenBatch",
+    "ablate_attention_edges",
     "ablate_heads",
     "ablation_curve",
     "ablation_grid",

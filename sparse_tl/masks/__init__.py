@@ -1,6 +1,6 @@
 """Learnable masks on hook points. 1 keeps, 0 patches, everywhere."""
 
-from sparse_tl.masks.ablation import ablate_heads
+from sparse_tl.masks.ablation import ablate_attention_edges, ablate_heads
 from sparse_tl.masks.attention import AttentionGates, EdgeRecord
 from sparse_tl.masks.counting import EdgeCounts
 from sparse_tl.masks.distributions import (
@@ -26,6 +26,7 @@ __all__ = [
     "HookMask",
     "SigmoidGate",
     "SparseTransformer",
+    "ablate_attention_edges",
     "ablate_heads",
     "expected_size",
 ]

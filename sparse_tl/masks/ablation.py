@@ -1,4 +1,4 @@
-"""Heads taken out by hand, for the length of a block."""
+"""Heads and attention edges taken out by hand, for the length of a block."""
 
 from __future__ import annotations
 
@@ -95,6 +95,57 @@ def ablate_heads(
     if written:
         patterns = layer_points(model, "attn.hook_pattern")
         hooks += [(patterns[layer], Order.FIRST, partial(note, layer)) for layer in names]
+    with attached(model, hooks):
+        yield
+
+
+@contextmanager
+def ablate_attention_edges(
+    model: HookedModel, edges: Sequence[tuple[int, int, int, int]]
+) -> Iterator[None]:
+    """Inside the block the pattern at these attention edges is 0, after any gate.
+
+    The weights of the other keys stay as they are, as with a closed gate: nothing is renormalised.
+
+    Args:
+        model: dense or sparse.
+        edges: (layer, head, query, key) of each; query and key are columns, from 0.
+
+    Raises:
+        ValueError: no edge, an edge that the model lacks or that leads backwards, or, when the
+            model is run, an edge beyond the end of the prompts.
+    """
+    shape = attention_shape(model)
+    if not edges:
+        raise ValueError("expected at least one attention edge to ablate; got none")
+    by_layer: dict[int, list[tuple[int, int, int]]] = {}
+    for layer, head, query, key in edges:
+        inside = 0 <= layer < shape.n_layers and 0 <= head < shape.n_heads
+        if not (inside and 0 <= key <= query < model.cfg.n_ctx):
+            raise ValueError(
+                f"expected attention edges (layer, head, query, key) of {shape.n_layers} layers of "
+                f"{shape.n_heads} heads, with the key at or before the query, in columns 0.."
+                f"{model.cfg.n_ctx - 1}; got {(layer, head, query, key)}"
+            )
+        by_layer.setdefault(layer, []).append((head, query, key))
+
+    def cut(layer: int, pattern: Float[Tensor, "batch head query key"]) -> Tensor:
+        n_queries, n_keys = pattern.shape[2:]
+        pattern = pattern.clone()
+        for head, query, key in by_layer[layer]:
+            if query >= n_keys:
+                raise ValueError(
+                    f"expected attention edges within the prompt of {n_keys} tokens; got query "
+                    f"{query}"
+                )
+            row = query - (n_keys - n_queries)  # with a key-value cache only the last queries run
+            if row >= 0:
+                pattern[:, head, row, key] = 0
+        return pattern
+
+    names = layer_points(model, "attn.hook_pattern")
+    # Last, so that gates, which come first, cannot open an edge again.
+    hooks = [(names[layer], Order.LAST, partial(cut, layer)) for layer in by_layer]
     with attached(model, hooks):
         yield
 

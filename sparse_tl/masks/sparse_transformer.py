@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
@@ -143,13 +144,42 @@ class SparseTransformer(nn.Module):
             ValueError: there is no prompt.
         """
         parts = []
-        for start in range(0, len(tokens), batch_size):
-            piece = slice(start, start + batch_size)
-            some = {k: v[piece] if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+        for piece, some in _pieces(len(tokens), batch_size, kwargs):
             with self.recorded() as record:
                 self(tokens[piece], return_type=None, **some)
             parts.append(record.counts())
         return EdgeCounts.concatenate(parts)
+
+    @torch.no_grad()
+    def open_edges(
+        self, tokens: Int[Tensor, "prompt pos"], *, batch_size: int = 64, **kwargs: Any
+    ) -> pd.DataFrame:
+        """The attention edges that are open in some of these prompts, the most common first.
+
+        Args:
+            tokens: prompts of one length.
+            batch_size: prompts per forward pass.
+            **kwargs: passed to the model; tensors are split along the prompts.
+
+        Returns:
+            One row per edge: layer, head, query and key (columns of the prompt), and the share of
+            the prompts, above 0 and up to 1, in which its gate is open.
+
+        Raises:
+            ValueError: there is no prompt.
+        """
+        if not len(tokens):
+            raise ValueError("expected at least one prompt to count edges on; got none")
+        counts = []
+        for piece, some in _pieces(len(tokens), batch_size, kwargs):
+            with self.recorded(keep_gates=True) as record:
+                self(tokens[piece], return_type=None, **some)
+            counts.append(record.gates().sum(dim=1))
+        share = torch.stack(counts).sum(dim=0) / len(tokens)
+        found = pd.DataFrame(share.nonzero().tolist(), columns=["layer", "head", "query", "key"])
+        found["share"] = share[share > 0].tolist()
+        order = found.sort_values("share", ascending=False, kind="stable")
+        return order.reset_index(drop=True)
 
     def unwrap(self) -> Model:
         """Take the gates off and give the model back; nothing of the wrapper is left on it."""
@@ -227,3 +257,10 @@ class SparseTransformer(nn.Module):
                 "the gates' hooks were removed from the model (by "
                 "reset_hooks(including_permanent=True)?); unwrap and wrap the model again"
             )
+
+
+def _pieces(n: int, size: int, kwargs: dict[str, Any]) -> Iterator[tuple[slice, dict[str, Any]]]:
+    """Consecutive rows, with what belongs to them of the arguments."""
+    for start in range(0, n, size):
+        piece = slice(start, start + size)
+        yield piece, {k: v[piece] if isinstance(v, Tensor) else v for k, v in kwargs.items()}

@@ -11,7 +11,7 @@ import torch
 from sparse_tl.batches import TokenBatch, per_label_loss
 from sparse_tl.head_roles import target_log_probabilities
 from sparse_tl.hooks import Model
-from sparse_tl.masks import SparseTransformer, ablate_heads
+from sparse_tl.masks import SparseTransformer, ablate_attention_edges, ablate_heads
 
 Build = Callable[..., Model]
 HEADS = [(0, 1), (1, 0)]
@@ -142,3 +142,59 @@ def test_references_must_fit(build_tiny: Build) -> None:
         pytest.raises(ValueError, match="at least as long as the 6 tokens"),
     ):
         model(tokens)
+
+
+# Attention edges
+
+EDGES = [(0, 1, 4, 2), (1, 0, 5, 5)]
+
+
+@pytest.mark.parametrize("kind", ["plain", "grouped", "attention_only"])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_cut_edges_are_zero_in_the_pattern_and_nothing_else_is(
+    build_tiny: Build, kind: str, sparse: bool
+) -> None:
+    model: Any = build_tiny(kind, dtype="float64")
+    model = SparseTransformer(model, initial_bias=0.0) if sparse else model
+    tokens = _tokens(3)
+    plain = model(tokens)
+
+    def by_hand(pattern: torch.Tensor, hook: Any) -> torch.Tensor:
+        for layer, head, query, key in EDGES:
+            if hook.layer() == layer:
+                pattern[:, head, query, key] = 0
+        return pattern
+
+    points = [(f"blocks.{layer}.attn.hook_pattern", by_hand) for layer in (0, 1)]
+    expected = model.run_with_hooks(tokens, fwd_hooks=points)
+    with ablate_attention_edges(model, EDGES):
+        assert torch.equal(model(tokens), expected)
+    assert torch.equal(model(tokens), plain)
+    # What comes before the first cut edge is read is as it was.
+    assert torch.equal(expected[:, :4], plain[:, :4])
+
+
+@pytest.mark.parametrize(
+    ("edges", "said"),
+    [
+        ([], "at least one attention edge"),
+        ([(2, 0, 1, 0)], "2 layers of 2 heads"),
+        ([(0, 0, 1, 2)], "key at or before the query"),
+        ([(0, 0, 16, 2)], "columns 0..15"),
+    ],
+)
+def test_edges_that_the_model_lacks_are_refused(
+    build_tiny: Build, edges: list[tuple[int, int, int, int]], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said), ablate_attention_edges(build_tiny(), edges):
+        pass
+
+
+def test_an_edge_beyond_the_prompt_is_refused(build_tiny: Build) -> None:
+    model = build_tiny()
+    with (
+        pytest.raises(ValueError, match="within the prompt of 6 tokens"),
+        ablate_attention_edges(model, [(0, 0, 6, 0)]),
+    ):
+        model(_tokens(2))
+    assert not model.hook_dict["blocks.0.attn.hook_pattern"].fwd_hooks

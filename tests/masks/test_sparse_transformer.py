@@ -1,12 +1,13 @@
 """The wrapper: open gates are the model, closed gates are formulas, nothing is left behind."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from sparse_tl import AttentionGates, BernoulliGate, SparseTransformer, load_model
-from sparse_tl.hooks import attention_shape
+from sparse_tl.hooks import Model, attention_shape
 from sparse_tl.masks import HardConcreteGate
 
 KINDS = ["plain", "grouped", "attention_only", "float64"]
@@ -307,3 +308,20 @@ def test_counts_read_well(build_tiny, tokens):
     assert table["active"].sum() == pytest.approx(counts.active_per_prompt)
     assert counts.by_head().sum().item() == pytest.approx(counts.active_per_prompt)
     assert "per prompt" in repr(counts) and "<table" in counts._repr_html_()
+
+
+def test_open_edges_are_those_of_the_gates(build_tiny: Callable[..., Model]) -> None:
+    sparse = SparseTransformer(build_tiny(), initial_bias=0.0)
+    tokens = torch.randint(13, (5, 6), generator=torch.Generator().manual_seed(0))
+    with sparse.recorded(keep_gates=True) as record:
+        sparse(tokens)
+    gates = record.gates()
+    table = sparse.open_edges(tokens, batch_size=2)
+    assert (table["share"].diff().dropna() <= 0).all()
+    assert table["share"].sum() * 5 == pytest.approx(int(gates.sum()))
+    row = table.iloc[-1]
+    place = [int(row[name]) for name in ("layer", "head", "query", "key")]
+    assert gates[place[0], :, place[1], place[2], place[3]].float().mean() == row["share"]
+    assert row["share"] > 0
+    with pytest.raises(ValueError, match="at least one prompt"):
+        sparse.open_edges(tokens[:0])
