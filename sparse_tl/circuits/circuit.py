@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,31 @@ class Circuit(Saved):
 
     def __len__(self) -> int:
         return int(self.mask.sum())
+
+    def having(self, *edges: Edge | str) -> Circuit:
+        """The circuit with these edges too, by themselves or by names such as ``a0.h1->m3``.
+
+        Raises:
+            ValueError: an edge that the graph lacks.
+        """
+        return self._changed(edges, kept=True)
+
+    def without(self, *edges: Edge | str) -> Circuit:
+        """The circuit without these edges.
+
+        Raises:
+            ValueError: an edge that the graph lacks, or that the circuit does not keep.
+        """
+        return self._changed(edges, kept=False)
+
+    def _changed(self, edges: Sequence[Edge | str], *, kept: bool) -> Circuit:
+        mask = self.mask.clone()
+        for edge in edges:
+            place = self.graph.edge_index(edge)
+            if not kept and not mask[place]:
+                raise ValueError(f"expected edges that the circuit keeps; it lacks {edge}")
+            mask[place] = kept
+        return Circuit(self.graph, mask)
 
     def connected(self, *, patch: str = "corrupted") -> Circuit:
         """Without the edges that have no effect under a patch.
