@@ -2,7 +2,7 @@
 
 from sparse_tl.plots.circuit_diagram import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.component_diagram import ComponentDiagram, component_diagram
-from sparse_tl.plots.curves import EffectCurve, effect_figure, multiplier, save_figure
+from sparse_tl.plots.curves import EffectCurve, effect_figure, multiplier
 from sparse_tl.plots.drawn_circuit import ScoredCircuit
 from sparse_tl.plots.head_roles import (
     AblationLine,
@@ -10,6 +10,7 @@ from sparse_tl.plots.head_roles import (
     gate_trajectories,
     head_roles_figure,
 )
+from sparse_tl.plots.plotly_figure import PlotlyFigure, save_figure
 from sparse_tl.plots.rendering import SelfContainedFigure
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "CircuitDiagram",
     "ComponentDiagram",
     "EffectCurve",
+    "PlotlyFigure",
     "ScoredCircuit",
     "SelfContainedFigure",
     "ablation_grid",

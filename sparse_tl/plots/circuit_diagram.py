@@ -18,7 +18,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sparse_tl.flow import AttentionFlow, EdgeWeight
-from sparse_tl.plots import circuit_svg
+from sparse_tl.plots import palette
 from sparse_tl.plots.circuit_svg import Panel, draw_svg
 from sparse_tl.plots.diagram_layout import Layout, PanelLayout, lay_out, prediction_arrow
 from sparse_tl.plots.drawn_edges import (
@@ -29,7 +29,6 @@ from sparse_tl.plots.drawn_edges import (
     threshold_steps,
 )
 from sparse_tl.plots.edge_styles import N_GRADES, STEPS, EdgeKind, line_style
-from sparse_tl.plots.figure_frame import BLUE
 from sparse_tl.plots.interactive_html import PanelFigure, checked_panels, interactive_html
 from sparse_tl.plots.token_text import visible_text
 
@@ -180,9 +179,9 @@ def _script_data(
         "bow": layout.bow,
         "styles": styles,
         "paint": {
-            "reached": [circuit_svg.NODE_FILL_ON_PATH, circuit_svg.NODE_STROKE_ON_PATH],
-            "unreached": [circuit_svg.NODE_FILL, circuit_svg.NODE_STROKE],
-            "predicted": BLUE,
+            "reached": list(palette.NODE_REACHED),
+            "unreached": list(palette.NODE_UNREACHED),
+            "predicted": palette.ACCENT,
         },
         "targets": panels[0].flow.targets,
         "panels": [

@@ -20,17 +20,21 @@ from sparse_tl.plots.diagram_layout import (
 from sparse_tl.plots.drawn_edges import EdgeSelection
 from sparse_tl.plots.edge_styles import STEPS, EdgeKind, grade, line_style
 from sparse_tl.plots.figure_frame import (
-    BLUE,
     figure_start,
     panel_frame,
     transition_arrow,
     xml_text,
 )
+from sparse_tl.plots.palette import (
+    ACCENT,
+    INK,
+    NODE_REACHED,
+    NODE_UNREACHED,
+    RESIDUAL,
+    RESIDUAL_ON_PATH,
+    RULE_WEIGHT,
+)
 from sparse_tl.plots.token_text import clip_text, visible_text
-
-RESIDUAL, RESIDUAL_ON_PATH = "#d3d7de", "#868e9b"
-NODE_STROKE, NODE_STROKE_ON_PATH = "#aeb5c0", "#0b3a86"
-NODE_FILL, NODE_FILL_ON_PATH = "#ffffff", "#bcd2f0"
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,8 +112,8 @@ def _panel(
     yield from _tokens("output", panel.flow.output_tokens, layout, place.output_y, column)
     line, head = prediction_arrow(layout, place, column, read_at)
     yield (
-        f'<path data-role="arrow" d="{line}" fill="none" stroke="#000000" stroke-width="1.8"/>'
-        f'<path data-role="arrow-head" d="{head}" fill="#000000"/>'
+        f'<path data-role="arrow" d="{line}" fill="none" stroke="{INK}" stroke-width="1.8"/>'
+        f'<path data-role="arrow-head" d="{head}" fill="{INK}"/>'
     )
     yield "</g>"
 
@@ -117,7 +121,7 @@ def _panel(
 def _residual_stream(panel: Panel, layout: Layout, place: PanelLayout) -> Iterator[str]:
     bottom, top = place.levels[0], place.levels[-1]
     every = "".join(f"M{x} {bottom}V{top}" for x in layout.columns)
-    yield f'<path d="{every}" fill="none" stroke="{RESIDUAL}" stroke-width="1.4"/>'
+    yield f'<path d="{every}" fill="none" stroke="{RESIDUAL}" stroke-width="{RULE_WEIGHT}"/>'
     on_path = "".join(
         f"M{layout.columns[column]} {place.levels[level - 1]}V{place.levels[level]}"
         for level, column in panel.selection.reached.nonzero().tolist()
@@ -125,7 +129,7 @@ def _residual_stream(panel: Panel, layout: Layout, place: PanelLayout) -> Iterat
     )
     yield (
         f'<path data-role="residual-path" d="{on_path}" fill="none" '
-        f'stroke="{RESIDUAL_ON_PATH}" stroke-width="1.4"/>'
+        f'stroke="{RESIDUAL_ON_PATH}" stroke-width="{RULE_WEIGHT}"/>'
     )
 
 
@@ -147,12 +151,11 @@ def _edges(selection: EdgeSelection, layout: Layout, place: PanelLayout) -> Iter
 
 
 def _nodes(selection: EdgeSelection, layout: Layout, place: PanelLayout) -> Iterator[str]:
-    yield '<g data-role="nodes" stroke-width="1.4">'
+    yield f'<g data-role="nodes" stroke-width="{RULE_WEIGHT}">'
     for level, y in enumerate(place.levels):
         for column, x in enumerate(layout.columns):
             reached = bool(selection.reached[level, column])
-            fill = NODE_FILL_ON_PATH if reached else NODE_FILL
-            stroke = NODE_STROKE_ON_PATH if reached else NODE_STROKE
+            fill, stroke = NODE_REACHED if reached else NODE_UNREACHED
             yield (
                 f'<circle data-level="{level}" data-column="{column}" '
                 f'data-reached="{str(reached).lower()}" cx="{x}" cy="{y}" '
@@ -174,7 +177,7 @@ def _tokens(
             place = f'transform="translate({lean} {y}) rotate(-45)"'
         else:
             place = f'x="{x}" y="{y}"'
-        emphasis = f' font-weight="bold" fill="{BLUE}"' if column == predicted else ""
+        emphasis = f' font-weight="bold" fill="{ACCENT}"' if column == predicted else ""
         clipped = clip_text(text, layout.token_size, layout.token_width)
         yield (
             f'<text data-column="{column}" {place}{emphasis}>{xml_text(clipped)}'

@@ -19,7 +19,7 @@ function start(root, data) {
     const paths = [];
     for (const path of part("edges").children) paths[path.dataset.edge] = path;
     const nodes = [...part("nodes").children];
-    const hover = addHoverPath(part("nodes"), "#16181d");
+    const hover = addHoverPath(part("nodes"), data.pointed);
     return { ...panel, index, group, part, paths, nodes, hover, view: null };
   });
 
@@ -110,7 +110,7 @@ function start(root, data) {
       opacity: view.nearNode(node) ? null : 0.3,
     });
     setAttributes(box, { fill: isFocus ? paint.stroke : paint.fill, stroke: paint.stroke });
-    setAttributes(text, { fill: isFocus ? "#ffffff" : paint.ink });
+    setAttributes(text, { fill: isFocus ? data.ground : paint.ink });
     for (const port of group.querySelectorAll("circle")) {
       const entering = view.edges
         .map((edge, rank) => [edge, view.onPath[rank]])

@@ -14,8 +14,6 @@ from typing import Any, get_args
 
 from sparse_tl.plots.component_layout import ComponentLayout, lay_out
 from sparse_tl.plots.component_styles import (
-    OPEN_PORT,
-    OPEN_STROKE,
     SLOTS,
     LineColour,
     line_stroke,
@@ -25,6 +23,7 @@ from sparse_tl.plots.component_styles import (
 from sparse_tl.plots.component_svg import draw_svg, score_text
 from sparse_tl.plots.drawn_circuit import DrawnCircuit, DrawnEdge, ScoredCircuit, draw_strongest
 from sparse_tl.plots.interactive_html import PanelFigure, checked_panels, interactive_html
+from sparse_tl.plots.palette import GROUND, INK, OPEN_EDGE, OPEN_PORT
 from sparse_tl.plots.token_text import visible_text
 
 
@@ -76,7 +75,8 @@ def component_diagram(
     svg = draw_svg(drawn, layout, colour=colour, unit=unit, transition=transition, title=title)
     data = _script_data(drawn, layout, colour, unit)
     html = interactive_html("component_diagram", svg, data)
-    return ComponentDiagram(html, svg, visible_text(title or "Circuit diagram"), tuple(panels))
+    heading = visible_text(title or "Circuit diagram")
+    return ComponentDiagram(html, svg, heading, tuple(panels), data)
 
 
 def _check_options(panels: Mapping[str, ScoredCircuit], max_edges: int, colour: str) -> None:
@@ -102,8 +102,10 @@ def _script_data(
     return {
         "colour": colour,
         "unit": unit,
-        "openStroke": OPEN_STROKE,
+        "openStroke": OPEN_EDGE,
         "openPort": OPEN_PORT,
+        "pointed": INK,
+        "ground": GROUND,
         "slots": {slot: slot_colour(slot) for slot in SLOTS},
         "paint": {
             kind: {state: node_paint(kind, state) for state in states}

@@ -5,28 +5,25 @@ from __future__ import annotations
 from typing import Literal
 
 from sparse_tl.nodes import Slot
+from sparse_tl.plots import palette
 from sparse_tl.plots.drawn_circuit import DrawnEdge
-from sparse_tl.plots.edge_styles import Colour, blend
-from sparse_tl.plots.figure_frame import BLUE, INK
+from sparse_tl.plots.palette import Colour, blend
 
 LineColour = Literal["slot", "sign"]
 NodeState = Literal["path", "open", "absent"]
 """On a path from the input to the logits; only at the end of a drawn edge; neither."""
 
-OPEN_STROKE, OPEN_PORT = "#cdd2da", "#aab1bc"
-
 SLOTS: tuple[Slot, ...] = ("q", "k", "v")
 
-# Distinct for colour-blind readers too: vermilion, green, blue and grey, after Okabe and Ito.
 _SLOT_COLOURS: dict[Slot | None, Colour] = {
-    "q": (200, 82, 0),
-    "k": (0, 136, 100),
-    "v": (0, 98, 172),
-    None: (72, 78, 90),
+    "q": palette.QUERY,
+    "k": palette.KEY,
+    "v": palette.VALUE,
+    None: palette.RESIDUAL_READER,
 }
-_HELPS, _HURTS, _UNSCORED = (10, 62, 140), (194, 84, 12), (72, 78, 90)
-_WHITE: Colour = (255, 255, 255)
 _THIN, _THICK = 0.8, 4.6
+# Of the full colour; as light as the weakest line may be and still be followed.
+_WEAKEST = 0.8
 
 SLOT_LEGEND: dict[Slot | None, str] = {
     "q": "query",
@@ -42,12 +39,12 @@ SIGN_LEGEND = {
 
 def slot_colour(slot: Slot | None) -> str:
     """The full colour of lines into this slot; ``None`` is an MLP or the logits."""
-    return blend(_WHITE, _SLOT_COLOURS[slot], 1.0)
+    return _SLOT_COLOURS[slot]
 
 
 def sign_colour(hurts: bool) -> str:
     """The full colour of lines of edges that help or hurt."""
-    return blend(_WHITE, _HURTS if hurts else _HELPS, 1.0)
+    return palette.HURTS if hurts else palette.HELPS
 
 
 def line_width(strength: float) -> float:
@@ -63,20 +60,19 @@ def line_stroke(edge: DrawnEdge, colour: LineColour) -> str:
     if colour == "slot":
         full = _SLOT_COLOURS[edge.slot]
     elif edge.score is None:
-        full = _UNSCORED
+        full = palette.RESIDUAL_READER
     else:
-        full = _HURTS if edge.score > 0 else _HELPS
-    return blend(_WHITE, full, 0.5 + 0.5 * edge.strength**0.5)
+        full = sign_colour(edge.score > 0)
+    return blend(palette.GROUND, full, _WEAKEST + (1 - _WEAKEST) * edge.strength**0.5)
 
 
 def node_paint(kind: str, state: NodeState) -> dict[str, str]:
     """SVG attributes of a node's box (fill, stroke) and of its text (ink)."""
     if state == "absent":
-        return {"fill": "#ffffff", "stroke": "#e3e6eb", "ink": "#b4bac4"}
-    if state == "open":
-        return {"fill": "#ffffff", "stroke": "#b9c0ca", "ink": "#6b7380"}
-    if kind == "head":
-        return {"fill": "#dfeafa", "stroke": BLUE, "ink": INK}
-    if kind == "mlp":
-        return {"fill": "#efe9dc", "stroke": "#6d5a2e", "ink": INK}
-    return {"fill": "#ffffff", "stroke": INK, "ink": INK}
+        (fill, stroke), ink = palette.ABSENT_NODE, palette.ABSENT_NODE_INK
+    elif state == "open":
+        (fill, stroke), ink = palette.OPEN_NODE, palette.OPEN_NODE_INK
+    else:
+        own = {"head": palette.HEAD_NODE, "mlp": palette.MLP_NODE}
+        (fill, stroke), ink = own.get(kind, palette.END_NODE), palette.INK
+    return {"fill": fill, "stroke": stroke, "ink": ink}

@@ -16,8 +16,6 @@ from sparse_tl.plots.component_layout import (
 )
 from sparse_tl.plots.component_rows import NODE_TEXT_SIZE
 from sparse_tl.plots.component_styles import (
-    OPEN_PORT,
-    OPEN_STROKE,
     SIGN_LEGEND,
     SLOT_LEGEND,
     SLOTS,
@@ -32,15 +30,23 @@ from sparse_tl.plots.component_styles import (
 from sparse_tl.plots.drawn_circuit import DrawnCircuit
 from sparse_tl.plots.figure_frame import (
     MARGIN,
-    MUTED,
     figure_start,
     panel_frame,
     transition_arrow,
     xml_text,
 )
+from sparse_tl.plots.palette import (
+    BAND,
+    FRAME_WEIGHT,
+    GROUND,
+    LEGEND_SIZE,
+    MUTED,
+    OPEN_EDGE,
+    OPEN_PORT,
+    RESIDUAL_READER,
+)
 from sparse_tl.plots.token_text import text_width
 
-_LEGEND_TEXT_SIZE = 11.5
 MINUS = "\N{MINUS SIGN}"
 
 
@@ -112,7 +118,7 @@ def _panel(
     yield f'<g data-role="content" transform="translate(0 {frame.top})">'
     for band in layout.bands:
         yield (
-            f'<rect x="{layout.left + 8}" y="{band.top:g}" rx="4" fill="#f6f7f9" '
+            f'<rect x="{layout.left + 8}" y="{band.top:g}" rx="4" fill="{BAND}" '
             f'width="{layout.right - layout.left - 16}" height="{band.bottom - band.top:g}"/>'
             f'<text x="{layout.left + 16}" y="{(band.top + band.bottom) / 2 + 4.5:g}" '
             f'font-size="{LAYER_TEXT_SIZE:g}" fill="{MUTED}">{band.label}</text>'
@@ -129,7 +135,7 @@ def _panel(
 
 def _edge(rank: int, panel: DrawnCircuit, data: str, colour: LineColour) -> str:
     edge, on_path = panel.edges[rank], panel.on_path[rank]
-    stroke = line_stroke(edge, colour) if on_path else OPEN_STROKE
+    stroke = line_stroke(edge, colour) if on_path else OPEN_EDGE
     return (
         f'<path data-edge="{rank}" data-kind="{"path" if on_path else "open"}" '
         f'd="{data}" stroke="{stroke}" '
@@ -140,7 +146,7 @@ def _edge(rank: int, panel: DrawnCircuit, data: str, colour: LineColour) -> str:
 def _nodes(panel: DrawnCircuit, layout: ComponentLayout) -> Iterator[str]:
     yield (
         f'<g data-role="nodes" font-size="{NODE_TEXT_SIZE:g}" text-anchor="middle" '
-        'stroke-width="1.3">'
+        f'stroke-width="{FRAME_WEIGHT}">'
     )
     for node, box in layout.boxes.items():
         state = node_state(node, panel)
@@ -169,7 +175,7 @@ def _ports(node: Node, panel: DrawnCircuit, box: NodeBox) -> Iterator[str]:
         if entering:
             yield (
                 f'<circle data-slot="{slot}" cx="{port_offset(box.width, slot):.1f}" '
-                f'cy="{NODE_HEIGHT / 2:g}" r="2.6" stroke="#ffffff" stroke-width="0.8" '
+                f'cy="{NODE_HEIGHT / 2:g}" r="2.6" stroke="{GROUND}" stroke-width="0.8" '
                 f'fill="{slot_colour(slot) if any(entering) else OPEN_PORT}"/>'
             )
 
@@ -181,21 +187,21 @@ def _legends(layout: ComponentLayout, colour: LineColour, with_scores: bool) -> 
         for slot, text in SLOT_LEGEND.items()
     ]
     signs = [(sign_colour(hurts), 3.0, text) for hurts, text in SIGN_LEGEND.items()]
-    yield f'<g data-role="legends" font-size="{_LEGEND_TEXT_SIZE:g}" fill="{MUTED}">'
+    yield f'<g data-role="legends" font-size="{LEGEND_SIZE:g}" fill="{MUTED}">'
     for name, entries in (("slot", slots), ("sign", signs)):
         if name == colour or with_scores:
             hidden = "" if name == colour else ' display="none"'
-            entries = [*entries, (OPEN_STROKE, 2.0, "on no path from input to logits")]
+            entries = [*entries, (OPEN_EDGE, 2.0, "on no path from input to logits")]
             yield f'<g data-legend="{name}"{hidden}>'
             yield from _samples(entries, MARGIN + 4, layout.legend_y)
             yield "</g>"
     if with_scores:
         shares = ((1.0, "1"), (0.25, "\N{VULGAR FRACTION ONE QUARTER}"), (0.01, "0.01"))
-        sizes = [("#484e5a", line_width(share), text) for share, text in shares]
+        sizes = [(RESIDUAL_READER, line_width(share), text) for share, text in shares]
         heading = "|score| / largest:"
-        start = layout.right - _samples_width(sizes) - text_width(heading, _LEGEND_TEXT_SIZE) - 4
+        start = layout.right - _samples_width(sizes) - text_width(heading, LEGEND_SIZE) - 4
         yield f'<text x="{start:.1f}" y="{layout.legend_y + 4:g}">{xml_text(heading)}</text>'
-        start += text_width(heading, _LEGEND_TEXT_SIZE) + 4
+        start += text_width(heading, LEGEND_SIZE) + 4
         yield from _samples(sizes, start, layout.legend_y)
     yield "</g>"
 
@@ -215,7 +221,7 @@ def _samples(entries: Sequence[_Entry], x: float, y: float) -> Iterator[str]:
 
 
 def _entry_width(text: str) -> float:
-    return _SAMPLE + _SAMPLE_GAP + text_width(text, _LEGEND_TEXT_SIZE) + _ENTRY_GAP
+    return _SAMPLE + _SAMPLE_GAP + text_width(text, LEGEND_SIZE) + _ENTRY_GAP
 
 
 def _samples_width(entries: Sequence[_Entry]) -> float:

@@ -3,21 +3,17 @@
 1. Check the panels, and find the pairs of models, which share colours and a legend.
 2. Give every panel its axes and its title (`curves_layout`).
 3. Draw the intervals, the mean lines in front of them, and the multiplier (`effect_curve`).
-4. Save: plotly's own page, or a static drawing of the same figure (`curves_svg`).
+4. Show and save: as plotly does, or as a static drawing of the same figure (`plotly_figure`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import get_args
 
 import plotly.graph_objects as go
 
 from sparse_tl.plots.curves_layout import (
-    INK,
     Parts,
     add_legend,
     add_panel,
@@ -29,16 +25,12 @@ from sparse_tl.plots.curves_layout import (
     new_figure,
     vertical_range,
 )
-from sparse_tl.plots.curves_svg import draw_svg
 from sparse_tl.plots.effect_curve import EffectCurve, check_level, multiplier
-from sparse_tl.plots.intervals import interval_area, translucent
-from sparse_tl.plots.png import svg_to_png
-from sparse_tl.plots.rendering import html_page, save_picture, svg_document
+from sparse_tl.plots.intervals import interval_area
+from sparse_tl.plots.palette import CURVE_WEIGHT, INK, MODEL_PAIRS, PANEL_TITLE_SIZE, translucent
+from sparse_tl.plots.plotly_figure import PlotlyFigure
 
-__all__ = ["COLOURS", "EffectCurve", "effect_figure", "multiplier", "save_figure"]
-
-COLOURS = (("#0072b2", "#e07b00"), ("#006b4f", "#e377b4"))
-"""(dense, sparse) for the first and the second pair of models; apart for the colour-blind too."""
+__all__ = ["EffectCurve", "effect_figure", "multiplier"]
 
 
 def effect_figure(
@@ -46,8 +38,8 @@ def effect_figure(
     *,
     parts: Parts,
     level: float = 0.9,
-    colours: Sequence[tuple[str, str]] = COLOURS,
-) -> go.Figure:
+    colours: Sequence[tuple[str, str]] = MODEL_PAIRS,
+) -> PlotlyFigure:
     """Draw the explained effect against the parts kept, one panel per task in a row.
 
     A dashed line at the level leads from one curve's size at the level to the other's; above it
@@ -62,7 +54,7 @@ def effect_figure(
         colours: (dense, sparse) for each pair of models in order of appearance, as ``"#rrggbb"``.
 
     Returns:
-        The figure; `save_figure` writes it to a file.
+        The figure; its `save` writes it to a file.
 
     Raises:
         ValueError: if there is no panel, a panel has no curve, more than two or two of one name,
@@ -88,41 +80,6 @@ def effect_figure(
         if len(curves) == 2:
             _add_multiplier(figure, index, curves, parts, level)
     return figure
-
-
-def save_figure(
-    figure: go.Figure,
-    path: str | os.PathLike[str],
-    *,
-    scale: float = 2.0,
-    title: str = "Explained effect",
-) -> Path:
-    """Write a figure to a file, which appears whole or not at all.
-
-    HTML holds plotly's script and needs no network; SVG and PNG are drawn without a browser.
-
-    Args:
-        figure: of this package.
-        path: ends in ``.html`` (interactive), ``.json`` (plotly's), ``.svg`` or ``.png``.
-        scale: pixels of a PNG per pixel of the figure.
-        title: of the page, for HTML.
-
-    Returns:
-        The path written.
-
-    Raises:
-        ValueError: if the suffix is another one, or the figure has something that the static
-            drawing lacks.
-    """
-    return save_picture(
-        path,
-        {
-            ".html": lambda: html_page(title, _drawing(figure), margin=0),
-            ".json": lambda: str(figure.to_json()) + "\n",
-            ".svg": lambda: svg_document(draw_svg(figure)),
-            ".png": lambda: svg_to_png(draw_svg(figure), scale=scale),
-        },
-    )
 
 
 def _checked_pairs(
@@ -176,7 +133,7 @@ def _curve_traces(
         x=x,
         y=list(curve.mean),
         mode="lines",
-        line={"color": colour, "width": 2},
+        line={"color": colour, "width": CURVE_WEIGHT},
         name=legend_text(curve.name),
         legendgroup=curve.name,
         hovertext=hover,
@@ -216,16 +173,5 @@ def _add_multiplier(
         showarrow=False,
         xanchor="center",
         yanchor="bottom",
-        font={"size": 13, "color": INK},
-    )
-
-
-def _drawing(figure: go.Figure) -> str:
-    digest = hashlib.sha256(str(figure.to_json()).encode()).hexdigest()[:12]
-    return figure.to_html(
-        full_html=False,
-        include_plotlyjs=True,
-        div_id=f"figure-{digest}",  # else random: the same figure is the same file
-        # The buttons would cover the last title; dragging zooms, a double click resets.
-        config={"displayModeBar": False, "responsive": False},
+        font={"size": PANEL_TITLE_SIZE - 1, "color": INK},
     )

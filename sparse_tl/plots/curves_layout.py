@@ -13,14 +13,23 @@ from typing import Literal
 import numpy as np
 import plotly.graph_objects as go
 
+from sparse_tl.plots.curves_svg import layout_of
 from sparse_tl.plots.effect_curve import EffectCurve
-from sparse_tl.plots.figure_frame import FONT_FAMILY, INK, MUTED
+from sparse_tl.plots.palette import (
+    AXIS,
+    GRID,
+    INK,
+    LABEL_SIZE,
+    LEGEND_SIZE,
+    MUTED,
+    PANEL_TITLE_SIZE,
+    TICK_SIZE,
+)
+from sparse_tl.plots.plotly_figure import CLEAR, PlotlyFigure, base_layout
 from sparse_tl.plots.token_text import clip_text, text_width, visible_text
 
 Parts = Literal["heads", "edges"]
 
-GRID, AXIS = "#e6e8ec", "#7d8590"
-_TITLE_SIZE, _AXIS_SIZE, _TICK_SIZE, _LEGEND_SIZE = 15, 12, 11, 11
 # Pixels: of one panel with its labels, and of the room around its plot.
 _PITCH, _LEFT, _RIGHT, _TOP, _BOTTOM = 250, 54, 12, 34, 50
 _PLOT_WIDTH = _PITCH - _LEFT - _RIGHT
@@ -46,22 +55,11 @@ def vertical_range(panels: Mapping[str, Sequence[EffectCurve]], parts: Parts) ->
     return [low - room, high + 0.03 + _LABEL_HEIGHT / _UNIT]
 
 
-def new_figure(n_panels: int, effects: Sequence[float]) -> go.Figure:
+def new_figure(n_panels: int, effects: Sequence[float]) -> PlotlyFigure:
     """An empty row of panels, as high as the range of effects needs."""
     height = min(_UNIT * (effects[1] - effects[0]), _MAX_HEIGHT)
-    return go.Figure(
-        layout={
-            "template": "none",
-            "width": _PITCH * n_panels,
-            "height": round(_TOP + height + _BOTTOM),
-            "margin": {"l": 0, "r": 0, "t": _TOP, "b": _BOTTOM, "pad": 0, "autoexpand": False},
-            "font": {"family": FONT_FAMILY, "color": INK, "size": _TICK_SIZE},
-            "paper_bgcolor": "#ffffff",
-            "plot_bgcolor": "#ffffff",
-            "hovermode": "closest",
-            "modebar": {"bgcolor": "rgba(255,255,255,0.9)", "remove": ["select2d", "lasso2d"]},
-            "hoverlabel": {"bgcolor": "#ffffff", "font": {"size": 12, "color": INK}},
-        }
+    return PlotlyFigure(
+        layout=base_layout(_PITCH * n_panels, round(_TOP + height + _BOTTOM), _TOP, _BOTTOM)
     )
 
 
@@ -84,7 +82,7 @@ def escaped(text: str) -> str:
 def legend_text(name: str) -> str:
     """The name of a model, or as much of it as a legend can hold."""
     room = _PLOT_WIDTH - _LEGEND_SAMPLE
-    return escape(clip_text(visible_text(name), _LEGEND_SIZE, room), quote=False)
+    return escape(clip_text(visible_text(name), LEGEND_SIZE, room), quote=False)
 
 
 def add_panel(
@@ -114,7 +112,7 @@ def add_panel(
         }
     )
     figure.add_annotation(
-        text=escape(clip_text(visible_text(title), _TITLE_SIZE, _PITCH - _LEFT), quote=False),
+        text=escape(clip_text(visible_text(title), PANEL_TITLE_SIZE, _PITCH - _LEFT), quote=False),
         x=0,
         y=1,
         xref=f"{names['xaxis']} domain",
@@ -123,13 +121,13 @@ def add_panel(
         xanchor="left",
         yanchor="bottom",
         yshift=5,
-        font={"size": _TITLE_SIZE, "color": INK},
+        font={"size": PANEL_TITLE_SIZE, "color": INK},
     )
 
 
 def add_legend(figure: go.Figure, index: int, number: int) -> None:
     """Put the legend of a pair of models, counted by `number`, at the bottom right of a panel."""
-    domain = figure.layout[f"xaxis{axis_names(index)['xaxis'][1:]}"].domain
+    domain = layout_of(figure)[f"xaxis{axis_names(index)['xaxis'][1:]}"].domain
     figure.update_layout(
         {
             legend_name(number): {
@@ -137,8 +135,8 @@ def add_legend(figure: go.Figure, index: int, number: int) -> None:
                 "xanchor": "right",
                 "y": 0.01,
                 "yanchor": "bottom",
-                "bgcolor": "rgba(255,255,255,0)",
-                "font": {"size": _LEGEND_SIZE, "color": INK},
+                "bgcolor": CLEAR,
+                "font": {"size": LEGEND_SIZE, "color": INK},
                 "itemwidth": 30,
                 "tracegroupgap": 0,
             }
@@ -168,8 +166,8 @@ def label_place(
         The middle of the label's lower end, in the units of the axes (log10 on a log axis).
     """
     number = axis_names(index)["xaxis"][1:]
-    start, stop = figure.layout[f"xaxis{number}"].range
-    bottom, top = figure.layout[f"yaxis{number}"].range
+    start, stop = layout_of(figure)[f"xaxis{number}"].range
+    bottom, top = layout_of(figure)[f"yaxis{number}"].range
     half = _LABEL_WIDTH / _PLOT_WIDTH / 2 * (stop - start)
     middle = sum(position(end, parts) for end in ends) / len(ends)
     middle = min(max(middle, start + half), stop - half)
@@ -177,7 +175,7 @@ def label_place(
     for curve in curves:
         heights += _between(curve, curve.mean, parts, middle - half, middle + half)
         heights += _between(curve, curve.high, parts, middle - half, middle + half)
-    unit = (figure.layout.height - _TOP - _BOTTOM) / (top - bottom)
+    unit = (layout_of(figure).height - _TOP - _BOTTOM) / (top - bottom)
     return middle, min(max(heights) + 2 / unit, top - _LABEL_HEIGHT / unit)
 
 
@@ -198,7 +196,7 @@ def _between(
 
 def _under_legend(curves: Sequence[EffectCurve], parts: Parts, low: float) -> bool:
     names = (unescape(legend_text(curve.name)) for curve in curves)
-    widest = max(text_width(name, _LEGEND_SIZE) for name in names)
+    widest = max(text_width(name, LEGEND_SIZE) for name in names)
     start, stop = _size_range(curves, parts)
     left = stop - (widest + _LEGEND_SAMPLE) / _PLOT_WIDTH * (stop - start)
     lowest = (e for c in curves for e in _between(c, c.low, parts, left, stop))
@@ -217,7 +215,7 @@ def _size_range(curves: Sequence[EffectCurve], parts: Parts) -> tuple[float, flo
 def _x_axis(
     figure: go.Figure, index: int, curves: Sequence[EffectCurve], parts: Parts
 ) -> dict[str, object]:
-    width = figure.layout.width
+    width = layout_of(figure).width
     axis: dict[str, object] = {
         "domain": [
             (_PITCH * index + _LEFT) / width,
@@ -225,7 +223,7 @@ def _x_axis(
         ],
         "title": {
             "text": f"Number of {parts.capitalize()} Kept",
-            "font": {"size": _AXIS_SIZE, "color": INK},
+            "font": {"size": LABEL_SIZE, "color": INK},
             "standoff": 8,
         },
         "showgrid": False,
@@ -236,7 +234,7 @@ def _x_axis(
         "ticklen": 4,
         "tickcolor": AXIS,
         "tickangle": 0,
-        "tickfont": {"size": _TICK_SIZE, "color": MUTED},
+        "tickfont": {"size": TICK_SIZE, "color": MUTED},
     }
     start, stop = _size_range(curves, parts)
     # A little room at the ends: lines are not cut in half there.
@@ -253,14 +251,14 @@ def _y_axis(effects: Sequence[float]) -> dict[str, object]:
         "ticktext": ["0.0", "0.5", "1.0"],
         "title": {
             "text": "Explained Effect",
-            "font": {"size": _AXIS_SIZE, "color": INK},
+            "font": {"size": LABEL_SIZE, "color": INK},
             "standoff": 6,
         },
         "showgrid": True,
         "gridcolor": GRID,
         "zeroline": False,
         "ticks": "",
-        "tickfont": {"size": _TICK_SIZE, "color": MUTED},
+        "tickfont": {"size": TICK_SIZE, "color": MUTED},
     }
 
 

@@ -8,6 +8,7 @@ left out.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Iterator
@@ -60,19 +61,22 @@ def draw_svg(figure: go.Figure) -> str:
         ValueError: if the figure has something that this drawing lacks.
     """
     _check(figure)
-    layout = figure.layout
+    layout = layout_of(figure)
     frames = _frames(figure)
+    # Several figures may share a page, where the same name would be one and the same clip path.
+    clip = "clip-" + hashlib.sha256(str(figure.to_json()).encode()).hexdigest()[:12]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {layout.width:g} '
         f'{layout.height:g}" width="{layout.width:g}" height="{layout.height:g}" role="img" '
-        f'aria-label="{_label(figure)}" font-family="{_xml(layout.font.family)}" '
+        f'aria-label="{_xml(figure_label(figure))}" font-family="{_xml(layout.font.family)}" '
         f'fill="{_xml(layout.font.color)}">',
-        f'<rect width="{layout.width:g}" height="{layout.height:g}" fill="#ffffff"/>',
+        f'<rect width="{layout.width:g}" height="{layout.height:g}" '
+        f'fill="{_xml(layout.paper_bgcolor)}"/>',
     ]
     for index, (name, frame) in enumerate(frames.items()):
         parts.append(f'<g data-panel="{index}">')
         parts.extend(_axes(frame))
-        parts.extend(_traces(figure, name, frame, f"panel-{index}"))
+        parts.extend(_traces(figure, name, frame, f"{clip}-{index}"))
         parts.append("</g>")
     parts.extend(_legends(figure))
     for annotation in layout.annotations:
@@ -90,7 +94,7 @@ def _check(figure: go.Figure) -> None:
                 "expected only lines, closed areas and heatmaps of two colours in a static figure; "
                 f"got a trace of {kind}; save the figure as .html"
             )
-    layout = figure.layout
+    layout = layout_of(figure)
     if layout.width is None or layout.height is None or layout.shapes or layout.images:
         raise ValueError(
             "expected a width, a height, no shapes and no images in a static figure; got "
@@ -105,6 +109,11 @@ def _check(figure: go.Figure) -> None:
             )
 
 
+def layout_of(figure: go.Figure) -> Any:
+    """The layout, of which type checkers know nothing: plotly makes its classes as it goes."""
+    return figure.layout
+
+
 def _drawn(figure: go.Figure) -> list[Any]:
     data: Any = figure.data
     return list(data)
@@ -117,7 +126,7 @@ def _axis_keys(figure: go.Figure) -> list[tuple[str, str]]:
 
 
 def _frames(figure: go.Figure) -> dict[tuple[str, str], Frame]:
-    layout, margin = figure.layout, figure.layout.margin
+    layout, margin = layout_of(figure), layout_of(figure).margin
     width = layout.width - margin.l - margin.r
     height = layout.height - margin.t - margin.b
     frames = {}
@@ -205,7 +214,7 @@ def _cells(trace: Any, frame: Frame) -> Iterator[str]:
 
 
 def _legends(figure: go.Figure) -> Iterator[str]:
-    layout, margin = figure.layout, figure.layout.margin
+    layout, margin = layout_of(figure), layout_of(figure).margin
     rows: dict[str, list[Any]] = {}
     for trace in _drawn(figure):
         if trace.type == "scatter" and trace.showlegend is not False:
@@ -284,14 +293,15 @@ def _paint(what: str, colour: str) -> str:
     return f'{what}="{solid}" {what}-opacity="{alpha}"'
 
 
-def _label(figure: go.Figure) -> str:
-    titles = [a.text for a in figure.layout.annotations if str(a.xref).endswith("domain")]
+def figure_label(figure: go.Figure) -> str:
+    """What a figure shows, in words: its vertical axis, and the titles of its panels."""
+    titles = [a.text for a in layout_of(figure).annotations if str(a.xref).endswith("domain")]
     what = next((a.title.text for a in _axes_of(figure, "y") if a.title.text), "Figure")
-    return _xml(f"{what} in " + ", ".join(unescape(title) for title in titles))
+    return " in ".join([what, ", ".join(map(unescape, titles))] if titles else [what])
 
 
 def _axes_of(figure: go.Figure, letter: str) -> list[Any]:
-    return [figure.layout[f"{k}axis{n}"] for k, n in _axis_keys(figure) if k == letter]
+    return [layout_of(figure)[f"{k}axis{n}"] for k, n in _axis_keys(figure) if k == letter]
 
 
 def _xml(text: str) -> str:

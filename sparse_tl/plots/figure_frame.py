@@ -7,17 +7,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from sparse_tl.plots.palette import (
+    FONT_FAMILY,
+    FRAME_TITLE_SIZE,
+    FRAME_WEIGHT,
+    GROUND,
+    INK,
+    LABEL_SIZE,
+    MUTED,
+    TITLE_SIZE,
+)
 from sparse_tl.plots.token_text import clip_text, text_width, visible_text
-
-FONT_FAMILY = "Helvetica Neue, Helvetica, Arial, Liberation Sans, DejaVu Sans, sans-serif"
-INK, MUTED, BLUE = "#16181d", "#5c6470", "#0b3a86"
 
 FIGURE_WIDTH = 1000
 MARGIN = 8
 PANEL_GAP = 18
 TITLE_HEIGHT = 34
 TRANSITION_WIDTH = 76
-PANEL_NAME_SIZE = 16.0
 
 
 @dataclass(frozen=True)
@@ -52,11 +58,11 @@ def figure_start(
         f'width="{width}" height="{height}" role="img" aria-label="{label}" '
         f'font-family="{FONT_FAMILY}" fill="{INK}">'
     )
-    yield f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
+    yield f'<rect width="{width}" height="{height}" fill="{GROUND}"/>'
     if title:
-        heading = clip_text(visible_text(title), 18, width - 2 * 20)
+        heading = clip_text(visible_text(title), TITLE_SIZE, width - 2 * 20)
         yield (
-            f'<text x="{width / 2:g}" y="28" text-anchor="middle" font-size="18" '
+            f'<text x="{width / 2:g}" y="28" text-anchor="middle" font-size="{TITLE_SIZE:g}" '
             f'font-weight="bold">{xml_text(heading)}</text>'
         )
 
@@ -65,12 +71,13 @@ def panel_frame(left: int, right: int, frame: Frame, name: str, caption: str) ->
     """The frame of a panel with its name and, beside it, the caption that a script may change."""
     yield (
         f'<rect x="{left}" y="{frame.top}" width="{right - left}" '
-        f'height="{frame.height}" rx="7" fill="#ffffff" stroke="{INK}" stroke-width="1.3"/>'
+        f'height="{frame.height}" rx="7" fill="{GROUND}" stroke="{INK}" '
+        f'stroke-width="{FRAME_WEIGHT}"/>'
     )
-    clipped = clip_text(visible_text(name), PANEL_NAME_SIZE, (right - left) * 0.45)
+    clipped = clip_text(visible_text(name), FRAME_TITLE_SIZE, (right - left) * 0.45)
     yield (
-        f'<text x="{left + 14}" y="{frame.top + 25}"><tspan font-size="{PANEL_NAME_SIZE:g}" '
-        f'font-weight="bold">{xml_text(clipped)}</tspan><tspan dx="14" font-size="12" '
+        f'<text x="{left + 14}" y="{frame.top + 25}"><tspan font-size="{FRAME_TITLE_SIZE:g}" '
+        f'font-weight="bold">{xml_text(clipped)}</tspan><tspan dx="14" font-size="{LABEL_SIZE:g}" '
         f'fill="{MUTED}" data-role="caption">{xml_text(caption)}</tspan></text>'
     )
 
@@ -84,9 +91,9 @@ def transition_arrow(left: int, frames: Sequence[Frame], text: str) -> Iterator[
         depth = edge - 52
         yield (
             f'<g data-role="transition"><path d="M{edge} {start:.1f}C{depth} {start + 12:.1f} '
-            f'{depth} {end - 12:.1f} {edge - 11} {end - 2:.1f}" fill="none" stroke="#000000" '
+            f'{depth} {end - 12:.1f} {edge - 11} {end - 2:.1f}" fill="none" stroke="{INK}" '
             f'stroke-width="5" stroke-linecap="round"/>'
-            f'<path d="{arrow_head(edge + 2, end, 0.16, 19)}" fill="#000000"/></g>'
+            f'<path d="{arrow_head(edge + 2, end, 0.16, 19)}" fill="{INK}"/></g>'
         )
     room = last.top + last.height - first.top - 10
     text = visible_text(text)

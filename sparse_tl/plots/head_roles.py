@@ -10,16 +10,11 @@ from typing import Any
 import plotly.graph_objects as go
 
 from sparse_tl.plots.curves_layout import escaped
-from sparse_tl.plots.intervals import interval_area, translucent
+from sparse_tl.plots.intervals import interval_area
+from sparse_tl.plots.palette import CURVE_WEIGHT, EMPTY_CELL, THIN_CURVE_WEIGHT, translucent
+from sparse_tl.plots.palette import ROLES as ROLE_COLOURS
 from sparse_tl.plots.panel_grid import PanelGrid, round_ticks
-
-ROLE_COLOURS = {
-    "facilitation": "#00835b",
-    "irrelevance": "#0072b2",
-    "interference": "#d1352b",
-    "random": "#8a9099",
-}
-"""Green, blue, red and grey, of different lightness: apart for the colour-blind too."""
+from sparse_tl.plots.plotly_figure import PlotlyFigure
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ class AblationLine:
 
 def ablation_grid(
     rows: Mapping[str, Mapping[str, Sequence[AblationLine]]],
-) -> go.Figure:
+) -> PlotlyFigure:
     """Delta log-probability of the target response against the heads ablated.
 
     One row of panels per task, which share their vertical axis; one column per model. A line ends
@@ -68,7 +63,7 @@ def ablation_grid(
         rows: for each task by its title, for each model by its title, the lines of a panel.
 
     Returns:
-        The figure; `save_figure` writes it to a file.
+        The figure; its `save` writes it to a file.
 
     Raises:
         ValueError: no row, no line, or a model that no task has.
@@ -107,7 +102,7 @@ def ablation_grid(
     return figure
 
 
-def head_roles_figure(scores: Mapping[str, Sequence[Sequence[float]]]) -> go.Figure:
+def head_roles_figure(scores: Mapping[str, Sequence[Sequence[float]]]) -> PlotlyFigure:
     """The scores of all heads, one panel per role: layers upwards, heads from left to right.
 
     Args:
@@ -138,7 +133,7 @@ def head_roles_figure(scores: Mapping[str, Sequence[Sequence[float]]]) -> go.Fig
                 z=[list(row) for row in values],
                 zmin=0,
                 zmax=1,
-                colorscale=[[0, "#f2f3f5"], [1, ROLE_COLOURS[role]]],
+                colorscale=[[0, EMPTY_CELL], [1, ROLE_COLOURS[role]]],
                 showscale=False,
                 xgap=1,
                 ygap=1,
@@ -156,7 +151,7 @@ def head_roles_figure(scores: Mapping[str, Sequence[Sequence[float]]]) -> go.Fig
 def gate_trajectories(
     lines: Mapping[tuple[int, int], tuple[str, Sequence[Sequence[float]]]],
     recorded_at: Sequence[int],
-) -> go.Figure:
+) -> PlotlyFigure:
     """Every head's gate through the three stages of a fit, in the colour of its role.
 
     Args:
@@ -188,7 +183,7 @@ def gate_trajectories(
                     x=list(recorded_at),
                     y=gates,
                     mode="lines",
-                    line={"color": ROLE_COLOURS[role], "width": 1.3},
+                    line={"color": ROLE_COLOURS[role], "width": THIN_CURVE_WEIGHT},
                     name=role.capitalize(),
                     legendgroup=role,
                     showlegend=role not in shown,
@@ -233,7 +228,7 @@ def _add_line(
         f"Range over seeds {low:+.3f} to {high:+.3f}"
         for count, mean, low, high in rows
     ]
-    style = {"width": 2, **({"dash": "4px,3px"} if line.order == "random" else {})}
+    style = {"width": CURVE_WEIGHT, **({"dash": "4px,3px"} if line.order == "random" else {})}
     end = x[-1] if line.in_role is None else min(round(line.in_role), x[-1])
     pale = translucent(colour, 0.35)
     for part, paint in ((slice(0, end + 1), colour), (slice(end, None), pale)):

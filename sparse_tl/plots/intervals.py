@@ -20,9 +20,3 @@ def interval_area(
         "showlegend": False,
         "hoverinfo": "skip",
     }
-
-
-def translucent(colour: str, alpha: float) -> str:
-    """A colour such as ``"#0072b2"``, seen through."""
-    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
-    return f"rgba({red},{green},{blue},{alpha:g})"

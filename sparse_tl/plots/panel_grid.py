@@ -12,11 +12,21 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from sparse_tl.plots.curves_layout import AXIS, GRID, axis_names, escaped
-from sparse_tl.plots.figure_frame import FONT_FAMILY, INK, MUTED
+from sparse_tl.plots.curves_layout import axis_names, escaped
+from sparse_tl.plots.curves_svg import layout_of
+from sparse_tl.plots.palette import (
+    AXIS,
+    GRID,
+    INK,
+    LABEL_SIZE,
+    LEGEND_SIZE,
+    MUTED,
+    PANEL_TITLE_SIZE,
+    TICK_SIZE,
+)
+from sparse_tl.plots.plotly_figure import CLEAR, PlotlyFigure, base_layout
 from sparse_tl.plots.token_text import clip_text, text_width, visible_text
 
-_TITLE_SIZE, _AXIS_SIZE, _TICK_SIZE, _LEGEND_SIZE = 14, 12, 11, 12
 _LEFT, _GAP, _RIGHT, _TOP, _BOTTOM = 66, 18, 12, 34, 50
 _ROW_TITLE = 26
 _LEGEND_SAMPLE = 40
@@ -41,31 +51,23 @@ class PanelGrid:
     height: int = 140
     row_gap: int = 20
 
-    def figure(self) -> go.Figure:
+    def figure(self) -> PlotlyFigure:
         """The empty figure, with titles and a place for the legend."""
-        widths = [text_width(text, _LEGEND_SIZE) for text in self.legend]
+        widths = [text_width(text, LEGEND_SIZE) for text in self.legend]
         titles = _ROW_TITLE if any(self.rows) else 0
         legend = max(widths) + _LEGEND_SAMPLE + 12 if widths else 0
         plots = len(self.columns) * (self.width + _GAP) - _GAP
         full = round(_LEFT + plots + titles + legend + _RIGHT)
-        figure = go.Figure(
+        figure = PlotlyFigure(
             layout={
-                "template": "none",
-                "width": full,
-                "height": _TOP + self._inner_height + _BOTTOM,
-                "margin": {"l": 0, "r": 0, "t": _TOP, "b": _BOTTOM, "pad": 0, "autoexpand": False},
-                "font": {"family": FONT_FAMILY, "color": INK, "size": _TICK_SIZE},
-                "paper_bgcolor": "#ffffff",
-                "plot_bgcolor": "#ffffff",
-                "hovermode": "closest",
-                "hoverlabel": {"bgcolor": "#ffffff", "font": {"size": 12, "color": INK}},
+                **base_layout(full, _TOP + self._inner_height + _BOTTOM, _TOP, _BOTTOM),
                 "legend": {
                     "x": (full - _RIGHT) / full,
                     "xanchor": "right",
                     "y": 1 - (len(widths) * 19 + 8) / self._inner_height,
                     "yanchor": "bottom",
-                    "bgcolor": "rgba(255,255,255,0)",
-                    "font": {"size": _LEGEND_SIZE, "color": INK},
+                    "bgcolor": CLEAR,
+                    "font": {"size": LEGEND_SIZE, "color": INK},
                     "itemwidth": 30,
                     "tracegroupgap": 0,
                 },
@@ -104,9 +106,9 @@ class PanelGrid:
         top = row * (self.height + self.row_gap)
         lowest, first = row == len(self.rows) - 1, column == 0
         shared = {"showgrid": False, "zeroline": False, "type": "linear", "linecolor": AXIS}
-        shared |= {"tickangle": 0, "tickfont": {"size": _TICK_SIZE, "color": MUTED}}
-        font = {"size": _AXIS_SIZE, "color": INK}
-        height, full = self._inner_height, figure.layout.width
+        shared |= {"tickangle": 0, "tickfont": {"size": TICK_SIZE, "color": MUTED}}
+        font = {"size": LABEL_SIZE, "color": INK}
+        height, full = self._inner_height, layout_of(figure).width
         figure.update_layout(
             {
                 f"xaxis{number}": {
@@ -130,6 +132,7 @@ class PanelGrid:
                     "title": {"text": y_title if first else "", "font": font, "standoff": 6},
                     "showgrid": True,
                     "gridcolor": GRID,
+                    "showline": False,  # else a colour of the line would bring the line
                     "ticks": "",
                 },
             }
@@ -147,14 +150,14 @@ class PanelGrid:
         room = self.width + _GAP if top else self.height + self.row_gap
         place = {"x": 0.5, "y": 1, "yshift": 8} if top else {"x": 1, "y": 0.5, "xshift": 16}
         figure.add_annotation(
-            text=escaped(clip_text(visible_text(title), _TITLE_SIZE, room)),
+            text=escaped(clip_text(visible_text(title), PANEL_TITLE_SIZE, room)),
             xref=f"{names['xaxis']} domain",
             yref=f"{names['yaxis']} domain",
             xanchor="center",
             yanchor="bottom" if top else "middle",
             textangle=0 if top else 90,
             showarrow=False,
-            font={"size": _TITLE_SIZE, "color": INK},
+            font={"size": PANEL_TITLE_SIZE, "color": INK},
             **place,
         )
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from copy import copy
 from html import escape
 from pathlib import Path
+from typing import Literal, TypeVar, get_args
 
 from circuitsvis.utils.render import RenderedHTML
 
 from sparse_tl.files import atomic_file
+from sparse_tl.plots.palette import DARK_FILTER, GROUND, dark_svg
 from sparse_tl.plots.png import svg_to_png
+
+Theme = Literal["auto", "light", "dark"]
+"""Of a saved figure. ``"auto"``: HTML as the reader's system has it, pictures light."""
+
+
+Figure = TypeVar("Figure", bound="SelfContainedFigure")
 
 
 class SelfContainedFigure(RenderedHTML):
@@ -44,27 +53,51 @@ class SelfContainedFigure(RenderedHTML):
         """The HTML of the figure."""
         return self._html
 
-    def save(self, path: str | os.PathLike[str], *, scale: float = 2.0) -> Path:
+    def dark(self: Figure) -> Figure:
+        """The same figure on a dark ground; without it, figures in notebooks are light cards."""
+        turned = copy(self)
+        html = f'<div style="filter: {DARK_FILTER}">\n{self._html}\n</div>'
+        turned.local_src = turned.cdn_src = turned._html = html
+        turned.svg = dark_svg(self.svg)
+        return turned
+
+    def save(
+        self, path: str | os.PathLike[str], *, scale: float = 2.0, theme: Theme = "auto"
+    ) -> Path:
         """Write the figure to a file, which appears whole or not at all.
 
         Args:
             path: ends in ``.html`` (interactive), ``.svg`` or ``.png``.
             scale: pixels of a PNG per pixel of the figure.
+            theme: ``"light"``, ``"dark"``, or ``"auto"``: HTML as the reader's system has it, and
+                light otherwise.
 
         Returns:
             The path written.
 
         Raises:
-            ValueError: if the suffix is another one.
+            ValueError: if the suffix or the theme is another one.
         """
+        svg = dark_svg(self.svg) if checked_theme(theme) == "dark" else self.svg
         return save_picture(
             path,
             {
-                ".html": lambda: html_page(self.title, self._html, margin=16),
-                ".svg": lambda: svg_document(self.svg),
-                ".png": lambda: svg_to_png(self.svg, scale=scale),
+                ".html": lambda: html_page(self.title, self._html, margin=16, theme=theme),
+                ".svg": lambda: svg_document(svg),
+                ".png": lambda: svg_to_png(svg, scale=scale),
             },
         )
+
+
+def checked_theme(theme: Theme) -> Theme:
+    """A theme that there is.
+
+    Raises:
+        ValueError: there is no such theme.
+    """
+    if theme not in get_args(Theme):
+        raise ValueError(f"expected a theme of {list(get_args(Theme))}; got {theme!r}")
+    return theme
 
 
 def save_picture(
@@ -98,12 +131,30 @@ def svg_document(svg: str) -> str:
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{svg}\n'
 
 
-def html_page(title: str, body: str, *, margin: int) -> str:
-    """A fragment as a page of its own; the margin is in pixels."""
+def html_page(
+    title: str, body: str, *, margin: int, theme: Theme = "auto", ground: str = GROUND
+) -> str:
+    """A fragment as a page of its own.
+
+    Args:
+        title: of the page.
+        body: the fragment, drawn for a light ground.
+        margin: in pixels.
+        theme: whether the page is turned dark: always, never, or where the reader's system is.
+        ground: the colour of the page, before it is turned.
+    """
+    # On the root element the filter takes in the ground around the figure too.
+    turned = f":root {{ filter: {DARK_FILTER}; }}"
+    rule = {
+        "auto": f"@media screen and (prefers-color-scheme: dark) {{ {turned} }}\n",
+        "light": "",
+        "dark": f"{turned}\n",
+    }[theme]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n"
-        f"<style>body {{ margin: {margin}px; background: #ffffff; }}</style>\n"
+        f"<style>\n:root {{ background: {ground}; }}\nbody {{ margin: {margin}px; }}\n{rule}"
+        "</style>\n"
         f"</head>\n<body>\n{body}\n</body>\n</html>\n"
     )

@@ -15,13 +15,9 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
-from sparse_tl.plots.curves import (
-    COLOURS,
-    EffectCurve,
-    effect_figure,
-    multiplier,
-    save_figure,
-)
+from sparse_tl.plots.curves import EffectCurve, effect_figure, multiplier
+from sparse_tl.plots.palette import MODEL_PAIRS
+from sparse_tl.plots.plotly_figure import save_figure
 from sparse_tl.plots.token_text import ELLIPSIS
 
 ATTACK = "</script><img src=x onerror=alert(1)>"
@@ -143,7 +139,7 @@ class TestFigure:
         figure = effect_figure({"IOI": [DENSE, SPARSE]}, parts="heads")
         interval, line, _, sparse_line, dash = figure.data
         assert (line.x, line.y) == (DENSE.sizes, DENSE.mean)
-        assert (line.line.color, sparse_line.line.color) == COLOURS[0]
+        assert (line.line.color, sparse_line.line.color) == MODEL_PAIRS[0]
         assert interval.x == (0, 10, 100, 144, 144, 100, 10, 0)
         assert interval.y == (*DENSE.high, *reversed(DENSE.low))
         assert interval.fill == "toself"
@@ -211,7 +207,7 @@ class TestFigure:
             ("Sparse OLMo-7B", "legend2", "x3"),
         ]
         assert figure.layout.legend2.x == figure.layout.xaxis3.domain[1]
-        assert [t.line.color for t in shown] == [*COLOURS[0], *COLOURS[1]]
+        assert [t.line.color for t in shown] == [*MODEL_PAIRS[0], *MODEL_PAIRS[1]]
 
     def test_legend_has_room_of_its_own_where_it_would_cover_a_curve(self) -> None:
         early = [curve("a", {1: 0.9, 100: 1.0}), curve("b", {1: 0.95, 100: 1.0})]
@@ -265,7 +261,7 @@ class TestFigure:
             ({"IOI": []}, {}, "in panel 'IOI'; got []"),
             ({"IOI": [DENSE, DENSE]}, {}, "of different names"),
             ({"IOI": [DENSE, SPARSE, LARGE]}, {}, "expected a dense and a sparse curve"),
-            (FOUR, {"colours": COLOURS[:1]}, "expected colours for 2 pairs of models; got 1"),
+            (FOUR, {"colours": MODEL_PAIRS[:1]}, "expected colours for 2 pairs of models; got 1"),
             (FOUR, {"colours": [("red", "#00ff00")] * 2}, "expected colours like"),
             (FOUR, {"colours": [("#12345g", "#00ff00")] * 2}, "got '#12345g'"),
         ],
@@ -279,45 +275,6 @@ class TestFigure:
     def test_refuses_other_parts(self, unchecked_types: None) -> None:
         with pytest.raises(ValueError, match="expected parts 'heads' or 'edges'; got 'neurons'"):
             effect_figure(FOUR, parts="neurons")  # type: ignore[arg-type]
-
-
-# Machado et al. 2009, severity 1, in linear RGB.
-SIGHT = {
-    "full": np.eye(3),
-    "protanopia": [
-        [0.152286, 1.052583, -0.204868],
-        [0.114503, 0.786281, 0.099216],
-        [-0.003882, -0.048116, 1.051998],
-    ],
-    "deuteranopia": [
-        [0.367322, 0.860646, -0.227968],
-        [0.280085, 0.672501, 0.047413],
-        [-0.011820, 0.042940, 0.968881],
-    ],
-    "tritanopia": [
-        [1.255528, -0.076749, -0.178779],
-        [-0.078411, 0.930809, 0.147602],
-        [0.004733, 0.691367, 0.303900],
-    ],
-}
-
-
-def cielab(colour: str, sight: str) -> np.ndarray:
-    channels = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
-    seen = np.clip(np.asarray(SIGHT[sight]) @ linear, 0, 1)
-    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
-    xyz = np.array(to_xyz) @ seen / np.array([0.95047, 1, 1.08883])
-    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
-    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
-
-
-@pytest.mark.parametrize("sight", SIGHT)
-@pytest.mark.parametrize("pair", COLOURS)
-def test_colours_are_apart_for_everyone(pair: tuple[str, str], sight: str) -> None:
-    first, second = (cielab(colour, sight) for colour in pair)
-    assert np.linalg.norm(first - second) > 25  # about 2 can just be seen
-    assert abs(cielab(pair[0], "full")[0] - cielab(pair[1], "full")[0]) > 10  # in grey print too
 
 
 class TestFiles:
@@ -336,7 +293,7 @@ class TestFiles:
     def test_svg_stands_where_the_axes_say(self, tmp_path: Path) -> None:
         figure = effect_figure({"IOI": [DENSE]}, parts="edges")
         root = ElementTree.parse(save_figure(figure, tmp_path / "figure.svg")).getroot()
-        line = next(p for p in root.iter(f"{SVG}path") if p.get("stroke") == COLOURS[0][0])
+        line = next(p for p in root.iter(f"{SVG}path") if p.get("stroke") == MODEL_PAIRS[0][0])
         numbers = [float(n) for n in re.findall(r"[\d.]+", line.get("d", ""))]
         layout = figure.layout
         start, stop = layout.xaxis.range
@@ -424,15 +381,15 @@ class TestBrowser:
         self.show(page, tmp_path, effect_figure(FOUR, parts="edges"))
         second = page.locator(".legend2text")
         assert second.all_text_contents() == ["OLMo-7B", "Sparse OLMo-7B"]
-        lines = page.locator(f".scatterlayer .js-line[style*='{rgb(COLOURS[0][0])}']")
+        lines = page.locator(f".scatterlayer .js-line[style*='{rgb(MODEL_PAIRS[0][0])}']")
         assert lines.count() == 2
         page.locator(".legendtoggle").first.click()
         page.wait_for_function(
             "colour => ![...document.querySelectorAll('.scatterlayer .js-line')]"
             ".some(line => line.style.stroke === colour)",
-            arg=rgb(COLOURS[0][0]),
+            arg=rgb(MODEL_PAIRS[0][0]),
         )
-        other = page.locator(f".scatterlayer .js-line[style*='{rgb(COLOURS[0][1])}']")
+        other = page.locator(f".scatterlayer .js-line[style*='{rgb(MODEL_PAIRS[0][1])}']")
         assert other.count() == 2
 
 

@@ -15,6 +15,7 @@ from sparse_tl.plots import (
     head_roles_figure,
     save_figure,
 )
+from sparse_tl.plots.palette import EMPTY_CELL, ROLES, translucent
 from sparse_tl.plots.panel_grid import round_ticks
 
 NASTY = "</script><img src=x onerror=alert(1)>"
@@ -52,10 +53,10 @@ def test_rows_share_their_vertical_axis(grid: go.Figure) -> None:
 def test_lines_are_green_blue_red_and_grey(grid: go.Figure) -> None:
     means = [trace for trace in grid.data if trace.showlegend]
     assert [(trace.name, trace.line.color) for trace in means] == [
-        ("Facilitation", "#00835b"),
-        ("Irrelevance", "#0072b2"),
-        ("Interference", "#d1352b"),
-        ("Random", "#8a9099"),
+        ("Facilitation", ROLES["facilitation"]),
+        ("Irrelevance", ROLES["irrelevance"]),
+        ("Interference", ROLES["interference"]),
+        ("Random", ROLES["random"]),
     ]
     assert list(means[0].y) == pytest.approx([-0.3 * step for step in range(11)])
     titles = [annotation.text for annotation in grid.layout.annotations]
@@ -70,7 +71,8 @@ def test_a_line_is_pale_where_no_head_of_its_role_is_left() -> None:
         line = AblationLine("interference", *ends, in_role=in_role)
         traces = ablation_grid({"Math": {"Dense": [line]}}).data
         found = {trace.line.color: list(trace.x) for trace in traces if trace.line.width}
-        assert found == {"#d1352b": solid, "rgba(209,53,43,0.35)": pale}
+        red = ROLES["interference"]
+        assert found == {red: solid, translucent(red, 0.35): pale}
         assert [trace.showlegend for trace in traces if trace.line.width] == [True, False]
     whole = AblationLine("interference", *ends, in_role=9.0)
     assert len(ablation_grid({"Math": {"Dense": [whole]}}).data) == 2
@@ -90,8 +92,8 @@ def test_figures_are_saved(grid: go.Figure, tmp_path: Path, suffix: str) -> None
 def test_a_heatmap_is_drawn_in_its_colours(tmp_path: Path) -> None:
     figure = head_roles_figure({"facilitation": [[0.0, 1.0], [0.5, 0.0]]})
     svg = save_figure(figure, tmp_path / "heads.svg").read_text(encoding="utf-8")
-    assert svg.count('fill="#00835b"') == 1
-    assert svg.count('fill="#f2f3f5"') == 2
+    assert svg.count(f'fill="{ROLES["facilitation"]}"') == 1
+    assert svg.count(f'fill="{EMPTY_CELL}"') == 2
     assert "a0.h1<br>facilitation 1.000" in str(figure.data[0].text)
 
 

@@ -1,0 +1,168 @@
+"""The visual language of all figures: colours by what they stand for, type, weights, dark.
+
+Colours are those on a white ground. A dark figure is the light one with every colour turned: mixed
+92 % of the way to its negative, then hues turned back by half a circle. So light and dark change
+places, and blue stays blue. Both steps are linear in sRGB, and are what the CSS filters ``invert``
+and ``hue-rotate`` do: one rule turns a page with all that its script draws, `dark_colour` and
+`dark_svg` turn pictures, and the two agree.
+
+Reference: Filter Effects Module Level 1 (W3C), 8.5 and 8.6, for the matrix of the turned hues.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+Colour = str
+"""``#rrggbb``."""
+
+# ---- type ----------------------------------------------------------------------------------
+
+FONT_FAMILY = "Helvetica Neue, Helvetica, Arial, Liberation Sans, DejaVu Sans, sans-serif"
+
+TITLE_SIZE = 18.0
+"""Of a figure's title, in pixels, as all sizes here."""
+FRAME_TITLE_SIZE = 16.0
+"""Of a framed panel, as in diagrams."""
+PANEL_TITLE_SIZE = 14.0
+"""Of one plot among several, as in curves."""
+LABEL_SIZE = 12.0
+"""Of axis titles, captions and what a pointer shows."""
+TICK_SIZE = 11.0
+LEGEND_SIZE = 11.5
+
+# ---- weights of lines, in pixels ---------------------------------------------------------------
+
+FRAME_WEIGHT = 1.3
+RULE_WEIGHT = 1.4
+"""Of lines that carry no number: residual streams, levels, rings of nodes."""
+CURVE_WEIGHT = 2.0
+THIN_CURVE_WEIGHT = 1.3
+"""Where a panel holds a curve for each head."""
+
+# ---- ground and ink ----------------------------------------------------------------------------
+
+GROUND: Colour = "#ffffff"
+BAND: Colour = "#f6f7f9"
+"""Behind the nodes of one layer."""
+INK: Colour = "#16181d"
+MUTED: Colour = "#5c6470"
+"""Of captions, legends and ticks."""
+CONTROL_INK: Colour = "#3d434d"
+ACCENT: Colour = "#0b3a86"
+"""What is chosen: the predicted character, nodes on its path, heads."""
+POINTED: Colour = "#c2410c"
+"""What the pointer or the keyboard is on."""
+
+# ---- rules: lines that are only looked at when they are looked for -----------------------------
+
+GRID: Colour = "#e6e8ec"
+AXIS: Colour = "#7d8590"
+BORDER: Colour = "#aeb5c0"
+RESIDUAL, RESIDUAL_ON_PATH = "#d3d7de", "#868e9b"
+OPEN_EDGE, OPEN_PORT = "#cdd2da", "#aab1bc"
+"""Circuit edges on no path from the input to the logits, and where they end."""
+EMPTY_CELL: Colour = "#f2f3f5"
+
+# ---- models ------------------------------------------------------------------------------------
+
+DENSE, SPARSE = "#0072b2", "#d97400"
+MODEL_PAIRS: tuple[tuple[Colour, Colour], ...] = ((DENSE, SPARSE), ("#004f3a", "#d070a8"))
+"""(dense, sparse) for the first and the second pair of models in a figure."""
+
+# ---- roles of heads ----------------------------------------------------------------------------
+
+ROLES: dict[str, Colour] = {
+    "facilitation": "#005f43",
+    "irrelevance": "#0072b2",
+    "interference": "#d94a2b",
+    "random": "#868e9b",
+}
+
+# ---- attention edges: from the weakest to the strongest weight ---------------------------------
+
+Scale = tuple[Colour, Colour]
+
+MAIN: Scale = ("#588acc", "#062462")
+MAIN_NEGATIVE: Scale = ("#d5783c", "#8a2c06")
+ON_PATH: Scale = ("#c7d9f0", "#86acdc")
+ON_PATH_NEGATIVE: Scale = ("#f4d4c1", "#e8a47c")
+OFF_PATH: Scale = ("#e2ebf6", "#c8d9ee")
+OFF_PATH_NEGATIVE: Scale = ("#faeae1", "#f5d7c4")
+
+# ---- circuit edges -----------------------------------------------------------------------------
+
+QUERY, KEY, VALUE = "#c85200", "#008f6a", "#0062ac"
+RESIDUAL_READER: Colour = "#2a2e37"
+"""Into an MLP or the logits, and edges without a score."""
+HELPS, HURTS = "#0a3e8c", "#c2540c"
+
+# ---- nodes: (fill, line) -----------------------------------------------------------------------
+
+NODE_REACHED = ("#bcd2f0", ACCENT)
+NODE_UNREACHED = (GROUND, BORDER)
+HEAD_NODE = ("#dfeafa", ACCENT)
+MLP_NODE = ("#efe9dc", "#6d5a2e")
+END_NODE = (GROUND, INK)
+OPEN_NODE = (GROUND, "#b9c0ca")
+ABSENT_NODE = (GROUND, "#e3e6eb")
+OPEN_NODE_INK, ABSENT_NODE_INK = CONTROL_INK, "#6b7380"
+
+# ---- mixing ------------------------------------------------------------------------------------
+
+
+def channels(colour: Colour) -> tuple[int, int, int]:
+    """Red, green and blue, 0..255."""
+    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+    return red, green, blue
+
+
+def blend(start: Colour, end: Colour, share: float) -> Colour:
+    """The colour that is so far on the way from one to the other."""
+    ends = zip(channels(start), channels(end), strict=True)
+    return _hex(round(a + (b - a) * share) for a, b in ends)
+
+
+def translucent(colour: Colour, alpha: float) -> str:
+    """A colour, seen through."""
+    red, green, blue = channels(colour)
+    return f"rgba({red},{green},{blue},{alpha:g})"
+
+
+# ---- dark --------------------------------------------------------------------------------------
+
+_TURNED = 0.92
+DARK_FILTER = f"invert({_TURNED}) hue-rotate(180deg)"
+"""What turns a page dark, as CSS."""
+_HALF_CIRCLE = ((-0.574, 1.43, 0.144), (0.426, 0.43, 0.144), (0.426, 1.43, -0.856))
+_SVG_PAINT = re.compile(r'\b(fill|stroke)="(#[0-9a-fA-F]{6})"')
+_SOLID = re.compile(r"#[0-9a-fA-F]{6}")
+_TRANSLUCENT = re.compile(r"rgba\((\d+), ?(\d+), ?(\d+), ?([\d.]+)\)")
+
+
+def dark_colour(colour: str) -> str:
+    """What a colour, solid or translucent, becomes on a dark ground."""
+    seen_through = _TRANSLUCENT.fullmatch(colour)
+    if seen_through:
+        red, green, blue, alpha = seen_through.groups()
+        return translucent(dark_colour(_hex(map(int, (red, green, blue)))), float(alpha))
+    if not _SOLID.fullmatch(colour):
+        raise ValueError(
+            f"expected a colour like '#0072b2' or 'rgba(0,114,178,0.2)'; got {colour!r}"
+        )
+    negative = [255 * _TURNED + part * (1 - 2 * _TURNED) for part in channels(colour)]
+    turned = (sum(w * part for w, part in zip(row, negative, strict=True)) for row in _HALF_CIRCLE)
+    return _hex(min(max(round(part), 0), 255) for part in turned)
+
+
+def dark_svg(svg: str) -> str:
+    """An SVG document with its colours turned; its texts stay as they are.
+
+    A quotation mark within a text is escaped, so that no text looks like an attribute.
+    """
+    return _SVG_PAINT.sub(lambda found: f'{found[1]}="{dark_colour(found[2])}"', svg)
+
+
+def _hex(parts: Iterable[int]) -> Colour:
+    return "#" + "".join(f"{part:02x}" for part in parts)
