@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         ablate_attention_edges,
         ablate_heads,
     )
+    from sparse_tl.metrics import log_probability, logit_difference, probability_difference
     from sparse_tl.models import (
         build_addition_model,
         load_addition_models,
@@ -139,6 +140,9 @@ _HOMES = {
     "SparseTransformer": "masks",
     "ablate_attention_edges": "masks",
     "ablate_heads": "masks",
+    "log_probability": "metrics",
+    "logit_difference": "metrics",
+    "probability_difference": "metrics",
     "build_addition_model": "models",
     "load_addition_models": "models",
     "load_task_models": "models",
@@ -222,9 +226,12 @@ __all__ = [
     "load_addition_models",
     "load_model",
     "load_task_models",
+    "log_probability",
+    "logit_difference",
     "overlap",
     "patch_exactly",
     "post_train",
+    "probability_difference",
     "prune_edges",
     "read_documents",
     "roc",
