@@ -22,6 +22,8 @@ from sparse_tl.plots.token_text import text_width
 
 # A line of a legend, and the sample of the line in front of its text, in pixels.
 _ROW, _SAMPLE, _SAMPLE_GAP = 16, 18, 5
+# Between lines of a text, over the size of its font; as plotly has it.
+_LINE_HEIGHT = 1.3
 _LINE = {"type": "scatter", "mode": "lines"}
 
 
@@ -262,7 +264,13 @@ def _annotation(annotation: Any, frames: dict[tuple[str, str], Frame]) -> str:
     size = annotation.font.size
     if annotation.textangle:
         turned = f'<g transform="translate({x:.1f} {y:.1f}) rotate({annotation.textangle:g})">'
-        return turned + _text(annotation.text, 0, 0.35 * size, annotation.font, anchor) + "</g>"
+        lines = annotation.text.split("<br>")
+        first = 0.35 * size - _LINE_HEIGHT * size * (len(lines) - 1) / 2
+        drawn = (
+            _text(line, 0, first + _LINE_HEIGHT * size * place, annotation.font, anchor)
+            for place, line in enumerate(lines)
+        )
+        return turned + "".join(drawn) + "</g>"
     return _text(annotation.text, x, y - 0.22 * size, annotation.font, anchor)
 
 

@@ -25,10 +25,11 @@ from sparse_tl.plots.palette import (
     TICK_SIZE,
 )
 from sparse_tl.plots.plotly_figure import CLEAR, PlotlyFigure, base_layout
-from sparse_tl.plots.token_text import clip_text, text_width, visible_text
+from sparse_tl.plots.token_text import fit_text, text_width, visible_text
 
 _LEFT, _GAP, _RIGHT, _TOP, _BOTTOM = 66, 18, 12, 34, 50
-_ROW_TITLE = 26
+_ROW_TITLE, _TWO_LINES = 26, 36
+_SMALLEST_TITLE = 11.0
 _LEGEND_SAMPLE = 40
 
 
@@ -54,7 +55,7 @@ class PanelGrid:
     def figure(self) -> PlotlyFigure:
         """The empty figure, with titles and a place for the legend."""
         widths = [text_width(text, LEGEND_SIZE) for text in self.legend]
-        titles = _ROW_TITLE if any(self.rows) else 0
+        titles = self._row_title_room if any(self.rows) else 0
         legend = max(widths) + _LEGEND_SAMPLE + 12 if widths else 0
         plots = len(self.columns) * (self.width + _GAP) - _GAP
         full = round(_LEFT + plots + titles + legend + _RIGHT)
@@ -143,21 +144,31 @@ class PanelGrid:
     def _inner_height(self) -> int:
         return len(self.rows) * (self.height + self.row_gap) - self.row_gap
 
+    @property
+    def _row_title_room(self) -> int:
+        return _TWO_LINES if any(len(self._fitted(row)[0]) > 1 for row in self.rows) else _ROW_TITLE
+
+    def _fitted(self, title: str, *, top: bool = False) -> tuple[list[str], float]:
+        room = self.width + _GAP if top else self.height + self.row_gap
+        text, n_lines = visible_text(title), 1 if top else 2
+        return fit_text(text, PANEL_TITLE_SIZE, room, smallest=_SMALLEST_TITLE, lines=n_lines)
+
     def _title(self, figure: go.Figure, row: int, column: int, title: str, *, top: bool) -> None:
         if not title:
             return
         names = axis_names(row * len(self.columns) + column)
-        room = self.width + _GAP if top else self.height + self.row_gap
-        place = {"x": 0.5, "y": 1, "yshift": 8} if top else {"x": 1, "y": 0.5, "xshift": 16}
+        lines, size = self._fitted(title, top=top)
+        middle = round(0.6 * self._row_title_room)
+        place = {"x": 0.5, "y": 1, "yshift": 8} if top else {"x": 1, "y": 0.5, "xshift": middle}
         figure.add_annotation(
-            text=escaped(clip_text(visible_text(title), PANEL_TITLE_SIZE, room)),
+            text="<br>".join(map(escaped, lines)),
             xref=f"{names['xaxis']} domain",
             yref=f"{names['yaxis']} domain",
             xanchor="center",
             yanchor="bottom" if top else "middle",
             textangle=0 if top else 90,
             showarrow=False,
-            font={"size": PANEL_TITLE_SIZE, "color": INK},
+            font={"size": size, "color": INK},
             **place,
         )
 

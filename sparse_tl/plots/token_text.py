@@ -82,3 +82,30 @@ def clip_text(text: str, font_size: float, max_width: float) -> str:
     while len(kept) > 1 and text_width(kept + ELLIPSIS, font_size) > max_width:
         kept = kept[:-1]
     return kept + ELLIPSIS
+
+
+def fit_text(
+    text: str, font_size: float, max_width: float, *, smallest: float, lines: int = 1
+) -> tuple[list[str], float]:
+    """A text in the largest font in which it fits, on as few lines as it can; clipped at last.
+
+    Args:
+        text: what to write; it is broken behind spaces and signs, or anywhere if need be.
+        font_size: the largest, in pixels.
+        max_width: of a line, in pixels.
+        smallest: the smallest font, in pixels.
+        lines: the most there may be.
+
+    Returns:
+        The lines, and their size.
+    """
+    needed = text_width(text, 1.0)
+    if needed * smallest <= max_width or lines == 1:
+        size = max(smallest, min(font_size, max_width / max(needed, 1e-9)))
+        return [clip_text(text, size, max_width)], size
+    fitting = max(n for n in range(1, len(text)) if text_width(text[:n], smallest) <= max_width)
+    breaks = [n for n in range(1, fitting + 1) if text[n - 1] in " _-/:.,"]
+    # A break near the beginning would leave the next line with too much.
+    at = max((n for n in breaks if n > fitting / 2), default=fitting)
+    rest, _ = fit_text(text[at:].lstrip(), smallest, max_width, smallest=smallest, lines=lines - 1)
+    return [text[:at].rstrip(), *rest], smallest
