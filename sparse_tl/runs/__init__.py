@@ -3,16 +3,21 @@
 from sparse_tl.runs.addition import AdditionRun, run_addition
 from sparse_tl.runs.circuits import run_circuits
 from sparse_tl.runs.comparison import Comparison
+from sparse_tl.runs.diagnosis import Check, Diagnosis
+from sparse_tl.runs.doctor import run_doctor
 from sparse_tl.runs.head_roles import HeadRolesRun, run_head_roles
 from sparse_tl.runs.text import TextRun, run_post_training
 
 __all__ = [
     "AdditionRun",
+    "Check",
     "Comparison",
+    "Diagnosis",
     "HeadRolesRun",
     "TextRun",
     "run_addition",
     "run_circuits",
+    "run_doctor",
     "run_head_roles",
     "run_post_training",
 ]

@@ -1,11 +1,10 @@
-"""Live progress of a training run, in a terminal and in Jupyter alike."""
+"""Live progress of a training run, with its latest measurements."""
 
 from __future__ import annotations
 
 from types import TracebackType
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column
+from sparse_tl.progress import ProgressBar
 
 _LABELS = {
     "loss": "loss",
@@ -29,18 +28,10 @@ class TrainingProgress:
     """
 
     def __init__(self, title: str, total: int, *, done: int = 0, shown: bool = True) -> None:
-        self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=12),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[measured]}", table_column=Column(no_wrap=True)),
-            TimeRemainingColumn(),
-            disable=not shown,
-        )
-        self._task = self._progress.add_task(title, total=total, completed=done, measured="")
+        self._bar = ProgressBar(title, total, done=done, shown=shown)
 
     def __enter__(self) -> TrainingProgress:
-        self._progress.__enter__()
+        self._bar.__enter__()
         return self
 
     def __exit__(
@@ -49,14 +40,14 @@ class TrainingProgress:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._progress.__exit__(kind, error, traceback)
+        self._bar.__exit__(kind, error, traceback)
 
     def update(self, step: int, row: dict[str, float], best: dict[str, float]) -> None:
         """Show the step, its measurements and the best held-out evaluation so far."""
         shown = [f"{label} {_short(row[name])}" for name, label in _LABELS.items() if name in row]
         if "held_out_active_edges_per_token" in best:
             shown.append(f"best {_short(best['held_out_active_edges_per_token'])}")
-        self._progress.update(self._task, completed=step, measured=" ".join(shown))
+        self._bar.update(step, ", ".join(shown))
 
 
 def _short(value: float) -> str:

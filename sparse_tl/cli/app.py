@@ -1,0 +1,119 @@
+"""The application that commands register with, and how the help of each is laid out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from typer.core import TyperCommand, TyperGroup
+
+from sparse_tl.cli.options import RUN
+from sparse_tl.cli.printing import console
+
+ORDER = ("addition", "post-train", "circuits", "head-roles", "doctor")
+"""As the help lists the commands."""
+
+_EXAMPLES: dict[str | None, str] = {
+    None: """
+ [bold]First steps[/]
+   [cyan]sparse-tl doctor[/]                        what works on this machine
+   [cyan]sparse-tl addition --form placeholder[/]   two models and their figure
+   [cyan]sparse-tl post-train --help[/]             your own model, on your own text"""
+}
+
+
+class _Group(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*ORDER]
+
+    def get_help_option(self, ctx: Any) -> Any:
+        return _plain(super().get_help_option(ctx))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        console.print(_EXAMPLES[None], highlight=False, soft_wrap=True)
+
+
+class _Command(TyperCommand):
+    def get_help_option(self, ctx: Any) -> Any:
+        return _plain(super().get_help_option(ctx), panel=RUN)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        # Not Typer's epilog, whose line breaks depend on its version.
+        console.print(_EXAMPLES[self.name], highlight=False, soft_wrap=True)
+
+
+def _plain(option: Any, panel: str | None = None) -> Any:
+    """``--help`` without the type that some versions of Typer show beside a flag."""
+    if option is not None:
+        option.metavar, option.rich_help_panel = "", panel
+    return option
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def command(name: str, *examples: tuple[str, str]) -> Callable[[Any], Any]:
+    """Register a function as a command; its docstring is the help.
+
+    Args:
+        name: what the user types.
+        examples: what an example does, and its arguments; a line break in them is kept.
+    """
+    lines = ["", " [bold]Examples[/]"]
+    for does, arguments in examples:
+        words = f"sparse-tl {name} {arguments}".rstrip().replace("\n", " \\\n       ")
+        lines.append(f"   [dim]# {escape(does)}[/]\n   [cyan]{escape(words)}[/]")
+    _EXAMPLES[name] = "\n".join(lines)
+
+    def register(function: Any) -> Any:
+        app.command(name, cls=_Command, help=_unwrapped(inspect.getdoc(function) or ""))(function)
+        return function
+
+    return register
+
+
+def _unwrapped(text: str) -> str:
+    """Paragraphs of one line each, for a terminal of any width."""
+    return "\n\n".join(" ".join(part.split()) for part in escape(text).split("\n\n"))
+
+
+def _version(wanted: bool) -> bool:
+    if wanted:
+        from sparse_tl import __version__
+
+        console.print(f"sparse_tl {__version__}", highlight=False)
+        raise typer.Exit
+    return wanted
+
+
+@app.callback(
+    help="Make a transformer's attention sparse without hurting its loss, and see what is left."
+)
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", metavar="", is_eager=True, callback=_version, help="Print the version."
+        ),
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug",
+            metavar="",
+            help="Show the traceback of an error; before or after the command's name.",
+        ),
+    ] = False,
+) -> None:
+    """Options of all commands; ``--debug`` is read by `main`, wherever it stands."""

@@ -1,0 +1,103 @@
+"""How the command line ends: errors as one clear paragraph, exit codes, Ctrl-C."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.markup import escape
+
+from sparse_tl.cli.app import app
+from sparse_tl.cli.printing import errors
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def main() -> None:
+    """Run the command line.
+
+    Exit codes: 0, 1 after an error, 2 for a command that cannot be read, 130 after Ctrl-C.
+    ``--debug``, wherever it stands, shows the traceback of an error.
+    """
+    arguments = [word for word in sys.argv[1:] if word != "--debug"]
+    debug = len(arguments) < len(sys.argv) - 1
+    try:
+        with _plain_warnings(debug):
+            # Typer may turn Ctrl-C into exit code 130 itself, and returns codes, not exits.
+            code = app(args=arguments, prog_name="sparse-tl", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except typer.Exit as stop:
+        code = stop.exit_code
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        code = _explain(error, debug)
+    if code == 130:
+        errors.print("Stopped. What was done is saved: the same command goes on from there.")
+    if code:
+        sys.exit(code)
+
+
+def _explain(error: Exception, debug: bool) -> int:
+    """Say what went wrong, by whose fault, and what to do; the exit code."""
+    usage: int | None = getattr(error, "exit_code", None)
+    if usage is not None:
+        context: Any = getattr(error, "ctx", None)
+        message = getattr(error, "format_message", error.__str__)()
+        if not message:  # a command without arguments has printed its help
+            return usage
+        path = context.command_path if context is not None else "sparse-tl"
+        _say(f"{message.rstrip('.')}. See `{path} --help`.")
+        return usage
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+        first = (str(error).splitlines() or ["out of memory"])[0]
+        _say(
+            f"{first} Use less memory with a smaller --batch-size (and more --accumulate where the "
+            "command has it), a smaller --window or model, or another --device."
+        )
+    elif _foreseen(error):
+        _say(str(error))
+    else:
+        _say(
+            f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:600]}. This is a "
+            "bug in sparse_tl or in a library that it uses, not in your command. "
+            + ("" if debug else "Run the same command with --debug to see where it happened, and ")
+            + ("Please " if debug else "please ")
+            + "report it with the traceback and the output of `sparse-tl doctor`."
+        )
+    return 1
+
+
+def _foreseen(error: Exception) -> bool:
+    """Whether the message was written for the user, or comes from the machine."""
+    if isinstance(error, OSError):
+        return True
+    raised = traceback.extract_tb(error.__traceback__)
+    own = bool(raised) and PACKAGE in Path(raised[-1].filename).resolve().parents
+    return own and isinstance(error, (ValueError, ImportError))
+
+
+def _say(message: str) -> None:
+    # A message may hold brackets; rich must not read them as its markup.
+    errors.print(f"[bold red]Error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _plain_warnings(debug: bool) -> Iterator[None]:
+    """Warnings as a line each, without the source code that Python shows beside them."""
+
+    def show(message: Any, *_: Any, **__: Any) -> None:
+        text = f"[bold yellow]Warning:[/] {escape(str(message))}"
+        errors.print(text, highlight=False, soft_wrap=True)
+
+    with warnings.catch_warnings():
+        if not debug:
+            warnings.showwarning = show
+        yield

@@ -1,0 +1,62 @@
+"""Where the command line prints, and the tables that commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+console = Console()
+errors = Console(stderr=True)
+
+
+def table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, names: int = 1
+) -> None:
+    """Print a table.
+
+    Args:
+        title: above it.
+        columns: their headings.
+        rows: cells as text.
+        names: how many columns, from the left, hold names; the others hold numbers.
+    """
+    drawn = Table(title=escape(title))
+    for place, column in enumerate(columns):
+        drawn.add_column(column, justify="left" if place < names else "right")
+    for row in rows:
+        drawn.add_row(*map(escape, row))
+    console.print(drawn)
+
+
+def comparison(metrics: Mapping[str, Any]) -> None:
+    """Print what each task needs, dense and sparse."""
+    rows = []
+    for task, measured in metrics.items():
+        dense, thin = measured["dense"], measured["sparse"]
+        rows.append(
+            [
+                task,
+                f"{dense['accuracy']:.1%}, {thin['accuracy']:.1%}",
+                f"{_size(dense['heads_at_0.9'])}, {_size(thin['heads_at_0.9'])}",
+                _times(measured["multiplier_heads"]),
+                f"{_size(dense['edges_at_0.9'])}, {_size(thin['edges_at_0.9'])}",
+                _times(measured["multiplier_edges"]),
+            ]
+        )
+    table(
+        "Parts needed for an explained effect of 0.9, dense and sparse",
+        ["", "accuracy", "heads", "fewer", "edges", "fewer"],
+        rows,
+    )
+
+
+def _size(size: float | None) -> str:
+    return "not reached" if size is None else f"{size:.1f}"
+
+
+def _times(factor: float | None) -> str:
+    return "-" if factor is None else f"{factor:.1f}x"

@@ -1,0 +1,187 @@
+"""``sparse-tl addition`` end to end, and what all commands do with their output folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from command_line import ADDITION, Outcome, no_training, run_command
+
+from sparse_tl.hooks import load_model
+from sparse_tl.masks import SparseTransformer
+from sparse_tl.metrics import NoEffectError
+from sparse_tl.tasks.addition import AdditionTask
+from sparse_tl.training import evaluate_held_out
+
+
+@pytest.fixture(scope="module")
+def addition(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    out = tmp_path_factory.mktemp("runs") / "addition"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sparse_tl.runs.addition.PAIRS", 8)
+        return out, run_command(*ADDITION, "--out", out, "--device", "cpu")
+
+
+def test_addition_prints_a_table(addition: tuple[Path, Outcome]) -> None:
+    _, outcome = addition
+    assert (outcome.code, outcome.err) == (0, "")
+    for text in (
+        "Addition, autoregressive, seed 0: 1,000 held-out sums",
+        "base",
+        "sparse",
+        "sums exactly right",
+        "active attention edges per sum",
+        "share of 1056 possible",
+        "heads in use",
+    ):
+        assert text in outcome.out, text
+    # Three steps cannot get every sum right, and the command says so.
+    assert "NOT met" in outcome.out
+
+
+def test_addition_writes_everything(addition: tuple[Path, Outcome]) -> None:
+    out, _ = addition
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert set(metrics) == {"seed", "form", "seconds", "base", "sparse", "circuits", "no_circuits"}
+    assert (metrics["seed"], metrics["form"]) == (0, "autoregressive")
+    assert metrics["seconds"] > 0
+    for name in ("base", "sparse"):
+        assert set(metrics[name]) == {
+            "heldout_accuracy",
+            "heldout_loss",
+            "active_attention_edges",
+            "possible_attention_edges",
+            "active_heads",
+        }
+    assert metrics["base"]["active_attention_edges"] == 1056
+    assert metrics["base"]["possible_attention_edges"] == 4 * 4 * 11 * 12 / 2
+    history = pd.read_csv(out / "history.csv")
+    assert history["phase"].unique().tolist() == ["base", "sparse"]
+    assert history.groupby("phase")["step"].max().to_dict() == {"base": 3, "sparse": 2}
+    assert {"step", "loss", "lambda", "held_out_loss"} <= set(history)
+    html = (out / "addition.html").read_text(encoding="utf-8")
+    assert "Base Model" in html
+    assert "Sparse Model" in html
+    assert "<svg" in (out / "addition.svg").read_text(encoding="utf-8")
+    assert (out / "addition.png").read_bytes().startswith(b"\x89PNG")
+    assert not (out / "checkpoints").exists()
+    assert not [path for path in out.rglob(".*")], "nothing temporary is left"
+
+
+def test_addition_tells_what_each_digit_needs(addition: tuple[Path, Outcome]) -> None:
+    out, outcome = addition
+    circuits = json.loads((out / "metrics.json").read_text())["circuits"]
+    assert list(circuits) == ["hundreds", "tens", "units"]
+    for digit, said in circuits.items():
+        assert 1 <= said["dense"]["edges_at_0.9"] <= 4 * 4 * 37, "of a graph of 4 x 4 heads"
+        for side in ("dense", "sparse"):
+            assert (out / "circuits" / digit / side / "edge_scores" / "result.json").exists()
+    assert "Parts needed for an explained effect of 0.9" in outcome.out
+    assert (out / "circuits" / "edges_kept.html").exists()
+
+
+def test_a_digit_without_an_effect_is_told_and_the_others_are_drawn(
+    addition: tuple[Path, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "addition"
+    shutil.copytree(addition[0], out)
+    shutil.rmtree(out / "circuits" / "units" / "sparse")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NoEffectError("there is no effect to explain")
+
+    monkeypatch.setattr("sparse_tl.runs.addition.measure", refuse)
+    outcome = run_command(*ADDITION, "--out", out, "--device", "cpu")
+    assert outcome.code == 0, outcome.err
+    assert "No circuit: Addition, units, sparse model: there is no effect" in outcome.out
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert list(metrics["circuits"]) == ["hundreds", "tens"]
+    assert len(metrics["no_circuits"]) == 1
+
+
+def test_the_written_models_give_the_written_numbers(addition: tuple[Path, Outcome]) -> None:
+    out, _ = addition
+    metrics = json.loads((out / "metrics.json").read_text())
+    test = AdditionTask("autoregressive").split(seed=0)[2]
+    written = {
+        "base": load_model(out / "base", device="cpu"),
+        "sparse": SparseTransformer.from_pretrained(out / "sparse", device="cpu"),
+    }
+    for name, model in written.items():
+        measured = evaluate_held_out(model, test)
+        assert measured.loss == metrics[name]["heldout_loss"]
+        assert measured.active_edges == metrics[name]["active_attention_edges"]
+    assert written["base"].to_tokens("36+28=").tolist() == [[3, 6, 10, 2, 8, 11]]
+
+
+def test_called_again_it_reuses_what_is_finished(addition: tuple[Path, Outcome]) -> None:
+    out, first = addition
+    weights = (out / "sparse" / "model.safetensors").stat().st_mtime_ns
+    before = json.loads((out / "metrics.json").read_text())
+    with no_training():
+        again = run_command(*ADDITION, "--out", out)
+    assert again.code == 0, again.err
+    assert (out / "sparse" / "model.safetensors").stat().st_mtime_ns == weights
+    after = json.loads((out / "metrics.json").read_text())
+    assert after["base"] == before["base"]
+    assert after["sparse"] == before["sparse"]
+    assert again.out.split(" seconds")[0].rsplit(" ", 1)[0] in first.out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--seed", "1"], "seed 0 there, 1 here"),
+        (["--form", "placeholder"], "form 'autoregressive' there, 'placeholder' here"),
+        (["--base-steps", "4"], "base_steps 3 there, 4 here"),
+    ],
+)
+def test_other_settings_on_the_same_folder(
+    addition: tuple[Path, Outcome], change: list[str], message: str
+) -> None:
+    out, _ = addition
+    with no_training():
+        outcome = run_command(*ADDITION, "--out", out, *change)
+    assert outcome.code == 1
+    assert outcome.out == ""
+    assert outcome.err.startswith("Error: ")
+    assert message in outcome.err
+    assert "--restart" in outcome.err
+    assert "Traceback" not in outcome.err
+    assert (out / "metrics.json").exists()
+
+
+def test_post_train_does_not_take_the_folder_of_another_command(
+    addition: tuple[Path, Outcome], tiny: Path, story: Path
+) -> None:
+    out, _ = addition
+    with no_training():
+        outcome = run_command(
+            *("post-train", "--model", tiny, "--text", story),
+            *("--target-loss", "+0.1", "--out", out),
+        )
+    assert outcome.code == 1
+    assert "command 'addition' there, 'post-train' here" in outcome.err
+
+
+def test_restart_does_not_clear_a_folder_of_other_files(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    with no_training():
+        outcome = run_command(*ADDITION, "--out", tmp_path, "--restart")
+    assert outcome.code == 1
+    assert "thesis.tex" in outcome.err
+    assert (tmp_path / "thesis.tex").read_text() == "precious"
+
+
+@pytest.mark.parametrize("sub", ["file.txt", "file.txt/sub"])
+def test_an_output_folder_that_cannot_be_written(tmp_path: Path, sub: str) -> None:
+    (tmp_path / "file.txt").touch()
+    with no_training():
+        outcome = run_command(*ADDITION, "--out", tmp_path / sub)
+    assert outcome.code == 1
+    assert outcome.err.startswith("Error: expected a folder that can be written; got ")
+    assert "Traceback" not in outcome.err

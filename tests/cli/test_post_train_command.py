@@ -1,0 +1,99 @@
+"""``sparse-tl post-train`` end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from command_line import Outcome, no_training, run_command
+
+from sparse_tl.masks import SparseTransformer
+
+
+def _text_run(model: object, text: object, out: Path, *more: str, target: str = "+0.1") -> Outcome:
+    return run_command(
+        *("post-train", "--model", model, "--text", text, "--target-loss", target, "--out", out),
+        *("--window", "8", "--batch-size", "4", "--steps", "4", "--quiet", *more),
+    )
+
+
+def test_post_train_writes_everything(tmp_path: Path, tiny: Path, story: Path) -> None:
+    out = tmp_path / "out"
+    outcome = _text_run(tiny, story, out)
+    assert (outcome.code, outcome.err) == (0, "")
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert {"seed", "verdict", "feasible", "heldout_windows", "dense", "sparse"} <= set(metrics)
+    for name in ("dense", "sparse"):
+        assert {
+            "heldout_loss",
+            "active_attention_edges",
+            "possible_attention_edges",
+            "active_heads",
+        } <= set(metrics[name])
+        assert metrics[name]["possible_attention_edges"] == 2 * 4 * 8 * 9 / 2
+    assert metrics["dense"]["active_attention_edges"] == 288
+    assert metrics["verdict"] in outcome.out
+    for text in ("dense", "sparse", "loss (nats per token)", "heads in use", "held-out windows"):
+        assert text in outcome.out, text
+    assert pd.read_csv(out / "history.csv")["step"].tolist() == [0, 1, 2, 3, 4]
+    sparse = SparseTransformer.from_pretrained(out / "sparse", device="cpu")
+    assert sparse.to_tokens("the cat").tolist() == [[0, 1, 2]]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "history.csv",
+        "metrics.json",
+        "run.json",
+        "sparse",
+    ]
+    with no_training():
+        again = _text_run(tiny, story, out)
+    assert (again.code, again.out) == (0, outcome.out)
+
+
+def test_post_train_on_other_held_out_text(tmp_path: Path, tiny: Path, story: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("the cat sat on a mat . " * 8)
+    outcome = _text_run(tiny, story, tmp_path / "out", "--held-out-text", str(other))
+    assert outcome.code == 0, outcome.err
+    # 57 tokens: seven windows of eight, of which four are reported on.
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["heldout_windows"] == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(5, "one window of 8 tokens; got 6 tokens"), (100, "at least 20 windows of text")],
+)
+def test_too_little_text(tmp_path: Path, tiny: Path, words: int, message: str) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("cat " * words)
+    with no_training():
+        outcome = _text_run(tiny, text, tmp_path / "out")
+    assert outcome.code == 1
+    assert outcome.err.startswith("Error: expected")
+    assert message in outcome.err
+
+
+def test_a_target_below_the_dense_loss(tmp_path: Path, tiny: Path, story: Path) -> None:
+    with no_training():
+        outcome = _text_run(tiny, story, tmp_path / "out", target="0.1")
+    assert outcome.code == 1
+    assert "expected a target loss that the model can reach" in outcome.err
+
+
+def test_a_mended_command_needs_no_restart(tmp_path: Path, tiny: Path, story: Path) -> None:
+    """A command that was refused before it began has not made the folder its own."""
+    with no_training():
+        assert _text_run(tiny, story, tmp_path / "out", "--window", "800").code == 1
+    outcome = _text_run(tiny, story, tmp_path / "out")
+    assert outcome.code == 0, outcome.err
+
+
+def test_restart_begins_anew(tmp_path: Path, tiny: Path, story: Path) -> None:
+    out = tmp_path / "out"
+    assert _text_run(tiny, story, out).code == 0
+    (out / "of the first run").touch()
+    outcome = _text_run(tiny, story, out, "--seed", "1", "--restart")
+    assert outcome.code == 0, outcome.err
+    assert json.loads((out / "metrics.json").read_text())["seed"] == 1
+    assert not (out / "of the first run").exists()
