@@ -1,19 +1,31 @@
 // Makes the static circuit diagram interactive. The lines, the reached nodes and the captions are
 // computed by the same rules as in drawn_edges.py; all coordinates come from diagram_layout.py.
+//
+// A live figure, whose edges can be removed and restored by a running kernel, is started with more:
+//   state            what to start with in place of data.state
+//   onState(state)   called after every change of it
+//   removed          for each panel, the removed edges as {layer, query, key, heads}
+//   onEdges(panel, edges)  called with [layer, head, query, key] of each edge of a clicked line
 
-function start(root, data) {
+function start(root, data, live) {
   "use strict";
+  live ??= {};
   const HOVER_DISTANCE = 7;
+  const REMOVED = "#c2410c";
   const svg = root.querySelector("svg");
   const tip = root.querySelector(".tip");
-  const state = { ...data.state, focus: null };
+  const state = { ...data.state, focus: null, ...live.state };
   const panels = data.panels.map((panel, index) => {
     const group = svg.querySelector(`g[data-panel="${index}"]`);
     const part = (role) => group.querySelector(`[data-role="${role}"]`);
     return { ...panel, ...unpackEdges(panel), index, group, part, view: null };
   });
   const hasAttribution = panels.every((panel) => panel.weights.length > 1);
-  for (const panel of panels) panel.hover = addHoverPath(panel.part("nodes"), "#c2410c");
+  for (const panel of panels) {
+    panel.hover = addHoverPath(panel.part("nodes"), REMOVED);
+    panel.removed = (live.removed ?? [])[panel.index] ?? [];
+    drawRemoved(panel);
+  }
 
   // ---- numbers -------------------------------------------------------------------------------
 
@@ -173,6 +185,17 @@ function start(root, data) {
     panel.part("edges").replaceChildren(...paths);
   }
 
+  // Removed edges of a live figure stay where they were, as broken lines.
+  function drawRemoved(panel) {
+    if (!panel.removed.length) return;
+    const path = document.createElementNS(SVG, "path");
+    setAttributes(path, {
+      "data-role": "removed", d: panel.removed.map((line) => edgePath(panel, line)).join(""),
+      fill: "none", stroke: REMOVED, "stroke-width": 1.6, "stroke-dasharray": "5 4",
+    });
+    panel.hover.before(path);
+  }
+
   function drawNodes(panel, view) {
     const n = panel.shape[2];
     let residual = "";
@@ -231,6 +254,7 @@ function start(root, data) {
       "data-target": state.target, "data-weight": state.weight, "data-head": state.head,
       "data-threshold": thresholdText(),
     });
+    live.onState?.(state);
   }
 
   // ---- controls ------------------------------------------------------------------------------
@@ -328,7 +352,8 @@ function start(root, data) {
 
   function nodeText(panel, level, column) {
     const place = level === 0 ? "Input" : `After layer ${level - 1}`;
-    return [place, ...tokenText(panel, column, "position")];
+    const hint = live.onEdges ? ["click: what it attends to and predicts"] : [];
+    return [place, ...tokenText(panel, column, "position"), ...hint];
   }
 
   function tokenText(panel, column, label) {
@@ -354,7 +379,17 @@ function start(root, data) {
       const heads = line.others.sort((a, b) => a - b).join(", ");
       text.push(`weaker here: head${line.others.length > 1 ? "s" : ""} ${heads}`);
     }
-    return text;
+    const all = line.others.length ? " in all these heads" : "";
+    return live.onEdges ? [...text, `click: remove this edge${all}`] : text;
+  }
+
+  function removedText(panel, line) {
+    return [
+      `Removed: layer ${line.layer}, head${line.heads.length > 1 ? "s" : ""} ${line.heads.join(", ")}`,
+      ...tokenText(panel, line.key, "from position"),
+      ...tokenText(panel, line.query, "to position"),
+      "click: restore",
+    ];
   }
 
   function clearHover() {
@@ -367,10 +402,10 @@ function start(root, data) {
   }
 
   // The line nearest to a point; lines on the path win over light ones at about the same distance.
-  function nearestLine(panel, x, y) {
+  function nearestLine(panel, lines, x, y) {
     let best = null;
     let bestDistance = HOVER_DISTANCE;
-    for (const line of panel.view.lines) {
+    for (const line of lines) {
       const { startX, startY, endX, endY } = ends(panel, line);
       if (y > startY + 3 || y < endY - 3) continue;
       // The middle of an arc is three quarters of the way to its control points.
@@ -385,21 +420,41 @@ function start(root, data) {
     return best;
   }
 
-  function onPointerMove(event) {
-    clearHover();
+  // The panel under the pointer, and the drawn line or else the removed one beside it.
+  function underPointer(event) {
     const group = event.target.closest("g[data-panel]");
-    if (!group) return hideTip();
+    if (!group) return {};
     const panel = panels[Number(group.dataset.panel)];
-    if (event.target.tagName === "circle") {
-      const { level, column } = event.target.dataset;
-      return showTip(root, nodeText(panel, Number(level), Number(column)), event);
+    if (event.target.tagName === "circle") return { panel, circle: event.target };
+    const { x, y } = pointIn(svg, event);
+    const line = nearestLine(panel, panel.view.lines, x, y);
+    return { panel, line, removed: line ? null : nearestLine(panel, panel.removed, x, y) };
+  }
+
+  function onPointerMove(event) {
+    hideTip();
+    const { panel, circle, line, removed } = underPointer(event);
+    if (circle) {
+      const { level, column } = circle.dataset;
+      showTip(root, nodeText(panel, Number(level), Number(column)), event);
+    } else if (line) {
+      const [, width] = data.styles["path+"][gradeOf(line.value)];
+      setAttributes(panel.hover, { d: line.d, "stroke-width": Math.max(2, width) });
+      showTip(root, edgeText(panel, line), event);
+    } else if (removed) {
+      setAttributes(panel.hover, { d: edgePath(panel, removed), "stroke-width": 2.4 });
+      showTip(root, removedText(panel, removed), event);
     }
-    const point = pointIn(svg, event);
-    const line = nearestLine(panel, point.x, point.y);
-    if (!line) return hideTip();
-    const [, width] = data.styles["path+"][gradeOf(line.value)];
-    setAttributes(panel.hover, { d: line.d, "stroke-width": Math.max(2, width) });
-    showTip(root, edgeText(panel, line), event);
+    svg.style.cursor = live.onEdges && (line || removed) ? "pointer" : "";
+  }
+
+  // A line stands for the edge in every head at or above the threshold.
+  function onClick(event) {
+    const { panel, line, removed } = underPointer(event);
+    const found = line ? { ...line, heads: [line.head, ...line.others] } : removed;
+    if (!found) return;
+    const { layer, query, key } = found;
+    live.onEdges(panel.index, found.heads.map((head) => [layer, head, query, key]));
   }
 
   addTargetClicks(addControls());
@@ -407,6 +462,7 @@ function start(root, data) {
   svg.setAttribute("role", "group");
   svg.addEventListener("pointermove", onPointerMove);
   svg.addEventListener("pointerleave", hideTip);
+  if (live.onEdges) svg.addEventListener("click", onClick);
   onEscape(root, () => {
     state.focus = null;
     drawAll();

@@ -102,7 +102,7 @@ def circuit_diagram(
     state = {"target": target, "weight": weight, "limit": limit, "head": -1}
     data = _script_data(drawn, rounded, layout, state)
     html = interactive_html("circuit_diagram", svg, data)
-    return CircuitDiagram(html, svg, visible_text(title or "Circuit diagram"), tuple(flows))
+    return CircuitDiagram(html, svg, visible_text(title or "Circuit diagram"), tuple(flows), data)
 
 
 def _checked_panels(panels: Mapping[str, AttentionFlow]) -> dict[str, AttentionFlow]:

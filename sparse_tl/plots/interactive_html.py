@@ -21,11 +21,20 @@ class PanelFigure(SelfContainedFigure):
         svg: the same figure as a static SVG document.
         title: of the page, when saved as HTML.
         panel_names: from top to bottom.
+        data: the numbers behind it, as its script gets them.
     """
 
-    def __init__(self, html: str, svg: str, title: str, panel_names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        html: str,
+        svg: str,
+        title: str,
+        panel_names: Sequence[str],
+        data: Mapping[str, Any],
+    ) -> None:
         super().__init__(html, svg, title)
         self.panel_names = tuple(panel_names)
+        self.data = data
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.panel_names))})"

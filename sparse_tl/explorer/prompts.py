@@ -1,0 +1,59 @@
+"""Whether a tokenizer knows all of a text: an unknown character must not pass for another token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def check_known(tokenizer: Any, text: str) -> None:
+    """Make sure that every part of a text has a token of its own.
+
+    Tokenizers put their unknown token, or another special one, for what they do not know, or leave
+    it out. Either way the model would be run on another text than the one that is shown.
+
+    Raises:
+        ValueError: it has not; names the part.
+    """
+    try:
+        unknown = unknown_part(tokenizer, text)
+    except Exception as error:  # tokenizers without an unknown token raise a bare Exception
+        raise ValueError(
+            f"expected a prompt that the tokenizer can encode; got {text!r}: {error}"
+        ) from error
+    if unknown is not None:
+        raise ValueError(
+            f"expected a prompt that the tokenizer can encode; it has no token for {unknown!r}"
+            + _vocabulary_of(tokenizer)
+        )
+
+
+def unknown_part(tokenizer: Any, text: str) -> str | None:
+    """The first part of a text for which the tokenizer has no token; ``None`` if there is none."""
+    if not getattr(tokenizer, "is_fast", False):
+        return _first_unknown_piece(tokenizer, text)
+    encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
+    end = 0
+    for token, (start, stop) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        if text[end:start].strip():  # left out
+            return text[end:start].strip()
+        part = text[start:stop]
+        written = tokenizer.convert_ids_to_tokens(token)
+        if token in tokenizer.all_special_ids and part and part.strip() != written.strip():
+            return part.strip() or part
+        end = max(end, stop)
+    return text[end:].strip() or None
+
+
+def _first_unknown_piece(tokenizer: Any, text: str) -> str | None:
+    """For tokenizers that do not say which characters a token covers."""
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown not in tokenizer(text, add_special_tokens=False)["input_ids"]:
+        return None
+    pieces = tokenizer.tokenize(text)
+    return next((p for p in pieces if tokenizer.convert_tokens_to_ids(p) == unknown), text)
+
+
+def _vocabulary_of(tokenizer: Any) -> str:
+    """The whole vocabulary, where it is short enough to read."""
+    tokens = sorted(tokenizer.get_vocab())
+    return f"; it knows {' '.join(tokens)}" if len(tokens) <= 40 else ""

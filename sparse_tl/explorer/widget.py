@@ -1,0 +1,257 @@
+"""The circuit explorer: a circuit diagram whose parts the running kernel takes out and puts back.
+
+1. The front end (`explorer.js`) draws what the traits hold and asks for changes by messages.
+2. A message changes the `Exploration`; its numbers go back as traits. What cannot be done becomes
+   a message in the widget, and everything else stays as it was.
+3. Beside the live widget the notebook gets the same figure as self-contained HTML. The widget hides
+   it while it lives; without a kernel, in saved and exported notebooks, it is what is seen.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+from uuid import uuid4
+
+import anywidget
+import traitlets
+
+from sparse_tl.explorer.panel import AttentionEdge, Prompt
+from sparse_tl.explorer.payload import Node, node_payload, panels_payload
+from sparse_tl.explorer.session import Exploration
+from sparse_tl.flow import EdgeWeight
+from sparse_tl.hooks import HookedModel
+from sparse_tl.plots import CircuitDiagram, circuit_diagram
+
+
+def _assets(suffix: str, **files: Sequence[str]) -> str:
+    return "\n".join(
+        (resources.files(f"sparse_tl.{package}") / f"{name}.{suffix}").read_text(encoding="utf-8")
+        for package, names in files.items()
+        for name in names
+    )
+
+
+# JupyterLab writes "model not found" where the live view was.
+_NO_VIEW = (
+    ".jp-OutputArea-child:has([data-saved-explorer]) + "
+    ".jp-OutputArea-child:not(:has(.sparse-tl-explorer)) { display: none; }"
+)
+
+
+class CircuitExplorer(anywidget.AnyWidget):
+    """A live circuit diagram for notebooks; `explore` makes one.
+
+    Everything that can be clicked can be called: `toggle_head`, `toggle_edges`, `restore`,
+    `show_prompt`, `select`. `exploration` has the numbers.
+    """
+
+    _esm = _assets(
+        "js",
+        plots=("interactive_figure", "circuit_diagram"),
+        explorer=("explorer_parts", "explorer"),
+    )
+    _css = _assets("css", plots=("interactive_figure",), explorer=("explorer",))
+
+    _prompt = traitlets.Unicode().tag(sync=True)
+    _figure = traitlets.Dict().tag(sync=True)
+    _panels = traitlets.List().tag(sync=True)
+    _node = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True)
+    _message = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True)
+    # The choices of the reader: target, weight and threshold.
+    _state = traitlets.Dict().tag(sync=True)
+    _saved_id = traitlets.Unicode().tag(sync=True)
+
+    def __init__(
+        self,
+        exploration: Exploration,
+        *,
+        weight: EdgeWeight = "attention",
+        threshold: float = 0.1,
+        **style: Any,
+    ) -> None:
+        self.exploration = exploration
+        self._style = style
+        self._selected: Node | None = None
+        self._saved: Any = None
+        state = {
+            "target": exploration.first_target,
+            "weight": weight,
+            "threshold": threshold,
+        }
+        super().__init__(_state=state, _saved_id=f"sparse-tl-{uuid4().hex[:12]}")
+        self._refresh()
+        self.on_msg(self._on_request)
+
+    # ---- what can be clicked ---------------------------------------------------------------------
+
+    def toggle_head(self, panel: str, layer: int, head: int) -> None:
+        """Remove a head, or put it back; see `Exploration.toggle_head`."""
+        self.exploration.toggle_head(panel, layer, head)
+        self._refresh()
+
+    def toggle_edges(self, panel: str, edges: Iterable[AttentionEdge]) -> None:
+        """Remove attention edges, or put them back; see `Exploration.toggle_edges`."""
+        self.exploration.toggle_edges(panel, edges)
+        self._refresh()
+
+    def restore(self, panel: str | None = None) -> None:
+        """Put back everything, in one panel or in all."""
+        self.exploration.restore(panel)
+        self._refresh()
+
+    def show_prompt(self, prompt: Prompt) -> None:
+        """Go on with another prompt; see `Exploration.show_prompt`."""
+        exploration = self.exploration
+        had_edges = any(exploration.removed_edges(title) for title in exploration.titles)
+        same = exploration.show_prompt(prompt)
+        self._selected = None
+        if self._state["target"] >= len(exploration.targets):
+            self._state = {**self._state, "target": len(exploration.targets) - 1}
+        self._refresh()
+        if had_edges and not same:
+            self._say("The prompt has another number of tokens: removed edges are back.", "info")
+
+    def select(self, panel: str, level: int, column: int) -> None:
+        """Show what a node attends to and would predict; level 0 is the input."""
+        node = (panel, level, column)
+        self._node = node_payload(self.exploration, node)
+        self._selected = node
+        self._message = None
+
+    # ---- what is kept ----------------------------------------------------------------------------
+
+    def figure(self) -> CircuitDiagram:
+        """The diagram as it is now, to show or save; the names of panels tell what is removed."""
+        titles = self.exploration.titles
+        return self._diagram({title: title + self._removed_words(title) for title in titles})
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write `figure()` to a path that ends in ``.html``, ``.svg`` or ``.png``."""
+        return self.figure().save(path)
+
+    def _diagram(self, names: Mapping[str, str]) -> CircuitDiagram:
+        state = self._state
+        return circuit_diagram(
+            {name: self.exploration.flow(title) for title, name in names.items()},
+            target=state["target"],
+            weight=state["weight"],
+            threshold=state["threshold"],
+            **self._style,
+        )
+
+    def _removed_words(self, title: str) -> str:
+        counts = {
+            "head": len(self.exploration.removed_heads(title)),
+            "edge": len(self.exploration.removed_edges(title)),
+        }
+        words = [f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items() if n]
+        return f" without {' and '.join(words)}" if words else ""
+
+    # ---- to and from the front end ---------------------------------------------------------------
+
+    def _refresh(self) -> None:
+        """Send everything anew, in one message."""
+        exploration = self.exploration
+        diagram = self._diagram({title: title for title in exploration.titles})
+        panels = panels_payload(exploration)
+        node = None if self._selected is None else node_payload(exploration, self._selected)
+        with self.hold_sync():
+            self._prompt = exploration.prompt
+            self._panels = panels
+            self._node = node
+            self._message = None
+            self._figure = {"svg": diagram.svg, "data": diagram.data}
+
+    def _say(self, text: str, kind: str = "error") -> None:
+        self._message = {"text": text, "kind": kind}
+
+    def _on_request(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
+        started = perf_counter()
+        try:
+            self._act(content)
+        except ValueError as error:
+            self._say(str(error))
+        except Exception as error:  # whatever happens, the reader sees it
+            self._say(f"{type(error).__name__}: {error}")
+        self.send({"done": content.get("id"), "seconds": perf_counter() - started})
+
+    def _act(self, content: Mapping[str, Any]) -> None:
+        match content:
+            case {"action": "prompt", "text": str(text)}:
+                self.show_prompt(text)
+            case {"action": "head", "panel": panel, "head": [int(layer), int(head)]}:
+                self.toggle_head(self._title(panel), layer, head)
+            case {"action": "edges", "panel": panel, "edges": [*edges]}:
+                self.toggle_edges(self._title(panel), [tuple(edge) for edge in edges])
+            case {"action": "restore"}:
+                self.restore()
+            case {"action": "node", "panel": panel, "level": int(level), "column": int(column)}:
+                self.select(self._title(panel), level, column)
+            case {"action": "close"}:
+                self._selected, self._node = None, None
+            case {"action": "settle"}:
+                self._update_saved()
+            case _:
+                raise ValueError(f"expected a known request; got {dict(content)}")
+
+    def _title(self, panel: Any) -> str:
+        titles = self.exploration.titles
+        if not (isinstance(panel, int) and 0 <= panel < len(titles)):
+            raise ValueError(f"expected a panel in 0..{len(titles) - 1}; got {panel!r}")
+        return titles[panel]
+
+    # ---- in the notebook -------------------------------------------------------------------------
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        # Two outputs, since a front end shows one form of each: the HTML for when there is no
+        # kernel, and the live widget, which hides it.
+        self._saved = display(self._saved_bundle(), raw=True, display_id=self._saved_id)
+        display(self._repr_mimebundle_()[0], raw=True)  # type: ignore[index]
+
+    def _saved_bundle(self) -> dict[str, str]:
+        start = f'<div data-saved-explorer="{self._saved_id}">\n<style>{_NO_VIEW}</style>'
+        return {"text/html": f"{start}\n{self.figure()}\n</div>", "text/plain": repr(self)}
+
+    def _update_saved(self) -> None:
+        """What is saved with the notebook follows what is seen."""
+        if self._saved is not None:
+            self._saved.update(self._saved_bundle(), raw=True)
+
+    def __repr__(self) -> str:
+        titles = ", ".join(map(repr, self.exploration.titles))
+        return f"CircuitExplorer({titles}, prompt {self.exploration.prompt!r})"
+
+
+def explore(
+    models: Mapping[str, HookedModel],
+    prompt: Prompt,
+    *,
+    position: int | None = None,
+    positions: Sequence[int] | None = None,
+    weight: EdgeWeight = "attention",
+    **style: Any,
+) -> CircuitExplorer:
+    """A live circuit diagram: take out heads and attention edges, and see what the models say then.
+
+    Args:
+        models: panels from top to bottom, by title; dense or sparse.
+        prompt: text, or its tokens.
+        position: the predicted column that is shown first; the last one if left out.
+        positions: all columns that can be chosen; every mask token of the prompt or the token
+            after it, and `position`, if left out.
+        weight: "attention" (gate times attention) or "attribution" (effect on the logit).
+        **style: passed to `plots.circuit_diagram`: threshold, transition, title.
+
+    Raises:
+        ValueError: no model, a model without attention patterns to hook or without a tokenizer, or
+            a prompt or position that does not fit.
+    """
+    exploration = Exploration(models, prompt, position=position, positions=positions)
+    return CircuitExplorer(exploration, weight=weight, **style)

@@ -1,0 +1,328 @@
+"""What the explorer computes, against hooks written by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_tl.circuits import trace_attention
+from sparse_tl.explorer.session import Exploration
+from sparse_tl.tasks.addition import addition_tokenizer
+
+PROMPT = "36+28=?????"
+HEADS = [(0, 1)]
+EDGES = [(1, 0, 10, 3), (1, 0, 10, 10), (1, 1, 9, 0)]
+
+
+@pytest.fixture
+def exploration(models):
+    return Exploration(models, PROMPT)
+
+
+def by_hand(model: Any, heads: Any = (), edges: Any = ()) -> torch.Tensor:
+    """Logits with these heads silenced at z and these edges at the pattern."""
+
+    def silence(z, hook):
+        for layer, head in heads:
+            if hook.name == f"blocks.{layer}.attn.hook_z":
+                z[:, :, head] = 0
+        return z
+
+    def cut(pattern, hook):
+        for layer, head, query, key in edges:
+            if hook.name == f"blocks.{layer}.attn.hook_pattern":
+                pattern[:, head, query, key] = 0
+        return pattern
+
+    hooks = [(f"blocks.{layer}.attn.hook_z", silence) for layer in range(2)]
+    hooks += [(f"blocks.{layer}.attn.hook_pattern", cut) for layer in range(2)]
+    with torch.no_grad():
+        return model.run_with_hooks(model.to_tokens(PROMPT), fwd_hooks=hooks)[0]
+
+
+def remove_some(exploration: Exploration, panel: str) -> None:
+    for layer, head in HEADS:
+        exploration.toggle_head(panel, layer, head)
+    exploration.toggle_edges(panel, EDGES)
+
+
+@pytest.mark.parametrize("panel", ["Dense", "Sparse"])
+def test_logits_under_removals_are_those_of_hooks_by_hand(exploration, models, panel):
+    model = models[panel]
+    plain = by_hand(model)
+    torch.testing.assert_close(exploration.logits(panel), plain, rtol=0, atol=1e-12)
+    exploration.toggle_head(panel, 0, 1)
+    expected = by_hand(model, HEADS)
+    torch.testing.assert_close(exploration.logits(panel), expected, rtol=0, atol=1e-12)
+    exploration.toggle_edges(panel, EDGES)
+    expected = by_hand(model, HEADS, EDGES)
+    torch.testing.assert_close(exploration.logits(panel), expected, rtol=0, atol=1e-12)
+    assert not torch.allclose(expected, plain, atol=1e-4)
+
+
+def test_the_gates_of_the_sparse_model_are_on(exploration, models):
+    model = models["Sparse"]
+    with model.opened(), torch.no_grad():
+        opened = model(model.to_tokens(PROMPT))[0]
+    assert not torch.allclose(exploration.logits("Sparse"), opened, atol=1e-6)
+    closed = ~exploration.flow("Sparse").gates & torch.ones(11, 11, dtype=torch.bool).tril()
+    assert closed.any() and not exploration.flow("Sparse").attention[closed].any()
+
+
+@pytest.mark.parametrize("panel", ["Dense", "Sparse"])
+def test_restoring_gives_the_first_logits_exactly(exploration, panel):
+    first = exploration.logits(panel).clone()
+    flow = exploration.flow(panel)
+    remove_some(exploration, panel)
+    assert not torch.equal(exploration.logits(panel), first)
+    exploration.restore()
+    assert torch.equal(exploration.logits(panel), first)
+    assert torch.equal(exploration.flow(panel).attention, flow.attention)
+    # One by one instead of all at once.
+    remove_some(exploration, panel)
+    remove_some(exploration, panel)
+    assert exploration.removed_heads(panel) == exploration.removed_edges(panel) == ()
+    assert torch.equal(exploration.logits(panel), first)
+
+
+def test_panels_are_independent(exploration):
+    first = exploration.logits("Sparse").clone()
+    remove_some(exploration, "Dense")
+    assert torch.equal(exploration.logits("Sparse"), first)
+    assert exploration.removed_heads("Dense") == ((0, 1),)
+    assert exploration.removed_edges("Dense") == tuple(sorted(EDGES))
+    assert exploration.removed_edges("Sparse") == ()
+
+
+def test_nothing_is_left_on_the_models(exploration, models):
+    def hooks_of(model: Any) -> list[int]:
+        points = model.hook_dict.values()
+        return [len(p._forward_hooks) + len(p._forward_pre_hooks) for p in points]
+
+    before = {title: hooks_of(model) for title, model in models.items()}
+    weights = {t: [p.clone() for p in m.parameters()] for t, m in models.items()}
+    for panel in models:
+        remove_some(exploration, panel)
+        exploration.node(panel, 2, 10)
+        with pytest.raises(ValueError, match="expected a head"):
+            exploration.toggle_head(panel, 5, 0)
+    assert before == {title: hooks_of(model) for title, model in models.items()}
+    for title, model in models.items():
+        assert all(map(torch.equal, weights[title], model.parameters()))
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_flow_has_no_removed_edge(exploration, models):
+    whole = trace_attention(models["Sparse"], PROMPT, attribution=True)
+    first = exploration.flow("Sparse")
+    assert torch.equal(first.attention, whole.attention)
+    assert torch.equal(first.attribution, whole.attribution)
+    remove_some(exploration, "Sparse")
+    flow = exploration.flow("Sparse")
+    assert not flow.attention[0, 1].any() and not flow.gates[0, 1].any()
+    assert not flow.attribution[:, 0, 1].any()
+    for edge in EDGES:
+        assert flow.attention[edge] == 0 and not flow.gates[edge]
+    assert torch.equal(flow.attention[0, 0], whole.attention[0, 0])
+
+
+def test_the_flow_reads_later_layers_under_the_removals(exploration, models):
+    exploration.toggle_head("Dense", 0, 0)
+    exploration.toggle_edges("Dense", [(0, 1, 10, 3)])
+    seen = {}
+
+    def keep(pattern, hook):
+        seen["pattern"] = pattern[0]
+
+    def silence(z, hook):
+        z[:, :, 0] = 0
+        return z
+
+    def cut(pattern, hook):
+        pattern[:, 1, 10, 3] = 0
+        return pattern
+
+    hooks = [("blocks.0.attn.hook_z", silence), ("blocks.0.attn.hook_pattern", cut)]
+    hooks.append(("blocks.1.attn.hook_pattern", keep))
+    model = models["Dense"]
+    with torch.no_grad():
+        model.run_with_hooks(model.to_tokens(PROMPT), fwd_hooks=hooks)
+    for head in range(2):
+        pattern = exploration.pattern("Dense", 1, head)
+        torch.testing.assert_close(pattern, seen["pattern"][head], rtol=0, atol=1e-12)
+    torch.testing.assert_close(exploration.flow("Dense").attention[1], seen["pattern"])
+
+
+def test_outputs_tell_logits_and_probabilities_before_and_after(exploration, models):
+    model, tokenizer = models["Dense"], addition_tokenizer()
+    remove_some(exploration, "Dense")
+    for target, (_, read_at) in enumerate(exploration.targets):
+        before = by_hand(model)[read_at]
+        after = by_hand(model, HEADS, EDGES)[read_at]
+        changes = exploration.outputs("Dense", target, top=4)
+        assert len(changes) == 4
+        for change in changes:
+            token = tokenizer.convert_tokens_to_ids(change.text)
+            assert change.before.logit == pytest.approx(before[token].item(), abs=1e-9)
+            assert change.after.logit == pytest.approx(after[token].item(), abs=1e-9)
+            expected = before.softmax(-1)[token].item(), after.softmax(-1)[token].item()
+            found = change.before.probability, change.after.probability
+            assert found == pytest.approx(expected, abs=1e-9)
+        logits = [change.after.logit for change in changes]
+        assert logits == sorted(logits, reverse=True)
+        assert changes[0].text == tokenizer.decode([int(after.argmax())])
+        assert tokenizer.decode([int(before.argmax())]) in [change.text for change in changes]
+
+
+def test_a_node_tells_its_attention_and_what_it_would_predict(exploration, models):
+    model = models["Sparse"]
+    remove_some(exploration, "Sparse")
+    reading = exploration.node("Sparse", 2, 10)
+    for head in range(2):
+        row = exploration.pattern("Sparse", 1, head)[10]
+        assert torch.equal(reading.attention[head], row)
+    assert reading.removed.nonzero().tolist() == [[0, 3], [0, 10]]
+    assert exploration.node("Sparse", 1, 4).removed.tolist() == [[False] * 5, [True] * 5]
+    # At the last level the logit lens reads the model's own output.
+    after = exploration.logits("Sparse")[10]
+    best = int(after.argmax())
+    assert reading.tokens[0].text == model.tokenizer.decode([best])
+    assert reading.tokens[0].logit == pytest.approx(after[best].item(), abs=1e-9)
+    assert len(exploration.node("Sparse", 0, 10).attention) == 0
+
+
+def test_the_logit_lens_is_the_final_norm_and_the_unembedding(exploration, models):
+    model = models["Dense"]
+    with torch.no_grad():
+        _, cache = model.run_with_cache(model.to_tokens(PROMPT))
+        for level, name in enumerate(("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post")):
+            logits = model.unembed(model.ln_final(cache[name]))[0, 7]
+            token = exploration.node("Dense", level, 7).tokens[0]
+            assert token.text == model.tokenizer.decode([int(logits.argmax())])
+            assert token.logit == pytest.approx(logits.max().item(), abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["grouped", "attention_only"])
+def test_other_architectures(build_small, kind):
+    model = build_small(kind)
+    exploration = Exploration({"m": model}, PROMPT)
+    remove_some(exploration, "m")
+    expected = by_hand(model, HEADS, EDGES)
+    torch.testing.assert_close(exploration.logits("m"), expected, rtol=0, atol=1e-12)
+    assert exploration.node("m", 2, 10).attention.shape[0] == model.cfg.n_heads
+
+
+# ---- prompts and positions -----------------------------------------------------------------------
+
+
+def test_positions_that_can_be_chosen(models):
+    assert Exploration(models, PROMPT).targets == tuple((c, c) for c in range(6, 11))
+    assert Exploration(models, PROMPT).first_target == 4
+    assert Exploration(models, PROMPT, position=7).first_target == 1
+    assert Exploration(models, PROMPT, position=-2).first_target == 3
+    assert Exploration(models, "36+28=", position=3).targets == ((3, 2),)
+    chosen = Exploration(models, "36+28=", positions=[2, 4], position=2)
+    assert (chosen.targets, chosen.first_target) == (((2, 1), (4, 3)), 0)
+    with pytest.raises(ValueError, match=r"one of \[2, 4\]; got 3"):
+        Exploration(models, "36+28=", positions=[2, 4], position=3)
+
+
+def test_tokens_are_a_prompt_too(models):
+    tokens = models["Dense"].to_tokens(PROMPT)[0]
+    by_tokens, by_text = Exploration(models, tokens), Exploration(models, PROMPT)
+    assert by_tokens.prompt == PROMPT
+    assert torch.equal(by_tokens.logits("Dense"), by_text.logits("Dense"))
+
+
+def test_another_prompt_of_the_same_length_keeps_what_is_removed(exploration, models):
+    remove_some(exploration, "Dense")
+    assert exploration.show_prompt("11+11=?????")
+    assert exploration.removed_heads("Dense") == ((0, 1),)
+    assert exploration.removed_edges("Dense") == tuple(sorted(EDGES))
+    fresh = Exploration(models, "11+11=?????")
+    remove_some(fresh, "Dense")
+    assert torch.equal(exploration.logits("Dense"), fresh.logits("Dense"))
+
+
+def test_another_prompt_of_the_same_length_is_read_at_the_same_columns(models):
+    exploration = Exploration(models, "36+28=00064", positions=[7, 10])
+    exploration.show_prompt("11+11=00022")
+    assert exploration.targets == ((7, 6), (10, 9))
+
+
+def test_another_length_restores_edges_and_keeps_heads(exploration):
+    remove_some(exploration, "Dense")
+    assert not exploration.show_prompt("11+11=")
+    assert exploration.removed_heads("Dense") == ((0, 1),)
+    assert exploration.removed_edges("Dense") == ()
+    assert exploration.targets == ((6, 5),)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ("", "got an empty text"),
+        ("1" * 17, "at most 16 tokens, the model's context; got 17"),
+        ("36x28=", "no token for 'x'; it knows"),
+        ("3 6", "no token for ' '"),
+    ],
+)
+def test_a_prompt_that_cannot_be_run_changes_nothing(exploration, models, prompt, problem):
+    remove_some(exploration, "Dense")
+    logits, targets = exploration.logits("Dense"), exploration.targets
+    with pytest.raises(ValueError, match=problem):
+        exploration.show_prompt(prompt)
+    assert exploration.prompt == PROMPT and exploration.targets == targets
+    assert exploration.logits("Dense") is logits
+    with pytest.raises(ValueError, match=problem):
+        Exploration(models, prompt)
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+def test_what_does_not_exist_is_refused(exploration):
+    with pytest.raises(ValueError, match=r"of 2 layers of 2 heads; got \(0, 2\)"):
+        exploration.toggle_head("Dense", 0, 2)
+    with pytest.raises(ValueError, match="query 3, key 4"):
+        exploration.toggle_edges("Dense", [(0, 0, 3, 4)])
+    with pytest.raises(ValueError, match=r"columns 0\.\.10; got query 11"):
+        exploration.toggle_edges("Dense", [(0, 0, 11, 4)])
+    with pytest.raises(ValueError, match=r"of \['Dense', 'Sparse'\]; got 'Other'"):
+        exploration.flow("Other")
+    with pytest.raises(ValueError, match=r"level in 0\.\.2; got 3"):
+        exploration.node("Dense", 3, 0)
+    with pytest.raises(ValueError, match="column that the model reads"):
+        exploration.node("Dense", 1, 11)
+    assert exploration.removed_edges("Dense") == ()
+
+
+def test_a_model_without_attention_patterns_is_refused_by_name(build_small):
+    model = build_small()
+    del model.hook_dict["blocks.1.attn.hook_pattern"]
+    with pytest.raises(ValueError, match=r"blocks\.1\.attn\.hook_pattern.*lacks"):
+        Exploration({"m": model}, PROMPT)
+
+
+def test_a_model_that_breaks_later_keeps_the_old_state(exploration, models):
+    logits = exploration.logits("Dense").clone()
+    del models["Dense"].hook_dict["blocks.1.attn.hook_pattern"]
+    with pytest.raises(ValueError, match="lacks"):
+        exploration.toggle_edges("Dense", [(1, 0, 3, 3)])
+    assert exploration.removed_edges("Dense") == ()
+    assert torch.equal(exploration.logits("Dense"), logits)
+
+
+def test_no_model_and_no_tokenizer_are_refused(build_tiny):
+    with pytest.raises(ValueError, match="at least one model"):
+        Exploration({}, PROMPT)
+    with pytest.raises(ValueError, match="tokenizer"):
+        Exploration({"m": build_tiny()}, PROMPT)
+
+
+def test_models_that_see_other_columns_are_refused(build_small, models):
+    longer = build_small(default_prepend_bos=True)
+    with pytest.raises(ValueError, match="in the same columns; 'Dense' has 11 and 'BOS' 12"):
+        Exploration({"Dense": models["Dense"], "BOS": longer}, PROMPT)
