@@ -1,0 +1,117 @@
+"""The documentation is true: its code runs and prints what it says, its names and links exist."""
+
+import contextlib
+import importlib
+import io
+import re
+import textwrap
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import sparse_tl
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+if not (ROOT / "mkdocs.yml").exists():
+    pytest.skip("the documentation is in the repository alone", allow_module_level=True)
+
+PAGES = sorted(DOCS.rglob("*.md")) + [ROOT / "README.md"]
+# Pages whose blocks are run one after the other.
+RUN_PAGES = [
+    DOCS / "tutorial.md",
+    DOCS / "coming-from.md",
+    *(page for page in sorted((DOCS / "how-to").glob("*.md")) if "```python" in page.read_text()),
+]
+# The title of a block says when it needs more than is here: a download, another package.
+RUN_TITLES = ("", ' title="sparse_tl"', ' title="TransformerLens: run here too"')
+_FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+@dataclass
+class Block:
+    """A fenced block of a page, and the output that stands below it, if any."""
+
+    language: str
+    options: str
+    code: str
+    line: int
+    output: str | None = None
+
+
+def blocks_of(page: Path) -> list[Block]:
+    found: list[Block] = []
+    text = page.read_text("utf-8")
+    end = 0
+    for match in _FENCE.finditer(text):
+        _, language, options, body = match.groups()
+        body = textwrap.dedent(body)
+        follows = found and not text[end : match.start()].strip()
+        if language == "text" and follows and found[-1].language == "python":
+            found[-1].output = body
+        line = text[: match.start()].count("\n") + 2
+        found.append(Block(language, options, body, line))
+        end = match.end()
+    return found
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_code_compiles(page: Path):
+    for block in blocks_of(page):
+        if block.language == "python":
+            # Placed at its own line, so that an error names the line of the page.
+            compile("\n" * (block.line - 1) + block.code, named(page), "exec")
+
+
+@pytest.mark.parametrize("page", RUN_PAGES, ids=named)
+def test_code_runs_and_prints_what_the_page_says(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {}
+    for block in blocks_of(page):
+        if block.language != "python" or block.options not in RUN_TITLES:
+            continue
+        code = compile("\n" * (block.line - 1) + block.code, named(page), "exec")
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exec(code, namespace)
+        if block.output is not None:
+            assert printed.getvalue() == block.output, f"{named(page)}, line {block.line}"
+
+
+def test_reference_has_every_public_name():
+    documented = []
+    for page in (DOCS / "reference").glob("*.md"):
+        for path in re.findall(r"^::: (\S+)", page.read_text("utf-8"), re.MULTILINE):
+            home, _, name = path.rpartition(".")
+            documented.append(getattr(importlib.import_module(home), name))
+    missing = [
+        name
+        for name in sparse_tl.__all__
+        if not any(getattr(sparse_tl, name) is one for one in documented)
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_relative_links_lead_to_files(page: Path):
+    text = _FENCE.sub("", page.read_text("utf-8"))
+    for target in _LINK.findall(text):
+        path = target.partition("#")[0]
+        if path and not re.match(r"[a-z]+:", path):
+            assert (page.parent / path).exists(), f"{named(page)} links to {target}"
+
+
+def test_every_code_fence_is_closed():
+    for page in PAGES:
+        fences = re.findall(r"^ *```", page.read_text("utf-8"), re.MULTILINE)
+        assert len(fences) == 2 * len(blocks_of(page)), named(page)
