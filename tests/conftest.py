@@ -1,12 +1,15 @@
-"""Tiny models and a tiny task that every test can afford."""
+"""Tiny models and a tiny task that every test can afford, and a browser without a network."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
+import huggingface_hub.constants
 import pytest
 import torch
 
@@ -72,6 +75,13 @@ def shared_data() -> Path:
     return folder
 
 
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a network, and without its minutes of retries."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
 @pytest.fixture(scope="session")
 def echo_rows() -> Callable[..., TokenBatch]:
     """A task that needs attention: two random tokens in turn, so each repeats the last but one."""
@@ -115,3 +125,44 @@ def build_echo(
         return model
 
     return build
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Chromium, or a skipped test where there is none."""
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed (pip install playwright)"
+    )
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    found = (path for path in map(shutil.which, names) if path)
+    path = os.environ.get("SPARSE_TL_CHROMIUM") or next(found, None)
+    if path is None:
+        pytest.skip("no Chromium found; put it on PATH or set SPARSE_TL_CHROMIUM to its path")
+    switches = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"]
+    switches += ["--disable-background-networking", "--disable-component-update"]
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=switches)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """An offline page; the test fails if the page has errors or opens a dialog."""
+    context = browser.new_context(viewport={"width": 1032, "height": 900})
+    context.set_offline(True)
+    context.set_default_timeout(5000)
+    page = context.new_page()
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(f"error: {error}"))
+    page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
+    page.on("request", lambda r: None if r.url.startswith("file:") else problems.append(r.url))
+
+    def on_dialog(dialog: Any) -> None:
+        problems.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
+    page.on("dialog", on_dialog)
+    yield page
+    context.close()
+    assert not problems

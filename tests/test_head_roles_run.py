@@ -177,6 +177,7 @@ def test_models_of_one_name_keep_columns_of_their_own(folders: list[str]) -> Non
         ({"models": ["m"], "tasks": ["text"]}, "text=SOURCE; got 'text'"),
     ],
 )
+@pytest.mark.usefixtures("offline")
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         run_head_roles(tmp_path / "run", **{**FEW, **settings})

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from sparse_tl.files import atomic_folder, check_writable, read_json, recover_folder, write_json
 from sparse_tl.hooks import Model, load_model, save_model
@@ -100,13 +100,30 @@ def load_pair(
 def built_pair(
     recipe: Recipe, seed: int, *, cache: str | Path | None = None, device: str | None = None
 ) -> Path:
-    """The folder of a pair in the cache, built when it is absent."""
+    """The folder of a pair in the cache, built when it is absent.
+
+    Raises:
+        ValueError: a folder that cannot be written.
+        UserWarning: a warning, where another job builds this pair already and is waited for.
+    """
     folder = recipe.folder(seed, cache)
     if not (_finished(folder / "base") and _finished(folder / "sparse")):
         check_writable(folder.parent)
         # The jobs of a cluster share the user's cache folder: one builds, the others wait.
-        with FileLock(folder.with_suffix(".lock")):
+        lock = FileLock(folder.with_suffix(".lock"))
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            warnings.warn(
+                f"another job is building the {recipe.name} models of seed {seed} in {folder}; "
+                "waiting until it is done",
+                stacklevel=4,
+            )
+            lock.acquire()
+        try:
             _build(recipe, folder, device)
+        finally:
+            lock.release()
     return folder
 
 

@@ -111,7 +111,13 @@ def _built_in(cache: str | Path | None) -> Iterator[Check]:
         check_writable(folder)
         free = shutil.disk_usage(folder).free
     except ValueError as error:
-        yield Check(group, "cache", "failed", str(error), "Or mend its permissions.")
+        yield Check(
+            group,
+            "cache",
+            "failed",
+            str(error),
+            "Other seeds are kept there: mend it, or set XDG_CACHE_HOME to another folder.",
+        )
     else:
         little = free < ROOM
         advice = "A long run may fill the disk; free some space." if little else ""

@@ -129,6 +129,7 @@ def test_pairs_that_differ_from_the_start_are_no_questions(tmp_path: Path) -> No
         SYNTAX.load(None, 5, source=file, max_tokens=9)
 
 
+@pytest.mark.usefixtures("offline")
 def test_a_source_that_is_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no-such-set is no file, and loading it as a dataset"):
         read_rows("no-such-set")

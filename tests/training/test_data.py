@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import datasets
-import huggingface_hub.constants
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -153,10 +151,8 @@ def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
         list(read_documents(path))
 
 
-def test_neither_a_file_nor_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As on a machine without a network, and without its minutes of retries.
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+@pytest.mark.usefixtures("offline")
+def test_neither_a_file_nor_a_dataset() -> None:
     with pytest.raises(ValueError, match="no-such-dataset is no file, and loading it as a dataset"):
         list(read_documents("no-such-dataset"))
 
