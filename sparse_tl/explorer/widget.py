@@ -130,9 +130,9 @@ class CircuitExplorer(anywidget.AnyWidget):
         titles = self.exploration.titles
         return self._diagram({title: title + self._removed_words(title) for title in titles})
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write `figure()` to a path that ends in ``.html``, ``.svg`` or ``.png``."""
-        return self.figure().save(path)
+        return self.figure().save(path, **options)
 
     def _diagram(self, names: Mapping[str, str]) -> CircuitDiagram:
         state = self._state

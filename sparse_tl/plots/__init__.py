@@ -1,5 +1,6 @@
 """Results in, pictures out: nothing here knows a model."""
 
+from sparse_tl.plots.attention_view import AttentionView, attention_view
 from sparse_tl.plots.circuit_diagram import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.component_diagram import ComponentDiagram, component_diagram
 from sparse_tl.plots.curves import EffectCurve, effect_figure, multiplier
@@ -15,6 +16,7 @@ from sparse_tl.plots.rendering import SelfContainedFigure
 
 __all__ = [
     "AblationLine",
+    "AttentionView",
     "CircuitDiagram",
     "ComponentDiagram",
     "EffectCurve",
@@ -22,6 +24,7 @@ __all__ = [
     "ScoredCircuit",
     "SelfContainedFigure",
     "ablation_grid",
+    "attention_view",
     "circuit_diagram",
     "component_diagram",
     "effect_figure",

@@ -82,7 +82,7 @@ def interactive_html(script: str, svg: str, data: dict[str, Any]) -> str:
         (folder / name).read_text(encoding="utf-8")
         for name in ("interactive_figure.css", "interactive_figure.js", f"{script}.js")
     )
-    payload = _script_json(data)
+    payload = script_json(data)
     # The same figure always has the same id; the script takes every copy on the page that has not
     # been started yet, so that showing a figure twice works too.
     digest = hashlib.sha256((script + svg + payload).encode()).hexdigest()[:12]
@@ -99,7 +99,7 @@ def interactive_html(script: str, svg: str, data: dict[str, Any]) -> str:
     )
 
 
-def _script_json(data: dict[str, Any]) -> str:
+def script_json(data: Any) -> str:
     """JSON that can stand inside a script element, whatever the tokens are."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     # ensure_ascii has escaped U+2028 and U+2029 already.

@@ -1,0 +1,68 @@
+"""The attention patterns of a model's heads on one prompt, to browse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sparse_tl import plots
+from sparse_tl.circuits import trace_attention
+from sparse_tl.explorer.panel import Head, Prompt
+from sparse_tl.explorer.prompts import check_known
+from sparse_tl.hooks import HookedModel, attention_shape
+from sparse_tl.nodes import Node
+
+
+def attention_view(
+    model: HookedModel,
+    prompt: Prompt,
+    *,
+    layer: int | None = None,
+    heads: Sequence[Head] | None = None,
+    title: str | None = None,
+) -> plots.AttentionView:
+    """Browse attention patterns with circuitsvis: gate times attention, query by key.
+
+    The figure holds all that it needs, so that it works with the network off; without JavaScript
+    it shows every pattern as a small heat map.
+
+    Args:
+        model: a dense model or a SparseTransformer, with a tokenizer.
+        prompt: text, or its tokens. Columns are shown up to the last one at which the model is
+            read: all of them, or, where the prompt has mask tokens, up to the last of these.
+        layer: the layer whose heads are shown; all layers if left out.
+        heads: (layer, head) of each head that is shown, in place of a layer.
+        title: above the patterns.
+
+    Raises:
+        ValueError: a layer or head that the model lacks, a layer and heads at once, a prompt that
+            is empty, too long or holds what the tokenizer does not know, or more than 200,000
+            attention weights.
+    """
+    chosen = _chosen(model, layer, heads)
+    if isinstance(prompt, str) and model.tokenizer is not None:
+        check_known(model.tokenizer, prompt)
+    flow = trace_attention(model, prompt)
+    n_read = max(read_at for _, read_at in flow.targets) + 1
+    return plots.attention_view(
+        flow.attention[*zip(*chosen, strict=True)][:, :n_read, :n_read],
+        flow.input_tokens[:n_read],
+        [str(Node("head", layer, head)) for layer, head in chosen],
+        title=title,
+    )
+
+
+def _chosen(model: HookedModel, layer: int | None, heads: Sequence[Head] | None) -> list[Head]:
+    shape = attention_shape(model)
+    every = [(i, head) for i in range(shape.n_layers) for head in range(shape.n_heads)]
+    if layer is not None and heads is not None:
+        raise ValueError(f"expected a layer or heads; got layer={layer} and heads={list(heads)}")
+    if layer is not None and not 0 <= layer < shape.n_layers:
+        raise ValueError(f"expected a layer in 0..{shape.n_layers - 1}; got {layer}")
+    chosen = list(heads) if heads is not None else [h for h in every if layer in (None, h[0])]
+    unknown = [head for head in chosen if head not in every]
+    if unknown or not chosen:
+        raise ValueError(
+            f"expected heads (layer, head) of {shape.n_layers} layers of {shape.n_heads} heads, at "
+            f"least one; got {unknown[0] if unknown else 'none'}"
+        )
+    return chosen

@@ -1,0 +1,120 @@
+"""Attention patterns: the static heat maps, and circuitsvis's component with the network off."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+
+from sparse_tl.plots import attention_view
+
+ATTACK = "</script><img src=x onerror=alert(1)>"
+TOKENS = list("36+28=")
+
+
+@pytest.fixture
+def patterns():
+    scores = torch.randn(3, 6, 6, generator=torch.Generator().manual_seed(0))
+    return scores.masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+
+
+def heat_maps(svg: str) -> dict[str, ElementTree.Element]:
+    return {
+        e.attrib["data-head"]: e
+        for e in ElementTree.fromstring(svg).iter()
+        if "data-head" in e.attrib
+    }
+
+
+def test_every_head_has_a_heat_map_of_its_weights():
+    weights = torch.zeros(2, 3, 3)
+    weights[0, 2, 1], weights[0, 1, 0], weights[1, 0, 0] = 1.0, 0.2, 0.001
+    figure = attention_view(weights, ["a", "b", "c"], ["a0.h0", "a0.h1"])
+    maps = heat_maps(figure.svg)
+    paths = [e for e in maps["a0.h0"] if e.tag.endswith("path")]
+    assert [path.get("d") for path in paths] == ["M0 1h1v1h-1z", "M1 2h1v1h-1z"]
+    light, dark = (int(path.attrib["fill"][1:3], 16) for path in paths)
+    assert dark < light
+    assert not [e for e in maps["a0.h1"] if e.tag.endswith("path")]
+    assert repr(figure) == "AttentionView(a0.h0, a0.h1)"
+
+
+def test_tokens_are_written_where_there_is_room(patterns):
+    assert ">+</text>" in attention_view(patterns, TOKENS, ["a", "b", "c"]).svg
+    many = torch.eye(80)[None].repeat(3, 1, 1)
+    assert ">+</text>" not in attention_view(many, ["+"] * 80, ["a", "b", "c"]).svg
+
+
+def test_the_html_is_whole_and_holds_everything(patterns):
+    html = str(attention_view(patterns, TOKENS, ["a", "b", "c"], title="A model"))
+    assert html.count("<div") == html.count("</div>") == 3
+    assert html.count("<script") - html.count('"<script>') == 1
+    assert len(re.findall(r"</script", html)) == 1
+    assert "unpkg" not in html and "sourceMappingURL" not in html
+
+
+@pytest.mark.parametrize(
+    ("shape", "problem"),
+    [((3, 5, 5), "3 heads over 6 tokens"), ((3, 6, 5), "got shape"), ((2, 6, 6), "got shape")],
+)
+def test_shapes_that_disagree_are_refused(shape, problem):
+    with pytest.raises(ValueError, match=problem):
+        attention_view(torch.zeros(shape), TOKENS, ["a", "b", "c"])
+
+
+def test_other_numbers_are_refused(patterns):
+    for bad in (-patterns, 2 * patterns, patterns * torch.nan):
+        with pytest.raises(ValueError, match=r"weights in 0\.\.1"):
+            attention_view(bad, TOKENS, ["a", "b", "c"])
+    with pytest.raises(
+        ValueError, match="at most 200,000 attention weights.*got 250,000"
+    ):
+        attention_view(torch.zeros(1, 500, 500), ["x"] * 500, ["a"])
+    with pytest.raises(ValueError, match="at least one"):
+        attention_view(torch.zeros(0, 6, 6), TOKENS, [])
+
+
+def test_it_saves_as_html_svg_and_png(patterns, tmp_path):
+    figure = attention_view(patterns, TOKENS, ["a", "b", "c"])
+    for suffix in ("html", "svg", "png"):
+        assert figure.save(tmp_path / f"view.{suffix}").stat().st_size > 1000
+
+
+def test_circuitsvis_shows_the_heads_with_the_network_off(page, tmp_path, patterns):
+    names = ["a0.h0", "a0.h1", "a1.h0"]
+    figure = attention_view(patterns, TOKENS, names, title="A model")
+    page.goto(figure.save(tmp_path / "view.html").as_uri())
+    page.wait_for_selector(".sparse-tl-attention[data-ready]")
+    page.wait_for_selector("canvas")
+    text = page.locator(".sparse-tl-attention").inner_text()
+    assert "A model" in text and all(name in text for name in names)
+    assert not page.locator(".static").is_visible()
+
+
+def test_without_a_script_the_heat_maps_are_seen(browser, tmp_path, patterns):
+    context = browser.new_context(java_script_enabled=False, offline=True)
+    page = context.new_page()
+    page.goto(attention_view(patterns, TOKENS, ["a", "b", "c"]).save(tmp_path / "v.html").as_uri())
+    assert page.locator("g[data-head]").count() == 3
+    assert page.locator(".static").is_visible()
+    context.close()
+
+
+def test_two_copies_on_a_page_both_start(page, tmp_path, patterns):
+    figure = attention_view(patterns, TOKENS, ["a", "b", "c"])
+    path = tmp_path / "page.html"
+    path.write_text(f"<!DOCTYPE html><meta charset='utf-8'><body>{figure}{figure}</body>")
+    page.goto(path.as_uri())
+    page.wait_for_function("document.querySelectorAll('canvas').length >= 2")
+    assert page.locator("[data-ready]").count() == 2
+
+
+def test_hostile_tokens_and_names_stay_text(page, tmp_path, patterns):
+    tokens = [ATTACK, *TOKENS[1:]]
+    figure = attention_view(patterns, tokens, [ATTACK, "b", "c"], title=ATTACK)
+    page.goto(figure.save(tmp_path / "view.html").as_uri())
+    page.wait_for_selector("canvas")
+    assert page.locator("img").count() == 0
+    assert ATTACK in page.locator("h3").first.inner_text()
