@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         to_eap_ig,
         trace_attention,
     )
+    from sparse_tl.explorer import CircuitExplorer, Exploration, attention_view, explore
     from sparse_tl.figures import circuit_diagram
     from sparse_tl.flow import AttentionFlow
     from sparse_tl.graph import CircuitGraph
@@ -119,6 +120,10 @@ _HOMES = {
     "roc": "circuits",
     "to_eap_ig": "circuits",
     "trace_attention": "circuits",
+    "CircuitExplorer": "explorer",
+    "Exploration": "explorer",
+    "attention_view": "explorer",
+    "explore": "explorer",
     "circuit_diagram": "figures",
     "AttentionFlow": "flow",
     "CircuitGraph": "graph",
@@ -178,12 +183,14 @@ __all__ = [
     "AttentionGates",
     "BernoulliGate",
     "Circuit",
+    "CircuitExplorer",
     "CircuitGraph",
     "ContrastiveGates",
     "DocstringTask",
     "EdgeCounts",
     "EdgeScores",
     "Evaluation",
+    "Exploration",
     "GreaterThanTask",
     "HardConcreteGate",
     "HeadCircuit",
@@ -209,6 +216,7 @@ __all__ = [
     "ablation_curve",
     "ablation_grid",
     "acdc",
+    "attention_view",
     "attribute_attention_edges",
     "attribute_edges",
     "attribute_heads",
@@ -220,6 +228,7 @@ __all__ = [
     "evaluate_edges",
     "evaluate_heads",
     "evaluate_held_out",
+    "explore",
     "fit_contrastive_head_gates",
     "fit_head_gates",
     "from_eap_ig",
