@@ -1,10 +1,8 @@
-"""Hand-made flows with known circuits, and a browser without a network."""
+"""Hand-made flows with known circuits."""
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jaxtyping
@@ -146,44 +144,3 @@ def make_random_circuit() -> Callable[..., ScoredCircuit]:
 def unchecked_types(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switches off the run-time type checks of the tests: users meet our own messages."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
-    """Chromium, or a skipped test where there is none."""
-    sync_api = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed (pip install playwright)"
-    )
-    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
-    found = (path for path in map(shutil.which, names) if path)
-    path = os.environ.get("SPARSE_TL_CHROMIUM") or next(found, None)
-    if path is None:
-        pytest.skip("no Chromium found; put it on PATH or set SPARSE_TL_CHROMIUM to its path")
-    switches = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"]
-    switches += ["--disable-background-networking", "--disable-component-update"]
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=switches)
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    """An offline page; the test fails if the page has errors or opens a dialog."""
-    context = browser.new_context(viewport={"width": 1032, "height": 900})
-    context.set_offline(True)
-    context.set_default_timeout(5000)
-    page = context.new_page()
-    problems: list[str] = []
-    page.on("pageerror", lambda error: problems.append(f"error: {error}"))
-    page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
-    page.on("request", lambda r: None if r.url.startswith("file:") else problems.append(r.url))
-
-    def on_dialog(dialog: Any) -> None:
-        problems.append(f"dialog: {dialog.message}")
-        dialog.dismiss()
-
-    page.on("dialog", on_dialog)
-    yield page
-    context.close()
-    assert not problems
