@@ -54,7 +54,8 @@ def _explain(error: Exception, debug: bool) -> int:
         if not message:  # a command without arguments has printed its help
             return usage
         path = context.command_path if context is not None else "sparse-tl"
-        _say(f"{message.rstrip('.')}. See `{path} --help`.")
+        ended = message if message.endswith(("?", ".")) else f"{message}."
+        _say(f"{ended} See `{path} --help`.")
         return usage
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
         first = (str(error).splitlines() or ["out of memory"])[0]

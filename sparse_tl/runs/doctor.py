@@ -27,6 +27,7 @@ from sparse_tl.runs.model_checks import attention_edges, check_hooks, training_m
 PACKAGES = ("sparse_tl", "torch", "transformer-lens", "transformers")
 NOTEBOOKS = ("jupyterlab", "ipywidgets", "anywidget")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+SIDES = ("base", "sparse")
 ROOM = 2**30
 """Bytes of disk below which a run may fail halfway."""
 
@@ -85,7 +86,7 @@ def _machine() -> Iterator[Check]:
     memory = "memory unknown"
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         memory = _size(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) + " of memory"
-    threads = f"{torch.get_num_threads()} threads on {os.cpu_count()} cores"
+    threads = f"PyTorch uses {torch.get_num_threads()} of {os.cpu_count()} cores"
     yield Check(group, "cpu", "fine", f"{platform.machine()}, {threads}, {memory}")
     for place in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(place)
@@ -147,9 +148,6 @@ def _seeds(recipe: Recipe, cache: str | Path | None) -> str:
         if seeds:
             said.append(f"seed {', '.join(map(str, seeds))} {place}")
     return "; ".join(said)
-
-
-SIDES = ("base", "sparse")
 
 
 def _self_check() -> list[Check]:
@@ -227,4 +225,5 @@ def _size(n_bytes: float) -> str:
 
 
 def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
+    said = " ".join(str(error).split())[:600]
+    return said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}"

@@ -58,7 +58,7 @@ REFUSED = {
         ["circuits", "--device", "abacus"],
         "a device that PyTorch can use here, .* got 'abacus' .*See `sparse-tl circuits --help`",
     ),
-    "command": (["multiplication"], "No such command 'multiplication'"),
+    "command": (["multiplication"], "No such command 'multiplication'.* See `sparse-tl --help`"),
     "missing": (["post-train", "--model", "MODEL", "--text", "STORY"], "--target-loss"),
     "no model": (
         ["post-train", "--model", "nowhere/model", "--text", "STORY", "--target-loss", "+1"],
