@@ -79,7 +79,7 @@ class AblationCurve(Saved):
         from sparse_tl.plots import ablation_grid
 
         lines = [self.line()] + ([self.line(control=True)] if self.control is not None else [])
-        return ablation_grid({title or self.by.capitalize(): {"": lines}})
+        return ablation_grid({"": {title or self.by.capitalize(): lines}})
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per number of ablated heads: mean, smallest and largest over seeds, control."""

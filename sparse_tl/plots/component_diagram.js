@@ -16,8 +16,14 @@ function start(root, data) {
   const panels = data.panels.map((panel, index) => {
     const group = svg.querySelector(`g[data-panel="${index}"]`);
     const part = (role) => group.querySelector(`[data-role="${role}"]`);
-    const paths = [];
-    for (const path of part("edges").children) paths[path.dataset.edge] = path;
+    // For each edge its lines, one to each of its readers.
+    const drawn = new Map();
+    for (const path of part("edges").children) {
+      drawn.set(`${path.dataset.edge} ${path.dataset.reader}`, path);
+    }
+    const paths = panel.edges.map((edge, rank) => edge.readers.map(
+      (reader) => drawn.get(`${rank} ${data.nodes[reader].name}`),
+    ));
     const nodes = [...part("nodes").children];
     const hover = addHoverPath(part("nodes"), data.pointed);
     return { ...panel, index, group, part, paths, nodes, hover, view: null };
@@ -49,7 +55,10 @@ function start(root, data) {
     const edges = shownEdges(panel);
     const [above, below] = [reach(edges, INPUT, true), reach(edges, LOGITS, false)];
     const between = (node) => above.has(node) && below.has(node);
-    const onPath = edges.map((edge) => between(edge.source) && edge.readers.some(between));
+    const linesOnPath = edges.map(
+      (edge) => edge.readers.map((reader) => between(edge.source) && between(reader)),
+    );
+    const onPath = linesOnPath.map((lines) => lines.includes(true));
     const drawn = new Set(edges.flatMap((edge) => [edge.source, ...edge.readers]));
     const anyPath = onPath.includes(true);
     const states = data.nodes.map((_, node) => {
@@ -57,7 +66,7 @@ function start(root, data) {
       return drawn.has(node) ? "open" : "absent";
     });
     const focus = state.focus && state.focus.panel === panel.index ? state.focus.node : null;
-    return { edges, onPath, states, ...selectFocus(edges, focus) };
+    return { edges, onPath, linesOnPath, states, ...selectFocus(edges, focus) };
   }
 
   // The ancestors and descendants of the chosen node, and the edges on the way to and from it.
@@ -87,18 +96,18 @@ function start(root, data) {
   }
 
   function drawEdges(panel, view) {
-    view.edges.forEach((edge, rank) => {
-      setAttributes(panel.paths[rank], {
-        "data-kind": view.onPath[rank] ? "path" : "open",
-        stroke: view.onPath[rank] ? edge.strokes[state.colour] : data.openStroke,
+    const lines = view.edges.flatMap((edge, rank) => panel.paths[rank].map((path, reader) => {
+      const onPath = view.linesOnPath[rank][reader];
+      setAttributes(path, {
+        "data-kind": onPath ? "path" : "open",
+        stroke: onPath ? edge.strokes[state.colour] : data.openStroke,
         opacity: view.nearEdge(edge) ? null : 0.13,
       });
-    });
+      return { path, rank, onPath };
+    }));
     // Strong lines over weak ones, and lines on a path over all others.
-    const order = view.edges.map((_, rank) => rank).sort(
-      (a, b) => view.onPath[a] - view.onPath[b] || b - a,
-    );
-    panel.part("edges").replaceChildren(...order.map((rank) => panel.paths[rank]));
+    lines.sort((a, b) => a.onPath - b.onPath || b.rank - a.rank);
+    panel.part("edges").replaceChildren(...lines.map(({ path }) => path));
   }
 
   function drawNode(group, node, view) {
@@ -113,7 +122,7 @@ function start(root, data) {
     setAttributes(text, { fill: isFocus ? data.ground : paint.ink });
     for (const port of group.querySelectorAll("circle")) {
       const entering = view.edges
-        .map((edge, rank) => [edge, view.onPath[rank]])
+        .map((edge, rank) => [edge, view.linesOnPath[rank][edge.readers.indexOf(node)]])
         .filter(([edge]) => edge.slot === port.dataset.slot && edge.readers.includes(node));
       const coloured = entering.some(([, onPath]) => onPath);
       setAttributes(port, {
@@ -256,7 +265,7 @@ function start(root, data) {
   }
 
   function nearestEdge(panel, x, y) {
-    panel.samples ??= panel.paths.map(samplesOf);
+    panel.samples ??= panel.paths.map((lines) => lines.flatMap(samplesOf));
     let [best, bestDistance] = [null, HOVER_DISTANCE];
     panel.view.edges.forEach((edge, rank) => {
       if (!panel.view.nearEdge(edge)) return;
@@ -264,7 +273,7 @@ function start(root, data) {
       let distance = Infinity;
       for (let i = 1; i < points.length; i++) {
         const [from, to] = [points[i - 1], points[i]];
-        // Where an edge has several lines, the path jumps from the end of one to the next.
+        // Where an edge has several lines, the points jump from the end of one to the next.
         if (Math.abs(to.x - from.x) + Math.abs(to.y - from.y) > 2 * SAMPLE_STEP) continue;
         distance = Math.min(distance, distanceToSegment(x, y, from.x, from.y, to.x, to.y));
       }
@@ -288,9 +297,10 @@ function start(root, data) {
     const point = pointIn(panel.part("content"), event);
     const rank = nearestEdge(panel, point.x, point.y);
     if (rank === null) return;
-    const path = panel.paths[rank];
-    const width = Number(path.getAttribute("stroke-width")) + 0.8;
-    setAttributes(panel.hover, { d: path.getAttribute("d"), "stroke-width": width });
+    const lines = panel.paths[rank];
+    const width = Number(lines[0].getAttribute("stroke-width")) + 0.8;
+    const d = lines.map((line) => line.getAttribute("d")).join("");
+    setAttributes(panel.hover, { d, "stroke-width": width });
     showTip(root, edgeText(panel, panel.edges[rank]), event);
   }
 

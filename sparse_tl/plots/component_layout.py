@@ -68,9 +68,9 @@ class ComponentLayout:
     bands: tuple[Band, ...]
     legend_y: float
 
-    def path_data(self, panel: int, edge: DrawnEdge) -> str:
-        """All lines of an edge as SVG path data."""
-        return "".join(self.curves[panel][line] for line in _lines(edge))
+    def path_data(self, panel: int, edge: DrawnEdge, reader: Node) -> str:
+        """The line of an edge to one of its readers as SVG path data."""
+        return self.curves[panel][Line(edge.source, reader, edge.slot)]
 
 
 def lay_out(

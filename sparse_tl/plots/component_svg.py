@@ -125,22 +125,19 @@ def _panel(
         )
     yield '<g data-role="edges" fill="none" stroke-linecap="round">'
     # Strong lines over weak ones, and lines on a path over all others.
-    order = sorted(range(len(panel.edges)), key=lambda rank: (panel.on_path[rank], -rank))
-    for rank in order:
-        yield _edge(rank, panel, layout.path_data(index, panel.edges[rank]), colour)
+    lines = [(rank, edge, node) for rank, edge in enumerate(panel.edges) for node in edge.readers]
+    for rank, edge, reader in sorted(lines, key=lambda ln: (panel.line_on_path(*ln[1:]), -ln[0])):
+        on_path = panel.line_on_path(edge, reader)
+        stroke = line_stroke(edge, colour) if on_path else OPEN_EDGE
+        yield (
+            f'<path data-edge="{rank}" data-reader="{reader}" '
+            f'data-kind="{"path" if on_path else "open"}" '
+            f'd="{layout.path_data(index, edge, reader)}" stroke="{stroke}" '
+            f'stroke-width="{line_width(edge.strength):g}"/>'
+        )
     yield "</g>"
     yield from _nodes(panel, layout)
     yield "</g></g>"
-
-
-def _edge(rank: int, panel: DrawnCircuit, data: str, colour: LineColour) -> str:
-    edge, on_path = panel.edges[rank], panel.on_path[rank]
-    stroke = line_stroke(edge, colour) if on_path else OPEN_EDGE
-    return (
-        f'<path data-edge="{rank}" data-kind="{"path" if on_path else "open"}" '
-        f'd="{data}" stroke="{stroke}" '
-        f'stroke-width="{line_width(edge.strength):g}"/>'
-    )
 
 
 def _nodes(panel: DrawnCircuit, layout: ComponentLayout) -> Iterator[str]:
@@ -168,8 +165,8 @@ def _ports(node: Node, panel: DrawnCircuit, box: NodeBox) -> Iterator[str]:
     """A dot for each slot that a drawn edge enters, in colour where that edge is on a path."""
     for slot in SLOTS:
         entering = [
-            on_path
-            for edge, on_path in zip(panel.edges, panel.on_path, strict=True)
+            panel.line_on_path(edge, node)
+            for edge in panel.edges
             if edge.slot == slot and node in edge.readers
         ]
         if entering:

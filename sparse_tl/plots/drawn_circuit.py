@@ -118,6 +118,10 @@ class DrawnCircuit:
         """The ends of all drawn edges."""
         return frozenset(node for edge in self.edges for node in (edge.source, *edge.readers))
 
+    def line_on_path(self, edge: DrawnEdge, reader: Node) -> bool:
+        """Whether this line of an edge is on a path; under grouped-query attention some may be."""
+        return edge.source in self.nodes_on_path and reader in self.nodes_on_path
+
     @property
     def has_scores(self) -> bool:
         return any(edge.score is not None for edge in self.edges)

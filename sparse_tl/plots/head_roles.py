@@ -169,7 +169,7 @@ def gate_trajectories(
             figure,
             0,
             stage,
-            x={"range": [0, last], **round_ticks(0, last)},
+            x={"range": [-0.02 * last, 1.02 * last], **round_ticks(0, last)},
             y={"range": [-0.03, 1.03], **round_ticks(0, 1, 2)},
             x_title="Update",
             y_title="Gate",

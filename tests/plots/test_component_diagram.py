@@ -20,6 +20,7 @@ from sparse_tl.plots.component_layout import NODE_HEIGHT, ComponentLayout, lay_o
 from sparse_tl.plots.component_rows import node_rows
 from sparse_tl.plots.drawn_circuit import DrawnCircuit, draw_strongest
 from sparse_tl.plots.layered_layout import Segment, count_crossings, order_rows, place_rows
+from sparse_tl.plots.palette import KEY, OPEN_EDGE, OPEN_PORT
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -105,11 +106,29 @@ def test_an_edge_into_a_key_value_head_ends_at_the_heads_that_take_part(make_cir
     assert readers == [["a1.h1"], ["logits"], ["a0.h2", "a0.h3"]]
     assert drawn.on_path == (True, True, False)
     (panel,) = panels_of(component_diagram({"m": make_circuit(edges, grouped)}))
-    assert [path.get("d", "").count("M") for _, path in sorted(paths_of(panel).items())] == [
-        1,
-        1,
-        2,
-    ]
+    lines = [e for e in panel.iter() if "data-edge" in e.attrib]
+    ends = sorted((e.get("data-edge"), e.get("data-reader")) for e in lines)
+    assert ends == [("0", "a1.h1"), ("1", "logits"), ("2", "a0.h2"), ("2", "a0.h3")]
+    assert all(line.get("d", "").count("M") == 1 for line in lines)
+
+
+def test_of_the_heads_that_share_a_key_only_those_on_a_path_are_in_colour(make_circuit):
+    edges = {"input->a0.kv0<k>": -1.0, "a0.h1->logits": 0.5, "a0.h0->m1": 0.4}
+    (panel,) = panels_of(component_diagram({"m": make_circuit(edges, CircuitGraph(2, 4, 2))}))
+    looks = {
+        line.get("data-reader"): (line.get("data-kind"), line.get("stroke"))
+        for line in panel.iter()
+        if line.get("data-edge") == "0"
+    }
+    assert looks == {"a0.h0": ("open", OPEN_EDGE), "a0.h1": ("path", KEY)}
+    ports = {
+        node.get("data-node"): port.get("fill")
+        for node in panel.iter()
+        if "data-node" in node.attrib
+        for port in node
+        if port.get("data-slot") == "k"
+    }
+    assert ports == {"a0.h0": OPEN_PORT, "a0.h1": KEY}
 
 
 def test_lines_are_thicker_and_darker_with_score(make_circuit):
@@ -195,7 +214,8 @@ def test_nothing_overlaps_and_no_line_runs_through_a_node(make_random_circuit, s
         passed = [
             point
             for edge in panel.edges
-            for point in numbers(layout.path_data(index, edge))
+            for reader in edge.readers
+            for point in numbers(layout.path_data(index, edge, reader))
             if point[1] in rows
         ]
         # At the bends; lines end above and below the middle of a box.

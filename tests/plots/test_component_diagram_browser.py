@@ -10,8 +10,9 @@ from component_examples import ATTACK, EDGES
 
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.plots import ComponentDiagram, component_diagram
+from sparse_tl.plots.palette import KEY, OPEN_PORT
 
-LOOKS = ("data-edge", "data-kind", "stroke", "stroke-width")
+LOOKS = ("data-edge", "data-reader", "data-kind", "stroke", "stroke-width")
 READ_PATHS = f"""panel => [...panel.querySelectorAll('[data-edge]')].map(
     path => {list(LOOKS)}.map(name => path.getAttribute(name)))"""
 READ_PLACES = """panel => [...panel.querySelectorAll('[data-edge]')].map(
@@ -203,6 +204,16 @@ def test_an_edge_with_several_readers(page, tmp_path, make_circuit):
     assert panel(page).evaluate(READ_NEAR) == ["a1.h1", "input", "logits"]
     node(page, "a1.h0").hover()
     assert tip(page)[2] == "input->a1.kv0<k> −1"
+
+
+def test_heads_that_share_a_key_look_like_the_static_figure(page, tmp_path, make_circuit):
+    edges = {"input->a0.kv0<k>": -1.0, "a0.h1->logits": 0.5, "a0.h0->m1": 0.4}
+    figure = component_diagram({"m": make_circuit(edges, CircuitGraph(2, 4, 2))})
+    show(page, tmp_path, figure)
+    assert_looks_like(page, figure)
+    port = "[data-node='{}'] [data-slot='k']"
+    ports = [page.locator(port.format(head)).get_attribute("fill") for head in ("a0.h0", "a0.h1")]
+    assert ports == [OPEN_PORT, KEY]
 
 
 def test_hostile_names_stay_text(page, tmp_path, make_circuit):
