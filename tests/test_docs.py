@@ -19,6 +19,8 @@ if not (ROOT / "mkdocs.yml").exists():
     pytest.skip("the documentation is in the repository alone", allow_module_level=True)
 
 PAGES = sorted(DOCS.rglob("*.md")) + [ROOT / "README.md"]
+# The gallery shows the bodies of functions, cut from the script that makes it.
+CODE_PAGES = [page for page in PAGES if page.parent.name != "gallery"]
 # Pages whose blocks are run one after the other.
 RUN_PAGES = [
     DOCS / "tutorial.md",
@@ -62,7 +64,7 @@ def named(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", CODE_PAGES, ids=named)
 def test_code_compiles(page: Path):
     for block in blocks_of(page):
         if block.language == "python":
