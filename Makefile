@@ -5,10 +5,14 @@ BIN := $(VENV)/bin
 OUT ?= runs/addition
 FORM ?= placeholder
 
-.PHONY: demo test lint docs clean
+.PHONY: demo lab test lint docs notebooks clean
 
 demo: $(VENV)/.installed
 	$(BIN)/sparse-tl addition --form $(FORM) --out $(OUT)
+
+# The notebooks, in a browser; the built-in models come with the package, so nothing is trained.
+lab: $(VENV)/.installed
+	$(BIN)/jupyter lab notebooks
 
 # One process per core; more threads each would only stand in each other's way.
 test: $(VENV)/.installed
@@ -22,11 +26,15 @@ lint: $(VENV)/.installed
 
 # The site is in site/; open site/index.html, or look at it while writing with `mkdocs serve`.
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(VENV)/.docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
+
+# Runs the notebooks and stores them with pictures in place of interactive figures.
+notebooks: $(VENV)/.installed
+	$(BIN)/python notebooks/store.py
 
 # torch comes first: the constraint names a build that other packages must not replace.
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -28,7 +28,9 @@ def _gradients(model: Model, read: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "grouped", "attention_only"])
-def test_logits_and_gradients_are_the_same_where_they_are_read(build_tiny: Build, kind: str) -> None:
+def test_logits_and_gradients_are_the_same_where_they_are_read(
+    build_tiny: Build, kind: str
+) -> None:
     model, read = build_tiny(kind, dtype="float64"), _read()
     plain, plain_gradients = model(TOKENS)[read], _gradients(model, read)
     with lean(model, read):
