@@ -187,7 +187,8 @@ class CircuitExplorer(anywidget.AnyWidget):
             case {"action": "head", "panel": panel, "head": [int(layer), int(head)]}:
                 self.toggle_head(self._title(panel), layer, head)
             case {"action": "edges", "panel": panel, "edges": [*edges]}:
-                self.toggle_edges(self._title(panel), [tuple(edge) for edge in edges])
+                places = [(layer, head, query, key) for layer, head, query, key in edges]
+                self.toggle_edges(self._title(panel), places)
             case {"action": "restore"}:
                 self.restore()
             case {"action": "node", "panel": panel, "level": int(level), "column": int(column)}:

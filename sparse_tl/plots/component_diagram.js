@@ -25,8 +25,9 @@ function start(root, data) {
       (reader) => drawn.get(`${rank} ${data.nodes[reader].name}`),
     ));
     const nodes = [...part("nodes").children];
+    const ports = nodes.map((node) => [...node.querySelectorAll("circle")]);
     const hover = addHoverPath(part("nodes"), data.pointed);
-    return { ...panel, index, group, part, paths, nodes, hover, view: null };
+    return { ...panel, index, group, part, paths, nodes, ports, hover, view: null };
   });
 
   // ---- what is shown -------------------------------------------------------------------------
@@ -83,10 +84,21 @@ function start(root, data) {
 
   // ---- drawing -------------------------------------------------------------------------------
 
+  // With thousands of lines it is the elements that cost: only what changes is written.
+  const written = new WeakMap();
+  function update(element, attributes) {
+    const old = written.get(element) ?? {};
+    for (const [name, value] of Object.entries(attributes)) {
+      if (old[name] !== value) setAttributes(element, { [name]: value });
+    }
+    written.set(element, attributes);
+  }
+
   function draw(panel) {
     const view = (panel.view = selectView(panel));
     drawEdges(panel, view);
-    panel.nodes.forEach((group, node) => drawNode(group, node, view));
+    const entered = enteredPorts(view);
+    panel.nodes.forEach((_, node) => drawNode(panel, node, view, entered[node]));
     const onPath = view.onPath.filter(Boolean).length;
     panel.part("caption").textContent = caption(panel, view, onPath);
     setAttributes(panel.group, {
@@ -96,38 +108,58 @@ function start(root, data) {
   }
 
   function drawEdges(panel, view) {
-    const lines = view.edges.flatMap((edge, rank) => panel.paths[rank].map((path, reader) => {
-      const onPath = view.linesOnPath[rank][reader];
-      setAttributes(path, {
-        "data-kind": onPath ? "path" : "open",
-        stroke: onPath ? edge.strokes[state.colour] : data.openStroke,
-        opacity: view.nearEdge(edge) ? null : 0.13,
+    const lines = view.edges.flatMap((edge, rank) => {
+      const opacity = view.nearEdge(edge) ? null : 0.13;
+      return panel.paths[rank].map((path, reader) => {
+        const onPath = view.linesOnPath[rank][reader];
+        update(path, {
+          "data-kind": onPath ? "path" : "open",
+          stroke: onPath ? edge.strokes[state.colour] : data.openStroke, opacity,
+        });
+        return { path, rank, onPath };
       });
-      return { path, rank, onPath };
-    }));
+    });
     // Strong lines over weak ones, and lines on a path over all others.
     lines.sort((a, b) => a.onPath - b.onPath || b.rank - a.rank);
-    panel.part("edges").replaceChildren(...lines.map(({ path }) => path));
+    arrange(panel.part("edges"), lines.map(({ path }) => path));
   }
 
-  function drawNode(group, node, view) {
+  // Gives an element these children and leaves those alone that are in place already.
+  function arrange(parent, children) {
+    const wanted = new Set(children);
+    for (const child of [...parent.children]) if (!wanted.has(child)) child.remove();
+    let next = parent.firstElementChild;
+    for (const child of children) {
+      if (child === next) next = next.nextElementSibling;
+      else parent.insertBefore(child, next);
+    }
+  }
+
+  // For each node, the slots that a shown line enters, each with whether one on a path does.
+  function enteredPorts(view) {
+    const entered = data.nodes.map(() => ({}));
+    view.edges.forEach((edge, rank) => edge.readers.forEach((reader, i) => {
+      entered[reader][edge.slot] ||= view.linesOnPath[rank][i];
+    }));
+    return entered;
+  }
+
+  function drawNode(panel, node, view, entered) {
+    const group = panel.nodes[node];
     const paint = data.paint[data.nodes[node].kind][view.states[node]];
     const isFocus = node === view.focus;
     const [box, text] = group.children;
-    setAttributes(group, {
+    update(group, {
       "data-state": view.states[node], "aria-pressed": isFocus,
       opacity: view.nearNode(node) ? null : 0.3,
     });
-    setAttributes(box, { fill: isFocus ? paint.stroke : paint.fill, stroke: paint.stroke });
-    setAttributes(text, { fill: isFocus ? data.ground : paint.ink });
-    for (const port of group.querySelectorAll("circle")) {
-      const entering = view.edges
-        .map((edge, rank) => [edge, view.linesOnPath[rank][edge.readers.indexOf(node)]])
-        .filter(([edge]) => edge.slot === port.dataset.slot && edge.readers.includes(node));
-      const coloured = entering.some(([, onPath]) => onPath);
-      setAttributes(port, {
-        display: entering.length ? null : "none",
-        fill: coloured ? data.slots[port.dataset.slot] : data.openPort,
+    update(box, { fill: isFocus ? paint.stroke : paint.fill, stroke: paint.stroke });
+    update(text, { fill: isFocus ? data.ground : paint.ink });
+    for (const port of panel.ports[node]) {
+      const { slot } = port.dataset;
+      update(port, {
+        display: slot in entered ? null : "none",
+        fill: entered[slot] ? data.slots[slot] : data.openPort,
       });
     }
   }

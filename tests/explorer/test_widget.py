@@ -1,0 +1,277 @@
+"""The explorer without a front end: what it is sent, what it sends, and what a notebook keeps."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from typing import Any
+
+import pytest
+import torch
+from IPython.core.formatters import DisplayFormatter
+
+from sparse_tl import figures
+from sparse_tl.explorer import CircuitExplorer, explore
+
+PROMPT = "36+28=?????"
+ATTACK = "</script><img src=x onerror=alert(1)>"
+
+
+@pytest.fixture
+def explorer(models):
+    return explore(models, PROMPT)
+
+
+def ask(explorer: CircuitExplorer, **content: Any) -> dict[str, Any]:
+    """What the front end gets for a message: the answer to it."""
+    answers: list[dict[str, Any]] = []
+    explorer.send = lambda content, buffers=None: answers.append(content)
+    explorer._on_request(explorer, {"id": 7, **content}, [])
+    assert [answer["done"] for answer in answers] == [7]
+    return answers[0]
+
+
+def caption_counts(svg: str) -> list[int]:
+    groups = [g for g in ElementTree.fromstring(svg).iter() if "data-panel" in g.attrib]
+    return [int(group.attrib["data-attention-edges"]) for group in groups]
+
+
+def test_it_shows_the_figure_of_circuit_diagram(explorer, models):
+    expected = figures.circuit_diagram(models, PROMPT, positions=range(6, 11))
+    assert explorer._figure == {"svg": expected.svg, "data": expected.data}
+    assert str(explorer.figure()) == str(expected)
+
+
+def test_style_and_position_reach_the_figure(models):
+    explorer = explore(models, PROMPT, position=7, weight="attribution", threshold=0.3, title="T")
+    expected = figures.circuit_diagram(
+        models, PROMPT, positions=range(6, 11), position=7, weight="attribution", threshold=0.3,
+        title="T",
+    )  # fmt: skip
+    assert str(explorer.figure()) == str(expected)
+
+
+def test_everything_sent_is_json(explorer):
+    explorer.select("Sparse", 1, 4)
+    for name in ("_prompt", "_figure", "_panels", "_node", "_message", "_state"):
+        json.dumps(getattr(explorer, name), allow_nan=False)
+
+
+def test_a_clicked_head_is_removed_and_restored(explorer):
+    before = explorer._panels[0]["outputs"][-1]
+    assert all(row["before"] == row["after"] for row in before)
+    answer = ask(explorer, action="head", panel=0, head=[0, 1])
+    assert answer["seconds"] > 0 and explorer._message is None
+    assert explorer._panels[0]["removedHeads"] == ((0, 1),)
+    rows = explorer._panels[0]["outputs"][-1]
+    for row, change in zip(rows, explorer.exploration.outputs("Dense"), strict=True):
+        assert row["text"] == change.text
+        for name, score in (("before", change.before), ("after", change.after)):
+            assert row[name] == pytest.approx([score.logit, score.probability], rel=1e-4)
+    assert any(row["before"] != row["after"] for row in rows)
+    ask(explorer, action="head", panel=0, head=[0, 1])
+    assert explorer._panels[0]["outputs"][-1] == before
+    assert explorer._panels[0]["removedHeads"] == ()
+
+
+def test_a_clicked_line_is_removed_from_the_figure(explorer):
+    counts = caption_counts(explorer._figure["svg"])
+    attention = explorer.exploration.flow("Dense").attention
+    edge = tuple(int(i) for i in torch.unravel_index(attention.argmax(), attention.shape))
+    ask(explorer, action="edges", panel=0, edges=[list(edge)])
+    assert caption_counts(explorer._figure["svg"])[1] == counts[1]
+    assert explorer._panels[0]["removedEdges"] == (edge,)
+    assert explorer.exploration.flow("Dense").attention[edge] == 0
+    ask(explorer, action="restore")
+    assert caption_counts(explorer._figure["svg"]) == counts
+
+
+def test_a_clicked_node_shows_its_attention_and_tokens(explorer):
+    ask(explorer, action="node", panel=1, level=2, column=10)
+    node = explorer._node
+    assert (node["panel"], node["level"], node["column"], node["nKeys"]) == (1, 2, 10, 11)
+    for head in range(2):
+        row = explorer.exploration.pattern("Sparse", 1, head)[10].tolist()
+        assert node["attention"][head] == pytest.approx(row, abs=1e-4)
+    assert [key["text"] for key in node["keys"]] == list(PROMPT)
+    ask(explorer, action="edges", panel=1, edges=[[1, 0, 10, 3]])
+    assert explorer._node["removed"][0][3] and explorer._node["attention"][0][3] == 0
+    ask(explorer, action="close")
+    assert explorer._node is None
+
+
+def test_long_rows_show_the_columns_with_most_attention(build_small):
+    model = build_small(n_ctx=80)
+    explorer = explore({"m": model}, "1" * 70)
+    explorer.select("m", 1, 69)
+    node = explorer._node
+    assert (len(node["keys"]), node["nKeys"]) == (48, 70)
+    row = explorer.exploration.node("m", 1, 69).attention.amax(dim=0)
+    shown = [key["key"] for key in node["keys"]]
+    assert shown == sorted(shown)
+    assert row[shown].min() >= row.sort(descending=True).values[47]
+    left_out = (set(range(70)) - set(shown)).pop()
+    explorer.toggle_edges("m", [(0, 0, 69, left_out)])
+    assert left_out in [key["key"] for key in explorer._node["keys"]]
+
+
+def test_head_effects_are_first_order_effects_of_removing_them(build_small):
+    # A tiny step towards the removal changes the logit by the effect, as a derivative must.
+    explorer = explore({"m": build_small()}, PROMPT, position=9)
+    model = explorer.exploration._panel("m").model
+    target = explorer._state["target"]
+    effect = explorer._panels[0]["effects"][target][1][0]
+    tokens, step = model.to_tokens(PROMPT), 1e-5
+
+    def fade(z, hook):
+        z[:, :, 0] *= 1 - step
+        return z
+
+    whole = model(tokens)[0, 9]
+    faded = model.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_z", fade)])[0, 9]
+    slope = (whole - faded)[whole.argmax()].item() / step
+    assert effect == pytest.approx(slope, rel=1e-3)
+
+
+def test_the_figure_that_is_saved_names_what_is_removed(explorer, tmp_path):
+    explorer.toggle_head("Dense", 0, 0)
+    explorer.toggle_edges("Dense", [(1, 0, 3, 3), (1, 0, 4, 3)])
+    assert explorer.figure().panel_names == ("Dense without 1 head and 2 edges", "Sparse")
+    for suffix in ("html", "svg", "png"):
+        assert explorer.save(tmp_path / f"figure.{suffix}").stat().st_size > 1000
+    assert "without 1 head and 2 edges" in (tmp_path / "figure.svg").read_text()
+    explorer.restore()
+    assert explorer.figure().panel_names == ("Dense", "Sparse")
+
+
+def test_the_choices_of_the_reader_reach_the_saved_figure(explorer, models):
+    explorer._state = {"target": 1, "weight": "attribution", "threshold": 0.25}
+    expected = figures.circuit_diagram(
+        models, PROMPT, positions=range(6, 11), position=7, weight="attribution", threshold=0.25
+    )
+    assert str(explorer.figure()) == str(expected)
+
+
+# ---- prompts -------------------------------------------------------------------------------------
+
+
+def test_another_prompt(explorer):
+    explorer.select("Dense", 1, 9)
+    ask(explorer, action="prompt", text="11+11=?????")
+    assert explorer._prompt == "11+11=?????" and explorer._message is None
+    assert explorer._figure["data"]["panels"][0]["input"] == list("11+11=?????")
+    assert explorer._node is None
+
+
+def test_a_shorter_prompt_tells_that_edges_are_back(explorer):
+    explorer.toggle_edges("Dense", [(0, 0, 3, 3)])
+    ask(explorer, action="prompt", text="11+11=")
+    assert explorer._message == {
+        "kind": "info",
+        "text": "The prompt has another number of tokens: removed edges are back.",
+    }
+    assert explorer._state["target"] == 0
+
+
+# ---- bad input: a message in the widget, and the old state ---------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ({"action": "prompt", "text": ""}, "got an empty text"),
+        ({"action": "prompt", "text": "1" * 17}, "at most 16 tokens, the model's context; got 17"),
+        ({"action": "prompt", "text": "36x28="}, "it has no token for 'x'"),
+        ({"action": "head", "panel": 0, "head": [0, 9]}, "of 2 layers of 2 heads; got (0, 9)"),
+        ({"action": "head", "panel": 5, "head": [0, 0]}, "a panel in 0..1; got 5"),
+        ({"action": "edges", "panel": 0, "edges": [[0, 0, 3, 4]]}, "query 3, key 4"),
+        ({"action": "edges", "panel": 0, "edges": [[0]]}, "not enough values"),
+        ({"action": "node", "panel": 0, "level": 9, "column": 0}, "a level in 0..2; got 9"),
+        ({"action": "dance"}, "expected a known request"),
+    ],
+)
+def test_what_cannot_be_done_is_a_message(explorer, content, problem):
+    explorer.toggle_head("Dense", 0, 0)
+    old = explorer._prompt, explorer._figure, explorer._panels, explorer._node
+    ask(explorer, **content)
+    assert explorer._message["kind"] == "error" and problem in explorer._message["text"]
+    assert (explorer._prompt, explorer._figure, explorer._panels, explorer._node) == old
+    ask(explorer, action="restore")
+    assert explorer._message is None
+
+
+def test_a_model_that_lost_its_attention_patterns_is_a_message(explorer, models):
+    old = explorer._panels
+    del models["Dense"].hook_dict["blocks.0.attn.hook_pattern"]
+    ask(explorer, action="edges", panel=0, edges=[[0, 0, 3, 3]])
+    assert "'blocks.0.attn.hook_pattern'" in explorer._message["text"]
+    assert explorer._panels == old
+
+
+def test_any_other_failure_is_a_message_too(explorer, models, monkeypatch):
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("the model fell over")
+
+    monkeypatch.setattr(models["Dense"], "forward", fail)
+    ask(explorer, action="head", panel=0, head=[0, 0])
+    assert explorer._message == {"kind": "error", "text": "RuntimeError: the model fell over"}
+
+
+def test_impossible_input_is_refused_at_construction(models, build_small):
+    for bad, options, problem in [
+        ("", {}, "empty text"),
+        ("1" * 20, {}, "at most 16 tokens"),
+        ("3x6", {}, "no token for 'x'"),
+        (PROMPT, {"position": 40}, "positions in"),
+        (PROMPT, {"threshold": 2.0}, "threshold"),
+    ]:
+        with pytest.raises(ValueError, match=problem):
+            explore(models, bad, **options)
+    hookless = build_small()
+    del hookless.hook_dict["blocks.0.attn.hook_pattern"]
+    with pytest.raises(ValueError, match="lacks"):
+        explore({"m": hookless}, PROMPT)
+
+
+# ---- in the notebook -----------------------------------------------------------------------------
+
+
+def test_a_notebook_gets_the_figure_and_the_live_view(explorer, monkeypatch):
+    shown: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    class Handle:
+        def update(self, bundle: dict[str, Any], **options: Any) -> None:
+            shown.append((bundle, {"update": True, **options}))
+
+    def display(bundle: dict[str, Any], **options: Any) -> Handle:
+        shown.append((bundle, options))
+        return Handle()
+
+    monkeypatch.setattr("IPython.display.display", display)
+    explorer._ipython_display_()
+    (saved, options), (live, _) = shown
+    assert str(explorer.figure()) in saved["text/html"] and options["display_id"]
+    assert explorer._saved_id in saved["text/html"]
+    assert "application/vnd.jupyter.widget-view+json" in live and "text/html" not in live
+    explorer.toggle_head("Dense", 0, 0)
+    ask(explorer, action="settle")
+    updated, _ = shown[2]
+    assert "without 1 head" in updated["text/html"]
+
+
+def test_ipython_uses_both_outputs(explorer, monkeypatch):
+    calls: list[Any] = []
+    monkeypatch.setattr("IPython.display.display", lambda bundle, **_: calls.append(bundle))
+    formatted = DisplayFormatter().format(explorer)
+    assert formatted == ({}, {})  # it has displayed itself
+    assert len(calls) == 2
+
+
+def test_hostile_titles_and_tokens_are_escaped(build_small):
+    explorer = explore({ATTACK: build_small()}, PROMPT, title=ATTACK)
+    assert "<img" not in explorer._figure["svg"]
+    assert "<img" not in explorer._saved_bundle()["text/html"]
+
+
+def test_it_prints_well(explorer):
+    assert repr(explorer) == "CircuitExplorer('Dense', 'Sparse', prompt '36+28=?????')"
