@@ -21,7 +21,16 @@ from torch import Tensor
 
 from sparse_tl.plots.figure_frame import FIGURE_WIDTH, MARGIN, TITLE_HEIGHT, figure_start, xml_text
 from sparse_tl.plots.interactive_html import script_json
-from sparse_tl.plots.palette import BORDER, FONT_FAMILY, GROUND, INK, LABEL_SIZE, MUTED, blend
+from sparse_tl.plots.palette import (
+    ATTENTION,
+    BORDER,
+    FONT_FAMILY,
+    GROUND,
+    INK,
+    LABEL_SIZE,
+    MUTED,
+    blend,
+)
 from sparse_tl.plots.rendering import SelfContainedFigure
 from sparse_tl.plots.token_text import clip_text, visible_text
 
@@ -29,7 +38,7 @@ MAX_NUMBERS = 200_000
 """Attention weights that one view holds at most."""
 
 _GAP, _NAME_HEIGHT, _KEY_HEIGHT = 26, 22, 18
-_LIGHT, _DARK = "#f7fafe", "#08307a"
+_LIGHT, _DARK = ATTENTION
 _GRADES = 24
 _MIN_LABELLED_CELL = 13.0
 

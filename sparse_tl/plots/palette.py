@@ -91,6 +91,9 @@ ON_PATH_NEGATIVE: Scale = ("#f4d4c1", "#e8a47c")
 OFF_PATH: Scale = ("#e2ebf6", "#c8d9ee")
 OFF_PATH_NEGATIVE: Scale = ("#faeae1", "#f5d7c4")
 
+ATTENTION: Scale = ("#f7fafe", "#08307a")
+"""Cells of attention patterns."""
+
 # ---- circuit edges -----------------------------------------------------------------------------
 
 QUERY, KEY, VALUE = "#c85200", "#008f6a", "#0062ac"

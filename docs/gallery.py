@@ -1,0 +1,266 @@
+"""Makes docs/gallery: every kind of figure, from real runs of the built-in models.
+
+    python docs/gallery.py --runs runs/gallery
+
+Runs that are finished in that folder are not done again. Each function below makes one figure; the
+page shows its first words, its code, and what the runs that it reads were set to.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import cache
+from html import escape
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from sparse_tl import (
+    AblationCurve,
+    EdgeScores,
+    Evaluation,
+    HeadRoles,
+    ScoredCircuit,
+    ablation_grid,
+    attention_view,
+    circuit_diagram,
+    component_diagram,
+    effect_figure,
+    load_addition_models,
+)
+from sparse_tl.files import read_json
+from sparse_tl.head_roles import ROLES
+from sparse_tl.models import TASKS
+from sparse_tl.plots import EffectCurve, PlotlyFigure, SelfContainedFigure
+from sparse_tl.runs import run_circuits
+from sparse_tl.runs.head_roles import run_head_roles
+
+Figure = PlotlyFigure | SelfContainedFigure
+
+OUT = Path(__file__).parent / "gallery"
+SIDES = {"dense": "Task Model", "sparse": "Sparse Task Model"}
+ADDITION = "the built-in addition models of seed 0, dense and sparse, on one sum"
+# Smaller than the defaults of `sparse-tl head-roles`: 4 seeds, 150 updates, 256 prompts, 5 tasks.
+HEAD_ROLES: dict[str, Any] = {
+    "tasks": ("addition", "ioi", "docstring"),
+    "seeds": 2,
+    "updates": 100,
+    "prompts": 128,
+}
+_MOST_PICTURE, _MOST_PAGE, _MOST_ALL = 250_000, 300_000, 2_500_000
+
+
+# ---- the figures -------------------------------------------------------------------------------
+
+
+def addition(runs: Path) -> Figure:
+    """Where attention moves the digits of a sum: base model above, sparse model below."""
+    base, sparse = load_addition_models()
+    models = {"Base Model": base, "Sparse Model": sparse}
+    return circuit_diagram(models, "36+28=?????", positions=range(6, 11), position=10)
+
+
+def addition_attribution(runs: Path) -> Figure:
+    """The same sum by effect on the predicted logit: blue edges raise it, orange ones lower it."""
+    base, sparse = load_addition_models()
+    models = {"Base Model": base, "Sparse Model": sparse}
+    return circuit_diagram(
+        models, "36+28=?????", position=9, weight="attribution", threshold=0.05, transition=None
+    )
+
+
+def attention_patterns(runs: Path) -> Figure:
+    """Where every head of the sparse model attends: rows are queries, columns are keys."""
+    _, sparse = load_addition_models()
+    return attention_view(sparse, "36+28=?????")
+
+
+def heads_kept(runs: Path) -> Figure:
+    """How much of a task circuits of growing size explain, counted in heads."""
+    return effect_figure(curves(runs / "circuits", "heads"), parts="heads")
+
+
+def edges_kept(runs: Path) -> Figure:
+    """The same in circuit edges; the multiplier says how many times fewer sparse needs."""
+    return effect_figure(curves(runs / "circuits", "edges"), parts="edges")
+
+
+def circuit_ioi(runs: Path) -> Figure:
+    """The strongest circuit edges for indirect object identification, by what reads them."""
+    circuits = {name: circuit(runs / "circuits/ioi", side) for side, name in SIDES.items()}
+    return component_diagram(circuits, max_edges=60, unit="logits")
+
+
+def circuit_sign(runs: Path) -> Figure:
+    """The same for longer prompts, by whether an edge helps or hurts the right answer."""
+    sparse = circuit(runs / "circuits/ioi_long", "sparse")
+    return component_diagram({"Sparse Task Model": sparse}, max_edges=40, colour="sign")
+
+
+def head_ablation(runs: Path) -> Figure:
+    """What happens to the target response when heads of each role are ablated, one by one."""
+    rows = {
+        title: {name: ablation_lines(runs / "head-roles" / task / side) for side, name in COLUMNS}
+        for task, title in ROWS.items()
+    }
+    return ablation_grid(rows)
+
+
+def ablation_curve(runs: Path) -> Figure:
+    """One ablation curve against its control: heads in random order."""
+    curve = AblationCurve.load(runs / "head-roles/ioi/sparse/facilitation")
+    return curve.figure("IOI, sparse model")
+
+
+def head_roles(runs: Path) -> Figure:
+    """How much each head facilitates, does not matter, or interferes."""
+    return HeadRoles.load(runs / "head-roles/ioi/sparse/roles").heatmap()
+
+
+def gate_trajectories(runs: Path) -> Figure:
+    """Every head's gate through the three stages of a fit, in the colour of its role."""
+    return HeadRoles.load(runs / "head-roles/ioi/sparse/roles").trajectory_figure()
+
+
+# ---- what they read ----------------------------------------------------------------------------
+
+COLUMNS = (("dense", "Dense"), ("sparse", "Sparse"))
+ROWS = {"addition": "Addition", "ioi": "IOI", "docstring": "Docstring"}
+ORDER = ("greater_than", "ioi", "docstring", "ioi_long")
+
+
+def curves(folder: Path, parts: str) -> dict[str, list[EffectCurve]]:
+    """The curves of `run_circuits`, by the title of their task."""
+    titles = {task.name: task.title for task in TASKS}
+    return {
+        titles[task]: [
+            Evaluation.load(folder / task / side / f"{parts}.safetensors").curve(name)
+            for side, name in SIDES.items()
+        ]
+        for task in ORDER
+    }
+
+
+def circuit(folder: Path, side: str) -> ScoredCircuit:
+    """The circuit that `run_circuits` found for an explained effect of 0.9."""
+    scores = EdgeScores.load(folder / side / "edge_scores")
+    mask = torch.zeros_like(scores.graph.exists)
+    for said in read_json(folder / f"{side}_circuit.json"):
+        mask[scores.graph.edge_index(said["edge"])] = True
+    return ScoredCircuit(scores.graph, mask, scores.scores)
+
+
+def ablation_lines(folder: Path) -> list[Any]:
+    """The ablation curves of all roles that `run_head_roles` measured, and the control."""
+    measured = [AblationCurve.load(folder / role) for role in ROLES]
+    return [curve.line() for curve in measured] + [measured[0].line(control=True)]
+
+
+# ---- the page ----------------------------------------------------------------------------------
+
+FIGURES: dict[Callable[[Path], Figure], tuple[str, str]] = {
+    addition: ("Attention edges of a sum", "addition"),
+    addition_attribution: ("Attention edges by effect", "addition"),
+    attention_patterns: ("Attention patterns", "addition"),
+    heads_kept: ("Heads kept", "circuits"),
+    edges_kept: ("Edges kept", "circuits"),
+    circuit_ioi: ("A circuit", "circuits"),
+    circuit_sign: ("A circuit by sign", "circuits"),
+    head_ablation: ("Head ablation", "head-roles"),
+    ablation_curve: ("One ablation curve", "head-roles"),
+    head_roles: ("Roles of heads", "head-roles"),
+    gate_trajectories: ("Trajectories of gates", "head-roles"),
+}
+
+HEADING = """# Gallery
+
+Every kind of figure, made by `python docs/gallery.py` from real runs of the built-in models. They
+share one palette (`sparse_tl/plots/palette.py`): readable for the colour-blind, on a light and on a
+dark ground. Each figure saves itself as an interactive page, as SVG and as PNG:
+`figure.save("figure.svg")`, `figure.save("figure.png", theme="dark")`. In a notebook it is a light
+card; `figure.dark()` is its dark twin. Pages follow the reader's system. Pages of curves hold
+plotly's script, 5 MB, and are left out here.
+
+In the code `runs` is the folder of the runs; `curves`, `circuit` and `ablation_lines`, in
+`docs/gallery.py`, read what they measured.
+"""
+
+
+@cache
+def measured(runs: Path, run: str) -> str:
+    """Settings and time of a run, in words."""
+    if run == "addition":
+        return ADDITION
+    said = read_json(runs / run / "run.json")
+    left_out = ("command", "format", "model", "models", "sparse", "tasks")
+    chosen = {k: v for k, v in said["settings"].items() if k not in left_out}
+    words = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in chosen.items())
+    minutes = sum(said["seconds"].values()) / 60
+    return (
+        f"`sparse-tl {run}` with {words}; tasks {', '.join(said['settings']['tasks'])}. All of it "
+        f"took {minutes:.0f} min on a busy core"
+    )
+
+
+def write(name: str, figure: Figure) -> list[str]:
+    """The files of one figure, each as large as a repository should hold."""
+    written = [figure.save(OUT / f"{name}.svg")]
+    for theme, place in (("light", f"{name}.png"), ("dark", f"{name}_dark.png")):
+        for scale in (1.5, 1.25, 1.0):
+            path = figure.save(OUT / place, scale=scale, theme=theme)
+            if path.stat().st_size <= _MOST_PICTURE:
+                break
+        else:
+            raise ValueError(f"expected {place} of at most {_MOST_PICTURE} bytes; draw less")
+        written.append(path)
+    page = OUT / f"{name}.html"
+    if figure.save(page).stat().st_size <= _MOST_PAGE:
+        written.append(page)
+    else:
+        page.unlink()
+    return [path.name for path in written]
+
+
+def section(name: str, make: Callable[[Path], Figure], runs: Path) -> Iterator[str]:
+    """What the page says about one figure."""
+    title, run = FIGURES[make]
+    files = write(name, make(runs))
+    said = escape(inspect.getdoc(make) or "")
+    links = {"Interactive page": f"{name}.html", "SVG": f"{name}.svg"}
+    shown = [f"[{text}]({file})" for text, file in links.items() if file in files]
+    body = inspect.getsource(make).split('"""')[-1].replace("return ", "")
+    yield f"## {title}\n\n{said}\n"
+    # The dark picture stands where the reader's system is dark, here and on code-hosting pages.
+    yield (
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{name}_dark.png">'
+        f'<img src="{name}.png" alt="{said}"></picture>\n'
+    )
+    yield f"```python\n{textwrap.dedent(body).strip()}\n```\n"
+    yield f"{'; '.join(shown)}. Measured: {measured(runs, run)}.\n"
+
+
+def main(
+    runs: Annotated[Path, typer.Option(help="Folder of the runs; finished ones are reused.")] = (
+        Path("runs/gallery")
+    ),
+) -> None:
+    """Make every figure of the gallery and its page."""
+    run_circuits(runs / "circuits")
+    run_head_roles(runs / "head-roles", **HEAD_ROLES)
+    OUT.mkdir(exist_ok=True)
+    parts = [HEADING]
+    for make in FIGURES:
+        parts.extend(section(make.__name__, make, runs))
+    (OUT / "index.md").write_text("\n".join(parts), encoding="utf-8")
+    total = sum(path.stat().st_size for path in OUT.iterdir())
+    if total > _MOST_ALL:
+        raise ValueError(f"expected at most {_MOST_ALL} bytes in {OUT}; got {total}; draw less")
+    typer.echo(f"{OUT}: {len(FIGURES)} figures, {total / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    typer.run(main)
