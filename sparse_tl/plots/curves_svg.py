@@ -21,7 +21,7 @@ import plotly.graph_objects as go
 from sparse_tl.plots.token_text import text_width
 
 # A line of a legend, and the sample of the line in front of its text, in pixels.
-_ROW, _SAMPLE, _SAMPLE_GAP = 16, 18, 5
+_ROW, _SAMPLE, _SAMPLE_GAP, _LEGEND_FOOT = 16, 18, 5, 5
 # Between lines of a text, over the size of its font; as plotly has it.
 _LINE_HEIGHT = 1.3
 _LINE = {"type": "scatter", "mode": "lines"}
@@ -227,7 +227,7 @@ def _legends(figure: go.Figure) -> Iterator[str]:
         width = _SAMPLE + _SAMPLE_GAP + widest + 4
         left = margin.l + legend.x * (layout.width - margin.l - margin.r) - width
         height = layout.height - margin.t - margin.b
-        top = margin.t + (1 - legend.y) * height - _ROW * len(traces)
+        top = margin.t + (1 - legend.y) * height - _ROW * len(traces) - _LEGEND_FOOT
         yield (
             f'<rect x="{left - 4:.1f}" y="{top:.1f}" width="{width + 4:.1f}" '
             f'height="{_ROW * len(traces)}" {_paint("fill", legend.bgcolor)}/>'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import sparse_tl.plots
-from sparse_tl.plots import palette
+from sparse_tl.plots import circuit_diagram, palette
 from sparse_tl.plots.edge_styles import N_GRADES, line_style
 from sparse_tl.plots.palette import dark_colour, dark_svg
 from sparse_tl.plots.rendering import html_page
@@ -199,3 +200,39 @@ def pixels(page: Any, x: int, rows: list[int]) -> list[tuple[int, int, int]]:
         return rows.map((y) => [...context.getImageData(x, y, 1, 1).data].slice(0, 3));
     }"""
     return page.evaluate(script, [list(page.screenshot()), x, rows])
+
+
+class TestDiagrams:
+    """Figures that are one piece of HTML are turned whole; the text in them stays."""
+
+    def test_a_token_that_is_a_colour_stays(self, make_flow: Any, tmp_path: Path) -> None:
+        tokens = (palette.ACCENT, 'fill="#ffffff"', *"+28=?????")[:11]
+        flow = make_flow({(0, 0, 10, 0): 0.9}, input_tokens=tokens, output_tokens=tokens)
+        figure = circuit_diagram({"#ffffff": flow})
+        svg = figure.save(tmp_path / "dark.svg", theme="dark").read_text(encoding="utf-8")
+        texts = ["".join(t.itertext()) for t in ElementTree.fromstring(svg).iter() if t.text]
+        assert any(palette.ACCENT in text for text in texts)
+        assert not re.search(r'(fill|stroke)="#ffffff"', svg)
+        assert figure.dark().svg in svg and figure.svg != figure.dark().svg
+
+    @pytest.mark.parametrize(
+        ("theme", "expected"), [("auto", "dark"), ("light", "light"), ("dark", "dark")]
+    )
+    def test_pages_of_readers_with_a_dark_system(
+        self, page: Any, two_panels: Any, tmp_path: Path, theme: Any, expected: str
+    ) -> None:
+        file = circuit_diagram(two_panels).save(tmp_path / "figure.html", theme=theme)
+        page.emulate_media(color_scheme="dark")
+        page.goto(file.as_uri())
+        ground = palette.channels(THEMES[expected](palette.GROUND))
+        # In the margin of the page, and within a panel.
+        for x in (5, 150):
+            assert np.abs(np.subtract(pixels(page, x, [5, 190]), ground)).max() <= 2
+
+    def test_dark_in_a_light_notebook(self, page: Any, two_panels: Any, tmp_path: Path) -> None:
+        html = circuit_diagram(two_panels).dark()._repr_html_()
+        file = tmp_path / "cell.html"
+        file.write_text(f"<!DOCTYPE html><meta charset=utf-8>{html}", encoding="utf-8")
+        page.goto(file.as_uri())
+        ground = palette.channels(dark_colour(palette.GROUND))
+        assert np.abs(np.subtract(pixels(page, 150, [190]), [ground])).max() <= 2
