@@ -15,7 +15,7 @@ LOGITS_AT_ONCE = 2**26
 """Logits of one forward pass at most: 256 MB in float32, and a few copies of them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HeldOut:
     """A model on held-out examples.
 
@@ -43,6 +43,13 @@ class HeldOut:
     def to_dict(self) -> dict[str, float]:
         """The measurements by name."""
         return asdict(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"HeldOut(loss {self.loss:.4g} nats, {self.accuracy:.1%} of the examples right, "
+            f"{self.active_edges:.2f} of {self.possible_edges:.0f} attention edges active, "
+            f"{self.active_heads} heads in use)"
+        )
 
 
 @torch.no_grad()

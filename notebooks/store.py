@@ -1,0 +1,69 @@
+"""Run the notebooks and store them as they should look on a code-hosting page: ``make notebooks``.
+
+There scripts do not run and large outputs are not shown, so every figure is stored as a picture;
+whoever runs a notebook gets the interactive one.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+PICTURES = """
+import base64, tempfile
+from pathlib import Path
+
+from sparse_tl.explorer import CircuitExplorer
+from sparse_tl.plots.plotly_figure import PlotlyFigure
+from sparse_tl.plots.rendering import SelfContainedFigure
+
+def _picture(self, *_, **__):
+    with tempfile.TemporaryDirectory() as folder:
+        content = self.save(Path(folder) / "figure.png", scale=1.0).read_bytes()
+    return {"image/png": base64.b64encode(content).decode(), "text/plain": repr(self)}
+
+def _show(self):
+    from IPython.display import display
+    display(self.figure())
+
+for kind in (SelfContainedFigure, PlotlyFigure):
+    kind._repr_mimebundle_ = _picture
+CircuitExplorer._ipython_display_ = _show
+"""
+LARGEST = 400_000
+"""Bytes of a stored notebook at most."""
+
+
+def store(path: Path) -> None:
+    """Run one notebook and write it with its outputs.
+
+    Raises:
+        CellExecutionError: a cell failed; the file stays as it was.
+        ValueError: the outputs are too large.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(PICTURES))
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": path.parent}}).execute()
+    del notebook.cells[0]
+    notebook.metadata.pop("widgets", None)
+    for number, cell in enumerate((c for c in notebook.cells if c.cell_type == "code"), start=1):
+        cell.execution_count = number
+        cell.metadata.pop("execution", None)
+        for output in cell.outputs:
+            if "execution_count" in output:
+                output.execution_count = number
+            if "image/png" in output.get("data", {}):
+                output.data.pop("text/html", None)
+    text = nbformat.writes(notebook)
+    if len(text) > LARGEST:
+        raise ValueError(f"expected {path.name} to have at most {LARGEST} bytes; got {len(text)}")
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or sorted(map(str, Path(__file__).parent.glob("*.ipynb"))):
+        print(name, flush=True)
+        store(Path(name))
