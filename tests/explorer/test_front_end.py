@@ -1,0 +1,205 @@
+"""The explorer's script in a page of its own, with a stub in the place of the kernel."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparse_tl.explorer import CircuitExplorer, explore
+from sparse_tl.plots.interactive_html import script_json
+
+PROMPT = "36+28=?????"
+ATTACK = "</script><img src=x onerror=alert(1)>"
+TRAITS = ("_prompt", "_figure", "_panels", "_node", "_message", "_state", "_saved_id")
+
+# What anywidget gives a widget: traits, events, and messages, which are only written down here.
+STUB = """
+const traits = TRAITS_HERE, listeners = {};
+window.sent = [];
+const model = {
+  get: (name) => traits[name],
+  set: (name, value) => { traits[name] = value; },
+  save_changes: () => {},
+  send: (content) => window.sent.push(content),
+  on: (name, listener) => { listeners[name] = listener; },
+  off: (name) => { delete listeners[name]; },
+};
+window.fire = (name, ...content) => listeners[name]?.(...content);
+window.change = (name, value) => { traits[name] = value; window.fire(`change:${name}`); };
+window.clean = render({ model, el: document.querySelector("#view") });
+"""
+
+
+def show(page: Any, folder: Path, explorer: CircuitExplorer, **changes: Any) -> None:
+    traits = {name: getattr(explorer, name) for name in TRAITS} | changes
+    script = explorer._esm.replace("export default { render };", "")
+    stub = STUB.replace("TRAITS_HERE", script_json(traits))
+    saved = f'<div data-saved-explorer="{explorer._saved_id}">the saved figure</div>'
+    path = folder / "page.html"
+    path.write_text(
+        f"<!DOCTYPE html><meta charset='utf-8'><style>{explorer._css}</style>"
+        f"<body>{saved}<div id='view'></div><script type='module'>{script}{stub}</script></body>",
+        encoding="utf-8",
+    )
+    page.goto(path.as_uri())
+    page.wait_for_selector("[data-live]")
+
+
+def sent(page: Any) -> list[dict[str, Any]]:
+    return [m for m in page.evaluate("window.sent") if m["action"] != "settle"]
+
+
+def answer(page: Any) -> None:
+    page.evaluate(
+        "for (const m of window.sent) window.fire('msg:custom', {done: m.id, seconds: 0})"
+    )
+
+
+def trait(explorer: CircuitExplorer, name: str) -> Any:
+    return json.loads(json.dumps(getattr(explorer, name)))
+
+
+@pytest.fixture
+def explorer(models):
+    return explore(models, PROMPT)
+
+
+def test_clicks_become_requests(page, tmp_path, explorer):
+    explorer.select("Dense", 2, 10)
+    show(page, tmp_path, explorer)
+    page.locator(".card[data-panel='1'] [data-head='1,0']").click()
+    page.locator(".heat [data-edge='1,1,10,4']").click()
+    page.locator("input[name=prompt]").fill("1+1=")
+    page.locator("input[name=prompt]").press("Enter")
+    page.locator("g[data-panel='1'] circle[data-level='1'][data-column='3']").click()
+    page.keyboard.press("Escape")
+    assert [{k: v for k, v in m.items() if k != "id"} for m in sent(page)] == [
+        {"action": "head", "panel": 1, "head": [1, 0]},
+        {"action": "edges", "panel": 0, "edges": [[1, 1, 10, 4]]},
+        {"action": "prompt", "text": "1+1="},
+        {"action": "node", "panel": 1, "level": 1, "column": 3},
+        {"action": "close"},
+    ]
+
+
+def test_a_line_stands_for_the_edge_in_every_head_above_the_threshold(page, tmp_path, explorer):
+    show(page, tmp_path, explorer)
+    page.locator("input[name=threshold]").fill("0")
+    nodes = [
+        page.locator(f"g[data-panel='0'] circle[data-level='{level}'][data-column='{column}']")
+        for level, column in ((0, 2), (1, 8))
+    ]
+    start, end = (node.bounding_box() for node in nodes)
+    x, y = (start[k] + 0.25 * (end[k] - start[k]) + 4 for k in ("x", "y"))
+    page.mouse.click(x, y)
+    (request,) = sent(page)
+    assert request["action"] == "edges"
+    layer, _, query, key = request["edges"][0]
+    heads = [edge[1] for edge in request["edges"]]
+    weights = explorer.exploration.flow("Dense").attention[layer, :, query, key]
+    assert sorted(heads) == [head for head in range(2) if weights[head] >= 0.0005]
+
+
+def test_removed_parts_are_chips_and_broken_lines(page, tmp_path, explorer):
+    explorer.toggle_head("Dense", 1, 1)
+    explorer.toggle_edges("Dense", [(0, 0, query, 0) for query in range(1, 11)])
+    explorer.toggle_edges("Dense", [(0, 1, query, 1) for query in range(1, 11)])
+    show(page, tmp_path, explorer)
+    chips = page.locator(".card[data-panel='0'] .chip")
+    assert chips.count() == 16
+    assert page.locator(".more-chips").inner_text() == "and 5 more"
+    assert page.locator(".card[data-panel='0'] .cell[aria-pressed='true']").count() == 1
+    assert page.locator("[data-panel='0'] [data-role='removed']").count() == 1
+    chips.first.locator("button").click()
+    chips.nth(1).locator("button").click()
+    page.locator(".restore").click()
+    assert [m["action"] for m in sent(page)] == ["head", "edges", "restore"]
+    assert sent(page)[1]["edges"] == [[0, 0, 1, 0]]
+
+
+def test_choices_outlive_a_new_figure(page, tmp_path, explorer):
+    show(page, tmp_path, explorer)
+    page.locator("input[name=threshold]").fill("0.3")
+    page.locator("select[name=target]").select_option("1")
+    page.locator("select[name=head]").select_option("1")
+    explorer.toggle_head("Dense", 0, 0)
+    page.evaluate("v => window.change('_panels', v)", trait(explorer, "_panels"))
+    page.evaluate("v => window.change('_figure', v)", trait(explorer, "_figure"))
+    figure = page.locator(".diagram .sparse-tl-circuit")
+    names = ("data-threshold", "data-target", "data-head")
+    assert [figure.get_attribute(name) for name in names] == ["0.30", "1", "1"]
+    assert page.locator("select[name=target]").input_value() == "1"
+    assert "position 7" in page.locator(".card[data-panel='0'] h4").inner_text()
+
+
+def test_hovering_a_cell_tells_its_value(page, tmp_path, explorer):
+    explorer.select("Dense", 1, 4)
+    show(page, tmp_path, explorer)
+    page.locator(".heat [data-edge='0,1,4,2']").hover()
+    weight = explorer.exploration.pattern("Dense", 0, 1)[4, 2].item()
+    tip = page.locator(".sparse-tl-explorer > .tip")
+    assert tip.inner_text().splitlines() == [
+        "a0.h1 2→4",
+        "from position 2: “+”",
+        f"attention {weight:.3f}; click: remove it",
+    ]
+    page.mouse.move(2, 2)
+    assert not tip.is_visible()
+
+
+def test_a_message_is_shown_and_can_be_closed(page, tmp_path, explorer):
+    show(page, tmp_path, explorer)
+    message = page.locator(".message")
+    assert not message.is_visible()
+    page.evaluate("t => window.change('_message', {kind: 'error', text: t})", ATTACK)
+    assert ATTACK in message.inner_text()
+    message.locator("button").click()
+    assert not message.is_visible()
+
+
+def test_a_restarted_kernel_is_told_and_switches_off_what_needs_it(page, tmp_path, explorer):
+    show(page, tmp_path, explorer)
+    page.evaluate("window.fire('comm_live_update')")
+    text = page.locator(".message").inner_text()
+    assert text.startswith("The kernel was restarted: run the cell again.")
+    for control in (".heads .cell", ".top button", "input[name=prompt]"):
+        assert page.locator(control).first.is_disabled()
+    before = page.locator("g[data-panel='0']").get_attribute("data-edges-shown")
+    page.locator("input[name=threshold]").fill("0.9")
+    assert page.locator("g[data-panel='0']").get_attribute("data-edges-shown") != before
+    page.locator("g[data-panel='0'] circle").first.click()
+    assert sent(page) == []
+
+
+def test_a_silent_kernel_is_waited_for_in_words(page, tmp_path, explorer):
+    show(page, tmp_path, explorer)
+    page.locator(".heads .cell").first.click()
+    status = page.locator(".status")
+    assert status.inner_text() == "computing …"
+    page.wait_for_function("document.querySelector('.status').textContent.startsWith('waiting')")
+    answer(page)
+    assert status.inner_text() == "0 ms"
+
+
+def test_the_saved_figure_is_hidden_while_the_view_lives(page, tmp_path, explorer):
+    show(page, tmp_path, explorer)
+    saved = page.locator("[data-saved-explorer]")
+    assert not saved.is_visible()
+    page.evaluate("window.clean()")
+    assert saved.is_visible()
+
+
+def test_hostile_texts_stay_texts(page, tmp_path, build_small):
+    explorer = explore({ATTACK: build_small()}, PROMPT, title=ATTACK)
+    explorer.select(ATTACK, 1, 3)
+    node, panels = trait(explorer, "_node"), trait(explorer, "_panels")
+    node["text"] = node["keys"][0]["text"] = node["tokens"][0]["text"] = ATTACK
+    for rows in panels[0]["outputs"]:
+        rows[0]["text"] = ATTACK
+    show(page, tmp_path, explorer, _node=node, _panels=panels)
+    page.locator(".heat .cell").first.hover()
+    assert page.locator("img").count() == 0
+    assert page.get_by_text(ATTACK).count() >= 4
