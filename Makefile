@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 OUT ?= runs/addition
 FORM ?= placeholder
 
-.PHONY: demo lab test lint docs notebooks clean
+.PHONY: demo lab test lint docs gallery notebooks clean
 
 demo: $(VENV)/.installed
 	$(BIN)/sparse-tl addition --form $(FORM) --out $(OUT)
@@ -31,6 +31,10 @@ docs: $(VENV)/.docs
 $(VENV)/.docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
+
+# All figures, from real runs of the built-in models.
+gallery: $(VENV)/.installed
+	$(BIN)/python docs/gallery.py --runs runs/gallery
 
 # Runs the notebooks and stores them with pictures in place of interactive figures.
 notebooks: $(VENV)/.installed
