@@ -47,7 +47,6 @@ function render({ model, el }) {
   function onAnswer(content) {
     if (!("done" in content)) return;
     pending = Math.max(0, pending - 1);
-    root.setAttribute("data-answered", content.done);
     showPending(content.seconds);
   }
 

@@ -289,25 +289,40 @@ function start(root, data) {
     for (const panel of panels) panel.hover.removeAttribute("d");
   }
 
-  // Points along each line, in the coordinates of its panel; lines never move.
-  function samplesOf(path) {
-    const length = path.getTotalLength();
-    const n = Math.max(2, Math.ceil(length / SAMPLE_STEP));
-    return Array.from({ length: n + 1 }, (_, i) => path.getPointAtLength((length * i) / n));
+  // The cubic curves that a line is made of, each as [x0, y0, ..., x3, y3]. Asking the browser for
+  // points along the lines takes a minute where there are thousands.
+  function curvesOf(path) {
+    const numbers = path.getAttribute("d").match(/-?[\d.]+/g).map(Number);
+    const n = (numbers.length - 2) / 6;
+    return Array.from({ length: n }, (_, i) => numbers.slice(6 * i, 6 * i + 8));
+  }
+
+  function distanceToCurve(x, y, [x0, y0, x1, y1, x2, y2, x3, y3]) {
+    // A curve stays between its four points.
+    const [left, right] = [Math.min(x0, x1, x2, x3), Math.max(x0, x1, x2, x3)];
+    const [top, bottom] = [Math.min(y0, y1, y2, y3), Math.max(y0, y1, y2, y3)];
+    const outside = Math.max(left - x, x - right, top - y, y - bottom);
+    if (outside > HOVER_DISTANCE + 1) return Infinity;
+    const n = Math.max(4, Math.ceil((right - left + bottom - top) / SAMPLE_STEP));
+    let [distance, fromX, fromY] = [Infinity, x0, y0];
+    for (let i = 1; i <= n; i++) {
+      const [t, s] = [i / n, 1 - i / n];
+      const [a, b, c, d] = [s * s * s, 3 * s * s * t, 3 * s * t * t, t * t * t];
+      const [toX, toY] = [a * x0 + b * x1 + c * x2 + d * x3, a * y0 + b * y1 + c * y2 + d * y3];
+      distance = Math.min(distance, distanceToSegment(x, y, fromX, fromY, toX, toY));
+      [fromX, fromY] = [toX, toY];
+    }
+    return distance;
   }
 
   function nearestEdge(panel, x, y) {
-    panel.samples ??= panel.paths.map((lines) => lines.flatMap(samplesOf));
+    panel.curves ??= panel.paths.map((lines) => lines.flatMap(curvesOf)); // lines never move
     let [best, bestDistance] = [null, HOVER_DISTANCE];
     panel.view.edges.forEach((edge, rank) => {
       if (!panel.view.nearEdge(edge)) return;
-      const points = panel.samples[rank];
       let distance = Infinity;
-      for (let i = 1; i < points.length; i++) {
-        const [from, to] = [points[i - 1], points[i]];
-        // Where an edge has several lines, the points jump from the end of one to the next.
-        if (Math.abs(to.x - from.x) + Math.abs(to.y - from.y) > 2 * SAMPLE_STEP) continue;
-        distance = Math.min(distance, distanceToSegment(x, y, from.x, from.y, to.x, to.y));
+      for (const curve of panel.curves[rank]) {
+        distance = Math.min(distance, distanceToCurve(x, y, curve));
       }
       // Lines on a path win over light ones at about the same distance.
       if (panel.view.onPath[rank]) distance -= 1;

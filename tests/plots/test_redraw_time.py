@@ -26,6 +26,19 @@ REDRAW_TIMES = """async ([name, values]) => {
 }"""
 
 
+# From a move of the pointer over the figure to the end of what the script does about it.
+HOVER_TIMES = """() => {
+  const line = document.querySelector("path[data-edge]");
+  const box = document.querySelector("svg").getBoundingClientRect();
+  return [0.3, 0.4, 0.5, 0.6].map((share) => {
+    const start = performance.now();
+    const at = { clientX: box.left + share * box.width, clientY: box.top + 0.5 * box.height };
+    line.dispatchEvent(new PointerEvent("pointermove", { bubbles: true, ...at }));
+    return performance.now() - start;
+  });
+}"""
+
+
 def fastest(page: Any, name: str, values: list[float]) -> float:
     """The fastest redraw: what a figure needs where nothing else keeps the machine busy."""
     page.wait_for_selector("[data-ready]")
@@ -38,6 +51,9 @@ def test_a_circuit_of_two_thousand_edges_stays_fluid(page, tmp_path, make_random
     page.goto(figure.save(tmp_path / "figure.html").as_uri())
     values = [1900, 2000, 1800, 2000, 1700, 2000, 1900, 2000]
     assert fastest(page, "edges", values) <= 100
+    first, *later = page.evaluate(HOVER_TIMES)
+    assert first <= 1000 and min(later) <= 50
+    assert not page.locator(".tip").is_hidden()
     assert page.locator("path[data-edge]").count() == 2000
     page.locator("input[name=edges]").fill("1234")
     assert page.locator("path[data-edge]").count() == 1234
