@@ -45,7 +45,7 @@ function render({ model, el }) {
   }
 
   function onAnswer(content) {
-    if (!("done" in content)) return;
+    if (!content.done) return; // nobody waits for what is saved
     pending = Math.max(0, pending - 1);
     showPending(content.seconds);
   }
@@ -66,7 +66,11 @@ function render({ model, el }) {
   // A while after the last change, what is saved with the notebook is brought up to date.
   function settleLater() {
     clearTimeout(settling);
-    settling = setTimeout(() => request({ action: "settle" }), 700);
+    if (!alive) return;
+    settling = setTimeout(() => {
+      sendState();
+      model.send({ action: "settle" });
+    }, 700);
   }
 
   // Without a kernel nothing can be recomputed; the diagram itself still works.
