@@ -65,7 +65,7 @@ LINES = [
     palette.AXIS,
     palette.POINTED,
     palette.RESIDUAL_ON_PATH,
-    *{colour for colours in TOLD_APART.values() for colour in colours},
+    *dict.fromkeys(colour for colours in TOLD_APART.values() for colour in colours),
     palette.NODE_REACHED[1],
     palette.HEAD_NODE[1],
     palette.MLP_NODE[1],
