@@ -255,6 +255,7 @@ def test_a_build_goes_on_after_an_interruption(
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.filterwarnings("ignore:another job is building")  # test_waiting.py asks for it
 def test_two_jobs_build_the_same_models_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
