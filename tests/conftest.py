@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from sparse_tl.batches import TokenBatch
 from sparse_tl.hooks import Model, build_model
+from sparse_tl.runs.doctor import find_chromium
 from sparse_tl.training import ShuffledStream, pretrain
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,9 +133,7 @@ def browser() -> Iterator[Any]:
     sync_api = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed (pip install playwright)"
     )
-    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
-    found = (path for path in map(shutil.which, names) if path)
-    path = os.environ.get("SPARSE_TL_CHROMIUM") or next(found, None)
+    path = find_chromium()
     if path is None:
         pytest.skip("no Chromium found; put it on PATH or set SPARSE_TL_CHROMIUM to its path")
     switches = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"]

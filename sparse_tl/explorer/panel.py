@@ -108,17 +108,9 @@ class Panel:
     def text(self, token: int) -> str:
         return self.model.tokenizer.decode([token])
 
-    def check_head(self, layer: int, head: int) -> None:
-        n_layers, n_heads = self.shape.n_layers, self.shape.n_heads
-        if not (0 <= layer < n_layers and 0 <= head < n_heads):
-            raise ValueError(
-                f"expected a head (layer, head) of {n_layers} layers of {n_heads} heads; "
-                f"got ({layer}, {head})"
-            )
-
     def check_edge(self, edge: AttentionEdge) -> None:
         layer, head, query, key = edge
-        self.check_head(layer, head)
+        self.shape.check_head(layer, head)
         if not 0 <= key <= query < self.n_read:
             raise ValueError(
                 f"expected an attention edge from a key to a query at or after it, in columns "

@@ -191,7 +191,7 @@ class Exploration:
             ValueError: a panel or a head that does not exist.
         """
         chosen = self._panel(panel)
-        chosen.check_head(layer, head)
+        chosen.shape.check_head(layer, head)
         chosen.remove(chosen.heads ^ {(layer, head)}, chosen.edges)
 
     def toggle_edges(self, panel: str, edges: Iterable[AttentionEdge]) -> None:
@@ -287,7 +287,7 @@ class Exploration:
     def pattern(self, panel: str, layer: int, head: int) -> Float[Tensor, "query key"]:
         """A head's attention pattern under the removals: gate times attention."""
         chosen = self._panel(panel)
-        chosen.check_head(layer, head)
+        chosen.shape.check_head(layer, head)
         return chosen.after.patterns[layer, head]
 
     def logits(self, panel: str) -> Float[Tensor, "pos vocab"]:

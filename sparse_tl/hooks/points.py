@@ -39,6 +39,18 @@ class AttentionShape:
     n_layers: int
     n_heads: int
 
+    def check_head(self, layer: int, head: int) -> None:
+        """Make sure that there is such a head.
+
+        Raises:
+            ValueError: there is not.
+        """
+        if not (0 <= layer < self.n_layers and 0 <= head < self.n_heads):
+            raise ValueError(
+                f"expected heads (layer, head) of {self.n_layers} layers of {self.n_heads} heads; "
+                f"got ({layer}, {head})"
+            )
+
 
 def attention_shape(model: HookedModel) -> AttentionShape:
     """The number of layers and of query heads per layer."""

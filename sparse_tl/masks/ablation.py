@@ -47,11 +47,7 @@ def ablate_heads(
     if not heads:
         raise ValueError("expected at least one head to ablate; got none")
     for layer, head in heads:
-        if not (0 <= layer < shape.n_layers and 0 <= head < shape.n_heads):
-            raise ValueError(
-                f"expected heads (layer, head) of {shape.n_layers} layers of {shape.n_heads} heads;"
-                f" got ({layer}, {head})"
-            )
+        shape.check_head(layer, head)
     if (reference is None) != (kind == "zero"):
         raise ValueError(
             f"expected reference prompts for 'mean' and 'resample', and for these alone; got "
@@ -120,27 +116,25 @@ def ablate_attention_edges(
         raise ValueError("expected at least one attention edge to ablate; got none")
     by_layer: dict[int, list[tuple[int, int, int]]] = {}
     for layer, head, query, key in edges:
-        inside = 0 <= layer < shape.n_layers and 0 <= head < shape.n_heads
-        if not (inside and 0 <= key <= query < model.cfg.n_ctx):
+        shape.check_head(layer, head)
+        if not 0 <= key <= query < model.cfg.n_ctx:
             raise ValueError(
-                f"expected attention edges (layer, head, query, key) of {shape.n_layers} layers of "
-                f"{shape.n_heads} heads, with the key at or before the query, in columns 0.."
-                f"{model.cfg.n_ctx - 1}; got {(layer, head, query, key)}"
+                f"expected attention edges (layer, head, query, key) with the key at or before the "
+                f"query, in columns 0..{model.cfg.n_ctx - 1}; got {(layer, head, query, key)}"
             )
         by_layer.setdefault(layer, []).append((head, query, key))
 
     def cut(layer: int, pattern: Float[Tensor, "batch head query key"]) -> Tensor:
         n_queries, n_keys = pattern.shape[2:]
+        heads, queries, keys = torch.tensor(by_layer[layer], device=pattern.device).unbind(dim=1)
+        if (last := int(queries.max())) >= n_keys:
+            raise ValueError(
+                f"expected attention edges within the prompt of {n_keys} tokens; got query {last}"
+            )
+        rows = queries - (n_keys - n_queries)  # with a key-value cache only the last queries run
+        here = rows >= 0
         pattern = pattern.clone()
-        for head, query, key in by_layer[layer]:
-            if query >= n_keys:
-                raise ValueError(
-                    f"expected attention edges within the prompt of {n_keys} tokens; got query "
-                    f"{query}"
-                )
-            row = query - (n_keys - n_queries)  # with a key-value cache only the last queries run
-            if row >= 0:
-                pattern[:, head, row, key] = 0
+        pattern[:, heads[here], rows[here], keys[here]] = 0
         return pattern
 
     names = layer_points(model, "attn.hook_pattern")

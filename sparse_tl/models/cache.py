@@ -30,6 +30,11 @@ SHIPPED = Path(__file__).parent / "shipped"
 """The pairs that come with the package; `sparse_tl.models.shipping` made them."""
 
 
+def cache_root(cache: str | Path | None) -> Path:
+    """The folder of all such models; in the user's cache folder when none is given."""
+    return Path(cache) if cache is not None else platformdirs.user_cache_path("sparse_tl")
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How a pair of models is made.
@@ -54,8 +59,9 @@ class Recipe:
 
     def folder(self, seed: int, cache: str | Path | None) -> Path:
         """Where the pair of a seed is built; in the user's cache folder when none is given."""
-        root = Path(cache) if cache is not None else platformdirs.user_cache_path("sparse_tl")
-        return root / f"{self.name}-{version('sparse_tl')}-{self.digest}" / f"seed-{seed}"
+        return (
+            cache_root(cache) / f"{self.name}-{version('sparse_tl')}-{self.digest}" / f"seed-{seed}"
+        )
 
     def shipped(self, seed: int) -> Path:
         """Where the pair of a seed is if it comes with the package."""

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-import platformdirs
 import torch
 from packaging.requirements import Requirement
 
@@ -20,7 +19,7 @@ from sparse_tl.masks import SparseTransformer
 from sparse_tl.masks.saving import is_sparse_folder
 from sparse_tl.models import build_addition_model
 from sparse_tl.models.built_in import addition_recipe, task_recipe
-from sparse_tl.models.cache import Recipe
+from sparse_tl.models.cache import Recipe, cache_root
 from sparse_tl.runs.diagnosis import Check, Diagnosis
 from sparse_tl.runs.model_checks import attention_edges, check_hooks, training_memory
 
@@ -98,16 +97,20 @@ def _machine() -> Iterator[Check]:
         yield Check(
             group, "gpu", "note", "none that PyTorch can use", "Small models train well without."
         )
-    found = os.environ.get("SPARSE_TL_CHROMIUM") or next(
-        (path for path in map(shutil.which, BROWSERS) if path), None
-    )
+    found = find_chromium()
     advice = "" if found else "Only the browser tests need it; set SPARSE_TL_CHROMIUM to its path."
     yield Check(group, "chromium", "fine" if found else "note", found or "not found", advice)
 
 
+def find_chromium() -> str | None:
+    """Where the browser is that the browser tests drive."""
+    found = (path for path in map(shutil.which, BROWSERS) if path)
+    return os.environ.get("SPARSE_TL_CHROMIUM") or next(found, None)
+
+
 def _built_in(cache: str | Path | None) -> Iterator[Check]:
     group = "Built-in models"
-    folder = Path(cache) if cache is not None else platformdirs.user_cache_path("sparse_tl")
+    folder = cache_root(cache)
     try:
         check_writable(folder)
         free = shutil.disk_usage(folder).free

@@ -97,7 +97,7 @@ def train(
             run.evaluate()
         while state.step < config.steps and not run.finished():
             row = run.step()
-            bar.update(state.step, row, state.best)
+            bar.step(state.step, row, state.best)
             if state.step % config.evaluate_every == 0 or state.step == config.steps:
                 run.evaluate()
             due = state.step % config.checkpoint_every == 0 or state.step == config.steps
