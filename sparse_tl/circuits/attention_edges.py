@@ -24,6 +24,7 @@ from sparse_tl.metrics import Metric
 from sparse_tl.progress import tracked
 from sparse_tl.prompts import PromptPairs
 from sparse_tl.saving import Saved
+from sparse_tl.tables import table_html
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,7 +72,7 @@ class AttentionEdgeScores(Saved):
         )
 
     def _repr_html_(self) -> str:
-        return self.to_pandas(20).to_html(float_format="{:.4g}".format, border=0, index=False)
+        return table_html(self.to_pandas(20), repr(self))
 
 
 def attribute_attention_edges(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -10,6 +11,10 @@ from torch import Tensor
 
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.scores import EdgeScores
+from sparse_tl.tables import table_html
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +35,24 @@ class Roc:
     def __repr__(self) -> str:
         return f"Roc(AUC {self.auc:.4f})"
 
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per threshold, from the highest."""
+        import pandas as pd
+
+        rates = ("false_positive_rate", "true_positive_rate")
+        return pd.DataFrame({name: getattr(self, name).tolist() for name in rates})
+
+    def _repr_html_(self) -> str:
+        """The true positive rate at some false positive rates."""
+        import pandas as pd
+
+        wrong, right = self.false_positive_rate, self.true_positive_rate
+        shown = torch.tensor([0.001, 0.01, 0.1, 0.5], dtype=wrong.dtype)
+        reached = torch.searchsorted(wrong, shown, right=True) - 1
+        columns = {"false positive rate at most": shown, "true positive rate": right[reached]}
+        table = pd.DataFrame({name: column.tolist() for name, column in columns.items()})
+        return table_html(table, repr(self))
+
 
 @dataclass(frozen=True)
 class Overlap:
@@ -44,6 +67,11 @@ class Overlap:
     iou: float
     precision: float
     recall: float
+
+    def _repr_html_(self) -> str:
+        import pandas as pd
+
+        return table_html(pd.DataFrame([asdict(self)]))
 
 
 def roc(scores: EdgeScores, known: Circuit) -> Roc:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparse_tl.files import read_tensors, write_tensors
 from sparse_tl.metrics import explained_effect
+from sparse_tl.tables import table_html
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -147,4 +148,4 @@ class Evaluation:
         return f"Evaluation(explained effect of {len(self.clean)} pairs by size: {said})"
 
     def _repr_html_(self) -> str:
-        return self.to_pandas().to_html(float_format="{:.4g}".format, border=0, index=False)
+        return table_html(self.to_pandas())

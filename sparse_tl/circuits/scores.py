@@ -12,6 +12,7 @@ from torch import Tensor
 from sparse_tl.circuits.circuit import Circuit, HeadCircuit
 from sparse_tl.graph import CircuitGraph, Edge
 from sparse_tl.saving import Saved
+from sparse_tl.tables import table_html
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,7 +88,7 @@ class EdgeScores(Saved):
         return f"EdgeScores({self.graph.n_edges:,} edges by {self.method}: {listed}, ...)"
 
     def _repr_html_(self) -> str:
-        return self.to_pandas().head(20).to_html(float_format="{:.4g}".format, border=0)
+        return table_html(self.to_pandas().head(20), index=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,4 +144,4 @@ class HeadScores(Saved):
         return f"HeadScores({self.scores.numel()} heads by {self.method}: {best}, ...)"
 
     def _repr_html_(self) -> str:
-        return self.to_pandas().head(20).to_html(float_format="{:.4g}".format, border=0)
+        return table_html(self.to_pandas().head(20), index=True)

@@ -7,6 +7,7 @@ const RESTARTED = "The kernel was restarted: run the cell again.";
 
 function render({ model, el }) {
   const root = make("div", { class: "sparse-tl-explorer" });
+  root.toggleAttribute("data-dark", model.get("_dark"));
   const tip = make("div", { class: "tip", role: "tooltip", hidden: true });
   const message = make("div", { class: "message", role: "alert", hidden: true });
   const top = make("div", { class: "top" });
@@ -29,6 +30,7 @@ function render({ model, el }) {
 
   // What Python should know of the reader's choices, before it computes or saves anything.
   function sendState() {
+    if (!state) return; // nothing is drawn yet
     const threshold = state.limit / model.get("_figure").data.steps;
     const choices = { target: state.target, weight: state.weight, threshold };
     if (JSON.stringify(choices) === JSON.stringify(model.get("_state"))) return;
@@ -185,11 +187,11 @@ function render({ model, el }) {
 
   function drawSide() {
     hideTip();
-    const cards = model.get("_panels").map(panelCard);
-    summary.replaceChildren(...model.get("_panels").map((panel) =>
+    const panels = model.get("_panels");
+    summary.replaceChildren(...panels.map((panel) =>
       outcome(panel.name, panel.outputs[state.target])));
-    side.replaceChildren(nodeCard(), ...cards);
-    const some = model.get("_panels").some((p) => p.removedHeads.length + p.removedEdges.length);
+    side.replaceChildren(...(panels.length ? [nodeCard()] : []), ...panels.map(panelCard));
+    const some = panels.some((p) => p.removedHeads.length + p.removedEdges.length);
     top.querySelector(".restore").disabled = !some;
     if (alive) return;
     for (const control of root.querySelectorAll(".top input, .top button, .side button")) {
@@ -281,13 +283,15 @@ function render({ model, el }) {
     return style;
   }
 
+  // Without a figure, where the models or the prompt cannot be shown, there is only a message.
   function drawAll() {
-    drawDiagram();
+    if ("svg" in model.get("_figure")) drawDiagram();
     drawSide();
   }
 
   drawTop();
   drawAll();
+  showMessage(model.get("_message"));
   const style = hideSaved();
   if (!alive) die(NO_KERNEL);
   const listeners = {

@@ -2,7 +2,8 @@
 
 1. The front end (`explorer.js`) draws what the traits hold and asks for changes by messages.
 2. A message changes the `Exploration`; its numbers go back as traits. What cannot be done becomes
-   a message in the widget, and everything else stays as it was.
+   a message in the widget, and everything else stays as it was. So it is from the start: models or
+   a prompt that cannot be shown are told in the widget, where another prompt can be tried.
 3. Beside the live widget the notebook gets the same figure as self-contained HTML. The widget hides
    it while it lives; without a kernel, in saved and exported notebooks, it is what is seen.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from html import escape
 from importlib import resources
 from pathlib import Path
 from time import perf_counter
@@ -26,6 +29,8 @@ from sparse_tl.explorer.session import Exploration
 from sparse_tl.flow import EdgeWeight
 from sparse_tl.hooks import HookedModel
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
+from sparse_tl.plots.palette import DARK_FILTER
+from sparse_tl.plots.rendering import Theme, checked_theme
 
 
 def _assets(suffix: str, **files: Sequence[str]) -> str:
@@ -48,6 +53,19 @@ class CircuitExplorer(anywidget.AnyWidget):
 
     Everything that can be clicked can be called: `toggle_head`, `toggle_edges`, `restore`,
     `show_prompt`, `select`. `exploration` has the numbers.
+
+    Args:
+        models: as for `Exploration`.
+        prompt: as for `Exploration`.
+        position: as for `Exploration`.
+        positions: as for `Exploration`.
+        weight: of the lines.
+        threshold: of the slider, at first.
+        theme: ``"light"``, as figures are in notebooks, or ``"dark"``.
+        **style: passed to `plots.circuit_diagram`.
+
+    Raises:
+        ValueError: a threshold, theme or weight that there is not.
     """
 
     _esm = _assets(
@@ -55,37 +73,70 @@ class CircuitExplorer(anywidget.AnyWidget):
         plots=("interactive_figure", "circuit_diagram"),
         explorer=("explorer_parts", "explorer"),
     )
-    _css = _assets("css", plots=("interactive_figure",), explorer=("explorer",))
+    _css = (
+        _assets("css", plots=("interactive_figure",), explorer=("explorer",))
+        + f".sparse-tl-explorer[data-dark] {{ filter: {DARK_FILTER}; }}\n"
+    )
 
     _prompt = traitlets.Unicode().tag(sync=True)
     _figure = traitlets.Dict().tag(sync=True)
     _panels = traitlets.List().tag(sync=True)
     _node = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True)
+    # Why there is nothing to show, and the latest message.
+    _problem = ""
     _message = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True)
     # The choices of the reader: target, weight and threshold.
     _state = traitlets.Dict().tag(sync=True)
+    _dark = traitlets.Bool().tag(sync=True)
     _saved_id = traitlets.Unicode().tag(sync=True)
 
     def __init__(
         self,
-        exploration: Exploration,
+        models: Mapping[str, HookedModel],
+        prompt: Prompt,
         *,
+        position: int | None = None,
+        positions: Sequence[int] | None = None,
         weight: EdgeWeight = "attention",
         threshold: float = 0.1,
+        theme: Theme = "light",
         **style: Any,
     ) -> None:
-        self.exploration = exploration
+        self._begin = partial(Exploration, models, position=position, positions=positions)
+        self._exploration: Exploration | None = None
         self._style = style
         self._selected: Node | None = None
         self._saved: Any = None
-        state = {
-            "target": exploration.first_target,
-            "weight": weight,
-            "threshold": threshold,
-        }
-        super().__init__(_state=state, _saved_id=f"sparse-tl-{uuid4().hex[:12]}")
-        self._refresh()
+        super().__init__(
+            _state={"target": 0, "weight": weight, "threshold": threshold},
+            _dark=checked_theme(theme) == "dark",
+            _saved_id=f"sparse-tl-{uuid4().hex[:12]}",
+        )
         self.on_msg(self._on_request)
+        try:
+            exploration = self._begin(prompt)
+        except ValueError as error:
+            self._prompt = prompt if isinstance(prompt, str) else ""
+            self._problem = str(error)
+            self._say(self._problem)
+        else:
+            self._show(exploration)
+
+    @property
+    def exploration(self) -> Exploration:
+        """What is shown, as numbers.
+
+        Raises:
+            ValueError: the models or the prompt could not be shown, and why.
+        """
+        if self._exploration is None:
+            raise ValueError(self._problem)
+        return self._exploration
+
+    def _show(self, exploration: Exploration) -> None:
+        self._exploration = exploration
+        self._state = {**self._state, "target": exploration.first_target}
+        self._refresh()
 
     # ---- what can be clicked ---------------------------------------------------------------------
 
@@ -106,7 +157,10 @@ class CircuitExplorer(anywidget.AnyWidget):
 
     def show_prompt(self, prompt: Prompt) -> None:
         """Go on with another prompt; see `Exploration.show_prompt`."""
-        exploration = self.exploration
+        if self._exploration is None:
+            self._show(self._begin(prompt))
+            return
+        exploration = self._exploration
         had_edges = any(exploration.removed_edges(title) for title in exploration.titles)
         same = exploration.show_prompt(prompt)
         self._selected = None
@@ -128,7 +182,8 @@ class CircuitExplorer(anywidget.AnyWidget):
     def figure(self) -> CircuitDiagram:
         """The diagram as it is now, to show or save; the names of panels tell what is removed."""
         titles = self.exploration.titles
-        return self._diagram({title: title + self._removed_words(title) for title in titles})
+        figure = self._diagram({title: title + self._removed_words(title) for title in titles})
+        return figure.dark() if self._dark else figure
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write `figure()` to a path that ends in ``.html``, ``.svg`` or ``.png``."""
@@ -218,7 +273,11 @@ class CircuitExplorer(anywidget.AnyWidget):
 
     def _saved_bundle(self) -> dict[str, str]:
         start = f'<div data-saved-explorer="{self._saved_id}">\n<style>{_NO_VIEW}</style>'
-        return {"text/html": f"{start}\n{self.figure()}\n</div>", "text/plain": repr(self)}
+        seen = self._problem_html() if self._exploration is None else self.figure()
+        return {"text/html": f"{start}\n{seen}\n</div>", "text/plain": repr(self)}
+
+    def _problem_html(self) -> str:
+        return f'<p role="alert">{escape(self._problem)}</p>'
 
     def _update_saved(self) -> None:
         """What is saved with the notebook follows what is seen."""
@@ -226,6 +285,8 @@ class CircuitExplorer(anywidget.AnyWidget):
             self._saved.update(self._saved_bundle(), raw=True)
 
     def __repr__(self) -> str:
+        if self._exploration is None:
+            return f"CircuitExplorer(nothing to show: {self._problem})"
         titles = ", ".join(map(repr, self.exploration.titles))
         return f"CircuitExplorer({titles}, prompt {self.exploration.prompt!r})"
 
@@ -237,6 +298,7 @@ def explore(
     position: int | None = None,
     positions: Sequence[int] | None = None,
     weight: EdgeWeight = "attention",
+    theme: Theme = "light",
     **style: Any,
 ) -> CircuitExplorer:
     """A live circuit diagram: take out heads and attention edges, and see what the models say then.
@@ -248,11 +310,23 @@ def explore(
         positions: all columns that can be chosen; every mask token of the prompt or the token
             after it, and `position`, if left out.
         weight: "attention" (gate times attention) or "attribution" (effect on the logit).
+        theme: ``"light"``, as figures are in notebooks, or ``"dark"``.
         **style: passed to `plots.circuit_diagram`: threshold, transition, title.
 
+    Returns:
+        The widget. Where there is nothing to show (no model, a model without attention patterns to
+        hook or without a tokenizer, a prompt or position that does not fit), it says why and takes
+        another prompt; its `exploration`, `figure` and `save` then raise ValueError.
+
     Raises:
-        ValueError: no model, a model without attention patterns to hook or without a tokenizer, or
-            a prompt or position that does not fit.
+        ValueError: a threshold, theme or weight that there is not.
     """
-    exploration = Exploration(models, prompt, position=position, positions=positions)
-    return CircuitExplorer(exploration, weight=weight, **style)
+    return CircuitExplorer(
+        models,
+        prompt,
+        position=position,
+        positions=positions,
+        weight=weight,
+        theme=theme,
+        **style,
+    )

@@ -27,6 +27,7 @@ from sparse_tl.head_roles.roles import HeadRoles
 from sparse_tl.hooks import HookedModel, attention_shape
 from sparse_tl.progress import tracked
 from sparse_tl.saving import Saved
+from sparse_tl.tables import table_html
 from sparse_tl.targets import TargetDataset
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class AblationCurve(Saved):
         )
 
     def _repr_html_(self) -> str:
-        return self.to_pandas().to_html(float_format="{:.4g}".format, border=0, index=False)
+        return table_html(self.to_pandas(), repr(self))
 
 
 def ablation_curve(

@@ -30,6 +30,7 @@ from sparse_tl.head_roles.objectives import Contrast
 from sparse_tl.head_roles.roles import head_table, mean_table
 from sparse_tl.hooks import HookedModel
 from sparse_tl.saving import Saved
+from sparse_tl.tables import table_html
 from sparse_tl.targets import TargetDataset
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class ContrastiveGates(Saved):
         )
 
     def _repr_html_(self) -> str:
-        return f"<p>{self!r}</p>" + mean_table(self.to_pandas())
+        return table_html(mean_table(self.to_pandas()), repr(self), digits=".3f", index=True)
 
 
 def fit_contrastive_head_gates(

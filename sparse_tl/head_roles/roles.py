@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sparse_tl.saving import Saved
+from sparse_tl.tables import table_html
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -195,7 +196,7 @@ class HeadRoles(Saved):
         )
 
     def _repr_html_(self) -> str:
-        return f"<p>{self!r}</p>" + mean_table(self.to_pandas())
+        return table_html(mean_table(self.to_pandas()), repr(self), digits=".3f", index=True)
 
 
 def head_table(
@@ -212,7 +213,7 @@ def head_table(
     return pd.DataFrame(values, index=index).reset_index()
 
 
-def mean_table(table: pd.DataFrame) -> str:
-    """Means over seeds of a table by seed, layer and head, as HTML."""
+def mean_table(table: pd.DataFrame) -> pd.DataFrame:
+    """Means over seeds of a table by seed, layer and head."""
     mean: Any = table.drop(columns="seed").groupby(["layer", "head"]).mean()
-    return mean.to_html(float_format="{:.3f}".format, border=0)
+    return mean

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.tables import table_html
+
 
 @dataclass(frozen=True, eq=False)
 class EdgeCounts:
@@ -82,8 +84,10 @@ class EdgeCounts:
         )
 
     def _repr_html_(self) -> str:
-        table = self.to_pandas()["active"].unstack("head")
-        return f"<p>{self!r}</p>" + table.to_html(float_format="{:.2f}".format, border=0)
+        table = (
+            pd.DataFrame(self.by_head().tolist()).rename_axis("layer").rename_axis("head", axis=1)
+        )
+        return table_html(table, repr(self), digits=".2f", index=True)
 
     @staticmethod
     def concatenate(parts: list[EdgeCounts]) -> EdgeCounts:

@@ -24,6 +24,7 @@ from sparse_tl.models.addition import (
 from sparse_tl.plots import CircuitDiagram
 from sparse_tl.runs.comparison import measure, report
 from sparse_tl.runs.folder import RunFolder
+from sparse_tl.tables import table_html
 from sparse_tl.tasks.addition import ANSWER, DIGITS, AdditionTask, Form, decode
 from sparse_tl.training import TargetLoss, evaluate_held_out
 
@@ -32,7 +33,7 @@ PAIRS = 128
 """Sums per digit, half to score its circuit edges, half to evaluate them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AdditionRun:
     """What the run left behind.
 
@@ -49,6 +50,17 @@ class AdditionRun:
     base: Model
     sparse: SparseTransformer
     diagram: CircuitDiagram
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Both models on held-out sums, side by side."""
+        return pd.DataFrame({name: self.metrics[name] for name in ("base", "sparse")})
+
+    def __repr__(self) -> str:
+        return f"AdditionRun({self.verdict})"
+
+    def _repr_html_(self) -> str:
+        table = table_html(self.to_pandas(), self.verdict, index=True)
+        return f"{table}\n{self.diagram}"
 
 
 def run_addition(

@@ -37,6 +37,7 @@ from sparse_tl.plots import (
     save_figure,
 )
 from sparse_tl.prompts import PromptPairs
+from sparse_tl.tables import table_html
 
 LEVEL = 0.9
 """The explained effect that models are compared at."""
@@ -64,6 +65,23 @@ class Comparison:
 
     metrics: dict[str, Any]
     curves: pd.DataFrame
+
+    def to_pandas(self) -> pd.DataFrame:
+        """How many parts each task needs for the level of explained effect, dense and sparse."""
+        rows = [
+            {
+                "task": task,
+                "parts": parts,
+                **{side: said[side][f"{parts}_at_{LEVEL}"] for side in SIDES},
+                "multiplier": said[f"multiplier_{parts}"],
+            }
+            for task, said in self.metrics.items()
+            for parts in PARTS
+        ]
+        return pd.DataFrame(rows)
+
+    def _repr_html_(self) -> str:
+        return table_html(self.to_pandas(), f"Parts needed for an explained effect of {LEVEL}")
 
 
 def measure(

@@ -29,6 +29,7 @@ from sparse_tl.hooks import HookedModel
 from sparse_tl.plots import AblationLine, ablation_grid, save_figure
 from sparse_tl.runs.folder import RunFolder
 from sparse_tl.runs.gating import BuiltInModels, GivenModels
+from sparse_tl.tables import table_html
 from sparse_tl.targets import TargetDataset
 
 FEWEST = 8
@@ -44,6 +45,19 @@ class HeadRolesRun:
     metrics: dict[str, Any]
     scores: pd.DataFrame
     curves: pd.DataFrame
+
+    def to_pandas(self) -> pd.DataFrame:
+        """For each task, model and role: how many heads, and nats per response without them."""
+        rows = [
+            {"task": task, "model": model, "role": role, **said[role]}
+            for task, models in self.metrics["tasks"].items()
+            for model, said in models.items()
+            for role in ROLES
+        ]
+        return pd.DataFrame(rows)
+
+    def _repr_html_(self) -> str:
+        return table_html(self.to_pandas())
 
 
 def run_head_roles(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from torch import Tensor
 
 from sparse_tl.batches import TokenBatch
@@ -14,6 +15,7 @@ from sparse_tl.files import atomic_file, read_json, write_json
 from sparse_tl.hooks import Model, load_model
 from sparse_tl.masks import SparseTransformer
 from sparse_tl.runs.folder import RunFolder
+from sparse_tl.tables import table_html
 from sparse_tl.training import (
     HeldOut,
     ShuffledStream,
@@ -30,13 +32,23 @@ TEST_WINDOWS = 800
 HELD_OUT_WINDOWS = VALIDATION_WINDOWS + TEST_WINDOWS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TextRun:
     """What the run left behind: ``metrics.json``, its verdict and the sparse model."""
 
     metrics: dict[str, Any]
     verdict: str
     sparse: SparseTransformer
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Both models on held-out text, side by side."""
+        return pd.DataFrame({name: self.metrics[name] for name in ("dense", "sparse")})
+
+    def __repr__(self) -> str:
+        return f"TextRun({self.verdict})"
+
+    def _repr_html_(self) -> str:
+        return table_html(self.to_pandas(), self.verdict, index=True)
 
 
 def run_post_training(

@@ -5,11 +5,13 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 
+import pandas as pd
 import torch
 
 from sparse_tl.batches import TokenBatch, exact_rows, per_label_loss
 from sparse_tl.hooks import Model, lean
 from sparse_tl.masks import EdgeCounts, SparseTransformer
+from sparse_tl.tables import table_html
 
 LOGITS_AT_ONCE = 2**26
 """Logits of one forward pass at most: 256 MB in float32, and a few copies of them."""
@@ -50,6 +52,9 @@ class HeldOut:
             f"{self.active_edges:.2f} of {self.possible_edges:.0f} attention edges active, "
             f"{self.active_heads} heads in use)"
         )
+
+    def _repr_html_(self) -> str:
+        return table_html(pd.DataFrame([self.to_dict()]))
 
 
 @torch.no_grad()

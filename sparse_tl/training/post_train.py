@@ -18,6 +18,7 @@ import pandas as pd
 
 from sparse_tl.batches import TokenBatch
 from sparse_tl.masks import SparseTransformer
+from sparse_tl.tables import table_html
 from sparse_tl.training.config import Metrics, Selection, TrainingConfig, choose_trained
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
 from sparse_tl.training.data import TokenStream
@@ -99,9 +100,7 @@ class PostTraining:
         return f"PostTraining({self.verdict})"
 
     def _repr_html_(self) -> str:
-        return f"<p>{self.verdict}</p>" + self.to_pandas().to_html(
-            float_format="{:.4g}".format, border=0
-        )
+        return table_html(self.to_pandas(), self.verdict, index=True)
 
 
 NEAR = 1.5

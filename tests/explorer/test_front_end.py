@@ -10,10 +10,11 @@ import pytest
 
 from sparse_tl.explorer import CircuitExplorer, explore
 from sparse_tl.plots.interactive_html import script_json
+from sparse_tl.plots.palette import DARK_FILTER
 
 PROMPT = "36+28=?????"
 ATTACK = "</script><img src=x onerror=alert(1)>"
-TRAITS = ("_prompt", "_figure", "_panels", "_node", "_message", "_state", "_saved_id")
+TRAITS = ("_prompt", "_figure", "_panels", "_node", "_message", "_state", "_dark", "_saved_id")
 
 # What anywidget gives a widget: traits, events, and messages, which are only written down here.
 STUB = """
@@ -158,6 +159,35 @@ def test_a_message_is_shown_and_can_be_closed(page, tmp_path, explorer):
     assert ATTACK in message.inner_text()
     message.locator("button").click()
     assert not message.is_visible()
+
+
+def test_what_cannot_be_shown_is_told_and_another_prompt_can_be_tried(page, tmp_path, models):
+    broken, whole = explore(models, ATTACK), explore(models, PROMPT)
+    show(page, tmp_path, broken)
+    message = page.locator(".message")
+    assert "no token for '<'" in message.inner_text() and message.is_visible()
+    assert page.locator("svg, .card").count() == 0 and page.locator("img").count() == 0
+    assert page.locator(".restore").is_disabled()
+    page.locator("input[name=prompt]").fill(PROMPT)
+    page.locator("input[name=prompt]").press("Enter")
+    assert [(m["action"], m["text"]) for m in sent(page)] == [("prompt", PROMPT)]
+    for name in ("_prompt", "_panels", "_message", "_figure"):
+        page.evaluate("args => window.change(...args)", [name, trait(whole, name)])
+    assert page.locator(".diagram svg").count() == 1 and page.locator(".card").count() == 3
+    assert not message.is_visible()
+
+
+def test_a_restarted_kernel_after_a_bad_start_is_told(page, tmp_path, models):
+    show(page, tmp_path, explore(models, ""))
+    page.evaluate("window.fire('comm_live_update')")
+    assert page.locator(".message").inner_text().startswith("The kernel was restarted")
+    assert page.locator("input[name=prompt]").is_disabled()
+
+
+def test_the_dark_theme_has_a_dark_ground(page, tmp_path, models):
+    show(page, tmp_path, explore(models, PROMPT, theme="dark"))
+    seen = "getComputedStyle(document.querySelector('.sparse-tl-explorer')).filter"
+    assert page.evaluate(seen) == DARK_FILTER
 
 
 def test_a_restarted_kernel_is_told_and_switches_off_what_needs_it(page, tmp_path, explorer):

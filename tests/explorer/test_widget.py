@@ -217,20 +217,56 @@ def test_any_other_failure_is_a_message_too(explorer, models, monkeypatch):
     assert explorer._message == {"kind": "error", "text": "RuntimeError: the model fell over"}
 
 
-def test_impossible_input_is_refused_at_construction(models, build_small):
-    for bad, options, problem in [
+@pytest.mark.parametrize(
+    ("prompt", "options", "problem"),
+    [
         ("", {}, "empty text"),
         ("1" * 20, {}, "at most 16 tokens"),
         ("3x6", {}, "no token for 'x'"),
         (PROMPT, {"position": 40}, "positions in"),
-        (PROMPT, {"threshold": 2.0}, "threshold"),
-    ]:
+    ],
+)
+def test_what_cannot_be_shown_is_a_message_from_the_start(models, prompt, options, problem):
+    explorer = explore(models, prompt, **options)
+    assert explorer._message["kind"] == "error" and problem in explorer._message["text"]
+    assert explorer._prompt == prompt and explorer._figure == {} and explorer._panels == []
+    assert problem in explorer._saved_bundle()["text/html"]
+    for use in (lambda: explorer.exploration, explorer.figure, explorer.restore):
         with pytest.raises(ValueError, match=problem):
-            explore(models, bad, **options)
+            use()
+
+
+def test_a_message_from_the_start_is_over_with_a_prompt_that_fits(explorer, models):
+    late = explore(models, "3x6")
+    ask(late, action="prompt", text="4x")
+    assert "'x'" in late._message["text"]
+    ask(late, action="settle")
+    ask(late, action="prompt", text=PROMPT)
+    assert late._message is None and late._figure == explorer._figure
+    assert late._state == explorer._state and str(late.figure()) == str(explorer.figure())
+
+
+def test_a_model_without_attention_patterns_is_a_message_from_the_start(build_small):
     hookless = build_small()
     del hookless.hook_dict["blocks.0.attn.hook_pattern"]
-    with pytest.raises(ValueError, match="lacks"):
-        explore({"m": hookless}, PROMPT)
+    explorer = explore({ATTACK: hookless}, "3" + ATTACK)
+    assert "no token for '<'" in explorer._message["text"]
+    assert "<img" not in explorer._saved_bundle()["text/html"]
+    ask(explorer, action="prompt", text=PROMPT)
+    assert "'blocks.0.attn.hook_pattern'" in explorer._message["text"]
+    assert repr(explore({"m": hookless}, PROMPT)).startswith("CircuitExplorer(nothing to show: ")
+
+
+def test_impossible_settings_are_refused_at_construction(models):
+    for options in ({"threshold": 2.0}, {"theme": "grey"}, {"weight": "size"}):
+        with pytest.raises(ValueError, match=f"expected {next(iter(options))}"):
+            explore(models, PROMPT, **options)
+
+
+def test_the_dark_theme_turns_what_is_seen_and_what_is_saved(explorer, models):
+    dark = explore(models, PROMPT, theme="dark")
+    assert dark._dark and not explorer._dark
+    assert str(dark.figure()) == str(explorer.figure().dark())
 
 
 # ---- in the notebook -----------------------------------------------------------------------------
