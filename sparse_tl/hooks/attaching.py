@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint, LensHandle
@@ -54,14 +55,10 @@ class AttachedHooks:
     ) -> tuple[HookPoint, LensHandle, Callable[[], None]]:
         point.add_hook(lambda tensor, *, hook: function(tensor), is_permanent=True)
         handle = point.fwd_hooks[-1]
-
-        def take_place(module: HookPoint, args: object) -> None:
-            # Pre-hooks run before the hooks of the point are listed, so moving our own entry here
-            # settles its place for this very call.
-            if handle.hook.id in module._forward_hooks:
-                module._forward_hooks.move_to_end(handle.hook.id, last=order is Order.LAST)  # type: ignore[attr-defined]
-
-        return point, handle, point.register_forward_pre_hook(take_place).remove
+        # Pre-hooks run before the hooks of the point are listed, so moving our own entry there
+        # settles its place for that very call.
+        ordering = point.register_forward_pre_hook(partial(_take_place, handle, order))
+        return point, handle, ordering.remove
 
     @property
     def in_place(self) -> bool:
@@ -78,6 +75,12 @@ class AttachedHooks:
                 point.fwd_hooks.remove(handle)
             remove_ordering()
         self._attached = []
+
+
+def _take_place(handle: LensHandle, order: Order, point: HookPoint, _args: object) -> None:
+    """Move a hook before or behind all others of its point."""
+    if handle.hook.id in point._forward_hooks:
+        point._forward_hooks.move_to_end(handle.hook.id, last=order is Order.LAST)  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 from transformer_lens import HookedTransformer
@@ -18,12 +18,15 @@ Model = HookedTransformer
 class HookedModel(Protocol):
     """What analyses ask of a model: a HookedTransformer has it, and so has a SparseTransformer."""
 
-    cfg: Any
-    hook_dict: dict[str, HookPoint]
-    tokenizer: Any
-    embed: Any
-    blocks: Any
-    unembed: Any
+    # Not there at run time: a check against a protocol of methods alone is made once per class,
+    # one with attributes asks every model for all of them, every time.
+    if TYPE_CHECKING:
+        cfg: Any
+        hook_dict: dict[str, HookPoint]
+        tokenizer: Any
+        embed: Any
+        blocks: Any
+        unembed: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 

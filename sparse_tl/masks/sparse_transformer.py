@@ -53,7 +53,6 @@ class SparseTransformer(nn.Module):
     embed: Any
     blocks: Any
     unembed: Any
-    to_tokens: Any
 
     def __init__(
         self,
@@ -103,6 +102,10 @@ class SparseTransformer(nn.Module):
         """`run_with_hooks` of the model; hooks see gated patterns."""
         self._check_attached()
         return self.model.run_with_hooks(*args, **kwargs)
+
+    def to_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """`to_tokens` of the model."""
+        return self.model.to_tokens(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`generate` of the model, under its gates."""
