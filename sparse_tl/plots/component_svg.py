@@ -164,11 +164,7 @@ def _nodes(panel: DrawnCircuit, layout: ComponentLayout) -> Iterator[str]:
 def _ports(node: Node, panel: DrawnCircuit, box: NodeBox) -> Iterator[str]:
     """A dot for each slot that a drawn edge enters, in colour where that edge is on a path."""
     for slot in SLOTS:
-        entering = [
-            panel.line_on_path(edge, node)
-            for edge in panel.edges
-            if edge.slot == slot and node in edge.readers
-        ]
+        entering = panel.entering.get((node, slot))
         if entering:
             yield (
                 f'<circle data-slot="{slot}" cx="{port_offset(box.width, slot):.1f}" '

@@ -11,8 +11,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -113,10 +115,19 @@ class DrawnCircuit:
     n_kept: int
     n_existing: int
 
-    @property
+    @cached_property
     def nodes(self) -> frozenset[Node]:
         """The ends of all drawn edges."""
         return frozenset(node for edge in self.edges for node in (edge.source, *edge.readers))
+
+    @cached_property
+    def entering(self) -> dict[tuple[Node, Slot | None], list[bool]]:
+        """The lines that enter each slot of each node: which are on a path."""
+        lines: dict[tuple[Node, Slot | None], list[bool]] = defaultdict(list)
+        for edge in self.edges:
+            for reader in edge.readers:
+                lines[reader, edge.slot].append(self.line_on_path(edge, reader))
+        return dict(lines)
 
     def line_on_path(self, edge: DrawnEdge, reader: Node) -> bool:
         """Whether this line of an edge is on a path; under grouped-query attention some may be."""

@@ -14,10 +14,14 @@ The method of Sugiyama, Tagawa and Toda, in the manner of Graphviz's dot:
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right, insort
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 _ORDER_SWEEPS = 24
 _PLACE_SWEEPS = 16
@@ -25,6 +29,8 @@ _ANCHOR_WEIGHT = 1e6
 
 
 Vertex = TypeVar("Vertex", bound=Hashable)
+Numbers = NDArray[np.int_]
+Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -52,70 +58,91 @@ def order_rows(
         rows: from the lowest to the highest, in the order to start from.
         segments: between neighbouring rows.
     """
-    order = [list(row) for row in rows]
-    links = _Links(rows, segments)
-    best, fewest = order, links.crossings(order)
+    net = _Net(rows, segments)
+    order = net.rows
+    best, fewest = order, net.crossings(order)
     for sweep in range(_ORDER_SWEEPS):
         upwards = sweep % 2 == 0
-        places = range(1, len(order)) if upwards else range(len(order) - 2, -1, -1)
-        order = [list(row) for row in order]
-        for place in places:
-            fixed = order[place - 1] if upwards else order[place + 1]
-            order[place] = links.sorted_by_neighbours(order[place], fixed, upwards)
-        crossings = links.crossings(order)
+        turn = range(1, len(order)) if upwards else range(len(order) - 2, -1, -1)
+        order = list(order)
+        for index in turn:
+            fixed = order[index - 1] if upwards else order[index + 1]
+            order[index] = net.sorted_by_neighbours(index, order[index], fixed, upwards)
+        crossings = net.crossings(order)
         if crossings < fewest:
             best, fewest = order, crossings
-    return best
+    return [[net.vertices[number] for number in row] for row in best]
 
 
-class _Links(Generic[Vertex]):
-    """The segments by their ends."""
+@dataclass(frozen=True, eq=False)
+class _Gap:
+    """The segments between a row and the next one, their ends by number."""
+
+    lower: Numbers
+    upper: Numbers
+    weight: Values
+    port: Values
+
+
+class _Net(Generic[Vertex]):
+    """The graph in numbers: vertices count from 0, row by row as they are given."""
 
     def __init__(
         self, rows: Sequence[Sequence[Vertex]], segments: Sequence[Segment[Vertex]]
     ) -> None:
-        self.below: dict[Vertex, list[Segment[Vertex]]] = {
-            vertex: [] for row in rows for vertex in row
-        }
-        self.above: dict[Vertex, list[Segment[Vertex]]] = {
-            vertex: [] for row in rows for vertex in row
-        }
-        for segment in segments:
-            self.below[segment.upper].append(segment)
-            self.above[segment.lower].append(segment)
+        self.vertices = [vertex for row in rows for vertex in row]
+        number = {vertex: index for index, vertex in enumerate(self.vertices)}
+        ends = np.cumsum([len(row) for row in rows])
+        self.rows = [
+            np.arange(end - len(row), end) for row, end in zip(rows, ends.tolist(), strict=True)
+        ]
+        lower = np.array([number[s.lower] for s in segments], dtype=int)
+        upper = np.array([number[s.upper] for s in segments], dtype=int)
+        weight = np.array([s.weight for s in segments], dtype=float)
+        port = np.array([s.port for s in segments], dtype=float)
+        row = np.searchsorted(ends, lower, side="right")
+        between = [row == index for index in range(len(rows) - 1)]
+        self.gaps = [_Gap(lower[at], upper[at], weight[at], port[at]) for at in between]
+        # Room for the place of each vertex in its row.
+        self._place = np.zeros(len(self.vertices), dtype=int)
 
     def sorted_by_neighbours(
-        self, row: list[Vertex], fixed: list[Vertex], upwards: bool
-    ) -> list[Vertex]:
+        self, index: int, row: Numbers, fixed: Numbers, upwards: bool
+    ) -> Numbers:
         """A row by the mean places of its neighbours; without any, a vertex keeps its place."""
-        place = {vertex: index for index, vertex in enumerate(fixed)}
-        keys: dict[Vertex, float] = {}
-        for index, vertex in enumerate(row):
-            if upwards:
-                places = [place[s.lower] for s in self.below[vertex]]
-            else:
-                # Ports are a fraction of a place: they order the lines into one vertex.
-                places = [place[s.upper] + s.port / 100 for s in self.above[vertex]]
-            own = (index + 0.5) / len(row) * len(fixed)
-            keys[vertex] = sum(places) / len(places) if places else own
-        return sorted(row, key=keys.__getitem__)
+        place = self._place
+        place[row], place[fixed] = np.arange(len(row)), np.arange(len(fixed))
+        if upwards:
+            gap = self.gaps[index - 1]
+            mine, theirs = place[gap.upper], place[gap.lower].astype(float)
+        else:
+            gap = self.gaps[index]
+            # Ports are a fraction of a place: they order the lines into one vertex.
+            mine, theirs = place[gap.lower], place[gap.upper] + gap.port / 100
+        count = np.bincount(mine, minlength=len(row))
+        total = np.bincount(mine, theirs, minlength=len(row))
+        own = (np.arange(len(row)) + 0.5) / len(row) * len(fixed)
+        keys = np.where(count > 0, total / np.maximum(count, 1), own)
+        return row[np.argsort(keys, kind="stable")]
 
-    def crossings(self, order: Sequence[Sequence[Vertex]]) -> int:
-        total = 0
-        for lower, upper in zip(order[:-1], order[1:], strict=True):
-            place = {vertex: index for index, vertex in enumerate(upper)}
-            seen: list[tuple[int, float]] = []
-            for vertex in lower:
-                ends = [(place[s.upper], s.port) for s in self.above[vertex]]
-                total += sum(len(seen) - bisect_right(seen, end) for end in ends)
-                for end in ends:
-                    insort(seen, end)
+    def crossings(self, order: Sequence[Numbers]) -> int:
+        place, total = self._place, 0
+        for row in order:
+            place[row] = np.arange(len(row))
+        for gap in self.gaps:
+            # From left to right by the lower end: how many before it end further right?
+            _, ends = np.unique(place[gap.upper] + 1j * gap.port, return_inverse=True)
+            seen: list[int] = []
+            for end in ends[np.lexsort((ends, place[gap.lower]))].tolist():
+                total += len(seen) - bisect_right(seen, end)
+                insort(seen, end)
         return total
 
 
 def count_crossings(rows: Sequence[Sequence[Vertex]], segments: Sequence[Segment[Vertex]]) -> int:
     """How many pairs of segments cross when the rows have this order."""
-    return _Links(rows, segments).crossings(rows)
+    net = _Net(rows, segments)
+    return net.crossings(net.rows)
 
 
 def place_rows(
@@ -135,48 +162,50 @@ def place_rows(
         anchors: positions that vertices have already; they leave them only where the separations
             between them are too large.
     """
-    anchors = anchors or {}
-    links = _Links(rows, segments)
+    net = _Net(rows, segments)
+    anchored = np.array([(anchors or {}).get(vertex, math.nan) for vertex in net.vertices])
+    offsets = [np.concatenate([[0.0], np.cumsum(gaps)]) for gaps in separations]
     middle = sum(bounds) / 2
-    positions: dict[Vertex, float] = {}
-    for row, gaps in zip(rows, separations, strict=True):
-        x = middle - sum(gaps) / 2
-        for vertex, gap in zip(row, (*gaps, 0.0), strict=True):
-            positions[vertex] = x
-            x += gap
-    positions.update(anchors)
+    start = np.concatenate([middle - offset[-1] / 2 + offset for offset in offsets])
+    positions = np.where(np.isnan(anchored), start, anchored)
     for sweep in range(_PLACE_SWEEPS):
         turn = range(len(rows)) if sweep % 2 == 0 else range(len(rows) - 1, -1, -1)
         for index in turn:
-            _place_row(rows[index], separations[index], bounds, links, positions, anchors)
-    return positions
+            row = net.rows[index]
+            positions[row] = _placed_row(net, index, offsets[index], bounds, positions, anchored)
+    return dict(zip(net.vertices, positions.tolist(), strict=True))
 
 
-def _place_row(
-    row: Sequence[Vertex],
-    gaps: Sequence[float],
+def _placed_row(
+    net: _Net[Vertex],
+    index: int,
+    offsets: Values,
     bounds: tuple[float, float],
-    links: _Links[Vertex],
-    positions: dict[Vertex, float],
-    anchors: Mapping[Vertex, float],
-) -> None:
-    offsets = [0.0]
-    for gap in gaps:
-        offsets.append(offsets[-1] + gap)
-    targets, weights = [], []
-    for vertex, offset in zip(row, offsets, strict=True):
-        wanted = [(positions[s.lower] - s.port, s.weight) for s in links.below[vertex]]
-        wanted += [(positions[s.upper] + s.port, s.weight) for s in links.above[vertex]]
-        weight = sum(w for _, w in wanted)
-        mean = sum(x * w for x, w in wanted) / weight if weight else positions[vertex]
-        anchored = vertex in anchors
-        targets.append((anchors[vertex] if anchored else mean) - offset)
-        weights.append(_ANCHOR_WEIGHT if anchored else weight or 0.1)
+    positions: Values,
+    anchored: Values,
+) -> Values:
+    """Where the vertices of a row go, given those of its neighbours."""
+    row = net.rows[index]
+    total, pulled = np.zeros(len(row)), np.zeros(len(row))
+    if index > 0:
+        gap = net.gaps[index - 1]
+        mine, wanted = gap.upper - row[0], positions[gap.lower] - gap.port
+        total += np.bincount(mine, gap.weight, minlength=len(row))
+        pulled += np.bincount(mine, gap.weight * wanted, minlength=len(row))
+    if index < len(net.gaps):
+        gap = net.gaps[index]
+        mine, wanted = gap.lower - row[0], positions[gap.upper] + gap.port
+        total += np.bincount(mine, gap.weight, minlength=len(row))
+        pulled += np.bincount(mine, gap.weight * wanted, minlength=len(row))
+    mean = np.where(total > 0, pulled / np.where(total > 0, total, 1), positions[row])
+    fixed = ~np.isnan(anchored[row])
+    targets = np.where(fixed, anchored[row], mean) - offsets
+    weights = np.where(fixed, _ANCHOR_WEIGHT, np.where(total > 0, total, 0.1))
     low, high = bounds[0], bounds[1] - offsets[-1]
     if low > high:
         low = high = (low + high) / 2
-    for vertex, offset, x in zip(row, offsets, _isotonic(targets, weights), strict=True):
-        positions[vertex] = min(max(x, low), high) + offset
+    x = _isotonic(targets.tolist(), weights.tolist())
+    return np.clip(x, low, high) + offsets
 
 
 def _isotonic(targets: Sequence[float], weights: Sequence[float]) -> list[float]:
