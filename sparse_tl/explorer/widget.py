@@ -17,7 +17,7 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal, get_args
 from uuid import uuid4
 
 import anywidget
@@ -30,7 +30,8 @@ from sparse_tl.flow import EdgeWeight
 from sparse_tl.hooks import HookedModel
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.palette import DARK_FILTER
-from sparse_tl.plots.rendering import Theme, checked_theme
+
+Ground = Literal["light", "dark"]
 
 
 def _assets(suffix: str, **files: Sequence[str]) -> str:
@@ -99,9 +100,11 @@ class CircuitExplorer(anywidget.AnyWidget):
         positions: Sequence[int] | None = None,
         weight: EdgeWeight = "attention",
         threshold: float = 0.1,
-        theme: Theme = "light",
+        theme: Ground | str = "light",
         **style: Any,
     ) -> None:
+        if theme not in get_args(Ground):
+            raise ValueError(f"expected a theme of {get_args(Ground)}; got {theme!r}")
         self._begin = partial(Exploration, models, position=position, positions=positions)
         self._exploration: Exploration | None = None
         self._style = style
@@ -109,7 +112,7 @@ class CircuitExplorer(anywidget.AnyWidget):
         self._saved: Any = None
         super().__init__(
             _state={"target": 0, "weight": weight, "threshold": threshold},
-            _dark=checked_theme(theme) == "dark",
+            _dark=theme == "dark",
             _saved_id=f"sparse-tl-{uuid4().hex[:12]}",
         )
         self.on_msg(self._on_request)
@@ -298,7 +301,7 @@ def explore(
     position: int | None = None,
     positions: Sequence[int] | None = None,
     weight: EdgeWeight = "attention",
-    theme: Theme = "light",
+    theme: Ground | str = "light",
     **style: Any,
 ) -> CircuitExplorer:
     """A live circuit diagram: take out heads and attention edges, and see what the models say then.

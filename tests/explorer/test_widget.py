@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
+from html import escape
 from typing import Any
 
 import pytest
@@ -230,7 +231,7 @@ def test_what_cannot_be_shown_is_a_message_from_the_start(models, prompt, option
     explorer = explore(models, prompt, **options)
     assert explorer._message["kind"] == "error" and problem in explorer._message["text"]
     assert explorer._prompt == prompt and explorer._figure == {} and explorer._panels == []
-    assert problem in explorer._saved_bundle()["text/html"]
+    assert escape(problem) in explorer._saved_bundle()["text/html"]
     for use in (lambda: explorer.exploration, explorer.figure, explorer.restore):
         with pytest.raises(ValueError, match=problem):
             use()
@@ -249,18 +250,22 @@ def test_a_message_from_the_start_is_over_with_a_prompt_that_fits(explorer, mode
 def test_a_model_without_attention_patterns_is_a_message_from_the_start(build_small):
     hookless = build_small()
     del hookless.hook_dict["blocks.0.attn.hook_pattern"]
-    explorer = explore({ATTACK: hookless}, "3" + ATTACK)
-    assert "no token for '<'" in explorer._message["text"]
-    assert "<img" not in explorer._saved_bundle()["text/html"]
-    ask(explorer, action="prompt", text=PROMPT)
+    explorer = explore({"m": hookless}, PROMPT)
     assert "'blocks.0.attn.hook_pattern'" in explorer._message["text"]
-    assert repr(explore({"m": hookless}, PROMPT)).startswith("CircuitExplorer(nothing to show: ")
+    assert repr(explorer).startswith("CircuitExplorer(nothing to show: ")
+    ask(explorer, action="prompt", text="1+1=")
+    assert "'blocks.0.attn.hook_pattern'" in explorer._message["text"]
+
+
+def test_what_cannot_be_shown_is_escaped(models):
+    assert "<img" not in explore(models, ATTACK)._saved_bundle()["text/html"]
 
 
 def test_impossible_settings_are_refused_at_construction(models):
-    for options in ({"threshold": 2.0}, {"theme": "grey"}, {"weight": "size"}):
-        with pytest.raises(ValueError, match=f"expected {next(iter(options))}"):
-            explore(models, PROMPT, **options)
+    with pytest.raises(ValueError, match="threshold of at least 0 and below 1; got 2.0"):
+        explore(models, PROMPT, threshold=2.0)
+    with pytest.raises(ValueError, match="expected a theme of .* got 'auto'"):
+        explore(models, PROMPT, theme="auto")
 
 
 def test_the_dark_theme_turns_what_is_seen_and_what_is_saved(explorer, models):
