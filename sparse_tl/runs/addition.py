@@ -31,6 +31,8 @@ from sparse_tl.training import TargetLoss, evaluate_held_out
 PROMPT = "36+28"
 PAIRS = 128
 """Sums per digit, half to score its circuit edges, half to evaluate them."""
+EXAMPLES = 1000
+"""Sums per digit that tell how often it is right."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -206,7 +208,7 @@ def _circuits(
     measured, failed = [], []
     for digit in DIGITS:
         pairs = task.pairs(digit.name, PAIRS, seed=seed)
-        every = task.pairs(digit.name, 1000, seed=seed)
+        every = task.pairs(digit.name, EXAMPLES, seed=seed)
         names = {side: f"circuits/{digit.name}/{side}" for side in models}
         for side, model in models.items():
             if folder.finished(names[side]):

@@ -23,6 +23,7 @@ def addition(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     out = tmp_path_factory.mktemp("runs") / "addition"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sparse_tl.runs.addition.PAIRS", 8)
+        patch.setattr("sparse_tl.runs.addition.EXAMPLES", 8)
         return out, run_command(*ADDITION, "--out", out, "--device", "cpu")
 
 
