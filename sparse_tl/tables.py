@@ -21,4 +21,9 @@ def table_html(
         index: whether the rows have names of their own.
     """
     words = f"<p>{escape(said)}</p>" if said else ""
-    return words + table.to_html(float_format=f"{{:{digits}}}".format, border=0, index=index)
+    # Counts stay readable: 123,457 and not 1.235e+05.
+    return words + table.to_html(
+        float_format=lambda x: format(x, ",.0f" if abs(x) >= 1e4 else digits),
+        border=0,
+        index=index,
+    )

@@ -31,7 +31,8 @@ def test_words_and_cells_are_escaped():
 
 
 def test_numbers_are_short():
-    assert cells(table_html(pd.DataFrame({"loss": [1.23456789]}))) == [["loss"], ["1.235"]]
+    table = pd.DataFrame({"loss": [1.23456789], "edges": [18911232.4]})
+    assert cells(table_html(table)) == [["loss", "edges"], ["1.235", "18,911,232"]]
 
 
 def test_a_measurement_is_one_row():

@@ -90,10 +90,18 @@ function render({ model, el }) {
     message.hidden = !content;
     if (!content) return;
     const close = make("button", {
-      type: "button", "aria-label": "close", onclick: () => { message.hidden = true; },
+      type: "button", "aria-label": "close", onclick: closeMessage,
     }, "\u00d7");
     message.className = `message ${content.kind}`;
     message.replaceChildren(make("span", {}, content.text), close);
+  }
+
+  // Python is told, so that the same words can come again.
+  function closeMessage() {
+    message.hidden = true;
+    if (!alive) return;
+    model.set("_message", null);
+    model.save_changes();
   }
 
   // ---- drawing -------------------------------------------------------------------------------
@@ -215,7 +223,7 @@ function render({ model, el }) {
     const element = card(
       panel.name, `output at position ${column}`,
       outputTable(panel.outputs[target], changed),
-      make("h5", {}, "Heads", make("small", {}, "darker: more effect on the predicted logit")),
+      make("h5", {}, "Heads", make("small", {}, "stronger: more effect on the predicted logit")),
       headGrid({
         effects: panel.effects[target], removed: panel.removedHeads, nLayers, nHeads,
         onToggle: toggleHead, onHover: hover,

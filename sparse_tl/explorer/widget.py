@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from html import escape
 from importlib import resources
+from inspect import signature
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, get_args
@@ -29,6 +30,7 @@ from sparse_tl.explorer.session import Exploration
 from sparse_tl.flow import EdgeWeight
 from sparse_tl.hooks import HookedModel
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
+from sparse_tl.plots.circuit_diagram import check_options
 from sparse_tl.plots.palette import DARK_FILTER
 
 Ground = Literal["light", "dark"]
@@ -67,6 +69,7 @@ class CircuitExplorer(anywidget.AnyWidget):
 
     Raises:
         ValueError: a threshold, theme or weight that there is not.
+        TypeError: an argument that `plots.circuit_diagram` does not know.
     """
 
     _esm = _assets(
@@ -105,7 +108,9 @@ class CircuitExplorer(anywidget.AnyWidget):
     ) -> None:
         if theme not in get_args(Ground):
             raise ValueError(f"expected a theme of {get_args(Ground)}; got {theme!r}")
-        self._begin = partial(Exploration, models, position=position, positions=positions)
+        check_options(weight, threshold)
+        signature(circuit_diagram).bind_partial(**style)  # unknown arguments are told now
+        self._begin = partial(Exploration, models)
         self._exploration: Exploration | None = None
         self._style = style
         self._selected: Node | None = None
@@ -117,13 +122,11 @@ class CircuitExplorer(anywidget.AnyWidget):
         )
         self.on_msg(self._on_request)
         try:
-            exploration = self._begin(prompt)
+            self._show(self._begin(prompt, position=position, positions=positions))
         except ValueError as error:
             self._prompt = prompt if isinstance(prompt, str) else ""
             self._problem = str(error)
             self._say(self._problem)
-        else:
-            self._show(exploration)
 
     @property
     def exploration(self) -> Exploration:
@@ -137,9 +140,15 @@ class CircuitExplorer(anywidget.AnyWidget):
         return self._exploration
 
     def _show(self, exploration: Exploration) -> None:
+        """Begin with an exploration, unless its figure cannot be drawn."""
+        state = self._state
         self._exploration = exploration
-        self._state = {**self._state, "target": exploration.first_target}
-        self._refresh()
+        self._state = {**state, "target": exploration.first_target}
+        try:
+            self._refresh()
+        except BaseException:
+            self._exploration, self._state = None, state
+            raise
 
     # ---- what can be clicked ---------------------------------------------------------------------
 
@@ -161,7 +170,11 @@ class CircuitExplorer(anywidget.AnyWidget):
     def show_prompt(self, prompt: Prompt) -> None:
         """Go on with another prompt; see `Exploration.show_prompt`."""
         if self._exploration is None:
-            self._show(self._begin(prompt))
+            try:
+                self._show(self._begin(prompt))  # its columns are chosen anew
+            except ValueError as error:
+                self._problem = str(error)
+                raise
             return
         exploration = self._exploration
         had_edges = any(exploration.removed_edges(title) for title in exploration.titles)
@@ -323,6 +336,7 @@ def explore(
 
     Raises:
         ValueError: a threshold, theme or weight that there is not.
+        TypeError: an argument that `plots.circuit_diagram` does not know.
     """
     return CircuitExplorer(
         models,

@@ -126,15 +126,17 @@ def ablate_attention_edges(
 
     def cut(layer: int, pattern: Float[Tensor, "batch head query key"]) -> Tensor:
         n_queries, n_keys = pattern.shape[2:]
-        heads, queries, keys = torch.tensor(by_layer[layer], device=pattern.device).unbind(dim=1)
-        if (last := int(queries.max())) >= n_keys:
+        last = max(query for _, query, _ in by_layer[layer])
+        if last >= n_keys:
             raise ValueError(
                 f"expected attention edges within the prompt of {n_keys} tokens; got query {last}"
             )
-        rows = queries - (n_keys - n_queries)  # with a key-value cache only the last queries run
-        here = rows >= 0
+        before = n_keys - n_queries  # with a key-value cache only the last queries run
+        here = [(head, q - before, key) for head, q, key in by_layer[layer] if q >= before]
         pattern = pattern.clone()
-        pattern[:, heads[here], rows[here], keys[here]] = 0
+        if here:
+            heads, rows, keys = torch.tensor(here, device=pattern.device).unbind(dim=1)
+            pattern[:, heads, rows, keys] = 0
         return pattern
 
     names = layer_points(model, "attn.hook_pattern")

@@ -77,7 +77,9 @@ def circuit_diagram(
         TypeError: if a panel is not an `AttentionFlow`.
     """
     flows = _checked_panels(panels)
-    _check_options(flows, weight, threshold)
+    check_options(weight, threshold)
+    if weight == "attribution":
+        _check_attribution(flows)
     target = _checked_target(flows, target)
     # The reader can only choose attribution where every panel has it.
     with_attribution = all(flow.attribution is not None for flow in flows.values())
@@ -126,7 +128,12 @@ def _checked_panels(panels: Mapping[str, AttentionFlow]) -> dict[str, AttentionF
     return panels
 
 
-def _check_options(flows: Mapping[str, AttentionFlow], weight: str, threshold: float) -> None:
+def check_options(weight: str, threshold: float) -> None:
+    """Make sure that a figure can be drawn so.
+
+    Raises:
+        ValueError: another weight, or a threshold out of range.
+    """
     if weight not in get_args(EdgeWeight):
         raise ValueError(f"expected weight 'attention' or 'attribution'; got {weight!r}")
     if not 0 <= threshold < 1:
@@ -134,13 +141,15 @@ def _check_options(flows: Mapping[str, AttentionFlow], weight: str, threshold: f
             f"expected a threshold of at least 0 and below 1; got {threshold}; "
             "0 shows every edge that is not 0"
         )
-    if weight == "attribution":
-        for name, flow in flows.items():
-            if flow.attribution is None:
-                raise ValueError(
-                    f"expected attribution in every panel; got none in {name!r}; trace the model "
-                    "with attribution=True, or draw weight='attention'"
-                )
+
+
+def _check_attribution(flows: Mapping[str, AttentionFlow]) -> None:
+    for name, flow in flows.items():
+        if flow.attribution is None:
+            raise ValueError(
+                f"expected attribution in every panel; got none in {name!r}; trace the model "
+                "with attribution=True, or draw weight='attention'"
+            )
 
 
 def _checked_target(flows: Mapping[str, AttentionFlow], target: int) -> int:

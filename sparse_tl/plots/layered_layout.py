@@ -101,6 +101,8 @@ class _Net(Generic[Vertex]):
         weight = np.array([s.weight for s in segments], dtype=float)
         port = np.array([s.port for s in segments], dtype=float)
         row = np.searchsorted(ends, lower, side="right")
+        if not (np.searchsorted(ends, upper, side="right") == row + 1).all():
+            raise ValueError("expected segments between neighbouring rows; one skips a row")
         between = [row == index for index in range(len(rows) - 1)]
         self.gaps = [_Gap(lower[at], upper[at], weight[at], port[at]) for at in between]
         # Room for the place of each vertex in its row.

@@ -102,8 +102,8 @@ def save_figure(
         figure: of this package.
         path: ends in ``.html`` (interactive), ``.json`` (plotly's), ``.svg`` or ``.png``.
         scale: pixels of a PNG per pixel of the figure.
-        theme: ``"light"``, ``"dark"``, or ``"auto"``: HTML as the reader's system has it, and
-            light otherwise.
+        theme: ``"light"``, ``"dark"``, or ``"auto"``: as `PlotlyFigure.dark` has made the figure;
+            otherwise HTML as the reader's system has it, and pictures light.
         title: of the page, for HTML; what the figure shows when left out.
 
     Returns:
@@ -114,10 +114,11 @@ def save_figure(
             static drawing lacks.
     """
     drawn = figure
-    if checked_theme(theme) == "dark":
+    is_dark = str(layout_of(figure).paper_bgcolor) == dark_colour(GROUND)
+    if checked_theme(theme) == "dark" and not is_dark:
         drawn = PlotlyFigure(_turned(json.loads(str(figure.to_json()))))
     # A dark figure is turned already; its page is not, but for the ground.
-    page_theme: Theme = "auto" if theme == "auto" else "light"
+    page_theme: Theme = "auto" if theme == "auto" and not is_dark else "light"
     ground = str(layout_of(drawn).paper_bgcolor)
     return save_picture(
         path,

@@ -39,6 +39,8 @@ class SelfContainedFigure(RenderedHTML):
         self._html = html
         self.svg = svg
         self.title = title
+        # Of a figure that `dark` has turned: the one that it was made from.
+        self._light: SelfContainedFigure | None = None
 
     def _repr_html_(self) -> str:
         return self._html
@@ -55,7 +57,10 @@ class SelfContainedFigure(RenderedHTML):
 
     def dark(self: Figure) -> Figure:
         """The same figure on a dark ground; without it, figures in notebooks are light cards."""
+        if self._light is not None:
+            return self
         turned = copy(self)
+        turned._light = self
         html = f'<div style="filter: {DARK_FILTER}">\n{self._html}\n</div>'
         turned.local_src = turned.cdn_src = turned._html = html
         turned.svg = dark_svg(self.svg)
@@ -69,8 +74,8 @@ class SelfContainedFigure(RenderedHTML):
         Args:
             path: ends in ``.html`` (interactive), ``.svg`` or ``.png``.
             scale: pixels of a PNG per pixel of the figure.
-            theme: ``"light"``, ``"dark"``, or ``"auto"``: HTML as the reader's system has it, and
-                light otherwise.
+            theme: ``"light"``, ``"dark"``, or ``"auto"``: as `dark` has made the figure; otherwise
+                HTML as the reader's system has it, and pictures light.
 
         Returns:
             The path written.
@@ -78,6 +83,9 @@ class SelfContainedFigure(RenderedHTML):
         Raises:
             ValueError: if the suffix or the theme is another one.
         """
+        if self._light is not None:
+            own = "dark" if checked_theme(theme) == "auto" else theme
+            return self._light.save(path, scale=scale, theme=own)
         svg = dark_svg(self.svg) if checked_theme(theme) == "dark" else self.svg
         return save_picture(
             path,

@@ -66,11 +66,14 @@ class AdditionTask:
         """Sums as tokens, labels and loss positions.
 
         Raises:
-            ValueError: an operand outside 0..99.
+            ValueError: an operand outside 0..99, or not as many on both sides.
         """
+        if len(left) != len(right):
+            raise ValueError(f"expected pairs of operands; got {len(left)} and {len(right)}")
         for operand in (left, right):
             if operand.numel() and not (int(operand.min()) >= 0 and int(operand.max()) <= 99):
                 raise ValueError("expected operands in 0..99, two digits each")
+        left, right = left.cpu().long(), right.cpu().long()
         plus, equals = (torch.full((len(left), 1), CHARACTERS.index(sign)) for sign in ("+", "="))
         parts = [_digits(left, 2), plus, _digits(right, 2), equals, _digits(left + right, 5)]
         text = torch.cat(parts, dim=1)

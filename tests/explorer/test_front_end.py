@@ -18,7 +18,7 @@ TRAITS = ("_prompt", "_figure", "_panels", "_node", "_message", "_state", "_dark
 
 # What anywidget gives a widget: traits, events, and messages, which are only written down here.
 STUB = """
-const traits = TRAITS_HERE, listeners = {};
+const traits = window.traits = TRAITS_HERE, listeners = {};
 window.sent = [];
 const model = {
   get: (name) => traits[name],
@@ -159,6 +159,8 @@ def test_a_message_is_shown_and_can_be_closed(page, tmp_path, explorer):
     assert ATTACK in message.inner_text()
     message.locator("button").click()
     assert not message.is_visible()
+    # Python knows that it is closed: the same words again are a change.
+    assert page.evaluate("traits._message") is None
 
 
 def test_what_cannot_be_shown_is_told_and_another_prompt_can_be_tried(page, tmp_path, models):

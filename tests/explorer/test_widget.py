@@ -239,8 +239,9 @@ def test_what_cannot_be_shown_is_a_message_from_the_start(models, prompt, option
 
 def test_a_message_from_the_start_is_over_with_a_prompt_that_fits(explorer, models):
     late = explore(models, "3x6")
-    ask(late, action="prompt", text="4x")
-    assert "'x'" in late._message["text"]
+    ask(late, action="prompt", text="")
+    for said in (late._message["text"], repr(late), late._saved_bundle()["text/html"]):
+        assert "empty text" in said and "'x'" not in said
     ask(late, action="settle")
     ask(late, action="prompt", text=PROMPT)
     assert late._message is None and late._figure == explorer._figure
@@ -253,19 +254,49 @@ def test_a_model_without_attention_patterns_is_a_message_from_the_start(build_sm
     explorer = explore({"m": hookless}, PROMPT)
     assert "'blocks.0.attn.hook_pattern'" in explorer._message["text"]
     assert repr(explorer).startswith("CircuitExplorer(nothing to show: ")
+    explorer._message = None
     ask(explorer, action="prompt", text="1+1=")
     assert "'blocks.0.attn.hook_pattern'" in explorer._message["text"]
 
 
-def test_what_cannot_be_shown_is_escaped(models):
-    assert "<img" not in explore(models, ATTACK)._saved_bundle()["text/html"]
+def test_another_prompt_chooses_its_columns_anew(models):
+    explorer = explore(models, "3x6", position=9)
+    explorer.show_prompt("1+1=")
+    assert explorer.exploration.targets == ((4, 3),)
 
 
-def test_impossible_settings_are_refused_at_construction(models):
+def test_tokens_outside_the_vocabulary_are_a_message(models):
+    explorer = explore(models, torch.tensor([99, 1]))
+    assert "expected tokens in 0..12; got 99" in explorer._message["text"]
+
+
+def test_what_cannot_be_shown_is_escaped(models, monkeypatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError(ATTACK)
+
+    monkeypatch.setattr("sparse_tl.explorer.widget.Exploration", refuse)
+    shown = explore(models, PROMPT)._saved_bundle()["text/html"]
+    assert "<img" not in shown and "&lt;img" in shown
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "3x6"])
+def test_impossible_settings_are_refused_at_construction(models, prompt):
     with pytest.raises(ValueError, match="threshold of at least 0 and below 1; got 2.0"):
-        explore(models, PROMPT, threshold=2.0)
+        explore(models, prompt, threshold=2.0)
     with pytest.raises(ValueError, match="expected a theme of .* got 'auto'"):
-        explore(models, PROMPT, theme="auto")
+        explore(models, prompt, theme="auto")
+    with pytest.raises(TypeError, match="'colour'"):
+        explore(models, prompt, colour="red")
+
+
+def test_a_first_figure_that_cannot_be_drawn_leaves_another_chance(models, monkeypatch):
+    late, draw = explore(models, "3x6"), CircuitExplorer._diagram
+    monkeypatch.setattr(CircuitExplorer, "_diagram", lambda *_: 1 / 0)
+    ask(late, action="prompt", text=PROMPT)
+    assert "ZeroDivisionError" in late._message["text"] and late._figure == {}
+    monkeypatch.setattr(CircuitExplorer, "_diagram", draw)
+    ask(late, action="prompt", text=PROMPT)
+    assert late._message is None and "svg" in late._figure
 
 
 def test_the_dark_theme_turns_what_is_seen_and_what_is_saved(explorer, models):

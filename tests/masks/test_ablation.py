@@ -146,7 +146,22 @@ def test_references_must_fit(build_tiny: Build) -> None:
 
 # Attention edges
 
-EDGES = [(0, 1, 4, 2), (1, 0, 5, 5)]
+EDGES = [(0, 1, 4, 2), (0, 0, 5, 1), (0, 1, 5, 3), (1, 0, 5, 5)]
+
+
+def test_edges_under_a_key_value_cache(build_tiny: Build) -> None:
+    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+    model, tokens = build_tiny("float64"), _tokens(3)
+    cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 3)
+    late = [edge for edge in EDGES if edge[2] == 5]
+    with ablate_attention_edges(model, late):
+        whole = model(tokens)
+    start = model(tokens[:, :5], past_kv_cache=cache, attention_mask=torch.ones_like(tokens[:, :5]))
+    with ablate_attention_edges(model, late):
+        mask = torch.ones_like(tokens[:, 5:])
+        last = model(tokens[:, 5:], past_kv_cache=cache, attention_mask=mask)
+    assert torch.allclose(torch.cat([start, last], dim=1), whole, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["plain", "grouped", "attention_only"])

@@ -257,20 +257,39 @@ def test_crossings_are_counted_as_by_comparing_every_pair(seed):
     generator = torch.Generator().manual_seed(seed)
     rows = [[f"{r}{i}" for i in range(6)] for r in "abc"]
     segments = [
-        Segment(rows[r][i], rows[r + 1][j])
-        for r, i, j in itertools.product(range(2), range(6), range(6))
-        if torch.rand(1, generator=generator) < 0.3
+        Segment(rows[r][i], rows[r + 1][j], port=port)
+        for r, i, j, port in itertools.product(range(2), range(6), range(6), (-5.0, 5.0))
+        if torch.rand(1, generator=generator) < 0.2
     ]
     expected = 0
     for first, second in itertools.combinations(segments, 2):
         if first.lower[0] == second.lower[0]:
-            expected += (first.lower < second.lower and first.upper > second.upper) or (
-                first.lower > second.lower and first.upper < second.upper
+            ends = [(segment.upper, segment.port) for segment in (first, second)]
+            expected += (first.lower < second.lower and ends[0] > ends[1]) or (
+                first.lower > second.lower and ends[0] < ends[1]
             )
     assert count_crossings(rows, segments) == expected > 0
     ordered = order_rows(rows, segments)
     assert [sorted(row) for row in ordered] == rows
     assert count_crossings(ordered, segments) < expected
+
+
+def test_lines_are_ordered_by_the_ports_that_they_enter():
+    rows = [["a", "b"], ["c"]]
+    segments = [Segment("a", "c", port=5.0), Segment("b", "c", port=-5.0)]
+    assert count_crossings(rows, segments) == 1
+    assert order_rows(rows, segments) == [["b", "a"], ["c"]]
+
+
+def test_a_port_stands_above_what_enters_it():
+    segments = [Segment("a", "c", port=7.0)]
+    assert place_rows([["a"], ["c"]], segments, [[], []], (0, 300), {"a": 100.0})["c"] == 93
+    assert place_rows([["a"], ["c"]], segments, [[], []], (0, 300), {"c": 100.0})["a"] == 107
+
+
+def test_a_segment_that_skips_a_row_is_refused():
+    with pytest.raises(ValueError, match="one skips a row"):
+        count_crossings([["a"], ["b"], ["c"]], [Segment("a", "c")])
 
 
 def test_a_graph_that_can_be_drawn_without_crossings_is(make_circuit):

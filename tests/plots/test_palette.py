@@ -216,18 +216,32 @@ class TestDiagrams:
         assert figure.dark().svg in svg and figure.svg != figure.dark().svg
 
     @pytest.mark.parametrize(
-        ("theme", "expected"), [("auto", "dark"), ("light", "light"), ("dark", "dark")]
+        ("theme", "expected"),
+        [("auto", "dark"), ("light", "light"), ("dark", "dark"), ("turned", "dark")],
     )
     def test_pages_of_readers_with_a_dark_system(
         self, page: Any, two_panels: Any, tmp_path: Path, theme: Any, expected: str
     ) -> None:
-        file = circuit_diagram(two_panels).save(tmp_path / "figure.html", theme=theme)
+        figure, file = circuit_diagram(two_panels), tmp_path / "figure.html"
+        if theme == "turned":
+            figure.dark().save(file)
+        else:
+            figure.save(file, theme=theme)
         page.emulate_media(color_scheme="dark")
         page.goto(file.as_uri())
         ground = palette.channels(THEMES[expected](palette.GROUND))
         # In the margin of the page, and within a panel.
         for x in (5, 150):
             assert np.abs(np.subtract(pixels(page, x, [5, 190]), ground)).max() <= 2
+
+    def test_a_dark_figure_is_turned_once(self, two_panels: Any, tmp_path: Path) -> None:
+        figure = circuit_diagram(two_panels)
+        expected = figure.save(tmp_path / "a.svg", theme="dark").read_text()
+        for theme in ("auto", "dark"):
+            assert figure.dark().save(tmp_path / "b.svg", theme=theme).read_text() == expected
+        light = figure.save(tmp_path / "a.svg").read_text()
+        assert figure.dark().save(tmp_path / "b.svg", theme="light").read_text() == light
+        assert str(figure.dark().dark()) == str(figure.dark())
 
     def test_dark_in_a_light_notebook(self, page: Any, two_panels: Any, tmp_path: Path) -> None:
         html = circuit_diagram(two_panels).dark()._repr_html_()

@@ -166,6 +166,10 @@ class TestDark:
             for theme in ("light", "dark")
         )
         assert light != dark
+        turned = effects().dark().save(tmp_path / "b.svg", theme="dark").read_text()
+        assert turned == svg
+        page = effects().dark().save(tmp_path / "b.html").read_text()
+        assert "prefers-color-scheme" not in page.partition("</head>")[0]
 
     def test_a_page_follows_the_reader(self, tmp_path: Path) -> None:
         pages = {

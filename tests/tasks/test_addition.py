@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from jaxtyping import TypeCheckError
 
 from sparse_tl import AdditionTask
 from sparse_tl.tasks.addition import CHARACTERS, addition_tokenizer, decode
@@ -14,6 +15,11 @@ def test_autoregressive_labels_are_the_next_characters():
     assert decode(batch.tokens[0]) == "36+28=00064"
     assert decode(batch.labels[0][batch.loss_mask[0]]) == "00064"
     assert batch.loss_mask[0].nonzero().flatten().tolist() == [5, 6, 7, 8, 9]
+
+
+def test_small_integers_do_not_overflow():
+    nines = torch.tensor([99], dtype=torch.int8)
+    assert decode(AdditionTask().batch(nines, nines).tokens[0]) == "99+99=00198"
 
 
 def test_placeholders_hide_the_answer():
@@ -61,6 +67,9 @@ def test_bad_sums_are_refused():
             task.prompt(text)
     with pytest.raises(ValueError, match=r"0\.\.99"):
         task.batch(torch.tensor([100]), torch.tensor([1]))
+    # Checked types are stricter, where they are on.
+    with pytest.raises((ValueError, TypeCheckError), match=r"pairs of operands|right"):
+        task.batch(torch.tensor([1, 2]), torch.tensor([1]))
     with pytest.raises(ValueError, match="answer column"):
         task.read_at(5)
     with pytest.raises(ValueError, match="leave some"):
