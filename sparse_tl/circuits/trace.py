@@ -81,6 +81,10 @@ def _tokenize(model: HookedModel, prompt: str | Tensor) -> tuple[Tensor, int | N
             f"expected a prompt of at most {model.cfg.n_ctx} tokens, the model's context; "
             f"got {len(tokens)}"
         )
+    d_vocab = model.cfg.d_vocab
+    outside = tokens[(tokens < 0) | (tokens >= d_vocab)].tolist()
+    if outside:
+        raise ValueError(f"expected tokens in 0..{d_vocab - 1}; got {outside[0]}")
     return tokens.cpu(), model.tokenizer.mask_token_id
 
 

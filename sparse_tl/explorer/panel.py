@@ -63,8 +63,6 @@ class Panel:
         self.points = layer_points(model, "attn.hook_pattern")
         if isinstance(prompt, str) and model.tokenizer is not None:
             check_known(model.tokenizer, prompt)
-        if isinstance(prompt, Tensor):
-            _check_tokens(prompt, model.cfg.d_vocab)
         self.whole = trace_attention(model, prompt, positions=positions, attribution=True)
         self.positions = [column for column, _ in self.whole.targets]
         # What comes after the last column that is read has no influence.
@@ -145,12 +143,6 @@ class Panel:
             torch.stack([kept[name] for name in names]) for names in (self.points, levels)
         )
         return Run(patterns.masked_fill(self.removed(), 0), streams, logits)
-
-
-def _check_tokens(tokens: Int[Tensor, " pos"], d_vocab: int) -> None:
-    outside = tokens[(tokens < 0) | (tokens >= d_vocab)].tolist()
-    if outside:
-        raise ValueError(f"expected tokens in 0..{d_vocab - 1}; got {outside[0]}")
 
 
 def tokens_of(model: HookedModel, prompt: Prompt) -> Int[Tensor, " pos"]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from html import escape
 from importlib import resources
 from inspect import signature
@@ -56,20 +55,6 @@ class CircuitExplorer(anywidget.AnyWidget):
 
     Everything that can be clicked can be called: `toggle_head`, `toggle_edges`, `restore`,
     `show_prompt`, `select`. `exploration` has the numbers.
-
-    Args:
-        models: as for `Exploration`.
-        prompt: as for `Exploration`.
-        position: as for `Exploration`.
-        positions: as for `Exploration`.
-        weight: of the lines.
-        threshold: of the slider, at first.
-        theme: ``"light"``, as figures are in notebooks, or ``"dark"``.
-        **style: passed to `plots.circuit_diagram`.
-
-    Raises:
-        ValueError: a threshold, theme or weight that there is not.
-        TypeError: an argument that `plots.circuit_diagram` does not know.
     """
 
     _esm = _assets(
@@ -110,7 +95,7 @@ class CircuitExplorer(anywidget.AnyWidget):
             raise ValueError(f"expected a theme of {get_args(Ground)}; got {theme!r}")
         check_options(weight, threshold)
         signature(circuit_diagram).bind_partial(**style)  # unknown arguments are told now
-        self._begin = partial(Exploration, models)
+        self._models = models
         self._exploration: Exploration | None = None
         self._style = style
         self._selected: Node | None = None
@@ -122,10 +107,9 @@ class CircuitExplorer(anywidget.AnyWidget):
         )
         self.on_msg(self._on_request)
         try:
-            self._show(self._begin(prompt, position=position, positions=positions))
-        except ValueError as error:
+            self._start(prompt, position=position, positions=positions)
+        except ValueError:
             self._prompt = prompt if isinstance(prompt, str) else ""
-            self._problem = str(error)
             self._say(self._problem)
 
     @property
@@ -139,15 +123,16 @@ class CircuitExplorer(anywidget.AnyWidget):
             raise ValueError(self._problem)
         return self._exploration
 
-    def _show(self, exploration: Exploration) -> None:
-        """Begin with an exploration, unless its figure cannot be drawn."""
+    def _start(self, prompt: Prompt, **columns: Any) -> None:
+        """Begin with a prompt; where it cannot be shown, remember why."""
         state = self._state
-        self._exploration = exploration
-        self._state = {**state, "target": exploration.first_target}
         try:
+            self._exploration = exploration = Exploration(self._models, prompt, **columns)
+            self._state = {**state, "target": exploration.first_target}
             self._refresh()
-        except BaseException:
+        except BaseException as error:
             self._exploration, self._state = None, state
+            self._problem = str(error)
             raise
 
     # ---- what can be clicked ---------------------------------------------------------------------
@@ -170,11 +155,7 @@ class CircuitExplorer(anywidget.AnyWidget):
     def show_prompt(self, prompt: Prompt) -> None:
         """Go on with another prompt; see `Exploration.show_prompt`."""
         if self._exploration is None:
-            try:
-                self._show(self._begin(prompt))  # its columns are chosen anew
-            except ValueError as error:
-                self._problem = str(error)
-                raise
+            self._start(prompt)  # its columns are chosen anew
             return
         exploration = self._exploration
         had_edges = any(exploration.removed_edges(title) for title in exploration.titles)

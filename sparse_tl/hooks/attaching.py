@@ -15,7 +15,7 @@ from functools import partial
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint, LensHandle
 
-from sparse_tl.hooks.points import HookedModel, check_hook_points, hook_point
+from sparse_tl.hooks.points import HookedModel, hook_point
 
 HookFunction = Callable[[Tensor], Tensor | None]
 
@@ -43,10 +43,11 @@ class AttachedHooks:
     def __init__(
         self, model: HookedModel, hooks: Sequence[tuple[str, Order, HookFunction]]
     ) -> None:
-        check_hook_points(model, [name for name, _, _ in hooks])
+        # All of them are looked up before anything is attached.
+        points = [hook_point(model, name) for name, _, _ in hooks]
         self._attached: list[tuple[HookPoint, LensHandle, Callable[[], None]]] = [
-            self._attach(hook_point(model, name), order, function)
-            for name, order, function in hooks
+            self._attach(point, order, function)
+            for point, (_, order, function) in zip(points, hooks, strict=True)
         ]
 
     @staticmethod

@@ -84,9 +84,7 @@ class EdgeCounts:
         )
 
     def _repr_html_(self) -> str:
-        table = (
-            pd.DataFrame(self.by_head().tolist()).rename_axis("layer").rename_axis("head", axis=1)
-        )
+        table = pd.DataFrame(self.by_head().tolist()).rename_axis(index="layer", columns="head")
         return table_html(table, repr(self), digits=".2f", index=True)
 
     @staticmethod

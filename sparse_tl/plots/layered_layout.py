@@ -105,15 +105,19 @@ class _Net(Generic[Vertex]):
             raise ValueError("expected segments between neighbouring rows; one skips a row")
         between = [row == index for index in range(len(rows) - 1)]
         self.gaps = [_Gap(lower[at], upper[at], weight[at], port[at]) for at in between]
-        # Room for the place of each vertex in its row.
-        self._place = np.zeros(len(self.vertices), dtype=int)
+
+    def _places(self, rows: Sequence[Numbers]) -> Numbers:
+        """By vertex, the place that it has in its row; only for the vertices of these rows."""
+        place = np.zeros(len(self.vertices), dtype=int)
+        for row in rows:
+            place[row] = np.arange(len(row))
+        return place
 
     def sorted_by_neighbours(
         self, index: int, row: Numbers, fixed: Numbers, upwards: bool
     ) -> Numbers:
         """A row by the mean places of its neighbours; without any, a vertex keeps its place."""
-        place = self._place
-        place[row], place[fixed] = np.arange(len(row)), np.arange(len(fixed))
+        place = self._places([row, fixed])
         if upwards:
             gap = self.gaps[index - 1]
             mine, theirs = place[gap.upper], place[gap.lower].astype(float)
@@ -128,9 +132,7 @@ class _Net(Generic[Vertex]):
         return row[np.argsort(keys, kind="stable")]
 
     def crossings(self, order: Sequence[Numbers]) -> int:
-        place, total = self._place, 0
-        for row in order:
-            place[row] = np.arange(len(row))
+        place, total = self._places(order), 0
         for gap in self.gaps:
             # From left to right by the lower end: how many before it end further right?
             _, ends = np.unique(place[gap.upper] + 1j * gap.port, return_inverse=True)
@@ -188,17 +190,18 @@ def _placed_row(
 ) -> Values:
     """Where the vertices of a row go, given those of its neighbours."""
     row = net.rows[index]
-    total, pulled = np.zeros(len(row)), np.zeros(len(row))
+    pulls = []  # which vertex, to where, how strongly
     if index > 0:
         gap = net.gaps[index - 1]
-        mine, wanted = gap.upper - row[0], positions[gap.lower] - gap.port
-        total += np.bincount(mine, gap.weight, minlength=len(row))
-        pulled += np.bincount(mine, gap.weight * wanted, minlength=len(row))
+        pulls.append((gap.upper, positions[gap.lower] - gap.port, gap.weight))
     if index < len(net.gaps):
         gap = net.gaps[index]
-        mine, wanted = gap.lower - row[0], positions[gap.upper] + gap.port
-        total += np.bincount(mine, gap.weight, minlength=len(row))
-        pulled += np.bincount(mine, gap.weight * wanted, minlength=len(row))
+        pulls.append((gap.lower, positions[gap.upper] + gap.port, gap.weight))
+    total, pulled = np.zeros(len(row)), np.zeros(len(row))
+    for vertices, wanted, weight in pulls:
+        mine = vertices - row[0]
+        total += np.bincount(mine, weight, minlength=len(row))
+        pulled += np.bincount(mine, weight * wanted, minlength=len(row))
     mean = np.where(total > 0, pulled / np.where(total > 0, total, 1), positions[row])
     fixed = ~np.isnan(anchored[row])
     targets = np.where(fixed, anchored[row], mean) - offsets
