@@ -5,7 +5,8 @@ With scores ``s`` as at ``hook_attn_scores`` and a learnable bias ``b`` per head
     A_ij ~ Bernoulli(sigmoid(s_ij + b)),    z = (A * softmax(s)) V        (no renormalisation)
 
 in training; ``A_ij = [s_ij + b > 0]`` otherwise. Pairs that the model masks (the future, padding)
-carry the lowest score there is, so that their gates are 0 by the same formula.
+carry the lowest score there is, so that their gates are 0 by the same formula. Edges that are
+*closed* by choice are given the same score, whatever the model says of them.
 
 Reference: arXiv 2512.05865, section 3.
 """
@@ -101,9 +102,16 @@ class AttentionGates(nn.Module):
         shape: layers and heads of the model.
         initial_bias: b at the start; larger biases open more gates.
         distribution: how gates are sampled and evaluated.
+        closed: edges that are never open, by the columns of the prompt; it fixes the length of
+            the longest prompt. They still count as possible, and `GateMode.OPEN` opens them too.
         device: where the biases live.
         dtype: of the biases and of the gates' arithmetic: float32, or float64.
+
+    Raises:
+        ValueError: `closed` is not one truth value for each edge.
     """
+
+    closed: Bool[Tensor, "layer head longest longest"] | None
 
     def __init__(
         self,
@@ -111,6 +119,7 @@ class AttentionGates(nn.Module):
         *,
         initial_bias: float = 4.0,
         distribution: GateDistribution | None = None,
+        closed: Bool[Tensor, "layer head query key"] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -119,9 +128,12 @@ class AttentionGates(nn.Module):
             torch.full((shape.n_layers, shape.n_heads), initial_bias, device=device, dtype=dtype)
         )
         self.distribution = distribution or BernoulliGate()
+        _check_closed(closed, shape)
+        self.register_buffer("closed", None if closed is None else closed.clone().to(device))
         self.mode = GateMode.DETERMINISTIC
         self.generator: torch.Generator | None = None
         self.noise = 1.0
+        self.closing = 1.0
         self._record: EdgeRecord | None = None
         self._scores: dict[int, Tensor] = {}
 
@@ -136,15 +148,19 @@ class AttentionGates(nn.Module):
 
     @contextmanager
     def using(
-        self, mode: GateMode, generator: torch.Generator | None = None, noise: float = 1.0
+        self,
+        mode: GateMode,
+        generator: torch.Generator | None = None,
+        noise: float = 1.0,
+        closing: float = 1.0,
     ) -> Iterator[None]:
         """Another mode for the length of a block."""
-        before = self.mode, self.generator, self.noise
-        self.mode, self.generator, self.noise = mode, generator, noise
+        before = self.mode, self.generator, self.noise, self.closing
+        self.mode, self.generator, self.noise, self.closing = mode, generator, noise, closing
         try:
             yield
         finally:
-            self.mode, self.generator, self.noise = before
+            self.mode, self.generator, self.noise, self.closing = before
 
     @contextmanager
     def recorded(self, *, keep_gates: bool = False, pressure: float = 0.0) -> Iterator[EdgeRecord]:
@@ -165,12 +181,36 @@ class AttentionGates(nn.Module):
         if self.mode is GateMode.OPEN and self._record is None:
             return None
         logits = scores.to(self.bias.dtype) + self.bias[layer, :, None, None]
+        if self.closed is not None and self.mode is not GateMode.OPEN:
+            logits = logits.masked_fill(self._shut(self.closed[layer], logits), -torch.inf)
         if self._record is not None:
             self._note(scores, logits)
         if self.mode is GateMode.OPEN:
             return None
         gates = gate_values(self.distribution, logits, self.mode, self.generator, self.noise)
         return pattern * gates.to(pattern.dtype)
+
+    def _shut(
+        self,
+        closed: Bool[Tensor, "head longest longest"],
+        logits: Float[Tensor, "prompt head query key"],
+    ) -> Bool[Tensor, "#prompt head query key"]:
+        """The closed edges of these prompts; in part of the draws alone while they are closing."""
+        n_queries, n_keys = logits.shape[-2:]
+        if n_keys > closed.shape[-1]:
+            raise ValueError(
+                f"expected prompts of at most {closed.shape[-1]} tokens, since the gates name the "
+                f"edges that are closed for so many; got {n_keys}"
+            )
+        # With a key-value cache the queries are the last of the keys.
+        shut = closed[None, :, n_keys - n_queries : n_keys, :n_keys]
+        if self.mode is GateMode.SAMPLED and self.closing < 1:
+            # All closed edges of a query at once: what it must learn is to do without them all.
+            draws = torch.rand(
+                (len(logits), 1, n_queries, 1), generator=self.generator, device=logits.device
+            )
+            shut = shut & (draws < self.closing)
+        return shut
 
     def _note(self, scores: Tensor, logits: Tensor) -> None:
         assert self._record is not None
@@ -184,3 +224,15 @@ class AttentionGates(nn.Module):
             if self._record.pressure > 0:
                 probability = press(probability, logits, self._record.pressure)
             self._record.add(valid, self.distribution.is_open(logits) & valid, probability)
+
+
+def _check_closed(closed: Tensor | None, shape: AttentionShape) -> None:
+    if closed is None:
+        return
+    layers, heads = shape.n_layers, shape.n_heads
+    whole = closed.ndim == 4 and tuple(closed.shape[:2]) == (layers, heads)
+    if not whole or closed.shape[2] != closed.shape[3] or closed.dtype != torch.bool:
+        raise ValueError(
+            f"expected `closed` to be booleans of shape [{layers} layers, {heads} heads, query, "
+            f"key], with as many queries as keys; got {closed.dtype} of shape {list(closed.shape)}"
+        )

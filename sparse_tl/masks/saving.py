@@ -47,7 +47,7 @@ def save_sparse(sparse: SparseTransformer, folder: str | Path) -> Path:
         save_model(sparse.model, temporary)
         fields = dataclasses.asdict(distribution)  # type: ignore[call-overload]
         write_json(temporary / GATES_CONFIG, {"distribution": name, "parameters": fields})
-        write_tensors(temporary / GATES_WEIGHTS, {"bias": sparse.gates.bias})
+        write_tensors(temporary / GATES_WEIGHTS, sparse.gates.state_dict())
     return folder
 
 
@@ -77,7 +77,8 @@ def load_sparse(folder: str | Path, *, device: str | None = None) -> SparseTrans
             f"{folder / GATES_CONFIG}; got {config.get('distribution')!r}"
         )
     model = load_model(folder, device=device)
-    bias = read_tensors(folder / GATES_WEIGHTS).get("bias")
+    tensors = read_tensors(folder / GATES_WEIGHTS)
+    bias = tensors.get("bias")
     shape = attention_shape(model)
     if bias is None or tuple(bias.shape) != (shape.n_layers, shape.n_heads):
         raise ValueError(
@@ -87,6 +88,7 @@ def load_sparse(folder: str | Path, *, device: str | None = None) -> SparseTrans
     gates = AttentionGates(
         shape,
         distribution=kind(**config.get("parameters", {})),
+        closed=tensors.get("closed"),
         device=model.embed.W_E.device,
         dtype=bias.dtype,
     )

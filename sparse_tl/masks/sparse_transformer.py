@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from sparse_tl.hooks import AttachedHooks, Model, attention_shape, embedding_matrix
@@ -35,11 +35,14 @@ class SparseTransformer(nn.Module):
         initial_bias: the gates' bias b at the start, in logits; larger is denser. 4.0 leaves a
             language model's loss nearly as it was.
         distribution: how gates are sampled and evaluated; straight-through Bernoulli by default.
+        closed: attention edges that are never open, ``[layer, head, query, key]`` by columns of
+            the prompt, for models whose prompts are all laid out alike; none when left out.
         gates: gates to use instead of new ones.
 
     Raises:
         TypeError: `model` is not a HookedTransformer.
-        ValueError: the model is wrapped already, or lacks a hook point.
+        ValueError: the model is wrapped already, or lacks a hook point; gates or closed edges of
+            another model's shape.
 
     Reference: arXiv 2512.05865.
     """
@@ -60,6 +63,7 @@ class SparseTransformer(nn.Module):
         *,
         initial_bias: float = 4.0,
         distribution: GateDistribution | None = None,
+        closed: Bool[Tensor, "layer head query key"] | None = None,
         gates: AttentionGates | None = None,
     ) -> None:
         super().__init__()
@@ -77,11 +81,14 @@ class SparseTransformer(nn.Module):
                 f"expected gates for {shape.n_layers} layers of {shape.n_heads} heads; "
                 f"got biases of shape {tuple(gates.bias.shape)}"
             )
+        if gates is not None and closed is not None:
+            raise ValueError("expected either `gates` or `closed`, which gates are made with")
         self.model = model
         self.gates = gates or AttentionGates(
             shape,
             initial_bias=initial_bias,
             distribution=distribution,
+            closed=closed,
             device=weight.device,
             dtype=torch.float64 if weight.dtype == torch.float64 else torch.float32,
         )
@@ -114,10 +121,19 @@ class SparseTransformer(nn.Module):
 
     @contextmanager
     def sampled(
-        self, generator: torch.Generator | None = None, noise: float = 1.0
+        self,
+        generator: torch.Generator | None = None,
+        noise: float = 1.0,
+        closing: float = 1.0,
     ) -> Iterator[None]:
-        """Gates are drawn at random inside the block, as in training; `noise` scales the noise."""
-        with self.gates.using(GateMode.SAMPLED, generator, noise):
+        """Gates are drawn at random inside the block, as in training.
+
+        Args:
+            generator: of the draws.
+            noise: scales that of the gates.
+            closing: the probability that a query's closed edges are closed in a draw.
+        """
+        with self.gates.using(GateMode.SAMPLED, generator, noise, closing):
             yield
 
     @contextmanager
@@ -231,11 +247,13 @@ class SparseTransformer(nn.Module):
         return SparseTransformer(model, gates=gates)
 
     def __repr__(self) -> str:
-        shape = tuple(self.gates.bias.shape)
+        shape, closed = tuple(self.gates.bias.shape), self.gates.closed
         return (
             f"SparseTransformer({self.model.cfg.model_name}: {shape[0]} layers x {shape[1]} heads, "
             f"{self.gates.distribution}, "
-            f"bias {self.gates.bias.min().item():.2f} to {self.gates.bias.max().item():.2f})"
+            f"bias {self.gates.bias.min().item():.2f} to {self.gates.bias.max().item():.2f}"
+            + ("" if closed is None else f", {int(closed.sum())} edges closed")
+            + ")"
         )
 
     def _attach(self) -> None:

@@ -6,10 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
+from jaxtyping import Bool
+from torch import Tensor
 
+from sparse_tl.files import digest
 from sparse_tl.hooks import Model, build_model
 from sparse_tl.masks import SparseTransformer
-from sparse_tl.tasks.addition import CHARACTERS, LENGTH, AdditionTask, addition_tokenizer
+from sparse_tl.tasks.addition import (
+    ANSWER,
+    CHARACTERS,
+    LENGTH,
+    AdditionTask,
+    Form,
+    addition_tokenizer,
+)
 from sparse_tl.training import PostTraining, ShuffledStream, post_train, pretrain
 
 BASE_STEPS = 1200
@@ -40,9 +51,6 @@ SPARSE_SETTINGS: dict[str, Any] = {
     "learning_rate": 7e-4,
     "trained": "evenly",
     "pressure": 0.2,
-    # Edges of the first layer are dear, so that digits are gathered once and handed on. At equal
-    # costs every answer column gathers them anew, and gradients never find the way to a tree.
-    "layer_costs": (8.0, 2.0, 1.0, 1.0),
     "slack": 8.0,
     "brake": 2.5,
     "retreat_after": 6,
@@ -52,19 +60,44 @@ SPARSE_SETTINGS: dict[str, Any] = {
     "decay": 0.6,
     "evaluate_every": 25,
 }
+# At equal costs every answer column gathers the digits anew in the first layer, and gradients never
+# find the way from there to a tree, in which digits are gathered once and handed on. Where answer
+# columns can also read one another, a dear first layer is not enough: see `closed_edges`.
+FORM_SETTINGS: dict[Form, dict[str, Any]] = {
+    "placeholder": {"layer_costs": (8.0, 2.0, 1.0, 1.0)},
+    "autoregressive": {"layer_costs": (2.0, 1.0, 1.0, 1.0), "self_cost": 4.0, "closing": 0.2},
+}
 INITIAL_BIAS = 2.0
 
 
-def addition_settings() -> dict[str, Any]:
-    """All that determines the models beside form, seed and steps, as JSON can hold it."""
+def addition_settings(form: Form) -> dict[str, Any]:
+    """All that determines the models of a form beside seed and steps, as JSON can hold it."""
+    closed = closed_edges(form)
     return {
         "architecture": ARCHITECTURE,
         "base": BASE_SETTINGS,
-        "sparse": SPARSE_SETTINGS,
+        "sparse": {**SPARSE_SETTINGS, **FORM_SETTINGS[form]},
         "initial_bias": INITIAL_BIAS,
         "target_loss": TARGET_LOSS,
         "batch_size": BATCH_SIZE,
+        **({} if closed is None else {"closed": digest({"closed": closed})}),
     }
+
+
+def closed_edges(form: Form) -> Bool[Tensor, "layer head query key"] | None:
+    """The attention edges that the sparse model does without from the start; none: placeholder.
+
+    In the first layer of the autoregressive form: all edges to the columns of the answer, and those
+    from a column to itself. So digits are added up among the columns of the question, and the
+    answer's columns read sums there in later layers.
+    """
+    if form == "placeholder":
+        return None
+    n_layers, n_heads = ARCHITECTURE["n_layers"], ARCHITECTURE["n_heads"]
+    closed = torch.zeros(n_layers, n_heads, LENGTH, LENGTH, dtype=torch.bool)
+    closed[0] = torch.eye(LENGTH, dtype=torch.bool)
+    closed[0, :, ANSWER] = True
+    return closed
 
 
 def build_addition_model(seed: int = 0, device: str | None = None) -> Model:
@@ -136,7 +169,8 @@ def sparsify_addition_model(
         progress: whether to show it.
     """
     training, validation, _ = task.split(seed=seed)
-    sparse = SparseTransformer(base, initial_bias=INITIAL_BIAS)
+    closed = closed_edges(task.form)
+    sparse = SparseTransformer(base, initial_bias=INITIAL_BIAS, closed=closed)
     outcome = post_train(
         sparse,
         ShuffledStream(training, BATCH_SIZE, seed + 1),
@@ -147,5 +181,6 @@ def sparsify_addition_model(
         checkpoint=checkpoint,
         progress=progress,
         **SPARSE_SETTINGS,
+        **FORM_SETTINGS[task.form],
     )
     return sparse, outcome

@@ -117,7 +117,7 @@ def addition_recipe(
     task = AdditionTask(form)
     return Recipe(
         f"addition-{form}",
-        {"base_steps": base_steps, "steps": steps, **addition_settings()},
+        {"base_steps": base_steps, "steps": steps, **addition_settings(form)},
         lambda checkpoint: train_addition_model(
             task,
             seed=seed,

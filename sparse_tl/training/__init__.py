@@ -11,7 +11,8 @@ from sparse_tl.training.data import (
 )
 from sparse_tl.training.evaluation import HeldOut, evaluate_held_out
 from sparse_tl.training.loop import NonFiniteLossError, train
-from sparse_tl.training.post_train import PostTraining, post_train
+from sparse_tl.training.outcome import PostTraining
+from sparse_tl.training.post_train import post_train
 from sparse_tl.training.pretrain import pretrain
 
 __all__ = [

@@ -92,6 +92,9 @@ class SparsityObjective:
             early layers favour circuits that gather once and hand on what they gathered.
         self_cost: what an edge from a position to itself counts, in edges to another one. The
             residual stream carries a position's own content anyway.
+        closing: part of the run over which the gates' closed edges are closed, in none of the
+            draws at first, in all of them at its end. Until then the loss alone is minimised, so
+            that the model learns to do without them before anything else is taken from it.
         brake: multiple of the allowed loss above which deterministic gates must not get while
             noise is full: beyond it lambda grows by `BRAKE_FACTOR` at every evaluation.
     """
@@ -108,6 +111,7 @@ class SparsityObjective:
         slack: float = 1.0,
         layer_costs: Sequence[float] | None = None,
         self_cost: float = 1.0,
+        closing: float = 0.0,
         brake: float | None = None,
     ) -> None:
         if dense is None and (target.reference == "dense" or distillation > 0):
@@ -124,12 +128,17 @@ class SparsityObjective:
         if not (math.isfinite(self_cost) and self_cost > 0):
             raise ValueError(f"expected self_cost to be a number above 0; got {self_cost}")
         self.self_cost = self_cost
+        self.closing = closing
         self.brake = brake
         self._allowance, self._progress = 1.0, 0.0
 
     def allowance(self, progress: float) -> float:
         """What the target is multiplied by: `slack` at first, 1 from `SLACK_UNTIL` on."""
         return 1 + (self.slack - 1) * max(0.0, 1 - progress / SLACK_UNTIL)
+
+    def closed(self, progress: float) -> float:
+        """The share of draws in which closed edges are closed."""
+        return min(1.0, progress / self.closing) if self.closing > 0 else 1.0
 
     def noise(self, progress: float) -> float:
         """The scale of the gates' noise: 1 at first, 0 at the end."""
@@ -141,9 +150,9 @@ class SparsityObjective:
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, progress: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-        noise = self.noise(progress)
+        closed = self.closed(progress)
         with (
-            self.sparse.sampled(generator, noise),
+            self.sparse.sampled(generator, self.noise(progress), closed),
             self.sparse.recorded(pressure=self.pressure) as record,
             lean(self.sparse, batch.loss_mask),
         ):
@@ -164,7 +173,8 @@ class SparsityObjective:
                 divergence = _divergence(dense_logits, logits, batch)
                 task = (1 - self.distillation) * loss + self.distillation * divergence
         multiplier = self.constraint.multiplier
-        objective = (torch.log1p(edges) + multiplier * task) / (1 + multiplier)
+        size = torch.log1p(edges) if closed == 1 else 0.0
+        objective = (size + multiplier * task) / (1 + multiplier)
         return objective, {
             "loss": loss.item(),
             "violation": violation,
@@ -178,7 +188,8 @@ class SparsityObjective:
         return weighted.sum(dim=(1, 2)) @ self.layer_costs.to(weighted.device)
 
     def update(self, measured: dict[str, float]) -> None:
-        self.constraint.update(measured["violation"] / self._allowance)
+        if self.closed(self._progress) == 1:
+            self.constraint.update(measured["violation"] / self._allowance)
 
     def evaluated(self, excess: float) -> None:
         """Brake, where a held-out loss is that many nats above its reference.
@@ -186,7 +197,7 @@ class SparsityObjective:
         lambda follows the loss too slowly to stop a fall that takes needed edges with it, and what
         was closed is seldom found again.
         """
-        falling = self._progress < self.anneal_noise_from
+        falling = self.closing <= self._progress < self.anneal_noise_from
         allowed = self.target.nats * self._allowance
         if self.brake is not None and falling and excess > self.brake * allowed:
             self.constraint.ease(BRAKE_FACTOR)

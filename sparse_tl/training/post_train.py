@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from sparse_tl.batches import TokenBatch
+from sparse_tl.files import digest
 from sparse_tl.masks import SparseTransformer
-from sparse_tl.tables import table_html
 from sparse_tl.training.config import Metrics, Selection, TrainingConfig, choose_trained
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
 from sparse_tl.training.data import TokenStream
-from sparse_tl.training.evaluation import HeldOut, evaluate_held_out
+from sparse_tl.training.evaluation import evaluate_held_out
 from sparse_tl.training.loop import train
 from sparse_tl.training.objectives import SparsityObjective
+from sparse_tl.training.outcome import PostTraining
 
 _QUERIES_AND_KEYS = dict.fromkeys(("*.attn.*W_Q", "*.attn.*W_K", "*.attn.*b_Q", "*.attn.*b_K"), 1.0)
 TRAINED: dict[str, dict[str, float]] = {
@@ -38,70 +38,6 @@ TRAINED: dict[str, dict[str, float]] = {
 A gate's bias must move by whole logits, the queries and keys decide the gates, and everything else
 only has to adapt: at the queries' rate its noise costs more loss than it can save edges.
 """
-
-
-@dataclass(frozen=True, eq=False)
-class PostTraining:
-    """The outcome of a post-training run.
-
-    Args:
-        feasible: whether any held-out evaluation met the target.
-        target: the loss constraint.
-        min_accuracy: the share of held-out rows that had to be right beside it.
-        dense: held-out measurements of the dense model.
-        sparse: held-out measurements of the weights that were kept.
-        best_step: the step that they come from.
-        history: one row per step; held-out columns are filled where it was evaluated.
-    """
-
-    feasible: bool
-    target: TargetLoss
-    min_accuracy: float
-    dense: HeldOut
-    sparse: HeldOut
-    best_step: int
-    history: pd.DataFrame
-
-    @property
-    def loss_increase(self) -> float:
-        """Held-out loss over the dense model's, in nats."""
-        return self.sparse.loss - self.dense.loss
-
-    @property
-    def times_fewer(self) -> float:
-        """Possible edges over active ones; infinite when none is left."""
-        active = self.sparse.active_edges
-        return self.sparse.possible_edges / active if active else math.inf
-
-    @property
-    def verdict(self) -> str:
-        """What came out, in a sentence."""
-        edges = (
-            f"{self.sparse.active_edges:.2f} of {self.sparse.possible_edges:.0f} attention edges "
-            f"active per example ({self.times_fewer:.1f}x fewer) at held-out loss "
-            f"{self.sparse.loss:.4f} nats ({self.loss_increase:+.4f} over the dense model)"
-        )
-        target = f"Target {self.target} nats"
-        if self.min_accuracy > 0:
-            target += f" with {self.min_accuracy:.2%} of the examples right"
-        if self.feasible:
-            return f"{target} met at step {self.best_step}: {edges}."
-        return (
-            f"{target} NOT met by any held-out evaluation; kept the weights with the "
-            f"lowest held-out loss, from step {self.best_step}: {edges}. Train for longer, start "
-            "from a larger bias, or allow more loss."
-        )
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Dense and sparse side by side."""
-        return pd.DataFrame({"dense": self.dense.to_dict(), "sparse": self.sparse.to_dict()})
-
-    def __repr__(self) -> str:
-        return f"PostTraining({self.verdict})"
-
-    def _repr_html_(self) -> str:
-        return table_html(self.to_pandas(), self.verdict, index=True)
-
 
 NEAR = 1.5
 """How many times the present edges the best weights may have for a retreat to them. In the first
@@ -127,6 +63,7 @@ def post_train(
     slack: float = 1.0,
     layer_costs: Sequence[float] | None = None,
     self_cost: float = 1.0,
+    closing: float = 0.0,
     brake: float | None = None,
     retreat_after: int | None = None,
     min_accuracy: float = 0.0,
@@ -165,6 +102,9 @@ def post_train(
             out. What is reported is never weighted.
         self_cost: what an edge from a position to itself counts there, in edges to another one: the
             residual stream carries a position's own content anyway.
+        closing: part of the run over which the edges that `sparse` has closed are taken from it, in
+            ever more of the draws; the size is minimised from there on. They are closed from the
+            first step when it is 0, and always where weights are evaluated.
         brake: multiple of the allowed loss; where a held-out evaluation is beyond it while the
             noise is full, lambda jumps, so that edges which are needed do not close in the fall.
         retreat_after: held-out evaluations in a row that miss the target, after which training
@@ -189,10 +129,16 @@ def post_train(
     expected edges, and the violation is paired with the dense model on the same batch.
     """
     target = TargetLoss.parse(target_loss)
-    if not 0 <= distillation <= 1 or not 0 <= anneal_noise_from < 1:
+    if not (0 <= distillation <= 1 and 0 <= anneal_noise_from < 1 and 0 <= closing < 1):
         raise ValueError(
-            f"expected distillation in 0..1 and anneal_noise_from in 0..1 (1 excluded); got "
-            f"{distillation} and {anneal_noise_from}"
+            f"expected distillation in 0..1, and anneal_noise_from and closing in 0..1 (1 "
+            f"excluded); got {distillation}, {anneal_noise_from} and {closing}"
+        )
+    closed = sparse.gates.closed
+    if closing > 0 and closed is None:
+        raise ValueError(
+            "expected `closing` with closed edges only; `sparse` has none. Give them to "
+            "SparseTransformer(model, closed=...)"
         )
     settings = TrainingConfig(steps=steps, learning_rate=learning_rate, **config)
     if not multiplier > 0:
@@ -232,6 +178,7 @@ def post_train(
         slack,
         layer_costs,
         self_cost,
+        closing,
         brake,
     )
 
@@ -265,6 +212,8 @@ def post_train(
         settings={
             "target": str(target),
             "gates": repr(sparse.gates.distribution),
+            "closed": None if closed is None else digest({"closed": closed}),
+            "closing": closing,
             "distillation": distillation,
             "anneal_noise_from": anneal_noise_from,
             "pressure": pressure,

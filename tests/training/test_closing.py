@@ -1,0 +1,117 @@
+"""Edges closed for good are first taken from the model little by little; size does not count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparse_tl.batches import TokenBatch, cross_entropy
+from sparse_tl.hooks import Model, attention_shape
+from sparse_tl.masks import SparseTransformer
+from sparse_tl.training import LossConstraint, PostTraining, ShuffledStream, TargetLoss, post_train
+from sparse_tl.training.objectives import SparsityObjective
+
+Build = Callable[..., Model]
+Rows = Callable[..., TokenBatch]
+
+
+def first_layer_closed(model: Model, longest: int = 8) -> Tensor:
+    shape = attention_shape(model)
+    closed = torch.zeros(shape.n_layers, shape.n_heads, longest, longest, dtype=torch.bool)
+    closed[0] = True
+    return closed
+
+
+def run(sparse: SparseTransformer, rows: Rows, **settings: Any) -> PostTraining:
+    defaults: dict[str, Any] = {
+        "target_loss": 0.5,
+        "held_out": rows(seed=1),
+        "steps": 8,
+        "warmup": 0,
+        "learning_rate": 3e-3,
+        "multiplier": 2.0,
+        "evaluate_every": 2,
+        "progress": False,
+    }
+    return post_train(sparse, ShuffledStream(rows(), 32), **{**defaults, **settings})
+
+
+def objective_at(build_echo: Build, closing: float) -> SparsityObjective:
+    model = build_echo()
+    sparse = SparseTransformer(model, initial_bias=0.5, closed=first_layer_closed(model))
+    target, constraint = TargetLoss.parse(0.5), LossConstraint(scale=0.5)
+    return SparsityObjective(sparse, None, target, constraint, closing=closing, brake=2.0)
+
+
+def test_the_share_of_draws_rises_from_none_to_all(build_echo: Build) -> None:
+    objective = objective_at(build_echo, 0.4)
+    assert [objective.closed(t) for t in (0.0, 0.1, 0.4, 0.9)] == [0.0, 0.25, 1.0, 1.0]
+    assert objective_at(build_echo, 0.0).closed(0.0) == 1.0
+
+
+def test_until_all_are_closed_the_loss_alone_counts(build_echo: Build, echo_rows: Rows) -> None:
+    objective, batch = objective_at(build_echo, 0.4), echo_rows()
+    sparse, before = objective.sparse, objective.constraint.multiplier
+    with sparse.sampled(torch.Generator().manual_seed(3), 1.0, 0.5), torch.no_grad():
+        loss = cross_entropy(sparse(batch.tokens), batch)
+    minimised, measured = objective.measure(batch, torch.Generator().manual_seed(3), 0.2)
+    assert measured["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert minimised.item() == pytest.approx(loss.item() * before / (1 + before), rel=1e-6)
+    objective.update(measured)
+    objective.evaluated(1e3)
+    assert objective.constraint.multiplier == before
+
+    minimised, measured = objective.measure(batch, torch.Generator().manual_seed(3), 0.4)
+    with sparse.sampled(torch.Generator().manual_seed(3)), sparse.recorded() as record:
+        loss = cross_entropy(sparse(batch.tokens), batch)
+    edges = record.counts().expected.sum() / len(batch)
+    expected = (torch.log1p(edges) + before * loss) / (1 + before)
+    assert minimised.item() == pytest.approx(expected.item(), rel=1e-6)
+    objective.update(measured)
+    assert objective.constraint.multiplier != before
+    lower = objective.constraint.multiplier
+    objective.evaluated(1e3)
+    assert objective.constraint.multiplier == pytest.approx(1.5 * lower)
+
+
+def test_what_is_measured_and_kept_is_closed(build_echo: Build, echo_rows: Rows) -> None:
+    model = build_echo()
+    sparse = SparseTransformer(model, closed=first_layer_closed(model))
+    outcome = run(sparse, echo_rows, closing=0.5)
+    # 2 layers of 36 causal pairs a head, of which one layer is closed: half at most, from step 0.
+    shares = outcome.history["held_out_active_edges"].dropna() / outcome.sparse.possible_edges
+    assert shares.max() <= 0.5
+    assert sparse.count_edges(echo_rows(seed=1).tokens).active[0].sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("closed", "closing", "message"),
+    [
+        (False, 0.2, "`sparse` has none. Give them to"),
+        (True, 1.0, "closing in 0..1 .1 excluded"),
+        (True, -0.1, "closing in 0..1 .1 excluded"),
+    ],
+)
+def test_closing_that_makes_no_sense(
+    build_echo: Build, echo_rows: Rows, closed: bool, closing: float, message: str
+) -> None:
+    model = build_echo()
+    sparse = SparseTransformer(model, closed=first_layer_closed(model) if closed else None)
+    with pytest.raises(ValueError, match=message):
+        run(sparse, echo_rows, closing=closing)
+
+
+def test_other_closed_edges_are_another_run(
+    build_echo: Build, echo_rows: Rows, tmp_path: Path
+) -> None:
+    model = build_echo()
+    closed = first_layer_closed(model)
+    run(SparseTransformer(model, closed=closed), echo_rows, checkpoint=tmp_path / "c")
+    with pytest.raises(ValueError, match="closed"):
+        other = build_echo()
+        run(SparseTransformer(other, closed=~closed), echo_rows, checkpoint=tmp_path / "c")
