@@ -5,8 +5,9 @@ With scores ``s`` as at ``hook_attn_scores`` and a learnable bias ``b`` per head
     A_ij ~ Bernoulli(sigmoid(s_ij + b)),    z = (A * softmax(s)) V        (no renormalisation)
 
 in training; ``A_ij = [s_ij + b > 0]`` otherwise. Pairs that the model masks (the future, padding)
-carry the lowest score there is, so that their gates are 0 by the same formula. Edges that are
-*closed* by choice are given the same score, whatever the model says of them.
+carry the lowest score there is, so that their gates are 0 by the same formula. The
+gate of an edge that is *closed* by choice is 0 whatever its score: the edge keeps its share of
+attention, and counts as possible.
 
 Reference: arXiv 2512.05865, section 3.
 """
@@ -102,8 +103,8 @@ class AttentionGates(nn.Module):
         shape: layers and heads of the model.
         initial_bias: b at the start; larger biases open more gates.
         distribution: how gates are sampled and evaluated.
-        closed: edges that are never open, by the columns of the prompt; it fixes the length of
-            the longest prompt. They still count as possible, and `GateMode.OPEN` opens them too.
+        closed: edges that are never open but in `GateMode.OPEN`, by columns of the prompt; as many
+            columns as the longest prompt may have. None when left out.
         device: where the biases live.
         dtype: of the biases and of the gates' arithmetic: float32, or float64.
 
@@ -129,11 +130,14 @@ class AttentionGates(nn.Module):
         )
         self.distribution = distribution or BernoulliGate()
         _check_closed(closed, shape)
-        self.register_buffer("closed", None if closed is None else closed.clone().to(device))
+        if closed is not None:
+            # What lies above the diagonal is no edge.
+            closed = closed.tril().to(self.bias.device)
+        self.register_buffer("closed", closed)
         self.mode = GateMode.DETERMINISTIC
         self.generator: torch.Generator | None = None
         self.noise = 1.0
-        self.closing = 1.0
+        self.closed_share = 1.0
         self._record: EdgeRecord | None = None
         self._scores: dict[int, Tensor] = {}
 
@@ -152,15 +156,16 @@ class AttentionGates(nn.Module):
         mode: GateMode,
         generator: torch.Generator | None = None,
         noise: float = 1.0,
-        closing: float = 1.0,
+        closed_share: float = 1.0,
     ) -> Iterator[None]:
         """Another mode for the length of a block."""
-        before = self.mode, self.generator, self.noise, self.closing
-        self.mode, self.generator, self.noise, self.closing = mode, generator, noise, closing
+        before = self.mode, self.generator, self.noise, self.closed_share
+        self.mode, self.generator, self.noise = mode, generator, noise
+        self.closed_share = closed_share
         try:
             yield
         finally:
-            self.mode, self.generator, self.noise, self.closing = before
+            self.mode, self.generator, self.noise, self.closed_share = before
 
     @contextmanager
     def recorded(self, *, keep_gates: bool = False, pressure: float = 0.0) -> Iterator[EdgeRecord]:
@@ -181,42 +186,35 @@ class AttentionGates(nn.Module):
         if self.mode is GateMode.OPEN and self._record is None:
             return None
         logits = scores.to(self.bias.dtype) + self.bias[layer, :, None, None]
+        drawn = logits
         if self.closed is not None and self.mode is not GateMode.OPEN:
-            logits = logits.masked_fill(self._shut(self.closed[layer], logits), -torch.inf)
+            shut = _within(self.closed[layer], scores)
+            drawn = logits.masked_fill(shut & self._closed_queries(logits), -torch.inf)
+            logits = logits.masked_fill(shut, -torch.inf)
         if self._record is not None:
             self._note(scores, logits)
         if self.mode is GateMode.OPEN:
             return None
-        gates = gate_values(self.distribution, logits, self.mode, self.generator, self.noise)
+        gates = gate_values(self.distribution, drawn, self.mode, self.generator, self.noise)
         return pattern * gates.to(pattern.dtype)
 
-    def _shut(
-        self,
-        closed: Bool[Tensor, "head longest longest"],
-        logits: Float[Tensor, "prompt head query key"],
-    ) -> Bool[Tensor, "#prompt head query key"]:
-        """The closed edges of these prompts; in part of the draws alone while they are closing."""
-        n_queries, n_keys = logits.shape[-2:]
-        if n_keys > closed.shape[-1]:
-            raise ValueError(
-                f"expected prompts of at most {closed.shape[-1]} tokens, since the gates name the "
-                f"edges that are closed for so many; got {n_keys}"
-            )
-        # With a key-value cache the queries are the last of the keys.
-        shut = closed[None, :, n_keys - n_queries : n_keys, :n_keys]
-        if self.mode is GateMode.SAMPLED and self.closing < 1:
-            # All closed edges of a query at once: what it must learn is to do without them all.
-            draws = torch.rand(
-                (len(logits), 1, n_queries, 1), generator=self.generator, device=logits.device
-            )
-            shut = shut & (draws < self.closing)
-        return shut
+    def _closed_queries(
+        self, logits: Float[Tensor, "prompt head query key"]
+    ) -> Bool[Tensor, "prompt 1 query 1"] | bool:
+        """The queries whose closed edges are shut: part of them in a draw, all of them otherwise.
+
+        All closed edges of a query at once: what it must learn is to do without them all.
+        """
+        if self.mode is not GateMode.SAMPLED or self.closed_share >= 1:
+            return True
+        size = (len(logits), 1, logits.shape[-2], 1)
+        uniform = torch.rand(size, generator=self.generator, device=logits.device)
+        return uniform < self.closed_share
 
     def _note(self, scores: Tensor, logits: Tensor) -> None:
         assert self._record is not None
-        # -inf on a HookedTransformer, the dtype's minimum on a bridge.
-        # Not `>`: a score that is no number must reach the loss, not vanish from the counts.
-        valid = ~(scores <= torch.finfo(scores.dtype).min / 2)
+        # Not those above it: a score that is no number must reach the loss, not vanish here.
+        valid = ~_masked(scores)
         if self.mode is GateMode.OPEN:
             self._record.add(valid, valid, valid.to(logits.dtype))
         else:
@@ -224,6 +222,30 @@ class AttentionGates(nn.Module):
             if self._record.pressure > 0:
                 probability = press(probability, logits, self._record.pressure)
             self._record.add(valid, self.distribution.is_open(logits) & valid, probability)
+
+
+def _within(
+    closed: Bool[Tensor, "head longest longest"], scores: Float[Tensor, "prompt head query key"]
+) -> Bool[Tensor, "1 head query key"]:
+    """The closed edges of prompts of this length."""
+    n_queries, n_keys = scores.shape[-2:]
+    if n_keys > closed.shape[-1]:
+        raise ValueError(
+            f"expected prompts of at most {closed.shape[-1]} tokens, for which `closed` says what "
+            f"is closed; got {n_keys}"
+        )
+    if n_queries == n_keys and bool(_masked(scores[:, 0, 0, 0]).any()):
+        raise ValueError(
+            "expected prompts without padding on the left, since edges are closed by the columns "
+            "of the prompt; pad on the right, or run prompts of one length at a time"
+        )
+    # With a key-value cache the queries are the last of the keys.
+    return closed[None, :, n_keys - n_queries : n_keys, :n_keys]
+
+
+def _masked(scores: Float[Tensor, "*pair"]) -> Bool[Tensor, "*pair"]:
+    """Pairs that the model masks: -inf on a HookedTransformer, the dtype's minimum on a bridge."""
+    return scores <= torch.finfo(scores.dtype).min / 2
 
 
 def _check_closed(closed: Tensor | None, shape: AttentionShape) -> None:

@@ -85,12 +85,15 @@ def load_sparse(folder: str | Path, *, device: str | None = None) -> SparseTrans
             f"expected biases for {shape.n_layers} layers of {shape.n_heads} heads in "
             f"{folder / GATES_WEIGHTS}; got {None if bias is None else tuple(bias.shape)}"
         )
-    gates = AttentionGates(
-        shape,
-        distribution=kind(**config.get("parameters", {})),
-        closed=tensors.get("closed"),
-        device=model.embed.W_E.device,
-        dtype=bias.dtype,
-    )
+    try:
+        gates = AttentionGates(
+            shape,
+            distribution=kind(**config.get("parameters", {})),
+            closed=tensors.get("closed"),
+            device=model.embed.W_E.device,
+            dtype=bias.dtype,
+        )
+    except ValueError as error:
+        raise ValueError(f"expected gates of this model in {folder}; {error}") from error
     gates.bias.data.copy_(bias)
     return SparseTransformer(model, gates=gates)

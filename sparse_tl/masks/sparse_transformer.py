@@ -36,7 +36,8 @@ class SparseTransformer(nn.Module):
             language model's loss nearly as it was.
         distribution: how gates are sampled and evaluated; straight-through Bernoulli by default.
         closed: attention edges that are never open, ``[layer, head, query, key]`` by columns of
-            the prompt, for models whose prompts are all laid out alike; none when left out.
+            the prompt, for models whose prompts are all laid out alike; none when left out. Calls
+            with more columns, or with padding on the left, then raise a ValueError.
         gates: gates to use instead of new ones.
 
     Raises:
@@ -82,7 +83,10 @@ class SparseTransformer(nn.Module):
                 f"got biases of shape {tuple(gates.bias.shape)}"
             )
         if gates is not None and closed is not None:
-            raise ValueError("expected either `gates` or `closed`, which gates are made with")
+            raise ValueError(
+                "expected either `gates` or `closed`: leave `gates` out, or give them their closed "
+                "edges by AttentionGates(..., closed=...)"
+            )
         self.model = model
         self.gates = gates or AttentionGates(
             shape,
@@ -124,16 +128,16 @@ class SparseTransformer(nn.Module):
         self,
         generator: torch.Generator | None = None,
         noise: float = 1.0,
-        closing: float = 1.0,
+        closed_share: float = 1.0,
     ) -> Iterator[None]:
         """Gates are drawn at random inside the block, as in training.
 
         Args:
             generator: of the draws.
             noise: scales that of the gates.
-            closing: the probability that a query's closed edges are closed in a draw.
+            closed_share: of the draws in which the closed edges of a layer's query are shut.
         """
-        with self.gates.using(GateMode.SAMPLED, generator, noise, closing):
+        with self.gates.using(GateMode.SAMPLED, generator, noise, closed_share):
             yield
 
     @contextmanager

@@ -85,11 +85,11 @@ def addition_settings(form: Form) -> dict[str, Any]:
 
 
 def closed_edges(form: Form) -> Bool[Tensor, "layer head query key"] | None:
-    """The attention edges that the sparse model does without from the start; none: placeholder.
+    """The attention edges that the sparse model must do without; None for the placeholder form.
 
-    In the first layer of the autoregressive form: all edges to the columns of the answer, and those
-    from a column to itself. So digits are added up among the columns of the question, and the
-    answer's columns read sums there in later layers.
+    In the first layer of the autoregressive form, the answer's columns read nothing, and no column
+    reads itself. So digits are added up among the columns of the question, and the answer's columns
+    read sums there in later layers.
     """
     if form == "placeholder":
         return None

@@ -97,6 +97,7 @@ class Selection:
         acceptable: whether metrics are good enough to go on from.
         retreat_after: evaluations in a row that are not acceptable, after which training goes
             back to the best weights, with the learning rate cut by `RETREAT_RATE`; None for never.
+        from_step: no evaluation before this step counts towards `retreat_after` or an early end.
         near: whether the best metrics are near enough to the present ones to go back to; going
             back farther would undo what was learned since.
     """
@@ -106,6 +107,7 @@ class Selection:
     finished: Callable[[Metrics], bool] = lambda metrics: False
     acceptable: Callable[[Metrics], bool] = lambda metrics: True
     retreat_after: int | None = None
+    from_step: int = 0
     near: Callable[[Metrics, Metrics], bool] = lambda best, now: True
 
 

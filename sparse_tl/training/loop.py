@@ -182,7 +182,9 @@ class _Run:
                 name: parameter.detach().clone() for name, parameter in self.trained.items()
             }
             self.state.best_objective = self.objective.state()
-        self.state.misses = 0 if self.selection.acceptable(metrics) else self.state.misses + 1
+        counts = self.state.step >= self.selection.from_step
+        missed = counts and not self.selection.acceptable(metrics)
+        self.state.misses = self.state.misses + 1 if missed else 0
         limit = self.selection.retreat_after
         if limit is not None and self.state.misses >= limit:
             self.retreat(metrics)
@@ -207,7 +209,8 @@ class _Run:
         if not self.state.best:
             return False
         config = self.config
-        waited = (self.state.step - self.state.best["step"]) // config.evaluate_every
+        since = max(self.state.best["step"], self.selection.from_step)
+        waited = (self.state.step - since) // config.evaluate_every
         too_long = config.patience is not None and waited >= config.patience
         return too_long or self.selection.finished(self.state.best)
 

@@ -92,9 +92,9 @@ class SparsityObjective:
             early layers favour circuits that gather once and hand on what they gathered.
         self_cost: what an edge from a position to itself counts, in edges to another one. The
             residual stream carries a position's own content anyway.
-        closing: part of the run over which the gates' closed edges are closed, in none of the
-            draws at first, in all of them at its end. Until then the loss alone is minimised, so
-            that the model learns to do without them before anything else is taken from it.
+        closing: part of the run over which the gates' closed edges are taken away, in none of the
+            draws at first, in all of them at its end. Until then the loss alone is minimised and
+            lambda rests, so that the model learns to do without them before it is pruned.
         brake: multiple of the allowed loss above which deterministic gates must not get while
             noise is full: beyond it lambda grows by `BRAKE_FACTOR` at every evaluation.
     """
@@ -136,8 +136,8 @@ class SparsityObjective:
         """What the target is multiplied by: `slack` at first, 1 from `SLACK_UNTIL` on."""
         return 1 + (self.slack - 1) * max(0.0, 1 - progress / SLACK_UNTIL)
 
-    def closed(self, progress: float) -> float:
-        """The share of draws in which closed edges are closed."""
+    def closed_share(self, progress: float) -> float:
+        """The share of draws in which closed edges are shut; the model is pruned once it is 1."""
         return min(1.0, progress / self.closing) if self.closing > 0 else 1.0
 
     def noise(self, progress: float) -> float:
@@ -150,9 +150,9 @@ class SparsityObjective:
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, progress: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-        closed = self.closed(progress)
+        closed_share = self.closed_share(progress)
         with (
-            self.sparse.sampled(generator, self.noise(progress), closed),
+            self.sparse.sampled(generator, self.noise(progress), closed_share),
             self.sparse.recorded(pressure=self.pressure) as record,
             lean(self.sparse, batch.loss_mask),
         ):
@@ -173,7 +173,7 @@ class SparsityObjective:
                 divergence = _divergence(dense_logits, logits, batch)
                 task = (1 - self.distillation) * loss + self.distillation * divergence
         multiplier = self.constraint.multiplier
-        size = torch.log1p(edges) if closed == 1 else 0.0
+        size = torch.log1p(edges) if closed_share == 1 else 0.0
         objective = (size + multiplier * task) / (1 + multiplier)
         return objective, {
             "loss": loss.item(),
@@ -188,7 +188,7 @@ class SparsityObjective:
         return weighted.sum(dim=(1, 2)) @ self.layer_costs.to(weighted.device)
 
     def update(self, measured: dict[str, float]) -> None:
-        if self.closed(self._progress) == 1:
+        if self.closed_share(self._progress) == 1:
             self.constraint.update(measured["violation"] / self._allowance)
 
     def evaluated(self, excess: float) -> None:
@@ -197,7 +197,8 @@ class SparsityObjective:
         lambda follows the loss too slowly to stop a fall that takes needed edges with it, and what
         was closed is seldom found again.
         """
-        falling = self.closing <= self._progress < self.anneal_noise_from
+        pruning = self.closed_share(self._progress) == 1
+        falling = pruning and self._progress < self.anneal_noise_from
         allowed = self.target.nats * self._allowance
         if self.brake is not None and falling and excess > self.brake * allowed:
             self.constraint.ease(BRAKE_FACTOR)

@@ -103,8 +103,9 @@ def post_train(
         self_cost: what an edge from a position to itself counts there, in edges to another one: the
             residual stream carries a position's own content anyway.
         closing: part of the run over which the edges that `sparse` has closed are taken from it, in
-            ever more of the draws; the size is minimised from there on. They are closed from the
-            first step when it is 0, and always where weights are evaluated.
+            ever more of the draws, so that it learns to do without. Pruning starts after it: until
+            then lambda rests and nothing brakes, retreats or ends the run early. 0 closes them
+            from the first step; evaluations close them always.
         brake: multiple of the allowed loss; where a held-out evaluation is beyond it while the
             noise is full, lambda jumps, so that edges which are needed do not close in the fall.
         retreat_after: held-out evaluations in a row that miss the target, after which training
@@ -129,10 +130,15 @@ def post_train(
     expected edges, and the violation is paired with the dense model on the same batch.
     """
     target = TargetLoss.parse(target_loss)
-    if not (0 <= distillation <= 1 and 0 <= anneal_noise_from < 1 and 0 <= closing < 1):
+    if not 0 <= distillation <= 1 or not 0 <= anneal_noise_from < 1:
         raise ValueError(
-            f"expected distillation in 0..1, and anneal_noise_from and closing in 0..1 (1 "
-            f"excluded); got {distillation}, {anneal_noise_from} and {closing}"
+            f"expected distillation in 0..1 and anneal_noise_from in 0..1 (1 excluded); got "
+            f"{distillation} and {anneal_noise_from}"
+        )
+    if closing != 0 and not 0 < closing < anneal_noise_from:
+        raise ValueError(
+            f"expected closing to be 0, or to end before the noise falls: below anneal_noise_from "
+            f"({anneal_noise_from}); got {closing}"
         )
     closed = sparse.gates.closed
     if closing > 0 and closed is None:
@@ -206,7 +212,14 @@ def post_train(
         sparse,
         objective,
         stream,
-        Selection(evaluate, better, acceptable=feasible, retreat_after=retreat_after, near=near),
+        Selection(
+            evaluate,
+            better,
+            acceptable=feasible,
+            retreat_after=retreat_after,
+            from_step=math.ceil(closing * steps),
+            near=near,
+        ),
         settings,
         trained=parameters,
         settings={

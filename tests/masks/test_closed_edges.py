@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparse_tl import AttentionGates, SparseTransformer
 from sparse_tl.hooks import Model, attention_shape
+from sparse_tl.masks import GateDistribution, HardConcreteGate, SigmoidGate
 
 Build = Callable[..., Model]
 LONGEST = 10
@@ -76,7 +79,7 @@ def test_while_closing_all_edges_of_a_query_are_closed_in_that_share_of_the_draw
     prompts = torch.randint(0, 13, (1000, 8), generator=torch.Generator().manual_seed(6))
     name = "blocks.0.attn.hook_pattern"
     generator = torch.Generator().manual_seed(0)
-    with sparse.sampled(generator, closing=0.3), torch.no_grad():
+    with sparse.sampled(generator, closed_share=0.3), torch.no_grad():
         _, cache = sparse.run_with_cache(prompts, names_filter=name)
     causal = torch.ones(8, 8, dtype=torch.bool).tril()
     shut = (cache[name] == 0) & causal
@@ -86,6 +89,37 @@ def test_while_closing_all_edges_of_a_query_are_closed_in_that_share_of_the_draw
     # 8,000 draws: a standard deviation of 0.005.
     has_closed = wanted.any(dim=(0, 2))
     assert drawn[:, has_closed].float().mean().item() == pytest.approx(0.3, abs=0.02)
+
+
+@pytest.mark.parametrize("distribution", [HardConcreteGate(), SigmoidGate()])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_closed_edges_are_shut_under_every_distribution(
+    build_tiny: Build, tokens: Tensor, distribution: GateDistribution, sampled: bool
+) -> None:
+    model = build_tiny("plain")
+    closed = some_closed(model)
+    sparse = SparseTransformer(model, distribution=distribution, closed=closed)
+    block = sparse.sampled(torch.Generator().manual_seed(0)) if sampled else nullcontext()
+    with block:
+        _, cache = sparse.run_with_cache(tokens)
+    for layer in range(2):
+        pattern = cache[f"blocks.{layer}.attn.hook_pattern"]
+        assert pattern[closed[layer, :, :8, :8].expand_as(pattern)].abs().max() == 0
+        assert torch.isfinite(pattern).all()
+
+
+def test_padding_on_the_left_is_refused(build_tiny: Build, tokens: Tensor) -> None:
+    """Columns would name other edges there; padding on the right moves no column."""
+    model = build_tiny("plain")
+    sparse = SparseTransformer(model, initial_bias=0.0, closed=some_closed(model))
+    padding = torch.zeros(3, 2, dtype=torch.long)
+    real = torch.ones_like(tokens)
+    with pytest.raises(ValueError, match="without padding on the left"):
+        left = torch.cat([padding, tokens], dim=1)
+        sparse(left, attention_mask=torch.cat([padding, real], dim=1))
+    right = torch.cat([tokens, padding], dim=1)
+    found = sparse(right, attention_mask=torch.cat([real, padding], dim=1))[:, :8]
+    torch.testing.assert_close(found, sparse(tokens))
 
 
 def test_a_key_value_cache_closes_the_same_edges(build_tiny: Build, tokens: Tensor) -> None:
@@ -104,13 +138,17 @@ def test_saved_and_copied_with_the_gates(build_tiny: Build, tokens: Tensor, tmp_
     model = build_tiny("plain")
     sparse = SparseTransformer(model, initial_bias=0.0, closed=some_closed(model))
     expected = sparse(tokens)
-    assert f"{int(some_closed(model).sum())} edges closed" in repr(sparse)
+    assert f"{int(some_closed(model).tril().sum())} edges closed" in repr(sparse)
     assert torch.equal(copy.deepcopy(sparse)(tokens), expected)
     sparse.save_pretrained(tmp_path / "sparse")
     loaded = SparseTransformer.from_pretrained(tmp_path / "sparse", device="cpu")
     assert torch.equal(loaded(tokens), expected)
+    gates = load_file(tmp_path / "sparse" / "gates.safetensors")
+    save_file({**gates, "closed": gates["closed"][:1]}, tmp_path / "sparse" / "gates.safetensors")
+    with pytest.raises(ValueError, match=r"gates of this model in .*sparse; expected `closed`"):
+        SparseTransformer.from_pretrained(tmp_path / "sparse")
     assert loaded.gates.closed is not None
-    assert torch.equal(loaded.gates.closed, some_closed(model))
+    assert torch.equal(loaded.gates.closed, some_closed(model).tril())
 
 
 def test_prompts_that_are_longer_than_the_edges_are_named_for(build_tiny: Build) -> None:

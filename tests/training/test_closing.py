@@ -29,6 +29,7 @@ def first_layer_closed(model: Model, longest: int = 8) -> Tensor:
 
 def run(sparse: SparseTransformer, rows: Rows, **settings: Any) -> PostTraining:
     defaults: dict[str, Any] = {
+        "stream": ShuffledStream(rows(), 32),
         "target_loss": 0.5,
         "held_out": rows(seed=1),
         "steps": 8,
@@ -38,7 +39,8 @@ def run(sparse: SparseTransformer, rows: Rows, **settings: Any) -> PostTraining:
         "evaluate_every": 2,
         "progress": False,
     }
-    return post_train(sparse, ShuffledStream(rows(), 32), **{**defaults, **settings})
+    settings = {**defaults, **settings}
+    return post_train(sparse, settings.pop("stream"), **settings)
 
 
 def objective_at(build_echo: Build, closing: float) -> SparsityObjective:
@@ -50,8 +52,8 @@ def objective_at(build_echo: Build, closing: float) -> SparsityObjective:
 
 def test_the_share_of_draws_rises_from_none_to_all(build_echo: Build) -> None:
     objective = objective_at(build_echo, 0.4)
-    assert [objective.closed(t) for t in (0.0, 0.1, 0.4, 0.9)] == [0.0, 0.25, 1.0, 1.0]
-    assert objective_at(build_echo, 0.0).closed(0.0) == 1.0
+    assert [objective.closed_share(t) for t in (0.0, 0.1, 0.4, 0.9)] == [0.0, 0.25, 1.0, 1.0]
+    assert objective_at(build_echo, 0.0).closed_share(0.0) == 1.0
 
 
 def test_until_all_are_closed_the_loss_alone_counts(build_echo: Build, echo_rows: Rows) -> None:
@@ -82,7 +84,7 @@ def test_until_all_are_closed_the_loss_alone_counts(build_echo: Build, echo_rows
 def test_what_is_measured_and_kept_is_closed(build_echo: Build, echo_rows: Rows) -> None:
     model = build_echo()
     sparse = SparseTransformer(model, closed=first_layer_closed(model))
-    outcome = run(sparse, echo_rows, closing=0.5)
+    outcome = run(sparse, echo_rows, closing=0.4)
     # 2 layers of 36 causal pairs a head, of which one layer is closed: half at most, from step 0.
     shares = outcome.history["held_out_active_edges"].dropna() / outcome.sparse.possible_edges
     assert shares.max() <= 0.5
@@ -93,8 +95,8 @@ def test_what_is_measured_and_kept_is_closed(build_echo: Build, echo_rows: Rows)
     ("closed", "closing", "message"),
     [
         (False, 0.2, "`sparse` has none. Give them to"),
-        (True, 1.0, "closing in 0..1 .1 excluded"),
-        (True, -0.1, "closing in 0..1 .1 excluded"),
+        (True, 0.5, "below anneal_noise_from .0.5.; got 0.5"),
+        (True, -0.1, "below anneal_noise_from .0.5.; got -0.1"),
     ],
 )
 def test_closing_that_makes_no_sense(
@@ -115,3 +117,75 @@ def test_other_closed_edges_are_another_run(
     with pytest.raises(ValueError, match="closed"):
         other = build_echo()
         run(SparseTransformer(other, closed=~closed), echo_rows, checkpoint=tmp_path / "c")
+
+
+def test_a_run_that_is_stopped_while_closing_goes_on_as_if_it_was_not(
+    build_echo: Build, echo_rows: Rows, tmp_path: Path
+) -> None:
+    whole, again = (
+        SparseTransformer(model, closed=first_layer_closed(model))
+        for model in (build_echo(), build_echo())
+    )
+    run(whole, echo_rows, closing=0.4)
+
+    class Stopped(ShuffledStream):
+        def batch(self, step: int) -> TokenBatch:
+            if step == 2:
+                raise KeyboardInterrupt
+            return super().batch(step)
+
+    settings: dict[str, Any] = {"closing": 0.4, "checkpoint": tmp_path / "c"}
+    with pytest.raises(KeyboardInterrupt):
+        run(again, echo_rows, stream=Stopped(echo_rows(), 32), **settings)
+    model = build_echo()
+    again = SparseTransformer(model, closed=first_layer_closed(model))
+    run(again, echo_rows, **settings)
+    for name, parameter in whole.state_dict().items():
+        assert torch.equal(parameter, again.state_dict()[name]), name
+
+
+def test_patience_counts_from_where_pruning_starts(build_echo: Build, echo_rows: Rows) -> None:
+    histories = {}
+    for closing in (0.0, 0.4):
+        model = build_echo()
+        closed = torch.zeros_like(first_layer_closed(model))
+        closed[0, :, 0, 0] = True  # Harmless: step 0 meets the target already.
+        sparse = SparseTransformer(model, closed=closed)
+        # Nothing that is learned here is better than what was there.
+        outcome = run(
+            sparse,
+            echo_rows,
+            closing=closing,
+            target_loss="+0.5",
+            patience=2,
+            evaluate_every=1,
+            learning_rate=1e-9,
+            trained="gates",
+            steps=20,
+        )
+        histories[closing] = outcome.history["step"].max()
+    assert histories == {0.0: 2, 0.4: 10}
+
+
+def test_nothing_turns_back_while_closing(build_echo: Build, echo_rows: Rows) -> None:
+    """At a rate that ruins the model, misses lead back to the first weights, which are feasible."""
+    rates = {}
+    for after in (None, 1):
+        model = build_echo()
+        closed = torch.zeros_like(first_layer_closed(model))
+        closed[0, :, 0, 0] = True
+        outcome = run(
+            SparseTransformer(model, closed=closed),
+            echo_rows,
+            closing=0.4,
+            target_loss="+0.05",
+            retreat_after=after,
+            evaluate_every=1,
+            learning_rate=0.3,
+            decay=0.0,
+            steps=10,
+        )
+        assert outcome.feasible
+        rates[after] = outcome.history["rate"].dropna().tolist()
+    assert rates[1][:4] == rates[None][:4]
+    assert rates[1][-1] < rates[None][-1]
