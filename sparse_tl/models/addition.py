@@ -65,8 +65,11 @@ SPARSE_SETTINGS: dict[str, Any] = {
 # columns can also read one another, a dear first layer is not enough: see `closed_edges`.
 FORM_SETTINGS: dict[Form, dict[str, Any]] = {
     "placeholder": {"layer_costs": (8.0, 2.0, 1.0, 1.0)},
-    "autoregressive": {"layer_costs": (2.0, 1.0, 1.0, 1.0), "self_cost": 4.0, "closing": 0.2},
+    "autoregressive": {"self_cost": 4.0, "closing": 0.2},
 }
+FARTHEST = 5
+"""Columns from where the tens are added up to where the tens of the sum are read off."""
+EQUALS = ANSWER.start - 1
 INITIAL_BIAS = 2.0
 
 
@@ -87,16 +90,17 @@ def addition_settings(form: Form) -> dict[str, Any]:
 def closed_edges(form: Form) -> Bool[Tensor, "layer head query key"] | None:
     """The attention edges that the sparse model must do without; None for the placeholder form.
 
-    In the first layer of the autoregressive form, the answer's columns read nothing, and no column
-    reads itself. So digits are added up among the columns of the question, and the answer's columns
-    read sums there in later layers.
+    In the autoregressive form no edge spans more than `FARTHEST` columns. In the first layer the
+    equals sign and the answer's columns read nothing, and no column reads itself. So digits are
+    added up among the columns of the question, and read from there in later layers.
     """
     if form == "placeholder":
         return None
     n_layers, n_heads = ARCHITECTURE["n_layers"], ARCHITECTURE["n_heads"]
-    closed = torch.zeros(n_layers, n_heads, LENGTH, LENGTH, dtype=torch.bool)
-    closed[0] = torch.eye(LENGTH, dtype=torch.bool)
-    closed[0, :, ANSWER] = True
+    column = torch.arange(LENGTH)
+    spans = column[:, None] - column
+    closed = (spans > FARTHEST).repeat(n_layers, n_heads, 1, 1)
+    closed[0] |= (spans == 0) | (column[:, None] >= EQUALS)
     return closed
 
 
