@@ -65,7 +65,7 @@ SPARSE_SETTINGS: dict[str, Any] = {
 # columns can also read one another, a dear first layer is not enough: see `closed_edges`.
 FORM_SETTINGS: dict[Form, dict[str, Any]] = {
     "placeholder": {"layer_costs": (8.0, 2.0, 1.0, 1.0)},
-    "autoregressive": {"self_cost": 4.0, "closing": 0.2},
+    "autoregressive": {"self_cost": 4.0, "closing": 0.2, "multiplier_rise": 4.0},
 }
 FARTHEST = 5
 """Columns from where the tens are added up to where the tens of the sum are read off."""

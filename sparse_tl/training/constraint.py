@@ -61,7 +61,9 @@ class LossConstraint:
         smoothing: weight of the past in the moving average of violations.
         log_lambda: where the multiplier starts, and is.
         scale: the violation in nats that counts as a full one.
-        fall: the largest step of log lambda downwards, as a share of the largest upwards.
+        fall: the largest step of log lambda downwards, as a multiple of `rate`.
+        rise: the largest step upwards, likewise: above 1, it rises the faster the more violations
+            are above `scale`.
         bounds: of log lambda.
         average: the moving average; ``None`` before the first step.
     """
@@ -71,6 +73,7 @@ class LossConstraint:
     smoothing: float = 0.9
     log_lambda: float = 0.0
     fall: float = 0.3
+    rise: float = 1.0
     bounds: tuple[float, float] = (-5.0, 10.0)
     average: float | None = None
 
@@ -81,7 +84,7 @@ class LossConstraint:
 
     def update(self, violation: float) -> None:
         """Move lambda by one step; `violation` is loss minus target, in nats."""
-        clipped = max(-self.fall, min(1.0, violation / self.scale))
+        clipped = max(-self.fall, min(self.rise, violation / self.scale))
         if self.average is None:
             self.average = clipped
         else:

@@ -56,6 +56,7 @@ def post_train(
     multiplier: float = 30.0,
     multiplier_rate: float = 0.01,
     multiplier_fall: float = 0.3,
+    multiplier_rise: float = 1.0,
     violation_scale: float | None = None,
     distillation: float = 0.0,
     anneal_noise_from: float = 0.5,
@@ -90,7 +91,9 @@ def post_train(
             names with multiples of the learning rate, the first match counting.
         multiplier: lambda at the start.
         multiplier_rate: how far log lambda moves per step at a full violation.
-        multiplier_fall: the largest step of log lambda downwards, as a share of that upwards.
+        multiplier_fall: the largest step of log lambda downwards, as a multiple of that rate.
+        multiplier_rise: the largest step upwards, likewise; above 1, large violations are answered
+            faster than small ones.
         violation_scale: nats above the target that count as a full violation; the target itself
             when left out.
         distillation: share, 0 to 1, of ``KL(dense || sparse)`` in what lambda weighs.
@@ -151,6 +154,8 @@ def post_train(
         raise ValueError(f"expected multiplier above 0; got {multiplier}")
     if not 0 < multiplier_fall <= 1:
         raise ValueError(f"expected multiplier_fall above 0 and at most 1; got {multiplier_fall}")
+    if not 1 <= multiplier_rise < math.inf:
+        raise ValueError(f"expected multiplier_rise of at least 1; got {multiplier_rise}")
     if isinstance(trained, str):
         if trained not in TRAINED:
             raise ValueError(f"expected trained to be one of {list(TRAINED)}; got {trained!r}")
@@ -171,6 +176,7 @@ def post_train(
         scale=violation_scale or target.nats,
         rate=multiplier_rate,
         fall=multiplier_fall,
+        rise=multiplier_rise,
         log_lambda=math.log(multiplier),
     )
     objective = SparsityObjective(
@@ -239,6 +245,7 @@ def post_train(
             "multiplier": multiplier,
             "multiplier_rate": multiplier_rate,
             "multiplier_fall": multiplier_fall,
+            "multiplier_rise": multiplier_rise,
             "violation_scale": constraint.scale,
         },
         checkpoint=None if checkpoint is None else Path(checkpoint),

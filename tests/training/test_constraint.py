@@ -72,6 +72,14 @@ def test_one_wild_batch_moves_lambda_no_more_than_a_full_violation(sign: int) ->
     assert wild.log_lambda == pytest.approx(0.1 if sign > 0 else -0.1 * wild.fall)
 
 
+def test_lambda_may_rise_faster_the_larger_the_violation() -> None:
+    """Up to the multiple that it is given; the other way nothing changes."""
+    for violation, steps in ((0.5, 0.5), (3.0, 3.0), (100.0, 4.0), (-100.0, -0.3)):
+        constraint = LossConstraint(scale=1.0, rate=0.1, rise=4.0)
+        constraint.update(violation)
+        assert constraint.log_lambda == pytest.approx(0.1 * steps)
+
+
 @pytest.mark.parametrize(("violation", "bound"), [(1.0, 2.0), (-1.0, -3.0)])
 def test_lambda_stays_within_its_bounds(violation: float, bound: float) -> None:
     constraint = LossConstraint(scale=1.0, rate=0.5, fall=1.0, bounds=(-3.0, 2.0))

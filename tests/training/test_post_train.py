@@ -69,6 +69,7 @@ def test_a_target_below_the_dense_loss(build_echo: Build, echo_rows: Rows) -> No
         ({"trained": {"*.W_Z": 1.0}}, r"'\*\.W_Z' matches none of"),
         ({"steps": 0}, "expected steps above 0"),
         ({"multiplier_fall": 0.0}, "expected multiplier_fall above 0"),
+        ({"multiplier_rise": 0.5}, "expected multiplier_rise of at least 1; got 0.5"),
         ({"layer_costs": [1.0]}, "expected layer_costs to be 2 numbers above 0.*got .1.0."),
         ({"self_cost": 0.0}, "expected self_cost to be a number above 0; got 0.0"),
         ({"layer_costs": [1.0, 0.0]}, "expected layer_costs to be 2 numbers above 0"),
@@ -361,6 +362,23 @@ def test_lambda_grows_until_the_loss_meets_its_target(build_echo: Build, echo_ro
     assert multipliers[0] == pytest.approx(2.0)
     assert multipliers == sorted(multipliers)
     assert multipliers[-1] == pytest.approx(2.0 * math.exp(0.7), rel=1e-6)
+
+
+def test_lambda_rises_as_fast_as_it_may(build_echo: Build, echo_rows: Rows) -> None:
+    """Gates that are shut lose far more than a tiny target allows."""
+    for rise in (1.0, 4.0):
+        outcome = _post_train(
+            SparseTransformer(build_echo(), initial_bias=-30.0),
+            echo_rows,
+            target_loss="+0.001",
+            multiplier=2.0,
+            multiplier_rate=0.01,
+            multiplier_rise=rise,
+            steps=3,
+        )
+        multipliers = outcome.history["lambda"].dropna().tolist()
+        # A row tells lambda as it was in that step: two updates before the third.
+        assert multipliers[-1] == pytest.approx(2.0 * math.exp(0.02 * rise), rel=1e-6)
 
 
 def test_lambda_falls_as_fast_as_it_may(build_echo: Build, echo_rows: Rows) -> None:
