@@ -188,9 +188,9 @@ class AttentionGates(nn.Module):
         logits = scores.to(self.bias.dtype) + self.bias[layer, :, None, None]
         drawn = logits
         if self.closed is not None and self.mode is not GateMode.OPEN:
-            shut = _within(self.closed[layer], scores)
-            drawn = logits.masked_fill(shut & self._closed_queries(logits), -torch.inf)
-            logits = logits.masked_fill(shut, -torch.inf)
+            free = logits
+            logits = free.masked_fill(_within(self.closed[layer], scores), -torch.inf)
+            drawn = self._closing(free, logits)
         if self._record is not None:
             self._note(scores, logits)
         if self.mode is GateMode.OPEN:
@@ -198,18 +198,20 @@ class AttentionGates(nn.Module):
         gates = gate_values(self.distribution, drawn, self.mode, self.generator, self.noise)
         return pattern * gates.to(pattern.dtype)
 
-    def _closed_queries(
-        self, logits: Float[Tensor, "prompt head query key"]
-    ) -> Bool[Tensor, "prompt 1 query 1"] | bool:
-        """The queries whose closed edges are shut: part of them in a draw, all of them otherwise.
+    def _closing(
+        self,
+        free: Float[Tensor, "prompt head query key"],
+        shut: Float[Tensor, "prompt head query key"],
+    ) -> Float[Tensor, "prompt head query key"]:
+        """The logits with closed edges shut: for part of the queries in a draw, for all otherwise.
 
         All closed edges of a query at once: what it must learn is to do without them all.
         """
         if self.mode is not GateMode.SAMPLED or self.closed_share >= 1:
-            return True
-        size = (len(logits), 1, logits.shape[-2], 1)
-        uniform = torch.rand(size, generator=self.generator, device=logits.device)
-        return uniform < self.closed_share
+            return shut
+        size = (len(free), 1, free.shape[-2], 1)
+        uniform = torch.rand(size, generator=self.generator, device=free.device)
+        return torch.where(uniform < self.closed_share, shut, free)
 
     def _note(self, scores: Tensor, logits: Tensor) -> None:
         assert self._record is not None

@@ -137,8 +137,12 @@ class SparsityObjective:
         return 1 + (self.slack - 1) * max(0.0, 1 - progress / SLACK_UNTIL)
 
     def closed_share(self, progress: float) -> float:
-        """The share of draws in which closed edges are shut; the model is pruned once it is 1."""
+        """The share of draws in which closed edges are shut."""
         return min(1.0, progress / self.closing) if self.closing > 0 else 1.0
+
+    def pruning(self, progress: float) -> bool:
+        """Whether the size is minimised: as soon as all closed edges are shut."""
+        return self.closed_share(progress) == 1
 
     def noise(self, progress: float) -> float:
         """The scale of the gates' noise: 1 at first, 0 at the end."""
@@ -150,9 +154,8 @@ class SparsityObjective:
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, progress: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-        closed_share = self.closed_share(progress)
         with (
-            self.sparse.sampled(generator, self.noise(progress), closed_share),
+            self.sparse.sampled(generator, self.noise(progress), self.closed_share(progress)),
             self.sparse.recorded(pressure=self.pressure) as record,
             lean(self.sparse, batch.loss_mask),
         ):
@@ -173,7 +176,7 @@ class SparsityObjective:
                 divergence = _divergence(dense_logits, logits, batch)
                 task = (1 - self.distillation) * loss + self.distillation * divergence
         multiplier = self.constraint.multiplier
-        size = torch.log1p(edges) if closed_share == 1 else 0.0
+        size = torch.log1p(edges) if self.pruning(progress) else 0.0
         objective = (size + multiplier * task) / (1 + multiplier)
         return objective, {
             "loss": loss.item(),
@@ -188,7 +191,7 @@ class SparsityObjective:
         return weighted.sum(dim=(1, 2)) @ self.layer_costs.to(weighted.device)
 
     def update(self, measured: dict[str, float]) -> None:
-        if self.closed_share(self._progress) == 1:
+        if self.pruning(self._progress):
             self.constraint.update(measured["violation"] / self._allowance)
 
     def evaluated(self, excess: float) -> None:
@@ -197,8 +200,7 @@ class SparsityObjective:
         lambda follows the loss too slowly to stop a fall that takes needed edges with it, and what
         was closed is seldom found again.
         """
-        pruning = self.closed_share(self._progress) == 1
-        falling = pruning and self._progress < self.anneal_noise_from
+        falling = self.pruning(self._progress) and self._progress < self.anneal_noise_from
         allowed = self.target.nats * self._allowance
         if self.brake is not None and falling and excess > self.brake * allowed:
             self.constraint.ease(BRAKE_FACTOR)

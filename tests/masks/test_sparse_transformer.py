@@ -13,11 +13,6 @@ from sparse_tl.masks import HardConcreteGate
 KINDS = ["plain", "grouped", "attention_only", "float64"]
 
 
-@pytest.fixture
-def tokens():
-    return torch.randint(0, 13, (3, 8), generator=torch.Generator().manual_seed(5))
-
-
 def scores_and_pattern(model, tokens, layer=0):
     _, cache = model.run_with_cache(tokens)
     return (
@@ -172,14 +167,12 @@ def test_training_under_left_padding_has_finite_gradients(build_tiny, tokens):
     assert sparse.gates.bias.grad.abs().min() > 0
 
 
-def test_generation_with_a_key_value_cache_equals_whole_forward_passes(build_tiny, tokens):
+def test_generation_with_a_key_value_cache_equals_whole_forward_passes(
+    build_tiny, tokens, generate_both_ways
+):
     sparse = SparseTransformer(build_tiny("grouped"), initial_bias=0.0)
-    options = {"max_new_tokens": 4, "temperature": 0, "verbose": False, "stop_at_eos": False}
-    cached = sparse.generate(tokens, use_past_kv_cache=True, **options)
-    expected = tokens
-    for _ in range(4):
-        expected = torch.cat([expected, sparse(expected)[:, -1:].argmax(-1)], dim=1)
-    assert torch.equal(cached, expected)
+    generated, expected = generate_both_ways(sparse, tokens)
+    assert torch.equal(generated, expected)
 
 
 def test_the_wrapper_speaks_like_the_model(build_tiny, tokens):

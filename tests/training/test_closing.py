@@ -122,24 +122,35 @@ def test_other_closed_edges_are_another_run(
 def test_a_run_that_is_stopped_while_closing_goes_on_as_if_it_was_not(
     build_echo: Build, echo_rows: Rows, tmp_path: Path
 ) -> None:
-    whole, again = (
-        SparseTransformer(model, closed=first_layer_closed(model))
-        for model in (build_echo(), build_echo())
-    )
-    run(whole, echo_rows, closing=0.4)
+    def fresh() -> SparseTransformer:
+        model = build_echo()
+        return SparseTransformer(model, closed=first_layer_closed(model))
 
-    class Stopped(ShuffledStream):
+    class Watched(ShuffledStream):
+        stop_at: int | None = None
+
         def batch(self, step: int) -> TokenBatch:
-            if step == 2:
+            if step == self.stop_at:
                 raise KeyboardInterrupt
+            seen.append(step)
             return super().batch(step)
 
-    settings: dict[str, Any] = {"closing": 0.4, "checkpoint": tmp_path / "c"}
+    whole, again = fresh(), fresh()
+    run(whole, echo_rows, closing=0.4)
+    seen: list[int] = []
+    stream = Watched(echo_rows(), 32)
+    stream.stop_at = 2
+    settings: dict[str, Any] = {
+        "stream": stream,
+        "closing": 0.4,
+        "checkpoint": tmp_path / "c",
+        "checkpoint_every": 1,
+    }
     with pytest.raises(KeyboardInterrupt):
-        run(again, echo_rows, stream=Stopped(echo_rows(), 32), **settings)
-    model = build_echo()
-    again = SparseTransformer(model, closed=first_layer_closed(model))
+        run(fresh(), echo_rows, **settings)
+    stream.stop_at = None
     run(again, echo_rows, **settings)
+    assert seen == list(range(8))  # It went on: no step was done twice.
     for name, parameter in whole.state_dict().items():
         assert torch.equal(parameter, again.state_dict()[name]), name
 
