@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from sparse_tl.circuits import acdc, attribute_edges, attribute_heads, evaluate_edges
-from sparse_tl.hooks import build_model, graph_of
-from sparse_tl.hooks.streams import logits_at
+from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.lens import build_model, graph_of
+from sparse_tl.lens.streams import logits_at
 from sparse_tl.metrics import logit_difference
-from sparse_tl.prompts import PromptPairs
 
 GPT2_SMALL: dict[str, Any] = {
     "model_name": "gpt2-small's shape",

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from sparse_tl.batches import TokenBatch, cross_entropy
+from sparse_tl.data.batches import TokenBatch, cross_entropy
 from sparse_tl.head_roles.fitting import first_gates
 from sparse_tl.head_roles.objectives import GatedHeads, Likelihood
-from sparse_tl.hooks import Model, build_model
+from sparse_tl.lens import Model, build_model
 from sparse_tl.models import build_addition_model
 from sparse_tl.tasks import AdditionTask
 

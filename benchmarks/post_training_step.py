@@ -22,9 +22,9 @@ from collections.abc import Callable
 
 import torch
 
-from sparse_tl.batches import TokenBatch
-from sparse_tl.hooks import Model, build_model
-from sparse_tl.masks import SparseTransformer
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model, build_model
 from sparse_tl.models import build_addition_model
 from sparse_tl.tasks import AdditionTask
 from sparse_tl.training.constraint import LossConstraint, TargetLoss

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparse_tl.prompts import NO_TOKEN, PromptPairs
+from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
 
 Metric = Callable[[Float[Tensor, "pair vocab"], PromptPairs], Float[Tensor, " pair"]]
 

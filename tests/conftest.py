@@ -12,10 +12,11 @@ import huggingface_hub.constants
 import pytest
 import torch
 
-from sparse_tl.batches import TokenBatch
-from sparse_tl.hooks import Model, build_model
+from sparse_tl.data import ShuffledStream
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.lens import Model, build_model
 from sparse_tl.runs.doctor import find_chromium
-from sparse_tl.training import ShuffledStream, pretrain
+from sparse_tl.training import pretrain
 
 ROOT = Path(__file__).resolve().parent.parent
 

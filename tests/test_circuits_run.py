@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from sparse_tl.circuits import EdgeScores, Evaluation, HeadScores
-from sparse_tl.hooks import load_model, save_model
-from sparse_tl.masks import SparseTransformer
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import load_model, save_model
 from sparse_tl.models import build_task_model
 from sparse_tl.plots import multiplier
 from sparse_tl.runs import circuits as run_module

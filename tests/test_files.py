@@ -22,8 +22,8 @@ from sparse_tl.files import (
     write_json,
     write_tensors,
 )
-from sparse_tl.hooks import Model
-from sparse_tl.masks import SparseTransformer
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model
 
 
 def _names(folder: Path) -> list[str]:

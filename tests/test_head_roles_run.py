@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from sparse_tl.cli import main
+from sparse_tl.gates import SparseTransformer
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
-from sparse_tl.hooks import save_model
-from sparse_tl.masks import SparseTransformer
+from sparse_tl.lens import save_model
 from sparse_tl.models import build_addition_model, build_task_model
 from sparse_tl.runs import gating, run_head_roles
 from sparse_tl.runs import head_roles as run_module

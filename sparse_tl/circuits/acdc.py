@@ -31,6 +31,7 @@ from sparse_tl.circuits.circuit import Circuit, HeadCircuit, reaches_logits
 from sparse_tl.circuits.evaluation import logits_under
 from sparse_tl.circuits.outcomes import Acdc
 from sparse_tl.circuits.patches import Patch, Patches
+from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.files import (
     atomic_folder,
     check_replaceable,
@@ -41,10 +42,9 @@ from sparse_tl.files import (
     write_tensors,
 )
 from sparse_tl.graph import CircuitGraph
-from sparse_tl.hooks import HookedModel, graph_of
+from sparse_tl.lens import HookedModel, graph_of
 from sparse_tl.metrics import Metric, divergence, measure
 from sparse_tl.progress import tracked
-from sparse_tl.prompts import PromptPairs
 
 SAVE_EVERY = 200
 """Tests between two checkpoints."""

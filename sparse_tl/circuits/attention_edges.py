@@ -19,12 +19,11 @@ from torch import Tensor
 
 from sparse_tl.circuits.attribution import Passes
 from sparse_tl.circuits.patches import Patches
-from sparse_tl.hooks import HookedModel, Order, attached, graph_of, layer_points
+from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.lens import HookedModel, Order, attached, graph_of, layer_points
 from sparse_tl.metrics import Metric
 from sparse_tl.progress import tracked
-from sparse_tl.prompts import PromptPairs
-from sparse_tl.saving import Saved
-from sparse_tl.tables import table_html
+from sparse_tl.results import Saved, table_html
 
 if TYPE_CHECKING:
     import pandas as pd

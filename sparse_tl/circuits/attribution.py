@@ -29,8 +29,9 @@ from torch import Tensor
 
 from sparse_tl.circuits.patches import Patch, Patches
 from sparse_tl.circuits.scores import EdgeScores, HeadScores
+from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.graph import CircuitGraph, Node
-from sparse_tl.hooks import (
+from sparse_tl.lens import (
     EMBEDDED,
     HookedModel,
     PulledGradients,
@@ -40,7 +41,6 @@ from sparse_tl.hooks import (
 )
 from sparse_tl.metrics import Metric, measure
 from sparse_tl.progress import tracked
-from sparse_tl.prompts import PromptPairs
 
 Method = Literal["eap", "eap-ig", "eap-ig-activations"]
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from sparse_tl.graph import CircuitGraph, Edge
-from sparse_tl.saving import Saved
+from sparse_tl.results import Saved
 
 if TYPE_CHECKING:
     import networkx as nx

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.scores import EdgeScores
-from sparse_tl.tables import table_html
+from sparse_tl.results import table_html
 
 if TYPE_CHECKING:
     import pandas as pd

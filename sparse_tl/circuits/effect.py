@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparse_tl.files import read_tensors, write_tensors
 from sparse_tl.metrics import explained_effect
-from sparse_tl.tables import table_html
+from sparse_tl.results import table_html
 
 if TYPE_CHECKING:
     import pandas as pd

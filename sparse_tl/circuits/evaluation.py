@@ -22,11 +22,11 @@ from sparse_tl.circuits.circuit import Circuit, HeadCircuit
 from sparse_tl.circuits.effect import Evaluation
 from sparse_tl.circuits.patches import Patch, Patches
 from sparse_tl.circuits.scores import EdgeScores, HeadScores
+from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.graph import CircuitGraph
-from sparse_tl.hooks import HookedModel, MaskedRun, embedding_matrix, graph_of
+from sparse_tl.lens import HookedModel, MaskedRun, embedding_matrix, graph_of
 from sparse_tl.metrics import Metric, is_right, measure
 from sparse_tl.progress import tracked
-from sparse_tl.prompts import PromptPairs
 
 if TYPE_CHECKING:
     pass

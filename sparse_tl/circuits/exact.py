@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparse_tl.circuits.patches import Patch, Patches
+from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.graph import CircuitGraph, Edge, Node
-from sparse_tl.hooks import HookedModel, graph_of, logits_patched_alone
+from sparse_tl.lens import HookedModel, graph_of, logits_patched_alone
 from sparse_tl.metrics import Metric, measure
 from sparse_tl.progress import tracked
-from sparse_tl.prompts import PromptPairs
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparse_tl.circuits.circuit import Circuit, HeadCircuit
 from sparse_tl.circuits.scores import EdgeScores
-from sparse_tl.saving import Saved
+from sparse_tl.results import Saved
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -7,9 +7,9 @@ from typing import Literal, get_args
 
 import torch
 
+from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.graph import CircuitGraph
-from sparse_tl.hooks import HookedModel, MaskedRun, Streams, Tape, embedding_matrix
-from sparse_tl.prompts import PromptPairs
+from sparse_tl.lens import HookedModel, MaskedRun, Streams, Tape, embedding_matrix
 
 Patch = Literal["corrupted", "mean", "zero"]
 

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from sparse_tl.circuits.outcomes import Pruning
 from sparse_tl.circuits.patches import Patch, Patches
 from sparse_tl.circuits.scores import EdgeScores
+from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.gates import HardConcreteGate, expected_size
 from sparse_tl.graph import CircuitGraph
-from sparse_tl.hooks import HookedModel, graph_of
-from sparse_tl.masks import HardConcreteGate, expected_size
+from sparse_tl.lens import HookedModel, graph_of
 from sparse_tl.metrics import divergence
 from sparse_tl.progress import tracked
-from sparse_tl.prompts import PromptPairs
 from sparse_tl.training import LossConstraint
 
 REACHED_AT = 0.6

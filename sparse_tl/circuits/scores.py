@@ -11,8 +11,7 @@ from torch import Tensor
 
 from sparse_tl.circuits.circuit import Circuit, HeadCircuit
 from sparse_tl.graph import CircuitGraph, Edge
-from sparse_tl.saving import Saved
-from sparse_tl.tables import table_html
+from sparse_tl.results import Saved, table_html
 
 if TYPE_CHECKING:
     import pandas as pd

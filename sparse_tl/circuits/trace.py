@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.flow import AttentionFlow
-from sparse_tl.hooks import HookedModel, Order, attached, embedding_matrix, layer_points
-from sparse_tl.masks import SparseTransformer
+from sparse_tl.circuits.attention_graph import AttentionGraph
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import HookedModel, Order, attached, embedding_matrix, layer_points
 
 UNKNOWN = "?"
 
@@ -26,7 +26,7 @@ def trace_attention(
     *,
     positions: Sequence[int] | None = None,
     attribution: bool = False,
-) -> AttentionFlow:
+) -> AttentionGraph:
     """The attention edges of a prompt and the characters that they lead to.
 
     A predicted position is read one column to its left, or at its own column where the prompt
@@ -57,7 +57,7 @@ def trace_attention(
     outputs = [
         _text(model, predicted[i]) if i in predicted else inputs[i] for i in range(n_columns)
     ]
-    return AttentionFlow(
+    return AttentionGraph(
         attention=_widen(attention, n_columns),
         gates=_widen(gates, n_columns),
         input_tokens=tuple(inputs),

@@ -8,7 +8,7 @@ from sparse_tl import plots
 from sparse_tl.circuits import trace_attention
 from sparse_tl.explorer.panel import Head, Prompt
 from sparse_tl.explorer.prompts import check_known
-from sparse_tl.hooks import HookedModel, attention_shape
+from sparse_tl.lens import HookedModel, attention_shape
 from sparse_tl.nodes import Node
 
 

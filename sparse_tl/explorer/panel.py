@@ -16,9 +16,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from sparse_tl.circuits import trace_attention
+from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.explorer.prompts import check_known
-from sparse_tl.flow import AttentionFlow
-from sparse_tl.hooks import (
+from sparse_tl.gates import ablate_attention_edges, ablate_heads
+from sparse_tl.lens import (
     EMBEDDED,
     HookedModel,
     Order,
@@ -27,7 +28,6 @@ from sparse_tl.hooks import (
     embedding_matrix,
     layer_points,
 )
-from sparse_tl.masks import ablate_attention_edges, ablate_heads
 
 Prompt = str | Int[Tensor, " pos"]
 Head = tuple[int, int]
@@ -84,7 +84,7 @@ class Panel:
             raise
         self.after, self.flow = found
 
-    def _trace(self) -> AttentionFlow:
+    def _trace(self) -> AttentionGraph:
         with self._without_removed():
             flow = trace_attention(
                 self.model, self.tokens, positions=self.positions, attribution=True

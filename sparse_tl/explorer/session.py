@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.explorer.panel import AttentionEdge, Head, Panel, Prompt
-from sparse_tl.flow import AttentionFlow
-from sparse_tl.hooks import AttentionShape, HookedModel, embedding_matrix, unembedded
+from sparse_tl.lens import AttentionShape, HookedModel, embedding_matrix, unembedded
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class Exploration:
 
     # ---- reading off -----------------------------------------------------------------------------
 
-    def flow(self, panel: str) -> AttentionFlow:
+    def flow(self, panel: str) -> AttentionGraph:
         """The attention edges that are left, with their attributions."""
         return self._panel(panel).flow
 

@@ -23,11 +23,11 @@ from uuid import uuid4
 import anywidget
 import traitlets
 
+from sparse_tl.circuits.attention_graph import EdgeWeight
 from sparse_tl.explorer.panel import AttentionEdge, Prompt
 from sparse_tl.explorer.payload import Node, node_payload, panels_payload
 from sparse_tl.explorer.session import Exploration
-from sparse_tl.flow import EdgeWeight
-from sparse_tl.hooks import HookedModel
+from sparse_tl.lens import HookedModel
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.circuit_diagram import check_options
 from sparse_tl.plots.palette import DARK_FILTER

@@ -21,14 +21,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles.fitting import check_fits
 from sparse_tl.head_roles.likelihood import target_log_probabilities
 from sparse_tl.head_roles.roles import HeadRoles
-from sparse_tl.hooks import HookedModel, attention_shape
+from sparse_tl.lens import HookedModel, attention_shape
 from sparse_tl.progress import tracked
-from sparse_tl.saving import Saved
-from sparse_tl.tables import table_html
-from sparse_tl.targets import TargetDataset
+from sparse_tl.results import Saved, table_html
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles.fitting import (
     SECOND_RATES,
     GateFitting,
@@ -28,10 +29,8 @@ from sparse_tl.head_roles.fitting import (
 )
 from sparse_tl.head_roles.objectives import Contrast
 from sparse_tl.head_roles.roles import head_table, mean_table
-from sparse_tl.hooks import HookedModel
-from sparse_tl.saving import Saved
-from sparse_tl.tables import table_html
-from sparse_tl.targets import TargetDataset
+from sparse_tl.lens import HookedModel
+from sparse_tl.results import Saved, table_html
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -23,14 +23,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.batches import TokenBatch
+from sparse_tl.data import ShuffledStream
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.data.targets import TargetDataset
 from sparse_tl.files import digest
 from sparse_tl.head_roles.likelihood import target_log_probabilities
 from sparse_tl.head_roles.objectives import GatedHeads, Likelihood
 from sparse_tl.head_roles.roles import Fit, HeadRoles
-from sparse_tl.hooks import HookedModel, attention_shape, embedding_matrix, layer_points
-from sparse_tl.targets import TargetDataset
-from sparse_tl.training import Selection, ShuffledStream, Trained, TrainingConfig, train
+from sparse_tl.lens import HookedModel, attention_shape, embedding_matrix, layer_points
+from sparse_tl.training import Selection, Trained, TrainingConfig, train
 
 FIRST_RATES, SECOND_RATES = (0.1, 0.01), (0.5, 0.1)
 """Learning rates at the start and the end of G0, and of G+ and G-."""

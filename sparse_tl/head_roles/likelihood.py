@@ -13,8 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sparse_tl.batches import TokenBatch
-from sparse_tl.hooks import HookedModel, embedding_matrix, final_under_heads, unembedded
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.lens import HookedModel, embedding_matrix, final_under_heads, unembedded
 
 LOGITS_AT_ONCE = 2**24
 """64 MB in float32."""

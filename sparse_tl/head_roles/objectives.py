@@ -19,10 +19,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sparse_tl.batches import TokenBatch
+from sparse_tl.data import TokenStream
+from sparse_tl.data.batches import TokenBatch
 from sparse_tl.head_roles.likelihood import target_losses
-from sparse_tl.hooks import HookedModel
-from sparse_tl.training import TokenStream
+from sparse_tl.lens import HookedModel
 
 LARGEST_LOGIT = 4.0
 """Of theta, beyond which the penalty pushes no more: gates of 0.018 and 0.982."""

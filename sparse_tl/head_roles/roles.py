@@ -10,8 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sparse_tl.saving import Saved
-from sparse_tl.tables import table_html
+from sparse_tl.results import Saved, table_html
 
 if TYPE_CHECKING:
     import pandas as pd

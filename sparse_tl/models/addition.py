@@ -10,9 +10,10 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from sparse_tl.data import ShuffledStream
 from sparse_tl.files import digest
-from sparse_tl.hooks import Model, build_model
-from sparse_tl.masks import SparseTransformer
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model, build_model
 from sparse_tl.tasks.addition import (
     ANSWER,
     CHARACTERS,
@@ -21,7 +22,7 @@ from sparse_tl.tasks.addition import (
     Form,
     addition_tokenizer,
 )
-from sparse_tl.training import PostTraining, ShuffledStream, post_train, pretrain
+from sparse_tl.training import PostTraining, post_train, pretrain
 
 BASE_STEPS = 1200
 SPARSE_STEPS = 1200

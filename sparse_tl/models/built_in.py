@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sparse_tl.hooks import Model
-from sparse_tl.masks import SparseTransformer
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model
 from sparse_tl.models import addition, tasks
 from sparse_tl.models.addition import (
     addition_settings,

@@ -22,8 +22,8 @@ import platformdirs
 from filelock import FileLock, Timeout
 
 from sparse_tl.files import atomic_folder, check_writable, read_json, recover_folder, write_json
-from sparse_tl.hooks import Model, load_model, save_model
-from sparse_tl.masks import SparseTransformer
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model, load_model, save_model
 from sparse_tl.training import PostTraining
 
 SHIPPED = Path(__file__).parent / "shipped"

@@ -15,8 +15,8 @@ from pathlib import Path
 from rich.console import Console
 
 from sparse_tl.files import atomic_folder, read_tensors, write_json, write_tensors
-from sparse_tl.hooks import Model
-from sparse_tl.masks import SparseTransformer
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model
 from sparse_tl.models.built_in import addition_recipe, task_recipe
 from sparse_tl.models.cache import SHIPPED, Recipe, built_pair, load_pair
 from sparse_tl.models.task_text import task_rows

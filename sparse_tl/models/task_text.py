@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from sparse_tl.batches import TokenBatch
-from sparse_tl.prompts import PromptPairs
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.tasks import (
     DocstringTask,
     GreaterThanTask,

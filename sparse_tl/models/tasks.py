@@ -7,10 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from sparse_tl.batches import TokenBatch
 from sparse_tl.circuits import accuracy
-from sparse_tl.hooks import HookedModel, Model, build_model
-from sparse_tl.masks import SparseTransformer
+from sparse_tl.data import ShuffledStream
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import HookedModel, Model, build_model
 from sparse_tl.models.task_text import (
     TASKS,
     WIDTH,
@@ -19,7 +20,7 @@ from sparse_tl.models.task_text import (
     task_tokenizer,
     task_vocabulary,
 )
-from sparse_tl.training import PostTraining, ShuffledStream, post_train, pretrain
+from sparse_tl.training import PostTraining, post_train, pretrain
 
 BASE_STEPS, SPARSE_STEPS = 700, 600
 """Optimizer steps of the two phases."""

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sparse_tl.flow import AttentionFlow, EdgeWeight
+from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight
 from sparse_tl.plots import palette
 from sparse_tl.plots.circuit_svg import Panel, draw_svg
 from sparse_tl.plots.diagram_layout import Layout, PanelLayout, lay_out, prediction_arrow
@@ -41,7 +41,7 @@ class CircuitDiagram(PanelFigure):
 
 
 def circuit_diagram(
-    panels: Mapping[str, AttentionFlow],
+    panels: Mapping[str, AttentionGraph],
     *,
     target: int = -1,
     weight: EdgeWeight = "attention",
@@ -74,7 +74,7 @@ def circuit_diagram(
         ValueError: if there is no panel, panels disagree on columns or targets, the target or the
             threshold is out of range, attribution is asked for but absent, or weights are not
             finite, out of range or acausal.
-        TypeError: if a panel is not an `AttentionFlow`.
+        TypeError: if a panel is not an `AttentionGraph`.
     """
     flows = _checked_panels(panels)
     check_options(weight, threshold)
@@ -107,8 +107,8 @@ def circuit_diagram(
     return CircuitDiagram(html, svg, visible_text(title or "Circuit diagram"), tuple(flows), data)
 
 
-def _checked_panels(panels: Mapping[str, AttentionFlow]) -> dict[str, AttentionFlow]:
-    panels = checked_panels(panels, AttentionFlow, "trace the model on a prompt first")
+def _checked_panels(panels: Mapping[str, AttentionGraph]) -> dict[str, AttentionGraph]:
+    panels = checked_panels(panels, AttentionGraph, "trace the model on a prompt first")
     for name, flow in panels.items():
         if 0 in flow.attention.shape:
             raise ValueError(
@@ -143,7 +143,7 @@ def check_options(weight: str, threshold: float) -> None:
         )
 
 
-def _check_attribution(flows: Mapping[str, AttentionFlow]) -> None:
+def _check_attribution(flows: Mapping[str, AttentionGraph]) -> None:
     for name, flow in flows.items():
         if flow.attribution is None:
             raise ValueError(
@@ -152,7 +152,7 @@ def _check_attribution(flows: Mapping[str, AttentionFlow]) -> None:
             )
 
 
-def _checked_target(flows: Mapping[str, AttentionFlow], target: int) -> int:
+def _checked_target(flows: Mapping[str, AttentionGraph], target: int) -> int:
     n_targets = len(next(iter(flows.values())).targets)
     if not -n_targets <= target < n_targets:
         allowed = f"in {-n_targets}..{n_targets - 1}" if n_targets else "of a flow that has targets"

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sparse_tl.flow import AttentionFlow, EdgeWeight
+from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight
 from sparse_tl.plots.diagram_layout import (
     LABEL_SIZE,
     Layout,
@@ -42,7 +42,7 @@ class Panel:
     """One frame with what it shows."""
 
     name: str
-    flow: AttentionFlow
+    flow: AttentionGraph
     selection: EdgeSelection
 
 

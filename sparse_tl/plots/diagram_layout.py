@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparse_tl.flow import AttentionFlow
+from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.plots.figure_frame import (
     FIGURE_WIDTH,
     MARGIN,
@@ -81,7 +81,7 @@ class Layout:
     panels: tuple[PanelLayout, ...]
 
 
-def lay_out(flows: Sequence[AttentionFlow], has_title: bool, has_transition: bool) -> Layout:
+def lay_out(flows: Sequence[AttentionGraph], has_title: bool, has_transition: bool) -> Layout:
     """Place the panels of these flows below one another."""
     n_columns = flows[0].n_columns
     tokens = [
@@ -137,7 +137,7 @@ def _token_style(tokens: Sequence[str], spacing: int) -> tuple[float, bool]:
     return (MIN_FONT_SIZE, True) if spacing < 84 else (13.0, False)
 
 
-def _lay_out_panel(flow: AttentionFlow, top: int, rotated: bool, label_height: int) -> PanelLayout:
+def _lay_out_panel(flow: AttentionGraph, top: int, rotated: bool, label_height: int) -> PanelLayout:
     row_height = min(55, max(30, 5 * (420 // flow.n_layers // 5)))
     # An arrow from one character to the next arches over the output row.
     has_arch = not rotated and any(column != read_at for column, read_at in flow.targets)

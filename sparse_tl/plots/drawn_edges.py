@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sparse_tl.flow import AttentionFlow, EdgeWeight, ancestors
+from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight, ancestors
 from sparse_tl.plots.edge_styles import STEPS, EdgeKind
 
 Place = tuple[int, int, int]
@@ -89,7 +89,7 @@ def threshold_steps(threshold: float) -> int:
     return max(1, round(threshold * STEPS))
 
 
-def round_flow(flow: AttentionFlow, name: str, with_attribution: bool) -> RoundedFlow:
+def round_flow(flow: AttentionGraph, name: str, with_attribution: bool) -> RoundedFlow:
     """The flow's weights in thousandths, checked.
 
     Args:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pandas as pd
 
-from sparse_tl.figures import circuit_diagram
+from sparse_tl.explorer.figures import circuit_diagram
 from sparse_tl.files import atomic_file, atomic_folder, digest, read_json, write_json
-from sparse_tl.hooks import HookedModel, Model, load_model, save_model
-from sparse_tl.masks import SparseTransformer
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import HookedModel, Model, load_model, save_model
 from sparse_tl.metrics import NoEffectError
 from sparse_tl.models.addition import (
     BASE_STEPS,
@@ -22,9 +22,9 @@ from sparse_tl.models.addition import (
     train_addition_model,
 )
 from sparse_tl.plots import CircuitDiagram
+from sparse_tl.results import table_html
 from sparse_tl.runs.comparison import measure, report
 from sparse_tl.runs.folder import RunFolder
-from sparse_tl.tables import table_html
 from sparse_tl.tasks.addition import ANSWER, DIGITS, AdditionTask, Form, decode
 from sparse_tl.training import TargetLoss, evaluate_held_out
 

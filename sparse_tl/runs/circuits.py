@@ -8,11 +8,11 @@ from typing import Any, get_args
 
 from sparse_tl.circuits.attribution import Method
 from sparse_tl.circuits.patches import Patch
+from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.files import digest
-from sparse_tl.hooks import HookedModel, graph_of, load_model
-from sparse_tl.masks import SparseTransformer
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import HookedModel, graph_of, load_model
 from sparse_tl.models import TASKS, load_task_models, task_pairs
-from sparse_tl.prompts import PromptPairs
 from sparse_tl.runs.comparison import SIDES, Comparison, measure, report
 from sparse_tl.runs.folder import RunFolder
 

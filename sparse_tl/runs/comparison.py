@@ -25,8 +25,9 @@ from sparse_tl.circuits import (
     evaluate_edges,
     evaluate_heads,
 )
+from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.files import atomic_file, atomic_folder, read_json, write_json
-from sparse_tl.hooks import HookedModel
+from sparse_tl.lens import HookedModel
 from sparse_tl.metrics import Metric
 from sparse_tl.plots import (
     EffectCurve,
@@ -36,8 +37,7 @@ from sparse_tl.plots import (
     multiplier,
     save_figure,
 )
-from sparse_tl.prompts import PromptPairs
-from sparse_tl.tables import table_html
+from sparse_tl.results import table_html
 
 LEVEL = 0.9
 """The explained effect that models are compared at."""

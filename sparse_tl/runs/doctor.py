@@ -14,9 +14,9 @@ import torch
 from packaging.requirements import Requirement
 
 from sparse_tl.files import check_writable
-from sparse_tl.hooks import Model, load_model
-from sparse_tl.masks import SparseTransformer
-from sparse_tl.masks.saving import is_sparse_folder
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.gates.saving import is_sparse_folder
+from sparse_tl.lens import Model, load_model
 from sparse_tl.models import build_addition_model
 from sparse_tl.models.built_in import addition_recipe, task_recipe
 from sparse_tl.models.cache import Recipe, cache_root

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from sparse_tl.hooks import HookedModel, load_model
-from sparse_tl.masks import SparseTransformer
-from sparse_tl.masks.saving import is_sparse_folder
+from sparse_tl.data import read_documents, token_windows
+from sparse_tl.data.targets import TargetDataset
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.gates.saving import is_sparse_folder
+from sparse_tl.lens import HookedModel, load_model
 from sparse_tl.models import TASKS, load_addition_models, load_task_models, task_pairs
-from sparse_tl.targets import TargetDataset
 from sparse_tl.tasks import AdditionTask
 from sparse_tl.tasks.questions import QUESTION_SETS, QuestionSet
-from sparse_tl.training import read_documents, token_windows
 
 WINDOW = 64
 """Tokens per window of running text."""

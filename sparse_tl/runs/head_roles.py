@@ -16,6 +16,7 @@ from typing import Any
 
 import pandas as pd
 
+from sparse_tl.data.targets import TargetDataset
 from sparse_tl.files import atomic_file, atomic_folder, digest, read_json, write_json
 from sparse_tl.head_roles import (
     ROLES,
@@ -25,12 +26,11 @@ from sparse_tl.head_roles import (
     ablation_curve,
     fit_head_gates,
 )
-from sparse_tl.hooks import HookedModel
+from sparse_tl.lens import HookedModel
 from sparse_tl.plots import AblationLine, ablation_grid, save_figure
+from sparse_tl.results import table_html
 from sparse_tl.runs.folder import RunFolder
 from sparse_tl.runs.gating import BuiltInModels, GivenModels
-from sparse_tl.tables import table_html
-from sparse_tl.targets import TargetDataset
 
 FEWEST = 8
 """Prompts of a task."""

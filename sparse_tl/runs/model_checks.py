@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sparse_tl.batches import TokenBatch
-from sparse_tl.hooks import Model, Order, attached, attention_shape, layer_points
-from sparse_tl.masks import SparseTransformer
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model, Order, attached, attention_shape, layer_points
 from sparse_tl.runs.diagnosis import Check, State
 from sparse_tl.training import TargetLoss
 from sparse_tl.training.constraint import LossConstraint

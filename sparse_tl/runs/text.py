@@ -10,20 +10,14 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from sparse_tl.batches import TokenBatch
+from sparse_tl.data import ShuffledStream, read_documents, token_windows
+from sparse_tl.data.batches import TokenBatch
 from sparse_tl.files import atomic_file, read_json, write_json
-from sparse_tl.hooks import Model, load_model
-from sparse_tl.masks import SparseTransformer
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model, load_model
+from sparse_tl.results import table_html
 from sparse_tl.runs.folder import RunFolder
-from sparse_tl.tables import table_html
-from sparse_tl.training import (
-    HeldOut,
-    ShuffledStream,
-    evaluate_held_out,
-    post_train,
-    read_documents,
-    token_windows,
-)
+from sparse_tl.training import HeldOut, evaluate_held_out, post_train
 
 VALIDATION_WINDOWS = 200
 """Windows that choose among the evaluations, at most; half of what is held out otherwise."""

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sparse_tl.batches import TokenBatch
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.metrics import Metric, logit_difference
-from sparse_tl.prompts import PromptPairs
 
 Form = Literal["autoregressive", "placeholder"]
 Digit = Literal["hundreds", "tens", "units"]

@@ -10,7 +10,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from sparse_tl.prompts import PromptPairs
+from sparse_tl.data.pairs import PromptPairs
 
 _CONTENT = json.loads(files("sparse_tl.tasks").joinpath("content.json").read_text("utf-8"))
 

@@ -1,14 +1,7 @@
-"""The finetuning phase: data in, loss constraint, loop, checkpoints, held-out evaluation."""
+"""The finetuning phase: loss constraint, loop, checkpoints, held-out evaluation."""
 
 from sparse_tl.training.config import Selection, Trained, TrainingConfig
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
-from sparse_tl.training.data import (
-    IterableStream,
-    ShuffledStream,
-    TokenStream,
-    read_documents,
-    token_windows,
-)
 from sparse_tl.training.evaluation import HeldOut, evaluate_held_out
 from sparse_tl.training.loop import NonFiniteLossError, train
 from sparse_tl.training.outcome import PostTraining
@@ -17,20 +10,15 @@ from sparse_tl.training.pretrain import pretrain
 
 __all__ = [
     "HeldOut",
-    "IterableStream",
     "LossConstraint",
     "NonFiniteLossError",
     "PostTraining",
     "Selection",
-    "ShuffledStream",
     "TargetLoss",
-    "TokenStream",
     "Trained",
     "TrainingConfig",
     "evaluate_held_out",
     "post_train",
     "pretrain",
-    "read_documents",
-    "token_windows",
     "train",
 ]

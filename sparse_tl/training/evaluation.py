@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 import pandas as pd
 import torch
 
-from sparse_tl.batches import TokenBatch, exact_rows, per_label_loss
-from sparse_tl.hooks import Model, lean
-from sparse_tl.masks import EdgeCounts, SparseTransformer
-from sparse_tl.tables import table_html
+from sparse_tl.data.batches import TokenBatch, exact_rows, per_label_loss
+from sparse_tl.gates import EdgeCounts, SparseTransformer
+from sparse_tl.lens import Model, lean
+from sparse_tl.results import table_html
 
 LOGITS_AT_ONCE = 2**26
 """Logits of one forward pass at most: 256 MB in float32, and a few copies of them."""

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparse_tl.data.streams import TokenStream
 from sparse_tl.training.checkpoints import (
     TrainingState,
     fingerprint,
@@ -28,7 +29,6 @@ from sparse_tl.training.checkpoints import (
     save_checkpoint,
 )
 from sparse_tl.training.config import Metrics, Selection, Trained, TrainingConfig
-from sparse_tl.training.data import TokenStream
 from sparse_tl.training.objectives import Objective
 from sparse_tl.training.progress import TrainingProgress
 

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sparse_tl.batches import TokenBatch, cross_entropy
-from sparse_tl.hooks import HookedModel, Model, lean
-from sparse_tl.masks import EdgeCounts, SparseTransformer
+from sparse_tl.data.batches import TokenBatch, cross_entropy
+from sparse_tl.gates import EdgeCounts, SparseTransformer
+from sparse_tl.lens import HookedModel, Model, lean
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
 
 SLACK_UNTIL = 0.9

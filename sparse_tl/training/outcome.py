@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from sparse_tl.tables import table_html
+from sparse_tl.results import table_html
 from sparse_tl.training.constraint import TargetLoss
 from sparse_tl.training.evaluation import HeldOut
 

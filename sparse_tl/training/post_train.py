@@ -15,12 +15,12 @@ from typing import Any
 
 import pandas as pd
 
-from sparse_tl.batches import TokenBatch
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.data.streams import TokenStream
 from sparse_tl.files import digest
-from sparse_tl.masks import SparseTransformer
+from sparse_tl.gates import SparseTransformer
 from sparse_tl.training.config import Metrics, Selection, TrainingConfig, choose_trained
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
-from sparse_tl.training.data import TokenStream
 from sparse_tl.training.evaluation import evaluate_held_out
 from sparse_tl.training.loop import train
 from sparse_tl.training.objectives import SparsityObjective

@@ -7,10 +7,10 @@ from typing import Any
 
 import pandas as pd
 
-from sparse_tl.batches import TokenBatch
-from sparse_tl.hooks import Model
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.data.streams import TokenStream
+from sparse_tl.lens import Model
 from sparse_tl.training.config import Metrics, Selection, TrainingConfig, choose_trained
-from sparse_tl.training.data import TokenStream
 from sparse_tl.training.evaluation import evaluate_held_out
 from sparse_tl.training.loop import train
 from sparse_tl.training.objectives import PlainLoss

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from random_models import KINDS, random_pairs, shaken
 
-from sparse_tl.hooks import Model
-from sparse_tl.prompts import PromptPairs
+from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.lens import Model
 
 
 @pytest.fixture(params=list(KINDS))

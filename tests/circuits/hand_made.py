@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from wiring import blank_model
 
+from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.graph import CircuitGraph
-from sparse_tl.hooks import Model, graph_of
+from sparse_tl.lens import Model, graph_of
 from sparse_tl.metrics import Metric, logit_difference
-from sparse_tl.prompts import PromptPairs
 
 ANSWER, WRONG = 0, 1
 

@@ -2,7 +2,7 @@
 
 TransformerLens materialises each head's inputs and output (``use_split_qkv_input``,
 ``use_attn_result``, ``use_hook_mlp_in``), and plain hooks exchange at each input what patched
-sources wrote there. Nothing of `sparse_tl.hooks` is used: this is what fast paths are tested by.
+sources wrote there. Nothing of `sparse_tl.lens` is used: this is what fast paths are tested by.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.graph import CircuitGraph, Edge, Node
-from sparse_tl.hooks import Model
+from sparse_tl.lens import Model
 from sparse_tl.metrics import Metric, explained_effect
-from sparse_tl.prompts import PromptPairs
 
 
 @torch.no_grad()

@@ -26,10 +26,10 @@ from wiring import (
     spaces,
 )
 
+from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.graph import CircuitGraph
-from sparse_tl.hooks import Model, graph_of
+from sparse_tl.lens import Model, graph_of
 from sparse_tl.metrics import Metric, logit_difference
-from sparse_tl.prompts import PromptPairs
 
 
 @dataclass(frozen=True, eq=False)

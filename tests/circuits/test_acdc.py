@@ -21,10 +21,10 @@ from sparse_tl.circuits import (
     prune_edges,
 )
 from sparse_tl.circuits import acdc as acdc_function
+from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.graph import CircuitGraph
-from sparse_tl.hooks import Model, graph_of
+from sparse_tl.lens import Model, graph_of
 from sparse_tl.metrics import logit_difference
-from sparse_tl.prompts import PromptPairs
 
 Build = Callable[..., Model]
 acdc_module = __import__("sys").modules[acdc_function.__module__]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from sparse_tl.circuits import attribute_attention_edges
-from sparse_tl.hooks import Model
-from sparse_tl.masks import SparseTransformer
+from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model
 from sparse_tl.metrics import logit_difference
-from sparse_tl.prompts import PromptPairs
 
 Build = Callable[..., Model]
 EDGES = [(0, 1, 2, 1), (1, 0, 3, 3), (1, 1, 2, 0)]

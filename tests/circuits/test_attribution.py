@@ -13,11 +13,11 @@ from torch import Tensor
 from sparse_tl.circuits import attribute_edges, attribute_heads
 from sparse_tl.circuits.attribution import Passes
 from sparse_tl.circuits.patches import Patches
+from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.gates import SparseTransformer
 from sparse_tl.graph import CircuitGraph
-from sparse_tl.hooks import Model, graph_of
-from sparse_tl.masks import SparseTransformer
+from sparse_tl.lens import Model, graph_of
 from sparse_tl.metrics import logit_difference
-from sparse_tl.prompts import PromptPairs
 
 Build = Callable[..., Model]
 

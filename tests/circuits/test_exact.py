@@ -11,9 +11,9 @@ from oracle import run_patched
 from torch import Tensor
 
 from sparse_tl.circuits import attribute_edges, attribute_heads, patch_exactly
-from sparse_tl.hooks import Model, graph_of
+from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.lens import Model, graph_of
 from sparse_tl.metrics import logit_difference
-from sparse_tl.prompts import PromptPairs
 
 Build = Callable[..., Model]
 

@@ -10,9 +10,9 @@ from oracle import explained, mask_of, run_patched
 from torch import Tensor
 
 from sparse_tl.circuits import attribute_edges
-from sparse_tl.hooks import Model, graph_of
+from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.lens import Model, graph_of
 from sparse_tl.metrics import logit_difference
-from sparse_tl.prompts import PromptPairs
 
 
 def _plain(model: Model, pairs: PromptPairs, tokens: Tensor) -> Tensor:

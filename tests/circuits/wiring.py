@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_tl.hooks import Model, build_model
+from sparse_tl.lens import Model, build_model
 
 
 def blank_model(**config: Any) -> Model:

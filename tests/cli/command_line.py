@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sparse_tl.cli import main
-from sparse_tl.training.data import ShuffledStream
+from sparse_tl.data.streams import ShuffledStream
 
 ADDITION = ["addition", "--base-steps", "3", "--steps", "2", "--target-loss", "9", "--quiet"]
 

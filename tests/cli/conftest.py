@@ -11,7 +11,7 @@ from command_line import WORDS
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from sparse_tl.hooks import Model, save_model
+from sparse_tl.lens import Model, save_model
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 from command_line import ADDITION, Outcome, no_training, run_command
 
-from sparse_tl.hooks import load_model
-from sparse_tl.masks import SparseTransformer
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import load_model
 from sparse_tl.metrics import NoEffectError
 from sparse_tl.tasks.addition import AdditionTask
 from sparse_tl.training import evaluate_held_out

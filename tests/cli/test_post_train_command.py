@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from command_line import Outcome, no_training, run_command
 
-from sparse_tl.masks import SparseTransformer
+from sparse_tl.gates import SparseTransformer
 
 
 def _text_run(model: object, text: object, out: Path, *more: str, target: str = "+0.1") -> Outcome:

@@ -15,13 +15,13 @@ import pytest
 import torch
 from command_line import ADDITION, Outcome, run_command
 
-from sparse_tl.hooks import load_model
-from sparse_tl.training.data import ShuffledStream
+from sparse_tl.data.streams import ShuffledStream
+from sparse_tl.lens import load_model
 
 PLAIN = """
 import contextlib, io, json, os, signal, sys, traceback
 from sparse_tl.cli import main
-from sparse_tl.training.data import ShuffledStream
+from sparse_tl.data.streams import ShuffledStream
 
 batch = ShuffledStream.batch
 

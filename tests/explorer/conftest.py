@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_tl.hooks import Model
-from sparse_tl.masks import SparseTransformer
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model
 from sparse_tl.tasks.addition import addition_tokenizer
 
 

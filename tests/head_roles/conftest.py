@@ -8,9 +8,9 @@ import pytest
 import torch
 from planted_heads import INTERFERER, WRONG
 
-from sparse_tl.batches import TokenBatch
-from sparse_tl.hooks import Model
-from sparse_tl.targets import TargetDataset
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.data.targets import TargetDataset
+from sparse_tl.lens import Model
 
 
 @pytest.fixture(scope="session")

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_tl.batches import TokenBatch, cross_entropy
+from sparse_tl.data import ShuffledStream
+from sparse_tl.data.batches import TokenBatch, cross_entropy
+from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles import ContrastiveGates, fit_contrastive_head_gates
 from sparse_tl.head_roles.objectives import Contrast, GatedHeads
-from sparse_tl.hooks import Model
-from sparse_tl.targets import TargetDataset
-from sparse_tl.training import ShuffledStream
+from sparse_tl.lens import Model
 
 FIRST, LAST = 11, 12
 SETTINGS: dict[str, Any] = {"updates": 100, "batch_size": 32, "progress": False}

@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sparse_tl.batches import TokenBatch
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.data.targets import TargetDataset
+from sparse_tl.gates import SparseTransformer
 from sparse_tl.head_roles import HeadRoles, fit_head_gates, likelihood, target_log_probabilities
 from sparse_tl.head_roles.fitting import check_fits, first_gates
 from sparse_tl.head_roles.likelihood import target_losses
 from sparse_tl.head_roles.objectives import GatedHeads, Likelihood
-from sparse_tl.hooks import Model
-from sparse_tl.masks import SparseTransformer
-from sparse_tl.targets import TargetDataset
+from sparse_tl.lens import Model
 
 Build = Callable[..., Model]
 SETTINGS: dict[str, Any] = {"updates": 12, "batch_size": 8, "record_every": 4, "progress": False}

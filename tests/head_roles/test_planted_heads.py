@@ -9,10 +9,10 @@ import pytest
 import torch
 from planted_heads import DEAD, INTERFERER
 
+from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles import AblationCurve, HeadRoles, ablation_curve, fit_head_gates
 from sparse_tl.head_roles.likelihood import target_log_probabilities
-from sparse_tl.hooks import Model
-from sparse_tl.targets import TargetDataset
+from sparse_tl.lens import Model
 
 
 @pytest.fixture(scope="module")

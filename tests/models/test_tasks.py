@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_tl.batches import TokenBatch
-from sparse_tl.hooks import Model
-from sparse_tl.masks import SparseTransformer
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model
 from sparse_tl.models import (
     TASKS,
     build_task_model,

@@ -9,7 +9,7 @@ import jaxtyping
 import pytest
 import torch
 
-from sparse_tl.flow import AttentionFlow
+from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.plots import ScoredCircuit
 
@@ -28,7 +28,7 @@ CIRCUIT = {
 """The four digits meet in the column of the `6`, which passes the result to the last column."""
 
 
-def _flow(edges: dict[tuple[int, int, int, int], float], **changes: Any) -> AttentionFlow:
+def _flow(edges: dict[tuple[int, int, int, int], float], **changes: Any) -> AttentionGraph:
     attention = torch.zeros(4, 4, 11, 11)
     for place, value in edges.items():
         attention[place] = value
@@ -39,7 +39,7 @@ def _flow(edges: dict[tuple[int, int, int, int], float], **changes: Any) -> Atte
         "output_tokens": OUTPUT,
         "targets": TARGETS,
     }
-    return AttentionFlow(**(fields | changes))
+    return AttentionGraph(**(fields | changes))
 
 
 def _random_flow(
@@ -50,14 +50,14 @@ def _random_flow(
     targets: tuple[tuple[int, int], ...] = TARGETS,
     sharpness: float = 1.8,
     seed: int = 0,
-) -> AttentionFlow:
+) -> AttentionGraph:
     generator = torch.Generator().manual_seed(seed)
     n = len(input_tokens)
     causal = torch.ones(n, n, dtype=torch.bool).tril()
     scores = sharpness * torch.randn(n_layers, n_heads, n, n, generator=generator)
     attention = scores.masked_fill(~causal, -torch.inf).softmax(dim=-1)
     gradient = torch.randn(len(targets), n_layers, n_heads, n, n, generator=generator)
-    return AttentionFlow(
+    return AttentionGraph(
         attention=attention,
         gates=causal.expand_as(attention),
         input_tokens=input_tokens,
@@ -68,13 +68,13 @@ def _random_flow(
 
 
 @pytest.fixture
-def make_flow() -> Callable[..., AttentionFlow]:
+def make_flow() -> Callable[..., AttentionGraph]:
     """Makes the flow with the given attention edges and no others."""
     return _flow
 
 
 @pytest.fixture
-def make_random_flow() -> Callable[..., AttentionFlow]:
+def make_random_flow() -> Callable[..., AttentionGraph]:
     """Makes a dense flow: every causal pair is open, with attribution."""
     return _random_flow
 
@@ -85,17 +85,19 @@ def circuit() -> dict[tuple[int, int, int, int], float]:
 
 
 @pytest.fixture
-def sparse_flow() -> AttentionFlow:
+def sparse_flow() -> AttentionGraph:
     return _flow(CIRCUIT)
 
 
 @pytest.fixture
-def dense_flow() -> AttentionFlow:
+def dense_flow() -> AttentionGraph:
     return _random_flow()
 
 
 @pytest.fixture
-def two_panels(dense_flow: AttentionFlow, sparse_flow: AttentionFlow) -> dict[str, AttentionFlow]:
+def two_panels(
+    dense_flow: AttentionGraph, sparse_flow: AttentionGraph
+) -> dict[str, AttentionGraph]:
     return {"Base Model": dense_flow, "Sparse Model": sparse_flow}
 
 

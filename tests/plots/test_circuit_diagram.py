@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_tl.flow import AttentionFlow
+from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.drawn_edges import N_MAIN_EDGES, round_flow, select_edges, threshold_steps
 from sparse_tl.plots.token_text import ELLIPSIS, clip_text, text_width, visible_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 ATTACK = "</script><img src=x onerror=alert(1)>"
-MakeFlow = Callable[..., AttentionFlow]
+MakeFlow = Callable[..., AttentionGraph]
 
 
 class ClosedTags(HTMLParser):
@@ -441,7 +441,7 @@ def test_no_panels():
 
 @pytest.mark.parametrize("panels", [{"model": torch.zeros(1, 1, 2, 2)}, [1, 2]])
 def test_wrong_types(panels, unchecked_types):
-    with pytest.raises(TypeError, match="AttentionFlow( as panel 'model')?; got (Tensor|list)"):
+    with pytest.raises(TypeError, match="AttentionGraph( as panel 'model')?; got (Tensor|list)"):
         circuit_diagram(panels)
 
 
@@ -484,8 +484,8 @@ INPUT_8 = tuple("36+28=??")
 
 
 def changed(
-    flow: AttentionFlow, place: tuple[int, ...], value: float, **more: Any
-) -> AttentionFlow:
+    flow: AttentionGraph, place: tuple[int, ...], value: float, **more: Any
+) -> AttentionGraph:
     attention = flow.attention.clone()
     attention[place] = value
     return dataclasses.replace(flow, attention=attention, **more)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sparse_tl.flow import AttentionFlow, ancestors
+from sparse_tl.circuits.attention_graph import AttentionGraph, ancestors
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
 
 ATTACK = "</script><img src=x onerror=alert(1)>"
@@ -292,7 +292,7 @@ def test_the_figure_keeps_a_white_ground_in_dark_pages(page, tmp_path, sparse_fl
 
 def test_a_large_model_answers_quickly(page, tmp_path, make_random_flow):
     tokens = tuple(f" t{i}" for i in range(40))
-    flow: AttentionFlow = make_random_flow(12, 12, tokens, tokens, ((39, 38),), sharpness=3.0)
+    flow: AttentionGraph = make_random_flow(12, 12, tokens, tokens, ((39, 38),), sharpness=3.0)
     figure = circuit_diagram({"GPT-2 small": flow}, threshold=0.5)
     show(page, tmp_path, figure)
     assert_equals_static(page, figure)

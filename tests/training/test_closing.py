@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_tl.batches import TokenBatch, cross_entropy
-from sparse_tl.hooks import Model, attention_shape
-from sparse_tl.masks import SparseTransformer
-from sparse_tl.training import LossConstraint, PostTraining, ShuffledStream, TargetLoss, post_train
+from sparse_tl.data import ShuffledStream
+from sparse_tl.data.batches import TokenBatch, cross_entropy
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model, attention_shape
+from sparse_tl.training import LossConstraint, PostTraining, TargetLoss, post_train
 from sparse_tl.training.objectives import SparsityObjective
 
 Build = Callable[..., Model]

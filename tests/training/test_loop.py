@@ -18,17 +18,11 @@ import pandas as pd
 import pytest
 import torch
 
-from sparse_tl.batches import TokenBatch
-from sparse_tl.hooks import Model
-from sparse_tl.masks import SparseTransformer
-from sparse_tl.training import (
-    NonFiniteLossError,
-    ShuffledStream,
-    TokenStream,
-    TrainingConfig,
-    post_train,
-    pretrain,
-)
+from sparse_tl.data import ShuffledStream, TokenStream
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model
+from sparse_tl.training import NonFiniteLossError, TrainingConfig, post_train, pretrain
 from sparse_tl.training.checkpoints import TrainingState, load_checkpoint, save_checkpoint
 
 Build = Callable[..., Model]
@@ -381,10 +375,11 @@ def test_ctrl_c_saves_the_running_step(build_tiny: Build, echo_rows: Rows, tmp_p
 
 CHILD = """
 import sys, time, torch
-from sparse_tl.batches import TokenBatch
-from sparse_tl.hooks import load_model
-from sparse_tl.masks import SparseTransformer
-from sparse_tl.training import ShuffledStream, post_train
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.lens import load_model
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.data import ShuffledStream
+from sparse_tl.training import post_train
 
 class Slow(ShuffledStream):
     def batch(self, step):
@@ -405,7 +400,7 @@ post_train(
 def test_kill_9_and_resume_gives_equal_weights(
     build_echo: Build, echo_rows: Rows, tmp_path: Path
 ) -> None:
-    from sparse_tl.hooks import save_model
+    from sparse_tl.lens import save_model
 
     settings: dict[str, Any] = {
         "target_loss": "+0.05",

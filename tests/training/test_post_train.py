@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_tl.batches import TokenBatch
-from sparse_tl.hooks import Model
-from sparse_tl.masks import BernoulliGate, SparseTransformer
+from sparse_tl.data import ShuffledStream
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.gates import BernoulliGate, SparseTransformer
+from sparse_tl.lens import Model
 from sparse_tl.training import (
     LossConstraint,
     PostTraining,
-    ShuffledStream,
     TargetLoss,
     evaluate_held_out,
     post_train,

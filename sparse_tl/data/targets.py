@@ -1,0 +1,305 @@
+"""Prompts and the tokens that a model should answer them with, whatever they come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Side = Literal["left", "right"]
+
+
+@dataclass(frozen=True, eq=False)
+class TargetDataset:
+    """Prompts with their targets, as rows in which the targets' tokens carry the loss.
+
+    Args:
+        rows: ``loss_mask`` is true where the logits predict a token of the target, and ``labels``
+            holds that token.
+
+    Raises:
+        ValueError: a row without a target, or a target that lies on padding.
+    """
+
+    rows: TokenBatch
+
+    def __post_init__(self) -> None:
+        empty = ~self.rows.loss_mask.any(dim=1)
+        if empty.any():
+            raise ValueError(
+                f"expected a target of at least one token in every row; row "
+                f"{int(empty.int().argmax())} has none"
+            )
+        mask = self.rows.attention_mask
+        if mask is not None:
+            padded = (self.rows.loss_mask & (mask == 0)).any(dim=1)
+            if padded.any():
+                raise ValueError(
+                    f"expected targets of real tokens; that of row {int(padded.int().argmax())} "
+                    "is predicted at a position that the attention mask marks as padding"
+                )
+
+    @staticmethod
+    def from_tokens(
+        tokens: Sequence[Sequence[int]] | Int[Tensor, "row pos"],
+        spans: Sequence[tuple[int, int]],
+        *,
+        pad_token: int | None = None,
+        padding_side: Side | str = "right",
+    ) -> TargetDataset:
+        """Rows from token ids, each with the span of its target.
+
+        Args:
+            tokens: prompt and target of each row, of any lengths.
+            spans: ``(start, stop)`` of each target in its row; the first token cannot be predicted.
+            pad_token: a token that is no text: it is not attended to at the ends of a row, and
+                refused in a target. It also fills shorter rows.
+            padding_side: where shorter rows are filled; either gives the same results.
+
+        Raises:
+            ValueError: no row, a span that does not fit its row, or a target with padding in it.
+        """
+        if padding_side not in get_args(Side):
+            raise ValueError(f"expected padding_side of {get_args(Side)}; got {padding_side!r}")
+        if len(tokens) != len(spans) or len(tokens) == 0:
+            raise ValueError(
+                f"expected one span per row and at least one row; got {len(tokens)} rows and "
+                f"{len(spans)} spans"
+            )
+        width = max(map(len, tokens))
+        shape = (len(tokens), width)
+        filled = torch.full(shape, 0 if pad_token is None else pad_token)
+        labels, attention = torch.zeros(shape, dtype=torch.long), torch.zeros(shape).long()
+        loss_mask = torch.zeros(shape, dtype=torch.bool)
+        for row, (some, (start, stop)) in enumerate(zip(tokens, spans, strict=True)):
+            given = torch.tensor([int(token) for token in some])
+            if not 0 < start < stop <= len(given):
+                raise ValueError(
+                    f"expected a target span in 1..{len(given)} of row {row}, with at least one "
+                    f"token and one before it; got ({start}, {stop})"
+                )
+            is_text = given != (NO_TOKEN if pad_token is None else pad_token)
+            if not is_text[start:stop].all():
+                what = "partly" if is_text[start:stop].any() else "all"
+                raise ValueError(f"expected a target of text in row {row}; it is {what} padding")
+            left = width - len(given) if padding_side == "left" else 0
+            filled[row, left : left + len(given)] = given
+            text = is_text.nonzero()[:, 0]
+            attention[row, left + int(text[0]) : left + int(text[-1]) + 1] = 1
+            labels[row, left + start - 1 : left + stop - 1] = given[start:stop]
+            loss_mask[row, left + start - 1 : left + stop - 1] = True
+        same = bool(attention.all())
+        return TargetDataset(TokenBatch(filled, labels, loss_mask, None if same else attention))
+
+    @staticmethod
+    def from_texts(
+        tokenizer: Any,
+        texts: Sequence[str],
+        targets: Sequence[str],
+        *,
+        prepend_bos: bool = False,
+        padding_side: Side | str = "right",
+    ) -> TargetDataset:
+        """Rows from texts and the targets that follow them.
+
+        Text and target are tokenized together. A space between them may stand at the end of the
+        text or at the start of the target.
+
+        Args:
+            tokenizer: a fast Hugging Face tokenizer.
+            texts: prompts.
+            targets: what follows each.
+            prepend_bos: whether rows begin with the BOS token.
+            padding_side: as of `from_tokens`.
+
+        Raises:
+            ValueError: an empty target, or a token that holds the end of the text and the start of
+                the target.
+        """
+        if len(texts) != len(targets) or not texts:
+            raise ValueError(
+                f"expected one target per text and at least one text; got {len(texts)} texts and "
+                f"{len(targets)} targets"
+            )
+        if not getattr(tokenizer, "is_fast", False):
+            raise ValueError(
+                "expected a fast tokenizer, which tells where in the text its tokens are; got "
+                f"{type(tokenizer).__name__}"
+            )
+        start = [tokenizer.bos_token_id] if prepend_bos else []
+        if None in start:
+            raise ValueError("expected a tokenizer with a BOS token, to prepend it; it has none")
+        whole = [text + target for text, target in zip(texts, targets, strict=True)]
+        encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+        rows, spans = [], []
+        for row, (text, target) in enumerate(zip(texts, targets, strict=True)):
+            if not target.strip():
+                raise ValueError(f"expected a target in every row; that of row {row} is {target!r}")
+            tokens = encoded["input_ids"][row]
+            first = _first_of_target(text, whole[row], encoded["offset_mapping"][row], row)
+            rows.append([*start, *tokens])
+            spans.append((len(start) + first, len(start) + len(tokens)))
+        return TargetDataset.from_tokens(rows, spans, padding_side=padding_side)
+
+    @staticmethod
+    def from_records(
+        tokenizer: Any,
+        records: Iterable[Mapping[str, Any]],
+        *,
+        text: str = "text",
+        target: str = "target",
+        **options: Any,
+    ) -> TargetDataset:
+        """Rows from dictionaries, such as those of a Hugging Face dataset.
+
+        Args:
+            tokenizer: as of `from_texts`.
+            records: each with a text and a target.
+            text: the key of the text.
+            target: the key of the target.
+            **options: further arguments of `from_texts`.
+
+        Raises:
+            ValueError: a record without these keys, or as `from_texts` does.
+        """
+        texts, targets = [], []
+        for row, record in enumerate(records):
+            for key, found in ((text, texts), (target, targets)):
+                if not isinstance(record.get(key), str):
+                    raise ValueError(
+                        f"expected a text as {key!r} in every record; record {row} has "
+                        f"{record.get(key)!r} and the keys {sorted(record)}"
+                    )
+                found.append(record[key])
+        return TargetDataset.from_texts(tokenizer, texts, targets, **options)
+
+    @staticmethod
+    def from_pandas(tokenizer: Any, frame: pd.DataFrame, **options: Any) -> TargetDataset:
+        """Rows from a table; the arguments of `from_records`."""
+        records: list[dict[str, Any]] = frame.to_dict("records")  # type: ignore[assignment]
+        return TargetDataset.from_records(tokenizer, records, **options)
+
+    @staticmethod
+    def from_jsonl(tokenizer: Any, path: str | Path, **options: Any) -> TargetDataset:
+        """Rows from a file with one JSON object per line; the arguments of `from_records`."""
+        return TargetDataset.from_records(tokenizer, read_jsonl(path), **options)
+
+    @staticmethod
+    def from_pairs(pairs: PromptPairs, *, seed: int = 0) -> TargetDataset:
+        """The clean prompts, each with one of its answers, drawn at random where it has several."""
+        generator = torch.Generator().manual_seed(seed)
+        weights = (pairs.answers != NO_TOKEN).float()
+        drawn = torch.multinomial(weights, 1, generator=generator)
+        rows = torch.arange(len(pairs))
+        labels = torch.zeros_like(pairs.clean)
+        loss_mask = torch.zeros_like(pairs.clean, dtype=torch.bool)
+        labels[rows, pairs.positions] = pairs.answers.gather(1, drawn)[:, 0]
+        loss_mask[rows, pairs.positions] = True
+        return TargetDataset(TokenBatch(pairs.clean, labels, loss_mask))
+
+    @staticmethod
+    def from_windows(windows: Int[Tensor, "window pos"]) -> TargetDataset:
+        """Running text, in which every token but the first of a window is a target."""
+        return TargetDataset(TokenBatch.next_token(windows))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def n_targets(self) -> int:
+        """Tokens of all targets."""
+        return int(self.rows.loss_mask.sum())
+
+    def select(self, index: Tensor | slice) -> TargetDataset:
+        """Some of the rows."""
+        return TargetDataset(self.rows.select(index))
+
+    def split(self, held_out: float, *, seed: int = 0) -> tuple[TargetDataset, TargetDataset]:
+        """The rows, shuffled, in two parts.
+
+        Args:
+            held_out: share of the rows in the second part; at least one row is in each.
+            seed: of the shuffling.
+
+        Raises:
+            ValueError: a share that is not between 0 and 1, or fewer than two rows.
+        """
+        if not 0 < held_out < 1 or len(self) < 2:
+            raise ValueError(
+                f"expected a share between 0 and 1 and at least two rows to split; got {held_out} "
+                f"of {len(self)} rows"
+            )
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
+        n_held_out = min(max(1, round(held_out * len(self))), len(self) - 1)
+        return self.select(order[n_held_out:]), self.select(order[:n_held_out])
+
+    def to_records(self, tokenizer: Any) -> list[dict[str, str]]:
+        """Texts and targets, for people; what lies between parts of a target is left out."""
+        records = []
+        for row in range(len(self)):
+            one = self.rows.select(slice(row, row + 1)).trimmed()
+            read = one.loss_mask[0].nonzero()[:, 0]
+            before = one.tokens[0, : int(read[0]) + 1].tolist()
+            records.append(
+                {
+                    "text": tokenizer.decode(before),
+                    "target": tokenizer.decode(one.labels[0, read].tolist()),
+                }
+            )
+        return records
+
+    def __repr__(self) -> str:
+        return (
+            f"TargetDataset({len(self)} prompts of up to {self.rows.tokens.shape[1]} tokens, "
+            f"{self.n_targets} of them targets)"
+        )
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """The objects of a file with one JSON object per line; empty lines are left out.
+
+    Raises:
+        ValueError: no such file, or a line that is no JSON object.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"expected a file with one JSON object per line; there is no {path}")
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"expected JSON in line {number} of {path}; {error}") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"expected a JSON object in line {number} of {path}; got {record!r}")
+        records.append(record)
+    return records
+
+
+def _first_of_target(text: str, whole: str, offsets: Sequence[tuple[int, int]], row: int) -> int:
+    """The first token of the target; a token may begin with the text's last white space."""
+    for place, (start, stop) in enumerate(offsets):
+        if stop <= len(text):
+            continue
+        if whole[start : len(text)].strip():
+            raise ValueError(
+                f"expected the target of row {row} to begin where a token begins; the token "
+                f"{whole[start:stop]!r} also holds the end of the text. Put the space between "
+                "them at the start of the target."
+            )
+        return place
+    raise ValueError(f"expected a target of at least one token in row {row}; it has none")

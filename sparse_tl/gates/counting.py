@@ -1,0 +1,105 @@
+"""How many attention edges are open, by prompt, layer and head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sparse_tl.results import table_html
+
+
+@dataclass(frozen=True, eq=False)
+class EdgeCounts:
+    """Attention edges of a batch of prompts.
+
+    Args:
+        active: gates open under deterministic gates (all valid pairs for a dense model).
+        expected: ``sum sigmoid(s + b)`` over the valid pairs; differentiable while training.
+        expected_self: the part of it that leads from a position to itself.
+        possible: causal pairs of real tokens, ``T (T + 1) / 2`` in each head.
+        tokens: real tokens of each prompt.
+    """
+
+    active: Int[Tensor, "layer prompt head"]
+    expected: Float[Tensor, "layer prompt head"]
+    expected_self: Float[Tensor, "layer prompt head"]
+    possible: Int[Tensor, "layer prompt head"]
+    tokens: Int[Tensor, " prompt"]
+
+    @property
+    def active_per_prompt(self) -> float:
+        """Active edges of one prompt, summed over layers and heads; mean over prompts."""
+        return self.active.sum(dim=(0, 2)).double().mean().item()
+
+    @property
+    def expected_per_prompt(self) -> float:
+        """Expected edges of one prompt, summed over layers and heads; mean over prompts."""
+        return self.expected.detach().sum(dim=(0, 2)).double().mean().item()
+
+    @property
+    def possible_per_prompt(self) -> float:
+        """Causal edges of one prompt, summed over layers and heads; mean over prompts."""
+        return self.possible.sum(dim=(0, 2)).double().mean().item()
+
+    @property
+    def active_per_token(self) -> float:
+        """Active edges per real token, summed over layers and heads."""
+        return self.active.sum().item() / self.tokens.sum().item()
+
+    @property
+    def active_share(self) -> float:
+        """Active edges as a share of the possible ones."""
+        return self.active.sum().item() / self.possible.sum().item()
+
+    @property
+    def active_heads(self) -> int:
+        """Heads with at least one active edge in some prompt."""
+        return int((self.active.sum(dim=1) > 0).sum())
+
+    def by_head(self) -> Float[Tensor, "layer head"]:
+        """Active edges per prompt of each head."""
+        return self.active.double().mean(dim=1)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per layer and head; edges per prompt."""
+        n_layers, _, n_heads = self.active.shape
+        index = pd.MultiIndex.from_product(
+            [range(n_layers), range(n_heads)], names=["layer", "head"]
+        )
+        columns = {"active": self.active, "expected": self.expected, "possible": self.possible}
+        return pd.DataFrame(
+            {name: t.detach().double().mean(dim=1).flatten() for name, t in columns.items()},
+            index=index,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"EdgeCounts({self.active.shape[1]} prompts: {self.active_per_prompt:.2f} active of "
+            f"{self.possible_per_prompt:.0f} attention edges per prompt ({self.active_share:.2%}), "
+            f"{self.active_per_token:.2f} per token, {self.active_heads} heads in use)"
+        )
+
+    def _repr_html_(self) -> str:
+        table = pd.DataFrame(self.by_head().tolist()).rename_axis(index="layer", columns="head")
+        return table_html(table, repr(self), digits=".2f", index=True)
+
+    @staticmethod
+    def concatenate(parts: list[EdgeCounts]) -> EdgeCounts:
+        """Counts of several batches of prompts as one.
+
+        Raises:
+            ValueError: there is no batch.
+        """
+        if not parts:
+            raise ValueError("expected at least one batch of prompts to count edges on; got none")
+        return EdgeCounts(
+            active=torch.cat([p.active for p in parts], dim=1),
+            expected=torch.cat([p.expected for p in parts], dim=1),
+            expected_self=torch.cat([p.expected_self for p in parts], dim=1),
+            possible=torch.cat([p.possible for p in parts], dim=1),
+            tokens=torch.cat([p.tokens for p in parts]),
+        )

@@ -1,0 +1,291 @@
+"""A model with a gate on every attention edge, used exactly like the model it wraps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+from sparse_tl.gates.attention import AttentionGates, EdgeRecord
+from sparse_tl.gates.counting import EdgeCounts
+from sparse_tl.gates.distributions import GateDistribution, GateMode
+from sparse_tl.lens import AttachedHooks, Model, attention_shape, embedding_matrix
+
+
+class SparseTransformer(nn.Module):
+    """A HookedTransformer whose attention edges pass through learnable gates.
+
+    Everything that the model can do it can still do, by the same names: calling it, `generate`,
+    `run_with_cache`, `run_with_hooks`, `hooks`, `to_tokens`, `cfg`, `tokenizer`. Gates are
+    deterministic unless a `sampled` or `opened` block says otherwise. A user's hook on
+    ``hook_pattern`` sees the gated pattern; an edit to ``hook_attn_scores`` moves the gate too.
+
+    The gates sit on the given model itself, not on a copy: `unwrap` takes them off again. Weights
+    that were trained meanwhile stay trained.
+
+    Args:
+        model: the model to wrap.
+        initial_bias: the gates' bias b at the start, in logits; larger is denser. 4.0 leaves a
+            language model's loss nearly as it was.
+        distribution: how gates are sampled and evaluated; straight-through Bernoulli by default.
+        closed: attention edges that are never open, ``[layer, head, query, key]`` by columns of
+            the prompt, for models whose prompts are all laid out alike; none when left out. Calls
+            with more columns, or with padding on the left, then raise a ValueError.
+        gates: gates to use instead of new ones.
+
+    Raises:
+        TypeError: `model` is not a HookedTransformer.
+        ValueError: the model is wrapped already, or lacks a hook point; gates or closed edges of
+            another model's shape.
+
+    Reference: arXiv 2512.05865.
+    """
+
+    model: Model
+    gates: AttentionGates
+    # Asked of the model by __getattr__; named here for type checkers.
+    cfg: Any
+    hook_dict: dict[str, Any]
+    tokenizer: Any
+    embed: Any
+    blocks: Any
+    unembed: Any
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        initial_bias: float = 4.0,
+        distribution: GateDistribution | None = None,
+        closed: Bool[Tensor, "layer head query key"] | None = None,
+        gates: AttentionGates | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, Model):
+            raise TypeError(
+                f"expected a HookedTransformer to wrap; got {type(model).__name__}"
+                + (" (it is wrapped already)" if isinstance(model, SparseTransformer) else "")
+            )
+        if getattr(model, "_sparse_tl_wrapped", False):
+            raise ValueError("this model is wrapped already; call .unwrap() on its wrapper first")
+        weight = embedding_matrix(model)
+        shape = attention_shape(model)
+        if gates is not None and tuple(gates.bias.shape) != (shape.n_layers, shape.n_heads):
+            raise ValueError(
+                f"expected gates for {shape.n_layers} layers of {shape.n_heads} heads; "
+                f"got biases of shape {tuple(gates.bias.shape)}"
+            )
+        if gates is not None and closed is not None:
+            raise ValueError(
+                "expected either `gates` or `closed`: leave `gates` out, or give them their closed "
+                "edges by AttentionGates(..., closed=...)"
+            )
+        self.model = model
+        self.gates = gates or AttentionGates(
+            shape,
+            initial_bias=initial_bias,
+            distribution=distribution,
+            closed=closed,
+            device=weight.device,
+            dtype=torch.float64 if weight.dtype == torch.float64 else torch.float32,
+        )
+        self._hooks_on: AttachedHooks | None = None
+        self._attach()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model under its gates; arguments and result are the model's."""
+        self._check_attached()
+        return self.model(*args, **kwargs)
+
+    def run_with_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """`run_with_cache` of the model; the cache holds gated patterns."""
+        self._check_attached()
+        return self.model.run_with_cache(*args, **kwargs)
+
+    def run_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
+        """`run_with_hooks` of the model; hooks see gated patterns."""
+        self._check_attached()
+        return self.model.run_with_hooks(*args, **kwargs)
+
+    def to_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """`to_tokens` of the model."""
+        return self.model.to_tokens(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """`generate` of the model, under its gates."""
+        self._check_attached()
+        return self.model.generate(*args, **kwargs)
+
+    @contextmanager
+    def sampled(
+        self,
+        generator: torch.Generator | None = None,
+        noise: float = 1.0,
+        closed_share: float = 1.0,
+    ) -> Iterator[None]:
+        """Gates are drawn at random inside the block, as in training.
+
+        Args:
+            generator: of the draws.
+            noise: scales that of the gates.
+            closed_share: of the draws in which the closed edges of a layer's query are shut.
+        """
+        with self.gates.using(GateMode.SAMPLED, generator, noise, closed_share):
+            yield
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """All gates are open inside the block: the wrapped model, bit for bit."""
+        with self.gates.using(GateMode.OPEN):
+            yield
+
+    @contextmanager
+    def recorded(self, *, keep_gates: bool = False, pressure: float = 0.0) -> Iterator[EdgeRecord]:
+        """Record the edges of the forward pass inside the block."""
+        with self.gates.recorded(keep_gates=keep_gates, pressure=pressure) as record:
+            yield record
+
+    @torch.no_grad()
+    def count_edges(
+        self, tokens: Int[Tensor, "prompt pos"], *, batch_size: int = 64, **kwargs: Any
+    ) -> EdgeCounts:
+        """Active, expected and possible attention edges of these prompts.
+
+        Args:
+            tokens: prompts; mark left padding by ``attention_mask=``, as for the model.
+            batch_size: prompts per forward pass.
+            **kwargs: passed to the model; tensors are split along the prompts.
+
+        Raises:
+            ValueError: there is no prompt.
+        """
+        parts = []
+        for piece, some in _pieces(len(tokens), batch_size, kwargs):
+            with self.recorded() as record:
+                self(tokens[piece], return_type=None, **some)
+            parts.append(record.counts())
+        return EdgeCounts.concatenate(parts)
+
+    @torch.no_grad()
+    def open_edges(
+        self, tokens: Int[Tensor, "prompt pos"], *, batch_size: int = 64, **kwargs: Any
+    ) -> pd.DataFrame:
+        """The attention edges that are open in some of these prompts, the most common first.
+
+        Args:
+            tokens: prompts of one length.
+            batch_size: prompts per forward pass.
+            **kwargs: passed to the model; tensors are split along the prompts.
+
+        Returns:
+            One row per edge: layer, head, query and key (columns of the prompt), and the share of
+            the prompts, above 0 and up to 1, in which its gate is open.
+
+        Raises:
+            ValueError: there is no prompt.
+        """
+        if not len(tokens):
+            raise ValueError("expected at least one prompt to count edges on; got none")
+        counts = []
+        for piece, some in _pieces(len(tokens), batch_size, kwargs):
+            with self.recorded(keep_gates=True) as record:
+                self(tokens[piece], return_type=None, **some)
+            counts.append(record.gates().sum(dim=1))
+        share = torch.stack(counts).sum(dim=0) / len(tokens)
+        found = pd.DataFrame(share.nonzero().tolist(), columns=["layer", "head", "query", "key"])
+        found["share"] = share[share > 0].tolist()
+        order = found.sort_values("share", ascending=False, kind="stable")
+        return order.reset_index(drop=True)
+
+    def unwrap(self) -> Model:
+        """Take the gates off and give the model back; nothing of the wrapper is left on it."""
+        if self._hooks_on is not None:
+            self._hooks_on.remove()
+            self._hooks_on = None
+            del self.model._sparse_tl_wrapped
+        return self.model
+
+    def dense_copy(self) -> Model:
+        """A frozen copy of the model as it is now, without gates."""
+        with self._detached():
+            copied = copy.deepcopy(self.model)
+        return copied.requires_grad_(False)
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write model, gates and tokenizer as safetensors and JSON; whole or not at all."""
+        from sparse_tl.gates.saving import save_sparse
+
+        return save_sparse(self, folder)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, *, device: str | None = None) -> SparseTransformer:
+        """Read what `save_pretrained` wrote.
+
+        Raises:
+            ValueError: the folder is not one of ours, is damaged, or holds gates of another model.
+        """
+        from sparse_tl.gates.saving import load_sparse
+
+        return load_sparse(folder, device=device)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only reached when neither the module nor its class has the name: ask the model.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in {"model", "gates"} or name.startswith("__"):
+                raise
+        return getattr(super().__getattr__("model"), name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SparseTransformer:
+        # Hooks are closures over these very gates: copy without them, then attach to the copy.
+        with self._detached():
+            model, gates = copy.deepcopy((self.model, self.gates), memo)
+        return SparseTransformer(model, gates=gates)
+
+    def __repr__(self) -> str:
+        shape, closed = tuple(self.gates.bias.shape), self.gates.closed
+        return (
+            f"SparseTransformer({self.model.cfg.model_name}: {shape[0]} layers x {shape[1]} heads, "
+            f"{self.gates.distribution}, "
+            f"bias {self.gates.bias.min().item():.2f} to {self.gates.bias.max().item():.2f}"
+            + ("" if closed is None else f", {int(closed.sum())} edges closed")
+            + ")"
+        )
+
+    def _attach(self) -> None:
+        self._hooks_on = AttachedHooks(self.model, self.gates.hooks(self.model))
+        self.model._sparse_tl_wrapped = True  # type: ignore[assignment]
+
+    @contextmanager
+    def _detached(self) -> Iterator[None]:
+        was_on = self._hooks_on is not None
+        self.unwrap()
+        try:
+            yield
+        finally:
+            if was_on:
+                self._attach()
+
+    def _check_attached(self) -> None:
+        if self._hooks_on is None:
+            raise RuntimeError("this wrapper was unwrapped; wrap the model again to use its gates")
+        if not self._hooks_on.in_place:
+            raise RuntimeError(
+                "the gates' hooks were removed from the model (by "
+                "reset_hooks(including_permanent=True)?); unwrap and wrap the model again"
+            )
+
+
+def _pieces(n: int, size: int, kwargs: dict[str, Any]) -> Iterator[tuple[slice, dict[str, Any]]]:
+    """Consecutive rows, with what belongs to them of the arguments."""
+    for start in range(0, n, size):
+        piece = slice(start, start + size)
+        yield piece, {k: v[piece] if isinstance(v, Tensor) else v for k, v in kwargs.items()}

@@ -1,0 +1,86 @@
+"""Reachability on the grid of levels and columns, against a graph library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from sparse_tl.circuits.attention_graph import AttentionGraph, ancestors
+
+
+def flow_fields(n_layers: int = 2, n_heads: int = 3, n_columns: int = 4) -> dict[str, Any]:
+    attention = torch.rand(n_layers, n_heads, n_columns, n_columns).tril()
+    return {
+        "attention": attention,
+        "gates": attention > 0,
+        "input_tokens": ("a",) * n_columns,
+        "output_tokens": ("b",) * n_columns,
+        "targets": ((1, 0), (3, 2)),
+    }
+
+
+def test_sizes_of_a_flow():
+    flow = AttentionGraph(**flow_fields())
+    assert (flow.n_layers, flow.n_heads, flow.n_columns) == (2, 3, 4)
+
+
+@pytest.mark.parametrize("field", ["input_tokens", "output_tokens"])
+def test_one_token_per_column(field):
+    with pytest.raises(ValueError, match=rf"expected 4 {field}.*; got 3"):
+        AttentionGraph(**(flow_fields() | {field: ("a",) * 3}))
+
+
+@pytest.mark.parametrize("target", [(4, 0), (0, 4), (-1, 0)])
+def test_targets_are_columns(target):
+    with pytest.raises(ValueError, match=r"target columns in 0\.\.3"):
+        AttentionGraph(**(flow_fields() | {"targets": (target,)}))
+
+
+def test_edge_weights():
+    fields = flow_fields()
+    attribution = torch.randn(2, 2, 3, 4, 4)
+    flow = AttentionGraph(**fields, attribution=attribution)
+    assert flow.edge_weights() is flow.attention
+    assert torch.equal(flow.edge_weights("attribution"), attribution[1])
+    assert torch.equal(flow.edge_weights("attribution", 0), attribution[0])
+    with pytest.raises(ValueError, match="holds no attribution"):
+        AttentionGraph(**fields).edge_weights("attribution")
+
+
+def reached_by_networkx(
+    edges: Bool[Tensor, "layer query key"], column: int, level: int
+) -> set[tuple[int, int]]:
+    networkx = pytest.importorskip("networkx", reason="networkx is not installed")
+    n_layers, n_columns, _ = edges.shape
+    graph = networkx.DiGraph()
+    graph.add_nodes_from((i, c) for i in range(n_layers + 1) for c in range(n_columns))
+    graph.add_edges_from(((i, c), (i + 1, c)) for i in range(n_layers) for c in range(n_columns))
+    for layer, query, key in edges.nonzero().tolist():
+        graph.add_edge((layer, key), (layer + 1, query))
+    return set(networkx.ancestors(graph, (level, column))) | {(level, column)}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_ancestors_equal_those_of_networkx(seed):
+    generator = torch.Generator().manual_seed(seed)
+    n_layers, n_columns = 1 + seed % 5, 1 + seed
+    density = 0.05 + 0.1 * (seed % 4)
+    edges = torch.rand(n_layers, n_columns, n_columns, generator=generator).tril() > 1 - density
+    for column in {0, n_columns // 2, n_columns - 1}:
+        for level in range(n_layers + 1):
+            reached = {(i, c) for i, c in ancestors(edges, column, level).nonzero().tolist()}
+            assert reached == reached_by_networkx(edges, column, level)
+
+
+def test_the_last_level_is_the_default():
+    edges = torch.ones(3, 4, 4, dtype=torch.bool).tril()
+    assert torch.equal(ancestors(edges, 2), ancestors(edges, 2, 3))
+
+
+def test_the_residual_stream_alone_reaches_straight_down():
+    reached = ancestors(torch.zeros(3, 4, 4, dtype=torch.bool), 2)
+    assert torch.equal(reached, torch.arange(4).eq(2).expand(4, 4))

@@ -1,0 +1,157 @@
+"""Batches of tokens and the loss on them, against computations by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sparse_tl.data.batches import (
+    TokenBatch,
+    concatenate,
+    cross_entropy,
+    exact_rows,
+    per_label_loss,
+)
+
+
+def _batch(n: int = 5, length: int = 4, padded: bool = False, seed: int = 0) -> TokenBatch:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(7, (n, length), generator=generator)
+    labels = torch.randint(7, (n, length), generator=generator)
+    loss_mask = torch.rand(n, length, generator=generator) < 0.5
+    loss_mask[:, 0] = True
+    attention_mask = torch.ones_like(tokens) if padded else None
+    return TokenBatch(tokens, labels, loss_mask, attention_mask)
+
+
+def _equal(one: TokenBatch, other: TokenBatch) -> bool:
+    same = all(
+        torch.equal(getattr(one, name), getattr(other, name))
+        for name in ("tokens", "labels", "loss_mask")
+    )
+    if one.attention_mask is None or other.attention_mask is None:
+        return same and one.attention_mask is other.attention_mask
+    return same and torch.equal(one.attention_mask, other.attention_mask)
+
+
+def test_the_loss_of_known_probabilities() -> None:
+    # Probabilities 1/2, 1/4, 1/4 everywhere; the labels' probabilities are 1/2, 1/4 and 1/4.
+    logits = torch.tensor([0.5, 0.25, 0.25]).log().expand(1, 4, 3)
+    batch = TokenBatch(
+        torch.zeros(1, 4, dtype=torch.long),
+        torch.tensor([[0, 1, 2, 0]]),
+        torch.tensor([[True, True, True, False]]),
+    )
+    by_hand = [math.log(2), math.log(4), math.log(4)]
+    assert per_label_loss(logits, batch).tolist() == pytest.approx(by_hand)
+    assert cross_entropy(logits, batch).item() == pytest.approx(sum(by_hand) / 3)
+
+
+def test_the_loss_is_the_mean_over_labels_not_over_rows() -> None:
+    batch = _batch(seed=3)
+    logits = torch.randn(5, 4, 7, dtype=torch.float64)
+    total, labels = 0.0, 0
+    for row in range(5):
+        for pos in range(4):
+            if batch.loss_mask[row, pos]:
+                weights = [math.exp(x) for x in logits[row, pos].tolist()]
+                total -= math.log(weights[int(batch.labels[row, pos])] / sum(weights))
+                labels += 1
+    loss = cross_entropy(logits, batch)
+    assert loss.dtype == torch.float64
+    assert loss.item() == pytest.approx(total / labels, rel=1e-13)
+    assert len(per_label_loss(logits, batch)) == labels
+
+
+def test_positions_without_a_loss_do_not_count() -> None:
+    batch = _batch()
+    logits = torch.randn(5, 4, 7)
+    changed = torch.where(batch.loss_mask[..., None], logits, torch.full_like(logits, 1e4))
+    assert torch.equal(cross_entropy(logits, batch), cross_entropy(changed, batch))
+
+
+def test_the_loss_of_half_precision_logits_is_taken_in_float32() -> None:
+    batch = _batch()
+    logits = torch.randn(5, 4, 7).bfloat16()
+    loss = cross_entropy(logits, batch)
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, cross_entropy(logits.float(), batch))
+
+
+def test_next_token() -> None:
+    batch = TokenBatch.next_token(torch.tensor([[3, 1, 4], [1, 5, 9]]))
+    assert batch.loss_mask.tolist() == [[True, True, False]] * 2
+    assert batch.labels[:, :-1].tolist() == [[1, 4], [5, 9]]
+    assert batch.tokens.tolist() == [[3, 1, 4], [1, 5, 9]]
+    assert batch.model_kwargs == {}
+
+
+def test_one_token_predicts_nothing() -> None:
+    with pytest.raises(ValueError, match="at least one position with a loss"):
+        TokenBatch.next_token(torch.tensor([[3], [1]]))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 5, 9])
+def test_split_and_concatenate_are_opposites(size: int, padded: bool) -> None:
+    batch = _batch(padded=padded)
+    pieces = batch.split(size)
+    assert [len(piece) for piece in pieces] == [min(size, 5 - start) for start in range(0, 5, size)]
+    assert _equal(concatenate(pieces), batch)
+
+
+def test_select_takes_rows_in_the_given_order() -> None:
+    batch = _batch(padded=True)
+    assert _equal(
+        batch.select(torch.tensor([4, 1])),
+        concatenate([batch.select(slice(4, 5)), batch.select(slice(1, 2))]),
+    )
+
+
+def test_an_attention_mask_reaches_the_model() -> None:
+    batch = _batch(padded=True)
+    assert batch.model_kwargs["attention_mask"] is batch.attention_mask
+    assert _equal(batch.to("cpu"), batch)
+
+
+def test_an_empty_loss_mask_is_refused() -> None:
+    tokens = torch.zeros(2, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"shape \(2, 3\); `loss_mask` is false everywhere"):
+        TokenBatch(tokens, tokens, torch.zeros(2, 3, dtype=torch.bool))
+
+
+def test_an_empty_batch_is_refused() -> None:
+    tokens = torch.zeros(0, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match="at least one position with a loss"):
+        TokenBatch(tokens, tokens, torch.zeros(0, 3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("name", ["labels", "loss_mask", "attention_mask"])
+def test_unequal_shapes_are_refused(name: str) -> None:
+    fields = {
+        "tokens": torch.zeros(2, 3, dtype=torch.long),
+        "labels": torch.zeros(2, 3, dtype=torch.long),
+        "loss_mask": torch.ones(2, 3, dtype=torch.bool),
+        "attention_mask": torch.ones(2, 3, dtype=torch.long),
+    }
+    fields[name] = fields[name][:, :2]
+    # Under pytest the shape annotations may speak first; their error names the field as well.
+    with pytest.raises(Exception, match=name):
+        TokenBatch(**fields)
+
+
+def test_attention_masks_in_all_batches_or_in_none() -> None:
+    with pytest.raises(ValueError, match="an attention mask in every batch or in none"):
+        concatenate([_batch(padded=True), _batch(padded=False)])
+
+
+def test_exact_rows_ask_for_every_label_and_for_nothing_else() -> None:
+    labels = torch.tensor([[0, 1, 2], [0, 1, 2], [0, 1, 2]])
+    loss_mask = torch.tensor([[True, True, False]] * 3)
+    logits = torch.nn.functional.one_hot(labels, 3).float()
+    logits[1, 2] = torch.tensor([1.0, 0.0, 0.0])  # wrong, where nothing is asked
+    logits[2, 1] = torch.tensor([1.0, 0.0, 0.0])  # wrong
+    batch = TokenBatch(labels, labels, loss_mask)
+    assert exact_rows(logits, batch).tolist() == [True, True, False]

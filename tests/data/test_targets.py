@@ -1,0 +1,191 @@
+"""Prompts with targets, from whatever they come: the target's tokens are those that are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.data.targets import TargetDataset
+from sparse_tl.models import task_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return task_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def gpt2(shared_data: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(shared_data / "tokenizers" / "gpt2"))
+
+
+ROWS = [[5, 6, 7, 8], [9, 10, 11]]
+SPANS = [(2, 4), (1, 2)]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_spans_become_labels_where_they_are_predicted(side: str) -> None:
+    rows = TargetDataset.from_tokens(ROWS, SPANS, pad_token=0, padding_side=side).rows
+    shift = 1 if side == "left" else 0
+    assert rows.tokens[1].tolist() == ([0, 9, 10, 11] if side == "left" else [9, 10, 11, 0])
+    assert rows.loss_mask.nonzero().tolist() == [[0, 1], [0, 2], [1, shift]]
+    assert rows.labels[rows.loss_mask].tolist() == [7, 8, 10]
+    assert rows.attention_mask is not None
+    assert rows.attention_mask.sum(dim=1).tolist() == [4, 3]
+
+
+@pytest.mark.parametrize(
+    "rows", [[[0, 0, 5, 6], [7, 8, 9, 0]], torch.tensor([[0, 0, 5, 6], [7, 8, 9, 0]])]
+)
+def test_padding_that_is_there_already_is_not_attended_to(rows: Any) -> None:
+    found = TargetDataset.from_tokens(rows, [(3, 4), (2, 3)], pad_token=0).rows
+    assert found.attention_mask is not None
+    assert found.attention_mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 0]]
+    with pytest.raises(ValueError, match="row 1; it is partly padding"):
+        TargetDataset.from_tokens(rows, [(3, 4), (2, 4)], pad_token=0)
+
+
+def test_rows_of_one_length_need_no_mask() -> None:
+    assert TargetDataset.from_tokens([[1, 2], [3, 4]], [(1, 2)] * 2).rows.attention_mask is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "spans", "message"),
+    [
+        ([[1, 2]], [(1, 1)], r"span in 1..2 of row 0, with at least one token.*got \(1, 1\)"),
+        ([[1, 2]], [(0, 1)], r"one before it; got \(0, 1\)"),
+        ([[1, 2]], [(1, 3)], r"got \(1, 3\)"),
+        ([[1, 2], [1, 0, 0]], [(1, 2), (1, 3)], "text in row 1; it is all padding"),
+        ([], [], "at least one row"),
+        ([[1, 2]], [], "one span per row"),
+    ],
+)
+def test_spans_that_do_not_fit_are_refused(rows: Any, spans: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TargetDataset.from_tokens(rows, spans, pad_token=0)
+
+
+def test_targets_on_padding_are_refused() -> None:
+    tokens = torch.tensor([[0, 3, 4]])
+    mask = torch.tensor([[True, False, False]])
+    with pytest.raises(ValueError, match="row 0 is predicted at a position that the attention"):
+        TargetDataset(TokenBatch(tokens, tokens, mask, torch.tensor([[0, 1, 1]])))
+    with pytest.raises(ValueError, match="every row; row 1 has none"):
+        mask = torch.tensor([[True, False, False], [False] * 3])
+        TargetDataset(TokenBatch(tokens.repeat(2, 1), tokens.repeat(2, 1), mask))
+
+
+TEXTS = ["The attack lasted from the year 17 32 to the year 17", "def"]
+
+
+def test_texts_and_targets(tokenizer: Any) -> None:
+    found = TargetDataset.from_texts(tokenizer, TEXTS, [" 45", " (self,"])
+    said = found.to_records(tokenizer)
+    assert [row["target"] for row in said] == ["45", "(self,"]
+    assert said[0]["text"] == TEXTS[0]
+    assert found.n_targets == 2
+
+
+def test_every_source_gives_the_same_rows(tokenizer: Any, tmp_path: Path) -> None:
+    records = [
+        {"text": text, "target": target}
+        for text, target in zip(TEXTS, [" 45", " (self,"], strict=True)
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, records)) + "\n\n", encoding="utf-8")
+    from datasets import Dataset
+
+    sources = [
+        TargetDataset.from_records(tokenizer, records),
+        TargetDataset.from_pandas(tokenizer, pd.DataFrame(records)),
+        TargetDataset.from_jsonl(tokenizer, file),
+        TargetDataset.from_records(tokenizer, Dataset.from_list(records)),
+        TargetDataset.from_records(
+            tokenizer,
+            [{"q": row["text"], "a": row["target"]} for row in records],
+            text="q",
+            target="a",
+        ),
+    ]
+    for source in sources[1:]:
+        for name in ("tokens", "labels", "loss_mask", "attention_mask"):
+            assert torch.equal(getattr(source.rows, name), getattr(sources[0].rows, name))
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([{"text": "def", "target": ""}], "target in every row; that of row 0 is ''"),
+        ([{"text": "def"}], "a text as 'target' in every record; record 0 has None"),
+        ([{"text": "def", "target": 3}], "record 0 has 3"),
+        ([], "at least one text"),
+    ],
+)
+def test_records_without_a_target_are_refused(
+    tokenizer: Any, records: list[dict[str, Any]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        TargetDataset.from_records(tokenizer, records)
+
+
+@pytest.mark.parametrize(("line", "message"), [("{", "JSON in line 1"), ("[1]", "object in line")])
+def test_broken_files_are_refused(tokenizer: Any, tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(line, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        TargetDataset.from_jsonl(tokenizer, tmp_path / "rows.jsonl")
+    with pytest.raises(ValueError, match="there is no"):
+        TargetDataset.from_jsonl(tokenizer, tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize(("text", "target"), [("The capital is", " Paris"), ("A is ", "Paris")])
+def test_a_space_may_stand_on_either_side(gpt2: Any, text: str, target: str) -> None:
+    found = TargetDataset.from_texts(gpt2, [text], [target], prepend_bos=True)
+    assert found.to_records(gpt2)[0]["target"] == " Paris"
+    assert int(found.rows.tokens[0, 0]) == gpt2.bos_token_id
+
+
+def test_a_token_that_holds_text_and_target_is_refused(gpt2: Any) -> None:
+    with pytest.raises(ValueError, match="target of row 0 to begin where a token begins"):
+        TargetDataset.from_texts(gpt2, ["The capital is Par"], ["is"])
+
+
+def test_pairs_give_one_of_their_answers() -> None:
+    pairs = PromptPairs(
+        torch.tensor([[1, 2, 3], [4, 5, 0]]),
+        torch.tensor([[1, 9, 3], [4, 9, 0]]),
+        torch.tensor([[7, 8], [6, -1]]),
+        torch.tensor([[0], [0]]),
+        torch.tensor([2, 1]),
+    )
+    drawn = {int(TargetDataset.from_pairs(pairs, seed=s).rows.labels[0, 2]) for s in range(20)}
+    assert drawn == {7, 8}
+    assert int(TargetDataset.from_pairs(pairs).rows.labels[1, 1]) == 6
+    assert TargetDataset.from_pairs(pairs).n_targets == 2
+
+
+def test_a_split_holds_every_row_once() -> None:
+    dataset = TargetDataset.from_windows(torch.arange(40).reshape(10, 4))
+    assert dataset.n_targets == 30
+    kept, held_out = dataset.split(0.3, seed=1)
+    assert len(held_out) == 3
+    firsts = [int(row[0]) for part in (kept, held_out) for row in part.rows.tokens]
+    assert sorted(firsts) == list(range(0, 40, 4))
+    with pytest.raises(ValueError, match="share between 0 and 1"):
+        dataset.split(1.0)
+
+
+def test_trimmed_batches_lose_what_cannot_matter() -> None:
+    rows = TargetDataset.from_tokens([[1, 2, 3, 4], [5, 6]], [(2, 4), (1, 2)], padding_side="left")
+    assert rows.rows.select(slice(1, 2)).trimmed().tokens.tolist() == [[5]]
+    assert rows.rows.trimmed().tokens.tolist() == [[1, 2, 3], [0, 0, 5]]
+    plain = TokenBatch.next_token(torch.ones(2, 3, dtype=torch.long)).trimmed()
+    assert plain.tokens.shape == (2, 2) and plain.attention_mask is None

@@ -1,0 +1,215 @@
+"""Heads taken out by hand write what was asked for, and everything is as before afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_tl.data.batches import TokenBatch, per_label_loss
+from sparse_tl.gates import SparseTransformer, ablate_attention_edges, ablate_heads
+from sparse_tl.head_roles import target_log_probabilities
+from sparse_tl.lens import Model
+
+Build = Callable[..., Model]
+HEADS = [(0, 1), (1, 0)]
+
+
+def _tokens(rows: int, length: int = 6, seed: int = 0) -> torch.Tensor:
+    return torch.randint(13, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def _z(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
+    _, cache = model.run_with_cache(tokens)
+    return [cache[f"blocks.{layer}.attn.hook_z"] for layer in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["plain", "grouped", "attention_only"])
+def test_zeroed_heads_write_nothing(build_tiny: Build, kind: str) -> None:
+    model, tokens = build_tiny(kind), _tokens(3)
+    plain, before = model(tokens), _z(model, tokens)
+    with ablate_heads(model, HEADS):
+        z, logits = _z(model, tokens), model(tokens)
+    assert (z[0][:, :, 1] == 0).all() and (z[1][:, :, 0] == 0).all()
+    assert torch.equal(z[0][:, :, 0], before[0][:, :, 0])
+    assert not torch.equal(logits, plain)
+    assert torch.equal(model(tokens), plain)
+
+
+def test_mean_heads_write_their_mean_position_by_position(build_tiny: Build) -> None:
+    model, reference = build_tiny(), _tokens(5, 8, seed=1)
+    expected = _z(model, reference)[0][:, :, 1].mean(dim=0)
+    with ablate_heads(model, [(0, 1)], "mean", reference=reference):
+        found = _z(model, _tokens(2))[0][:, :, 1]
+    assert torch.allclose(found, expected[:6].expand(2, -1, -1))
+
+
+def test_resampled_heads_write_what_they_do_on_one_reference_prompt(build_tiny: Build) -> None:
+    model, reference = build_tiny(), _tokens(4, seed=1)
+    written, runs = _z(model, reference), []
+    for seed in (0, 0, 1):
+        with ablate_heads(model, HEADS, "resample", reference=reference, seed=seed):
+            runs.append(_z(model, _tokens(16)))
+    found = runs[0]
+    for row in range(16):
+        matches = [
+            set(
+                (found[layer][row, :, head] == written[layer][:, :, head])
+                .all(dim=(1, 2))
+                .nonzero()[:, 0]
+                .tolist()
+            )
+            for layer, head in HEADS
+        ]
+        assert matches[0] & matches[1]  # the same prompt for both heads
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert not torch.equal(runs[0][0], runs[2][0])
+
+
+@pytest.mark.parametrize("kind", ["zero", "mean", "resample"])
+def test_a_key_value_cache_changes_nothing(build_tiny: Build, kind: str) -> None:
+    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+    model, tokens = build_tiny("float64"), _tokens(3)
+    options = {} if kind == "zero" else {"reference": _tokens(5, seed=1)}
+    with ablate_heads(model, HEADS, kind, **options):
+        whole = model(tokens)
+    cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 3)
+    parts = []
+    with ablate_heads(model, HEADS, kind, **options):
+        for piece in (tokens[:, :4], tokens[:, 4:5], tokens[:, 5:]):
+            mask = torch.ones_like(piece)
+            parts.append(model(piece, past_kv_cache=cache, attention_mask=mask))
+    assert torch.allclose(torch.cat(parts, dim=1), whole, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["zero", "mean", "resample"])
+def test_gates_are_measured_under_an_ablation(build_tiny: Build, kind: str) -> None:
+    model, tokens = build_tiny("float64"), _tokens(3)
+    options = {} if kind == "zero" else {"reference": _tokens(5, seed=1)}
+    rows = TokenBatch.next_token(tokens)
+    with ablate_heads(model, HEADS, kind, **options):
+        logits = model(tokens)
+    with ablate_heads(model, HEADS, kind, **options):
+        found = target_log_probabilities(model, rows, torch.ones(2, 2, 2).double())
+    expected = -per_label_loss(logits, rows).view(3, 5).sum(dim=1)
+    assert torch.allclose(found, expected.expand(2, -1), atol=1e-10)
+
+
+def test_a_sparse_model_is_ablated_too(build_tiny: Build) -> None:
+    sparse, tokens = SparseTransformer(build_tiny(), initial_bias=0.0), _tokens(2)
+    plain = sparse(tokens)
+    with ablate_heads(sparse, HEADS):
+        assert not torch.equal(sparse(tokens), plain)
+    assert torch.equal(sparse(tokens), plain)
+
+
+def test_nothing_is_left_after_an_exception(build_tiny: Build) -> None:
+    model, tokens = build_tiny(), _tokens(2)
+    plain = model(tokens)
+    with pytest.raises(RuntimeError, match="in the block"), ablate_heads(model, HEADS):
+        raise RuntimeError("in the block")
+    assert torch.equal(model(tokens), plain)
+    assert not any(point._forward_hooks for point in model.hook_dict.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([],), "at least one head"),
+        (([(2, 0)],), r"2 layers of 2 heads; got \(2, 0\)"),
+        (([(0, -1)],), r"got \(0, -1\)"),
+        ((HEADS, "median"), "a kind of"),
+        ((HEADS, "mean"), "kind='mean' without them"),
+    ],
+)
+def test_bad_input_is_refused(build_tiny: Build, arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message), ablate_heads(build_tiny(), *arguments):
+        pass
+
+
+def test_references_must_fit(build_tiny: Build) -> None:
+    model, tokens = build_tiny(), _tokens(2)
+    with (
+        pytest.raises(ValueError, match="kind='zero' with them"),
+        ablate_heads(model, HEADS, reference=tokens),
+    ):
+        pass
+    with (
+        ablate_heads(model, HEADS, "mean", reference=tokens[:, :3]),
+        pytest.raises(ValueError, match="at least as long as the 6 tokens"),
+    ):
+        model(tokens)
+
+
+# Attention edges
+
+EDGES = [(0, 1, 4, 2), (0, 0, 5, 1), (0, 1, 5, 3), (1, 0, 5, 5)]
+
+
+def test_edges_under_a_key_value_cache(build_tiny: Build) -> None:
+    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+    model, tokens = build_tiny("float64"), _tokens(3)
+    cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 3)
+    late = [edge for edge in EDGES if edge[2] == 5]
+    with ablate_attention_edges(model, late):
+        whole = model(tokens)
+    start = model(tokens[:, :5], past_kv_cache=cache, attention_mask=torch.ones_like(tokens[:, :5]))
+    with ablate_attention_edges(model, late):
+        mask = torch.ones_like(tokens[:, 5:])
+        last = model(tokens[:, 5:], past_kv_cache=cache, attention_mask=mask)
+    assert torch.allclose(torch.cat([start, last], dim=1), whole, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["plain", "grouped", "attention_only"])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_cut_edges_are_zero_in_the_pattern_and_nothing_else_is(
+    build_tiny: Build, kind: str, sparse: bool
+) -> None:
+    model: Any = build_tiny(kind, dtype="float64")
+    model = SparseTransformer(model, initial_bias=0.0) if sparse else model
+    tokens = _tokens(3)
+    plain = model(tokens)
+
+    def by_hand(pattern: torch.Tensor, hook: Any) -> torch.Tensor:
+        for layer, head, query, key in EDGES:
+            if hook.layer() == layer:
+                pattern[:, head, query, key] = 0
+        return pattern
+
+    points = [(f"blocks.{layer}.attn.hook_pattern", by_hand) for layer in (0, 1)]
+    expected = model.run_with_hooks(tokens, fwd_hooks=points)
+    with ablate_attention_edges(model, EDGES):
+        assert torch.equal(model(tokens), expected)
+    assert torch.equal(model(tokens), plain)
+    # What comes before the first cut edge is read is as it was.
+    assert torch.equal(expected[:, :4], plain[:, :4])
+
+
+@pytest.mark.parametrize(
+    ("edges", "said"),
+    [
+        ([], "at least one attention edge"),
+        ([(2, 0, 1, 0)], "2 layers of 2 heads"),
+        ([(0, 0, 1, 2)], "key at or before the query"),
+        ([(0, 0, 16, 2)], "columns 0..15"),
+    ],
+)
+def test_edges_that_the_model_lacks_are_refused(
+    build_tiny: Build, edges: list[tuple[int, int, int, int]], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said), ablate_attention_edges(build_tiny(), edges):
+        pass
+
+
+def test_an_edge_beyond_the_prompt_is_refused(build_tiny: Build) -> None:
+    model = build_tiny()
+    with (
+        pytest.raises(ValueError, match="within the prompt of 6 tokens"),
+        ablate_attention_edges(model, [(0, 0, 6, 0)]),
+    ):
+        model(_tokens(2))
+    assert not model.hook_dict["blocks.0.attn.hook_pattern"].fwd_hooks

@@ -1,0 +1,320 @@
+"""The wrapper: open gates are the model, closed gates are formulas, nothing is left behind."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from sparse_tl import AttentionGates, BernoulliGate, SparseTransformer, load_model
+from sparse_tl.gates import HardConcreteGate
+from sparse_tl.lens import Model, attention_shape
+
+KINDS = ["plain", "grouped", "attention_only", "float64"]
+
+
+def scores_and_pattern(model, tokens, layer=0):
+    _, cache = model.run_with_cache(tokens)
+    return (
+        cache[f"blocks.{layer}.attn.hook_attn_scores"],
+        cache[f"blocks.{layer}.attn.hook_pattern"],
+    )
+
+
+def leftovers(model):
+    return [
+        name
+        for name, point in model.hook_dict.items()
+        if point._forward_hooks or point._forward_pre_hooks or point.fwd_hooks or point.bwd_hooks
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_open_gates_are_the_model_bit_for_bit(build_tiny, tokens, kind):
+    model = build_tiny(kind)
+    dense = model(tokens)
+    sparse = SparseTransformer(model, initial_bias=-1.0)
+    assert not torch.equal(sparse(tokens), dense)
+    with sparse.opened():
+        assert torch.equal(sparse(tokens), dense)
+    sparse.gates.bias.data.fill_(1e4)
+    assert torch.equal(sparse(tokens), dense)
+    assert sparse.count_edges(tokens).active_share == 1.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gates_are_the_sign_of_score_plus_bias(build_tiny, tokens, kind):
+    model = build_tiny(kind)
+    # The first layer's scores do not depend on any gate.
+    scores, pattern = scores_and_pattern(model, tokens)
+    sparse = SparseTransformer(model)
+    with torch.no_grad():
+        sparse.gates.bias.copy_(torch.randn(sparse.gates.bias.shape) * 0.1)
+    with sparse.recorded(keep_gates=True) as record:
+        sparse(tokens)
+    expected = scores + sparse.gates.bias[0, :, None, None] > 0
+    assert 0 < expected.sum() < (scores > -1e30).sum()
+    assert torch.equal(record.gates()[0], expected)
+    assert torch.equal(record.counts().active[0], expected.sum(dim=(-2, -1)))
+    gated = scores_and_pattern(sparse, tokens)[1]
+    assert torch.equal(gated, pattern * expected)
+
+
+def test_closed_gates_silence_attention(build_tiny, tokens):
+    model = build_tiny("plain")
+    sparse = SparseTransformer(model, initial_bias=-1e4)
+    _, cache = sparse.run_with_cache(tokens)
+    assert cache["blocks.1.attn.hook_z"].abs().max() == 0
+    assert sparse.count_edges(tokens).active_per_prompt == 0
+
+
+@pytest.mark.parametrize("kind", ["plain", "grouped"])
+def test_expected_count_is_the_mean_of_sampled_counts(build_tiny, tokens, kind):
+    sparse = SparseTransformer(build_tiny(kind, n_layers=1), initial_bias=0.0)
+    expected = sparse.count_edges(tokens).expected
+    name = "blocks.0.attn.hook_pattern"
+    generator = torch.Generator().manual_seed(0)
+    total = torch.zeros(3, sparse.cfg.n_heads)
+    runs = 400
+    with sparse.sampled(generator), torch.no_grad():
+        for _ in range(runs):
+            _, cache = sparse.run_with_cache(tokens, names_filter=name)
+            total += (cache[name] > 0).sum(dim=(-2, -1))
+    # 36 causal pairs: a standard deviation of at most 3 per run, 0.15 for the mean over 400.
+    torch.testing.assert_close(total / runs, expected[0].float(), atol=0.6, rtol=0)
+
+
+def test_expected_edges_have_the_gradient_of_finite_differences(build_tiny, tokens):
+    sparse = SparseTransformer(build_tiny("float64"), initial_bias=0.3)
+    weight = sparse.model.blocks[0].attn.W_Q
+
+    def expected() -> torch.Tensor:
+        with sparse.recorded() as record:
+            sparse(tokens)
+        return record.counts().expected[0].sum()
+
+    expected().backward()
+    for parameter, index in ((weight, (1, 3, 2)), (sparse.gates.bias, (0, 1))):
+        analytic = parameter.grad[index].item()
+        ends = []
+        for step in (1e-5, -1e-5):
+            with torch.no_grad():
+                parameter[index] += step
+                ends.append(expected().item())
+                parameter[index] -= step
+        assert analytic == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-6)
+
+
+def test_users_hooks_see_the_gated_pattern_whenever_they_were_added(build_tiny, tokens):
+    model = build_tiny("plain")
+    seen = {}
+    name = "blocks.0.attn.hook_pattern"
+    model.add_hook(name, lambda p, hook: seen.update(before=p))
+    sparse = SparseTransformer(model, initial_bias=-0.05)
+    model.add_hook(name, lambda p, hook: seen.update(prepended=p), prepend=True)
+    sparse.run_with_hooks(tokens, fwd_hooks=[(name, lambda p, hook: seen.update(temporary=p))])
+    with sparse.recorded(keep_gates=True) as record:
+        sparse(tokens)
+    gates = record.gates()[0]
+    assert not gates.all()
+    for who in ("before", "prepended", "temporary"):
+        assert seen[who][~gates].abs().max() == 0, who
+        assert (seen[who][gates] > 0).all(), who
+
+
+def test_editing_the_scores_moves_the_gate(build_tiny, tokens):
+    sparse = SparseTransformer(build_tiny("plain"), initial_bias=-1e3)
+
+    def lift(scores, hook):
+        scores[:, 0, 5, 2] += 2e3
+        return scores
+
+    with (
+        sparse.recorded(keep_gates=True) as record,
+        sparse.hooks(fwd_hooks=[("blocks.0.attn.hook_attn_scores", lift)]),
+    ):
+        sparse(tokens)
+    assert record.gates()[0, :, 0, 5, 2].all()
+    assert record.gates().sum() == len(tokens)
+
+
+@pytest.mark.parametrize("kind", ["plain", "grouped"])
+def test_left_padding_changes_neither_logits_nor_counts(build_tiny, tokens, kind):
+    sparse = SparseTransformer(build_tiny(kind), initial_bias=0.0)
+    padded = torch.cat([torch.zeros(3, 4, dtype=torch.long), tokens], dim=1)
+    mask = torch.ones_like(padded)
+    mask[:, :4] = 0
+    plain, counts = sparse(tokens), sparse.count_edges(tokens)
+    torch.testing.assert_close(
+        sparse(padded, attention_mask=mask)[:, 4:], plain, atol=1e-5, rtol=1e-4
+    )
+    left = sparse.count_edges(padded, attention_mask=mask)
+    assert torch.equal(left.active, counts.active)
+    assert torch.equal(left.possible, counts.possible)
+    assert torch.equal(left.tokens, torch.full((3,), 8))
+
+
+def test_training_under_left_padding_has_finite_gradients(build_tiny, tokens):
+    sparse = SparseTransformer(build_tiny("plain"))
+    mask = torch.ones_like(tokens)
+    mask[:, :3] = 0
+    with sparse.sampled(torch.Generator().manual_seed(0)), sparse.recorded() as record:
+        logits = sparse(tokens, attention_mask=mask)
+    (logits[:, 3:].logsumexp(-1).sum() + record.counts().expected.sum()).backward()
+    for name, parameter in sparse.named_parameters():
+        assert parameter.grad is not None, name
+        assert torch.isfinite(parameter.grad).all(), name
+    assert sparse.gates.bias.grad.abs().min() > 0
+
+
+def test_generation_with_a_key_value_cache_equals_whole_forward_passes(
+    build_tiny, tokens, generate_both_ways
+):
+    sparse = SparseTransformer(build_tiny("grouped"), initial_bias=0.0)
+    generated, expected = generate_both_ways(sparse, tokens)
+    assert torch.equal(generated, expected)
+
+
+def test_the_wrapper_speaks_like_the_model(build_tiny, tokens):
+    model = build_tiny("plain")
+    sparse = SparseTransformer(model)
+    assert sparse.cfg is model.cfg and sparse.tokenizer is model.tokenizer
+    assert sparse.W_Q is not None and torch.equal(sparse.W_E, model.W_E)
+    loss = sparse(tokens, return_type="loss")
+    assert loss.ndim == 0
+    with pytest.raises(AttributeError):
+        _ = sparse.no_such_thing
+
+
+def test_unwrapping_leaves_nothing_behind(build_tiny, tokens):
+    model = build_tiny("plain")
+    dense = model(tokens)
+    sparse = SparseTransformer(model, initial_bias=-1.0)
+    sparse(tokens)
+    assert sparse.unwrap() is model
+    assert torch.equal(model(tokens), dense)
+    assert leftovers(model) == []
+    assert not hasattr(model, "_sparse_tl_wrapped")
+    sparse.unwrap()
+    with pytest.raises(RuntimeError, match="unwrapped"):
+        sparse(tokens)
+    SparseTransformer(model).unwrap()
+
+
+def test_an_exception_in_a_forward_pass_leaves_only_the_gates(build_tiny, tokens):
+    model = build_tiny("plain")
+    sparse = SparseTransformer(model, initial_bias=-0.05)
+    before, hooks = sparse(tokens), leftovers(model)
+
+    def fail(pattern, hook):
+        raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        sparse.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_pattern", fail)])
+    with pytest.raises(RuntimeError, match="planted"), sparse.sampled(), sparse.recorded():
+        sparse.run_with_hooks(tokens, fwd_hooks=[("blocks.0.attn.hook_pattern", fail)])
+    assert leftovers(model) == hooks
+    assert torch.equal(sparse(tokens), before)
+    assert leftovers(sparse.unwrap()) == []
+
+
+def test_gates_survive_reset_hooks_and_their_removal_is_noticed(build_tiny, tokens):
+    sparse = SparseTransformer(build_tiny("plain"), initial_bias=-0.05)
+    before = sparse(tokens)
+    sparse.reset_hooks()
+    assert torch.equal(sparse(tokens), before)
+    sparse.reset_hooks(including_permanent=True)
+    for run in (sparse, sparse.run_with_cache, sparse.run_with_hooks):
+        with pytest.raises(RuntimeError, match="removed from the model"):
+            run(tokens)
+
+
+def test_copies_have_gates_of_their_own(build_tiny, tokens):
+    sparse = SparseTransformer(build_tiny("plain"), initial_bias=0.0)
+    before = sparse(tokens)
+    twin = copy.deepcopy(sparse)
+    assert torch.equal(twin(tokens), before)
+    twin.gates.bias.data.fill_(1e4)
+    assert torch.equal(sparse(tokens), before)
+    assert torch.equal(twin(tokens), sparse.dense_copy()(tokens))
+    assert torch.equal(sparse(tokens), before)
+    assert not any(p.requires_grad for p in sparse.dense_copy().parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("distribution", [BernoulliGate(2.0), HardConcreteGate(beta=0.5)])
+def test_saved_and_loaded_is_the_same(build_tiny, tokens, tmp_path, kind, distribution):
+    sparse = SparseTransformer(build_tiny(kind), initial_bias=0.0, distribution=distribution)
+    sparse.gates.bias.data.normal_(generator=torch.Generator().manual_seed(0))
+    sparse.save_pretrained(tmp_path / "sparse")
+    loaded = SparseTransformer.from_pretrained(tmp_path / "sparse", device="cpu")
+    assert torch.equal(loaded(tokens), sparse(tokens))
+    assert loaded.gates.distribution == distribution
+    dense = load_model(tmp_path / "sparse", device="cpu")
+    with sparse.opened():
+        assert torch.equal(dense(tokens), sparse(tokens))
+    names = {path.suffix for path in (tmp_path / "sparse").iterdir()}
+    assert names <= {".json", ".safetensors"}
+
+
+def test_folders_that_are_not_ours_are_refused(build_tiny, tmp_path):
+    with pytest.raises(ValueError, match="gates.json"):
+        SparseTransformer.from_pretrained(tmp_path)
+    sparse = SparseTransformer(build_tiny("plain"))
+    sparse.save_pretrained(tmp_path / "sparse")
+    other = SparseTransformer(build_tiny("plain", n_layers=3))
+    other.save_pretrained(tmp_path / "other")
+    gates = (tmp_path / "other" / "gates.safetensors").read_bytes()
+    (tmp_path / "sparse" / "gates.safetensors").write_bytes(gates)
+    with pytest.raises(ValueError, match=r"biases for 2 layers"):
+        SparseTransformer.from_pretrained(tmp_path / "sparse")
+    (tmp_path / "sparse" / "gates.safetensors").write_bytes(gates[:20])
+    with pytest.raises(ValueError, match="gates.safetensors"):
+        SparseTransformer.from_pretrained(tmp_path / "sparse")
+    (tmp_path / "sparse" / "gates.json").write_text('{"distribution": "os.system"}')
+    with pytest.raises(ValueError, match="distribution"):
+        SparseTransformer.from_pretrained(tmp_path / "sparse")
+
+
+def test_wrong_models_are_refused(build_tiny):
+    model = build_tiny("plain")
+    with pytest.raises(TypeError):
+        SparseTransformer(torch.nn.Linear(2, 2))
+    wrong = AttentionGates(attention_shape(build_tiny("plain", n_layers=3)))
+    with pytest.raises(ValueError, match="2 layers of"):
+        SparseTransformer(model, gates=wrong)
+    sparse = SparseTransformer(model)
+    with pytest.raises(ValueError, match="wrapped already"):
+        SparseTransformer(model)
+    with pytest.raises(TypeError):
+        SparseTransformer(sparse)
+    with pytest.raises(ValueError, match="at least one batch"):
+        sparse.count_edges(torch.zeros(0, 4, dtype=torch.long))
+
+
+def test_counts_read_well(build_tiny, tokens):
+    counts = SparseTransformer(build_tiny("plain"), initial_bias=0.0).count_edges(tokens)
+    n_heads = 2 * counts.active.shape[2]
+    assert counts.possible_per_prompt == 36 * n_heads
+    assert counts.active_per_token == pytest.approx(counts.active_per_prompt / 8)
+    table = counts.to_pandas()
+    assert table["active"].sum() == pytest.approx(counts.active_per_prompt)
+    assert counts.by_head().sum().item() == pytest.approx(counts.active_per_prompt)
+    assert "per prompt" in repr(counts) and "<table" in counts._repr_html_()
+
+
+def test_open_edges_are_those_of_the_gates(build_tiny: Callable[..., Model]) -> None:
+    sparse = SparseTransformer(build_tiny(), initial_bias=0.0)
+    tokens = torch.randint(13, (5, 6), generator=torch.Generator().manual_seed(0))
+    with sparse.recorded(keep_gates=True) as record:
+        sparse(tokens)
+    gates = record.gates()
+    table = sparse.open_edges(tokens, batch_size=2)
+    assert (table["share"].diff().dropna() <= 0).all()
+    assert table["share"].sum() * 5 == pytest.approx(int(gates.sum()))
+    row = table.iloc[-1]
+    place = [int(row[name]) for name in ("layer", "head", "query", "key")]
+    assert gates[place[0], :, place[1], place[2], place[3]].float().mean() == row["share"]
+    assert row["share"] > 0
+    with pytest.raises(ValueError, match="at least one prompt"):
+        sparse.open_edges(tokens[:0])

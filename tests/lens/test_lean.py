@@ -1,0 +1,79 @@
+"""Lean passes: the same logits and gradients where they are read, and nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model, lean
+
+Build = Callable[..., Model]
+TOKENS = torch.randint(13, (3, 6), generator=torch.Generator().manual_seed(0))
+
+
+def _read() -> torch.Tensor:
+    read = torch.zeros_like(TOKENS, dtype=torch.bool)
+    read[:, 4:] = True
+    read[0, 1] = True
+    return read
+
+
+def _gradients(model: Model, read: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(TOKENS)[read].square().mean().backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", ["plain", "grouped", "attention_only"])
+def test_logits_and_gradients_are_the_same_where_they_are_read(
+    build_tiny: Build, kind: str
+) -> None:
+    model, read = build_tiny(kind, dtype="float64"), _read()
+    plain, plain_gradients = model(TOKENS)[read], _gradients(model, read)
+    with lean(model, read):
+        assert torch.allclose(model(TOKENS)[read], plain, rtol=0, atol=1e-12)
+        gradients = _gradients(model, read)
+    assert gradients.keys() == plain_gradients.keys()
+    for name, gradient in gradients.items():
+        assert torch.allclose(gradient, plain_gradients[name], rtol=1e-9, atol=1e-13), name
+
+
+def test_gated_models_are_lean_too(build_tiny: Build) -> None:
+    sparse, read = SparseTransformer(build_tiny(dtype="float64"), initial_bias=0.0), _read()
+    plain = sparse(TOKENS)[read]
+    with lean(sparse, read):
+        assert torch.allclose(sparse(TOKENS)[read], plain, rtol=0, atol=1e-12)
+
+
+def test_the_last_mlp_sees_no_more_than_is_read(build_tiny: Build) -> None:
+    model, read, seen = build_tiny(), _read(), []
+    handle = model.blocks[-1].mlp.register_forward_hook(lambda m, a, o: seen.append(o.shape[1]))
+    with lean(model, read):
+        model(TOKENS)
+    handle.remove()
+    assert seen == [int(read.sum())]
+
+
+def test_what_is_hooked_inside_sees_every_position(build_tiny: Build) -> None:
+    model, shapes = build_tiny(), {}
+
+    def note(tensor: torch.Tensor, hook: object) -> None:
+        shapes[hook.name] = tuple(tensor.shape)  # type: ignore[attr-defined]
+
+    names = ["blocks.1.mlp.hook_post", "blocks.0.ln1.hook_scale", "ln_final.hook_normalized"]
+    with model.hooks(fwd_hooks=[(name, note) for name in names]), lean(model, _read()):
+        logits = model(TOKENS)
+    assert [shapes[name][:2] for name in names] == [(3, 6)] * 3
+    assert torch.allclose(logits[:, 0], model(TOKENS)[:, 0], atol=1e-6)
+
+
+def test_nothing_is_left_after_an_exception(build_tiny: Build) -> None:
+    model = build_tiny()
+    plain = model(TOKENS)
+    with pytest.raises(RuntimeError, match="stop"), lean(model, _read()):
+        raise RuntimeError("stop")
+    assert torch.equal(model(TOKENS), plain)
+    assert "forward" not in model.blocks[0].ln1.__dict__

@@ -1,0 +1,173 @@
+"""Stacked head gates: one pass equals many, gates of 1 the model, gates of 0 no heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model, final_under_heads, layer_points, unembedded
+
+Build = Callable[..., Model]
+KINDS = ["plain", "grouped", "attention_only"]
+
+
+def _tokens(rows: int = 3, length: int = 6) -> torch.Tensor:
+    return torch.randint(13, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def _final(model: Model, tokens: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+    return model(tokens, stop_at_layer=model.cfg.n_layers, **kwargs)
+
+
+def _stacked(
+    model: Any, tokens: torch.Tensor, gates: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """At every position."""
+    everywhere = torch.ones_like(tokens, dtype=torch.bool)
+    found = final_under_heads(model, tokens, gates, everywhere, mask)
+    return found.view(len(gates), *tokens.shape, -1)
+
+
+def _random_gates(model: Model, n: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.rand(n, model.cfg.n_layers, model.cfg.n_heads, generator=generator).double()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gates_of_one_are_the_model(build_tiny: Build, kind: str) -> None:
+    model = build_tiny(kind, dtype="float64")
+    gates = torch.ones(1, model.cfg.n_layers, model.cfg.n_heads)
+    found = _stacked(model, _tokens(), gates)[0]
+    assert torch.allclose(found, _final(model, _tokens()), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stack_is_one_pass_per_matrix(build_tiny: Build, kind: str) -> None:
+    model = build_tiny(kind, dtype="float64")
+    gates, tokens = _random_gates(model, 4), _tokens()
+    stacked = _stacked(model, tokens, gates)
+    for one, found in zip(gates, stacked, strict=True):
+        hooks = [
+            (name, lambda z, hook, layer=layer, one=one: z * one[layer, :, None])
+            for layer, name in enumerate(layer_points(model, "attn.hook_z"))
+        ]
+        with model.hooks(fwd_hooks=hooks):
+            assert torch.allclose(found, _final(model, tokens), atol=1e-12)
+
+
+def test_a_closed_gate_is_a_zeroed_head(build_tiny: Build) -> None:
+    model, tokens = build_tiny(dtype="float64"), _tokens()
+    gates = torch.ones(1, 2, 2, dtype=torch.float64)
+    gates[0, 1, 0] = 0
+
+    def zero(z: torch.Tensor, hook: object) -> torch.Tensor:
+        z[:, :, 0] = 0
+        return z
+
+    with model.hooks(fwd_hooks=[("blocks.1.attn.hook_z", zero)]):
+        expected = _final(model, tokens)
+    assert torch.allclose(_stacked(model, tokens, gates)[0], expected, rtol=0, atol=1e-13)
+
+
+def test_the_first_attention_layer_sees_the_prompts_once(build_tiny: Build) -> None:
+    model, seen = build_tiny(), []
+    gates = torch.rand(5, 2, 2)
+    hooks = [
+        (f"blocks.{layer}.attn.hook_q", lambda q, hook: seen.append(len(q))) for layer in (0, 1)
+    ]
+    with model.hooks(fwd_hooks=hooks):
+        _stacked(model, _tokens(3), gates)
+    assert seen == [3, 15]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_that_are_not_read_change_nothing(build_tiny: Build, kind: str) -> None:
+    model, tokens = build_tiny(kind, dtype="float64"), _tokens()
+    gates = _random_gates(model, 4).requires_grad_()
+    read = torch.tensor([[0, 1, 0, 0, 0, 1], [0] * 5 + [1], [1] * 6]).bool()
+    everything = _stacked(model, tokens, gates)[:, read]
+    some = final_under_heads(model, tokens, gates, read)
+    assert torch.allclose(some, everything, rtol=0, atol=1e-13)
+    slopes = [torch.autograd.grad(x.sin().sum(), gates)[0] for x in (some, everything)]
+    assert torch.allclose(*slopes, atol=1e-11)
+
+
+@pytest.mark.parametrize("normalization", ["LN", "LNPre", "RMS", "RMSPre", None])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_every_normalisation_is_the_models_own(
+    build_tiny: Build, normalization: str | None, parallel: bool
+) -> None:
+    model = build_tiny(
+        dtype="float64", normalization_type=normalization, parallel_attn_mlp=parallel
+    )
+    tokens = _tokens()
+    found = _stacked(model, tokens, torch.ones(2, 2, 2))
+    assert torch.allclose(found[1], _final(model, tokens), rtol=0, atol=1e-12)
+
+
+def test_a_hook_inside_a_normalisation_still_fires(build_tiny: Build) -> None:
+    model, tokens, seen = build_tiny(dtype="float64"), _tokens(), []
+
+    def double(scale: torch.Tensor, hook: object) -> torch.Tensor:
+        seen.append(len(scale))
+        return 2 * scale
+
+    with model.hooks(fwd_hooks=[("blocks.1.ln1.hook_scale", double)]):
+        found = _stacked(model, tokens, torch.ones(2, 2, 2))
+        assert torch.allclose(found[0], _final(model, tokens), rtol=0, atol=1e-12)
+    assert seen == [6] * 3 + [3] * 3  # the model normalises for q, k and v each
+
+
+def test_a_hook_inside_the_last_mlp_sees_every_position(build_tiny: Build) -> None:
+    model, tokens = build_tiny(dtype="float64"), _tokens()
+    read = torch.zeros(3, 6, dtype=torch.bool)
+    read[:, -1] = True
+
+    def silence(post: torch.Tensor, hook: object) -> None:
+        post[:, 5] = 0
+
+    with model.hooks(fwd_hooks=[("blocks.1.mlp.hook_post", silence)]):
+        found = final_under_heads(model, tokens, torch.ones(2, 2, 2), read)
+        assert torch.allclose(found[0], _final(model, tokens)[:, -1], rtol=0, atol=1e-12)
+
+
+def test_left_padding_under_a_stack(build_tiny: Build) -> None:
+    model, tokens = build_tiny(dtype="float64"), _tokens(2, 5)
+    padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), tokens], dim=1)
+    mask = torch.tensor([[0] * 3 + [1] * 5] * 2)
+    gates = _random_gates(model, 3)
+    found = _stacked(model, padded, gates, mask)[:, :, 3:]
+    assert torch.allclose(found, _stacked(model, tokens, gates), atol=1e-12)
+
+
+def test_a_sparse_model_keeps_its_attention_gates(build_tiny: Build) -> None:
+    model, tokens = build_tiny(dtype="float64"), _tokens()
+    plain = _stacked(model, tokens, torch.ones(2, 2, 2))
+    sparse = SparseTransformer(model, initial_bias=-0.1)
+    found = _stacked(sparse, tokens, torch.ones(2, 2, 2))
+    assert not torch.allclose(found, plain)
+    assert torch.allclose(found[1], _final(sparse, tokens), atol=1e-12)
+
+
+def test_nothing_is_left_after_an_exception(build_tiny: Build) -> None:
+    model, tokens = build_tiny(), _tokens()
+    before = _final(model, tokens)
+
+    def fail(z: torch.Tensor, hook: object) -> None:
+        raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError), model.hooks(fwd_hooks=[("blocks.1.attn.hook_z", fail)]):
+        _stacked(model, tokens, torch.rand(3, 2, 2))
+    assert torch.equal(_final(model, tokens), before)
+    for module in model.modules():
+        hooks = {**module._forward_pre_hooks, **module._forward_hooks}
+        assert not hooks and "forward" not in vars(module)
+
+
+def test_the_unembedding_is_the_models(build_tiny: Build) -> None:
+    model, tokens = build_tiny(dtype="float64"), _tokens()
+    assert torch.allclose(unembedded(model, _final(model, tokens)), model(tokens), atol=1e-12)
