@@ -138,7 +138,7 @@ def curves(folder: Path, parts: str) -> dict[str, list[EffectCurve]]:
     titles = {task.name: task.title for task in TASKS}
     return {
         titles[task]: [
-            Evaluation.load(folder / task / side / f"{parts}.safetensors").curve(name)
+            Evaluation.load(folder / task / side / parts).curve(name)
             for side, name in SIDES.items()
         ]
         for task in ORDER

@@ -10,10 +10,9 @@ Arrays over edges are indexed ``[source, destination]``, both in topological ord
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool
@@ -163,22 +162,6 @@ class CircuitGraph:
         start = self.destination_index(Destination(Node("head", node.layer, 0), "q"))
         k = start + self.n_heads + group
         return start + node.head, k, k + self.n_kv_heads
-
-    def to_dict(self) -> dict[str, int | bool]:
-        """The sizes, as JSON can hold them."""
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(sizes: Mapping[str, Any]) -> CircuitGraph:
-        """The graph of these sizes.
-
-        Raises:
-            ValueError: missing or unknown sizes.
-        """
-        known = {field.name for field in fields(CircuitGraph)}
-        if set(sizes) != known:
-            raise ValueError(f"expected sizes {sorted(known)}; got {sorted(sizes)}")
-        return CircuitGraph(**sizes)
 
     def to_networkx(
         self, mask: Bool[Tensor, "source destination"] | None = None

@@ -1,11 +1,22 @@
-"""Results: saved as folders of JSON and safetensors, read again, printed as tables."""
+"""Results: frozen dataclasses that can be saved, read again, tabulated and drawn.
+
+A saved result is a folder: its tensors in one safetensors file, all other fields in result.json,
+restored by the types that the fields declare. Nothing is unpickled, and no class is made that a
+field does not name.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from html import escape
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from jaxtyping import AbstractArray
 from torch import Tensor
 
 from sparse_tl.files import (
@@ -21,18 +32,21 @@ from sparse_tl.files import (
 if TYPE_CHECKING:
     import pandas as pd
 
-Result = TypeVar("Result", bound="Saved")
+Kind = TypeVar("Kind", bound="Result")
+
+SCHEMA = 1
+"""The version of the layout of saved results."""
+
+_FILES = ("result.json", "result.safetensors")
 
 
-class Saved:
-    """A result that can be saved; it says what of it goes into JSON and what into tensors."""
+class Result:
+    """The base of every frozen dataclass that an analysis returns.
 
-    def _content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        raise NotImplementedError
-
-    @classmethod
-    def _restored(cls: type[Result], said: dict[str, Any], tensors: dict[str, Tensor]) -> Result:
-        raise NotImplementedError
+    Fields may be tensors, numbers, strings, None, tuples and dictionaries of them, DataFrames, and
+    further dataclasses; their types must be known at run time (pandas may be imported for type
+    checkers only, as ``pd``).
+    """
 
     def save(self, folder: str | Path) -> Path:
         """Write a folder of safetensors and JSON; whole or not at all.
@@ -40,61 +54,195 @@ class Saved:
         Raises:
             ValueError: the folder holds something else, which would be deleted.
         """
-        folder = Path(folder)
+        folder, kind = Path(folder), type(self)
         recover_folder(folder)
-        check_replaceable(folder, "result.json", "result.safetensors")
-        if (folder / "result.json").exists():
-            _said(folder, type(self).__name__)
-        said, tensors = self._content()
+        check_replaceable(folder, *_FILES)
+        if (folder / _FILES[0]).exists():
+            _content(folder, kind)
+        tensors: dict[str, Tensor] = {}
+        content = _as_json(self, "", tensors)
         with atomic_folder(folder) as temporary:
-            write_tensors(temporary / "result.safetensors", tensors)
-            write_json(temporary / "result.json", {"kind": type(self).__name__, **said})
+            write_json(temporary / _FILES[0], {"schema": SCHEMA, **content})
+            write_tensors(temporary / _FILES[1], tensors)
         return folder
 
     @classmethod
-    def load(cls: type[Result], folder: str | Path) -> Result:
+    def load(cls: type[Kind], folder: str | Path) -> Kind:
         """Read what `save` wrote.
 
         Raises:
-            ValueError: another folder, or a damaged one.
+            ValueError: another folder, another kind of result, or a damaged one.
         """
         folder = Path(folder)
         recover_folder(folder)
-        said = _said(folder, cls.__name__)
-        tensors = read_tensors(folder / "result.safetensors")
+        content = _content(folder, cls)
+        tensors = read_tensors(folder / _FILES[1])
         try:
-            return cls._restored(said, tensors)
-        except KeyError as error:
-            raise ValueError(
-                f"expected a whole {cls.__name__} in {folder}; it lacks {error}"
-            ) from error
+            return _restored(cls, content, "", tensors)
+        except ValueError as error:
+            raise ValueError(f"expected a whole {cls.__name__} in {folder}; {error}") from error
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row of the numbers and words."""
+        import pandas as pd
+
+        mine: Any = self
+        values = {field.name: getattr(self, field.name) for field in fields(mine)}
+        return pd.DataFrame([{k: v for k, v in values.items() if isinstance(v, str | int | float)}])
+
+    def figure(self, **style: Any) -> Any:
+        """The result as a figure; its keywords are those of `sparse_tl.plots.figure`."""
+        # Pictures stand above results: only this name leads back up, and only when one is drawn.
+        return import_module("sparse_tl.plots").figure(self, **style)
+
+    def _summary(self) -> pd.DataFrame:
+        """The table that a notebook shows."""
+        return self.to_pandas().head(20)
+
+    def _repr_html_(self) -> str:
+        return table_html(self._summary(), repr(self))
 
 
-def _said(folder: Path, kind: str) -> dict[str, Any]:
-    if not (folder / "result.json").is_file():
-        raise ValueError(f"expected a saved {kind} in {folder}; there is no result.json")
-    said = read_json(folder / "result.json")
-    found = said.get("kind") if isinstance(said, dict) else None
-    if found != kind:
-        raise ValueError(f"expected a saved {kind} in {folder}; it holds {found or 'no result'}")
-    return said
-
-
-def table_html(
-    table: pd.DataFrame, said: str = "", *, digits: str = ".4g", index: bool = False
-) -> str:
+def table_html(table: pd.DataFrame, said: str = "") -> str:
     """Words and a table as HTML; all texts are escaped.
 
     Args:
-        table: the numbers.
+        table: the numbers; rows that have names of their own are shown with them.
         said: a sentence above it.
-        digits: how numbers are written.
-        index: whether the rows have names of their own.
     """
+    import pandas as pd
+
     words = f"<p>{escape(said)}</p>" if said else ""
     # Counts stay readable: 123,457 and not 1.235e+05.
     return words + table.to_html(
-        float_format=lambda x: format(x, ",.0f" if abs(x) >= 1e4 else digits),
+        float_format=lambda x: format(x, ",.0f" if abs(x) >= 1e4 else ".4g"),
         border=0,
-        index=index,
+        index=not isinstance(table.index, pd.RangeIndex),
     )
+
+
+def _content(folder: Path, kind: type) -> dict[str, Any]:
+    """What a folder's JSON says, if it is of that kind."""
+    if not (folder / _FILES[0]).is_file():
+        raise ValueError(f"expected a saved {kind.__name__} in {folder}; there is no {_FILES[0]}")
+    content = read_json(folder / _FILES[0])
+    found = content.get("kind") if isinstance(content, dict) else None
+    if found != kind.__name__:
+        raise ValueError(
+            f"expected a saved {kind.__name__} in {folder}; it holds {found or 'no result'}"
+        )
+    if content.get("schema") != SCHEMA:
+        raise ValueError(
+            f"expected a {kind.__name__} saved with schema {SCHEMA} in {folder}; got schema "
+            f"{content.get('schema')!r}: it was saved by another version of this package"
+        )
+    return content
+
+
+def _as_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """A value as JSON can hold it; a tensor is put aside, and its name stands in its place."""
+    import pandas as pd
+
+    if isinstance(value, Tensor):
+        tensors[name] = value
+        return name
+    if isinstance(value, pd.DataFrame):
+        columns: dict[str, Any] = {str(column): value[column] for column in value}
+        return {
+            column: {"dtype": str(some.dtype), "values": _as_json(some.tolist(), column, {})}
+            for column, some in columns.items()
+        }
+    if is_dataclass(value):
+        said = {field.name: getattr(value, field.name) for field in fields(value)}
+        return {"kind": type(value).__name__, "fields": _as_json(said, name, tensors)}
+    if isinstance(value, Mapping):
+        return {key: _as_json(some, _under(name, key), tensors) for key, some in value.items()}
+    if isinstance(value, tuple | list):
+        return [_as_json(some, _under(name, i), tensors) for i, some in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no such number; float() reads it again
+    return value
+
+
+def _restored(declared: Any, value: Any, name: str, tensors: Mapping[str, Tensor]) -> Any:
+    """What `_as_json` was given, if it is of the declared type."""
+    import pandas as pd
+
+    origin, of = get_origin(declared), get_args(declared)
+    if origin in (Union, UnionType):
+        return _restored(_chosen(of, value), value, name, tensors)
+    if _is_kind(declared, value):
+        return _dataclass(declared, value["fields"], name, tensors)
+    if origin is tuple and isinstance(value, list):
+        kinds = of[:1] * len(value) if of[-1] is Ellipsis else of
+        if len(kinds) == len(value):
+            found = zip(kinds, value, range(len(value)), strict=True)
+            return tuple(_restored(kind, v, _under(name, i), tensors) for kind, v, i in found)
+    if origin in (dict, Mapping) and isinstance(value, dict):
+        return {key: _restored(of[1], v, _under(name, key), tensors) for key, v in value.items()}
+    if origin is Literal and value in of:
+        return value
+    if declared is pd.DataFrame and isinstance(value, dict):
+        return _table(value)
+    if declared is float and isinstance(value, int | str) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(declared, type) or is_dataclass(declared):
+        raise ValueError(f"expected {declared} as {name or 'its content'}; got {value!r}")
+    if isinstance(value, str) and issubclass(declared, Tensor | AbstractArray):
+        value = tensors.get(value, value)
+    if not isinstance(value, declared) or (declared is int and isinstance(value, bool)):
+        raise ValueError(f"expected {declared.__name__} as {name}; got {_said(value)}")
+    return value
+
+
+def _dataclass(
+    kind: type, said: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]
+) -> Any:
+    import pandas as pd
+
+    declared = get_type_hints(kind, localns={"pd": pd})
+    known = {field.name for field in fields(kind)}
+    if known != said.keys():
+        raise ValueError(
+            f"it lacks {sorted(known - said.keys())} and has unknown {sorted(said.keys() - known)}"
+        )
+    return kind(
+        **{key: _restored(declared[key], said[key], _under(name, key), tensors) for key in known}
+    )
+
+
+def _chosen(kinds: tuple[Any, ...], value: Any) -> Any:
+    """The member of a union that a value was written from."""
+    if value is None:
+        return NoneType
+    kinds = tuple(kind for kind in kinds if kind is not NoneType)
+    of_kind = [kind for kind in kinds if _is_kind(kind, value)]
+    same = [kind for kind in kinds if isinstance(kind, type) and isinstance(value, kind)]
+    return (of_kind or same or kinds)[0]
+
+
+def _is_kind(declared: Any, value: Any) -> bool:
+    if not (is_dataclass(declared) and isinstance(declared, type) and isinstance(value, dict)):
+        return False
+    return value.get("kind") == declared.__name__ and isinstance(value.get("fields"), dict)
+
+
+def _table(columns: Mapping[str, Any]) -> pd.DataFrame:
+    import pandas as pd
+
+    try:
+        return pd.DataFrame(
+            {key: pd.Series(some["values"], dtype=some["dtype"]) for key, some in columns.items()}
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"expected columns with a dtype and values; got {columns!r}") from error
+
+
+def _under(name: str, key: object) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
+    return repr(value)

@@ -71,7 +71,7 @@ def test_numbers_are_those_of_the_saved_curves(run: tuple[Path, Any]) -> None:
         for parts in ("heads", "edges"):
             curves = []
             for side in ("dense", "sparse"):
-                found = Evaluation.load(out / task / side / f"{parts}.safetensors")
+                found = Evaluation.load(out / task / side / parts)
                 curves.append(found.curve(side))
                 rows = table[(table.task == task) & (table.side == side) & (table.parts == parts)]
                 assert rows["explained_effect"].tolist() == pytest.approx(found.effect.tolist())

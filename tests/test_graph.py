@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import networkx as nx
 import pytest
@@ -48,7 +47,6 @@ def test_names_and_indices_round_trip(graph: CircuitGraph) -> None:
     for edge, (row, column) in zip(graph.edges, graph.exists.nonzero().tolist(), strict=True):
         assert Edge.parse(str(edge)) == edge
         assert graph.edge_index(str(edge)) == graph.edge_index(edge) == (row, column)
-    assert CircuitGraph.from_dict(json.loads(json.dumps(graph.to_dict()))) == graph
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
@@ -96,8 +94,6 @@ def test_edges_that_do_not_exist(name: str, message: str) -> None:
 def test_sizes_that_no_model_has() -> None:
     with pytest.raises(ValueError, match="heads that share key-value heads evenly.*5 heads, 2"):
         CircuitGraph(2, 5, 2)
-    with pytest.raises(ValueError, match="expected sizes .*got .'n_layers'"):
-        CircuitGraph.from_dict({"n_layers": 2})
 
 
 def _scores(graph: CircuitGraph = TINY) -> EdgeScores:
@@ -128,16 +124,6 @@ def test_scores_and_masks_of_another_graph() -> None:
         EdgeScores(GPT2_SMALL, _scores().scores, "test")
     with pytest.raises(ValueError, match="edges that do not exist"):
         Circuit(TINY, torch.ones_like(TINY.exists))
-
-
-def test_scores_are_saved_and_read(tmp_path: Path) -> None:
-    scores = _scores(CircuitGraph(2, 4, 2))
-    again = EdgeScores.load(scores.save(tmp_path / "scores"))
-    assert again.graph == scores.graph and again.method == "test"
-    assert torch.equal(again.scores, scores.scores)
-    (tmp_path / "scores" / "result.json").write_text("{}")
-    with pytest.raises(ValueError, match="expected a saved EdgeScores"):
-        EdgeScores.load(tmp_path / "scores")
 
 
 def test_graphs_move_between_tools() -> None:

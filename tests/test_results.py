@@ -1,20 +1,189 @@
-"""Results as tables in notebooks."""
+"""Results: saved, read again, and shown as tables in notebooks."""
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ElementTree
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
 
 import pandas as pd
+import pytest
+import torch
 
-from sparse_tl.gates import SparseTransformer
+from sparse_tl.circuits import (
+    Acdc,
+    AttentionEdgeScores,
+    Circuit,
+    EdgeScores,
+    Evaluation,
+    HeadScores,
+    Overlap,
+    Pruning,
+    Roc,
+)
+from sparse_tl.gates import EdgeCounts, SparseTransformer
+from sparse_tl.graph import CircuitGraph
+from sparse_tl.head_roles import AblationCurve, ContrastiveGates, HeadRoles
 from sparse_tl.models import build_addition_model
-from sparse_tl.results import table_html
+from sparse_tl.results import Result, table_html
 from sparse_tl.runs import Comparison
 from sparse_tl.runs.addition import AdditionRun, draw
 from sparse_tl.runs.head_roles import HeadRolesRun
 from sparse_tl.runs.text import TextRun
 from sparse_tl.tasks import AdditionTask
-from sparse_tl.training import HeldOut
+from sparse_tl.training import HeldOut, PostTraining
+from sparse_tl.training.constraint import TargetLoss
+
+GRAPH = CircuitGraph(2, 2, 2)
+NUMBERS = torch.arange(GRAPH.exists.numel()).view(GRAPH.exists.shape) / 7
+SCORES = EdgeScores(GRAPH, GRAPH.exists * NUMBERS, "eap")
+HEADS = HeadScores(torch.tensor([[0.5, -2.0], [1.0, 0.0]]), "eap-ig")
+HISTORY = pd.DataFrame({"part": ["a1.h0->logits", "m0->m1"], "moved": [0.25, -1.0]})
+DENSE = HeldOut(0.25, 0.5, 12.0, 3.0, 24.0, 2)
+STEPS = pd.DataFrame({"step": [1, 2], "loss": [0.5, 0.25], "held_out_loss": [None, 0.25]})
+COUNTS = torch.ones(2, 3, 2, dtype=torch.long)
+PAIR = torch.tensor([2.0, 4.0]).double()
+SEEDS = torch.rand(2, 2, 2)
+RESULTS: dict[str, Any] = {
+    "edge scores": SCORES,
+    "head scores": HEADS,
+    "attention edges": AttentionEdgeScores(torch.rand(2, 1, 2, 3, 3), "eap"),
+    "circuit": SCORES.top(5),
+    "heads": HEADS.top(2),
+    "acdc on edges": Acdc(SCORES.top(5), 0.1, 0.5, 2, 1.5, HISTORY),
+    "acdc on heads": Acdc(HEADS.top(2), 0.1, 0.5, 2, 1.5, HISTORY),
+    "pruning": Pruning(SCORES.top(5), SCORES, HISTORY.assign(divergence=[0.2, 0.1])),
+    "evaluation": Evaluation((0, 2), 2, torch.stack([0 * PAIR, PAIR]), PAIR, 0 * PAIR),
+    "roc": Roc(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]), 0.5),
+    "overlap": Overlap(0.5, 0.75, 0.6),
+    "counts": EdgeCounts(COUNTS, COUNTS * 0.5, COUNTS * 0.1, COUNTS * 3, torch.tensor([3, 3, 3])),
+    "held out": DENSE,
+    "post-training": PostTraining(True, TargetLoss(0.1, "dense"), 0.0, DENSE, DENSE, 5, STEPS),
+    "roles": HeadRoles(
+        (3, 4), 0.1, SEEDS, SEEDS, SEEDS, torch.rand(3, 2, 2, 2, 2), (0, 9), torch.rand(3, 2), 0.5
+    ),
+    "ablation": AblationCurve("irrelevance", torch.rand(2, 3), (2, 0), torch.rand(2, 3)),
+    "ablation without control": AblationCurve("random", torch.rand(2, 3), (2, 2)),
+    "contrastive": ContrastiveGates((0, 7), -0.1, SEEDS, torch.rand(2), torch.rand(2), 0.1, 0.25),
+}
+
+
+def _leaves(result: Any, name: str = "") -> dict[str, Any]:
+    """Everything a result holds, down to what can be compared."""
+    if not is_dataclass(result):
+        return {name: result}
+    found = {f"{name}:": type(result)}
+    for field in fields(result):
+        found |= _leaves(getattr(result, field.name), f"{name}.{field.name}")
+    return found
+
+
+def test_every_result_of_the_package_is_tried_here() -> None:
+    def below(kind: type) -> set[type]:
+        return {kind}.union(*(below(some) for some in kind.__subclasses__())) - {Result}
+
+    mine = {kind for kind in below(Result) if kind.__module__.startswith("sparse_tl")}
+    assert {type(result) for result in RESULTS.values()} == mine
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_is_read_as_it_was_saved(name: str, tmp_path: Path) -> None:
+    result = RESULTS[name]
+    folder = result.save(tmp_path / "result")
+    assert result.save(folder) == folder, "an earlier result of the same kind is replaced"
+    assert sorted(path.name for path in folder.iterdir()) == ["result.json", "result.safetensors"]
+    before, after = _leaves(result), _leaves(type(result).load(folder))
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, after[key]) and value.dtype == after[key].dtype, key
+        elif isinstance(value, pd.DataFrame):
+            pd.testing.assert_frame_equal(value, after[key])
+        else:
+            assert value == after[key] and type(value) is type(after[key]), key
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_shows_itself_and_its_table(name: str) -> None:
+    result = RESULTS[name]
+    shown = result._repr_html_()
+    assert "<table" in shown or "<svg" in shown
+    assert len(result.to_pandas())
+
+
+@pytest.mark.parametrize("name", RESULTS)
+@pytest.mark.parametrize("damage", ["cut", "no tensors", "no field", "wrong type", "no fields"])
+def test_a_damaged_result_is_refused_by_name(name: str, damage: str, tmp_path: Path) -> None:
+    folder = RESULTS[name].save(tmp_path / "result")
+    words, tensors = folder / "result.json", folder / "result.safetensors"
+    said = json.loads(words.read_text())
+    first = next(iter(said["fields"]))
+    if damage == "cut":
+        tensors.write_bytes(b"cut")
+    elif damage == "no tensors":
+        tensors.unlink()
+    elif damage == "no field":
+        del said["fields"][first]
+    elif damage == "wrong type":
+        said["fields"][first] = {"what": 1}
+    else:
+        del said["fields"]
+    words.write_text(json.dumps(said))
+    expected = rf"expected a (whole {type(RESULTS[name]).__name__}|safetensors file)"
+    with pytest.raises(ValueError, match=expected):
+        type(RESULTS[name]).load(folder)
+
+
+def test_what_is_wrong_is_named(tmp_path: Path) -> None:
+    folder = SCORES.save(tmp_path / "result")
+    said = json.loads((folder / "result.json").read_text())
+    whole = said["fields"]
+    for wrong, message in (
+        ({**whole, "method": 3}, "expected str as method; got 3"),
+        ({**whole, "scores": "nowhere"}, r"expected Float\[.*\] as scores; got 'nowhere'"),
+        ({"scores": "scores"}, r"it lacks \['graph', 'method'\]"),
+        ({**whole, "more": 1}, r"unknown \['more'\]"),
+        ({**whole, "graph": {"kind": "CircuitGraph", "fields": {}}}, r"lacks \['has_mlps'"),
+        ({**whole, "graph": said}, "as graph; got"),
+    ):
+        (folder / "result.json").write_text(json.dumps({**said, "fields": wrong}))
+        with pytest.raises(ValueError, match=f"expected a whole EdgeScores in .*{message}"):
+            EdgeScores.load(folder)
+    (folder / "result.json").write_text(json.dumps({**said, "schema": 0}))
+    with pytest.raises(ValueError, match="another version of this package"):
+        EdgeScores.load(folder)
+
+
+def test_another_kind_is_neither_read_nor_replaced(tmp_path: Path) -> None:
+    folder = SCORES.save(tmp_path / "result")
+    with pytest.raises(ValueError, match="expected a saved Circuit in .*; it holds EdgeScores"):
+        Circuit.load(folder)
+    with pytest.raises(ValueError, match="it holds EdgeScores"):
+        HEADS.save(folder)
+    with pytest.raises(ValueError, match=r"there is no result\.json"):
+        EdgeScores.load(tmp_path)
+    (folder / "notes.md").write_text("mine")
+    with pytest.raises(ValueError, match=r"also holds \['notes.md'\], which would be deleted"):
+        SCORES.save(folder)
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="which would be deleted"):
+        SCORES.save(tmp_path / "thesis")
+
+
+def test_a_result_outlives_a_kill_between_two_renames(tmp_path: Path) -> None:
+    folder = SCORES.save(tmp_path / "result")
+    folder.rename(tmp_path / ".result.previous")  # as a killed `save` leaves it
+    assert torch.equal(EdgeScores.load(folder).scores, SCORES.scores)
+
+
+def test_numbers_that_json_lacks(tmp_path: Path) -> None:
+    found = HeldOut(float("inf"), float("nan"), 1.0, 1.0, 1.0, 0)
+    again = HeldOut.load(found.save(tmp_path / "result"))
+    assert again.loss == float("inf") and again.accuracy != again.accuracy
+
 
 ATTACK = "<img src=x onerror=alert(1)>"
 
@@ -26,7 +195,7 @@ def cells(html: str) -> list[list[str]]:
 
 
 def test_words_and_cells_are_escaped():
-    html = table_html(pd.DataFrame({ATTACK: [ATTACK]}, index=[ATTACK]), ATTACK, index=True)
+    html = table_html(pd.DataFrame({ATTACK: [ATTACK]}, index=[ATTACK]), ATTACK)
     assert "<img" not in html and html.count("&lt;img") == 4
 
 

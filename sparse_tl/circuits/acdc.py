@@ -236,7 +236,7 @@ class _Search:
         self._folder, self._clean = folder, list(clean)
         self._identity = {
             **asked,
-            "graph": self.graph.to_dict(),
+            "graph": asdict(self.graph),
             "patch": self.patch,
             "divergence": self.metric == "kl",
             "start": hashlib.sha256(self.state.mask.numpy().tobytes()).hexdigest(),

@@ -11,7 +11,7 @@ Reference: attribution patching, arXiv 2310.10348; the gate of arXiv 2512.05865.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -23,7 +23,7 @@ from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.lens import HookedModel, Order, attached, graph_of, layer_points
 from sparse_tl.metrics import Metric
 from sparse_tl.progress import tracked
-from sparse_tl.results import Saved, table_html
+from sparse_tl.results import Result
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,7 +32,7 @@ EdgePatch = Literal["zero", "corrupted"]
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionEdgeScores(Saved):
+class AttentionEdgeScores(Result):
     """One score per attention edge of every pair, in units of the metric.
 
     Prompts are kept apart: position 3 of one prompt means nothing for another, unless they share a
@@ -56,22 +56,12 @@ class AttentionEdgeScores(Saved):
         table = pd.DataFrame(where, columns=["layer", "head", "query", "key"])
         return table.assign(score=mean.flatten()[order].tolist())
 
-    def _content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        return {"method": self.method}, {"scores": self.scores}
-
-    @classmethod
-    def _restored(cls, said: dict[str, Any], tensors: dict[str, Tensor]) -> AttentionEdgeScores:
-        return cls(tensors["scores"], said["method"])
-
     def __repr__(self) -> str:
         n_pairs, n_layers, n_heads, length, _ = self.scores.shape
         return (
             f"AttentionEdgeScores({n_pairs} pairs of {length} tokens, {n_layers} layers x "
             f"{n_heads} heads, by {self.method})"
         )
-
-    def _repr_html_(self) -> str:
-        return table_html(self.to_pandas(20), repr(self))
 
 
 def attribute_attention_edges(

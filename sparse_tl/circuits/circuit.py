@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxtyping import Bool
 from torch import Tensor
 
 from sparse_tl.graph import CircuitGraph, Edge
-from sparse_tl.results import Saved
+from sparse_tl.results import Result
 
 if TYPE_CHECKING:
     import networkx as nx
+    import pandas as pd
 
 
 @dataclass(frozen=True, eq=False)
-class Circuit(Saved):
+class Circuit(Result):
     """Some of a graph's edges: those that are kept.
 
     Raises:
@@ -92,12 +93,11 @@ class Circuit(Saved):
         network.remove_nodes_from([node for node, degree in network.degree() if degree == 0])
         return network
 
-    def _content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        return {"graph": self.graph.to_dict()}, {"mask": self.mask}
-
-    @classmethod
-    def _restored(cls, said: dict[str, Any], tensors: dict[str, Tensor]) -> Circuit:
-        return cls(CircuitGraph.from_dict(said["graph"]), tensors["mask"])
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per kept edge: its name, source, destination and slot."""
+        return (
+            self.graph.to_pandas().loc[self.mask[self.graph.exists].numpy()].reset_index(drop=True)
+        )
 
     def _repr_html_(self) -> str:
         from sparse_tl.plots import ScoredCircuit, component_diagram
@@ -112,7 +112,7 @@ class Circuit(Saved):
 
 
 @dataclass(frozen=True, eq=False)
-class HeadCircuit(Saved):
+class HeadCircuit(Result):
     """Some of a model's heads: those that are kept."""
 
     mask: Bool[Tensor, "layer head"]
@@ -125,16 +125,11 @@ class HeadCircuit(Saved):
     def __len__(self) -> int:
         return int(self.mask.sum())
 
-    def _content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        return {}, {"mask": self.mask}
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per kept head."""
+        import pandas as pd
 
-    @classmethod
-    def _restored(cls, said: dict[str, Any], tensors: dict[str, Tensor]) -> HeadCircuit:
-        return cls(tensors["mask"])
-
-    def _repr_html_(self) -> str:
-        listed = ", ".join(f"a{layer}.h{head}" for layer, head in self.heads)
-        return f"<p>{self!r}: {listed}</p>"
+        return pd.DataFrame({"head": [f"a{layer}.h{head}" for layer, head in self.heads]})
 
     def __repr__(self) -> str:
         return f"HeadCircuit({len(self)} of {self.mask.numel()} heads)"

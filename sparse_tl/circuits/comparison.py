@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.scores import EdgeScores
-from sparse_tl.results import table_html
+from sparse_tl.results import Result
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
 @dataclass(frozen=True, eq=False)
-class Roc:
+class Roc(Result):
     """How well scores tell a known circuit's edges from all others, at every threshold.
 
     Args:
@@ -42,7 +42,7 @@ class Roc:
         rates = ("false_positive_rate", "true_positive_rate")
         return pd.DataFrame({name: getattr(self, name).tolist() for name in rates})
 
-    def _repr_html_(self) -> str:
+    def _summary(self) -> pd.DataFrame:
         """The true positive rate at some false positive rates."""
         import pandas as pd
 
@@ -50,12 +50,11 @@ class Roc:
         shown = torch.tensor([0.001, 0.01, 0.1, 0.5], dtype=wrong.dtype)
         reached = torch.searchsorted(wrong, shown, right=True) - 1
         columns = {"false positive rate at most": shown, "true positive rate": right[reached]}
-        table = pd.DataFrame({name: column.tolist() for name, column in columns.items()})
-        return table_html(table, repr(self))
+        return pd.DataFrame({name: column.tolist() for name, column in columns.items()})
 
 
 @dataclass(frozen=True)
-class Overlap:
+class Overlap(Result):
     """What a circuit shares with a known one.
 
     Args:
@@ -67,11 +66,6 @@ class Overlap:
     iou: float
     precision: float
     recall: float
-
-    def _repr_html_(self) -> str:
-        import pandas as pd
-
-        return table_html(pd.DataFrame([asdict(self)]))
 
 
 def roc(scores: EdgeScores, known: Circuit) -> Roc:

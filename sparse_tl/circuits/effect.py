@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.files import read_tensors, write_tensors
 from sparse_tl.metrics import explained_effect
-from sparse_tl.results import table_html
+from sparse_tl.results import Result
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Evaluation:
+class Evaluation(Result):
     """The metric of every pair under every circuit.
 
     Args:
@@ -67,32 +65,6 @@ class Evaluation:
         low, high = ratios.quantile(ends, dim=0) if len(ratios) else (effect, effect)
         # A percentile interval need not hold the mean itself where few pairs decide it.
         return torch.minimum(low, effect), torch.maximum(high, effect)
-
-    def save(self, path: str | Path) -> None:
-        """Write a safetensors file with everything; `load` reads it."""
-        write_tensors(
-            path,
-            {
-                "sizes": torch.tensor(self.sizes),
-                "total": torch.tensor(self.total),
-                "values": self.values,
-                "clean": self.clean,
-                "none": self.none,
-            },
-        )
-
-    @staticmethod
-    def load(path: str | Path) -> Evaluation:
-        """Read what `save` wrote.
-
-        Raises:
-            ValueError: another file, or a damaged one.
-        """
-        found = read_tensors(path)
-        if set(found) != {"sizes", "total", "values", "clean", "none"}:
-            raise ValueError(f"expected a saved evaluation at {path}; it holds {sorted(found)}")
-        sizes, total = tuple(found.pop("sizes").tolist()), int(found.pop("total"))
-        return Evaluation(sizes, total, **found)
 
     @property
     def cpr(self) -> float:
@@ -146,6 +118,3 @@ class Evaluation:
             for size, effect in zip(self.sizes, self.effect.tolist(), strict=True)
         )
         return f"Evaluation(explained effect of {len(self.clean)} pairs by size: {said})"
-
-    def _repr_html_(self) -> str:
-        return table_html(self.to_pandas())

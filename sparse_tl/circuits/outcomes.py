@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from sparse_tl.circuits.circuit import Circuit, HeadCircuit
 from sparse_tl.circuits.scores import EdgeScores
-from sparse_tl.results import Saved
+from sparse_tl.results import Result
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_NUMBERS = ("threshold", "value", "tested", "forward_equivalents")
-
 
 @dataclass(frozen=True, eq=False)
-class Acdc(Saved):
+class Acdc(Result):
     """The outcome of ACDC.
 
     Args:
@@ -38,20 +34,9 @@ class Acdc(Saved):
     forward_equivalents: float
     history: pd.DataFrame
 
-    def _content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        circuit, tensors = self.circuit._content()
-        said = {name: getattr(self, name) for name in _NUMBERS}
-        rows = self.history.to_dict(orient="list")
-        return {**said, "circuit": circuit, "history": rows}, tensors
-
-    @classmethod
-    def _restored(cls, said: dict[str, Any], tensors: dict[str, Tensor]) -> Acdc:
-        import pandas as pd
-
-        kind = Circuit if said["circuit"] else HeadCircuit
-        circuit = kind._restored(said["circuit"], tensors)
-        numbers = {name: said[name] for name in _NUMBERS}
-        return cls(circuit, **numbers, history=pd.DataFrame(said["history"]))
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per test."""
+        return self.history
 
     def _repr_html_(self) -> str:
         return f"<p>{self!r}</p>" + self.circuit._repr_html_()
@@ -64,7 +49,7 @@ class Acdc(Saved):
 
 
 @dataclass(frozen=True, eq=False)
-class Pruning(Saved):
+class Pruning(Result):
     """The outcome of learned edge pruning.
 
     Args:
@@ -77,18 +62,9 @@ class Pruning(Saved):
     scores: EdgeScores
     history: pd.DataFrame
 
-    def _content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        said, tensors = self.scores._content()
-        said["history"] = self.history.to_dict(orient="list")
-        return said, {**tensors, "mask": self.circuit.mask}
-
-    @classmethod
-    def _restored(cls, said: dict[str, Any], tensors: dict[str, Tensor]) -> Pruning:
-        import pandas as pd
-
-        scores = EdgeScores._restored(said, tensors)
-        circuit = Circuit(scores.graph, tensors["mask"])
-        return cls(circuit, scores, pd.DataFrame(said["history"]))
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per step."""
+        return self.history
 
     def _repr_html_(self) -> str:
         return f"<p>{self!r}</p>" + self.circuit._repr_html_()

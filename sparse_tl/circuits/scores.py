@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from sparse_tl.circuits.circuit import Circuit, HeadCircuit
 from sparse_tl.graph import CircuitGraph, Edge
-from sparse_tl.results import Saved, table_html
+from sparse_tl.results import Result
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
 @dataclass(frozen=True, eq=False)
-class EdgeScores(Saved):
+class EdgeScores(Result):
     """One score per circuit edge, in units of the metric; negative: patching it lowers the metric.
 
     Args:
@@ -73,25 +73,14 @@ class EdgeScores(Saved):
             "score", key=abs, ascending=False, kind="stable", ignore_index=True
         )
 
-    def _content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        said = {"method": self.method, "graph": self.graph.to_dict()}
-        return said, {"scores": self.scores}
-
-    @classmethod
-    def _restored(cls, said: dict[str, Any], tensors: dict[str, Tensor]) -> EdgeScores:
-        return cls(CircuitGraph.from_dict(said["graph"]), tensors["scores"], said["method"])
-
     def __repr__(self) -> str:
         best = self.to_pandas().head(3)
         listed = ", ".join(f"{e} {s:.3g}" for e, s in zip(best["edge"], best["score"], strict=True))
         return f"EdgeScores({self.graph.n_edges:,} edges by {self.method}: {listed}, ...)"
 
-    def _repr_html_(self) -> str:
-        return table_html(self.to_pandas().head(20), index=True)
-
 
 @dataclass(frozen=True, eq=False)
-class HeadScores(Saved):
+class HeadScores(Result):
     """One score per head, in units of the metric; negative: patching it lowers the metric."""
 
     scores: Float[Tensor, "layer head"]
@@ -129,18 +118,8 @@ class HeadScores(Saved):
         ]
         return pd.DataFrame(rows)
 
-    def _content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        return {"method": self.method}, {"scores": self.scores}
-
-    @classmethod
-    def _restored(cls, said: dict[str, Any], tensors: dict[str, Tensor]) -> HeadScores:
-        return cls(tensors["scores"], said["method"])
-
     def __repr__(self) -> str:
         best = ", ".join(
             f"{h} {s:.3g}" for h, s in self.to_pandas().head(3).itertuples(index=False)
         )
         return f"HeadScores({self.scores.numel()} heads by {self.method}: {best}, ...)"
-
-    def _repr_html_(self) -> str:
-        return table_html(self.to_pandas().head(20), index=True)

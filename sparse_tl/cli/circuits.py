@@ -72,7 +72,7 @@ def circuits(
 ) -> None:
     """Find which heads and edges do a task, in a dense model and in the sparse one made from it.
 
-    Writes metrics.json, curves (.csv, .json, .safetensors), scores, circuits, their diagrams, and
+    Writes metrics.json, curves (.csv, .json), evaluations, scores, circuits, their diagrams, and
     the figures heads_kept and edges_kept (.html, .svg, .png). Without --model it takes the
     built-in task models; seeds that do not come with the package are trained first, and kept in
     the user's cache folder. Called again, it goes on where it stopped.

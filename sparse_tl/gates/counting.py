@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.results import table_html
+from sparse_tl.results import Result
 
 
 @dataclass(frozen=True, eq=False)
-class EdgeCounts:
+class EdgeCounts(Result):
     """Attention edges of a batch of prompts.
 
     Args:
@@ -83,9 +83,9 @@ class EdgeCounts:
             f"{self.active_per_token:.2f} per token, {self.active_heads} heads in use)"
         )
 
-    def _repr_html_(self) -> str:
-        table = pd.DataFrame(self.by_head().tolist()).rename_axis(index="layer", columns="head")
-        return table_html(table, repr(self), digits=".2f", index=True)
+    def _summary(self) -> pd.DataFrame:
+        """Active edges per prompt, one row per layer and one column per head."""
+        return pd.DataFrame(self.by_head().tolist()).rename_axis(index="layer", columns="head")
 
     @staticmethod
     def concatenate(parts: list[EdgeCounts]) -> EdgeCounts:

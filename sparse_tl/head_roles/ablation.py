@@ -27,7 +27,7 @@ from sparse_tl.head_roles.likelihood import target_log_probabilities
 from sparse_tl.head_roles.roles import HeadRoles
 from sparse_tl.lens import HookedModel, attention_shape
 from sparse_tl.progress import tracked
-from sparse_tl.results import Saved, table_html
+from sparse_tl.results import Result
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,7 +39,7 @@ Order = Literal["facilitation", "irrelevance", "interference", "random"]
 
 
 @dataclass(frozen=True, eq=False)
-class AblationCurve(Saved):
+class AblationCurve(Result):
     """Delta log-probability of the target response against the number of ablated heads.
 
     Args:
@@ -74,12 +74,12 @@ class AblationCurve(Saved):
             None if control else sum(self.in_role) / len(self.in_role),
         )
 
-    def figure(self, title: str = "") -> go.Figure:
+    def figure(self, title: str = "", **style: Any) -> go.Figure:
         """The curve and its control as a plotly figure."""
         from sparse_tl.plots import ablation_grid
 
         lines = [self.line()] + ([self.line(control=True)] if self.control is not None else [])
-        return ablation_grid({"": {title or self.by.capitalize(): lines}})
+        return ablation_grid({"": {title or self.by.capitalize(): lines}}, **style)
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per number of ablated heads: mean, smallest and largest over seeds, control."""
@@ -95,25 +95,12 @@ class AblationCurve(Saved):
             columns |= {"control": self.control.mean(dim=0)}
         return pd.DataFrame(columns)
 
-    def _content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        tensors = {"values": self.values}
-        if self.control is not None:
-            tensors["control"] = self.control
-        return {"by": self.by, "in_role": list(self.in_role)}, tensors
-
-    @classmethod
-    def _restored(cls, said: dict[str, Any], tensors: dict[str, Tensor]) -> AblationCurve:
-        return cls(said["by"], tensors["values"], tuple(said["in_role"]), tensors.get("control"))
-
     def __repr__(self) -> str:
         last = self.values.shape[1] - 1
         return (
             f"AblationCurve(by {self.by}: {self.mean[-1].item():+.3f} nats per response after "
             f"{last} heads)"
         )
-
-    def _repr_html_(self) -> str:
-        return table_html(self.to_pandas(), repr(self))
 
 
 def ablation_curve(

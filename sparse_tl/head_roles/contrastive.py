@@ -30,17 +30,14 @@ from sparse_tl.head_roles.fitting import (
 from sparse_tl.head_roles.objectives import Contrast
 from sparse_tl.head_roles.roles import head_table, mean_table
 from sparse_tl.lens import HookedModel
-from sparse_tl.results import Saved, table_html
+from sparse_tl.results import Result
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_PLAIN = ("lambda_", "dense_retained_loss", "dense_forgotten_loss")
-_TENSORS = ("gates", "retained_losses", "forgotten_losses")
-
 
 @dataclass(frozen=True, eq=False)
-class ContrastiveGates(Saved):
+class ContrastiveGates(Result):
     """Gates under which some targets stay likely and others do not.
 
     Args:
@@ -65,15 +62,8 @@ class ContrastiveGates(Saved):
         """One row per seed and head."""
         return head_table(self.seeds, {"gate": self.gates})
 
-    def _content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        said = {"seeds": list(self.seeds), **{name: getattr(self, name) for name in _PLAIN}}
-        return said, {name: getattr(self, name) for name in _TENSORS}
-
-    @classmethod
-    def _restored(cls, said: dict[str, Any], tensors: dict[str, Tensor]) -> ContrastiveGates:
-        fields: dict[str, Any] = {name: said[name] for name in _PLAIN}
-        fields |= {name: tensors[name] for name in _TENSORS}
-        return cls(seeds=tuple(said["seeds"]), **fields)
+    def _summary(self) -> pd.DataFrame:
+        return mean_table(self.to_pandas())
 
     def __repr__(self) -> str:
         return (
@@ -81,9 +71,6 @@ class ContrastiveGates(Saved):
             f"{self.retained_losses.mean():.3f} ({self.dense_retained_loss:.3f} without gates), "
             f"forgotten {self.forgotten_losses.mean():.3f} ({self.dense_forgotten_loss:.3f}))"
         )
-
-    def _repr_html_(self) -> str:
-        return table_html(mean_table(self.to_pandas()), repr(self), digits=".3f", index=True)
 
 
 def fit_contrastive_head_gates(

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sparse_tl.results import Saved, table_html
+from sparse_tl.results import Result
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,7 +44,7 @@ class Fit:
 
 
 @dataclass(frozen=True, eq=False)
-class HeadRoles(Saved):
+class HeadRoles(Result):
     """Gates of every head under three pressures, and what they say of its role.
 
     Args:
@@ -144,6 +144,9 @@ class HeadRoles(Saved):
         """One row per seed and head: gates and scores."""
         return head_table(self.seeds, {name: getattr(self, name) for name in (*STAGES, *ROLES)})
 
+    def _summary(self) -> pd.DataFrame:
+        return mean_table(self.to_pandas())
+
     def heatmap(self) -> go.Figure:
         """The mean scores of all heads over seeds, one panel per role."""
         from sparse_tl.plots import head_roles_figure
@@ -167,23 +170,6 @@ class HeadRoles(Saved):
         }
         return gate_trajectories(lines, self.recorded_at)
 
-    def _content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        said = {
-            "seeds": list(self.seeds),
-            "lambda_": self.lambda_,
-            "recorded_at": list(self.recorded_at),
-            "dense_loss": self.dense_loss,
-        }
-        named = (*STAGES, "trajectories", "losses")
-        return said, {name: getattr(self, name) for name in named}
-
-    @classmethod
-    def _restored(cls, said: dict[str, Any], tensors: dict[str, Tensor]) -> HeadRoles:
-        tuples: dict[str, Any] = {name: tuple(said[name]) for name in ("seeds", "recorded_at")}
-        fields: dict[str, Any] = {name: said[name] for name in ("lambda_", "dense_loss")}
-        fields |= {name: tensors[name] for name in (*STAGES, "trajectories", "losses")}
-        return cls(**tuples, **fields)
-
     def __repr__(self) -> str:
         counts = ", ".join(
             f"{self.members(role).sum(dim=(1, 2)).double().mean():.1f} {role}" for role in ROLES
@@ -193,9 +179,6 @@ class HeadRoles(Saved):
             f"HeadRoles({n_layers} x {n_heads} heads, {n_seeds} seeds; per seed: {counts}; "
             f"NLL {self.losses[1].mean():.4f} with G+, {self.dense_loss:.4f} without gates)"
         )
-
-    def _repr_html_(self) -> str:
-        return table_html(mean_table(self.to_pandas()), repr(self), digits=".3f", index=True)
 
 
 def head_table(

@@ -61,7 +61,7 @@ class AdditionRun:
         return f"AdditionRun({self.verdict})"
 
     def _repr_html_(self) -> str:
-        table = table_html(self.to_pandas(), self.verdict, index=True)
+        table = table_html(self.to_pandas(), self.verdict)
         return f"{table}\n{self.diagram}"
 
 

@@ -112,8 +112,8 @@ def measure(
     with atomic_folder(folder) as temporary:
         edges.save(temporary / "edge_scores")
         heads.save(temporary / "head_scores")
-        by_edges.save(temporary / "edges.safetensors")
-        by_heads.save(temporary / "heads.safetensors")
+        by_edges.save(temporary / "edges")
+        by_heads.save(temporary / "heads")
         right = accuracy(model, examples, batch_size=batch_size)
         write_json(temporary / "accuracy.json", right)
 
@@ -141,7 +141,7 @@ def report(
         for parts in PARTS:
             curves = panels[parts][task.title] = []
             for side in SIDES:
-                found = Evaluation.load(folder / task.name / side / f"{parts}.safetensors")
+                found = Evaluation.load(folder / task.name / side / parts)
                 curves.append(found.curve(names[side]))
                 said[side][f"{parts}_at_{LEVEL}"] = curves[-1].size_at(LEVEL)
                 said[side][f"{parts}_cpr"], said[side][f"{parts}_cmd"] = found.cpr, found.cmd

@@ -42,7 +42,7 @@ class TextRun:
         return f"TextRun({self.verdict})"
 
     def _repr_html_(self) -> str:
-        return table_html(self.to_pandas(), self.verdict, index=True)
+        return table_html(self.to_pandas(), self.verdict)
 
 
 def run_post_training(

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-import pandas as pd
 import torch
 
 from sparse_tl.data.batches import TokenBatch, exact_rows, per_label_loss
 from sparse_tl.gates import EdgeCounts, SparseTransformer
 from sparse_tl.lens import Model, lean
-from sparse_tl.results import table_html
+from sparse_tl.results import Result
 
 LOGITS_AT_ONCE = 2**26
 """Logits of one forward pass at most: 256 MB in float32, and a few copies of them."""
 
 
 @dataclass(frozen=True, repr=False)
-class HeldOut:
+class HeldOut(Result):
     """A model on held-out examples.
 
     Args:
@@ -42,19 +41,12 @@ class HeldOut:
         """Active edges as a share of the possible ones."""
         return self.active_edges / self.possible_edges
 
-    def to_dict(self) -> dict[str, float]:
-        """The measurements by name."""
-        return asdict(self)
-
     def __repr__(self) -> str:
         return (
             f"HeldOut(loss {self.loss:.4g} nats, {self.accuracy:.1%} of the examples right, "
             f"{self.active_edges:.2f} of {self.possible_edges:.0f} attention edges active, "
             f"{self.active_heads} heads in use)"
         )
-
-    def _repr_html_(self) -> str:
-        return table_html(pd.DataFrame([self.to_dict()]))
 
 
 @torch.no_grad()

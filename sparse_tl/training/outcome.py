@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import pandas as pd
 
-from sparse_tl.results import table_html
+from sparse_tl.results import Result
 from sparse_tl.training.constraint import TargetLoss
 from sparse_tl.training.evaluation import HeldOut
 
 
 @dataclass(frozen=True, eq=False)
-class PostTraining:
+class PostTraining(Result):
     """The outcome of a post-training run.
 
     Args:
@@ -66,10 +66,7 @@ class PostTraining:
 
     def to_pandas(self) -> pd.DataFrame:
         """Dense and sparse side by side."""
-        return pd.DataFrame({"dense": self.dense.to_dict(), "sparse": self.sparse.to_dict()})
+        return pd.DataFrame({"dense": asdict(self.dense), "sparse": asdict(self.sparse)})
 
     def __repr__(self) -> str:
         return f"PostTraining({self.verdict})"
-
-    def _repr_html_(self) -> str:
-        return table_html(self.to_pandas(), self.verdict, index=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,7 @@ def post_train(
 
     def evaluate() -> Metrics:
         measured = evaluate_held_out(sparse, held_out)
-        metrics = {f"held_out_{name}": value for name, value in measured.to_dict().items()}
+        metrics = {f"held_out_{name}": value for name, value in asdict(measured).items()}
         objective.evaluated(measured.loss - reference_loss)
         if report is not None:
             report(metrics)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -135,7 +136,7 @@ def test_the_history_has_the_columns_it_promises(
     run: tuple[PostTraining, SparseTransformer],
 ) -> None:
     history = run[0].history
-    held_out = [f"held_out_{name}" for name in run[0].sparse.to_dict()]
+    held_out = [f"held_out_{name}" for name in asdict(run[0].sparse)]
     every_step = ["step", "seconds", "rate", "loss", "violation", "lambda", "expected_per_token"]
     assert set(every_step + held_out) <= set(history)
     assert history["step"].tolist() == list(range(51))
