@@ -40,8 +40,8 @@ def prune_edges(
     size: int,
     steps: int = 300,
     learning_rate: float = 0.3,
-    multiplier: float = 0.01,
-    multiplier_rate: float = 0.1,
+    lambda_: float = 0.01,
+    lambda_rate: float = 0.1,
     initial_logit: float = 3.0,
     patch: Patch | str = "corrupted",
     batch_size: int = 32,
@@ -56,8 +56,8 @@ def prune_edges(
         size: circuit edges to keep.
         steps: optimizer steps, one batch each.
         learning_rate: of Adam on the gates' logits.
-        multiplier: lambda at the start, in nats.
-        multiplier_rate: how far log lambda moves per step while the size is off.
+        lambda_: lambda at the start, in nats.
+        lambda_rate: how far log lambda moves per step while the size is off.
         initial_logit: of every gate.
         patch: the corrupted prompt's value, the mean over the clean prompts at that position, or 0.
         batch_size: pairs per step; all batches' states are kept.
@@ -70,18 +70,16 @@ def prune_edges(
     import pandas as pd
 
     graph = graph_of(model)
-    if not 1 <= size <= graph.n_edges or steps < 1 or not learning_rate > 0 or not multiplier > 0:
+    if not 1 <= size <= graph.n_edges or steps < 1 or not learning_rate > 0 or not lambda_ > 0:
         raise ValueError(
             f"expected a size in 1..{graph.n_edges}, at least one step, and a learning rate and "
-            f"multiplier above 0; got {size=}, {steps=}, {learning_rate=}, {multiplier=}"
+            f"lambda_ above 0; got {size=}, {steps=}, {learning_rate=}, {lambda_=}"
         )
     runs = [run for _, run in Patches(model, graph, pairs, patch, batch_size).masked_runs()]
     device = runs[0].written.device
     logits = nn.Parameter(torch.full((graph.n_edges,), initial_logit, device=device))
     optimizer = torch.optim.Adam([logits], lr=learning_rate)
-    constraint = LossConstraint(
-        scale=0.1, rate=multiplier_rate, fall=1.0, log_lambda=math.log(multiplier)
-    )
+    constraint = LossConstraint(scale=0.1, rate=lambda_rate, fall=1.0, log_lambda=math.log(lambda_))
     generator = torch.Generator(device).manual_seed(seed)
     order = _order(len(runs), steps, seed)
     distribution, rows = HardConcreteGate(), []
@@ -95,7 +93,7 @@ def prune_edges(
             excess = torch.log1p(expected) - math.log1p(target)
             optimizer.zero_grad()
             (logits.grad,) = torch.autograd.grad(
-                lost + constraint.multiplier * excess.clamp(min=0), logits
+                lost + constraint.lambda_ * excess.clamp(min=0), logits
             )
             optimizer.step()
             rows.append(
@@ -104,7 +102,7 @@ def prune_edges(
                     "divergence": lost.item(),
                     "expected": expected.item(),
                     "target": target,
-                    "lambda": constraint.multiplier,
+                    "lambda": constraint.lambda_,
                 }
             )
             constraint.update(excess.item())

@@ -46,9 +46,9 @@ BASE_SETTINGS: dict[str, Any] = {
     "evaluate_every": 50,
 }
 SPARSE_SETTINGS: dict[str, Any] = {
-    "multiplier": 4.0,
-    "multiplier_rate": 0.006,
-    "multiplier_fall": 1.0,
+    "lambda_": 4.0,
+    "lambda_rate": 0.006,
+    "lambda_fall": 1.0,
     "learning_rate": 7e-4,
     "trained": "evenly",
     "pressure": 0.2,
@@ -66,7 +66,7 @@ SPARSE_SETTINGS: dict[str, Any] = {
 # columns can also read one another, a dear first layer is not enough: see `closed_edges`.
 FORM_SETTINGS: dict[Form, dict[str, Any]] = {
     "placeholder": {"layer_costs": (8.0, 2.0, 1.0, 1.0)},
-    "autoregressive": {"self_cost": 4.0, "closing": 0.2, "multiplier_rise": 4.0},
+    "autoregressive": {"self_cost": 4.0, "closing": 0.2, "lambda_rise": 4.0},
 }
 FARTHEST = 5
 """Columns from where the tens are added up to where the tens of the sum are read off."""

@@ -49,9 +49,9 @@ BASE_SETTINGS: dict[str, Any] = {
 SPARSE_SETTINGS: dict[str, Any] = {
     "learning_rate": 7e-4,
     "trained": "evenly",
-    "multiplier": 4.0,
-    "multiplier_rate": 0.01,
-    "multiplier_fall": 1.0,
+    "lambda_": 4.0,
+    "lambda_rate": 0.01,
+    "lambda_fall": 1.0,
     "violation_scale": 0.05,
     "pressure": 0.2,
     "slack": 2.0,

@@ -54,12 +54,12 @@ class TargetLoss:
 
 @dataclass
 class LossConstraint:
-    """The multiplier lambda of the constraint and what it needs to be moved.
+    """Lambda of the constraint and what it needs to be moved.
 
     Args:
         rate: how far log lambda moves per step at a full violation.
         smoothing: weight of the past in the moving average of violations.
-        log_lambda: where the multiplier starts, and is.
+        log_lambda: where it starts, and is.
         scale: the violation in nats that counts as a full one.
         fall: the largest step of log lambda downwards, as a multiple of `rate`.
         rise: the largest step upwards, likewise: above 1, it rises the faster the more violations
@@ -78,7 +78,7 @@ class LossConstraint:
     average: float | None = None
 
     @property
-    def multiplier(self) -> float:
+    def lambda_(self) -> float:
         """lambda."""
         return math.exp(self.log_lambda)
 

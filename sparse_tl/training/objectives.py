@@ -175,13 +175,13 @@ class SparsityObjective:
             if self.distillation > 0:
                 divergence = _divergence(dense_logits, logits, batch)
                 task = (1 - self.distillation) * loss + self.distillation * divergence
-        multiplier = self.constraint.multiplier
+        lambda_ = self.constraint.lambda_
         size = torch.log1p(edges) if self.pruning(progress) else 0.0
-        objective = (size + multiplier * task) / (1 + multiplier)
+        objective = (size + lambda_ * task) / (1 + lambda_)
         return objective, {
             "loss": loss.item(),
             "violation": violation,
-            "lambda": multiplier,
+            "lambda": lambda_,
             "expected_per_token": counts.expected.sum().item() / counts.tokens.sum().item(),
         }
 

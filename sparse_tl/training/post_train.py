@@ -54,10 +54,10 @@ def post_train(
     steps: int = 2000,
     learning_rate: float = 1e-3,
     trained: str | Mapping[str, float] = "all",
-    multiplier: float = 30.0,
-    multiplier_rate: float = 0.01,
-    multiplier_fall: float = 0.3,
-    multiplier_rise: float = 1.0,
+    lambda_: float = 30.0,
+    lambda_rate: float = 0.01,
+    lambda_fall: float = 0.3,
+    lambda_rise: float = 1.0,
     violation_scale: float | None = None,
     distillation: float = 0.0,
     anneal_noise_from: float = 0.5,
@@ -90,10 +90,10 @@ def post_train(
         learning_rate: at its peak.
         trained: a name in `TRAINED` ("all", "qk", "gates", "evenly"), or patterns of parameter
             names with multiples of the learning rate, the first match counting.
-        multiplier: lambda at the start.
-        multiplier_rate: how far log lambda moves per step at a full violation.
-        multiplier_fall: the largest step of log lambda downwards, as a multiple of that rate.
-        multiplier_rise: the largest step upwards, likewise; above 1, large violations are answered
+        lambda_: lambda at the start.
+        lambda_rate: how far log lambda moves per step at a full violation.
+        lambda_fall: the largest step of log lambda downwards, as a multiple of that rate.
+        lambda_rise: the largest step upwards, likewise; above 1, large violations are answered
             faster than small ones.
         violation_scale: nats above the target that count as a full violation; the target itself
             when left out.
@@ -151,12 +151,12 @@ def post_train(
             "SparseTransformer(model, closed=...)"
         )
     settings = TrainingConfig(steps=steps, learning_rate=learning_rate, **config)
-    if not multiplier > 0:
-        raise ValueError(f"expected multiplier above 0; got {multiplier}")
-    if not 0 < multiplier_fall <= 1:
-        raise ValueError(f"expected multiplier_fall above 0 and at most 1; got {multiplier_fall}")
-    if not 1 <= multiplier_rise < math.inf:
-        raise ValueError(f"expected multiplier_rise of at least 1; got {multiplier_rise}")
+    if not lambda_ > 0:
+        raise ValueError(f"expected lambda_ above 0; got {lambda_}")
+    if not 0 < lambda_fall <= 1:
+        raise ValueError(f"expected lambda_fall above 0 and at most 1; got {lambda_fall}")
+    if not 1 <= lambda_rise < math.inf:
+        raise ValueError(f"expected lambda_rise of at least 1; got {lambda_rise}")
     if isinstance(trained, str):
         if trained not in TRAINED:
             raise ValueError(f"expected trained to be one of {list(TRAINED)}; got {trained!r}")
@@ -175,10 +175,10 @@ def post_train(
     needs_dense = target.reference == "dense" or distillation > 0
     constraint = LossConstraint(
         scale=violation_scale or target.nats,
-        rate=multiplier_rate,
-        fall=multiplier_fall,
-        rise=multiplier_rise,
-        log_lambda=math.log(multiplier),
+        rate=lambda_rate,
+        fall=lambda_fall,
+        rise=lambda_rise,
+        log_lambda=math.log(lambda_),
     )
     objective = SparsityObjective(
         sparse,
@@ -243,10 +243,10 @@ def post_train(
             "self_cost": self_cost,
             "retreat_after": retreat_after,
             "min_accuracy": min_accuracy,
-            "multiplier": multiplier,
-            "multiplier_rate": multiplier_rate,
-            "multiplier_fall": multiplier_fall,
-            "multiplier_rise": multiplier_rise,
+            "lambda_": lambda_,
+            "lambda_rate": lambda_rate,
+            "lambda_fall": lambda_fall,
+            "lambda_rise": lambda_rise,
             "violation_scale": constraint.scale,
         },
         checkpoint=None if checkpoint is None else Path(checkpoint),

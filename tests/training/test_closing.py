@@ -36,7 +36,7 @@ def run(sparse: SparseTransformer, rows: Rows, **settings: Any) -> PostTraining:
         "steps": 8,
         "warmup": 0,
         "learning_rate": 3e-3,
-        "multiplier": 2.0,
+        "lambda_": 2.0,
         "evaluate_every": 2,
         "progress": False,
     }
@@ -59,7 +59,7 @@ def test_the_share_of_draws_rises_from_none_to_all(build_echo: Build) -> None:
 
 def test_until_all_are_closed_the_loss_alone_counts(build_echo: Build, echo_rows: Rows) -> None:
     objective, batch = objective_at(build_echo, 0.4), echo_rows()
-    sparse, before = objective.sparse, objective.constraint.multiplier
+    sparse, before = objective.sparse, objective.constraint.lambda_
     with sparse.sampled(torch.Generator().manual_seed(3), 1.0, 0.5), torch.no_grad():
         loss = cross_entropy(sparse(batch.tokens), batch)
     minimised, measured = objective.measure(batch, torch.Generator().manual_seed(3), 0.2)
@@ -67,7 +67,7 @@ def test_until_all_are_closed_the_loss_alone_counts(build_echo: Build, echo_rows
     assert minimised.item() == pytest.approx(loss.item() * before / (1 + before), rel=1e-6)
     objective.update(measured)
     objective.evaluated(1e3)
-    assert objective.constraint.multiplier == before
+    assert objective.constraint.lambda_ == before
 
     minimised, measured = objective.measure(batch, torch.Generator().manual_seed(3), 0.4)
     with sparse.sampled(torch.Generator().manual_seed(3)), sparse.recorded() as record:
@@ -76,10 +76,10 @@ def test_until_all_are_closed_the_loss_alone_counts(build_echo: Build, echo_rows
     expected = (torch.log1p(edges) + before * loss) / (1 + before)
     assert minimised.item() == pytest.approx(expected.item(), rel=1e-6)
     objective.update(measured)
-    assert objective.constraint.multiplier != before
-    lower = objective.constraint.multiplier
+    assert objective.constraint.lambda_ != before
+    lower = objective.constraint.lambda_
     objective.evaluated(1e3)
-    assert objective.constraint.multiplier == pytest.approx(1.5 * lower)
+    assert objective.constraint.lambda_ == pytest.approx(1.5 * lower)
 
 
 def test_what_is_measured_and_kept_is_closed(build_echo: Build, echo_rows: Rows) -> None:

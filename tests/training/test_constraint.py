@@ -1,4 +1,4 @@
-"""Targets as people write them, and a multiplier that moves the right way and no further."""
+"""Targets as people write them, and a lambda that moves the right way and no further."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def test_what_is_no_target(written: Any) -> None:
 @pytest.mark.parametrize(("violation", "direction"), [(0.3, 1), (-0.3, -1), (0.0, 0)])
 def test_lambda_rises_while_the_loss_is_above_its_target(violation: float, direction: int) -> None:
     constraint = LossConstraint(scale=1.0)
-    assert constraint.multiplier == 1.0
+    assert constraint.lambda_ == 1.0
     path = [constraint.log_lambda]
     for _ in range(5):
         constraint.update(violation)
         path.append(constraint.log_lambda)
     steps = [math.copysign(1, b - a) if b != a else 0 for a, b in zip(path, path[1:], strict=False)]
     assert steps == [direction] * 5
-    assert constraint.multiplier == pytest.approx(math.exp(constraint.log_lambda))
+    assert constraint.lambda_ == pytest.approx(math.exp(constraint.log_lambda))
 
 
 def test_the_update_by_hand() -> None:

@@ -35,7 +35,7 @@ def _post_train(sparse: SparseTransformer, rows: Rows, **settings: Any) -> PostT
         "learning_rate": 1e-2,
         "warmup": 2,
         "evaluate_every": 3,
-        "multiplier": 1.0,
+        "lambda_": 1.0,
         "progress": False,
         "stream": ShuffledStream(rows(), 32),
         "held_out": rows(seed=1),
@@ -69,8 +69,8 @@ def test_a_target_below_the_dense_loss(build_echo: Build, echo_rows: Rows) -> No
         ({"trained": "qkv"}, "expected trained to be one of .*'qk'.*got 'qkv'"),
         ({"trained": {"*.W_Z": 1.0}}, r"'\*\.W_Z' matches none of"),
         ({"steps": 0}, "expected steps above 0"),
-        ({"multiplier_fall": 0.0}, "expected multiplier_fall above 0"),
-        ({"multiplier_rise": 0.5}, "expected multiplier_rise of at least 1; got 0.5"),
+        ({"lambda_fall": 0.0}, "expected lambda_fall above 0"),
+        ({"lambda_rise": 0.5}, "expected lambda_rise of at least 1; got 0.5"),
         ({"layer_costs": [1.0]}, "expected layer_costs to be 2 numbers above 0.*got .1.0."),
         ({"self_cost": 0.0}, "expected self_cost to be a number above 0; got 0.0"),
         ({"layer_costs": [1.0, 0.0]}, "expected layer_costs to be 2 numbers above 0"),
@@ -86,15 +86,15 @@ def test_settings_that_make_no_sense(
         )
 
 
-@pytest.mark.parametrize("multiplier", [0.0, -1.0])
+@pytest.mark.parametrize("lambda_", [0.0, -1.0])
 def test_a_multiplier_that_is_no_multiplier(
-    build_echo: Build, echo_rows: Rows, multiplier: float
+    build_echo: Build, echo_rows: Rows, lambda_: float
 ) -> None:
-    with pytest.raises(ValueError, match="expected multiplier above 0"):
+    with pytest.raises(ValueError, match="expected lambda_ above 0"):
         _post_train(
             SparseTransformer(build_echo()),
             echo_rows,
-            multiplier=multiplier,
+            lambda_=lambda_,
             stream=Untouchable(),
         )
 
@@ -357,12 +357,12 @@ def test_edges_to_oneself_are_told_apart(build_tiny: Build) -> None:
 def test_lambda_grows_until_the_loss_meets_its_target(build_echo: Build, echo_rows: Rows) -> None:
     sparse = SparseTransformer(build_echo(), initial_bias=-3.0)
     outcome = _post_train(
-        sparse, echo_rows, target_loss="+0.01", multiplier_rate=0.1, steps=8, multiplier=2.0
+        sparse, echo_rows, target_loss="+0.01", lambda_rate=0.1, steps=8, lambda_=2.0
     )
-    multipliers = outcome.history["lambda"].dropna().tolist()
-    assert multipliers[0] == pytest.approx(2.0)
-    assert multipliers == sorted(multipliers)
-    assert multipliers[-1] == pytest.approx(2.0 * math.exp(0.7), rel=1e-6)
+    lambdas = outcome.history["lambda"].dropna().tolist()
+    assert lambdas[0] == pytest.approx(2.0)
+    assert lambdas == sorted(lambdas)
+    assert lambdas[-1] == pytest.approx(2.0 * math.exp(0.7), rel=1e-6)
 
 
 def test_lambda_rises_as_fast_as_it_may(build_echo: Build, echo_rows: Rows) -> None:
@@ -372,14 +372,14 @@ def test_lambda_rises_as_fast_as_it_may(build_echo: Build, echo_rows: Rows) -> N
             SparseTransformer(build_echo(), initial_bias=-30.0),
             echo_rows,
             target_loss="+0.001",
-            multiplier=2.0,
-            multiplier_rate=0.01,
-            multiplier_rise=rise,
+            lambda_=2.0,
+            lambda_rate=0.01,
+            lambda_rise=rise,
             steps=3,
         )
-        multipliers = outcome.history["lambda"].dropna().tolist()
+        lambdas = outcome.history["lambda"].dropna().tolist()
         # A row tells lambda as it was in that step: two updates before the third.
-        assert multipliers[-1] == pytest.approx(2.0 * math.exp(0.02 * rise), rel=1e-6)
+        assert lambdas[-1] == pytest.approx(2.0 * math.exp(0.02 * rise), rel=1e-6)
 
 
 def test_lambda_falls_as_fast_as_it_may(build_echo: Build, echo_rows: Rows) -> None:
@@ -390,13 +390,13 @@ def test_lambda_falls_as_fast_as_it_may(build_echo: Build, echo_rows: Rows) -> N
             echo_rows,
             target_loss=20.0,
             violation_scale=1.0,
-            multiplier=2.0,
-            multiplier_rate=0.1,
-            multiplier_fall=fall,
+            lambda_=2.0,
+            lambda_rate=0.1,
+            lambda_fall=fall,
             steps=3,
         )
-        multipliers = outcome.history["lambda"].dropna().tolist()
-        assert multipliers[-1] == pytest.approx(2.0 * math.exp(-0.2 * fall), rel=1e-6)
+        lambdas = outcome.history["lambda"].dropna().tolist()
+        assert lambdas[-1] == pytest.approx(2.0 * math.exp(-0.2 * fall), rel=1e-6)
 
 
 def test_other_distributions_are_another_run(
@@ -439,12 +439,12 @@ def test_the_brake_stops_a_fall_that_goes_too_far(build_echo: Build) -> None:
         slack=2.0,
         brake=3.0,
     )
-    multipliers = []
+    lambdas = []
     for progress, excess in ((0.0, 2.9), (0.0, 3.1), (0.45, 2.1), (0.45, 2.3), (0.5, 100.0)):
         objective._allowance, objective._progress = objective.allowance(progress), progress
         objective.evaluated(excess)
-        multipliers.append(objective.constraint.multiplier)
-    assert multipliers == pytest.approx([1.0, 1.5, 1.5, 2.25, 2.25])
+        lambdas.append(objective.constraint.lambda_)
+    assert lambdas == pytest.approx([1.0, 1.5, 1.5, 2.25, 2.25])
 
 
 def test_no_brake_unless_asked_for(build_echo: Build, echo_rows: Rows) -> None:
@@ -456,8 +456,8 @@ def test_no_brake_unless_asked_for(build_echo: Build, echo_rows: Rows) -> None:
             echo_rows,
             target_loss="+0.05",
             learning_rate=0.3,
-            multiplier=2.0,
-            multiplier_rate=1e-6,
+            lambda_=2.0,
+            lambda_rate=1e-6,
             anneal_noise_from=0.9,
             brake=brake,
             steps=6,
