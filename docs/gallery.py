@@ -65,11 +65,11 @@ def addition(runs: Path) -> Figure:
 
 
 def addition_attribution(runs: Path) -> Figure:
-    """The same sum by effect on the predicted logit: blue edges raise it, orange ones lower it."""
+    """The same sum by what removing an edge does to the predicted logit: blue edges help, orange ones hurt."""
     base, sparse = load_addition_models()
     models = {"Base Model": base, "Sparse Model": sparse}
     return circuit_diagram(
-        models, "36+28=?????", position=9, weight="attribution", threshold=0.05, transition=None
+        models, "36+28=?????", position=9, weight="effect", threshold=0.05, transition=None
     )
 
 

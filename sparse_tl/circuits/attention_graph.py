@@ -9,13 +9,13 @@ This module holds the numbers and the reachability on that grid; it knows no mod
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-EdgeWeight = Literal["attention", "attribution"]
+EdgeWeight = Literal["attention", "effect", "first-order"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,13 +25,18 @@ class AttentionGraph:
     Args:
         attention: gate times attention probability of each edge; 0 at closed gates and at
             acausal pairs.
-        gates: 1 where the edge's gate is open; every causal pair of a dense model is open.
+        gates: 1 where the edge's gate is open; in a dense model every pair that its attention
+            joins is open: causal pairs, or all pairs where attention is bidirectional.
         input_tokens: the text under each column, ``?`` where it is not known to the model.
         output_tokens: the text above each column: the model's prediction where it makes one.
         targets: the columns of predicted characters, each with the column at which it is read
             (one to the left for an autoregressive model, the same for a placeholder model).
-        attribution: for each target, ``attention * d logit(predicted) / d attention`` in logits;
-            ``None`` when it was not asked for.
+        attribution: for each target, the first-order estimate of `effect`,
+            ``-attention * d logit(predicted) / d attention``, in logits; ``None`` when it was not
+            asked for. Its sign can be wrong where the model is not linear.
+        effect: for each target, exactly how the predicted token's logit changes when the edge
+            alone is removed; negative: the edge helps. ``None`` when it was not asked for.
+        causal: whether a column attends to no later one.
     """
 
     attention: Float[Tensor, "layer head query key"]
@@ -40,6 +45,8 @@ class AttentionGraph:
     output_tokens: tuple[str, ...]
     targets: tuple[tuple[int, int], ...]
     attribution: Float[Tensor, "target layer head query key"] | None = None
+    effect: Float[Tensor, "target layer head query key"] | None = None
+    causal: bool = True
 
     def __post_init__(self) -> None:
         pos = self.attention.shape[-1]
@@ -67,17 +74,38 @@ class AttentionGraph:
     def n_columns(self) -> int:
         return self.attention.shape[-1]
 
+    @property
+    def n_pairs(self) -> int:
+        """Pairs of columns that one head can join."""
+        n = self.n_columns
+        return n * (n + 1) // 2 if self.causal else n * n
+
     def edge_weights(
         self, kind: EdgeWeight = "attention", target: int = -1
     ) -> Float[Tensor, "layer head query key"]:
-        """The weight of each edge: gate times attention, or attribution in logits (signed)."""
+        """The weight of each edge.
+
+        Args:
+            kind: "attention" is gate times attention; "effect" the exact change of the predicted
+                token's logit when the edge is removed, "first-order" its first-order estimate,
+                both in logits and negative where the edge helps.
+            target: index into `targets`, of the effects.
+
+        Raises:
+            ValueError: an unknown kind, or one that was not traced.
+        """
         if kind == "attention":
             return self.attention
-        if self.attribution is None:
+        if kind not in get_args(EdgeWeight):
+            raise ValueError(f"expected a kind of {get_args(EdgeWeight)}; got {kind!r}")
+        scores = self.effect if kind == "effect" else self.attribution
+        if scores is None:
+            option = "max_effects=..." if kind == "effect" else "attribution=True"
             raise ValueError(
-                "this flow holds no attribution; trace the model with attribution=True to get it"
+                f"expected a graph with {kind} scores; got one without: trace the model with "
+                f"{option}"
             )
-        return self.attribution[target]
+        return scores[target]
 
 
 def ancestors(

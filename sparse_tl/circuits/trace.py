@@ -1,7 +1,9 @@
-"""Follow attention through one prompt: the weights, gates and attributions of every edge.
+"""Follow attention through one prompt: the weights, gates and effects of every edge.
 
-Phases: tokenize, run once with the (gated) patterns kept, and, where asked for, one backward pass
-per predicted position for ``attention * d logit(predicted) / d attention``.
+1. Tokenize, and run once with the (gated) patterns kept.
+2. Where asked for, one backward pass per predicted position gives the first-order estimate
+   ``-attention * d logit(predicted) / d attention`` of what removing each edge changes.
+3. Where asked for, the exact change: each open edge removed alone (`removal`).
 """
 
 from __future__ import annotations
@@ -10,52 +12,69 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.circuits.attention_graph import AttentionGraph
+from sparse_tl.circuits.removal import removal_effects
+from sparse_tl.data.known_text import check_known
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import HookedModel, Order, attached, embedding_matrix, layer_points
 
 UNKNOWN = "?"
+MAX_EFFECTS = 500
+"""Open edges whose exact effects a figure computes without being asked, in well under a second."""
+Prompt = str | Int[Tensor, " pos"]
+"""Text, or its tokens."""
 
 
 def trace_attention(
     model: HookedModel,
-    prompt: str | Int[Tensor, " pos"],
+    prompt: Prompt,
     *,
     positions: Sequence[int] | None = None,
     attribution: bool = False,
+    max_effects: int = 0,
+    labels: Sequence[str] | None = None,
 ) -> AttentionGraph:
-    """The attention edges of a prompt and the characters that they lead to.
+    """The attention edges of a prompt and the tokens that they lead to.
 
     A predicted position is read one column to its left, or at its own column where the prompt
-    carries the tokenizer's mask token there. The model reads no further than the last column at
-    which something is read.
+    carries the tokenizer's mask token there, or where attention is bidirectional. A causal model
+    reads no further than the last column at which something is read.
 
     Args:
-        model: a dense model or a SparseTransformer, with a tokenizer.
+        model: a dense model or a SparseTransformer.
         prompt: text, or its tokens.
         positions: the columns to predict; negative ones count from the end of the prompt. Left
             out: every mask token, or else the token after the prompt.
-        attribution: also compute each edge's first-order effect on the predicted logit, in logits.
+        attribution: also estimate to first order how the predicted logit changes when an edge is
+            removed, in logits.
+        max_effects: also compute that change exactly, where no more edges than this are open; one
+            run of the prompt each.
+        labels: texts of the columns; left out, the tokenizer's, or the tokens' numbers where the
+            model has no tokenizer.
 
     Raises:
-        ValueError: an empty prompt, one longer than the model's context, a position that cannot be
-            predicted, or a model without a tokenizer.
+        ValueError: an empty prompt, one longer than the model's context, a text of which the
+            tokenizer lacks a part, labels of another number, a position that cannot be predicted.
     """
-    tokens, mask_id = _tokenize(model, prompt)
-    targets = _targets(tokens, positions, mask_id)
+    tokens = prompt_tokens(model, prompt)
+    mask_id = None if model.tokenizer is None else model.tokenizer.mask_token_id
+    causal = is_causal(model)
+    targets = _targets(tokens, positions, mask_id, causal)
     n_columns = max(len(tokens), *(column + 1 for column, _ in targets))
-    n_read = max(read_at for _, read_at in targets) + 1
-    batch = tokens[None, :n_read].to(embedding_matrix(model).device)
-    attention, gates, logits, effects = _run(model, batch, targets, attribution)
+    n_read = max(read_at for _, read_at in targets) + 1 if causal else len(tokens)
+    read = tokens[:n_read]
+    attention, gates, logits, estimates = _run(model, read, targets, attribution)
+    few = max_effects > 0 and int(gates.sum()) <= max_effects
+    effect = _effects(model, read, targets, gates) if few else None
     predicted = {column: int(logits[read_at].argmax()) for column, read_at in targets}
-    texts = [_text(model, int(token)) for token in tokens]
+    texts = _labels(model, tokens, labels)
     known = [i < n_read and int(tokens[i]) != mask_id for i in range(n_columns)]
     inputs = [texts[i] if known[i] else UNKNOWN for i in range(n_columns)]
     outputs = [
-        _text(model, predicted[i]) if i in predicted else inputs[i] for i in range(n_columns)
+        output_text(model, predicted[i]) if i in predicted else inputs[i] for i in range(n_columns)
     ]
     return AttentionGraph(
         attention=_widen(attention, n_columns),
@@ -63,17 +82,31 @@ def trace_attention(
         input_tokens=tuple(inputs),
         output_tokens=tuple(outputs),
         targets=tuple(targets),
-        attribution=None if effects is None else _widen(effects, n_columns),
+        attribution=None if estimates is None else _widen(estimates, n_columns),
+        effect=None if effect is None else _widen(effect, n_columns),
+        causal=causal,
     )
 
 
-def _tokenize(model: HookedModel, prompt: str | Tensor) -> tuple[Tensor, int | None]:
-    if model.tokenizer is None:
-        raise ValueError("expected a model with a tokenizer, for the texts under the columns")
-    if prompt == "":
-        raise ValueError("expected a prompt; got an empty text")
-    # Truncation would lose the end of the prompt without a word.
-    tokens = model.to_tokens(prompt, truncate=False)[0] if isinstance(prompt, str) else prompt
+def prompt_tokens(model: HookedModel, prompt: Prompt) -> Int[Tensor, " pos"]:
+    """The tokens of a prompt that the model can run, on the CPU.
+
+    Raises:
+        ValueError: it cannot, and why.
+    """
+    if isinstance(prompt, str):
+        if model.tokenizer is None:
+            raise ValueError(
+                f"expected the tokens of the prompt, since the model has no tokenizer; got the "
+                f"text {prompt!r}; the texts of the columns can be given as labels="
+            )
+        if not prompt:
+            raise ValueError("expected a prompt; got an empty text")
+        check_known(model.tokenizer, prompt)
+        # Truncation would lose the end of the prompt without a word.
+        tokens = model.to_tokens(prompt, truncate=False)[0]
+    else:
+        tokens = prompt
     if tokens.ndim != 1 or len(tokens) == 0:
         raise ValueError(f"expected the tokens of one prompt; got shape {tuple(tokens.shape)}")
     if len(tokens) > model.cfg.n_ctx:
@@ -85,30 +118,61 @@ def _tokenize(model: HookedModel, prompt: str | Tensor) -> tuple[Tensor, int | N
     outside = tokens[(tokens < 0) | (tokens >= d_vocab)].tolist()
     if outside:
         raise ValueError(f"expected tokens in 0..{d_vocab - 1}; got {outside[0]}")
-    return tokens.cpu(), model.tokenizer.mask_token_id
+    return tokens.cpu()
+
+
+def output_text(model: HookedModel, output: int) -> str:
+    """The text of an output of the model: a token, or a number where outputs are no tokens."""
+    if model.tokenizer is None or model.cfg.d_vocab_out != model.cfg.d_vocab:
+        return str(output)
+    return model.tokenizer.decode([output])
+
+
+def is_causal(model: HookedModel) -> bool:
+    """Whether a column attends to no later one."""
+    return model.cfg.attention_dir == "causal"
+
+
+def _labels(model: HookedModel, tokens: Tensor, labels: Sequence[str] | None) -> Sequence[str]:
+    if labels is None:
+        if model.tokenizer is None:
+            return [str(token) for token in tokens.tolist()]
+        return [model.tokenizer.decode([token]) for token in tokens.tolist()]
+    if len(labels) != len(tokens):
+        raise ValueError(f"expected {len(tokens)} labels, one per token; got {len(labels)}")
+    return labels
 
 
 def _targets(
-    tokens: Tensor, positions: Sequence[int] | None, mask_id: int | None
+    tokens: Tensor, positions: Sequence[int] | None, mask_id: int | None, causal: bool
 ) -> list[tuple[int, int]]:
+    """The predicted columns, each with the column at which it is read."""
     n = len(tokens)
-    masked = [i for i in range(n) if int(tokens[i]) == mask_id]
+    own = [i for i in range(n) if not causal or int(tokens[i]) == mask_id]
     if positions is None:
-        positions = masked or [n]
-    columns = [position + n if position < 0 else position for position in positions]
-    for position, column in zip(positions, columns, strict=True):
-        if not (0 <= column < n and column in masked) and not 1 <= column <= n:
+        positions = [i for i in own if int(tokens[i]) == mask_id]
+        if not positions and not causal:
             raise ValueError(
-                f"expected positions in 1..{n}, the columns that can be predicted; got {position}"
+                "expected positions= to read, since attention is bidirectional and the prompt has "
+                "no mask token; got none"
+            )
+        positions = positions or [n]
+    columns = [position + n if position < 0 else position for position in positions]
+    first, last = (1, n) if causal else (0, n - 1)
+    for position, column in zip(positions, columns, strict=True):
+        if column not in own and not (causal and 1 <= column <= n):
+            raise ValueError(
+                f"expected positions in {first}..{last}, the columns that can be predicted; got "
+                f"{position}"
             )
     if not columns:
         raise ValueError("expected at least one position to predict; got none")
-    return [(column, column if column in masked else column - 1) for column in columns]
+    return [(column, column if column in own else column - 1) for column in columns]
 
 
 def _run(
     model: HookedModel,
-    batch: Int[Tensor, "one pos"],
+    tokens: Int[Tensor, " pos"],
     targets: Sequence[tuple[int, int]],
     attribution: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -127,11 +191,12 @@ def _run(
 
     names = layer_points(model, "attn.hook_pattern")
     hooks = [(name, Order.LAST, partial(keep, layer)) for layer, name in enumerate(names)]
+    batch = tokens[None].to(embedding_matrix(model).device)
     with attached(model, hooks), torch.set_grad_enabled(attribution):
         logits, gates = _forward(model, batch)
     layers = range(len(names))
     attention = torch.cat([patterns[layer] for layer in layers])
-    effects = None
+    estimates = None
     if attribution:
         rows = []
         for _, read_at in targets:
@@ -139,9 +204,9 @@ def _run(
             gradients = torch.autograd.grad(
                 best, [nudges[layer] for layer in layers], retain_graph=True
             )
-            rows.append(attention * torch.cat(gradients))
-        effects = torch.stack(rows).cpu()
-    return attention.cpu(), gates.cpu(), logits.detach().cpu(), effects
+            rows.append(-attention * torch.cat(gradients))
+        estimates = torch.stack(rows).cpu()
+    return attention.cpu(), gates.cpu(), logits.detach().cpu(), estimates
 
 
 def _forward(model: HookedModel, batch: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,15 +217,27 @@ def _forward(model: HookedModel, batch: Tensor) -> tuple[Tensor, Tensor]:
         return logits, record.gates()[:, 0]
     logits = model(batch)[0]
     pos = batch.shape[1]
-    causal = torch.ones(pos, pos, dtype=torch.bool, device=batch.device).tril()
-    return logits, causal.expand(model.cfg.n_layers, model.cfg.n_heads, pos, pos)
+    joined = torch.ones(pos, pos, dtype=torch.bool, device=batch.device)
+    joined = joined.tril() if is_causal(model) else joined
+    return logits, joined.expand(model.cfg.n_layers, model.cfg.n_heads, pos, pos)
+
+
+def _effects(
+    model: HookedModel,
+    tokens: Int[Tensor, " pos"],
+    targets: Sequence[tuple[int, int]],
+    gates: Bool[Tensor, "layer head query key"],
+) -> Float[Tensor, "target layer head query key"]:
+    """Of every open edge; a closed one has none."""
+    edges = [(layer, head, query, key) for layer, head, query, key in gates.nonzero().tolist()]
+    read_at = [column for _, column in targets]
+    found = removal_effects(model, tokens, read_at, attention_edges=edges).logits
+    effects = found.new_zeros(len(targets), *gates.shape)
+    effects[:, gates] = found
+    return effects
 
 
 def _widen(edges: Tensor, n_columns: int) -> Tensor:
     """Room for columns that the model does not read: they have no edges."""
     missing = n_columns - edges.shape[-1]
     return torch.nn.functional.pad(edges, (0, missing, 0, missing))
-
-
-def _text(model: HookedModel, token: int) -> str:
-    return model.tokenizer.decode([token])

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from sparse_tl import plots
 from sparse_tl.circuits import trace_attention
-from sparse_tl.explorer.panel import Head, Prompt
-from sparse_tl.explorer.prompts import check_known
+from sparse_tl.circuits.removal import Head
+from sparse_tl.circuits.trace import Prompt
 from sparse_tl.lens import HookedModel, attention_shape
 from sparse_tl.nodes import Node
 
@@ -39,8 +39,6 @@ def attention_view(
             attention weights.
     """
     chosen = _chosen(model, layer, heads)
-    if isinstance(prompt, str) and model.tokenizer is not None:
-        check_known(model.tokenizer, prompt)
     flow = trace_attention(model, prompt)
     n_read = max(read_at for _, read_at in flow.targets) + 1
     return plots.attention_view(

@@ -223,9 +223,9 @@ function render({ model, el }) {
     const element = card(
       panel.name, `output at position ${column}`,
       outputTable(panel.outputs[target], changed),
-      make("h5", {}, "Heads", make("small", {}, "stronger: more effect on the predicted logit")),
+      make("h5", {}, "Heads", make("small", {}, "removed one by one: blue helps, orange hurts")),
       headGrid({
-        effects: panel.effects[target], removed: panel.removedHeads, nLayers, nHeads,
+        effects: panel.headEffects[target], removed: panel.removedHeads, nLayers, nHeads,
         onToggle: toggleHead, onHover: hover,
       }),
       chips({

@@ -81,7 +81,7 @@ function shareCell(share) {
   return make("td", { class: "share" }, bar, make("span", {}, percent(share)));
 }
 
-// A grid of layers and heads, darker with what a head adds to the predicted logit.
+// A grid of layers and heads, darker with what removing a head does to the predicted logit.
 function headGrid({ effects, removed, nLayers, nHeads, onToggle, onHover }) {
   const largest = Math.max(1e-9, ...effects.flat().map(Math.abs));
   const grid = make("div", { class: "heads", role: "group", "aria-label": "heads" });
@@ -92,9 +92,9 @@ function headGrid({ effects, removed, nLayers, nHeads, onToggle, onHover }) {
     for (let head = 0; head < nHeads; head++) {
       const off = gone.has(`${layer},${head}`);
       const effect = effects[layer][head];
-      const { ground } = shade(effect / largest);
+      const { ground } = shade(-effect / largest);
       const words = off ? ["removed; click: put it back"] : [
-        `adds ${signed(effect, 2)} to the predicted logit, to first order`, "click: remove it",
+        `effect of removing it: ${signed(effect, 2)} on the predicted logit`, "click: remove it",
       ];
       const cell = make("button", {
         type: "button", class: "cell", "data-head": `${layer},${head}`, "aria-pressed": String(off),

@@ -11,6 +11,7 @@ from torch import Tensor
 from sparse_tl import plots
 from sparse_tl.circuits import trace_attention
 from sparse_tl.circuits.attention_graph import EdgeWeight
+from sparse_tl.circuits.trace import MAX_EFFECTS
 from sparse_tl.lens import HookedModel
 
 
@@ -21,6 +22,7 @@ def circuit_diagram(
     position: int | None = None,
     positions: Sequence[int] | None = None,
     weight: EdgeWeight = "attention",
+    labels: Sequence[str] | None = None,
     **style: Any,
 ) -> plots.CircuitDiagram:
     """Draw where each model's attention moves information for one prompt, one panel per model.
@@ -30,7 +32,9 @@ def circuit_diagram(
         prompt: text, or its tokens.
         position: the predicted column that is shown first; the last of `positions` if left out.
         positions: all columns that can be chosen; just `position` if left out.
-        weight: "attention" (gate times attention) or "attribution" (effect on the logit).
+        weight: "attention" (gate times attention), "effect" (of removing the edge, in logits:
+            exact in models with few open edges) or "first-order" (its estimate).
+        labels: texts of the columns, where they are not those of the tokenizer.
         **style: passed to `plots.circuit_diagram`: threshold, transition, title.
 
     Raises:
@@ -42,9 +46,16 @@ def circuit_diagram(
         positions = None if position is None else [position]
     elif position is not None and position not in positions:
         raise ValueError(f"expected position to be one of {list(positions)}; got {position}")
-    flows = {
-        title: trace_attention(model, prompt, positions=positions, attribution=True)
+    graphs = {
+        title: trace_attention(
+            model,
+            prompt,
+            positions=positions,
+            attribution=True,
+            max_effects=MAX_EFFECTS,
+            labels=labels,
+        )
         for title, model in models.items()
     }
     target = -1 if positions is None or position is None else list(positions).index(position)
-    return plots.circuit_diagram(flows, target=target, weight=weight, **style)
+    return plots.circuit_diagram(graphs, target=target, weight=weight, **style)

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from sparse_tl.circuits import trace_attention
 from sparse_tl.circuits.attention_graph import AttentionGraph
-from sparse_tl.explorer.prompts import check_known
+from sparse_tl.circuits.removal import AttentionEdge, Head, RemovalEffects, removal_effects
+from sparse_tl.circuits.trace import MAX_EFFECTS, Prompt, prompt_tokens
 from sparse_tl.gates import ablate_attention_edges, ablate_heads
 from sparse_tl.lens import (
     EMBEDDED,
@@ -28,12 +29,6 @@ from sparse_tl.lens import (
     embedding_matrix,
     layer_points,
 )
-
-Prompt = str | Int[Tensor, " pos"]
-Head = tuple[int, int]
-"""Layer and head."""
-AttentionEdge = tuple[int, int, int, int]
-"""Layer, head, query and key."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,13 +56,11 @@ class Panel:
         self.model = model
         self.shape = attention_shape(model)
         self.points = layer_points(model, "attn.hook_pattern")
-        if isinstance(prompt, str) and model.tokenizer is not None:
-            check_known(model.tokenizer, prompt)
-        self.whole = trace_attention(model, prompt, positions=positions, attribution=True)
+        self.whole = self._traced(prompt, positions)
         self.positions = [column for column, _ in self.whole.targets]
         # What comes after the last column that is read has no influence.
         self.n_read = max(read_at for _, read_at in self.whole.targets) + 1
-        self.tokens = tokens_of(model, prompt)
+        self.tokens = prompt_tokens(model, prompt)
         self.heads: set[Head] = set()
         self.edges: set[AttentionEdge] = set()
         self.before = self._run()
@@ -84,11 +77,21 @@ class Panel:
             raise
         self.after, self.flow = found
 
+    def _traced(self, prompt: Prompt, positions: Sequence[int] | None) -> AttentionGraph:
+        return trace_attention(
+            self.model, prompt, positions=positions, attribution=True, max_effects=MAX_EFFECTS
+        )
+
+    def head_effects(self) -> RemovalEffects:
+        """What each head does for each predicted token, beside what is removed."""
+        heads = [(i, j) for i in range(self.shape.n_layers) for j in range(self.shape.n_heads)]
+        read_at = [column for _, column in self.flow.targets]
+        with self._without_removed():
+            return removal_effects(self.model, self.tokens[: self.n_read], read_at, heads=heads)
+
     def _trace(self) -> AttentionGraph:
         with self._without_removed():
-            flow = trace_attention(
-                self.model, self.tokens, positions=self.positions, attribution=True
-            )
+            flow = self._traced(self.tokens, self.positions)
         room = flow.n_columns - self.n_read
         removed = nn.functional.pad(self.removed(), (0, room, 0, room))
         return replace(
@@ -143,10 +146,3 @@ class Panel:
             torch.stack([kept[name] for name in names]) for names in (self.points, levels)
         )
         return Run(patterns.masked_fill(self.removed(), 0), streams, logits)
-
-
-def tokens_of(model: HookedModel, prompt: Prompt) -> Int[Tensor, " pos"]:
-    """The tokens of a prompt that is known to fit."""
-    if isinstance(prompt, Tensor):
-        return prompt.cpu()
-    return model.to_tokens(prompt, truncate=False)[0].cpu()

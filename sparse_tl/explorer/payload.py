@@ -20,14 +20,13 @@ def panels_payload(exploration: Exploration) -> list[dict[str, Any]]:
 
 
 def _panel_payload(exploration: Exploration, title: str) -> dict[str, Any]:
-    flow, shape = exploration.flow(title), exploration.shape(title)
-    # To first order, what a head adds to a predicted logit: the sum over its edges.
-    assert flow.attribution is not None
-    effects = flow.attribution.double().sum(dim=(-1, -2))
+    shape = exploration.shape(title)
+    effects = exploration.head_effects(title)
+    by_head = (len(exploration.targets), shape.n_layers, shape.n_heads)
     return {
         "name": visible_text(title),
         "shape": [shape.n_layers, shape.n_heads],
-        "effects": [[[_short(x) for x in row] for row in rows] for rows in effects.tolist()],
+        "headEffects": _rounded(effects.logits.reshape(by_head).tolist()),
         "removedHeads": exploration.removed_heads(title),
         "removedEdges": exploration.removed_edges(title),
         "outputs": [
@@ -77,6 +76,10 @@ def _strongest_keys(reading: NodeReading) -> list[int]:
 
 def _score(token: TokenScore) -> list[float]:
     return [_short(token.logit), _short(token.probability)]
+
+
+def _rounded(numbers: list[Any]) -> list[Any]:
+    return [_rounded(n) if isinstance(n, list) else _short(n) for n in numbers]
 
 
 def _short(number: float) -> float:

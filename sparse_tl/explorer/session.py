@@ -15,7 +15,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sparse_tl.circuits.attention_graph import AttentionGraph
-from sparse_tl.explorer.panel import AttentionEdge, Head, Panel, Prompt
+from sparse_tl.circuits.removal import AttentionEdge, Head, RemovalEffects
+from sparse_tl.circuits.trace import Prompt
+from sparse_tl.explorer.panel import Panel
 from sparse_tl.lens import AttentionShape, HookedModel, embedding_matrix, unembedded
 
 
@@ -218,8 +220,12 @@ class Exploration:
     # ---- reading off -----------------------------------------------------------------------------
 
     def flow(self, panel: str) -> AttentionGraph:
-        """The attention edges that are left, with their attributions."""
+        """The attention edges that are left, with their effects."""
         return self._panel(panel).flow
+
+    def head_effects(self, panel: str) -> RemovalEffects:
+        """What each head does for each predicted token: removed alone, beside the removals."""
+        return self._panel(panel).head_effects()
 
     def outputs(self, panel: str, target: int = -1, top: int = 6) -> tuple[TokenChange, ...]:
         """The tokens that are most likely at a predicted column, before the removals or after.

@@ -24,7 +24,8 @@ import anywidget
 import traitlets
 
 from sparse_tl.circuits.attention_graph import EdgeWeight
-from sparse_tl.explorer.panel import AttentionEdge, Prompt
+from sparse_tl.circuits.removal import AttentionEdge
+from sparse_tl.circuits.trace import Prompt
 from sparse_tl.explorer.payload import Node, node_payload, panels_payload
 from sparse_tl.explorer.session import Exploration
 from sparse_tl.lens import HookedModel
@@ -306,7 +307,8 @@ def explore(
         position: the predicted column that is shown first; the last one if left out.
         positions: all columns that can be chosen; every mask token of the prompt or the token
             after it, and `position`, if left out.
-        weight: "attention" (gate times attention) or "attribution" (effect on the logit).
+        weight: "attention" (gate times attention), "effect" (of removing the edge, in logits:
+            exact where few edges are open) or "first-order" (its estimate).
         theme: ``"light"``, as figures are in notebooks, or ``"dark"``.
         **style: passed to `plots.circuit_diagram`: threshold, transition, title.
 

@@ -20,7 +20,7 @@ function start(root, data, live) {
     const part = (role) => group.querySelector(`[data-role="${role}"]`);
     return { ...panel, ...unpackEdges(panel), index, group, part, view: null };
   });
-  const hasAttribution = panels.every((panel) => panel.weights.length > 1);
+  const SCORE_NAMES = { effect: "effect", "first-order": "first-order attribution" };
   for (const panel of panels) {
     panel.hover = addHoverPath(panel.part("nodes"), REMOVED);
     panel.removed = (live.removed ?? [])[panel.index] ?? [];
@@ -47,8 +47,21 @@ function start(root, data, live) {
     return { edges };
   }
 
+  // Effects that are not known exactly are estimated to first order.
+  function shownWeight(panel) {
+    return state.weight === "effect" && !panel.scores.effect ? "first-order" : state.weight;
+  }
+
   function weightsOf(panel) {
-    return panel.weights[state.weight === "attention" ? 0 : 1 + state.target];
+    const kind = shownWeight(panel);
+    return kind === "attention" ? panel.attention : panel.scores[kind].rows[state.target];
+  }
+
+  // In logits; below 0 where removing the edge lowers the predicted logit.
+  function logitsOf(panel, kind, index) {
+    const { rows, scales } = panel.scores[kind];
+    const change = (-rows[state.target][index] / data.steps) * scales[state.target];
+    return `${change.toFixed(3).replace("-", "\u2212")} logits`;
   }
 
   // Nodes from which (level, column) can be reached over the kept edges, itself included.
@@ -60,7 +73,7 @@ function start(root, data, live) {
       for (let query = 0; query < n; query++) {
         if (!reached[(layer + 1) * n + query]) continue;
         reached[layer * n + query] = 1;
-        for (let key = 0; key <= query; key++) {
+        for (let key = 0; key < n; key++) {
           if (kept[(layer * n + query) * n + key]) reached[layer * n + key] = 1;
         }
       }
@@ -105,7 +118,7 @@ function start(root, data, live) {
     const start = focus ? focus : { level: nLayers, column: readAt };
     markMainEdges(lines, start, n);
     const headsShown = state.head < 0 ? nHeads : Number(state.head < nHeads);
-    const total = (nLayers * headsShown * n * (n + 1)) / 2;
+    const total = nLayers * headsShown * panel.nPairs;
     return { lines, reached, count, total, column, focus };
   }
 
@@ -156,7 +169,7 @@ function start(root, data, live) {
     drawEdges(panel, view);
     drawNodes(panel, view);
     drawPrediction(panel, view);
-    panel.part("caption").textContent = caption(view);
+    panel.part("caption").textContent = caption(panel, view);
     const onPath = view.lines.filter((line) => line.onPath).length;
     setAttributes(panel.group, {
       "data-edges-shown": view.lines.length, "data-edges-on-path": onPath,
@@ -236,9 +249,10 @@ function start(root, data, live) {
     setAttributes(panel.part("arrow-head"), { d: head, opacity: view.focus ? 0.3 : null });
   }
 
-  function caption(view) {
+  function caption(panel, view) {
     const number = (value) => value.toLocaleString("en-US");
-    const share = state.weight === "attention" ? "" : " of the largest attribution; orange: below 0";
+    const name = SCORE_NAMES[shownWeight(panel)];
+    const share = name ? ` of the largest ${name}; orange: hurts` : "";
     return `${number(view.count)} of ${number(view.total)} attention edges \u2265 ` +
       thresholdText() + share;
   }
@@ -285,10 +299,15 @@ function start(root, data, live) {
     const nHeads = Math.max(...panels.map((panel) => panel.shape[1]));
     const heads = Array.from({ length: nHeads }, (_, head) => [head, `head ${head}`]);
     addChoice("Heads", "head", [[-1, "all (largest)"], ...heads], Number);
-    if (hasAttribution) {
-      const weights = [["attention", "attention"], ["attribution", "attribution"]];
-      addChoice("Weight", "weight", weights, String);
-    }
+    const some = (kind) => panels.some((panel) => panel.scores[kind]);
+    const all = panels.every((panel) => panel.scores["first-order"]);
+    const weights = [
+      ["attention", "attention"],
+      ...(some("effect") && (all || panels.every((panel) => panel.scores.effect))
+        ? [["effect", "effect of removal"]] : []),
+      ...(all ? [["first-order", "first-order attribution"]] : []),
+    ];
+    if (weights.length > 1) addChoice("Weight", "weight", weights, String);
     return targetSelect;
   }
 
@@ -363,17 +382,17 @@ function start(root, data, live) {
   }
 
   function edgeText(panel, line) {
-    const attention = panel.weights[0][line.index] / data.steps;
+    const attention = panel.attention[line.index] / data.steps;
     const text = [
       `Layer ${line.layer}, head ${line.head}`,
       ...tokenText(panel, line.key, "from position"),
       ...tokenText(panel, line.query, "to position"),
       `attention ${attention.toFixed(3)}, gate open`,
     ];
-    if (hasAttribution) {
-      const relative = panel.weights[1 + state.target][line.index] / data.steps;
-      const logits = relative * panel.scales[state.target];
-      text.push(`attribution ${logits.toFixed(3).replace("-", "\u2212")} logits`);
+    const { effect, "first-order": estimate } = panel.scores;
+    if (effect) text.push(`effect of removing it ${logitsOf(panel, "effect", line.index)}`);
+    if (estimate) {
+      text.push(`first-order attribution ${logitsOf(panel, "first-order", line.index)}`);
     }
     if (line.others.length) {
       const heads = line.others.sort((a, b) => a - b).join(", ");

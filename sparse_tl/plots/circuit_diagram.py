@@ -23,8 +23,8 @@ from sparse_tl.plots.circuit_svg import Panel, draw_svg
 from sparse_tl.plots.diagram_layout import Layout, PanelLayout, lay_out, prediction_arrow
 from sparse_tl.plots.drawn_edges import (
     N_MAIN_EDGES,
-    RoundedFlow,
-    round_flow,
+    RoundedGraph,
+    round_graph,
     select_edges,
     threshold_steps,
 )
@@ -60,8 +60,10 @@ def circuit_diagram(
         panels: a flow for each panel, from top to bottom, by the name written on it. All trace
             the same prompt: the same columns and targets.
         target: index into the flows' targets: the predicted character.
-        weight: ``"attention"`` is gate times attention probability; ``"attribution"`` is the
-            signed effect on the predicted character's logit, relative to the panel's largest.
+        weight: ``"attention"`` is gate times attention probability; ``"effect"`` how the predicted
+            character's logit changes when the edge is removed, relative to the panel's largest;
+            ``"first-order"`` is an estimate of that. A panel without exact effects shows the
+            estimate in their place, and says so.
         threshold: the smallest absolute weight that is drawn, in 0..1. Weights are rounded to
             thousandths first.
         transition: text along the arrow from each panel to the next; ``None`` for no arrow.
@@ -72,22 +74,24 @@ def circuit_diagram(
 
     Raises:
         ValueError: if there is no panel, panels disagree on columns or targets, the target or the
-            threshold is out of range, attribution is asked for but absent, or weights are not
-            finite, out of range or acausal.
+            threshold is out of range, effects are asked for but absent, or weights are not finite,
+            out of range or acausal.
         TypeError: if a panel is not an `AttentionGraph`.
     """
     flows = _checked_panels(panels)
     check_options(weight, threshold)
-    if weight == "attribution":
-        _check_attribution(flows)
     target = _checked_target(flows, target)
-    # The reader can only choose attribution where every panel has it.
-    with_attribution = all(flow.attribution is not None for flow in flows.values())
-    rounded = [round_flow(flow, name, with_attribution) for name, flow in flows.items()]
+    rounded = [round_graph(flow, name) for name, flow in flows.items()]
+    _check_scores(weight, dict(zip(flows, rounded, strict=True)))
     limit = threshold_steps(threshold)
     _, read_at = next(iter(flows.values())).targets[target]
     drawn = [
-        Panel(name, flow, select_edges(values.values(weight, target), limit, read_at))
+        Panel(
+            name,
+            flow,
+            select_edges(values.values(weight, target), limit, read_at, flow.n_pairs),
+            values.shown(weight),
+        )
         for (name, flow), values in zip(flows.items(), rounded, strict=True)
     ]
     has_transition = transition is not None and len(drawn) > 1
@@ -96,7 +100,6 @@ def circuit_diagram(
         drawn,
         layout,
         target=target,
-        weight=weight,
         limit=limit,
         transition=transition,
         title=title,
@@ -135,7 +138,7 @@ def check_options(weight: str, threshold: float) -> None:
         ValueError: another weight, or a threshold out of range.
     """
     if weight not in get_args(EdgeWeight):
-        raise ValueError(f"expected weight 'attention' or 'attribution'; got {weight!r}")
+        raise ValueError(f"expected a weight of {get_args(EdgeWeight)}; got {weight!r}")
     if not 0 <= threshold < 1:
         raise ValueError(
             f"expected a threshold of at least 0 and below 1; got {threshold}; "
@@ -143,12 +146,12 @@ def check_options(weight: str, threshold: float) -> None:
         )
 
 
-def _check_attribution(flows: Mapping[str, AttentionGraph]) -> None:
-    for name, flow in flows.items():
-        if flow.attribution is None:
+def _check_scores(weight: EdgeWeight, panels: Mapping[str, RoundedGraph]) -> None:
+    for name, values in panels.items():
+        if weight != "attention" and values.shown(weight) not in values.scores:
             raise ValueError(
-                f"expected attribution in every panel; got none in {name!r}; trace the model "
-                "with attribution=True, or draw weight='attention'"
+                f"expected {weight} scores in every panel; got none in {name!r}; trace the model "
+                "with attribution=True or max_effects=..., or draw weight='attention'"
             )
 
 
@@ -165,7 +168,7 @@ def _checked_target(flows: Mapping[str, AttentionGraph], target: int) -> int:
 
 def _script_data(
     panels: Sequence[Panel],
-    rounded: Sequence[RoundedFlow],
+    rounded: Sequence[RoundedGraph],
     layout: Layout,
     state: dict[str, Any],
 ) -> dict[str, Any]:
@@ -200,19 +203,22 @@ def _script_data(
     }
 
 
-def _largest(rounded: RoundedFlow) -> Int[Tensor, "layer head query key"]:
+def _views(rounded: RoundedGraph) -> list[Int[Tensor, "layer head query key"]]:
+    """Every weight that the reader can choose."""
+    return [rounded.attention, *(row for s in rounded.scores.values() for row in s.values)]
+
+
+def _largest(rounded: RoundedGraph) -> Int[Tensor, "layer head query key"]:
     """The largest weight that each edge has in any of the views."""
-    if rounded.attribution is None:
-        return rounded.attention
-    return torch.maximum(rounded.attention, rounded.attribution.abs().amax(dim=0))
+    return torch.stack(_views(rounded)).abs().amax(dim=0)
 
 
-def _smallest_threshold(rounded: Sequence[RoundedFlow], limit: int) -> int:
+def _smallest_threshold(rounded: Sequence[RoundedGraph], limit: int) -> int:
     """The threshold, in thousandths, down to which a figure of bounded size can show every edge."""
     counts = torch.zeros(STEPS + 1, dtype=torch.int64)
-    for flow in rounded:
-        n_views = 1 if flow.attribution is None else 1 + len(flow.attribution)
-        counts += n_views * torch.bincount(_largest(flow).flatten(), minlength=STEPS + 1)
+    for graph in rounded:
+        n_views = len(_views(graph))
+        counts += n_views * torch.bincount(_largest(graph).flatten(), minlength=STEPS + 1)
     n_numbers = counts.flip(0).cumsum(0).flip(0)  # at index i: of edges with a weight of i or more
     within = (n_numbers[1:] <= _MAX_NUMBERS).nonzero()
     smallest = int(within[0]) + 1 if len(within) else STEPS
@@ -220,12 +226,11 @@ def _smallest_threshold(rounded: Sequence[RoundedFlow], limit: int) -> int:
 
 
 def _panel_data(
-    panel: Panel, rounded: RoundedFlow, floor: int, layout: Layout, place: PanelLayout
+    panel: Panel, rounded: RoundedGraph, floor: int, layout: Layout, place: PanelLayout
 ) -> dict[str, Any]:
     flow = panel.flow
     # Edges are sent as runs of skipped and listed places in row-major order.
     listed = _largest(rounded) >= floor
-    rows = [rounded.attention, *(rounded.attribution if rounded.attribution is not None else ())]
     return {
         "name": visible_text(panel.name),
         "shape": [flow.n_layers, flow.n_heads, flow.n_columns],
@@ -237,8 +242,15 @@ def _panel_data(
             prediction_arrow(layout, place, column, read_at) for column, read_at in flow.targets
         ],
         "runs": _runs(listed.flatten()),
-        "weights": [row[listed].tolist() for row in rows],
-        "scales": [float(f"{scale:.4g}") for scale in rounded.scales],
+        "nPairs": flow.n_pairs,
+        "attention": rounded.attention[listed].tolist(),
+        "scores": {
+            kind: {
+                "rows": [row[listed].tolist() for row in scores.values],
+                "scales": [float(f"{scale:.4g}") for scale in scores.scales],
+            }
+            for kind, scores in rounded.scores.items()
+        },
     }
 
 

@@ -36,6 +36,8 @@ from sparse_tl.plots.palette import (
 )
 from sparse_tl.plots.token_text import clip_text, visible_text
 
+SCORE_NAMES = {"effect": "effect", "first-order": "first-order attribution"}
+
 
 @dataclass(frozen=True, eq=False)
 class Panel:
@@ -44,6 +46,7 @@ class Panel:
     name: str
     flow: AttentionGraph
     selection: EdgeSelection
+    weight: EdgeWeight
 
 
 def draw_svg(
@@ -51,7 +54,6 @@ def draw_svg(
     layout: Layout,
     *,
     target: int,
-    weight: EdgeWeight,
     limit: int,
     transition: str | None,
     title: str | None,
@@ -62,7 +64,6 @@ def draw_svg(
         panels: from top to bottom.
         layout: of these panels.
         target: index of the predicted character.
-        weight: what the lines show.
         limit: the threshold in thousandths, for the caption of each panel.
         transition: text along the arrow from each panel to the next; ``None`` for no arrow.
         title: above the panels.
@@ -72,30 +73,28 @@ def draw_svg(
     if transition is not None and len(panels) > 1:
         parts.extend(transition_arrow(layout.left, layout.panels, transition))
     for index, panel in enumerate(panels):
-        parts.extend(_panel(index, panel, layout, target, weight, limit))
+        parts.extend(_panel(index, panel, layout, target, limit))
     parts.append("</svg>")
     return "\n".join(parts)
 
 
 def caption(selection: EdgeSelection, weight: EdgeWeight, limit: int) -> str:
     """How many attention edges a panel shows, in words."""
-    shown = f"{selection.n_attention_edges:,} of {selection.n_causal_edges:,} attention edges"
+    shown = f"{selection.n_attention_edges:,} of {selection.n_possible_edges:,} attention edges"
     threshold = f"\N{GREATER-THAN OR EQUAL TO} {limit / STEPS:.{3 if limit % 10 else 2}f}"
     if weight == "attention":
         return f"{shown} {threshold}"
-    return f"{shown} {threshold} of the largest attribution; orange: below 0"
+    return f"{shown} {threshold} of the largest {SCORE_NAMES[weight]}; orange: hurts"
 
 
-def _panel(
-    index: int, panel: Panel, layout: Layout, target: int, weight: EdgeWeight, limit: int
-) -> Iterator[str]:
+def _panel(index: int, panel: Panel, layout: Layout, target: int, limit: int) -> Iterator[str]:
     place, selection = layout.panels[index], panel.selection
     yield (
         f'<g data-panel="{index}" data-edges-shown="{len(selection.edges)}" '
         f'data-edges-on-path="{selection.n_on_path}" '
         f'data-attention-edges="{selection.n_attention_edges}">'
     )
-    words = caption(selection, weight, limit)
+    words = caption(selection, panel.weight, limit)
     yield from panel_frame(layout.left, layout.right, place, panel.name, words)
     for layer in range(panel.flow.n_layers):
         yield (

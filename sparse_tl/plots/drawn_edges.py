@@ -31,25 +31,39 @@ N_MAIN_EDGES = 32
 
 
 @dataclass(frozen=True, eq=False)
-class RoundedFlow:
-    """The weights of a flow in thousandths.
+class RoundedScores:
+    """Effects of removing edges in thousandths, positive where the edge helps.
+
+    Args:
+        values: -1000..1000 for each target, relative to ``scales``.
+        scales: the largest absolute effect of each target, in logits.
+    """
+
+    values: Int[Tensor, "target layer head query key"]
+    scales: tuple[float, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class RoundedGraph:
+    """The weights of an attention graph in thousandths.
 
     Args:
         attention: gate times attention, 0..1000.
-        attribution: -1000..1000 for each target, relative to ``scales``; ``None`` without one.
-        scales: the largest absolute attribution of each target, in logits.
+        scores: "effect" and "first-order", as far as they are known.
     """
 
     attention: Int[Tensor, "layer head query key"]
-    attribution: Int[Tensor, "target layer head query key"] | None
-    scales: tuple[float, ...]
+    scores: dict[str, RoundedScores]
+
+    def shown(self, weight: EdgeWeight) -> EdgeWeight:
+        """What is drawn where a weight is asked for: effects that are not known exactly are
+        estimated to first order."""
+        return "first-order" if weight == "effect" and "effect" not in self.scores else weight
 
     def values(self, weight: EdgeWeight, target: int) -> Int[Tensor, "layer head query key"]:
         """The weight of each edge in thousandths, of one target."""
-        if weight == "attention":
-            return self.attention
-        assert self.attribution is not None  # checked before anything is drawn
-        return self.attribution[target]
+        kind = self.shown(weight)
+        return self.attention if kind == "attention" else self.scores[kind].values[target]
 
 
 @dataclass(frozen=True)
@@ -71,13 +85,14 @@ class EdgeSelection:
         edges: the lines, in the order of layer, query and key.
         reached: the nodes from which the predicted character can be reached.
         n_attention_edges: edges at or above the threshold, each head counted for itself.
-        n_causal_edges: all the edges that there could be, ``L * H * T (T + 1) / 2``.
+        n_possible_edges: all the edges that there could be, ``L * H * T (T + 1) / 2``, or
+            ``L * H * T^2`` where attention is bidirectional.
     """
 
     edges: tuple[DrawnEdge, ...]
     reached: Bool[Tensor, "level column"]
     n_attention_edges: int
-    n_causal_edges: int
+    n_possible_edges: int
 
     @property
     def n_on_path(self) -> int:
@@ -89,19 +104,18 @@ def threshold_steps(threshold: float) -> int:
     return max(1, round(threshold * STEPS))
 
 
-def round_flow(flow: AttentionGraph, name: str, with_attribution: bool) -> RoundedFlow:
-    """The flow's weights in thousandths, checked.
+def round_graph(graph: AttentionGraph, name: str) -> RoundedGraph:
+    """The graph's weights in thousandths, checked.
 
     Args:
-        flow: the flow to round.
+        graph: the graph to round.
         name: how error messages call it.
-        with_attribution: whether to keep the attribution.
 
     Raises:
         ValueError: if a weight is not finite, an attention weight is outside 0..1, or an edge
             that cannot exist (from a later position, or through a closed gate) has a weight.
     """
-    attention = flow.attention.detach().double().cpu()
+    attention = graph.attention.detach().double().cpu()
     _check_finite(attention, f"attention of panel {name!r}")
     low, high = (float(bound) for bound in attention.aminmax())
     # Half-precision attention can exceed 1 by its rounding error.
@@ -109,34 +123,44 @@ def round_flow(flow: AttentionGraph, name: str, with_attribution: bool) -> Round
         raise ValueError(
             f"expected attention weights of panel {name!r} in 0..1; got {low:.4g}..{high:.4g}; "
             "pass gate times attention probability as `attention`, and signed scores as "
-            "`attribution`"
+            "`effect` or `attribution`"
         )
-    if attention.triu(diagonal=1).any():
+    if graph.causal and attention.triu(diagonal=1).any():
         raise ValueError(
             f"expected no attention from later positions in panel {name!r}; got a weight above "
-            "the diagonal; check that the last two dimensions are (query, key)"
+            "the diagonal; check that the last two dimensions are (query, key), or say "
+            "causal=False where attention is bidirectional"
         )
-    if attention[~flow.gates.cpu()].any():
+    if attention[~graph.gates.cpu()].any():
         raise ValueError(
             f"expected attention 0 where the gate is closed in panel {name!r}; got other weights; "
             "multiply the attention probabilities by the gates first"
         )
     rounded_attention = (attention.clamp(max=1) * STEPS).round().to(torch.int32)
-    if flow.attribution is None or not with_attribution:
-        return RoundedFlow(rounded_attention, None, ())
+    given = {"effect": graph.effect, "first-order": graph.attribution}
+    return RoundedGraph(
+        rounded_attention,
+        {
+            kind: _rounded_scores(scores, (len(graph.targets), *attention.shape), kind, name)
+            for kind, scores in given.items()
+            if scores is not None
+        },
+    )
 
-    attribution = flow.attribution.detach().double().cpu()
-    _check_finite(attribution, f"attribution of panel {name!r}")
-    expected = (len(flow.targets), *attention.shape)
-    if tuple(attribution.shape) != expected:
+
+def _rounded_scores(
+    scores: Tensor, expected: tuple[int, ...], kind: str, name: str
+) -> RoundedScores:
+    scores = scores.detach().double().cpu()
+    _check_finite(scores, f"{kind} scores of panel {name!r}")
+    if tuple(scores.shape) != expected:
         raise ValueError(
-            f"expected attribution of shape {expected} in panel {name!r}, one score per target "
-            f"and attention edge; got {tuple(attribution.shape)}"
+            f"expected {kind} scores of shape {expected} in panel {name!r}, one per target "
+            f"and attention edge; got {tuple(scores.shape)}"
         )
-    scales = attribution.abs().flatten(start_dim=1).amax(dim=1)
-    relative = attribution / scales.clamp(min=1e-30)[:, None, None, None, None]
-    rounded_attribution = (relative * STEPS).round().to(torch.int32)
-    return RoundedFlow(rounded_attention, rounded_attribution, tuple(scales.tolist()))
+    scales = scores.abs().flatten(start_dim=1).amax(dim=1)
+    helps = -scores / scales.clamp(min=1e-30)[:, None, None, None, None]
+    return RoundedScores((helps * STEPS).round().to(torch.int32), tuple(scales.tolist()))
 
 
 def _check_finite(values: Tensor, what: str) -> None:
@@ -149,7 +173,7 @@ def _check_finite(values: Tensor, what: str) -> None:
 
 
 def select_edges(
-    values: Int[Tensor, "layer head query key"], limit: int, read_at: int
+    values: Int[Tensor, "layer head query key"], limit: int, read_at: int, n_pairs: int
 ) -> EdgeSelection:
     """The edges to draw, and those among them that lead to the prediction.
 
@@ -157,6 +181,7 @@ def select_edges(
         values: signed weights in thousandths.
         limit: draw edges whose absolute weight is at least this, in thousandths.
         read_at: the column at which the prediction is read, at the last level.
+        n_pairs: pairs of columns that a head can join.
     """
     n_layers, n_heads, n_columns, _ = values.shape
     strongest_head = values.abs().argmax(dim=1, keepdim=True)
@@ -179,7 +204,7 @@ def select_edges(
         edges,
         reached,
         n_attention_edges=int((values.abs() >= limit).sum()),
-        n_causal_edges=n_layers * n_heads * n_columns * (n_columns + 1) // 2,
+        n_possible_edges=n_layers * n_heads * n_pairs,
     )
 
 

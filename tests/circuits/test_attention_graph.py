@@ -12,7 +12,7 @@ from torch import Tensor
 from sparse_tl.circuits.attention_graph import AttentionGraph, ancestors
 
 
-def flow_fields(n_layers: int = 2, n_heads: int = 3, n_columns: int = 4) -> dict[str, Any]:
+def graph_fields(n_layers: int = 2, n_heads: int = 3, n_columns: int = 4) -> dict[str, Any]:
     attention = torch.rand(n_layers, n_heads, n_columns, n_columns).tril()
     return {
         "attention": attention,
@@ -23,32 +23,33 @@ def flow_fields(n_layers: int = 2, n_heads: int = 3, n_columns: int = 4) -> dict
     }
 
 
-def test_sizes_of_a_flow():
-    flow = AttentionGraph(**flow_fields())
-    assert (flow.n_layers, flow.n_heads, flow.n_columns) == (2, 3, 4)
+def test_sizes_of_a_graph():
+    graph = AttentionGraph(**graph_fields())
+    assert (graph.n_layers, graph.n_heads, graph.n_columns) == (2, 3, 4)
 
 
 @pytest.mark.parametrize("field", ["input_tokens", "output_tokens"])
 def test_one_token_per_column(field):
     with pytest.raises(ValueError, match=rf"expected 4 {field}.*; got 3"):
-        AttentionGraph(**(flow_fields() | {field: ("a",) * 3}))
+        AttentionGraph(**(graph_fields() | {field: ("a",) * 3}))
 
 
 @pytest.mark.parametrize("target", [(4, 0), (0, 4), (-1, 0)])
 def test_targets_are_columns(target):
     with pytest.raises(ValueError, match=r"target columns in 0\.\.3"):
-        AttentionGraph(**(flow_fields() | {"targets": (target,)}))
+        AttentionGraph(**(graph_fields() | {"targets": (target,)}))
 
 
 def test_edge_weights():
-    fields = flow_fields()
-    attribution = torch.randn(2, 2, 3, 4, 4)
-    flow = AttentionGraph(**fields, attribution=attribution)
-    assert flow.edge_weights() is flow.attention
-    assert torch.equal(flow.edge_weights("attribution"), attribution[1])
-    assert torch.equal(flow.edge_weights("attribution", 0), attribution[0])
-    with pytest.raises(ValueError, match="holds no attribution"):
-        AttentionGraph(**fields).edge_weights("attribution")
+    fields = graph_fields()
+    attribution, effect = torch.randn(2, 2, 2, 3, 4, 4)
+    graph = AttentionGraph(**fields, attribution=attribution, effect=effect)
+    assert graph.edge_weights() is graph.attention
+    assert torch.equal(graph.edge_weights("first-order"), attribution[1])
+    assert torch.equal(graph.edge_weights("effect", 0), effect[0])
+    for kind, option in (("effect", "max_effects"), ("first-order", "attribution=True")):
+        with pytest.raises(ValueError, match=f"with {kind} scores.*{option}"):
+            AttentionGraph(**fields).edge_weights(kind)
 
 
 def reached_by_networkx(

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from sparse_tl import SparseTransformer, build_addition_model, trace_attention
+from sparse_tl import (
+    SparseTransformer,
+    ablate_attention_edges,
+    build_addition_model,
+    load_addition_models,
+    trace_attention,
+)
+from sparse_tl.tasks.addition import addition_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -16,46 +23,46 @@ def model():
 
 
 def test_the_next_token_is_read_at_the_last_column(model):
-    flow = trace_attention(model, "36+28=0006")
-    assert flow.input_tokens == tuple("36+28=0006?")
-    assert flow.targets == ((10, 9),)
+    graph = trace_attention(model, "36+28=0006")
+    assert graph.input_tokens == tuple("36+28=0006?")
+    assert graph.targets == ((10, 9),)
     predicted = model(model.to_tokens("36+28=0006"))[0, -1].argmax().item()
-    assert flow.output_tokens == (*"36+28=0006", model.tokenizer.decode([predicted]))
-    assert flow.attention.shape == (4, 4, 11, 11)
-    assert flow.attention[..., 10, :].abs().max() == 0
-    assert not flow.gates[..., 10, :].any() and flow.gates[:, :, 9, :10].all()
+    assert graph.output_tokens == (*"36+28=0006", model.tokenizer.decode([predicted]))
+    assert graph.attention.shape == (4, 4, 11, 11)
+    assert graph.attention[..., 10, :].abs().max() == 0
+    assert not graph.gates[..., 10, :].any() and graph.gates[:, :, 9, :10].all()
 
 
 def test_mask_tokens_are_read_at_their_own_column(model):
-    flow = trace_attention(model, "36+28=?????")
-    assert flow.targets == tuple((column, column) for column in range(6, 11))
-    assert flow.input_tokens == tuple("36+28=?????")
+    graph = trace_attention(model, "36+28=?????")
+    assert graph.targets == tuple((column, column) for column in range(6, 11))
+    assert graph.input_tokens == tuple("36+28=?????")
 
 
 def test_positions_inside_a_prompt_are_read_one_to_the_left(model):
-    flow = trace_attention(model, "36+28=00064", positions=[7, -1])
-    assert flow.targets == ((7, 6), (10, 9))
+    graph = trace_attention(model, "36+28=00064", positions=[7, -1])
+    assert graph.targets == ((7, 6), (10, 9))
     # The model reads up to column 9 only; what stands in column 10 is not known to it.
-    assert flow.input_tokens == tuple("36+28=0006?")
+    assert graph.input_tokens == tuple("36+28=0006?")
 
 
 def test_attention_is_the_gated_pattern(model):
     tokens = model.to_tokens("36+28=0006")
     sparse = SparseTransformer(model, initial_bias=-0.01)
     try:
-        flow = trace_attention(sparse, "36+28=0006")
+        graph = trace_attention(sparse, "36+28=0006")
         _, cache = sparse.run_with_cache(tokens)
     finally:
         sparse.unwrap()
     for layer in range(4):
         pattern = cache[f"blocks.{layer}.attn.hook_pattern"][0]
-        assert torch.equal(flow.attention[layer, :, :10, :10], pattern)
-        assert torch.equal(flow.gates[layer, :, :10, :10], pattern > 0)
-    assert 0 < flow.gates.sum() < 4 * 4 * 55
+        assert torch.equal(graph.attention[layer, :, :10, :10], pattern)
+        assert torch.equal(graph.gates[layer, :, :10, :10], pattern > 0)
+    assert 0 < graph.gates.sum() < 4 * 4 * 55
 
 
 def test_attribution_is_the_derivative_by_the_edges_gate(model):
-    flow = trace_attention(model, "36+28=?????", positions=[9, 10], attribution=True)
+    graph = trace_attention(model, "36+28=?????", positions=[9, 10], attribution=True)
     tokens = model.to_tokens("36+28=?????")
     for target, column in enumerate((9, 10)):
         best = model(tokens)[0, column].argmax()
@@ -71,14 +78,14 @@ def test_attribution_is_the_derivative_by_the_edges_gate(model):
                 ends.append(
                     model.run_with_hooks(tokens, fwd_hooks=[(name, scale)])[0, column, best]
                 )
-            numeric = ((ends[0] - ends[1]) / 2e-5).item()
-            found = flow.edge_weights("attribution", target)[layer, head, query, key].item()
+            numeric = ((ends[1] - ends[0]) / 2e-5).item()  # of a removal: the gate goes down
+            found = graph.edge_weights("first-order", target)[layer, head, query, key].item()
             assert found == pytest.approx(numeric, rel=1e-5, abs=1e-9)
 
 
 def test_edges_that_cannot_reach_the_target_have_no_attribution(model):
-    flow = trace_attention(model, "36+28=00064", positions=[7], attribution=True)
-    effects = flow.edge_weights("attribution", 0)
+    graph = trace_attention(model, "36+28=00064", positions=[7], attribution=True)
+    effects = graph.edge_weights("first-order", 0)
     assert effects.abs().max() > 0
     assert effects[..., 7:, :].abs().max() == 0
     # In the last layer only the column that is read can matter.
@@ -102,8 +109,118 @@ def test_tracing_leaves_the_model_as_it_was(model):
         ("36+28=", [0], r"positions in 1\.\.6"),
         ("36+28=", [7], r"positions in 1\.\.6"),
         ("36+28=", [], "at least one position"),
+        ("36x28=", None, "no token for 'x'; it knows"),
+        (torch.tensor([1, 99]), None, r"tokens in 0\.\.12; got 99"),
     ],
 )
 def test_bad_prompts_and_positions_are_refused(model, prompt, positions, message):
     with pytest.raises(ValueError, match=message):
         trace_attention(model, prompt, positions=positions)
+
+
+# ---- exact effects -------------------------------------------------------------------------------
+
+
+def test_effects_of_open_edges_are_those_of_ablating_them_one_by_one():
+    _, sparse = load_addition_models()
+    tokens = sparse.to_tokens("36+28=?????")
+    graph = trace_attention(sparse, "36+28=?????", attribution=True, max_effects=100)
+    whole = sparse(tokens)[0].detach()
+    wrong_signs = 0
+    for layer, head, query, key in graph.gates.nonzero().tolist():
+        with torch.no_grad(), ablate_attention_edges(sparse, [(layer, head, query, key)]):
+            cut = sparse(tokens)[0]
+        for target, (_, read_at) in enumerate(graph.targets):
+            token = whole[read_at].argmax()
+            expected = (cut - whole)[read_at, token].item()
+            found = graph.edge_weights("effect", target)[layer, head, query, key].item()
+            assert found == pytest.approx(expected, abs=1e-4)
+            estimate = graph.edge_weights("first-order", target)[layer, head, query, key].item()
+            wrong_signs += abs(expected) > 1 and expected * estimate < 0
+    assert wrong_signs  # what the gradient says is no effect
+    assert graph.effect.min() < -8 and not graph.effect[:, ~graph.gates].any()
+
+
+def test_effects_are_left_out_where_too_many_edges_are_open(model):
+    graph = trace_attention(model, "36+28=?????", max_effects=1055)
+    assert graph.effect is None and graph.gates.sum() == 1056
+
+
+# ---- other models --------------------------------------------------------------------------------
+
+
+def test_a_bidirectional_model_runs_the_whole_prompt(build_tiny):
+    model = build_tiny("float64", attention_dir="bidirectional")
+    tokens = torch.tensor([1, 5, 2, 7, 3])
+    graph = trace_attention(model, tokens, positions=[0], attribution=True, max_effects=200)
+    logits, cache = model.run_with_cache(tokens[None])
+    assert graph.targets == ((0, 0),) and graph.output_tokens[0] == str(
+        logits[0, 0].argmax().item()
+    )
+    assert graph.input_tokens == ("1", "5", "2", "7", "3")
+    for layer in range(2):
+        assert torch.equal(graph.attention[layer], cache["pattern", layer][0])
+    assert graph.gates.all() and graph.n_pairs == 25
+    with ablate_by_hand(model, (0, 1, 2, 4)):
+        cut = model(tokens[None])
+    expected = (cut - logits)[0, 0, logits[0, 0].argmax()].item()
+    assert graph.effect[0, 0, 1, 2, 4].item() == pytest.approx(expected, abs=1e-9) != 0
+
+
+def ablate_by_hand(model, edge):
+    layer, head, query, key = edge
+
+    def cut(pattern, hook):
+        pattern[:, head, query, key] = 0
+        return pattern
+
+    return model.hooks(fwd_hooks=[(f"blocks.{layer}.attn.hook_pattern", cut)])
+
+
+def test_a_bidirectional_model_without_mask_tokens_asks_for_positions(build_tiny):
+    model = build_tiny(attention_dir="bidirectional")
+    with pytest.raises(ValueError, match="expected positions= to read"):
+        trace_attention(model, torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match=r"positions in 0\.\.1"):
+        trace_attention(model, torch.tensor([1, 2]), positions=[2])
+
+
+def test_a_model_without_a_tokenizer_takes_labels(build_tiny):
+    model, tokens = build_tiny(), torch.tensor([1, 5, 2])
+    graph = trace_attention(model, tokens, labels=["a", "b", "c"])
+    assert graph.input_tokens == ("a", "b", "c", "?")
+    assert trace_attention(model, tokens).input_tokens == ("1", "5", "2", "?")
+    with pytest.raises(ValueError, match="3 labels, one per token; got 2"):
+        trace_attention(model, tokens, labels=["a", "b"])
+    with pytest.raises(ValueError, match="the model has no tokenizer; got the text '1\\+1='"):
+        trace_attention(model, "1+1=")
+
+
+def test_outputs_that_are_no_tokens_are_numbers(build_tiny):
+    tokenizer = addition_tokenizer()
+    classifier = build_tiny(d_vocab_out=3, tokenizer=tokenizer, default_prepend_bos=False)
+    graph = trace_attention(classifier, "1+1=")
+    best = classifier(classifier.to_tokens("1+1="))[0, -1].argmax().item()
+    assert graph.output_tokens[-1] == str(best)
+
+
+def test_permanent_hooks_of_the_users_own_stay_on(model):
+    def halve(z, hook):
+        return 0.5 * z
+
+    def first_row(z, hook):
+        z[0] = 0
+        return z
+
+    point = model.hook_dict["blocks.0.attn.hook_z"]
+    plain = trace_attention(model, "1+1=")
+    try:
+        point.add_hook(halve, is_permanent=True)
+        graph = trace_attention(model, "1+1=", max_effects=200)
+        assert not torch.equal(graph.attention[1], plain.attention[1])
+        assert graph.effect is not None
+        point.add_hook(first_row, is_permanent=True)
+        with pytest.raises(ValueError, match="take your own hooks off"):
+            trace_attention(model, "1+1=", max_effects=200)
+    finally:
+        model.reset_hooks(including_permanent=True)

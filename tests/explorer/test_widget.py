@@ -11,8 +11,7 @@ import pytest
 import torch
 from IPython.core.formatters import DisplayFormatter
 
-from sparse_tl import figures
-from sparse_tl.explorer import CircuitExplorer, explore
+from sparse_tl.explorer import CircuitExplorer, explore, figures
 
 PROMPT = "36+28=?????"
 ATTACK = "</script><img src=x onerror=alert(1)>"
@@ -44,9 +43,9 @@ def test_it_shows_the_figure_of_circuit_diagram(explorer, models):
 
 
 def test_style_and_position_reach_the_figure(models):
-    explorer = explore(models, PROMPT, position=7, weight="attribution", threshold=0.3, title="T")
+    explorer = explore(models, PROMPT, position=7, weight="first-order", threshold=0.3, title="T")
     expected = figures.circuit_diagram(
-        models, PROMPT, positions=range(6, 11), position=7, weight="attribution", threshold=0.3,
+        models, PROMPT, positions=range(6, 11), position=7, weight="first-order", threshold=0.3,
         title="T",
     )  # fmt: skip
     assert str(explorer.figure()) == str(expected)
@@ -116,22 +115,19 @@ def test_long_rows_show_the_columns_with_most_attention(build_small):
     assert left_out in [key["key"] for key in explorer._node["keys"]]
 
 
-def test_head_effects_are_first_order_effects_of_removing_them(build_small):
-    # A tiny step towards the removal changes the logit by the effect, as a derivative must.
-    explorer = explore({"m": build_small()}, PROMPT, position=9)
-    model = explorer.exploration._panel("m").model
-    target = explorer._state["target"]
-    effect = explorer._panels[0]["effects"][target][1][0]
-    tokens, step = model.to_tokens(PROMPT), 1e-5
-
-    def fade(z, hook):
-        z[:, :, 0] *= 1 - step
-        return z
-
-    whole = model(tokens)[0, 9]
-    faded = model.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_z", fade)])[0, 9]
-    slope = (whole - faded)[whole.argmax()].item() / step
-    assert effect == pytest.approx(slope, rel=1e-3)
+@pytest.mark.parametrize("title", ["Dense", "Sparse"])
+def test_head_effects_are_what_removing_them_one_by_one_does(explorer, models, title):
+    explorer.toggle_edges(title, [(0, 0, 9, 3)])  # beside what is removed already
+    panel = explorer.exploration.titles.index(title)
+    effects = explorer._panels[panel]["headEffects"]
+    whole = explorer.exploration.logits(title)
+    for head in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        explorer.toggle_head(title, *head)
+        cut = explorer.exploration.logits(title)
+        for target, (_, read_at) in enumerate(explorer.exploration.targets):
+            change = (cut - whole)[read_at, whole[read_at].argmax()].item()
+            assert effects[target][head[0]][head[1]] == pytest.approx(change, rel=1e-4, abs=1e-9)
+        explorer.toggle_head(title, *head)
 
 
 def test_the_figure_that_is_saved_names_what_is_removed(explorer, tmp_path):
@@ -146,9 +142,9 @@ def test_the_figure_that_is_saved_names_what_is_removed(explorer, tmp_path):
 
 
 def test_the_choices_of_the_reader_reach_the_saved_figure(explorer, models):
-    explorer._state = {"target": 1, "weight": "attribution", "threshold": 0.25}
+    explorer._state = {"target": 1, "weight": "first-order", "threshold": 0.25}
     expected = figures.circuit_diagram(
-        models, PROMPT, positions=range(6, 11), position=7, weight="attribution", threshold=0.25
+        models, PROMPT, positions=range(6, 11), position=7, weight="first-order", threshold=0.25
     )
     assert str(explorer.figure()) == str(expected)
 

@@ -17,7 +17,7 @@ import torch
 
 from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
-from sparse_tl.plots.drawn_edges import N_MAIN_EDGES, round_flow, select_edges, threshold_steps
+from sparse_tl.plots.drawn_edges import N_MAIN_EDGES, round_graph, select_edges, threshold_steps
 from sparse_tl.plots.token_text import ELLIPSIS, clip_text, text_width, visible_text
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -135,7 +135,7 @@ def test_an_autoregressive_prediction_is_followed_from_where_it_is_read(make_flo
 
 def test_heads_are_merged_by_their_largest_weight(make_flow):
     flow = make_flow({(0, 0, 10, 3): 0.2, (0, 1, 10, 3): 0.7, (0, 2, 10, 3): 0.4})
-    selection = select_edges(round_flow(flow, "model", True).attention, 100, read_at=10)
+    selection = select_edges(round_graph(flow, "model").attention, 100, read_at=10, n_pairs=66)
     assert [(edge.query, edge.key, edge.value) for edge in selection.edges] == [(10, 3, 700)]
     assert selection.n_attention_edges == 3
 
@@ -144,9 +144,9 @@ def test_merging_keeps_the_sign_of_the_strongest_head(make_flow):
     attribution = torch.zeros(5, 4, 4, 11, 11)
     attribution[4, 0, 1, 10, 3], attribution[4, 0, 2, 10, 3] = -2.0, 1.0
     flow = make_flow({(0, 1, 10, 3): 0.5, (0, 2, 10, 3): 0.5}, attribution=attribution)
-    values = round_flow(flow, "model", True).values("attribution", 4)
-    (edge,) = select_edges(values, 100, read_at=10).edges
-    assert edge.value == -1000
+    values = round_graph(flow, "model").values("first-order", 4)
+    (edge,) = select_edges(values, 100, read_at=10, n_pairs=66).edges
+    assert edge.value == 1000  # it helps: removing it lowers the logit
 
 
 @pytest.mark.parametrize(("weight", "shown"), [(0.0999, 1), (0.1, 1), (0.0994, 0)])
@@ -175,7 +175,7 @@ def test_main_edges_carry_the_most(make_flow):
     }
     crowd |= {(2, 0, 10, key): 0.5 for key in range(10)} | {(3, 1, 10, 9): 0.5, (3, 1, 10, 8): 0.5}
     flow = make_flow(crowd | weak)
-    selection = select_edges(round_flow(flow, "model", True).attention, 100, read_at=10)
+    selection = select_edges(round_graph(flow, "model").attention, 100, read_at=10, n_pairs=66)
     kinds = {(edge.layer, edge.query, edge.key): edge.kind for edge in selection.edges}
     assert sum(kind == "main" for kind in kinds.values()) == len(crowd) == N_MAIN_EDGES
     assert kinds[2, 5, 1] == kinds[3, 10, 5] == "path"  # carries 1.0 * 0.1
@@ -345,8 +345,8 @@ def test_every_form_is_the_same_offline_html(two_panels, monkeypatch):
 
 def test_html_is_the_same_each_time_and_small(make_random_flow):
     panels = {"Base Model": make_random_flow(), "Sparse Model": make_random_flow(seed=1)}
-    figure = circuit_diagram(panels, weight="attribution")
-    assert str(figure) == str(circuit_diagram(panels, weight="attribution"))
+    figure = circuit_diagram(panels, weight="first-order")
+    assert str(figure) == str(circuit_diagram(panels, weight="first-order"))
     assert str(figure) != str(circuit_diagram(panels))
     assert len(str(figure).encode()) < 150_000
 
@@ -463,13 +463,23 @@ def test_threshold_out_of_range(two_panels, threshold):
 
 
 def test_unknown_weight(two_panels, unchecked_types):
-    with pytest.raises(ValueError, match="'attention' or 'attribution'; got 'gradient'"):
+    with pytest.raises(ValueError, match="a weight of .*'effect', 'first-order'.; got 'gradient'"):
         circuit_diagram(two_panels, weight="gradient")
 
 
-def test_absent_attribution(two_panels):
-    with pytest.raises(ValueError, match="got none in 'Sparse Model'; trace the model"):
-        circuit_diagram(two_panels, weight="attribution")
+@pytest.mark.parametrize("weight", ["effect", "first-order"])
+def test_absent_scores(two_panels, weight):
+    with pytest.raises(ValueError, match=f"{weight} scores .* none in 'Sparse Model'; trace"):
+        circuit_diagram(two_panels, weight=weight)
+
+
+def test_effects_are_exact_where_they_are_known_and_else_named_first_order(two_panels):
+    sparse = two_panels["Sparse Model"]
+    exact = dataclasses.replace(sparse, effect=-sparse.attention.expand(5, -1, -1, -1, -1))
+    panels = panels_of(circuit_diagram(two_panels | {"Sparse Model": exact}, weight="effect"))
+    estimated, known = (part(panel, "caption").text for panel in panels)
+    assert estimated.endswith("of the largest first-order attribution; orange: hurts")
+    assert known == "5 of 1,056 attention edges ≥ 0.10 of the largest effect; orange: hurts"
 
 
 def test_panels_of_different_prompts(sparse_flow, make_random_flow, make_flow, circuit):
@@ -514,8 +524,8 @@ def test_attention_through_a_closed_gate(sparse_flow):
 def test_bad_attribution(dense_flow):
     assert dense_flow.attribution is not None
     with_nan = dataclasses.replace(dense_flow, attribution=dense_flow.attribution * torch.nan)
-    with pytest.raises(ValueError, match="finite attribution of panel 'model'"):
-        circuit_diagram({"model": with_nan}, weight="attribution")
+    with pytest.raises(ValueError, match="finite first-order scores of panel 'model'"):
+        circuit_diagram({"model": with_nan}, weight="first-order")
     one_target = dataclasses.replace(dense_flow, attribution=dense_flow.attribution[:1])
     with pytest.raises(ValueError, match=r"shape \(5, 4, 4, 11, 11\) in panel 'model'"):
         circuit_diagram({"model": one_target})
@@ -524,7 +534,7 @@ def test_bad_attribution(dense_flow):
 def test_attribution_of_zero_draws_nothing(dense_flow):
     assert dense_flow.attribution is not None
     zero = dataclasses.replace(dense_flow, attribution=torch.zeros_like(dense_flow.attribution))
-    (panel,) = panels_of(circuit_diagram({"model": zero}, weight="attribution", threshold=0))
+    (panel,) = panels_of(circuit_diagram({"model": zero}, weight="first-order", threshold=0))
     assert panel.get("data-edges-shown") == "0"
 
 

@@ -95,8 +95,9 @@ def test_every_choice_equals_its_static_figure(page, tmp_path, make_random_flow,
         "a": make_random_flow(targets=targets),
         "b": make_random_flow(targets=targets, seed=1),
     }
+    panels["b"] = dataclasses.replace(panels["b"], effect=2 * panels["b"].attribution)
     show(page, tmp_path, circuit_diagram(panels))
-    for weight in ("attribution", "attention"):
+    for weight in ("effect", "first-order", "attention"):
         page.locator("select[name=weight]").select_option(weight)
         for target, threshold in ((0, 0.0), (2, 0.3), (4, 0.99)):
             page.locator("select[name=target]").select_option(str(target))
@@ -138,12 +139,13 @@ def test_hovering_an_edge_tells_all_about_it(page, tmp_path, make_flow):
     assert "Layer 1, head 3" in tip.inner_text() and "0.930" in tip.inner_text()
 
 
-def test_hovering_shows_attribution_in_logits(page, tmp_path, sparse_flow):
-    attribution = sparse_flow.attention.expand(5, -1, -1, -1, -1) * -2.5
-    flow = dataclasses.replace(sparse_flow, attribution=attribution)
-    show(page, tmp_path, circuit_diagram({"model": flow}, weight="attribution"))
+def test_hovering_names_exact_and_first_order_effects_in_logits(page, tmp_path, sparse_flow):
+    attention = sparse_flow.attention.expand(5, -1, -1, -1, -1)
+    flow = dataclasses.replace(sparse_flow, attribution=-2.5 * attention, effect=2 * attention)
+    show(page, tmp_path, circuit_diagram({"model": flow}, weight="effect"))
     hover_edge(page, 0, 1, 10, 9)
-    assert "attribution −2.325 logits" in page.locator(".tip").inner_text()
+    assert "effect of removing it 1.860 logits" in page.locator(".tip").inner_text()
+    assert "first-order attribution −2.325 logits" in page.locator(".tip").inner_text()
     assert "attention 0.930" in page.locator(".tip").inner_text()
 
 
