@@ -65,7 +65,7 @@ def addition(runs: Path) -> Figure:
 
 
 def addition_attribution(runs: Path) -> Figure:
-    """The same sum by what removing an edge does to the predicted logit: blue edges help, orange ones hurt."""
+    """The same sum by the effect of removing each edge: blue edges help, orange ones hurt."""
     base, sparse = load_addition_models()
     models = {"Base Model": base, "Sparse Model": sparse}
     return circuit_diagram(
