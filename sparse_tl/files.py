@@ -108,7 +108,7 @@ def read_json(path: str | Path) -> Any:
     """
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # bytes, syntax, numbers too long; nesting
         raise ValueError(f"expected valid JSON in {path}; {error}") from error
 
 

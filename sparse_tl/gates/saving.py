@@ -14,11 +14,11 @@ from sparse_tl.files import (
     write_tensors,
 )
 from sparse_tl.gates.attention import AttentionGates
-from sparse_tl.gates.distributions import DISTRIBUTIONS
+from sparse_tl.gates.distributions import DISTRIBUTIONS, GateDistribution
 from sparse_tl.gates.sparse_transformer import SparseTransformer
-from sparse_tl.lens import attention_shape, load_model, save_model
+from sparse_tl.lens import attention_shape, save_model
+from sparse_tl.lens.loading import GATES_FILE, load_own_folder
 
-GATES_CONFIG = "gates.json"
 GATES_WEIGHTS = "gates.safetensors"
 
 
@@ -46,14 +46,14 @@ def save_sparse(sparse: SparseTransformer, folder: str | Path) -> Path:
     with atomic_folder(folder) as temporary:
         save_model(sparse.model, temporary)
         fields = dataclasses.asdict(distribution)  # type: ignore[call-overload]
-        write_json(temporary / GATES_CONFIG, {"distribution": name, "parameters": fields})
+        write_json(temporary / GATES_FILE, {"distribution": name, "parameters": fields})
         write_tensors(temporary / GATES_WEIGHTS, sparse.gates.state_dict())
     return folder
 
 
 def is_sparse_folder(folder: str | Path) -> bool:
     """Whether the folder holds gates beside its model."""
-    return (Path(folder) / GATES_CONFIG).exists()
+    return (Path(folder) / GATES_FILE).exists()
 
 
 def load_sparse(folder: str | Path, *, device: str | None = None) -> SparseTransformer:
@@ -67,28 +67,24 @@ def load_sparse(folder: str | Path, *, device: str | None = None) -> SparseTrans
     if not is_sparse_folder(folder):
         raise ValueError(
             f"expected a folder written by SparseTransformer.save_pretrained at {folder}, with "
-            f"{GATES_CONFIG} in it; there is none"
+            f"{GATES_FILE} in it; there is none"
         )
-    config = read_json(folder / GATES_CONFIG)
-    kind = DISTRIBUTIONS.get(config.get("distribution"))
-    if kind is None:
-        raise ValueError(
-            f"expected one of {sorted(DISTRIBUTIONS)} as `distribution` in "
-            f"{folder / GATES_CONFIG}; got {config.get('distribution')!r}"
-        )
-    model = load_model(folder, device=device)
+    distribution = _read_distribution(folder / GATES_FILE)
+    model = load_own_folder(folder, device=device)
     tensors = read_tensors(folder / GATES_WEIGHTS)
     bias = tensors.get("bias")
     shape = attention_shape(model)
-    if bias is None or tuple(bias.shape) != (shape.n_layers, shape.n_heads):
+    expected = (shape.n_layers, shape.n_heads)
+    if bias is None or tuple(bias.shape) != expected or not bias.is_floating_point():
         raise ValueError(
             f"expected biases for {shape.n_layers} layers of {shape.n_heads} heads in "
-            f"{folder / GATES_WEIGHTS}; got {None if bias is None else tuple(bias.shape)}"
+            f"{folder / GATES_WEIGHTS}; got "
+            f"{None if bias is None else (tuple(bias.shape), bias.dtype)}"
         )
     try:
         gates = AttentionGates(
             shape,
-            distribution=kind(**config.get("parameters", {})),
+            distribution=distribution,
             closed=tensors.get("closed"),
             device=model.embed.W_E.device,
             dtype=bias.dtype,
@@ -97,3 +93,23 @@ def load_sparse(folder: str | Path, *, device: str | None = None) -> SparseTrans
         raise ValueError(f"expected gates of this model in {folder}; {error}") from error
     gates.bias.data.copy_(bias)
     return SparseTransformer(model, gates=gates)
+
+
+def _read_distribution(file: Path) -> GateDistribution:
+    """The gates' distribution as `save_sparse` describes it: its name, and numbers."""
+    config = read_json(file)
+    fields = config if isinstance(config, dict) else {}
+    name, parameters = fields.get("distribution"), fields.get("parameters", {})
+    if not isinstance(name, str) or name not in DISTRIBUTIONS:
+        raise ValueError(
+            f"expected one of {sorted(DISTRIBUTIONS)} as `distribution` in {file}; got {name!r}"
+        )
+    numbers = isinstance(parameters, dict) and all(
+        type(value) in (int, float) for value in parameters.values()
+    )
+    try:
+        if not numbers:
+            raise TypeError("they are no numbers by name")
+        return DISTRIBUTIONS[name](**parameters)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"expected the parameters of a {name} in {file}; {error}") from error

@@ -2,26 +2,31 @@
 
 One of our own folders holds ``tl_config.json``, ``model.safetensors`` in HookedTransformer's
 names and, where the model has one, its tokenizer's files. Weights are loaded as they are: no
-folding, no centring, so that the model can be trained on.
+folding, no centring, so that the model can be trained on. Nothing that a folder says is run.
 """
 
 from __future__ import annotations
 
-import json
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 
-from sparse_tl.files import read_json, read_tensors, write_json, write_tensors
+from sparse_tl.files import read_tensors, write_json, write_tensors
+from sparse_tl.lens.architecture import (
+    CONFIG_FILE,
+    dtype_named,
+    read_architecture,
+    written_architecture,
+)
+from sparse_tl.lens.hub import download, needs_code, official_name
+from sparse_tl.lens.hugging_face import has_tokenizer, read_model, read_tokenizer
 from sparse_tl.lens.points import Model
 
-CONFIG_FILE = "tl_config.json"
 WEIGHTS_FILE = "model.safetensors"
+GATES_FILE = "gates.json"  # what a SparseTransformer's folder has beside its model
 _BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 
 
@@ -36,46 +41,22 @@ def build_model(
         device: where the model goes; a GPU if there is one when left out.
 
     Raises:
-        ValueError: an unknown field or dtype.
+        ValueError: an unknown field or dtype, or fields that make no model together.
     """
     fields = dict(config)
     if isinstance(fields.get("dtype"), str):
-        name = fields["dtype"].removeprefix("torch.")
-        dtype = getattr(torch, name, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"expected the name of a torch dtype as `dtype`; got {name!r}")
-        fields["dtype"] = dtype
+        fields["dtype"] = dtype_named(fields["dtype"])
     if device is not None:
         fields["device"] = device
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
-        try:
-            cfg = HookedTransformerConfig.from_dict(fields)
-        except TypeError as error:
-            raise ValueError(f"expected fields of HookedTransformerConfig; {error}") from error
-        return HookedTransformer(cfg, tokenizer=tokenizer)
+    try:
+        return _hooked(HookedTransformerConfig.from_dict(fields), tokenizer)
+    except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"expected fields of HookedTransformerConfig; {error}") from error
 
 
 def model_config(model: Model) -> dict[str, Any]:
-    """The model's configuration as JSON can hold it, without device and seed."""
-    kept: dict[str, Any] = {}
-    for name, value in model.cfg.to_dict().items():
-        # Fields that follow from others or belong to one machine or run stay out.
-        if value is None or name in {
-            "device",
-            "seed",
-            "n_params",
-            "tokenizer_name",
-            "init_weights",
-        }:
-            continue
-        if isinstance(value, torch.dtype):
-            kept[name] = str(value).removeprefix("torch.")
-        elif hasattr(value, "item"):  # numpy scalars
-            kept[name] = value.item()
-        else:
-            kept[name] = value
-    return json.loads(json.dumps(kept))
+    """The model's architecture as JSON can hold it."""
+    return written_architecture(model.cfg.to_dict())
 
 
 def save_model(model: Model, folder: str | Path) -> None:
@@ -93,7 +74,7 @@ def save_model(model: Model, folder: str | Path) -> None:
 
 
 def load_model(source: str | Path, *, device: str | None = None, dtype: str = "float32") -> Model:
-    """Load a model without processing its weights.
+    """Load a model without processing its weights, and without running anything that it brings.
 
     Args:
         source: one of our own folders, a local Hugging Face folder, or a name on the hub.
@@ -101,66 +82,63 @@ def load_model(source: str | Path, *, device: str | None = None, dtype: str = "f
         dtype: of the weights, for Hugging Face sources; our own folders keep theirs.
 
     Raises:
-        ValueError: a folder that holds no model, weights that do not fit their configuration,
-            or a name that TransformerLens does not know.
+        ValueError: a folder that holds no model or a sparse one, weights that do not fit their
+            configuration or are pickled, a name that TransformerLens does not know, or a hub that
+            cannot be reached.
     """
     folder = Path(source)
-    if (folder / CONFIG_FILE).exists():
-        return _load_own_folder(folder, device)
-    if (folder / "config.json").exists():
-        return _load_hugging_face_folder(folder, device, dtype)
+    if (folder / GATES_FILE).exists():
+        raise ValueError(
+            f"expected a dense model in {folder}; its {GATES_FILE} makes it a sparse one, which "
+            "SparseTransformer.from_pretrained loads with its gates"
+        )
+    if (folder / CONFIG_FILE).is_file():
+        return load_own_folder(folder, device=device)
+    if (folder / "config.json").is_file():
+        return _unprocessed(*read_model(folder, dtype_named(dtype), device))
     if folder.is_dir():
         raise ValueError(
             f"expected {CONFIG_FILE} (one of our own folders) or config.json (a Hugging Face "
             f"folder) in {folder}; found {sorted(p.name for p in folder.iterdir())[:10]}"
         )
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="HookedTransformer")
-            return HookedTransformer.from_pretrained_no_processing(
-                str(source), device=device, dtype=getattr(torch, dtype)
-            )
-    except (OSError, ValueError) as error:
-        # TransformerLens lists every model that it knows; the first sentence says what is wrong.
-        reason = str(error).partition(" Valid official model names")[0]
-        raise ValueError(
-            f"expected a folder, or the name of a model on the hub; {source} is no folder, and "
-            f"loading it by name failed: {reason}"
-        ) from error
+    return _from_hub(str(source), dtype_named(dtype), device)
 
 
-def _load_own_folder(folder: Path, device: str | None) -> Model:
-    config = read_json(folder / CONFIG_FILE)
-    if not isinstance(config, dict):
-        raise ValueError(f"expected a JSON object in {folder / CONFIG_FILE}")
-    config.pop("seed", None)  # building must not reseed the caller's generators
-    tokenizer = None
-    if (folder / "tokenizer.json").exists():
-        from transformers import AutoTokenizer
+def load_own_folder(folder: Path, *, device: str | None = None) -> Model:
+    """Load what `save_model` wrote, whatever else is in the folder.
 
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    model = build_model({**config, "init_weights": False}, device=device)
-    if tokenizer is not None:
-        _set_tokenizer(model, tokenizer, prepends_bos=config.get("tokenizer_prepends_bos", True))
+    Raises:
+        ValueError: a field that does not describe an architecture, or weights that do not fit.
+    """
+    config = read_architecture(folder / CONFIG_FILE)
     weights_file = folder / WEIGHTS_FILE
-    if not weights_file.exists():
+    if not weights_file.is_file():
         raise ValueError(f"expected the weights in {weights_file}; there is no such file")
+    model = build_model({**config, "init_weights": False}, device=device)
+    if has_tokenizer(folder):
+        adds_bos = config.get("tokenizer_prepends_bos", True)
+        _set_tokenizer(model, read_tokenizer(folder, adds_bos=adds_bos))
     _load_weights(model, read_tensors(weights_file), weights_file)
     return model
 
 
-def _set_tokenizer(model: Model, tokenizer: Any, *, prepends_bos: bool) -> None:
-    """Give a model its saved tokenizer without letting TransformerLens change what it does.
+def _hooked(cfg: HookedTransformerConfig, tokenizer: Any = None) -> Model:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
+        return HookedTransformer(cfg, tokenizer=tokenizer)
 
-    It makes every tokenizer that has a BOS token prepend it, which would cost prompts of a model
-    that never had one their last token wherever they fill the context.
+
+def _set_tokenizer(model: Model, tokenizer: Any) -> None:
+    """Give a model its tokenizer as it is.
+
+    TransformerLens reads one that has a BOS token but does not add it a second time: from a path,
+    with all that its files say, and so that it adds the token. That would run code that they name,
+    and cost prompts of a model that never had a BOS their last token where they fill the context.
     """
     bos = tokenizer.bos_token
-    if not prepends_bos:
+    if not tokenizer.init_kwargs.get("add_bos_token"):
         tokenizer.bos_token = None
     model.set_tokenizer(tokenizer)
-    tokenizer = model.tokenizer
-    assert tokenizer is not None
     tokenizer.bos_token = bos
 
 
@@ -180,52 +158,13 @@ def _load_weights(model: Model, weights: dict[str, torch.Tensor], origin: Path) 
         )
 
 
-def _load_hugging_face_folder(folder: Path, device: str | None, dtype: str) -> Model:
-    from transformer_lens.loading_from_pretrained import (
-        get_pretrained_model_config,
-        get_pretrained_state_dict,
-    )
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    torch_dtype = getattr(torch, dtype)
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=torch_dtype, local_files_only=True, output_loading_info=True
-        )
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise ValueError(f"expected a Hugging Face model in {folder}; {error}") from error
-    hf_model, outcome = loaded
-    if outcome["missing_keys"]:
-        # transformers fills them with random numbers and only warns.
-        raise ValueError(
-            f"expected all weights of the model in {folder}; missing "
-            f"{sorted(outcome['missing_keys'])[:5]}"
-        )
-    has_tokenizer = any((folder / name).exists() for name in ("tokenizer.json", "vocab.json"))
-    with tempfile.TemporaryDirectory(prefix="model-") as neutral:
-        # TransformerLens guesses the architecture from the *path* when it contains the name of a
-        # family ("llama", "gemma"): show it the folder under a name that says nothing.
-        alias = Path(neutral) / "model"
-        alias.mkdir()
-        for file in folder.resolve().iterdir():
-            (alias / file.name).symlink_to(file)
-        config = read_json(folder / "config.json")
-        if "n_positions" in config and "n_ctx" not in config:
-            # transformers 5 no longer writes GPT-2's n_ctx, which TransformerLens asks for.
-            (alias / "config.json").unlink()
-            write_json(alias / "config.json", {**config, "n_ctx": config["n_positions"]})
-        tokenizer = (
-            AutoTokenizer.from_pretrained(str(alias), local_files_only=True)
-            if has_tokenizer
-            else None
-        )
-        cfg = get_pretrained_model_config(str(alias), dtype=torch_dtype, device=device)
-        cfg.tokenizer_name = None
-        cfg.model_name = folder.resolve().name
-        weights = get_pretrained_state_dict(str(alias), cfg, hf_model, dtype=torch_dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
-        model = HookedTransformer(cfg, tokenizer=tokenizer)
+def _unprocessed(
+    cfg: HookedTransformerConfig, weights: dict[str, torch.Tensor], tokenizer: Any
+) -> Model:
+    """The model with exactly these weights."""
+    model = _hooked(cfg)
+    if tokenizer is not None:
+        _set_tokenizer(model, tokenizer)
     model.load_and_process_state_dict(
         weights,
         fold_ln=False,
@@ -234,3 +173,19 @@ def _load_hugging_face_folder(folder: Path, device: str | None, dtype: str) -> M
         fold_value_biases=False,
     )
     return model
+
+
+def _from_hub(name: str, dtype: torch.dtype, device: str | None) -> Model:
+    official = official_name(name)
+    if needs_code(official):
+        cfg, weights, tokenizer = read_model(download(official), dtype, device)
+        cfg.model_name = official.rpartition("/")[2]
+        return _unprocessed(cfg, weights, tokenizer)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="HookedTransformer")
+            return HookedTransformer.from_pretrained_no_processing(
+                name, device=device, dtype=dtype, trust_remote_code=False
+            )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"expected a model of the hub by the name {name}; {error}") from error

@@ -266,9 +266,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "unknown field": (
         lambda f: _change_config(f, n_layres=2),
-        "expected fields of HookedTransformerConfig; .*n_layres",
+        "describe the architecture in .*n_layres",
     ),
-    "unknown dtype": (lambda f: _change_config(f, dtype="float33"), "torch dtype.*'float33'"),
+    "unknown dtype": (lambda f: _change_config(f, dtype="float33"), "as dtype .*'float33'"),
     "no configuration": (
         lambda f: (f / "tl_config.json").unlink(),
         r"expected tl_config\.json .* or config\.json .*found \['model\.safetensors'\]",

@@ -1,0 +1,133 @@
+"""What `tl_config.json` may say: fields that describe an architecture, each with its type.
+
+A folder may come from a stranger. TransformerLens's own configuration also names tokenizers to
+fetch and code to trust, devices and seeds; none of that is read from a file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparse_tl.files import read_json
+
+CONFIG_FILE = "tl_config.json"
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+
+_INTEGERS = (
+    "n_layers n_ctx d_model d_head n_heads n_key_value_heads d_mlp d_vocab d_vocab_out rotary_dim "
+    "window_size num_experts experts_per_token train_seq_length NTK_original_ctx_len "
+    "yarn_original_max_position_embeddings"
+)
+_NUMBERS = (
+    "eps attn_scale clip_qkv attn_scores_soft_cap output_logits_soft_cap rotary_base "
+    "rotary_base_local rotary_scaling_factor NTK_by_parts_low_freq_factor "
+    "NTK_by_parts_high_freq_factor NTK_by_parts_factor yarn_factor yarn_attention_factor "
+    "yarn_beta_fast yarn_beta_slow"
+)
+_BOOLEANS = (
+    "attn_only gated_mlp final_rms parallel_attn_mlp post_embedding_ln use_attn_scale use_qk_norm "
+    "use_normalization_before_and_after use_local_attn use_logn_attn use_attention_sinks "
+    "scale_attn_by_inverse_layer_idx ungroup_grouped_query_attention rotary_adjacent_pairs "
+    "use_NTK_by_parts_rope use_dynamic_ntk_rope use_yarn_rope yarn_truncate yarn_global_attn_only "
+    "norm_topk_prob tie_word_embeddings default_prepend_bos tokenizer_prepends_bos "
+    "use_attn_result use_split_qkv_input use_hook_mlp_in use_attn_in use_hook_tokens"
+)
+_STRINGS = "model_name original_architecture act_fn"
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "dtype": DTYPES,
+    "normalization_type": (None, "LN", "LNPre", "RMS", "RMSPre"),
+    "positional_embedding_type": ("standard", "rotary", "shortformer", "alibi"),
+    "attention_dir": ("causal", "bidirectional"),
+}
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys(_INTEGERS.split(), ((int,), "a whole number from 1")),
+    **dict.fromkeys(_NUMBERS.split(), ((int, float), "a number")),
+    **dict.fromkeys(_BOOLEANS.split(), ((bool,), "true or false")),
+    **dict.fromkeys(_STRINGS.split(), ((str,), "a string")),
+}
+_REQUIRED = ("n_layers", "n_ctx", "d_model", "d_head")
+# In folders of earlier versions; they say nothing about what the model computes.
+_IGNORED = frozenset(
+    [
+        "seed",
+        "device",
+        "n_devices",
+        "init_mode",
+        "initializer_range",
+        "uses_rms_norm",
+        "layer_norm_folding",
+        "from_checkpoint",
+        "checkpoint_index",
+        "checkpoint_label_type",
+        "checkpoint_value",
+        "load_in_4bit",
+        "quantization_method",
+        "trust_remote_code",
+    ]
+)
+
+
+def dtype_named(name: Any) -> torch.dtype:
+    """The torch dtype of this name, with or without ``torch.``.
+
+    Raises:
+        ValueError: not one of `DTYPES`.
+    """
+    plain = name.removeprefix("torch.") if isinstance(name, str) else name
+    if plain not in DTYPES:
+        raise ValueError(f"expected the name of a torch dtype, one of {DTYPES}; got {name!r}")
+    return getattr(torch, plain)
+
+
+def written_architecture(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration that describe the architecture, as JSON holds them."""
+    kept: dict[str, Any] = {}
+    for name, value in fields.items():
+        known = name in _TYPES or name in _CHOICES or name == "attn_types"
+        # None is TransformerLens's default but for the normalisation, where it means: there is none
+        if not known or (value is None and name != "normalization_type"):
+            continue
+        if isinstance(value, torch.dtype):
+            kept[name] = str(value).removeprefix("torch.")
+        else:
+            kept[name] = value.item() if isinstance(value, np.generic) else value
+    return kept
+
+
+def read_architecture(file: Path) -> dict[str, Any]:
+    """The fields of a `tl_config.json` that describe the architecture.
+
+    Raises:
+        ValueError: a field that is not known, lacks, or has a value of another kind.
+    """
+    config = read_json(file)
+    if not isinstance(config, dict):
+        raise ValueError(f"expected a JSON object in {file}; got a {type(config).__name__}")
+    fields = {name: value for name, value in config.items() if name not in _IGNORED}
+    for name, value in fields.items():
+        expected = _expected(name, value)
+        if expected is not None:
+            raise ValueError(f"expected {expected} in {file}; got {name} = {str(value)[:60]!r}")
+    missing = [name for name in _REQUIRED if name not in fields]
+    if missing:
+        raise ValueError(f"expected all fields of an architecture in {file}; it lacks {missing}")
+    return fields
+
+
+def _expected(name: str, value: Any) -> str | None:
+    """What the field should have held; None where it does."""
+    if name in _CHOICES:
+        fine = isinstance(value, str | None) and value in _CHOICES[name]
+        return None if fine else f"one of {_CHOICES[name]} as {name}"
+    if name == "attn_types":
+        fine = isinstance(value, list) and all(kind in ("global", "local") for kind in value)
+        return None if fine else "a list of 'global' and 'local' as attn_types"
+    if name not in _TYPES:
+        return "only fields that describe the architecture"
+    types, said = _TYPES[name]
+    fine = type(value) in types and (types != (int,) or value >= 1)
+    return None if fine else f"{said} as {name}"

@@ -1,0 +1,356 @@
+"""A folder from a stranger: nothing in it runs, nothing is asked, and what is wrong is named."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from sparse_tl.files import read_json, write_json
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model, build_model, load_model, model_config, save_model
+from sparse_tl.tasks.addition import addition_tokenizer
+
+Build = Callable[..., Model]
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+Path({marker!r}).touch()
+class Config(LlamaConfig):
+    model_type = "stranger"
+class Model(LlamaForCausalLM):
+    config_class = Config
+class Tokenizer(PreTrainedTokenizerFast):
+    pass
+def generate(*args, **kwargs):
+    pass
+"""
+AUTO_MAP = {
+    "AutoConfig": "code.Config",
+    "AutoModelForCausalLM": "code.Model",
+    "AutoTokenizer": ["code.Tokenizer", "code.Tokenizer"],
+}
+
+
+@pytest.fixture
+def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that a stranger's code makes; whoever is asked says yes."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    return tmp_path / "marker"
+
+
+def _change(file: Path, **fields: Any) -> None:
+    content = read_json(file) if file.exists() else {}
+    write_json(file, {**content, **fields})
+
+
+def _add_code(folder: Path, marker: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for file in (folder / "code.py", folder / "custom_generate" / "generate.py"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(CODE.format(marker=str(marker)))
+
+
+def _stranger_tokenizer(folder: Path, marker: Path, tokenizer_class: str = "Tokenizer") -> None:
+    addition_tokenizer().save_pretrained(folder)
+    _add_code(folder, marker)
+    _change(
+        folder / "tokenizer_config.json",
+        auto_map=AUTO_MAP,
+        trust_remote_code=True,
+        tokenizer_class=tokenizer_class,
+        bos_token="0",
+        chat_template="{{ ''.__class__.__mro__ }}",
+    )
+
+
+def _own(build_tiny: Build, folder: Path, **fields: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_model(build_tiny(d_vocab=13), folder)
+    _change(folder / "tl_config.json", **fields)
+    return folder
+
+
+def _llama(folder: Path, **fields: Any) -> Path:
+    config = LlamaConfig(
+        num_hidden_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        intermediate_size=24,
+        vocab_size=30,
+        max_position_embeddings=32,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    _change(folder / "config.json", **fields)
+    return folder
+
+
+def test_a_tokenizer_elsewhere_is_not_fetched(
+    build_tiny: Build, tmp_path: Path, marker: Path
+) -> None:
+    _stranger_tokenizer(tmp_path / "elsewhere", marker)
+    folder = _own(
+        build_tiny,
+        tmp_path / "model",
+        tokenizer_name=str(tmp_path / "elsewhere"),
+        trust_remote_code=True,
+    )
+    with pytest.raises(ValueError, match=r"describe the architecture in .*got tokenizer_name"):
+        load_model(folder, device="cpu")
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("tokenizer_class", ["Tokenizer", "TokenizersBackend"])
+@pytest.mark.parametrize("with_config", [False, True])
+def test_code_beside_our_own_files_is_not_run(
+    build_tiny: Build, tmp_path: Path, marker: Path, tokenizer_class: str, with_config: bool
+) -> None:
+    folder = _own(build_tiny, tmp_path / "model", trust_remote_code=True)
+    _stranger_tokenizer(folder, marker, tokenizer_class)
+    if with_config:
+        write_json(folder / "config.json", {"model_type": "stranger", "auto_map": AUTO_MAP})
+    model = load_model(folder, device="cpu")
+    assert not marker.exists()
+    assert model.to_tokens("12", prepend_bos=False).tolist() == [[1, 2]]
+    assert model.tokenizer.chat_template is None
+
+
+def test_code_beside_gates_is_not_run(build_tiny: Build, tmp_path: Path, marker: Path) -> None:
+    folder = SparseTransformer(build_tiny(d_vocab=13)).save_pretrained(tmp_path / "sparse")
+    _stranger_tokenizer(folder, marker)
+    _change(folder / "tl_config.json", trust_remote_code=True)
+    sparse = SparseTransformer.from_pretrained(folder, device="cpu")
+    assert not marker.exists()
+    assert sparse.tokenizer is not None
+
+
+@pytest.mark.parametrize("model_type", ["llama", "stranger"])
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+def test_code_in_a_hugging_face_folder_is_not_run(
+    tmp_path: Path, marker: Path, model_type: str, with_tokenizer: bool
+) -> None:
+    folder = _llama(tmp_path / "model", auto_map=AUTO_MAP, model_type=model_type)
+    _change(folder / "config.json", trust_remote_code=True, _name_or_path=str(folder))
+    _add_code(folder, marker)
+    if with_tokenizer:
+        _stranger_tokenizer(folder, marker)
+    if model_type == "llama":
+        model = load_model(folder, device="cpu")
+        assert model.cfg.n_layers == 1
+        assert (model.tokenizer is not None) == with_tokenizer
+    else:
+        with pytest.raises(ValueError, match=f"expected a Hugging Face model in {folder}"):
+            load_model(folder, device="cpu")
+    assert not marker.exists()
+
+
+class _Pickled:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.marker,)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
+def test_pickled_weights_are_refused(tmp_path: Path, marker: Path, name: str) -> None:
+    folder = _llama(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    torch.save({"weights": _Pickled(marker)}, folder / name)
+    with pytest.raises(ValueError, match=rf"safetensors in .*'{name}'.*a pickle can run code"):
+        load_model(folder, device="cpu")
+    assert not marker.exists()
+
+
+def test_weights_that_lie_elsewhere_are_refused(tmp_path: Path) -> None:
+    folder, other = _llama(tmp_path / "model"), _llama(tmp_path / "other")
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "../other/model.safetensors"}}
+    write_json(folder / "model.safetensors.index.json", index)
+    with pytest.raises(ValueError, match=r"`weight_map` to files beside it in .*index\.json"):
+        load_model(folder, device="cpu")
+    assert load_model(other, device="cpu").cfg.n_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "message"),
+    [
+        (
+            "adapter_config.json",
+            {"base_model_name_or_path": "x"},
+            "a whole model in {folder}.*merge",
+        ),
+        (
+            "config.json",
+            {"quantization_config": {"bits": 4}},
+            "plain weights in {folder}.*dequantised",
+        ),
+        ("config.json", {"architectures": ["T9ForCausalLM"]}, "model in {folder}.*T9ForCausalLM"),
+        ("config.json", {"hidden_size": "wide"}, "model in {folder}.*hidden_size"),
+        ("tokenizer_config.json", {"tokenizer_class": "LlamaModel"}, "tokenizer in {folder}"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(
+    tmp_path: Path, file: str, fields: dict[str, Any], message: str
+) -> None:
+    folder = _llama(tmp_path / "model")
+    addition_tokenizer().save_pretrained(folder)
+    _change(folder / file, **fields)
+    with pytest.raises(ValueError, match="(?is)" + message.format(folder=folder)):
+        load_model(folder, device="cpu")
+
+
+def test_a_snapshot_of_the_hub_is_a_folder_of_links(tmp_path: Path) -> None:
+    _llama(tmp_path / "blobs")
+    (tmp_path / "snapshot").mkdir()
+    for file in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(Path("..") / "blobs" / file.name)
+    assert load_model(tmp_path / "snapshot", device="cpu").cfg.n_layers == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+@pytest.mark.parametrize("name", ["tl_config.json", "model.safetensors", "tokenizer.json"])
+def test_a_pipe_is_not_waited_for(build_tiny: Build, tmp_path: Path, name: str) -> None:
+    folder = _own(build_tiny, tmp_path / "model")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    if name == "tokenizer.json":
+        assert load_model(folder, device="cpu").tokenizer is None
+    else:
+        with pytest.raises(ValueError, match=name):
+            load_model(folder, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n_layers": "2"}, "a whole number from 1 as n_layers"),
+        ({"n_layers": True}, "a whole number from 1 as n_layers"),
+        ({"n_heads": 0}, "a whole number from 1 as n_heads"),
+        ({"eps": None}, "a number as eps"),
+        ({"gated_mlp": 1}, "true or false as gated_mlp"),
+        ({"dtype": "uint8"}, "one of .*float32.* as dtype"),
+        ({"normalization_type": "BatchNorm"}, "one of .*RMS.* as normalization_type"),
+        ({"attn_types": ["local", 3]}, "a list of 'global' and 'local'"),
+        ({"act_fn": "__import__('os')"}, "expected fields of HookedTransformerConfig.*act_fn"),
+        ({"init_weights": False}, "only fields that describe the architecture.*init_weights"),
+    ],
+)
+def test_fields_have_types(
+    build_tiny: Build, tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    folder = _own(build_tiny, tmp_path / "model", **fields)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        load_model(folder, device="cpu")
+
+
+def test_a_model_without_normalisation_comes_back(build_tiny: Build, tmp_path: Path) -> None:
+    model = build_tiny(normalization_type=None)
+    save_model(model, tmp_path)
+    loaded = load_model(tmp_path, device="cpu")
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.equal(loaded(tokens), model(tokens))
+    assert model_config(build_model(model_config(model), device="cpu")) == model_config(model)
+
+
+@pytest.mark.parametrize("name", ["tl_config.json", "gates.json"])
+@pytest.mark.parametrize("content", ["[" * 100_000, "9" * 5_000, "[]", "3", "{", '{"a": 1}'])
+def test_damaged_json_is_named(build_tiny: Build, tmp_path: Path, name: str, content: str) -> None:
+    folder = SparseTransformer(build_tiny()).save_pretrained(tmp_path / "sparse")
+    (folder / name).write_text(content)
+    with pytest.raises(ValueError, match=f"expected .*{name}"):
+        SparseTransformer.from_pretrained(folder, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"distribution": ["BernoulliGate"]}, "expected one of .* as `distribution`"),
+        ({"parameters": [1.0]}, "parameters of a BernoulliGate"),
+        ({"parameters": {"temperature": "hot"}}, "parameters of a BernoulliGate"),
+        ({"parameters": {"heat": 1.0}}, "parameters of a BernoulliGate.*heat"),
+    ],
+)
+def test_damaged_gates_are_named(
+    build_tiny: Build, tmp_path: Path, said: dict[str, Any], message: str
+) -> None:
+    folder = SparseTransformer(build_tiny()).save_pretrained(tmp_path / "sparse")
+    _change(folder / "gates.json", **said)
+    with pytest.raises(ValueError, match=rf"{message}.*gates\.json|{message}"):
+        SparseTransformer.from_pretrained(folder, device="cpu")
+
+
+def test_a_sparse_folder_is_no_dense_model(build_tiny: Build, tmp_path: Path) -> None:
+    folder = SparseTransformer(build_tiny()).save_pretrained(tmp_path / "sparse")
+    with pytest.raises(ValueError, match=r"gates\.json.*SparseTransformer\.from_pretrained"):
+        load_model(folder, device="cpu")
+
+
+def _gpt2(folder: Path, tokenizer: Path) -> Any:
+    config = GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=16, vocab_size=50257)
+    model = GPT2LMHeadModel(config).eval()
+    model.save_pretrained(folder)
+    for file in tokenizer.iterdir():
+        shutil.copy(file, folder)
+    return model
+
+
+def test_gpt2_comes_with_its_tokenizer(shared_data: Path, tmp_path: Path) -> None:
+    original = _gpt2(tmp_path / "gpt2", shared_data / "tokenizers" / "gpt2")
+    model = load_model(tmp_path / "gpt2", device="cpu")
+    words = Tokenizer.from_file(str(tmp_path / "gpt2" / "tokenizer.json")).encode("The war lasted")
+    tokens = model.to_tokens("The war lasted")
+    assert tokens.tolist() == [[50256, *words.ids]]
+    assert model.to_tokens("The war lasted", prepend_bos=False).tolist() == [words.ids]
+    torch.testing.assert_close(model(tokens), original(tokens).logits, atol=1e-4, rtol=1e-4)
+    (tmp_path / "own").mkdir()
+    save_model(model, tmp_path / "own")
+    own = load_model(tmp_path / "own", device="cpu")
+    assert own.to_tokens("The war lasted").tolist() == tokens.tolist()
+    assert torch.equal(own(tokens), model(tokens))
+    assert str(tmp_path / "gpt2") not in (tmp_path / "own" / "tokenizer_config.json").read_text()
+
+
+# Names on the hub.
+
+
+def test_a_hub_out_of_reach_is_said_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = []
+
+    class Session:
+        def head(self, url: str, timeout: float) -> None:
+            asked.append(url)
+            raise ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.get_session", Session)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
+    with pytest.raises(ValueError, match=r"hub that can be reached; .*gpt2.*\(no route\)"):
+        load_model("gpt2", device="cpu")
+    assert len(asked) == 1
+
+
+def test_a_model_that_is_published_as_a_pickle_is_refused() -> None:
+    with pytest.raises(ValueError, match="is a pickle, which can run code"):
+        load_model("attn-only-1l", device="cpu")
+
+
+def test_a_model_that_asks_for_trust_is_read_as_data(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, marker: Path
+) -> None:
+    """TransformerLens trusts the code of some models by name."""
+    folder = _llama(tmp_path / "snapshot", auto_map=AUTO_MAP)
+    _add_code(folder, marker)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: "here")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(folder))
+    model = load_model("microsoft/phi-2", device="cpu")
+    assert (model.cfg.model_name, model.cfg.n_layers) == ("phi-2", 1)
+    assert not marker.exists()
