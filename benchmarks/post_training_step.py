@@ -36,7 +36,8 @@ VARIANTS = ("plain", "gated", "paired")
 def shape(name: str) -> tuple[Callable[[], Model], TokenBatch]:
     """A model builder and a batch."""
     if name == "addition":
-        return build_addition_model, AdditionTask().split()[0].select(slice(0, 256))
+        sums, _, _ = AdditionTask("autoregressive").split()
+        return build_addition_model, sums.select(slice(0, 256))
     config = {
         "n_layers": 12, "n_heads": 12, "d_model": 768, "d_head": 64, "d_mlp": 3072, "n_ctx": 1024,
         "d_vocab": 50257, "act_fn": "gelu_new", "normalization_type": "LN", "seed": 0,

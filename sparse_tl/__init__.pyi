@@ -181,12 +181,6 @@ from .models import (
 from .models import (
     load_task_models as load_task_models,
 )
-from .models import (
-    sparsify_addition_model as sparsify_addition_model,
-)
-from .models import (
-    train_addition_model as train_addition_model,
-)
 from .plots import (
     ScoredCircuit as ScoredCircuit,
 )
@@ -300,9 +294,7 @@ __all__ = [
     "roc",
     "save_figure",
     "save_model",
-    "sparsify_addition_model",
     "to_eap_ig",
     "token_windows",
     "trace_attention",
-    "train_addition_model",
 ]

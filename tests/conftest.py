@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ import torch
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.lens import Model, build_model
-from sparse_tl.runs.doctor import find_chromium
 from sparse_tl.training import pretrain
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,6 +126,14 @@ def build_echo(
         return model
 
     return build
+
+
+def find_chromium() -> str | None:
+    """The browser that tests drive: named by SPARSE_TL_CHROMIUM, or on PATH."""
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    return os.environ.get("SPARSE_TL_CHROMIUM") or next(
+        filter(None, map(shutil.which, names)), None
+    )
 
 
 @pytest.fixture(scope="session")

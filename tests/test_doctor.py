@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from sparse_tl.runs.model_checks import attention_edges, check_hooks, training_memory
 
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, load_model, save_model
 from sparse_tl.runs import Check, Diagnosis, model_checks, run_doctor
-from sparse_tl.runs.model_checks import attention_edges, check_hooks, training_memory
 
 
 def _named(found: Diagnosis, group: str) -> dict[str, Check]:

@@ -14,11 +14,12 @@ from sparse_tl.cli.printing import comparison, console, table
 
 @command(
     "addition",
-    ("the form that the README's figure shows", "--form placeholder"),
+    ("the form that the README's figure shows", ""),
+    ("the form that reads its own answer", "--form autoregressive --out runs/autoregressive"),
     ("another seed, in a folder of its own", "--seed 1 --out runs/addition-1"),
     (
         "a quick look, in a minute",
-        "--base-steps 40 --steps 40 --target-loss +0.5\n--out runs/quick",
+        "--dense-steps 40 --steps 40 --target-loss +0.5\n--out runs/quick",
     ),
 )
 def addition(
@@ -29,18 +30,18 @@ def addition(
             help="autoregressive, or placeholder (answer columns carry '?').",
             rich_help_panel=MODEL,
         ),
-    ] = "autoregressive",
+    ] = "placeholder",
     target_loss: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NATS",
             help="Per answer character: 0.01, or +0.01 over the dense model.",
             rich_help_panel=METHOD,
         ),
-    ] = "",
-    base_steps: Annotated[
+    ] = None,
+    dense_steps: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Steps of the base model at most.", rich_help_panel=METHOD),
+        typer.Option(metavar="N", help="Steps of the dense model at most.", rich_help_panel=METHOD),
     ] = None,
     steps: Annotated[
         int | None,
@@ -54,27 +55,26 @@ def addition(
 ) -> None:
     """Train a model that adds two-digit numbers, make its attention sparse, and draw both.
 
-    Writes the models (base/, sparse/), metrics.json, history.csv, the base-vs-sparse figure
+    Writes the models (dense/, sparse/), metrics.json, history.csv, the base-vs-sparse figure
     (addition.html, .svg, .png) and what each digit needs (circuits/). Called again, it goes on
     where it stopped or reuses what is done.
     """
-    from sparse_tl.models.addition import BASE_STEPS, SPARSE_STEPS, TARGET_LOSS
     from sparse_tl.runs import run_addition
 
     outcome = run_addition(
         out,
         form=form,  # type: ignore[arg-type]
         seed=seed,
-        base_steps=BASE_STEPS if base_steps is None else base_steps,
-        steps=SPARSE_STEPS if steps is None else steps,
-        target_loss=target_loss or TARGET_LOSS,
+        dense_steps=dense_steps,
+        steps=steps,
+        target_loss=target_loss,
         device=device,
         restart=restart,
         progress=not quiet,
     )
     metrics = outcome.metrics
-    base, sparse = metrics["base"], metrics["sparse"]
-    possible = base["possible_attention_edges"]
+    dense, sparse = metrics["dense"], metrics["sparse"]
+    possible = dense["possible_attention_edges"]
     shown = {
         "sums exactly right": lambda m: f"{m['heldout_accuracy']:.1%}",
         "loss (nats per answer character)": lambda m: f"{m['heldout_loss']:.5f}",
@@ -86,8 +86,8 @@ def addition(
     }
     table(
         f"Addition, {form}, seed {seed}: 1,000 held-out sums",
-        ["", "base", "sparse"],
-        [[name, show(base), show(sparse)] for name, show in shown.items()],
+        ["", "dense", "sparse"],
+        [[name, show(dense), show(sparse)] for name, show in shown.items()],
     )
     console.print(outcome.verdict, markup=False)
     if metrics["circuits"]:

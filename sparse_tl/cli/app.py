@@ -20,7 +20,7 @@ _EXAMPLES: dict[str | None, str] = {
     None: """
  [bold]First steps[/]
    [cyan]sparse-tl doctor[/]                        what works on this machine
-   [cyan]sparse-tl addition --form placeholder[/]   two models and their figure
+   [cyan]sparse-tl addition[/]                      two models and their figure
    [cyan]sparse-tl post-train --help[/]             your own model, on your own text"""
 }
 

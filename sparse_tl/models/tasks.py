@@ -1,17 +1,16 @@
-"""The built-in task model: one small transformer that does four tasks, trained and made sparse."""
+"""The built-in task models: one small transformer that does four tasks, dense and made sparse."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from sparse_tl.circuits import accuracy
-from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import HookedModel, Model, build_model
+from sparse_tl.lens import HookedModel, Model
+from sparse_tl.models.pairs import load_built_in
+from sparse_tl.models.recipes import Recipe
 from sparse_tl.models.task_text import (
     TASKS,
     WIDTH,
@@ -20,15 +19,11 @@ from sparse_tl.models.task_text import (
     task_tokenizer,
     task_vocabulary,
 )
-from sparse_tl.training import PostTraining, post_train, pretrain
+from sparse_tl.training import evaluate_held_out
 
-BASE_STEPS, SPARSE_STEPS = 700, 600
-"""Optimizer steps of the two phases."""
-TARGET_LOSS = "+0.1"
 TEXT_SHARE = 1 / 32
 """Rows in which every token is predicted: about a third of all loss positions."""
-BATCH_SIZE = 64
-TRAINING_ROWS, VALIDATION_ROWS = 4096, 64
+TRAINING_ROWS, VALIDATION_ROWS, MEASURED_ROWS = 4096, 64, 500
 """Prompts of each task."""
 ARCHITECTURE: dict[str, Any] = {
     "n_layers": 4,
@@ -40,13 +35,16 @@ ARCHITECTURE: dict[str, Any] = {
     "act_fn": "relu",
     "normalization_type": "LN",
 }
-BASE_SETTINGS: dict[str, Any] = {
+DENSE: dict[str, Any] = {
+    "steps": 700,
     "learning_rate": 2e-3,
     "decay": 0.35,
     "weight_decay": 0.01,
     "evaluate_every": 100,
 }
-SPARSE_SETTINGS: dict[str, Any] = {
+SPARSE: dict[str, Any] = {
+    "steps": 600,
+    "target_loss": "+0.1",
     "learning_rate": 7e-4,
     "trained": "evenly",
     "lambda_": 4.0,
@@ -61,101 +59,43 @@ SPARSE_SETTINGS: dict[str, Any] = {
     "decay": 0.6,
     "evaluate_every": 25,
 }
-INITIAL_BIAS = 2.0
 
 
-def task_settings() -> dict[str, Any]:
-    """All that determines the models beside their seed and steps, as JSON can hold it."""
-    return {
-        "architecture": ARCHITECTURE,
-        "base": BASE_SETTINGS,
-        "sparse": SPARSE_SETTINGS,
-        "initial_bias": INITIAL_BIAS,
-        "target_loss": TARGET_LOSS,
-        "rows": [TRAINING_ROWS, VALIDATION_ROWS, BATCH_SIZE, TEXT_SHARE],
-        "vocabulary": task_vocabulary(),
-    }
+def task_recipe() -> Recipe:
+    """How the task models are made."""
+    return Recipe(
+        name="tasks",
+        architecture={**ARCHITECTURE, "d_vocab": len(task_vocabulary())},
+        tokenizer=task_tokenizer,
+        rows=_rows,
+        measure=_measure,
+        batch_size=64,
+        dense=DENSE,
+        sparse=SPARSE,
+    )
 
 
-def build_task_model(seed: int = 0, device: str | None = None) -> Model:
-    """An untrained model: 4 layers of 8 heads, d_model 128, MLPs of 256."""
-    config = {
-        **ARCHITECTURE,
-        "model_name": "tasks",
-        "d_vocab": len(task_vocabulary()),
-        "default_prepend_bos": False,
-        "seed": seed,
-    }
-    return build_model(config, tokenizer=task_tokenizer(), device=device)
-
-
-def train_task_model(
-    *,
+def load_task_models(
     seed: int = 0,
-    steps: int = BASE_STEPS,
-    checkpoint: str | Path | None = None,
+    *,
+    cache: str | Path | None = None,
     device: str | None = None,
     progress: bool = True,
-) -> tuple[Model, pd.DataFrame]:
-    """Train a base model from scratch on the prompts of all tasks.
+) -> tuple[Model, SparseTransformer]:
+    """The dense task model and the sparse one made from it.
 
     Args:
-        seed: of the weights, the prompts and the batches.
-        steps: optimizer steps.
-        checkpoint: folder of the run's checkpoint; found there, an interrupted run goes on.
-        device: where to train; a GPU if there is one when left out.
-        progress: whether to show it.
+        seed: of everything random; 0 comes with the package, others are built when absent.
+        cache: folder of the pairs that are built here; in the user's cache folder when left out.
+        device: where the models go, and are built; a GPU if there is one when left out.
+        progress: whether to show the progress of a build.
 
-    Returns:
-        The model with its best validation weights, and the history.
+    Raises:
+        ValueError: a folder that cannot be written, or that holds damaged models.
+        UserWarning: a warning, where the sparse model misses the target of its post-training.
+        KeyboardInterrupt: after Ctrl-C, once the state is saved; called again, it goes on.
     """
-    model = build_task_model(seed, device)
-    training, validation = _rows(seed)
-    history = pretrain(
-        model,
-        ShuffledStream(training, BATCH_SIZE, seed),
-        held_out=validation,
-        steps=steps,
-        checkpoint=checkpoint,
-        progress=progress,
-        **BASE_SETTINGS,
-    )
-    return model, history
-
-
-def sparsify_task_model(
-    base: Model,
-    *,
-    seed: int = 0,
-    steps: int = SPARSE_STEPS,
-    target_loss: float | str = TARGET_LOSS,
-    checkpoint: str | Path | None = None,
-    progress: bool = True,
-) -> tuple[SparseTransformer, PostTraining]:
-    """Post-train the base model in place until few attention edges are left.
-
-    Args:
-        base: a trained base model; it is wrapped and changed.
-        seed: of gate noise, batches and prompts; with its own seed the base model's prompts.
-        steps: optimizer steps.
-        target_loss: nats per loss position, as an increase over the base model or absolute.
-        checkpoint: folder of the run's checkpoint; found there, an interrupted run goes on.
-        progress: whether to show it.
-    """
-    training, validation = _rows(seed)
-    sparse = SparseTransformer(base, initial_bias=INITIAL_BIAS)
-    outcome = post_train(
-        sparse,
-        ShuffledStream(training, BATCH_SIZE, seed + 1),
-        held_out=validation,
-        target_loss=target_loss,
-        steps=steps,
-        seed=seed,
-        checkpoint=checkpoint,
-        progress=progress,
-        **SPARSE_SETTINGS,
-    )
-    return sparse, outcome
+    return load_built_in(task_recipe(), seed, cache=cache, device=device, progress=progress)
 
 
 def task_accuracy(model: HookedModel, *, n: int = 256, seed: int = 0) -> dict[str, float]:
@@ -169,6 +109,13 @@ def task_accuracy(model: HookedModel, *, n: int = 256, seed: int = 0) -> dict[st
     return {
         task.name: accuracy(model, task_pairs(task, n, seed=seed), batch_size=256) for task in TASKS
     }
+
+
+def _measure(model: HookedModel) -> dict[str, float]:
+    """Accuracy on held-out prompts of each task, active edges on held-out rows of all of them."""
+    rows = task_rows(MEASURED_ROWS, part="held_out", text=TEXT_SHARE)
+    active = evaluate_held_out(model, rows).active_edges
+    return {**task_accuracy(model, n=MEASURED_ROWS), "active_edges": active}
 
 
 def _rows(seed: int) -> tuple[TokenBatch, TokenBatch]:

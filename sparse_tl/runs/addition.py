@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,11 @@ from typing import Any
 import pandas as pd
 
 from sparse_tl.explorer.figures import circuit_diagram
-from sparse_tl.files import atomic_file, atomic_folder, digest, read_json, write_json
+from sparse_tl.files import digest, write_json
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import HookedModel, Model, load_model, save_model
+from sparse_tl.lens import HookedModel, Model
 from sparse_tl.metrics import NoEffectError
-from sparse_tl.models.addition import (
-    BASE_STEPS,
-    SPARSE_STEPS,
-    TARGET_LOSS,
-    sparsify_addition_model,
-    train_addition_model,
-)
+from sparse_tl.models import addition_recipe, build_pair, read_pair
 from sparse_tl.plots import CircuitDiagram
 from sparse_tl.results import table_html
 from sparse_tl.runs.comparison import measure, report
@@ -42,20 +35,20 @@ class AdditionRun:
     Args:
         metrics: as in ``metrics.json``.
         verdict: whether post-training met its target, and with how many edges.
-        base: the dense model.
+        dense: the dense model.
         sparse: the sparse model.
         diagram: the base-vs-sparse figure.
     """
 
     metrics: dict[str, Any]
     verdict: str
-    base: Model
+    dense: Model
     sparse: SparseTransformer
     diagram: CircuitDiagram
 
     def to_pandas(self) -> pd.DataFrame:
         """Both models on held-out sums, side by side."""
-        return pd.DataFrame({name: self.metrics[name] for name in ("base", "sparse")})
+        return pd.DataFrame({side: self.metrics[side] for side in ("dense", "sparse")})
 
     def __repr__(self) -> str:
         return f"AdditionRun({self.verdict})"
@@ -68,11 +61,11 @@ class AdditionRun:
 def run_addition(
     out: str | Path,
     *,
-    form: Form = "autoregressive",
+    form: Form = "placeholder",
     seed: int = 0,
-    base_steps: int = BASE_STEPS,
-    steps: int = SPARSE_STEPS,
-    target_loss: float | str = TARGET_LOSS,
+    dense_steps: int | None = None,
+    steps: int | None = None,
+    target_loss: float | str | None = None,
     device: str | None = None,
     restart: bool = False,
     progress: bool = True,
@@ -83,9 +76,9 @@ def run_addition(
         out: folder for both models, ``metrics.json``, ``history.csv`` and the figure.
         form: of the sums.
         seed: of everything random.
-        base_steps: steps of the base model at most.
-        steps: steps of post-training.
-        target_loss: nats per answer character.
+        dense_steps: steps of the dense model at most; those of `addition_recipe` when left out.
+        steps: steps of post-training; likewise.
+        target_loss: nats per answer character; likewise.
         device: where to train; a GPU if there is one when left out.
         restart: begin anew.
         progress: whether to show live progress.
@@ -94,115 +87,65 @@ def run_addition(
         ValueError: bad settings, or an output folder that cannot be used.
     """
     task = AdditionTask(form)
-    TargetLoss.parse(target_loss)
+    asked = {"steps": steps, "target_loss": target_loss}
+    recipe = addition_recipe(form).changed(
+        dense={} if dense_steps is None else {"steps": dense_steps},
+        sparse={name: value for name, value in asked.items() if value is not None},
+    )
+    TargetLoss.parse(recipe.sparse["target_loss"])
     settings = {
         "command": "addition",
         "form": form,
         "seed": seed,
-        "base_steps": base_steps,
-        "steps": steps,
-        "target_loss": str(target_loss),
+        "dense_steps": recipe.dense["steps"],
+        "steps": recipe.sparse["steps"],
+        "target_loss": str(recipe.sparse["target_loss"]),
     }
     folder = RunFolder(out, settings, restart=restart)
-    with folder.stage("base"):
-        base = _base(folder, task, seed, base_steps, device, progress)
-    with folder.stage("sparse"):
-        sparse, verdict = _sparse(folder, task, seed, steps, target_loss, device, progress)
+    with folder.stage("models"):
+        build_pair(recipe, folder.path, seed, device=device, progress=progress)
+        dense, sparse, verdict, _ = read_pair(folder.path, device=device)
     with folder.stage("figure"):
-        diagram = draw(base, sparse, task)
+        diagram = draw(dense, sparse, task)
         for suffix in ("html", "svg", "png"):
             diagram.save(folder / f"addition.{suffix}")
-    _write_history(folder)
     test = task.split(seed=seed)[2]
     metrics: dict[str, Any] = {"seed": seed, "form": form}
-    for name, model in {"base": base, "sparse": sparse}.items():
+    models: dict[str, HookedModel] = {"dense": dense, "sparse": sparse}
+    for side, model in models.items():
         measured = evaluate_held_out(model, test)
-        metrics[name] = {
+        metrics[side] = {
             "heldout_accuracy": measured.accuracy,
             "heldout_loss": measured.loss,
             "active_attention_edges": measured.active_edges,
             "possible_attention_edges": measured.possible_edges,
             "active_heads": measured.active_heads,
         }
-    metrics["circuits"], metrics["no_circuits"] = _circuits(
-        folder, task, seed, base, sparse, progress
-    )
+    metrics["circuits"], metrics["no_circuits"] = _circuits(folder, task, seed, models, progress)
     metrics["seconds"] = round(folder.seconds, 1)
     write_json(folder / "metrics.json", metrics)
-    return AdditionRun(metrics, verdict, base, sparse, diagram)
+    return AdditionRun(metrics, verdict, dense, sparse, diagram)
 
 
-def draw(base: Model, sparse: SparseTransformer, task: AdditionTask) -> CircuitDiagram:
+def draw(dense: Model, sparse: SparseTransformer, task: AdditionTask) -> CircuitDiagram:
     """The figure: ``36+28``, every answer character to choose from, the last one shown."""
     prompt = decode(task.prompt(PROMPT).tokens[0])
     return circuit_diagram(
-        {"Base Model": base, "Sparse Model": sparse},
+        {"Base Model": dense, "Sparse Model": sparse},
         prompt,
         positions=range(ANSWER.start, ANSWER.stop),
         position=ANSWER.stop - 1,
     )
 
 
-def _base(
-    folder: RunFolder,
-    task: AdditionTask,
-    seed: int,
-    steps: int,
-    device: str | None,
-    progress: bool,
-) -> Model:
-    if not folder.finished("base"):
-        model, history = train_addition_model(
-            task,
-            seed=seed,
-            steps=steps,
-            checkpoint=folder / "checkpoints" / "base",
-            device=device,
-            progress=progress,
-        )
-        _write_csv(folder / "history_base.csv", history)
-        with atomic_folder(folder / "base") as temporary:
-            save_model(model, temporary)
-    return load_model(folder / "base", device=device)
-
-
-def _sparse(
-    folder: RunFolder,
-    task: AdditionTask,
-    seed: int,
-    steps: int,
-    target_loss: float | str,
-    device: str | None,
-    progress: bool,
-) -> tuple[SparseTransformer, str]:
-    if not folder.finished("sparse"):
-        sparse, outcome = sparsify_addition_model(
-            load_model(folder / "base", device=device),
-            task,
-            seed=seed,
-            steps=steps,
-            target_loss=target_loss,
-            checkpoint=folder / "checkpoints" / "sparse",
-            progress=progress,
-        )
-        _write_csv(folder / "history_sparse.csv", outcome.history)
-        write_json(folder / "verdict.json", outcome.verdict)
-        sparse.save_pretrained(folder / "sparse")
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    sparse = SparseTransformer.from_pretrained(folder / "sparse", device=device)
-    return sparse, read_json(folder / "verdict.json")
-
-
 def _circuits(
     folder: RunFolder,
     task: AdditionTask,
     seed: int,
-    base: Model,
-    sparse: SparseTransformer,
+    models: dict[str, HookedModel],
     progress: bool,
 ) -> tuple[dict[str, Any], list[str]]:
     """Which heads and circuit edges each digit needs, dense and sparse; and why some have none."""
-    models: dict[str, HookedModel] = {"dense": base, "sparse": sparse}
     for side, model in models.items():
         folder.pin(f"{side} model", digest(model.state_dict()))
     measured, failed = [], []
@@ -225,16 +168,3 @@ def _circuits(
         return {}, failed
     titles = {"dense": "Base Model", "sparse": "Sparse Model"}
     return report(folder / "circuits", measured, titles).metrics, failed
-
-
-def _write_history(folder: RunFolder) -> None:
-    phases = [
-        pd.read_csv(folder / f"history_{phase}.csv").assign(phase=phase)
-        for phase in ("base", "sparse")
-    ]
-    _write_csv(folder / "history.csv", pd.concat(phases))
-
-
-def _write_csv(path: Path, table: pd.DataFrame) -> None:
-    with atomic_file(path) as temporary:
-        table.to_csv(temporary, index=False)

@@ -150,5 +150,4 @@ def _chosen_tasks(names: Sequence[str]) -> list[Any]:
 def _pairs(task: Any, model: HookedModel, n: int, seed: int, *, built_in: bool) -> PromptPairs:
     if built_in:
         return task_pairs(task, n, seed=seed)
-    bos = bool(model.cfg.default_prepend_bos)
-    return task.pairs(model.tokenizer, n, seed=seed, prepend_bos=bos)
+    return task.pairs(model, n, seed=seed)

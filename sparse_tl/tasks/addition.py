@@ -56,7 +56,7 @@ class AdditionTask:
         ValueError: another form.
     """
 
-    form: Form = "autoregressive"
+    form: Form = "placeholder"
 
     def __post_init__(self) -> None:
         if self.form not in ("autoregressive", "placeholder"):

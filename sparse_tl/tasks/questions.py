@@ -21,6 +21,8 @@ from typing import Any
 
 from sparse_tl.data.streams import dataset_rows
 from sparse_tl.data.targets import TargetDataset, read_jsonl
+from sparse_tl.lens import HookedModel
+from sparse_tl.tasks.words import prepends_bos
 
 Record = Mapping[str, Any]
 Question = tuple[str, str]
@@ -46,23 +48,16 @@ class QuestionSet:
     build: Callable[[Sequence[Record]], list[Question]]
 
     def load(
-        self,
-        tokenizer: Any,
-        n: int,
-        *,
-        source: str | Path | None = None,
-        prepend_bos: bool = False,
-        max_tokens: int | None = None,
+        self, model: HookedModel, n: int, *, source: str | Path | None = None
     ) -> TargetDataset:
         """The first questions of a file or of a Hugging Face dataset, as prompts with targets.
 
         Args:
-            tokenizer: a fast Hugging Face tokenizer.
+            model: whose tokens the prompts are in, behind the BOS token where it prepends one;
+                prompts that are longer than its context are left out.
             n: how many questions at most.
             source: a file with one JSON object per line, a folder of such files, or a dataset's
                 name; the set's own dataset when left out.
-            prepend_bos: whether prompts begin with the BOS token.
-            max_tokens: longer prompts are left out; the model's context.
 
         Raises:
             ValueError: no such file or dataset, rows of another kind, or no prompt that is short
@@ -70,19 +65,19 @@ class QuestionSet:
         """
         if n < 1:
             raise ValueError(f"expected at least one question; got {n}")
+        tokenizer, bos, room = model.tokenizer, prepends_bos(model), model.cfg.n_ctx
         questions = self.questions(source, 4 * n + 1)
-        if questions and max_tokens is not None:
-            start = int(prepend_bos)
+        if questions:
             encoded = tokenizer([t + a for t, a in questions], add_special_tokens=False)
-            fits = [start + len(tokens) <= max_tokens for tokens in encoded["input_ids"]]
+            fits = [int(bos) + len(tokens) <= room for tokens in encoded["input_ids"]]
             questions = [question for question, fit in zip(questions, fits, strict=True) if fit]
         if not questions:
-            room = "" if max_tokens is None else f" of at most {max_tokens} tokens"
             raise ValueError(
-                f"expected questions of {self.title}{room} in {source or self.source}; got none"
+                f"expected questions of {self.title} of at most {room} tokens in "
+                f"{source or self.source}; got none"
             )
         texts, answers = zip(*questions[:n], strict=True)
-        return TargetDataset.from_texts(tokenizer, texts, answers, prepend_bos=prepend_bos)
+        return TargetDataset.from_texts(tokenizer, texts, answers, prepend_bos=bos)
 
     def questions(self, source: str | Path | None, n_rows: int) -> list[Question]:
         """The questions in the first rows of a source, as of `load`.

@@ -11,6 +11,7 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.lens import HookedModel
 
 _CONTENT = json.loads(files("sparse_tl.tasks").joinpath("content.json").read_text("utf-8"))
 
@@ -41,38 +42,40 @@ class WordTask:
         """
         raise NotImplementedError
 
-    def pairs(
-        self, tokenizer: Any, n: int, *, seed: int = 0, prepend_bos: bool = False
-    ) -> PromptPairs:
+    def pairs(self, model: HookedModel, n: int, *, seed: int = 0) -> PromptPairs:
         """Clean and corrupted prompts, with right and wrong answers as the task describes them.
 
         Args:
-            tokenizer: a Hugging Face tokenizer.
+            model: whose tokens the prompts are in, behind the BOS token where it prepends one.
             n: how many.
             seed: the same seed gives the same pairs.
-            prepend_bos: begin every prompt with the tokenizer's BOS token.
 
         Raises:
-            ValueError: too few of the task's words are single tokens; no pair asked for.
+            ValueError: a model without a tokenizer; too few of the task's words are single tokens;
+                no pair asked for.
         """
-        draw = self.drawing(tokenizer, random.Random(seed))
-        return to_pairs(tokenizer, draw_distinct(draw, n), prepend_bos=prepend_bos)
+        begins_with_bos = prepends_bos(model)
+        draw = self.drawing(model.tokenizer, random.Random(seed))
+        return to_pairs(model.tokenizer, draw_distinct(draw, n), prepend_bos=begins_with_bos)
+
+
+def prepends_bos(model: HookedModel) -> bool:
+    """Whether the model itself puts a BOS token before every text that it reads.
+
+    Raises:
+        ValueError: a model without a tokenizer.
+    """
+    if model.tokenizer is None:
+        raise ValueError(
+            "expected a model with a tokenizer; this one has none. Build it with one, or make "
+            "prompts of tokens."
+        )
+    return bool(model.cfg.default_prepend_bos) and model.tokenizer.bos_token_id is not None
 
 
 def encoder(tokenizer: Any, *, prepend_bos: bool = False) -> Callable[[str], tuple[int, ...]]:
-    """A text to its tokens, remembered, since tasks ask for the same few words again and again.
-
-    Raises:
-        ValueError: a BOS token is asked for and the tokenizer has none.
-    """
-    start: tuple[int, ...] = ()
-    if prepend_bos:
-        if tokenizer.bos_token_id is None:
-            raise ValueError(
-                "expected a tokenizer with a BOS token; it has none. Set its `bos_token`, or pass "
-                "prepend_bos=False."
-            )
-        start = (int(tokenizer.bos_token_id),)
+    """A text to its tokens, remembered, since tasks ask for the same few words again and again."""
+    start = (int(tokenizer.bos_token_id),) if prepend_bos else ()
 
     @cache
     def encode(text: str) -> tuple[int, ...]:

@@ -1,70 +1,69 @@
-"""The models that come with the package: of the present settings, and as good as they claim."""
+"""The models that come with the package: of the present recipes, and as good as they claim."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sparse_tl.files import read_json
-from sparse_tl.models import cache, load_addition_models, load_task_models
-from sparse_tl.models.built_in import addition_recipe, task_recipe
-from sparse_tl.models.shipping import SEED, claims
+from sparse_tl.models import Recipe, addition_recipe, load_addition_models, load_task_models, pairs
+from sparse_tl.models.addition import closed_edges
+from sparse_tl.models.pairs import SHIPPED
+from sparse_tl.models.shipping import RECIPES
+from sparse_tl.tasks.addition import LENGTH
 
-CASES = {
-    "addition": (lambda: addition_recipe("placeholder", SEED), load_addition_models),
-    "tasks": (lambda: task_recipe(SEED), load_task_models),
-}
-each = pytest.mark.parametrize("kind", CASES)
-
-
-@pytest.fixture
-def no_building(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("a shipped pair was built")
-
-    monkeypatch.setattr(cache, "built_pair", refuse)
+each = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 
 
 @each
-@pytest.mark.usefixtures("no_building")
-def test_a_shipped_pair_does_what_it_claims(kind: str, tmp_path: Path) -> None:
-    recipe, load = CASES[kind]
-    claimed = read_json(recipe().shipped(SEED) / "claims.json")
-    measured = claims(kind, *load(cache=tmp_path, device="cpu", progress=False))
+def test_a_shipped_pair_does_what_it_claims(recipe: Recipe, tmp_path: Path) -> None:
+    load = load_task_models if recipe.name == "tasks" else load_addition_models
+    models = load(cache=tmp_path, device="cpu", progress=False)
+    claimed = read_json(SHIPPED / recipe.name / "claims.json")
+    measured = dict(zip(("dense", "sparse"), map(recipe.measure, models), strict=True))
     for side in ("dense", "sparse"):
         assert measured[side] == pytest.approx(claimed[side], abs=0.002)
     assert min(v for name, v in measured["sparse"].items() if name != "active_edges") >= 0.99
     assert measured["sparse"]["active_edges"] < 0.01 * measured["dense"]["active_edges"]
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [], "nothing was built"
+
+
+@each
+def test_a_shipped_pair_is_of_the_present_recipe(recipe: Recipe) -> None:
+    made_by = read_json(SHIPPED / recipe.name / "recipe.json")
+    assert {"version": made_by["version"], **recipe.settings(0)} == made_by
 
 
 def test_the_shipped_models_are_small_and_are_the_only_ones() -> None:
-    recipes = [make() for make, _ in CASES.values()]
-    folders = {recipe.shipped(SEED).parent.name for recipe in recipes}
-    assert {folder.name for folder in cache.SHIPPED.iterdir()} == folders
-    files = [file for file in cache.SHIPPED.rglob("*") if file.is_file()]
+    assert {folder.name for folder in SHIPPED.iterdir()} == {recipe.name for recipe in RECIPES}
+    files = [file for file in SHIPPED.rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) <= 10_000_000
 
 
-def test_other_settings_and_seeds_are_built(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    asked: list[tuple[Any, int]] = []
+def test_other_seeds_and_forms_are_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[str, int]] = []
 
-    def built(recipe: Any, seed: int, **_: object) -> Path:
+    def built(recipe: Recipe, seed: int, **_: object) -> Path:
         asked.append((recipe.name, seed))
         return tmp_path
 
-    monkeypatch.setattr(cache, "built_pair", built)
-    calls: list[Callable[[], object]] = [
-        lambda: load_task_models(1),
-        lambda: load_addition_models(form="autoregressive"),
-        lambda: load_addition_models(steps=7),
-    ]
-    for call in calls:
-        with pytest.raises(ValueError, match="Remove that folder"):
-            call()
-    assert asked == [("tasks", 1), ("addition-autoregressive", 0), ("addition-placeholder", 0)]
+    monkeypatch.setattr(pairs, "build_cached", built)
+    with pytest.raises(ValueError, match="Remove that folder"):
+        load_task_models(1)
+    with pytest.raises(ValueError, match="Remove that folder"):
+        load_addition_models(form="autoregressive")
+    assert asked == [("tasks", 1), ("addition-autoregressive", 0)]
+
+
+def test_sums_are_read_from_near_and_made_before_the_equals_sign() -> None:
+    closed = closed_edges("autoregressive")
+    assert closed is not None
+    assert closed.shape == (4, 4, LENGTH, LENGTH)
+    for query in range(LENGTH):
+        for key in range(query + 1):
+            far = query - key > 5
+            assert closed[1:, :, query, key].unique().tolist() == [far]
+            silent = query >= "36+28=00064".index("=") or query == key
+            assert closed[0, :, query, key].unique().tolist() == [far or silent]
+    assert addition_recipe("placeholder").closed is None

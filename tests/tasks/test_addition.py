@@ -19,7 +19,7 @@ def test_autoregressive_labels_are_the_next_characters():
 
 def test_small_integers_do_not_overflow():
     nines = torch.tensor([99], dtype=torch.int8)
-    assert decode(AdditionTask().batch(nines, nines).tokens[0]) == "99+99=00198"
+    assert decode(AdditionTask("autoregressive").batch(nines, nines).tokens[0]) == "99+99=00198"
 
 
 def test_placeholders_hide_the_answer():
@@ -49,7 +49,7 @@ def test_the_split_is_a_partition_of_all_sums(form):
 
 def test_the_tokenizer_agrees_with_the_task():
     tokenizer = addition_tokenizer()
-    tokens = AdditionTask().prompt("9+99").tokens[0]
+    tokens = AdditionTask("autoregressive").prompt("9+99").tokens[0]
     assert tokenizer("09+99=00108")["input_ids"] == tokens.tolist()
     assert tokenizer.decode(tokens) == decode(tokens) == "09+99=00108"
     assert tokenizer.mask_token_id == CHARACTERS.index("?")

@@ -11,11 +11,12 @@ import json
 import random
 import re
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sparse_tl.metrics import logit_difference, margin, probability_difference
 from sparse_tl.tasks import DocstringTask, GreaterThanTask, IOILongTask, IOITask, docstring, ioi
@@ -40,6 +41,19 @@ def word_tokenizer(texts=EVERYTHING, digits=r"\d\d", **special):
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = split
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+class Reader:
+    """A model as far as tasks ask for one: a tokenizer, and no BOS token before its prompts."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.cfg = SimpleNamespace(default_prepend_bos=False)
+
+    def to_tokens(self, text):
+        raise NotImplementedError
+
+    __call__ = state_dict = to_tokens
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +114,7 @@ def parse_ioi(text, templates):
 def test_ioi_names_are_distinct_and_the_answer_is_the_one_named_once(kind, tokenizer):
     task = kind()
     used = []
-    for record in read_back(task.pairs(tokenizer, 300, seed=3), tokenizer):
+    for record in read_back(task.pairs(Reader(tokenizer), 300, seed=3), tokenizer):
         index, names = parse_ioi(record["clean"], task.templates)
         other_index, others = parse_ioi(record["corrupted"], task.templates)
         subject = names[2]
@@ -116,7 +130,7 @@ def test_ioi_names_are_distinct_and_the_answer_is_the_one_named_once(kind, token
 
 def test_greater_than_answers_are_the_later_years(tokenizer):
     starts = set()
-    for record in read_back(GreaterThanTask().pairs(tokenizer, 300, seed=1), tokenizer):
+    for record in read_back(GreaterThanTask().pairs(Reader(tokenizer), 300, seed=1), tokenizer):
         noun, century, start, again = re.fullmatch(
             r"The([a-z]+)lastedfromtheyear(\d\d)(\d\d)totheyear(\d\d)", record["clean"]
         ).groups()
@@ -142,7 +156,7 @@ def parse_docstring(text):
 
 
 def test_docstring_answers_the_third_matching_argument(tokenizer):
-    for record in read_back(DocstringTask().pairs(tokenizer, 300, seed=2), tokenizer):
+    for record in read_back(DocstringTask().pairs(Reader(tokenizer), 300, seed=2), tokenizer):
         function, defined, described, texts = parse_docstring(record["clean"])
         assert len(defined) == 6
         assert described == defined[2:4]
@@ -157,7 +171,7 @@ def test_docstring_answers_the_third_matching_argument(tokenizer):
 
 @pytest.mark.parametrize("kind", TASKS)
 def test_clean_and_corrupted_prompts_end_in_the_same_place(kind, tokenizer):
-    pairs = kind().pairs(tokenizer, 50)
+    pairs = kind().pairs(Reader(tokenizer), 50)
     for row, position in enumerate(pairs.positions.tolist()):
         clean, corrupted = pairs.clean[row, : position + 1], pairs.corrupted[row, : position + 1]
         for tokens in (clean, corrupted):
@@ -169,7 +183,7 @@ def test_clean_and_corrupted_prompts_end_in_the_same_place(kind, tokenizer):
 
 @pytest.mark.parametrize("kind", TASKS)
 def test_an_answer_is_the_token_that_follows_the_prompt(kind, tokenizer):
-    pairs = kind().pairs(tokenizer, 40)
+    pairs = kind().pairs(Reader(tokenizer), 40)
     space, followed = "" if kind is GreaterThanTask else " ", 0
     for row, record in enumerate(pairs.to_records(tokenizer)):
         known = pairs.clean[row, : int(pairs.positions[row]) + 1].tolist()
@@ -191,7 +205,7 @@ def test_same_seed_same_pairs_whatever_the_global_state(kind, words):
     for turn, seed in enumerate((5, 5, 6)):
         random.seed(turn)
         torch.manual_seed(turn)
-        made.append(kind().pairs(words, 60, seed=seed))
+        made.append(kind().pairs(Reader(words), 60, seed=seed))
     pairs, again, other = made
     for name in ("clean", "corrupted", "answers", "wrong", "positions"):
         assert torch.equal(getattr(pairs, name), getattr(again, name))
@@ -205,7 +219,7 @@ def test_a_small_task_gives_each_prompt_before_it_repeats_one(words):
         names=ioi.NAMES[:6], places=("store",), objects=("ring",), templates=ioi.TEMPLATES[:1]
     )
     for n in (30, 45):
-        texts = [record["clean"] for record in task.pairs(words, n).to_records(words)]
+        texts = [record["clean"] for record in task.pairs(Reader(words), n).to_records(words)]
         assert len(texts) == n
         assert len(set(texts)) == 30  # 6 * 5 choices of two names
 
@@ -213,12 +227,12 @@ def test_a_small_task_gives_each_prompt_before_it_repeats_one(words):
 def test_only_the_words_of_the_task_are_used(words):
     names = ("Mary", "John", "Paul", "Lisa", "Mark")
     task = IOITask(names=names, places=("garden",), objects=("drink",))
-    for record in read_back(task.pairs(words, 80), words):
+    for record in read_back(task.pairs(Reader(words), 80), words):
         for text in (record["clean"], record["corrupted"]):
             assert set(parse_ioi(text, task.templates)[1]) <= set(names)
             assert not re.search("|".join({*ioi.PLACES} - {"garden"}), text)
     task = GreaterThanTask(nouns=("trial", "trip"), centuries=(14, 92))
-    texts = {record["clean"] for record in read_back(task.pairs(words, 100), words)}
+    texts = {record["clean"] for record in read_back(task.pairs(Reader(words), 100), words)}
     heads = {re.sub(r"(?<=\d\d)\d\dto", "to", text) for text in texts}
     assert heads == {
         f"The{noun}lastedfromtheyear{century}totheyear{century}"
@@ -226,7 +240,7 @@ def test_only_the_words_of_the_task_are_used(words):
         for century in (14, 92)
     }
     task = DocstringTask(arguments=docstring.ARGUMENTS[:12], nouns=("price", "cost", "age"))
-    for record in read_back(task.pairs(words, 40), words):
+    for record in read_back(task.pairs(Reader(words), 40), words):
         function, defined, _, texts = parse_docstring(record["clean"])
         assert {function, *defined} <= set(docstring.ARGUMENTS[:12])
         assert not re.sub("price|cost|age", "", "".join(texts))
@@ -239,7 +253,7 @@ def test_words_that_are_no_single_token_are_left_out(words):
     ]
     # The name of the unknown token is not told to the wrapper here, and one name is unknown.
     names = ("Mary", "John", "Zebedee", "Paul", "Lisa", "Mark")
-    tokens = IOITask(names=names).pairs(words, 100)
+    tokens = IOITask(names=names).pairs(Reader(words), 100)
     assert "[UNK]" not in " ".join(record["clean"] for record in tokens.to_records(words))
     assert len(tokens.answers.unique()) == 5
 
@@ -257,7 +271,7 @@ def test_words_that_are_no_single_token_are_left_out(words):
 )
 def test_too_few_words_are_counted(task, message, words):
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        task.pairs(words, 3)
+        task.pairs(Reader(words), 3)
 
 
 def test_years_that_are_one_token_are_not_used():
@@ -267,33 +281,47 @@ def test_years_that_are_one_token_are_not_used():
     everything = {(c, f"{start:02d}") for c in ("14", "17") for start in range(2, 99)}
     assert set(years) == everything - {("17", "32"), ("14", "50")}  # 1501 would be the corrupted
     with pytest.raises(ValueError, match=r"two tokens.*centuries \[15\]"):
-        GreaterThanTask(centuries=(15,)).pairs(tokenizer, 1)
+        GreaterThanTask(centuries=(15,)).pairs(Reader(tokenizer), 1)
 
 
 def test_tokenizers_without_pairs_of_digits_are_refused():
     one_by_one = word_tokenizer(EVERYTHING + " 0 1 2 3 4 5 6 7 8 9", digits=r"\d")
     with pytest.raises(ValueError, match=r"00 to 99 .*100 are not"):
-        GreaterThanTask().pairs(one_by_one, 1)
+        GreaterThanTask().pairs(Reader(one_by_one), 1)
     with pytest.raises(ValueError, match=r"00 to 99 .*1 are not, such as \['37'\]"):
-        GreaterThanTask().pairs(word_tokenizer(EVERYTHING.replace("37", "")), 1)
+        GreaterThanTask().pairs(Reader(word_tokenizer(EVERYTHING.replace("37", ""))), 1)
 
 
 def test_an_unknown_word_of_the_frame_is_named():
     tokenizer = word_tokenizer(EVERYTHING.replace("lasted", ""))
     with pytest.raises(ValueError, match=r"\['lasted'\] of 'The "):
-        GreaterThanTask().pairs(tokenizer, 2)
+        GreaterThanTask().pairs(Reader(tokenizer), 2)
 
 
-def test_bos_comes_first_and_moves_the_position_by_one(words):
-    with pytest.raises(ValueError, match="BOS"):
-        IOITask().pairs(words, 2, prepend_bos=True)
-    with_bos = word_tokenizer("<s> " + EVERYTHING, bos_token="<s>")
-    plain, begun = (IOITask().pairs(with_bos, 20, prepend_bos=bos) for bos in (False, True))
-    assert (begun.clean[:, 0] == with_bos.bos_token_id).all()
+def test_prompts_begin_as_the_model_begins_them(build_tiny, tmp_path):
+    """In Python the BOS token was missing, which the command line prepended."""
+    word_tokenizer("<s> " + EVERYTHING, bos_token="<s>", pad_token="<s>").save_pretrained(tmp_path)
+    with_bos = AutoTokenizer.from_pretrained(tmp_path)
+    task, made = IOITask(), {}
+    for bos in (False, True):
+        model = build_tiny(
+            d_vocab=len(with_bos), n_ctx=64, tokenizer=with_bos, default_prepend_bos=bos
+        )
+        made[bos] = pairs = task.pairs(model, 20)
+        for row, position in enumerate(pairs.positions.tolist()):
+            tokens = pairs.clean[row, : position + 1]
+            text = with_bos.decode(tokens.tolist(), skip_special_tokens=True)
+            assert torch.equal(model.to_tokens(text)[0], tokens)
+    plain, begun = made[False], made[True]
     assert torch.equal(begun.clean[:, 1:], plain.clean)
     assert torch.equal(begun.corrupted[:, 1:], plain.corrupted)
     assert torch.equal(begun.positions, plain.positions + 1)
     assert torch.equal(begun.answers, plain.answers)
+
+
+def test_a_model_without_a_tokenizer_is_refused(build_tiny):
+    with pytest.raises(ValueError, match="expected a model with a tokenizer"):
+        IOITask().pairs(build_tiny(), 2)
 
 
 def test_a_tokenizer_that_begins_with_a_space_gives_the_same_answers():
@@ -316,7 +344,7 @@ def test_a_tokenizer_that_begins_with_a_space_gives_the_same_answers():
         places=("Mary",),
         objects=("Mary",),
     )
-    pairs = task.pairs(tokenizer, 20)
+    pairs = task.pairs(Reader(tokenizer), 20)
     assert torch.equal(pairs.answers[:, 0], pairs.clean[:, 1])
     assert torch.equal(pairs.wrong[:, 0], pairs.clean[:, 3])
 
@@ -325,7 +353,7 @@ def test_the_metric_is_the_tasks_own(words):
     for kind, metric in zip(
         TASKS, [probability_difference, logit_difference, logit_difference, margin], strict=True
     ):
-        pairs = kind().pairs(words, 8)
+        pairs = kind().pairs(Reader(words), 8)
         logits = torch.zeros(8, len(words))
         logits[torch.arange(8), pairs.answers[:, 0]] = 50.0
         expected = 1.0 if kind is GreaterThanTask else 50.0
@@ -343,7 +371,7 @@ def test_the_metric_is_the_tasks_own(words):
 def test_bad_arguments_are_refused(words):
     for kind in TASKS:
         with pytest.raises(ValueError, match="n=0"):
-            kind().pairs(words, 0)
+            kind().pairs(Reader(words), 0)
     for template in ("[A] and [B] gave to [A]", "[A] and [B], [B] gave [A] one", "[B] [A] [B]"):
         with pytest.raises(ValueError, match="expected templates"):
             IOITask(templates=(template,))
@@ -380,7 +408,7 @@ def test_greater_than_gives_the_published_prompts(shared_data, gpt2):
     for row in rows[::250]:
         noun, century = row["clean"].split()[1], int(row["clean"][-2:])
         task = GreaterThanTask(nouns=(noun,), centuries=(century,))
-        pairs = task.pairs(gpt2, len(task.years(gpt2)))  # all that there are
+        pairs = task.pairs(Reader(gpt2), len(task.years(gpt2)))  # all that there are
         records = {record["clean"]: record for record in pairs.to_records(gpt2)}
         record = records[row["clean"]]
         assert record["corrupted"] == row["corrupted"]
@@ -403,7 +431,7 @@ def test_published_ioi_prompts_are_of_the_templates(shared_data):
 
 
 def test_docstring_prompts_read_as_published_under_gpt2(gpt2):
-    pairs = DocstringTask().pairs(gpt2, 200)
+    pairs = DocstringTask().pairs(Reader(gpt2), 200)
     lines = (
         r"\ndef \w+\(self, \w+, \w+, \w+, \w+, \w+, \w+\):",
         r'    """\w+ \w+ \w+',

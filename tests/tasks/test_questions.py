@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from sparse_tl.lens import Model
 from sparse_tl.tasks.questions import (
     COMMON_SENSE,
     MATHEMATICS,
@@ -20,10 +23,14 @@ from sparse_tl.tasks.questions import (
 
 
 @pytest.fixture(scope="module")
-def gpt2(shared_data: Path) -> Any:
-    from transformers import AutoTokenizer
+def gpt2(shared_data: Path, build_tiny: Callable[..., Model]) -> Callable[..., Model]:
+    """A tiny model with the tokenizer of GPT-2 and a context of some length."""
+    tokenizer = AutoTokenizer.from_pretrained(str(shared_data / "tokenizers" / "gpt2"))
 
-    return AutoTokenizer.from_pretrained(str(shared_data / "tokenizers" / "gpt2"))
+    def build(context: int = 1024) -> Model:
+        return build_tiny(d_vocab=len(tokenizer), n_ctx=context, tokenizer=tokenizer)
+
+    return build
 
 
 def test_minimal_pairs() -> None:
@@ -90,11 +97,13 @@ def test_worked_solutions_lose_the_calculators_notes() -> None:
     ],
 )
 def test_the_published_files(
-    gpt2: Any, shared_data: Path, asked: QuestionSet, source: str, target: str
+    gpt2: Callable[..., Model], shared_data: Path, asked: QuestionSet, source: str, target: str
 ) -> None:
-    found = asked.load(gpt2, 20, source=shared_data / "prompts" / source, max_tokens=1024)
+    model = gpt2()
+    found = asked.load(model, 20, source=shared_data / "prompts" / source)
     assert len(found) == 20
-    assert found.to_records(gpt2)[0]["target"].startswith(target)
+    assert (found.rows.tokens[:, 0] == model.tokenizer.bos_token_id).all(), "as the model begins"
+    assert found.to_records(model.tokenizer)[0]["target"].startswith(target)
 
 
 def test_files_of_a_folder_take_turns(shared_data: Path) -> None:
@@ -106,27 +115,29 @@ def test_files_of_a_folder_take_turns(shared_data: Path) -> None:
     ]
 
 
-def test_long_questions_are_left_out(gpt2: Any, shared_data: Path) -> None:
+def test_long_questions_are_left_out(gpt2: Callable[..., Model], shared_data: Path) -> None:
     file = shared_data / "prompts" / "gsm8k" / "test.jsonl"
-    found = MATHEMATICS.load(gpt2, 50, source=file, max_tokens=240)
+    found = MATHEMATICS.load(gpt2(240), 50, source=file)
     assert found.rows.tokens.shape[1] <= 240
     with pytest.raises(ValueError, match="at most 10 tokens"):
-        MATHEMATICS.load(gpt2, 50, source=file, max_tokens=10)
+        MATHEMATICS.load(gpt2(10), 50, source=file)
 
 
-def test_other_rows_are_refused(gpt2: Any, shared_data: Path) -> None:
+def test_other_rows_are_refused(gpt2: Callable[..., Model], shared_data: Path) -> None:
     file = shared_data / "prompts" / "gsm8k" / "test.jsonl"
     with pytest.raises(ValueError, match=r"rows of Common Sense .*fields \['answer', 'question'\]"):
-        COMMON_SENSE.load(gpt2, 5, source=file)
+        COMMON_SENSE.load(gpt2(), 5, source=file)
     with pytest.raises(ValueError, match="at least one question"):
-        COMMON_SENSE.load(gpt2, 0, source=file)
+        COMMON_SENSE.load(gpt2(), 0, source=file)
 
 
-def test_pairs_that_differ_from_the_start_are_no_questions(tmp_path: Path) -> None:
+def test_pairs_that_differ_from_the_start_are_no_questions(
+    gpt2: Callable[..., Model], tmp_path: Path
+) -> None:
     file = tmp_path / "pairs.jsonl"
     file.write_text('{"sentence_good": "These cats", "sentence_bad": "This cats"}', "utf-8")
     with pytest.raises(ValueError, match="questions of Syntax of at most 9 tokens .*; got none"):
-        SYNTAX.load(None, 5, source=file, max_tokens=9)
+        SYNTAX.load(gpt2(9), 5, source=file)
 
 
 @pytest.mark.usefixtures("offline")

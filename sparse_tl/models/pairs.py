@@ -1,0 +1,195 @@
+"""A dense model and the sparse one made from it: built in a folder, read, or from the package.
+
+`build_pair` trains the dense model and makes it sparse. Its folder holds ``dense`` and ``sparse``,
+each whole or absent, and the checkpoint of whichever is in the making, so that a build that was
+interrupted goes on where it stopped. Built-in pairs of other seeds than 0 are built by it, too, in
+the user's cache folder, where ``recipe.json`` says what they were made by.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+import platformdirs
+from filelock import FileLock, Timeout
+
+from sparse_tl import __version__
+from sparse_tl.files import (
+    atomic_file,
+    atomic_folder,
+    check_writable,
+    read_json,
+    recover_folder,
+    write_json,
+)
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model, load_model, save_model
+from sparse_tl.models.recipes import Recipe
+
+SHIPPED = Path(__file__).parent / "shipped"
+"""The pairs that come with the package, of seed 0; `sparse_tl.models.shipping` made them."""
+
+
+class Pair(NamedTuple):
+    """A dense model, the sparse one made from it, and whether that met its target."""
+
+    dense: Model
+    sparse: SparseTransformer
+    verdict: str
+    feasible: bool
+
+
+def build_pair(
+    recipe: Recipe,
+    folder: str | Path,
+    seed: int = 0,
+    *,
+    device: str | None = None,
+    progress: bool = True,
+) -> None:
+    """Train the dense model and make it sparse: whichever of the two the folder does not hold yet.
+
+    Args:
+        recipe: of both.
+        folder: of the pair: ``dense``, ``sparse``, ``verdict.json`` and ``history.csv``.
+        seed: of everything random.
+        device: where to train; a GPU if there is one when left out.
+        progress: whether to show it.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C, once the state is saved; called again, it goes on.
+    """
+    folder = Path(folder)
+    if not _finished(folder / "dense"):
+        checkpoint = folder / "checkpoint-dense"
+        model, history = recipe.train(seed, checkpoint=checkpoint, device=device, progress=progress)
+        _write_history(folder, history.assign(phase="dense"))
+        with atomic_folder(folder / "dense") as temporary:
+            save_model(model, temporary)
+        shutil.rmtree(checkpoint)
+    if not _finished(folder / "sparse"):
+        checkpoint = folder / "checkpoint-sparse"
+        dense = load_model(folder / "dense", device=device)
+        sparse, outcome = recipe.sparsify(dense, seed, checkpoint=checkpoint, progress=progress)
+        _write_history(folder, outcome.history.assign(phase="sparse"))
+        said = {"verdict": outcome.verdict, "feasible": outcome.feasible}
+        write_json(folder / "verdict.json", said)
+        sparse.save_pretrained(folder / "sparse")
+        shutil.rmtree(checkpoint)
+
+
+def read_pair(folder: str | Path, *, device: str | None = None) -> Pair:
+    """The pair that `build_pair` left in a folder.
+
+    Raises:
+        ValueError: there is none, or a damaged one.
+    """
+    folder = Path(folder)
+    try:
+        said = read_json(folder / "verdict.json")
+        return Pair(
+            load_model(folder / "dense", device=device),
+            SparseTransformer.from_pretrained(folder / "sparse", device=device),
+            said["verdict"],
+            said["feasible"],
+        )
+    except (ValueError, FileNotFoundError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"expected a pair of models, dense and sparse, in {folder}; {error}. Remove that "
+            "folder to build them again."
+        ) from error
+
+
+def load_built_in(
+    recipe: Recipe,
+    seed: int,
+    *,
+    cache: str | Path | None = None,
+    device: str | None = None,
+    progress: bool = True,
+) -> tuple[Model, SparseTransformer]:
+    """The pair of a seed: the one that comes with the package, or else built in the cache folder.
+
+    Raises:
+        ValueError: a folder that cannot be written, or that holds damaged models.
+        UserWarning: a warning, where the sparse model misses the target of its post-training, or
+            another job builds this pair already and is waited for.
+        KeyboardInterrupt: after Ctrl-C, once the state is saved; called again, it goes on.
+    """
+    folder = SHIPPED / recipe.name
+    if seed or not folder.is_dir():
+        folder = build_cached(recipe, seed, cache=cache, device=device, progress=progress)
+    pair = read_pair(folder, device=device)
+    if not pair.feasible:
+        warnings.warn(
+            f"the sparse {recipe.name} model of seed {seed}: {pair.verdict}", stacklevel=3
+        )
+    return pair.dense, pair.sparse
+
+
+def cache_folder(cache: str | Path | None = None) -> Path:
+    """The folder of all pairs that were built here; in the user's cache folder by default."""
+    return Path(cache) if cache is not None else platformdirs.user_cache_path("sparse_tl")
+
+
+def build_cached(
+    recipe: Recipe,
+    seed: int,
+    *,
+    cache: str | Path | None = None,
+    device: str | None = None,
+    progress: bool = True,
+) -> Path:
+    """The folder of a pair in the cache, built unless it is there, of this recipe and version."""
+    folder = cache_folder(cache) / recipe.name / f"seed-{seed}"
+    made_by = {"version": __version__, **recipe.settings(seed)}
+
+    def is_there() -> bool:
+        whole = _finished(folder / "dense") and _finished(folder / "sparse")
+        return whole and _made_by(folder) == made_by
+
+    if is_there():
+        return folder
+    check_writable(folder.parent)
+    # The jobs of a cluster share the user's cache folder: one builds, the others wait.
+    lock = FileLock(folder.with_suffix(".lock"))
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        warnings.warn(
+            f"another job is building the {recipe.name} models of seed {seed} in {folder}; "
+            "waiting until it is done",
+            stacklevel=4,
+        )
+        lock.acquire()
+    try:
+        if _made_by(folder) != made_by:  # nothing, or of another recipe or version
+            shutil.rmtree(folder, ignore_errors=True)
+            write_json(folder / "recipe.json", made_by)
+        build_pair(recipe, folder, seed, device=device, progress=progress)
+    finally:
+        lock.release()
+    return folder
+
+
+def _made_by(folder: Path) -> Any:
+    return read_json(folder / "recipe.json") if (folder / "recipe.json").exists() else None
+
+
+def _write_history(folder: Path, phase: pd.DataFrame) -> None:
+    """Add the steps of a phase to ``history.csv``, in place of an earlier attempt's."""
+    path, earlier = folder / "history.csv", []
+    if path.exists():
+        found = pd.read_csv(path)
+        earlier = [found[found["phase"] != phase["phase"].iloc[0]]]
+    with atomic_file(path) as temporary:
+        pd.concat([*earlier, phase]).to_csv(temporary, index=False)
+
+
+def _finished(folder: Path) -> bool:
+    recover_folder(folder)
+    return folder.exists()

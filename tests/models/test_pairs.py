@@ -1,0 +1,168 @@
+"""One way to build a pair of models: whole or absent, resumed, in a folder or in the cache."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from filelock import FileLock
+
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.files import read_json
+from sparse_tl.models import Recipe, build_pair, read_pair
+from sparse_tl.models.pairs import build_cached, load_built_in
+
+QUIET: dict[str, Any] = {"device": "cpu", "progress": False}
+
+
+@pytest.fixture(scope="session")
+def recipe(echo_rows: Callable[..., TokenBatch]) -> Recipe:
+    """A pair of a tiny model that a few steps make."""
+    return Recipe(
+        name="echo",
+        architecture={
+            "n_layers": 1,
+            "n_heads": 2,
+            "d_model": 16,
+            "d_head": 8,
+            "d_mlp": 16,
+            "n_ctx": 8,
+            "d_vocab": 13,
+            "act_fn": "relu",
+            "normalization_type": "LN",
+        },
+        tokenizer=lambda: None,
+        rows=lambda seed: (echo_rows(32, seed=seed), echo_rows(16, seed=seed + 100)),
+        measure=lambda model: {},
+        batch_size=16,
+        dense={"steps": 3, "learning_rate": 1e-2},
+        sparse={"steps": 3, "target_loss": "+3", "learning_rate": 1e-2},
+    )
+
+
+@pytest.fixture(scope="session")
+def built(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pairs") / "whole"
+    build_pair(recipe, folder, **QUIET)
+    return folder
+
+
+def weights(folder: Path) -> list[dict[str, torch.Tensor]]:
+    dense, sparse, *_ = read_pair(folder, device="cpu")
+    return [{k: v.detach() for k, v in m.named_parameters()} for m in (dense, sparse)]
+
+
+def assert_same(one: Path, other: Path) -> None:
+    torch.testing.assert_close(weights(one), weights(other), rtol=0, atol=0)
+
+
+def refuse(*_: Any, **__: Any) -> Any:
+    raise AssertionError("built again")
+
+
+def test_a_built_pair_is_read_and_not_built_again(
+    recipe: Recipe, built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {p.name for p in built.iterdir()} == {"dense", "sparse", "verdict.json", "history.csv"}
+    pair = read_pair(built, device="cpu")
+    assert pair.feasible and pair.verdict.startswith("Target +3 nats met")
+    history = pd.read_csv(built / "history.csv")
+    assert history.groupby("phase")["step"].max().to_dict() == {"dense": 3, "sparse": 3}
+    monkeypatch.setattr(Recipe, "train", refuse)
+    monkeypatch.setattr(Recipe, "sparsify", refuse)
+    build_pair(recipe, built, **QUIET)
+
+
+@pytest.mark.parametrize("half", ["train", "sparsify"])
+def test_a_build_goes_on_after_an_interruption(
+    recipe: Recipe, built: Path, half: str, tmp_path: Path
+) -> None:
+    def pressed(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recipe, half, pressed)
+        with pytest.raises(KeyboardInterrupt):
+            build_pair(recipe, tmp_path, **QUIET)
+    assert (tmp_path / "dense").exists() == (half == "sparsify")
+    assert not (tmp_path / "sparse").exists()
+    build_pair(recipe, tmp_path, **QUIET)
+    assert_same(tmp_path, built)
+    assert pd.read_csv(tmp_path / "history.csv").shape == pd.read_csv(built / "history.csv").shape
+
+
+def test_damaged_models_are_refused_with_a_way_out(recipe: Recipe, tmp_path: Path) -> None:
+    folder = build_cached(recipe, 0, cache=tmp_path, **QUIET)
+    file = folder / "dense" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"dense.model\.safetensors.*Remove that folder"):
+        load_built_in(recipe, 0, cache=tmp_path, **QUIET)
+
+
+def test_the_cache_keeps_a_pair_until_its_recipe_changes(
+    recipe: Recipe, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = build_cached(recipe, 0, cache=tmp_path, **QUIET)
+    assert_same(folder, built)
+    with monkeypatch.context() as patch:
+        patch.setattr(Recipe, "train", refuse)
+        load_built_in(recipe, 0, cache=tmp_path, **QUIET)
+        with pytest.raises(AssertionError, match="built again"):  # another seed
+            load_built_in(recipe, 1, cache=tmp_path, **QUIET)
+    other = recipe.changed(dense={"steps": 2}, sparse={"steps": 1})
+    assert build_cached(other, 0, cache=tmp_path, **QUIET) == folder
+    assert read_json(folder / "recipe.json")["dense"]["steps"] == 2
+    assert pd.read_csv(folder / "history.csv")["step"].max() == 2
+
+
+def test_a_sparse_model_that_misses_its_target_says_so(recipe: Recipe, tmp_path: Path) -> None:
+    hopeless = recipe.changed(dense={"steps": 40}, sparse={"steps": 1, "target_loss": "+0.001"})
+    closed = Recipe(**{**vars(hopeless), "initial_bias": -20.0})
+    for _ in range(2):  # also when it is read again
+        with pytest.warns(UserWarning, match=r"echo model of seed 0: Target \+0\.001 nats NOT met"):
+            load_built_in(closed, 0, cache=tmp_path, **QUIET)
+
+
+@pytest.mark.filterwarnings("ignore:another job is building")
+def test_two_jobs_build_the_same_pair_once(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builds, original = [], Recipe.train
+
+    def counted(self: Recipe, seed: int, **settings: Any) -> Any:
+        builds.append(seed)
+        return original(self, seed, **settings)
+
+    monkeypatch.setattr(Recipe, "train", counted)
+    with ThreadPoolExecutor() as jobs:
+        list(jobs.map(lambda _: build_cached(recipe, 0, cache=tmp_path, **QUIET), range(2)))
+    assert builds == [0]
+
+
+def test_a_job_that_waits_for_another_says_so(recipe: Recipe, tmp_path: Path) -> None:
+    folder = tmp_path / "echo" / "seed-0"
+    folder.parent.mkdir(parents=True)
+    begun = threading.Event()
+
+    def hold() -> None:
+        with FileLock(folder.with_suffix(".lock")):
+            begun.set()
+            time.sleep(0.3)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    begun.wait(10)
+    with pytest.warns(UserWarning, match="another job is building the echo models of seed 0"):
+        assert build_cached(recipe, 0, cache=tmp_path, **QUIET) == folder
+    other.join()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is said where nothing is waited for
+        build_cached(recipe, 0, cache=tmp_path, **QUIET)
