@@ -15,7 +15,7 @@ import torch
 from sparse_tl.circuits import EdgeScores, Evaluation, HeadScores
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import load_model, save_model
-from sparse_tl.models import build_task_model
+from sparse_tl.models import task_recipe
 from sparse_tl.plots import multiplier
 from sparse_tl.runs import circuits as run_module
 from sparse_tl.runs import run_circuits
@@ -27,7 +27,7 @@ TASKS = ["greater_than"]
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model with the words of the tasks and random weights, and the same under closed gates."""
     folder = tmp_path_factory.mktemp("models")
-    model = build_task_model(seed=0, device="cpu")
+    model = task_recipe().build(seed=0, device="cpu")
     save_model(model, folder / "dense")
     SparseTransformer(model, initial_bias=0.0).save_pretrained(folder / "sparse")
     return folder / "dense", folder / "sparse"
@@ -101,7 +101,7 @@ def test_other_weights_under_the_same_name(models: tuple[Path, Path], tmp_path: 
     shutil.copytree(models[0], dense)
     settings = {"sparse": models[1], "tasks": ["greater_than"], "pairs": 4, "device": "cpu"}
     run_circuits(tmp_path / "out", model=str(dense), progress=False, **settings)
-    model = build_task_model(seed=1, device="cpu")
+    model = task_recipe().build(seed=1, device="cpu")
     save_model(model, dense)
     shutil.rmtree(tmp_path / "out" / "greater_than" / "sparse")
     with pytest.raises(ValueError, match="holds results of another dense model"):

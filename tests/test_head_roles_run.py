@@ -16,7 +16,7 @@ from sparse_tl.cli import main
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
 from sparse_tl.lens import save_model
-from sparse_tl.models import build_addition_model, build_task_model
+from sparse_tl.models import build_addition_model, task_recipe
 from sparse_tl.runs import gating, run_head_roles
 from sparse_tl.runs import head_roles as run_module
 
@@ -36,7 +36,7 @@ def built_in() -> dict[str, tuple[Any, Any]]:
     """The built-in models before any training."""
     return {
         "addition": (build_addition_model(), SparseTransformer(build_addition_model())),
-        "tasks": (build_task_model(), SparseTransformer(build_task_model())),
+        "tasks": (task_recipe().build(), SparseTransformer(task_recipe().build())),
     }
 
 
@@ -117,7 +117,7 @@ def test_what_is_finished_is_not_fitted_again(
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A dense and a sparse model on disk, with the words of the tasks."""
     folder = tmp_path_factory.mktemp("models")
-    model = build_task_model(seed=0, device="cpu")
+    model = task_recipe().build(seed=0, device="cpu")
     save_model(model, _made(folder / "dense"))
     SparseTransformer(model, initial_bias=0.0).save_pretrained(folder / "sparse")
     return [str(folder / "dense"), str(folder / "sparse")]

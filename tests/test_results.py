@@ -220,11 +220,11 @@ def test_runs_show_both_models():
     sides = {"heldout_loss": 0.5, "active_heads": 3}
     base, sparse = build_addition_model(), SparseTransformer(build_addition_model())
     diagram = draw(base, sparse, AdditionTask())
-    addition = AdditionRun({"base": sides, "sparse": sides}, "Met.", base, sparse, diagram)
+    addition = AdditionRun({"dense": sides, "sparse": sides}, "Met.", base, sparse, diagram)
     text = TextRun({"dense": sides, "sparse": sides}, "Met.", sparse)
     assert repr(addition) == "AdditionRun(Met.)" and repr(text) == "TextRun(Met.)"
     assert str(diagram) in addition._repr_html_()
-    for run, names in ((addition, ["base", "sparse"]), (text, ["dense", "sparse"])):
+    for run, names in ((addition, ["dense", "sparse"]), (text, ["dense", "sparse"])):
         assert cells(run._repr_html_().partition("</table>")[0] + "</table>") == [
             ["", *names],
             ["heldout_loss", "0.5", "0.5"],

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import HookedModel, Model
+from sparse_tl.lens import Model
 from sparse_tl.models.pairs import load_built_in
 from sparse_tl.models.recipes import Recipe
 from sparse_tl.tasks.addition import (
@@ -80,7 +80,7 @@ def addition_recipe(form: Form = "placeholder") -> Recipe:
         training, validation, _ = task.split(seed=seed)
         return training, validation
 
-    def measure(model: HookedModel) -> dict[str, float]:
+    def measure(model: Model | SparseTransformer) -> dict[str, float]:
         measured = evaluate_held_out(model, task.split()[2])
         return {"accuracy": measured.accuracy, "active_edges": measured.active_edges}
 

@@ -15,7 +15,7 @@ from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.files import digest
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import HookedModel, Model, build_model
+from sparse_tl.lens import Model, build_model
 from sparse_tl.training import PostTraining, post_train, pretrain
 
 
@@ -41,16 +41,20 @@ class Recipe:
     architecture: Mapping[str, Any]
     tokenizer: Callable[[], Any]
     rows: Callable[[int], tuple[TokenBatch, TokenBatch]]
-    measure: Callable[[HookedModel], dict[str, float]]
+    measure: Callable[[Model | SparseTransformer], dict[str, float]]
     batch_size: int
     dense: Mapping[str, Any]
     sparse: Mapping[str, Any]
     initial_bias: float = 2.0
     closed: Tensor | None = None
 
-    def changed(self, *, dense: Mapping[str, Any], sparse: Mapping[str, Any]) -> Recipe:
+    def changed(
+        self, *, dense: Mapping[str, Any] | None = None, sparse: Mapping[str, Any] | None = None
+    ) -> Recipe:
         """The recipe with some settings of either training replaced."""
-        return replace(self, dense={**self.dense, **dense}, sparse={**self.sparse, **sparse})
+        return replace(
+            self, dense={**self.dense, **(dense or {})}, sparse={**self.sparse, **(sparse or {})}
+        )
 
     def settings(self, seed: int) -> dict[str, Any]:
         """What determines the weights beside the code, as JSON can hold it."""

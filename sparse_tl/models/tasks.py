@@ -111,7 +111,7 @@ def task_accuracy(model: HookedModel, *, n: int = 256, seed: int = 0) -> dict[st
     }
 
 
-def _measure(model: HookedModel) -> dict[str, float]:
+def _measure(model: Model | SparseTransformer) -> dict[str, float]:
     """Accuracy on held-out prompts of each task, active edges on held-out rows of all of them."""
     rows = task_rows(MEASURED_ROWS, part="held_out", text=TEXT_SHARE)
     active = evaluate_held_out(model, rows).active_edges

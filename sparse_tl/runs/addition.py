@@ -11,7 +11,7 @@ import pandas as pd
 from sparse_tl.explorer.figures import circuit_diagram
 from sparse_tl.files import digest, write_json
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import HookedModel, Model
+from sparse_tl.lens import Model
 from sparse_tl.metrics import NoEffectError
 from sparse_tl.models import addition_recipe, build_pair, read_pair
 from sparse_tl.plots import CircuitDiagram
@@ -111,7 +111,7 @@ def run_addition(
             diagram.save(folder / f"addition.{suffix}")
     test = task.split(seed=seed)[2]
     metrics: dict[str, Any] = {"seed": seed, "form": form}
-    models: dict[str, HookedModel] = {"dense": dense, "sparse": sparse}
+    models: dict[str, Model | SparseTransformer] = {"dense": dense, "sparse": sparse}
     for side, model in models.items():
         measured = evaluate_held_out(model, test)
         metrics[side] = {
@@ -142,7 +142,7 @@ def _circuits(
     folder: RunFolder,
     task: AdditionTask,
     seed: int,
-    models: dict[str, HookedModel],
+    models: dict[str, Model | SparseTransformer],
     progress: bool,
 ) -> tuple[dict[str, Any], list[str]]:
     """Which heads and circuit edges each digit needs, dense and sparse; and why some have none."""

@@ -79,10 +79,10 @@ def run_doctor(model: str | Path | None = None, *, device: str | None = None) ->
             *_versions(),
             *_devices(),
             _tried("cache folder", _cache),
-            _tried("small model", lambda: _gates(build_addition_model(device="cpu"))),
+            _tried("small model", lambda: _described(build_addition_model(device="cpu"))),
         ]
         if model is not None:
-            checks.append(_tried(f"model {model}", lambda: _gates(_dense(model, device))))
+            checks.append(_tried(f"model {model}", lambda: _described(_dense(model, device))))
     return Diagnosis(tuple(checks))
 
 
@@ -124,27 +124,37 @@ def _dense(source: str | Path, device: str | None) -> Model:
     return load_model(source, device=device)
 
 
+def _described(model: Model) -> str:
+    check_gates(model)
+    cfg, weights = model.cfg, sum(p.numel() * p.element_size() for p in model.parameters())
+    return (
+        f"{cfg.n_layers} layers of {cfg.n_heads} heads on {cfg.device}; the same logits bit for "
+        f"bit under open gates. Post-training all weights takes {_size(6 * weights)} for weights, "
+        "gradients, Adam, the dense and the best model, beside the activations of a batch"
+    )
+
+
 @torch.no_grad()
-def _gates(model: Model) -> str:
-    """Whether open gates leave a model as it is, and closed ones reach its logits."""
-    length = min(16, model.cfg.n_ctx)
-    tokens = torch.randint(model.cfg.d_vocab, (1, length)).to(model.cfg.device)
+def check_gates(model: Model) -> None:
+    """Make sure that open gates leave a model as it is and closed ones reach its logits.
+
+    Raises:
+        ValueError: they do not.
+    """
+    tokens = torch.randint(model.cfg.d_vocab, (1, min(16, model.cfg.n_ctx)))
+    tokens = tokens.to(model.cfg.device)
     plain = model(tokens)
-    sparse = SparseTransformer(model)
+    sparse = SparseTransformer(model, initial_bias=-1e4)
     try:
         with sparse.opened():
-            same = torch.equal(sparse(tokens), plain)
+            opened = sparse(tokens)
+        closed = sparse(tokens)
     finally:
         sparse.unwrap()
-    if not same:
-        raise ValueError("expected the model's own logits under open gates; they differ")
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    return (
-        f"{model.cfg.n_layers} layers of {model.cfg.n_heads} heads on {tokens.device}; under open "
-        f"gates its own logits, bit for bit; post-training all weights takes {_size(6 * weights)} "
-        "for them, their gradients, Adam, the dense model and the best weights so far, and the "
-        "activations of a batch"
-    )
+    if not torch.equal(opened, plain):
+        raise ValueError("expected the model's own logits under open gates; got others")
+    if torch.equal(closed, plain):
+        raise ValueError("expected closed gates to move the logits; got the model's own")
 
 
 def _tried(name: str, check: Callable[[], str]) -> Check:

@@ -154,14 +154,7 @@ class GivenModels:
         return GatingTask(kind, asked.title, lambda model: self._questions(model, asked, source))
 
     def _questions(self, model: HookedModel, asked: QuestionSet, source: str) -> TargetDataset:
-        tokenizer = _tokenizer(model)
-        return asked.load(
-            tokenizer,
-            self.prompts,
-            source=source or None,
-            prepend_bos=bool(model.cfg.default_prepend_bos) and tokenizer.bos_token_id is not None,
-            max_tokens=model.cfg.n_ctx,
-        )
+        return asked.load(model, self.prompts, source=source or None)
 
     def _text(self, model: HookedModel, source: str) -> TargetDataset:
         window = min(WINDOW, model.cfg.n_ctx)

@@ -14,7 +14,7 @@ import pytest
 from sparse_tl.cli import main
 from sparse_tl.data.streams import ShuffledStream
 
-ADDITION = ["addition", "--base-steps", "3", "--steps", "2", "--target-loss", "9", "--quiet"]
+ADDITION = ["addition", "--dense-steps", "3", "--steps", "2", "--target-loss", "9", "--quiet"]
 
 
 @dataclass

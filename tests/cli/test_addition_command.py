@@ -31,8 +31,8 @@ def test_addition_prints_a_table(addition: tuple[Path, Outcome]) -> None:
     _, outcome = addition
     assert (outcome.code, outcome.err) == (0, "")
     for text in (
-        "Addition, autoregressive, seed 0: 1,000 held-out sums",
-        "base",
+        "Addition, placeholder, seed 0: 1,000 held-out sums",
+        "dense",
         "sparse",
         "sums exactly right",
         "active attention edges per sum",
@@ -47,10 +47,10 @@ def test_addition_prints_a_table(addition: tuple[Path, Outcome]) -> None:
 def test_addition_writes_everything(addition: tuple[Path, Outcome]) -> None:
     out, _ = addition
     metrics = json.loads((out / "metrics.json").read_text())
-    assert set(metrics) == {"seed", "form", "seconds", "base", "sparse", "circuits", "no_circuits"}
-    assert (metrics["seed"], metrics["form"]) == (0, "autoregressive")
+    assert set(metrics) == {"seed", "form", "seconds", "dense", "sparse", "circuits", "no_circuits"}
+    assert (metrics["seed"], metrics["form"]) == (0, "placeholder")
     assert metrics["seconds"] > 0
-    for name in ("base", "sparse"):
+    for name in ("dense", "sparse"):
         assert set(metrics[name]) == {
             "heldout_accuracy",
             "heldout_loss",
@@ -58,18 +58,18 @@ def test_addition_writes_everything(addition: tuple[Path, Outcome]) -> None:
             "possible_attention_edges",
             "active_heads",
         }
-    assert metrics["base"]["active_attention_edges"] == 1056
-    assert metrics["base"]["possible_attention_edges"] == 4 * 4 * 11 * 12 / 2
+    assert metrics["dense"]["active_attention_edges"] == 1056
+    assert metrics["dense"]["possible_attention_edges"] == 4 * 4 * 11 * 12 / 2
     history = pd.read_csv(out / "history.csv")
-    assert history["phase"].unique().tolist() == ["base", "sparse"]
-    assert history.groupby("phase")["step"].max().to_dict() == {"base": 3, "sparse": 2}
+    assert history["phase"].unique().tolist() == ["dense", "sparse"]
+    assert history.groupby("phase")["step"].max().to_dict() == {"dense": 3, "sparse": 2}
     assert {"step", "loss", "lambda", "held_out_loss"} <= set(history)
     html = (out / "addition.html").read_text(encoding="utf-8")
     assert "Base Model" in html
     assert "Sparse Model" in html
     assert "<svg" in (out / "addition.svg").read_text(encoding="utf-8")
     assert (out / "addition.png").read_bytes().startswith(b"\x89PNG")
-    assert not (out / "checkpoints").exists()
+    assert not list(out.glob("checkpoint*"))
     assert not [path for path in out.rglob(".*")], "nothing temporary is left"
 
 
@@ -107,16 +107,16 @@ def test_a_digit_without_an_effect_is_told_and_the_others_are_drawn(
 def test_the_written_models_give_the_written_numbers(addition: tuple[Path, Outcome]) -> None:
     out, _ = addition
     metrics = json.loads((out / "metrics.json").read_text())
-    test = AdditionTask("autoregressive").split(seed=0)[2]
+    test = AdditionTask("placeholder").split(seed=0)[2]
     written = {
-        "base": load_model(out / "base", device="cpu"),
+        "dense": load_model(out / "dense", device="cpu"),
         "sparse": SparseTransformer.from_pretrained(out / "sparse", device="cpu"),
     }
     for name, model in written.items():
         measured = evaluate_held_out(model, test)
         assert measured.loss == metrics[name]["heldout_loss"]
         assert measured.active_edges == metrics[name]["active_attention_edges"]
-    assert written["base"].to_tokens("36+28=").tolist() == [[3, 6, 10, 2, 8, 11]]
+    assert written["dense"].to_tokens("36+28=").tolist() == [[3, 6, 10, 2, 8, 11]]
 
 
 def test_called_again_it_reuses_what_is_finished(addition: tuple[Path, Outcome]) -> None:
@@ -128,7 +128,7 @@ def test_called_again_it_reuses_what_is_finished(addition: tuple[Path, Outcome])
     assert again.code == 0, again.err
     assert (out / "sparse" / "model.safetensors").stat().st_mtime_ns == weights
     after = json.loads((out / "metrics.json").read_text())
-    assert after["base"] == before["base"]
+    assert after["dense"] == before["dense"]
     assert after["sparse"] == before["sparse"]
     assert again.out.split(" seconds")[0].rsplit(" ", 1)[0] in first.out
 
@@ -137,8 +137,8 @@ def test_called_again_it_reuses_what_is_finished(addition: tuple[Path, Outcome])
     ("change", "message"),
     [
         (["--seed", "1"], "seed 0 there, 1 here"),
-        (["--form", "placeholder"], "form 'autoregressive' there, 'placeholder' here"),
-        (["--base-steps", "4"], "base_steps 3 there, 4 here"),
+        (["--form", "autoregressive"], "form 'placeholder' there, 'autoregressive' here"),
+        (["--dense-steps", "4"], "dense_steps 3 there, 4 here"),
     ],
 )
 def test_other_settings_on_the_same_folder(

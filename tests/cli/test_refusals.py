@@ -116,7 +116,7 @@ def plain(
         name: [places.get(word, word) for word in words] + ["--out", str(folder / name)]
         for name, (words, _) in REFUSED.items()
     }
-    commands["target"] += ["--base-steps", "1", "--quiet"]
+    commands["target"] += ["--dense-steps", "1", "--quiet"]
     commands["interrupted"] = [*ADDITION, "--device", "cpu", "--out", str(folder / "interrupted")]
     threads = str(torch.get_num_threads())
     (folder / "commands.json").write_text(json.dumps(commands))
@@ -158,7 +158,7 @@ def test_a_target_that_is_none_is_refused_before_training(
     plain: dict[str, tuple[Outcome, Path]],
 ) -> None:
     _, folder = plain["target"]
-    assert not (folder / "base").exists()
+    assert not (folder / "dense").exists()
 
 
 def test_ctrl_c_ends_with_130(plain: dict[str, tuple[Outcome, Path]]) -> None:
@@ -173,7 +173,7 @@ def test_the_same_command_goes_on_after_ctrl_c(
     outcome, out = plain["interrupted"]
     assert "Traceback" not in outcome.err
     assert not (out / "metrics.json").exists()
-    assert (out / "checkpoints" / "base" / "state.json").exists()
+    assert (out / "checkpoint-dense" / "state.json").exists()
     steps: list[int] = []
     batch = ShuffledStream.batch
 
@@ -186,9 +186,9 @@ def test_the_same_command_goes_on_after_ctrl_c(
         # What comes after training is tested elsewhere, and takes far longer than these steps.
         patch.setattr("sparse_tl.runs.addition.DIGITS", ())
         assert run_command(*ADDITION, "--device", "cpu", "--out", out).code == 0
-        assert steps == [2, 0, 1], "the base model goes on at step 2, post-training starts"
+        assert steps == [2, 0, 1], "the dense model goes on at step 2, post-training starts"
         assert run_command(*ADDITION, "--device", "cpu", "--out", tmp_path).code == 0
     # And ends where the uninterrupted run ended.
-    for name in ("base", "sparse"):
+    for name in ("dense", "sparse"):
         one, other = (read_tensors(run / name / "model.safetensors") for run in (tmp_path, out))
         assert all(torch.equal(one[key], other[key]) for key in one), name
