@@ -115,34 +115,46 @@ def load_checkpoint(
     content = read_json(folder / "state.json")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"expected a checkpoint of format {FORMAT} in {folder}")
-    if not {"identity", "state"} <= content.keys():
-        raise ValueError(f"expected a whole checkpoint in {folder}; state.json lacks parts of it")
-    _check_identity(folder, content["identity"], identity)
     tensors = read_tensors(folder / "tensors.safetensors")
-    missing = [name for name in trained if f"weights/{name}" not in tensors]
-    if missing:
-        raise ValueError(f"expected weights of {missing[:3]} in the checkpoint {folder}; none")
-    groups: dict[str, dict[str, Tensor]] = {k: {} for k in ("best", "weights", *_OBJECTIVES)}
-    moments: dict[str, dict[str, Tensor]] = {name: {} for name in trained}
-    for key, tensor in tensors.items():
-        kind, _, rest = key.partition("/")
-        if kind == "optimizer":
-            moment, _, name = rest.partition("/")
-            moments[name][moment] = tensor
-        else:
-            groups[kind][rest] = tensor
+    try:
+        _check_identity(folder, content["identity"], identity)
+        state, weights, moments = _assembled(content["state"], tensors, trained)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"expected a whole checkpoint in {folder}; {error!r}") from error
     with torch.no_grad():
         for name, parameter in trained.items():
-            parameter.copy_(groups["weights"][name])
-            optimizer.state[parameter] = {
-                key: value if key == "step" else value.to(parameter.device)
-                for key, value in moments[name].items()
-            }
-    best = {name: groups["best"][name].to(trained[name].device) for name in groups["best"]}
-    plain = content["state"]
-    for kind in _OBJECTIVES:
-        plain[kind] |= groups[kind]
-    return TrainingState(best_weights=best, **plain)
+            parameter.copy_(weights[name])
+            optimizer.state[parameter] = moments[name]
+    return state
+
+
+def _assembled(
+    plain: dict[str, Any], tensors: dict[str, Tensor], trained: dict[str, nn.Parameter]
+) -> tuple[TrainingState, dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """State, weights and the optimizer's moments of each weight, where the weights are.
+
+    Raises:
+        AttributeError, KeyError, TypeError: something lacks, is too much, or of another kind.
+    """
+    start = TrainingState()
+    wrong = [name for name, found in plain.items() if type(found) is not type(getattr(start, name))]
+    if wrong:
+        raise TypeError(f"{wrong[:3]} are of another type")
+    state = TrainingState(**plain)
+    weights: dict[str, Tensor] = {}
+    moments: dict[str, dict[str, Tensor]] = {name: {} for name in trained}
+    groups = {"weights": weights, "best": state.best_weights}
+    groups |= {kind: getattr(state, kind) for kind in _OBJECTIVES}
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition("/")
+        if kind == "optimizer":
+            moment, _, name = name.partition("/")
+            moments[name][moment] = tensor if moment == "step" else tensor.to(trained[name].device)
+        else:
+            groups[kind][name] = tensor.to(trained[name].device) if kind == "best" else tensor
+    if missing := trained.keys() - weights.keys():
+        raise KeyError(f"no weights of {sorted(missing)[:3]}")
+    return state, weights, moments
 
 
 def _check_identity(folder: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from sparse_tl.data import ShuffledStream, TokenStream
 from sparse_tl.data.batches import TokenBatch
+from sparse_tl.files import read_json, write_json
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model
 from sparse_tl.training import NonFiniteLossError, TrainingConfig, post_train, pretrain
@@ -377,6 +378,7 @@ CHILD = """
 import sys, time, torch
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.lens import load_model
+from sparse_tl.files import read_json, write_json
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.data import ShuffledStream
 from sparse_tl.training import post_train
@@ -567,6 +569,15 @@ def _rewrite(name: str, content: str) -> Callable[[Path], Any]:
     return lambda folder: (folder / name).write_text(content)
 
 
+def _changed(**fields: Any) -> Callable[[Path], Any]:
+    def change(folder: Path) -> None:
+        content = read_json(folder / "state.json")
+        content["state"] |= fields
+        write_json(folder / "state.json", content)
+
+    return change
+
+
 def _truncate(folder: Path) -> None:
     path = folder / "tensors.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -590,7 +601,9 @@ def _file(folder: Path) -> None:
         (_rewrite("state.json", "{"), r"expected valid JSON in .*state\.json"),
         (_rewrite("state.json", "[]"), "expected a checkpoint of format 1"),
         (_rewrite("state.json", '{"format": 99}'), "expected a checkpoint of format 1"),
-        pytest.param(_rewrite("state.json", '{"format": 1}'), "expected"),
+        (_rewrite("state.json", '{"format": 1}'), "expected a whole checkpoint"),
+        (_changed(step="x"), r"expected a whole checkpoint in .*step.* of another type"),
+        (_changed(steps=0), r"expected a whole checkpoint in .*steps"),
         (_truncate, r"expected a safetensors file at .*tensors\.safetensors"),
         pytest.param(
             lambda folder: (folder / "tensors.safetensors").unlink(),
@@ -598,7 +611,18 @@ def _file(folder: Path) -> None:
         ),
         pytest.param(_file, "expected"),
     ],
-    ids=["foreign", "not JSON", "list", "format", "no identity", "truncated", "no tensors", "file"],
+    ids=[
+        "foreign",
+        "not JSON",
+        "list",
+        "format",
+        "no identity",
+        "type",
+        "field",
+        "truncated",
+        "no tensors",
+        "file",
+    ],
 )
 def test_a_damaged_checkpoint(
     build_tiny: Build,
