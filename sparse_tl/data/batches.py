@@ -87,12 +87,17 @@ class TokenBatch:
             for start, end in zip([0, *ends], [*ends, len(self)], strict=True)
         ]
 
-    def trimmed(self) -> TokenBatch:
-        """The batch without columns that cannot matter to a causal model's loss.
+    def trimmed(self, *, causal: bool) -> TokenBatch:
+        """The batch without columns that cannot matter to the loss.
 
-        These are the columns at the start that are padding in every row, and those after the last
-        loss position.
+        To a causal model these are the columns at the start that are padding in every row, and
+        those after the last loss position. Where attention is bidirectional every column matters.
+
+        Args:
+            causal: whether the model's positions see earlier ones alone.
         """
+        if not causal:
+            return self
         stop = int(self.loss_mask.any(dim=0).nonzero()[-1]) + 1
         mask = self.attention_mask
         start = 0 if mask is None else int(mask.any(dim=0).nonzero()[0])

@@ -147,10 +147,9 @@ class TargetDataset:
         for row, (text, target) in enumerate(zip(texts, targets, strict=True)):
             if not target.strip():
                 raise ValueError(f"expected a target in every row; that of row {row} is {target!r}")
-            tokens = encoded["input_ids"][row]
             first = _first_of_target(text, whole[row], encoded["offset_mapping"][row], row)
-            rows.append([*start, *tokens])
-            spans.append((len(start) + first, len(start) + len(tokens)))
+            rows.append([*start, *encoded["input_ids"][row]])
+            spans.append((len(start) + first, len(rows[-1])))
         return TargetDataset.from_tokens(rows, spans, padding_side=padding_side)
 
     @staticmethod
@@ -246,18 +245,14 @@ class TargetDataset:
         return self.select(order[n_held_out:]), self.select(order[:n_held_out])
 
     def to_records(self, tokenizer: Any) -> list[dict[str, str]]:
-        """Texts and targets, for people; what lies between parts of a target is left out."""
+        """For people: the text up to where a target is first read, and the target's tokens."""
         records = []
         for row in range(len(self)):
-            one = self.rows.select(slice(row, row + 1)).trimmed()
+            one = self.rows.select(slice(row, row + 1)).trimmed(causal=True)
             read = one.loss_mask[0].nonzero()[:, 0]
-            before = one.tokens[0, : int(read[0]) + 1].tolist()
-            records.append(
-                {
-                    "text": tokenizer.decode(before),
-                    "target": tokenizer.decode(one.labels[0, read].tolist()),
-                }
-            )
+            text = tokenizer.decode(one.tokens[0, : int(read[0]) + 1].tolist())
+            target = tokenizer.decode(one.labels[0, read].tolist())
+            records.append({"text": text, "target": target})
         return records
 
     def __repr__(self) -> str:

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.data.targets import TargetDataset
-from sparse_tl.head_roles.fitting import check_fits
+from sparse_tl.head_roles.checks import check_fits
 from sparse_tl.head_roles.likelihood import target_log_probabilities
 from sparse_tl.head_roles.roles import HeadRoles
 from sparse_tl.lens import HookedModel, attention_shape
@@ -41,6 +41,8 @@ Order = Literal["facilitation", "irrelevance", "interference", "random"]
 @dataclass(frozen=True, eq=False)
 class AblationCurve(Result):
     """Delta log-probability of the target response against the number of ablated heads.
+
+    Of the seeds that fitted, no others.
 
     Args:
         by: what the heads are ordered by.
@@ -130,48 +132,47 @@ def ablation_curve(
         progress: whether to show it.
 
     Raises:
-        ValueError: an unknown role, gates of another model, or prompts that do not fit the model.
+        ValueError: an unknown role, gates of another model, roles of which no seed fitted, or
+            prompts that do not fit the model.
     """
     if by not in get_args(Order):
         raise ValueError(f"expected an order by {get_args(Order)}; got {by!r}")
-    shape, fitted = attention_shape(model), tuple(roles.g_plus.shape[1:])
-    if fitted != (shape.n_layers, shape.n_heads):
+    shape, found = attention_shape(model), tuple(roles.removed.shape)
+    if found != (shape.n_layers, shape.n_heads):
         raise ValueError(
             f"expected roles of a model of {shape.n_layers} layers of {shape.n_heads} heads; got "
-            f"those of {fitted[0]} layers of {fitted[1]}"
+            f"those of {found[0]} layers of {found[1]}"
         )
     if max_heads < 1:
         raise ValueError(f"expected max_heads of at least 1; got {max_heads}")
+    roles.check_fitted()
     check_fits(model, dataset)
-    count = min(max_heads, shape.n_layers * shape.n_heads)
-    shuffled = [_shuffled(roles, seed, index) for index in range(len(roles.seeds))]
-    n_heads = shape.n_layers * shape.n_heads
-    orders, in_role = shuffled, [n_heads] * len(roles.seeds)
+    baselines = roles.g_plus[roles.fitted]
+    orders = {"random": [_random_order(roles, seed, index) for index in range(len(baselines))]}
+    in_role = [roles.removed.numel()] * len(baselines)
     if by != "random":
-        orders = roles.ranking(by)
+        orders[by] = roles.ranking(by)
         in_role = roles.members(by).sum(dim=(1, 2)).tolist()
-    wanted = [orders, shuffled] if control and by != "random" else [orders]
-    measured = []
-    with tracked(f"ablation by {by}", len(wanted) * len(roles.seeds), progress) as step:
-        for some in wanted:
-            rows = []
-            for baseline, order in zip(roles.g_plus, some, strict=True):
-                rows.append(_curve(model, dataset, baseline, order[:count], rows_at_once))
+    wanted = [by, "random"] if control and by != "random" else [by]
+    curves: dict[str, list[Tensor]] = {name: [] for name in wanted}
+    with tracked(f"ablation by {by}", len(wanted) * len(baselines), progress) as step:
+        for name, measured in curves.items():
+            for baseline, order in zip(baselines, orders[name], strict=True):
+                measured.append(_curve(model, dataset, baseline, order[:max_heads], rows_at_once))
                 step()
-            measured.append(torch.stack(rows))
+    values = {name: torch.stack(measured) for name, measured in curves.items()}
     return AblationCurve(
         by,  # type: ignore[arg-type]
-        measured[0],
+        values[by],
         tuple(in_role),
-        measured[1] if len(measured) > 1 else None,
+        values["random"] if len(wanted) > 1 else None,
     )
 
 
-def _shuffled(roles: HeadRoles, seed: int, index: int) -> list[tuple[int, int]]:
-    n_layers, n_heads = roles.g_plus.shape[1:]
+def _random_order(roles: HeadRoles, seed: int, index: int) -> list[tuple[int, int]]:
     generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-    order = torch.randperm(n_layers * n_heads, generator=generator)
-    return [divmod(place, n_heads) for place in order.tolist()]
+    order = torch.randperm(roles.removed.numel(), generator=generator)
+    return [divmod(place, roles.removed.shape[1]) for place in order.tolist()]
 
 
 def _curve(

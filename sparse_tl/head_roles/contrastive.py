@@ -5,10 +5,9 @@ Reference: arXiv 2505.13737.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -18,16 +17,15 @@ from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles.fitting import (
     SECOND_RATES,
     GateFitting,
-    check_fits,
+    Seeds,
+    checked_parts,
     chosen_seeds,
     first_gates,
     fit_stage,
     row_digest,
-    shuffled,
-    split_rows,
-    token_loss,
 )
-from sparse_tl.head_roles.objectives import Contrast
+from sparse_tl.head_roles.likelihood import target_log_probabilities
+from sparse_tl.head_roles.objectives import Contrast, GatedHeads
 from sparse_tl.head_roles.roles import head_table, mean_table
 from sparse_tl.lens import HookedModel
 from sparse_tl.results import Result
@@ -60,7 +58,7 @@ class ContrastiveGates(Result):
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per seed and head."""
-        return head_table(self.seeds, {"gate": self.gates})
+        return head_table("seed", self.seeds, {"gate": self.gates})
 
     def _summary(self) -> pd.DataFrame:
         return mean_table(self.to_pandas())
@@ -79,7 +77,7 @@ def fit_contrastive_head_gates(
     forget: TargetDataset,
     *,
     lambda_: float = 0.0,
-    seeds: SupportsIndex | Iterable[SupportsIndex] = 10,
+    seeds: Seeds = 10,
     validation: float = 0.1,
     checkpoint: str | Path | None = None,
     progress: bool = True,
@@ -113,17 +111,14 @@ def fit_contrastive_head_gates(
     if fitting.accumulate != 1:
         raise ValueError("expected accumulate=1: the contrast is between means of whole batches")
     chosen = chosen_seeds(seeds)
-    parts = [split_rows(dataset, validation, fitting.seed) for dataset in (retain, forget)]
-    for part in (some for pair in parts for some in pair):
-        check_fits(model, part)
-    (kept, kept_held_out), (lost, lost_held_out) = parts
-    stream = shuffled(lost, fitting)
-    fit = fit_stage(
-        model,
-        first_gates(model, chosen),
-        lambda gated: Contrast(gated, fitting.lambda_, fitting.record_every, stream),
-        shuffled(kept, fitting),
-        kept_held_out.rows,
+    (kept, kept_held_out), (lost, lost_held_out) = (
+        checked_parts(model, dataset, validation, fitting.seed) for dataset in (retain, forget)
+    )
+    gated = GatedHeads(model, first_gates(model, chosen))
+    stream = fitting.stream(lost.rows)
+    trajectory = fit_stage(
+        Contrast(gated, fitting.lambda_, fitting.record_every, stream),
+        fitting.stream(kept.rows),
         fitting,
         rates=SECOND_RATES,
         settings={
@@ -137,9 +132,13 @@ def fit_contrastive_head_gates(
         title="contrastive head gates",
         progress=progress,
     )
-    forgotten = token_loss(model, lost_held_out.rows, fit.gates)
-    ungated = torch.ones_like(fit.gates[:1])
-    dense = [
-        token_loss(model, part.rows, ungated).item() for part in (kept_held_out, lost_held_out)
-    ]
-    return ContrastiveGates(chosen, fitting.lambda_, fit.gates.cpu(), fit.losses, forgotten, *dense)
+    gates = trajectory[:, -1].sigmoid()
+    stack = torch.cat([gates, torch.ones_like(gates[:1])])
+    retained, forgotten = (
+        -target_log_probabilities(model, part.rows, stack).sum(dim=1) / part.n_targets
+        for part in (kept_held_out, lost_held_out)
+    )
+    dense = retained[-1].item(), forgotten[-1].item()
+    return ContrastiveGates(
+        chosen, fitting.lambda_, gates, retained[:-1].clone(), forgotten[:-1].clone(), *dense
+    )

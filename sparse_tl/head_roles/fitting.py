@@ -13,7 +13,8 @@ Reference: arXiv 2505.13737.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
@@ -27,14 +28,17 @@ from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.files import digest
-from sparse_tl.head_roles.likelihood import target_log_probabilities
+from sparse_tl.head_roles.checks import check_fits
+from sparse_tl.head_roles.held_out import measured_roles
 from sparse_tl.head_roles.objectives import GatedHeads, Likelihood
-from sparse_tl.head_roles.roles import Fit, HeadRoles
-from sparse_tl.lens import HookedModel, attention_shape, embedding_matrix, layer_points
+from sparse_tl.head_roles.roles import HeadRoles
+from sparse_tl.lens import HookedModel, attention_shape, embedding_matrix
 from sparse_tl.training import Selection, Trained, TrainingConfig, train
 
 FIRST_RATES, SECOND_RATES = (0.1, 0.01), (0.5, 0.1)
 """Learning rates at the start and the end of G0, and of G+ and G-."""
+
+Seeds = SupportsIndex | Iterable[SupportsIndex]
 
 
 @dataclass(frozen=True)
@@ -66,12 +70,21 @@ class GateFitting:
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} of at least 1; got {getattr(self, name)}")
 
+    @property
+    def recorded_at(self) -> tuple[int, ...]:
+        """Updates before each recorded gate, 0 and all among them."""
+        return (*range(0, self.updates, self.record_every), self.updates)
+
+    def stream(self, rows: TokenBatch) -> ShuffledStream:
+        """The batches of a fit."""
+        return ShuffledStream(rows, min(self.batch_size, len(rows)), self.seed)
+
 
 def fit_head_gates(
     model: HookedModel,
     dataset: TargetDataset,
     *,
-    seeds: SupportsIndex | Iterable[SupportsIndex] = 10,
+    seeds: Seeds = 10,
     validation: float | TargetDataset = 0.1,
     checkpoint: str | Path | None = None,
     progress: bool = True,
@@ -81,7 +94,8 @@ def fit_head_gates(
 
     G0 minimises the mean NLL of the targets; G+ and G- start from it and add a penalty that pushes
     gates open (lambda > 0) and shut (lambda < 0). Facilitation is G-, interference 1 - G+, and
-    irrelevance G+ (1 - G-).
+    irrelevance G+ (1 - G-). Seeds that did not fit, and irrelevant heads that matter when they are
+    gone, give a warning; `HeadRoles` says when.
 
     Args:
         model: dense or sparse; its weights are not changed.
@@ -104,35 +118,39 @@ def fit_head_gates(
     if fitting.lambda_ == 0:
         raise ValueError("expected a lambda_ other than 0: without a penalty G+ and G- are G0")
     chosen = chosen_seeds(seeds)
-    training, held_out = split_rows(dataset, validation, fitting.seed)
-    for part in (training, held_out):
-        check_fits(model, part)
-    stream = shuffled(training, fitting)
-    said = {"dataset": row_digest(training.rows), "held_out": row_digest(held_out.rows)}
-    fits: list[Fit] = []
-    for name, lambda_ in {
-        "g0": 0.0,
-        "g_plus": fitting.lambda_,
-        "g_minus": -fitting.lambda_,
-    }.items():
-        fits.append(
-            fit_stage(
-                model,
-                fits[0].theta if fits else first_gates(model, chosen),
-                lambda gated, sign=lambda_: Likelihood(gated, sign, fitting.record_every),
-                stream,
-                held_out.rows,
-                fitting,
-                rates=SECOND_RATES if fits else FIRST_RATES,
-                settings={"stage": name, "lambda": lambda_, "seeds": list(chosen), **said},
-                checkpoint=None if checkpoint is None else Path(checkpoint) / name,
-                title=f"head gates {name}",
-                progress=progress,
-            )
+    training, held_out = checked_parts(model, dataset, validation, fitting.seed)
+    theta = first_gates(model, chosen)
+    stages = {"g0": 0.0, "g_plus": fitting.lambda_, "g_minus": -fitting.lambda_}
+    trajectories = []
+    for name, lambda_ in stages.items():
+        trajectory = fit_stage(
+            Likelihood(GatedHeads(model, theta), lambda_, fitting.record_every),
+            fitting.stream(training.rows),
+            fitting,
+            rates=SECOND_RATES if trajectories else FIRST_RATES,
+            settings={
+                "stage": name,
+                "lambda": lambda_,
+                "seeds": list(chosen),
+                "dataset": row_digest(training.rows),
+            },
+            checkpoint=None if checkpoint is None else Path(checkpoint) / name,
+            title=f"head gates {name}",
+            progress=progress,
         )
-    ungated = torch.ones_like(fits[0].theta[:1])
-    dense = token_loss(model, held_out.rows, ungated)
-    return HeadRoles.of(chosen, fitting.lambda_, fits, dense.item())
+        trajectories.append(trajectory)
+        theta = trajectories[0][:, -1].to(theta.device)
+    roles = measured_roles(
+        model,
+        held_out.rows,
+        torch.stack(trajectories).sigmoid(),
+        seeds=chosen,
+        lambda_=fitting.lambda_,
+        recorded_at=fitting.recorded_at,
+    )
+    for note in roles.notes():
+        warnings.warn(note, stacklevel=2)
+    return roles
 
 
 def first_gates(model: HookedModel, seeds: Sequence[int]) -> Float[Tensor, "seed layer head"]:
@@ -152,43 +170,9 @@ def first_gates(model: HookedModel, seeds: Sequence[int]) -> Float[Tensor, "seed
     return torch.stack(drawn).logit(eps=1e-6).to(weight.device, precise)
 
 
-def check_fits(model: HookedModel, dataset: TargetDataset) -> None:
-    """Make sure that a model can read a dataset.
-
-    Raises:
-        ValueError: a prompt longer than the context, a token that the model lacks, or a model
-            without ``hook_z``.
-    """
-    layer_points(model, "attn.hook_z")
-    rows, context = dataset.rows.trimmed(), model.cfg.n_ctx
-    if rows.tokens.shape[1] > context:
-        mask = torch.ones_like(rows.tokens) if rows.attention_mask is None else rows.attention_mask
-        lengths = mask.sum(dim=1)
-        longest = int(lengths.argmax())
-        raise ValueError(
-            f"expected prompts that end, with their targets, within the model's context of "
-            f"{context} tokens; row {longest} has {int(lengths[longest]) + 1} tokens, "
-            f"{int(rows.loss_mask[longest].sum())} of them its target. Shorten it or leave it out."
-        )
-    checked = {
-        "tokens": (rows.tokens, model.cfg.d_vocab),
-        "targets": (rows.labels[rows.loss_mask], model.cfg.d_vocab_out),
-    }
-    for name, (found, known) in checked.items():
-        low, high = int(found.min()), int(found.max())
-        if low < 0 or high >= known:
-            raise ValueError(
-                f"expected {name} of the model's own vocabulary, 0..{known - 1}; got "
-                f"{low if low < 0 else high}. Was the dataset made with another tokenizer?"
-            )
-
-
 def fit_stage(
-    model: HookedModel,
-    theta: Float[Tensor, "seed layer head"],
-    objective: Callable[[GatedHeads], Likelihood],
+    objective: Likelihood,
     stream: ShuffledStream,
-    held_out: TokenBatch,
     fitting: GateFitting,
     *,
     rates: tuple[float, float],
@@ -196,21 +180,25 @@ def fit_stage(
     checkpoint: Path | None,
     title: str,
     progress: bool,
-) -> Fit:
-    """One stage: the gates after the last update, and those on the way."""
-    gated = GatedHeads(model, theta)
+) -> Float[Tensor, "seed record layer head"]:
+    """One stage: the gates' logits at `GateFitting.recorded_at`, those after the last update last.
 
-    def evaluate() -> dict[str, float]:
-        loss = token_loss(model, held_out, gated.theta.detach().sigmoid())
-        return {"held_out_loss": loss.mean().item()}
-
-    first, last = rates
-    minimised = objective(gated)
+    Args:
+        objective: what is minimised, with the gates to begin from.
+        stream: training batches.
+        fitting: how gates are fitted.
+        rates: learning rates at the start and the end.
+        settings: what else identifies this stage in its checkpoint.
+        checkpoint: its folder; found there, an interrupted stage goes on.
+        title: shown beside the progress bar.
+        progress: whether to show it.
+    """
+    theta, (first, last) = objective.gated.theta, rates
     train(
-        gated,
-        minimised,
+        objective.gated,
+        objective,
         stream,
-        Selection(evaluate, better=lambda new, old: True),  # the last gates are the result
+        Selection(lambda: {}, better=lambda new, old: True),  # the last gates are the result
         TrainingConfig(
             steps=fitting.updates,
             learning_rate=first,
@@ -225,40 +213,22 @@ def fit_stage(
             evaluate_every=fitting.updates,
             checkpoint_every=fitting.checkpoint_every,
         ),
-        trained={"theta": Trained(gated.theta, 1.0)},
+        trained={"theta": Trained(theta, 1.0)},
         settings={"batch_size": fitting.batch_size, **settings},
         checkpoint=checkpoint,
         title=title,
         progress=progress,
     )
-    fitted, recorded = gated.theta.detach(), minimised.recorded
-    recorded_at = [fitting.record_every * place for place in range(len(recorded))]
-    if recorded_at[-1] < fitting.updates:
-        recorded, recorded_at = [*recorded, fitted.cpu()], [*recorded_at, fitting.updates]
-    losses = token_loss(model, held_out, fitted.sigmoid())
-    return Fit(fitted, torch.stack(recorded, dim=1), tuple(recorded_at), losses)
+    before = objective.recorded[: len(fitting.recorded_at) - 1]
+    return torch.stack([*before, theta.detach().cpu()], dim=1)
 
 
-def token_loss(
-    model: HookedModel, rows: TokenBatch, gates: Float[Tensor, "stack layer head"]
-) -> Float[Tensor, " stack"]:
-    """Mean NLL of a target token in nats."""
-    return -target_log_probabilities(model, rows, gates).sum(dim=1) / int(rows.loss_mask.sum())
+def chosen_seeds(seeds: Seeds) -> tuple[int, ...]:
+    """The seeds by number, from how many or from which.
 
-
-def split_rows(
-    dataset: TargetDataset, validation: float | TargetDataset, seed: int
-) -> tuple[TargetDataset, TargetDataset]:
-    if isinstance(validation, TargetDataset):
-        return dataset, validation
-    return dataset.split(validation, seed=seed)
-
-
-def shuffled(dataset: TargetDataset, fitting: GateFitting) -> ShuffledStream:
-    return ShuffledStream(dataset.rows, min(fitting.batch_size, len(dataset)), fitting.seed)
-
-
-def chosen_seeds(seeds: SupportsIndex | Iterable[SupportsIndex]) -> tuple[int, ...]:
+    Raises:
+        ValueError: none, or one twice.
+    """
     try:
         chosen = tuple(range(index(seeds)))  # type: ignore[arg-type]
     except TypeError:
@@ -268,7 +238,21 @@ def chosen_seeds(seeds: SupportsIndex | Iterable[SupportsIndex]) -> tuple[int, .
     return chosen
 
 
+def checked_parts(
+    model: HookedModel, dataset: TargetDataset, validation: float | TargetDataset, seed: int
+) -> tuple[TargetDataset, TargetDataset]:
+    """What to fit on and what to report on, both readable by the model."""
+    if isinstance(validation, TargetDataset):
+        parts = dataset, validation
+    else:
+        parts = dataset.split(validation, seed=seed)
+    for part in parts:
+        check_fits(model, part)
+    return parts
+
+
 def row_digest(rows: TokenBatch) -> str:
+    """What identifies rows in a checkpoint."""
     tensors = {"tokens": rows.tokens, "labels": rows.labels, "loss_mask": rows.loss_mask}
     if rows.attention_mask is not None:
         tensors["attention_mask"] = rows.attention_mask

@@ -32,10 +32,18 @@ def target_losses(
         batch: prompts; their loss positions predict the targets, row by row.
         gates: on heads; the result is differentiable in them.
     """
-    batch = batch.trimmed()
+    batch = batch.trimmed(causal=is_causal(model))
     final = final_under_heads(model, batch.tokens, gates, batch.loss_mask, batch.attention_mask)
-    labels = batch.labels[batch.loss_mask]
-    n_labels = max(1, LOGITS_AT_ONCE // (len(gates) * model.cfg.d_vocab_out))
+    return label_losses(model, final, batch.labels[batch.loss_mask])
+
+
+def label_losses(
+    model: HookedModel,
+    final: Float[Tensor, "stack label d_model"],
+    labels: Int[Tensor, " label"],
+) -> Float[Tensor, "stack label"]:
+    """Negative log-probability in nats of labels after these final residual streams."""
+    n_labels = max(1, LOGITS_AT_ONCE // (len(final) * model.cfg.d_vocab_out))
     losses = []
     for some, of in zip(final.split(n_labels, dim=1), labels.split(n_labels), strict=True):
         if torch.is_grad_enabled() and n_labels < len(labels):
@@ -46,6 +54,11 @@ def target_losses(
             piece = _losses(model, some, of)
         losses.append(piece)
     return torch.cat(losses, dim=1)
+
+
+def is_causal(model: HookedModel) -> bool:
+    """Whether positions see earlier ones alone, so that what comes after a target cannot matter."""
+    return model.cfg.attention_dir == "causal"
 
 
 @torch.no_grad()

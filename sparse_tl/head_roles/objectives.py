@@ -47,7 +47,7 @@ class GatedHeads(nn.Module):
         """Negative log-probability in nats of every target token."""
         return target_losses(self.model, batch, self.theta.sigmoid())
 
-    def openness(self) -> Float[Tensor, " stack"]:
+    def mean_theta(self) -> Float[Tensor, " stack"]:
         """The mean over heads of theta, clamped."""
         return self.theta.clamp(-LARGEST_LOGIT, LARGEST_LOGIT).mean(dim=(1, 2))
 
@@ -72,7 +72,7 @@ class Likelihood:
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
         losses = self.gated(batch).mean(dim=1)
         # Gates of different seeds share no term: the sum has the gradients of each by itself.
-        objective = losses - self.lambda_ * self.gated.openness()
+        objective = losses - self.lambda_ * self.gated.mean_theta()
         return objective.sum(), {"loss": losses.mean().item()}
 
     def update(self, measured: dict[str, float]) -> None:
@@ -113,7 +113,7 @@ class Contrast(Likelihood):
         others = self.forget.batch(self.updates).to(batch.tokens.device)
         retained, forgotten = -self.gated(batch).mean(dim=1), -self.gated(others).mean(dim=1)
         margin = (forgotten - retained.detach()).clamp(min=-LARGEST_MARGIN)
-        objective = -retained + margin - self.lambda_ * self.gated.openness()
+        objective = -retained + margin - self.lambda_ * self.gated.mean_theta()
         return objective.sum(), {
             "loss": -retained.mean().item(),
             "forgotten": -forgotten.mean().item(),

@@ -1,4 +1,4 @@
-"""What a fit of head gates says: scores, classes, trajectories."""
+"""What a fit of head gates says: scores, classes, what their heads are worth, trajectories."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sparse_tl.results import Result
+from sparse_tl.head_roles.objectives import LARGEST_LOGIT
+from sparse_tl.results import Result, table_html
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -19,147 +20,199 @@ if TYPE_CHECKING:
 Role = Literal["facilitation", "irrelevance", "interference"]
 ROLES: tuple[Role, ...] = get_args(Role)
 STAGES = ("g0", "g_plus", "g_minus")
-
-
-@dataclass(frozen=True, eq=False)
-class Fit:
-    """One stage of a fit.
-
-    Args:
-        theta: the gates' logits after the last update.
-        recorded: the logits on the way.
-        recorded_at: updates before each of them, 0 and all among them.
-        losses: mean NLL of a held-out target token in nats.
-    """
-
-    theta: Float[Tensor, "seed layer head"]
-    recorded: Float[Tensor, "seed record layer head"]
-    recorded_at: tuple[int, ...]
-    losses: Float[Tensor, " seed"]
-
-    @property
-    def gates(self) -> Float[Tensor, "seed layer head"]:
-        """The gates in [0, 1]."""
-        return self.theta.sigmoid()
+THRESHOLD = 0.5
+"""Score from which on a head belongs to a class."""
+MOST_NAMED = 5
+"""Heads that a warning names."""
 
 
 @dataclass(frozen=True, eq=False)
 class HeadRoles(Result):
     """Gates of every head under three pressures, and what they say of its role.
 
+    Scores and classes are those of the seeds that fitted, no others (see `notes`).
+
     Args:
         seeds: of the first gates.
         lambda_: of the penalty.
-        g0: gates fitted without penalty.
-        g_plus: fitted from g0 while pushed open.
-        g_minus: fitted from g0 while pushed shut.
-        trajectories: the gates of the three stages on the way.
+        trajectories: the gates of G0 (no penalty), G+ and G- (from G0, pushed open and pushed shut)
+            on the way, those after the last update last.
         recorded_at: updates of the stage before each gate of a trajectory, 0 and all among them.
         losses: mean NLL of a held-out target token in nats, by stage and seed.
         dense_loss: that of the model without gates.
+        fitted: whether G+ and G- of a seed are at most ``8 |lambda|`` nats above `dense_loss`,
+            twice the standard error aside: otherwise opening all gates would have been better, and
+            the gates say nothing about heads.
+        removed: nats of NLL that it costs to remove this head alone from the model.
+        removed_together: what it costs to remove all heads of a role, by what they are removed
+            from (the model, the fitted G+), role and seed.
     """
 
     seeds: tuple[int, ...]
     lambda_: float
-    g0: Float[Tensor, "seed layer head"]
-    g_plus: Float[Tensor, "seed layer head"]
-    g_minus: Float[Tensor, "seed layer head"]
     trajectories: Float[Tensor, "stage seed record layer head"]
     recorded_at: tuple[int, ...]
     losses: Float[Tensor, "stage seed"]
     dense_loss: float
-
-    @classmethod
-    def of(
-        cls, seeds: Sequence[int], lambda_: float, fits: Sequence[Fit], dense_loss: float
-    ) -> HeadRoles:
-        """From the three stages, in the order of `STAGES`."""
-        return cls(
-            seeds=tuple(seeds),
-            lambda_=lambda_,
-            **{name: fit.gates.cpu() for name, fit in zip(STAGES, fits, strict=True)},
-            trajectories=torch.stack([fit.recorded.sigmoid() for fit in fits]),
-            recorded_at=fits[0].recorded_at,
-            losses=torch.stack([fit.losses for fit in fits]),
-            dense_loss=dense_loss,
-        )
+    fitted: Bool[Tensor, " seed"]
+    removed: Float[Tensor, "layer head"]
+    removed_together: Float[Tensor, "start role seed"]
 
     @property
-    def facilitation(self) -> Float[Tensor, "seed layer head"]:
+    def g0(self) -> Float[Tensor, "seed layer head"]:
+        """Gates fitted without penalty."""
+        return self.trajectories[0, :, -1]
+
+    @property
+    def g_plus(self) -> Float[Tensor, "seed layer head"]:
+        """Gates fitted from g0 while pushed open."""
+        return self.trajectories[1, :, -1]
+
+    @property
+    def g_minus(self) -> Float[Tensor, "seed layer head"]:
+        """Gates fitted from g0 while pushed shut."""
+        return self.trajectories[2, :, -1]
+
+    @property
+    def facilitation(self) -> Float[Tensor, "fitted layer head"]:
         """G-: open although pushed shut. The head helps."""
-        return self.g_minus
+        return self.score("facilitation")
 
     @property
-    def interference(self) -> Float[Tensor, "seed layer head"]:
+    def interference(self) -> Float[Tensor, "fitted layer head"]:
         """1 - G+: shut although pushed open. The head harms."""
-        return 1 - self.g_plus
+        return self.score("interference")
 
     @property
-    def irrelevance(self) -> Float[Tensor, "seed layer head"]:
+    def irrelevance(self) -> Float[Tensor, "fitted layer head"]:
         """G+ (1 - G-): goes wherever it is pushed. The head does not matter."""
-        return self.g_plus * (1 - self.g_minus)
+        return self.score("irrelevance")
 
-    def score(self, role: Role | str) -> Float[Tensor, "seed layer head"]:
-        """The score of a role, 0 to 1.
+    @property
+    def price(self) -> float:
+        """Nats of the mean NLL that the penalty pays for closing one head: 8 |lambda| / heads."""
+        return 2 * LARGEST_LOGIT * abs(self.lambda_) / self.removed.numel()
+
+    def score(self, role: Role | str) -> Float[Tensor, "fitted layer head"]:
+        """The score of a role, 0 to 1, for each seed that fitted.
 
         Raises:
             ValueError: an unknown role.
         """
         if role not in ROLES:
             raise ValueError(f"expected a role of {ROLES}; got {role!r}")
-        return getattr(self, role)
+        return role_scores(self.g_plus, self.g_minus)[role][self.fitted]
 
-    def members(self, role: Role | str, threshold: float = 0.5) -> Bool[Tensor, "seed layer head"]:
-        """The heads whose score is at least the threshold, for each seed."""
+    def members(
+        self, role: Role | str, threshold: float = THRESHOLD
+    ) -> Bool[Tensor, "fitted layer head"]:
+        """The heads whose score is at least the threshold, for each seed that fitted."""
         return self.score(role) >= threshold
 
     def ranking(self, role: Role | str) -> list[list[tuple[int, int]]]:
-        """All heads as (layer, head) by falling score, for each seed; ties in the model's order."""
+        """All heads as (layer, head) by falling score, for each seed that fitted; ties in the
+        model's order."""
         n_heads = self.g0.shape[2]
         order = self.score(role).flatten(1).argsort(dim=1, descending=True, stable=True)
         return [[divmod(place, n_heads) for place in seed] for seed in order.tolist()]
 
-    def consistency(self, threshold: float = 0.5) -> pd.DataFrame:
+    def consistency(self, threshold: float = THRESHOLD) -> pd.DataFrame:
         """How often each head is in each class over seeds: share, and whether always or ever."""
-        import pandas as pd
-
-        rows = []
-        for role in ROLES:
-            share = self.members(role, threshold).double().mean(dim=0)
-            rows += [
-                {
-                    "layer": layer,
-                    "head": head,
-                    "role": role,
-                    "share": value,
-                    "always": value == 1.0,
-                    "any": value > 0.0,
-                }
-                for layer, some in enumerate(share.tolist())
-                for head, value in enumerate(some)
-            ]
-        return pd.DataFrame(rows)
+        found = torch.stack([self.members(role, threshold).double().mean(dim=0) for role in ROLES])
+        columns = {"share": found, "always": found == 1.0, "any": found > 0.0}
+        return head_table("role", ROLES, columns)
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per seed and head: gates and scores."""
-        return head_table(self.seeds, {name: getattr(self, name) for name in (*STAGES, *ROLES)})
+        """One row per seed and head: gates, scores (NaN where the seed did not fit), and `removed`,
+        what it costs to remove this head alone from the model, in nats per target token."""
+        columns = {name: getattr(self, name) for name in STAGES}
+        unknown = ~self.fitted[:, None, None]
+        for role, score in role_scores(self.g_plus, self.g_minus).items():
+            columns[role] = score.masked_fill(unknown, torch.nan)
+        columns["removed"] = self.removed.expand_as(self.g0)
+        return head_table("seed", self.seeds, columns)
 
-    def _summary(self) -> pd.DataFrame:
-        return mean_table(self.to_pandas())
+    def classes(self) -> pd.DataFrame:
+        """One row per role, mean over seeds: its heads, and what it costs to remove all of them
+        from the model and from the fitted G+, in nats per target token."""
+        import pandas as pd
+
+        heads = [self.members(role).sum(dim=(1, 2)).double().mean().item() for role in ROLES]
+        from_model, from_g_plus = self.removed_together[:, :, self.fitted].mean(dim=2).tolist()
+        columns = {"heads": heads, "removed": from_model, "removed_from_g_plus": from_g_plus}
+        return pd.DataFrame(columns, index=pd.Index(ROLES, name="role"))
+
+    def notes(self) -> list[str]:
+        """What must be known before these roles are believed, as sentences; none where all is well.
+
+        Seeds that did not fit; and irrelevant heads that matter when they are gone: each alone
+        costs more than `price`, below which the penalty calls a head irrelevant, or all of them
+        together more than so many times that.
+        """
+        notes = []
+        stuck = [place for place, fitted in enumerate(self.fitted.tolist()) if not fitted]
+        if stuck:
+            pairs = [
+                f"seed {self.seeds[place]}: {self.losses[1, place]:.4g} with G+, "
+                f"{self.losses[2, place]:.4g} with G-"
+                for place in stuck
+            ]
+            notes.append(
+                f"The gates of {len(stuck)} of {len(self.seeds)} seeds did not fit and are left "
+                f"out of all classes: NLL {self.dense_loss:.4g} without gates, but for "
+                f"{'; '.join(pairs)}. More updates or other seeds may fit."
+            )
+        often = self.members("irrelevance").double().mean(dim=0) >= 0.5
+        costs = self.removed.masked_fill(~often, 0)
+        worst = costs.flatten().topk(min(MOST_NAMED, costs.numel()))
+        named = [
+            "a{}.h{} {:+.3g}".format(*divmod(place, costs.shape[1]), cost)
+            for cost, place in zip(*(found.tolist() for found in worst), strict=True)
+            if cost > self.price
+        ]
+        heads, cost, _ = self.classes().loc["irrelevance"]
+        if named or cost > heads * self.price:
+            alone = f"{', '.join(named)} alone, " if named else ""
+            notes.append(
+                f"Heads called irrelevant matter when they are gone. Removed from the model they "
+                f"cost, in nats per target token: {alone}all of them {cost:+.3g}; the penalty pays "
+                f"{self.price:.3g} for closing a head. A small gate may do where a normalisation "
+                "undoes scale, or one head stands in for another: see `removed` in the table."
+            )
+        return notes
+
+    def mean_scores(self) -> Float[Tensor, "role layer head"]:
+        """The scores of `ROLES`, mean over the seeds that fitted.
+
+        Raises:
+            ValueError: no seed fitted.
+        """
+        self.check_fitted()
+        return torch.stack([self.score(role).mean(dim=0) for role in ROLES])
+
+    def check_fitted(self) -> None:
+        """Make sure that at least one seed fitted.
+
+        Raises:
+            ValueError: none did.
+        """
+        if not self.fitted.any():
+            raise ValueError(
+                f"expected a fit with at least one seed that fitted. {self.notes()[0]}"
+            )
 
     def heatmap(self) -> go.Figure:
         """The mean scores of all heads over seeds, one panel per role."""
         from sparse_tl.plots import head_roles_figure
 
-        return head_roles_figure({role: self.score(role).mean(dim=0).tolist() for role in ROLES})
+        return head_roles_figure(dict(zip(ROLES, self.mean_scores().tolist(), strict=True)))
 
     def trajectory_figure(self) -> go.Figure:
         """Every head's gate through the stages, mean over seeds, in the colour of its role."""
         from sparse_tl.plots import gate_trajectories
 
-        scores = torch.stack([self.score(role).mean(dim=0) for role in ROLES])
-        strongest = scores.argmax(dim=0)
-        means = self.trajectories.mean(dim=1)
+        strongest = self.mean_scores().argmax(dim=0)
+        means = self.trajectories[:, self.fitted].mean(dim=1)
         lines = {
             (layer, head): (
                 ROLES[int(strongest[layer, head])],
@@ -171,25 +224,45 @@ class HeadRoles(Result):
         return gate_trajectories(lines, self.recorded_at)
 
     def __repr__(self) -> str:
-        counts = ", ".join(
-            f"{self.members(role).sum(dim=(1, 2)).double().mean():.1f} {role}" for role in ROLES
-        )
         n_seeds, n_layers, n_heads = self.g0.shape
+        fitted = int(self.fitted.sum())
+        seeds = f"{n_seeds} seeds" if fitted == n_seeds else f"{fitted} of {n_seeds} seeds fitted"
+        counts = ", ".join(
+            f"{heads:.1f} {role} ({cost:+.3g} nats when removed)"
+            for role, heads, cost, _ in self.classes().itertuples(name=None)
+        )
         return (
-            f"HeadRoles({n_layers} x {n_heads} heads, {n_seeds} seeds; per seed: {counts}; "
-            f"NLL {self.losses[1].mean():.4f} with G+, {self.dense_loss:.4f} without gates)"
+            f"HeadRoles({n_layers} x {n_heads} heads, {seeds}; per seed: {counts}; "
+            f"NLL {self.losses[1, self.fitted].mean():.4f} with G+, "
+            f"{self.dense_loss:.4f} without gates)"
         )
 
+    def _repr_html_(self) -> str:
+        words = " ".join([repr(self), *self.notes()])
+        return table_html(self.classes(), words) + table_html(self._summary())
 
-def head_table(
-    seeds: Sequence[int], columns: Mapping[str, Float[Tensor, "seed layer head"]]
-) -> pd.DataFrame:
-    """One row per seed, layer and head."""
+    def _summary(self) -> pd.DataFrame:
+        return mean_table(self.to_pandas().dropna())
+
+
+def role_scores(
+    g_plus: Float[Tensor, "*stack layer head"], g_minus: Float[Tensor, "*stack layer head"]
+) -> dict[Role, Float[Tensor, "*stack layer head"]]:
+    """Facilitation G-, irrelevance G+ (1 - G-), interference 1 - G+."""
+    return {
+        "facilitation": g_minus,
+        "irrelevance": g_plus * (1 - g_minus),
+        "interference": 1 - g_plus,
+    }
+
+
+def head_table(first: str, labels: Sequence[Any], columns: Mapping[str, Tensor]) -> pd.DataFrame:
+    """One row per label, layer and head, of tensors with these three axes."""
     import pandas as pd
 
     _, n_layers, n_heads = next(iter(columns.values())).shape
     index = pd.MultiIndex.from_product(
-        [seeds, range(n_layers), range(n_heads)], names=["seed", "layer", "head"]
+        [labels, range(n_layers), range(n_heads)], names=[first, "layer", "head"]
     )
     values = {name: column.flatten().tolist() for name, column in columns.items()}
     return pd.DataFrame(values, index=index).reset_index()

@@ -261,8 +261,8 @@ def _report(
 
 def _said(roles: HeadRoles, curves: Mapping[str, AblationCurve]) -> dict[str, Any]:
     """Losses, and for each role how many heads have it and what ablating them does."""
-    losses = roles.losses.mean(dim=1).tolist()
-    said: dict[str, Any] = {"dense_loss": roles.dense_loss}
+    losses = roles.losses[:, roles.fitted].mean(dim=1).tolist()
+    said: dict[str, Any] = {"dense_loss": roles.dense_loss, "notes": roles.notes()}
     said |= dict(zip(("g0_loss", "g_plus_loss", "g_minus_loss"), losses, strict=True))
     for role, curve in curves.items():
         members = roles.members(role).flatten(1)

@@ -185,7 +185,7 @@ def test_a_split_holds_every_row_once() -> None:
 
 def test_trimmed_batches_lose_what_cannot_matter() -> None:
     rows = TargetDataset.from_tokens([[1, 2, 3, 4], [5, 6]], [(2, 4), (1, 2)], padding_side="left")
-    assert rows.rows.select(slice(1, 2)).trimmed().tokens.tolist() == [[5]]
-    assert rows.rows.trimmed().tokens.tolist() == [[1, 2, 3], [0, 0, 5]]
-    plain = TokenBatch.next_token(torch.ones(2, 3, dtype=torch.long)).trimmed()
+    assert rows.rows.select(slice(1, 2)).trimmed(causal=True).tokens.tolist() == [[5]]
+    assert rows.rows.trimmed(causal=True).tokens.tolist() == [[1, 2, 3], [0, 0, 5]]
+    plain = TokenBatch.next_token(torch.ones(2, 3, dtype=torch.long)).trimmed(causal=True)
     assert plain.tokens.shape == (2, 2) and plain.attention_mask is None

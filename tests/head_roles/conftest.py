@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -45,3 +46,32 @@ def planted(build_tiny: Callable[..., Model], build_echo: Callable[[], Model]) -
         push = model.W_U[:, WRONG] - model.W_U.mean(dim=1)
         attention.W_O[head] = 5 * push / push.norm() / attention.b_V.shape[1]
     return model
+
+
+@pytest.fixture(scope="session")
+def build_looking_up(build_tiny: Callable[..., Model]) -> Callable[..., Model]:
+    """A model of one layer, made by hand, whose head 0 answers token t with t + 1; head 1 is dead.
+
+    Every position attends to all that it sees alike. Token t is a direction of its own in the first
+    half of the residual stream, and so is the answer t + 1 in the second half, which alone is read.
+    With ``split=6``, head 0 knows the tokens below 6 only, and head 1 the others.
+    """
+
+    def build(split: int = 13, **config: Any) -> Model:
+        model = build_tiny("attention_only", n_layers=1, d_model=26, d_head=13, **config)
+        one = torch.eye(13)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+            model.ln_final.w += 1
+            block = model.blocks[0]
+            block.ln1.w += 1
+            model.embed.W_E[:, :13] = one
+            model.embed.W_E[12] = 0  # the last token is no question
+            block.attn.W_V[0, :split] = one[:split]
+            block.attn.W_V[1, split:13] = one[split:]
+            block.attn.W_O[:, :, 13:] = 2 * one.roll(1, dims=1)
+            model.unembed.W_U[13:] = 2 * one
+        return model
+
+    return build

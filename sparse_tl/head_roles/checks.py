@@ -1,0 +1,88 @@
+"""What must hold before gates are fitted: a model that can read the prompts, and be stacked.
+
+Gate matrices are fitted and measured many at a time: the prompts pass once per matrix, without the
+columns that cannot matter. That gives the model's own losses unless something in the model looks at
+the batch as a whole, such as a hook of its user's that is meant for one batch size or one column.
+So two prompts are passed both ways first.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_tl.data.targets import TargetDataset
+from sparse_tl.head_roles.likelihood import is_causal, label_losses, target_losses
+from sparse_tl.lens import HookedModel, attention_shape, embedding_matrix, layer_points
+
+TOLERANCE = 0.01
+"""Relative difference of losses between both ways of passing prompts: far more than rounding."""
+
+
+def check_fits(model: HookedModel, dataset: TargetDataset) -> None:
+    """Make sure that a model can read a dataset.
+
+    Raises:
+        ValueError: a model without ``hook_z``, a prompt longer than the context, a token that the
+            model lacks, padding where attention is bidirectional, or a model whose losses change
+            when prompts pass several times in one batch.
+    """
+    layer_points(model, "attn.hook_z")
+    rows, context = dataset.rows.trimmed(causal=is_causal(model)), model.cfg.n_ctx
+    mask = torch.ones_like(rows.tokens) if rows.attention_mask is None else rows.attention_mask
+    if rows.tokens.shape[1] > context:
+        lengths = mask.sum(dim=1)
+        longest = int(lengths.argmax())
+        raise ValueError(
+            f"expected prompts that end, with their targets, within the model's context of "
+            f"{context} tokens; row {longest} has {int(lengths[longest]) + 1} tokens, "
+            f"{int(rows.loss_mask[longest].sum())} of them its target. Shorten it or leave it out."
+        )
+    checked = {
+        "tokens": (rows.tokens, model.cfg.d_vocab),
+        "targets": (rows.labels[rows.loss_mask], model.cfg.d_vocab_out),
+    }
+    for name, (found, known) in checked.items():
+        low, high = int(found.min()), int(found.max())
+        if low < 0 or high >= known:
+            raise ValueError(
+                f"expected {name} of the model's own vocabulary, 0..{known - 1}; got "
+                f"{low if low < 0 else high}. Was the dataset made with another tokenizer?"
+            )
+    if not is_causal(model) and not mask.all():
+        raise ValueError(
+            "expected prompts of one length for a model with bidirectional attention, which "
+            "attends to padding; got padded ones. Fit each length by itself."
+        )
+    _check_stacks(model, dataset)
+
+
+@torch.no_grad()
+def _check_stacks(model: HookedModel, dataset: TargetDataset) -> None:
+    """The losses of two prompts in a stack are those that the model gives them by itself."""
+    batch = dataset.rows.select(slice(0, 2)).to(embedding_matrix(model).device)
+    if batch.tokens.shape[1] > model.cfg.n_ctx:
+        batch = batch.trimmed(causal=True)
+    shape = attention_shape(model)
+    ones = embedding_matrix(model).new_ones(2, shape.n_layers, shape.n_heads)
+    cause = (
+        "Is there a hook of your own on it that is meant for one batch size or position? Take it "
+        "off, or write it so that it treats every row and every column alike."
+    )
+    try:
+        final = model(batch.tokens, stop_at_layer=shape.n_layers, **batch.model_kwargs)
+        read = batch.loss_mask
+        alone = label_losses(model, final[read][None], batch.labels[read])[0]
+        stacked = target_losses(model, batch, ones)[1]
+    except RuntimeError as error:
+        raise ValueError(
+            f"expected a model that prompts can pass several times in one batch; got {error}. "
+            + cause
+        ) from error
+    wrong = (alone - stacked).abs() > TOLERANCE * (1 + alone.abs())
+    if wrong.any():
+        place = int(wrong.int().argmax())
+        raise ValueError(
+            f"expected prompts that pass several times in one batch to have the losses that they "
+            f"have alone; target token {place} has {alone[place]:.4f} nats alone and "
+            f"{stacked[place]:.4f} in a stack. " + cause
+        )

@@ -1,0 +1,101 @@
+"""What fitted gates do on held-out prompts, all of it in one stack of gate matrices.
+
+1. The loss of every stage and seed, and that of the model without gates.
+2. Whether a seed has fitted at all.
+3. Removal, exactly: the loss when one head alone is gone, and when all heads of a role are gone,
+   from the model and from the fitted G+. Gates are no measure of that: where a normalisation undoes
+   scale, a gate of 0.2 may do as well as one of 1, and a head that nothing can do without ends with
+   a small gate when pushed shut.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.head_roles.likelihood import target_log_probabilities
+from sparse_tl.head_roles.objectives import LARGEST_LOGIT
+from sparse_tl.head_roles.roles import THRESHOLD, HeadRoles, role_scores
+from sparse_tl.lens import HookedModel
+
+
+def measured_roles(
+    model: HookedModel,
+    rows: TokenBatch,
+    trajectories: Float[Tensor, "stage seed record layer head"],
+    *,
+    seeds: tuple[int, ...],
+    lambda_: float,
+    recorded_at: tuple[int, ...],
+) -> HeadRoles:
+    """The roles that fitted gates give the heads, and what they are worth on held-out prompts.
+
+    Args:
+        model: dense or sparse.
+        rows: held-out prompts with their targets.
+        trajectories: gates of G0, G+ and G- on the way, those after the last update last.
+        seeds: of the first gates.
+        lambda_: of the penalty.
+        recorded_at: updates before each gate of a trajectory.
+    """
+    gates = trajectories[:, :, -1]
+    _, g_plus, g_minus = gates
+    n_stages, n_seeds, n_layers, n_heads = gates.shape
+    every_head = torch.ones(1, n_layers, n_heads, dtype=gates.dtype)
+    alone = every_head.repeat(n_layers * n_heads, 1, 1)
+    alone.flatten(1).fill_diagonal_(0)
+    scores = role_scores(g_plus, g_minus).values()
+    others = torch.stack([score < THRESHOLD for score in scores]).to(gates.dtype)
+    together = torch.stack([others, others * g_plus])
+    sizes = [n_stages * n_seeds, 1, len(alone), together[..., 0, 0].numel()]
+    stack = torch.cat([gates.flatten(0, 1), every_head, alone, together.flatten(0, 2)])
+    log_probabilities = target_log_probabilities(model, rows, stack)
+    n_labels = int(rows.loss_mask.sum())
+    losses = (-log_probabilities.sum(dim=1) / n_labels).split(sizes)
+    fitted_losses = losses[0].view(n_stages, n_seeds)
+    dense_loss = losses[1].item()
+    before = torch.stack([losses[1].expand(n_seeds), fitted_losses[1]])[:, None]
+    by_row = log_probabilities.split(sizes)
+    return HeadRoles(
+        seeds=seeds,
+        lambda_=lambda_,
+        trajectories=trajectories,
+        recorded_at=recorded_at,
+        losses=fitted_losses.clone(),
+        dense_loss=dense_loss,
+        fitted=has_fitted(by_row[1] - by_row[0].view(n_stages, n_seeds, -1)[1:], n_labels, lambda_),
+        removed=losses[2].view(n_layers, n_heads) - dense_loss,
+        removed_together=losses[3].view(together.shape[:3]) - before,
+    )
+
+
+def has_fitted(
+    excess: Float[Tensor, "stage seed row"], n_labels: int, lambda_: float
+) -> Bool[Tensor, " seed"]:
+    """Whether G+ and G- are as good as minimisers of their objectives must be.
+
+    The model without gates is one of the settings that a fit chooses from. It beats every setting
+    whose loss is above its own by more than the penalty can make up for, and the penalty
+    ``-lambda mean(clamp(theta, -4, 4))`` ranges over ``8 |lambda|`` nats. So
+
+        NLL(G) - NLL(no gates) > 8 |lambda|
+
+    says that G is no minimiser: it got stuck, and what its gates are says nothing about heads. For
+    G+ even a difference above 0 would; the rest is left to unfinished descent. Sampling prompts
+    is allowed for by two standard errors of the difference, paired by prompt.
+
+    Args:
+        excess: NLL of every held-out target under G+ and G- minus that without gates, in nats.
+        n_labels: tokens of all targets.
+        lambda_: of the penalty.
+    """
+    n_rows = excess.shape[-1]
+    mean = excess.sum(dim=-1) / n_labels
+    error = torch.zeros_like(mean)
+    if n_rows > 1:
+        error = excess.std(dim=-1) * math.sqrt(n_rows) / n_labels
+    return (mean - 2 * error <= 2 * LARGEST_LOGIT * abs(lambda_)).all(dim=0)
