@@ -62,7 +62,15 @@ RESULTS: dict[str, Any] = {
     "held out": DENSE,
     "post-training": PostTraining(True, TargetLoss(0.1, "dense"), 0.0, DENSE, DENSE, 5, STEPS),
     "roles": HeadRoles(
-        (3, 4), 0.1, SEEDS, SEEDS, SEEDS, torch.rand(3, 2, 2, 2, 2), (0, 9), torch.rand(3, 2), 0.5
+        seeds=(3, 4),
+        lambda_=0.1,
+        trajectories=torch.rand(3, 2, 2, 2, 2),
+        recorded_at=(0, 9),
+        losses=torch.rand(3, 2),
+        dense_loss=0.5,
+        fitted=torch.tensor([True, False]),
+        removed=torch.rand(2, 2),
+        removed_together=torch.rand(2, 3, 2),
     ),
     "ablation": AblationCurve("irrelevance", torch.rand(2, 3), (2, 0), torch.rand(2, 3)),
     "ablation without control": AblationCurve("random", torch.rand(2, 3), (2, 2)),
