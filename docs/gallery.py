@@ -31,15 +31,15 @@ from sparse_tl import (
     component_diagram,
     effect_figure,
     load_addition_models,
+    plots,
 )
+from sparse_tl.circuits import EffectCurve
 from sparse_tl.files import read_json
 from sparse_tl.head_roles import ROLES
 from sparse_tl.models import TASKS
-from sparse_tl.plots import EffectCurve, PlotlyFigure, SelfContainedFigure
+from sparse_tl.plots import Figure
 from sparse_tl.runs import run_circuits
 from sparse_tl.runs.head_roles import run_head_roles
-
-Figure = PlotlyFigure | SelfContainedFigure
 
 OUT = Path(__file__).parent / "gallery"
 SIDES = {"dense": "Task Model", "sparse": "Sparse Task Model"}
@@ -86,7 +86,7 @@ def heads_kept(runs: Path) -> Figure:
 
 def edges_kept(runs: Path) -> Figure:
     """The same in circuit edges; the multiplier says how many times fewer sparse needs."""
-    return effect_figure(curves(runs / "circuits", "edges"), parts="edges")
+    return effect_figure(curves(runs / "circuits", "edges"), parts="circuit_edges")
 
 
 def circuit_ioi(runs: Path) -> Figure:
@@ -104,7 +104,7 @@ def circuit_sign(runs: Path) -> Figure:
 def head_ablation(runs: Path) -> Figure:
     """What happens to the target response when heads of each role are ablated, one by one."""
     rows = {
-        title: {name: ablation_lines(runs / "head-roles" / task / side) for side, name in COLUMNS}
+        title: {name: ablation_curves(runs / "head-roles" / task / side) for side, name in COLUMNS}
         for task, title in ROWS.items()
     }
     return ablation_grid(rows)
@@ -113,17 +113,17 @@ def head_ablation(runs: Path) -> Figure:
 def ablation_curve(runs: Path) -> Figure:
     """One ablation curve against its control: heads in random order."""
     curve = AblationCurve.load(runs / "head-roles/ioi/sparse/facilitation")
-    return curve.figure("IOI, sparse model")
+    return curve.figure(title="IOI, sparse model")
 
 
 def head_roles(runs: Path) -> Figure:
     """How much each head facilitates, does not matter, or interferes."""
-    return HeadRoles.load(runs / "head-roles/ioi/sparse/roles").heatmap()
+    return HeadRoles.load(runs / "head-roles/ioi/sparse/roles").figure()
 
 
 def gate_trajectories(runs: Path) -> Figure:
     """Every head's gate through the three stages of a fit, in the colour of its role."""
-    return HeadRoles.load(runs / "head-roles/ioi/sparse/roles").trajectory_figure()
+    return plots.gate_trajectories(HeadRoles.load(runs / "head-roles/ioi/sparse/roles"))
 
 
 # ---- what they read ----------------------------------------------------------------------------
@@ -154,10 +154,9 @@ def circuit(folder: Path, side: str) -> ScoredCircuit:
     return ScoredCircuit(scores.graph, mask, scores.scores)
 
 
-def ablation_lines(folder: Path) -> list[Any]:
-    """The ablation curves of all roles that `run_head_roles` measured, and the control."""
-    measured = [AblationCurve.load(folder / role) for role in ROLES]
-    return [curve.line() for curve in measured] + [measured[0].line(control=True)]
+def ablation_curves(folder: Path) -> list[AblationCurve]:
+    """The ablation curves of all roles that `run_head_roles` measured."""
+    return [AblationCurve.load(folder / role) for role in ROLES]
 
 
 # ---- the page ----------------------------------------------------------------------------------
@@ -185,7 +184,7 @@ dark ground. Each figure saves itself as an interactive page, as SVG and as PNG:
 card; `figure.dark()` is its dark twin. Pages follow the reader's system. Pages of curves hold
 plotly's script, 5 MB, and are left out here.
 
-In the code `runs` is the folder of the runs; `curves`, `circuit` and `ablation_lines`, in
+In the code `runs` is the folder of the runs; `curves`, `circuit` and `ablation_curves`, in
 `docs/gallery.py`, read what they measured.
 """
 

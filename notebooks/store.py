@@ -17,8 +17,7 @@ import base64, tempfile
 from pathlib import Path
 
 from sparse_tl.explorer import CircuitExplorer
-from sparse_tl.plots.plotly_figure import PlotlyFigure
-from sparse_tl.plots.rendering import SelfContainedFigure
+from sparse_tl.plots import AttentionView, CircuitDiagram, ComponentDiagram, GridFigure
 
 def _picture(self, *_, **__):
     with tempfile.TemporaryDirectory() as folder:
@@ -29,7 +28,7 @@ def _show(self):
     from IPython.display import display
     display(self.figure())
 
-for kind in (SelfContainedFigure, PlotlyFigure):
+for kind in (AttentionView, CircuitDiagram, ComponentDiagram, GridFigure):
     kind._repr_mimebundle_ = _picture
 CircuitExplorer._ipython_display_ = _show
 """

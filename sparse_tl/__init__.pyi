@@ -53,6 +53,9 @@ from .circuits import (
     from_eap_ig as from_eap_ig,
 )
 from .circuits import (
+    multiplier as multiplier,
+)
+from .circuits import (
     overlap as overlap,
 )
 from .circuits import (
@@ -194,7 +197,7 @@ from .plots import (
     effect_figure as effect_figure,
 )
 from .plots import (
-    save_figure as save_figure,
+    gate_trajectories as gate_trajectories,
 )
 from .tasks import (
     AdditionTask as AdditionTask,
@@ -279,10 +282,12 @@ __all__ = [
     "explore",
     "fit_contrastive_head_gates",
     "fit_head_gates",
+    "gate_trajectories",
     "from_eap_ig",
     "load_addition_models",
     "load_model",
     "load_task_models",
+    "multiplier",
     "log_probability",
     "logit_difference",
     "overlap",
@@ -292,7 +297,6 @@ __all__ = [
     "prune_edges",
     "read_documents",
     "roc",
-    "save_figure",
     "save_model",
     "to_eap_ig",
     "token_windows",

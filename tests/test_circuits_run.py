@@ -12,11 +12,10 @@ import pandas as pd
 import pytest
 import torch
 
-from sparse_tl.circuits import EdgeScores, Evaluation, HeadScores
+from sparse_tl.circuits import EdgeScores, Evaluation, HeadScores, multiplier
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import load_model, save_model
 from sparse_tl.models import task_recipe
-from sparse_tl.plots import multiplier
 from sparse_tl.runs import circuits as run_module
 from sparse_tl.runs import run_circuits
 

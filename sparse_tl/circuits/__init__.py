@@ -5,7 +5,7 @@ from sparse_tl.circuits.attention_edges import AttentionEdgeScores, attribute_at
 from sparse_tl.circuits.attribution import attribute_edges, attribute_heads
 from sparse_tl.circuits.circuit import Circuit, HeadCircuit
 from sparse_tl.circuits.comparison import Overlap, Roc, overlap, roc
-from sparse_tl.circuits.effect import Evaluation
+from sparse_tl.circuits.effect import EffectCurve, Evaluation, multiplier
 from sparse_tl.circuits.evaluation import (
     accuracy,
     evaluate,
@@ -25,6 +25,7 @@ __all__ = [
     "AttentionEdgeScores",
     "Circuit",
     "EdgeScores",
+    "EffectCurve",
     "Evaluation",
     "HeadCircuit",
     "HeadScores",
@@ -41,6 +42,7 @@ __all__ = [
     "evaluate_heads",
     "from_eap_ig",
     "log_sizes",
+    "multiplier",
     "overlap",
     "patch_exactly",
     "prune_edges",

@@ -100,12 +100,7 @@ class Circuit(Result):
         )
 
     def _repr_html_(self) -> str:
-        from sparse_tl.plots import ScoredCircuit, component_diagram
-
-        if not len(self):
-            return f"<p>{self!r}</p>"
-        drawn = ScoredCircuit(self.graph, self.mask)
-        return component_diagram({"Circuit": drawn})._repr_html_()
+        return self.figure()._repr_html_() if len(self) else f"<p>{self!r}</p>"
 
     def __repr__(self) -> str:
         return f"Circuit({len(self)} of {self.graph.n_edges:,} edges of {self.graph!r})"

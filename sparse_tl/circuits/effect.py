@@ -1,7 +1,17 @@
-"""The explained effect of circuits of growing size: what evaluation returns."""
+"""The explained effect of circuits of growing size: what evaluation returns, and what it says.
+
+1. A curve holds, for each measured size of the circuit, the explained effect and its interval.
+2. The *size at a level* is where the mean reaches the level and stays there:
+   ``log n = log n_i + (level - e_i) / (e_j - e_i) * (log n_j - log n_i)``, where n_i is the largest
+   size whose effect e_i is below the level, and n_j the next size. A size of 0 counts as 1 here.
+3. The *multiplier* is the dense model's size at the level over the sparse model's.
+"""
 
 from __future__ import annotations
 
+import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,8 +24,6 @@ from sparse_tl.results import Result
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from sparse_tl.plots.effect_curve import EffectCurve
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +92,6 @@ class Evaluation(Result):
 
     def curve(self, name: str) -> EffectCurve:
         """Means and intervals, to be drawn; sizes must be increasing."""
-        from sparse_tl.plots.effect_curve import EffectCurve
-
         low, high = self.interval()
         return EffectCurve(name, self.sizes, self.effect.tolist(), low.tolist(), high.tolist())
 
@@ -118,3 +124,140 @@ class Evaluation(Result):
             for size, effect in zip(self.sizes, self.effect.tolist(), strict=True)
         )
         return f"Evaluation(explained effect of {len(self.clean)} pairs by size: {said})"
+
+
+@dataclass(frozen=True)
+class EffectCurve(Result):
+    """The explained effect of circuits of growing size, in one model on one task.
+
+    Lists and arrays become tuples of plain numbers.
+
+    Args:
+        name: of the model.
+        sizes: how many parts the circuits keep, increasing.
+        mean: the explained effect at each size; 1: the circuit does all that the model does.
+        low: lower end of its interval.
+        high: upper end of its interval.
+
+    Raises:
+        ValueError: if there is no size, the lengths differ, the sizes are not increasing whole
+            numbers from 0, or a number is not finite, or an interval is upside down.
+    """
+
+    name: str
+    sizes: Sequence[int]
+    mean: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+    def __post_init__(self) -> None:
+        # Unlike arrays and tensors, these compare, print and serialise.
+        object.__setattr__(self, "sizes", _checked_sizes(self.name, self.sizes))
+        for field in ("mean", "low", "high"):
+            values = tuple(float(value) for value in getattr(self, field))
+            if len(values) != len(self.sizes):
+                raise ValueError(
+                    f"expected one value per size in the curve {self.name!r}; got {len(values)} "
+                    f"in {field!r} for {len(self.sizes)} sizes; measure {field!r} at every size"
+                )
+            for size, value in zip(self.sizes, values, strict=True):
+                if not math.isfinite(value):
+                    raise ValueError(
+                        f"expected finite effects in the curve {self.name!r}; got {value} in "
+                        f"{field!r} at size {size}; an effect is undefined where clean and "
+                        "corrupted metric are equal: leave such prompts out"
+                    )
+            object.__setattr__(self, field, values)
+        for size, low, high in zip(self.sizes, self.low, self.high, strict=True):
+            if low > high:
+                raise ValueError(
+                    f"expected low <= high in the curve {self.name!r}; got {low} and {high} at "
+                    f"size {size}; pass the ends of the interval, not its half-widths"
+                )
+
+    def size_at(self, level: float = 0.9) -> float | None:
+        """The size at which the mean reaches a level and stays at or above it.
+
+        Between measured sizes the effect is interpolated linearly in log(max(size, 1)). Where
+        already the smallest measured size is enough, the answer is that size, or 1 if it is 0.
+
+        Args:
+            level: explained effect, above 0 and at most 1.
+
+        Returns:
+            Number of parts, at least 1 and not whole in general; ``None`` if the last measured
+            effect is below the level.
+
+        Raises:
+            ValueError: if the level is out of range.
+        """
+        check_level(level)
+        below = [index for index, effect in enumerate(self.mean) if effect < level]
+        if not below:
+            return float(max(self.sizes[0], 1))
+        before = below[-1]
+        if before + 1 == len(self.sizes):
+            return None
+        start, end = (math.log(max(size, 1)) for size in self.sizes[before : before + 2])
+        rise = self.mean[before + 1] - self.mean[before]
+        return math.exp(start + (level - self.mean[before]) / rise * (end - start))
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per size: name, size, mean, low, high."""
+        import pandas as pd
+
+        columns = {"size": self.sizes, "mean": self.mean, "low": self.low, "high": self.high}
+        return pd.DataFrame({"name": [self.name] * len(self.sizes), **columns})
+
+
+def multiplier(dense: EffectCurve, sparse: EffectCurve, level: float = 0.9) -> float | None:
+    """How many times as many parts the dense model needs: ``dense.size_at / sparse.size_at``.
+
+    Args:
+        dense: the curve of the dense model.
+        sparse: the curve of the sparse model, on the same task.
+        level: explained effect, above 0 and at most 1.
+
+    Returns:
+        Above 1 where the sparse model needs fewer parts; ``None`` if a curve does not reach the
+        level.
+
+    Raises:
+        ValueError: if the level is out of range.
+    """
+    needed = dense.size_at(level), sparse.size_at(level)
+    return None if needed[0] is None or needed[1] is None else needed[0] / needed[1]
+
+
+def check_level(level: float) -> None:
+    """Refuse a level that no circuit is compared at.
+
+    Raises:
+        ValueError: if the level is not above 0 and at most 1.
+    """
+    if not 0 < level <= 1:
+        raise ValueError(
+            f"expected a level above 0 and at most 1; got {level}; 0.9 is the usual one"
+        )
+
+
+def _checked_sizes(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
+    try:
+        whole = tuple(operator.index(size) for size in sizes)
+    except TypeError as error:
+        raise ValueError(
+            f"expected whole numbers as sizes of the curve {name!r}; got {list(sizes)}; count the "
+            "parts that each circuit keeps"
+        ) from error
+    if not whole or whole[0] < 0:
+        raise ValueError(
+            f"expected at least one size, none below 0, in the curve {name!r}; got {list(whole)}; "
+            "count the parts that each circuit keeps"
+        )
+    for first, second in zip(whole[:-1], whole[1:], strict=True):
+        if first >= second:
+            raise ValueError(
+                f"expected increasing sizes in the curve {name!r}; got {first} before {second}; "
+                "sort the circuits by size and keep one of each size"
+            )
+    return whole

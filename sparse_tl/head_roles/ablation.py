@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -31,9 +31,6 @@ from sparse_tl.results import Result
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
-
-    from sparse_tl.plots import AblationLine
 
 Order = Literal["facilitation", "irrelevance", "interference", "random"]
 
@@ -60,28 +57,6 @@ class AblationCurve(Result):
     def mean(self) -> Float[Tensor, " count"]:
         """Mean over seeds."""
         return self.values.mean(dim=0)
-
-    def line(self, *, control: bool = False) -> AblationLine:
-        """The curve, or its control, to be drawn: mean and range over seeds."""
-        from sparse_tl.plots import AblationLine
-
-        values = self.control if control else self.values
-        if values is None:
-            raise ValueError("expected a curve with a control; measure it with control=True")
-        return AblationLine(
-            "random" if control else self.by,
-            values.mean(dim=0).tolist(),
-            values.amin(dim=0).tolist(),
-            values.amax(dim=0).tolist(),
-            None if control else sum(self.in_role) / len(self.in_role),
-        )
-
-    def figure(self, title: str = "", **style: Any) -> go.Figure:
-        """The curve and its control as a plotly figure."""
-        from sparse_tl.plots import ablation_grid
-
-        lines = [self.line()] + ([self.line(control=True)] if self.control is not None else [])
-        return ablation_grid({"": {title or self.by.capitalize(): lines}}, **style)
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per number of ablated heads: mean, smallest and largest over seeds, control."""

@@ -15,7 +15,6 @@ from sparse_tl.results import Result, table_html
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
 
 Role = Literal["facilitation", "irrelevance", "interference"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -200,28 +199,6 @@ class HeadRoles(Result):
             raise ValueError(
                 f"expected a fit with at least one seed that fitted. {self.notes()[0]}"
             )
-
-    def heatmap(self) -> go.Figure:
-        """The mean scores of all heads over seeds, one panel per role."""
-        from sparse_tl.plots import head_roles_figure
-
-        return head_roles_figure(dict(zip(ROLES, self.mean_scores().tolist(), strict=True)))
-
-    def trajectory_figure(self) -> go.Figure:
-        """Every head's gate through the stages, mean over seeds, in the colour of its role."""
-        from sparse_tl.plots import gate_trajectories
-
-        strongest = self.mean_scores().argmax(dim=0)
-        means = self.trajectories[:, self.fitted].mean(dim=1)
-        lines = {
-            (layer, head): (
-                ROLES[int(strongest[layer, head])],
-                [stage[:, layer, head].tolist() for stage in means],
-            )
-            for layer in range(self.g0.shape[1])
-            for head in range(self.g0.shape[2])
-        }
-        return gate_trajectories(lines, self.recorded_at)
 
     def __repr__(self) -> str:
         n_seeds, n_layers, n_heads = self.g0.shape

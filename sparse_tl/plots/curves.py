@@ -1,55 +1,55 @@
 """The figure of explained effect against the number of parts kept: one panel per task.
 
 1. Check the panels, and find the pairs of models, which share colours and a legend.
-2. Give every panel its axes and its title (`curves_layout`).
-3. Draw the intervals, the mean lines in front of them, and the multiplier (`effect_curve`).
-4. Show and save: as plotly does, or as a static drawing of the same figure (`plotly_figure`).
+2. Give all panels one range of effects, with room for the multiplier and, where a legend would
+   hide a curve, for the legend.
+3. Draw each curve with its interval, a dashed line where two curves reach the level, and over it
+   the multiplier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import get_args
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
-import plotly.graph_objects as go
+import numpy as np
 
-from sparse_tl.plots.curves_layout import (
-    Parts,
-    add_legend,
-    add_panel,
-    axis_names,
-    escaped,
-    label_place,
-    legend_name,
-    legend_text,
-    new_figure,
-    vertical_range,
-)
-from sparse_tl.plots.effect_curve import EffectCurve, check_level, multiplier
-from sparse_tl.plots.intervals import interval_area
-from sparse_tl.plots.palette import CURVE_WEIGHT, INK, MODEL_PAIRS, PANEL_TITLE_SIZE, translucent
-from sparse_tl.plots.plotly_figure import PlotlyFigure
+from sparse_tl.circuits.effect import EffectCurve, check_level, multiplier
+from sparse_tl.plots.grid import Axis, Grid, Line, Note, Panel
+from sparse_tl.plots.grid_figure import GridFigure
+from sparse_tl.plots.palette import INK, MODEL_PAIRS
 
-__all__ = ["EffectCurve", "effect_figure", "multiplier"]
+Parts = Literal["heads", "circuit_edges"]
+
+_WIDTH, _GAP = 184, 66
+# Pixels per unit of effect, and the height at which a plot stops growing.
+_UNIT, _MAX_HEIGHT = 147, 300
+# The room that texts take in a plot, in pixels.
+_LABEL_WIDTH, _LABEL_HEIGHT, _LEGEND_WIDTH, _LEGEND_HEIGHT = 48, 19, 140, 46
+_SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+Curves = Sequence[EffectCurve]
 
 
 def effect_figure(
-    panels: Mapping[str, Sequence[EffectCurve]],
+    panels: Mapping[str, Curves],
     *,
     parts: Parts,
     level: float = 0.9,
     colours: Sequence[tuple[str, str]] = MODEL_PAIRS,
-) -> PlotlyFigure:
+) -> GridFigure:
     """Draw the explained effect against the parts kept, one panel per task in a row.
 
     A dashed line at the level leads from one curve's size at the level to the other's; above it
     stands the multiplier. It is left out where a curve does not reach the level. On the
-    logarithmic axis of edges, a size of 0 stands at 1.
+    logarithmic axis of circuit edges, a size of 0 stands at 1.
 
     Args:
         panels: for each task, by the title of its panel, the dense model's curve and then the
             sparse one's, or a single curve.
-        parts: ``"heads"`` for a linear axis, ``"edges"`` for a logarithmic one.
+        parts: ``"heads"`` for a linear axis, ``"circuit_edges"`` for a logarithmic one.
         level: explained effect at which the models are compared, above 0 and at most 1.
         colours: (dense, sparse) for each pair of models in order of appearance, as ``"#rrggbb"``.
 
@@ -62,45 +62,95 @@ def effect_figure(
     """
     check_level(level)
     pairs = _checked_pairs(panels, parts, colours)
-    effects = vertical_range(panels, parts)
-    figure = new_figure(len(panels), effects)
-    with_legend: set[tuple[str, ...]] = set()
-    for index, (title, curves) in enumerate(panels.items()):
-        pair = tuple(curve.name for curve in curves)
-        number = pairs.index(pair)
-        add_panel(figure, index, title, curves, parts, effects)
-        if pair not in with_legend:
-            add_legend(figure, index, number)
-        place = axis_names(index) | {"legend": legend_name(number)}
-        for curve, colour in zip(curves, colours[number], strict=False):
-            interval, line = _curve_traces(curve, colour, parts, place)
-            line.showlegend = pair not in with_legend
-            figure.add_traces([interval, line])
-        with_legend.add(pair)
-        if len(curves) == 2:
-            _add_multiplier(figure, index, curves, parts, level)
-    return figure
+    scale = _Scale(parts == "circuit_edges")
+    # The legend of a pair stands in its first panel only.
+    first = {names: title for title, names in reversed(pairs.items())}
+    order = list(dict.fromkeys(pairs.values()))
+    span = _effect_span(panels, first.values(), scale)
+    height = min(_UNIT * (span[1] - span[0]), _MAX_HEIGHT)
+    drawn = []
+    for title, curves in panels.items():
+        own = colours[order.index(pairs[title])]
+        listed = first[pairs[title]] == title
+        lines = [
+            _line(curve, colour, scale, parts, listed)
+            for curve, colour in zip(curves, own, strict=False)
+        ]
+        x = scale.axis(curves)
+        ratio = multiplier(*curves, level=level) if len(curves) == 2 else None
+        note = None
+        if ratio is not None:
+            ends = [size for curve in curves if (size := curve.size_at(level)) is not None]
+            said = f"multiplier at {level:g}"
+            lines.append(Line(said, ends, [level] * 2, INK, width=1.4, dashed=True))
+            note = Note(f"{ratio:.1f}x", *_note_place(curves, scale, x, span, height, ends, level))
+        y = Axis("Explained Effect", span, {0: "0.0", 0.5: "0.5", 1: "1.0"})
+        drawn.append(Panel(x, y, title, tuple(lines), note=note))
+    said = f"Explained Effect in {', '.join(panels)}"
+    return GridFigure(
+        Grid([drawn], said, width=_WIDTH, height=round(height), gap=_GAP, side_legend=False)
+    )
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """How sizes are spread over the axis."""
+
+    log: bool
+
+    def value(self, size: float) -> float:
+        """The size as it is drawn."""
+        return max(size, 1) if self.log else size
+
+    def place(self, size: float) -> float:
+        """Where a size stands, in the unit of the axis's span."""
+        return math.log10(max(size, 1)) if self.log else float(size)
+
+    def ends(self, curves: Curves) -> tuple[float, float]:
+        """Of the axis, without margins."""
+        sizes = [size for curve in curves for size in curve.sizes]
+        if not self.log:
+            return 0.0, float(max(*sizes, 1))
+        low = math.floor(self.place(min(sizes)))
+        return low, max(self.place(max(sizes)), low + 1)
+
+    def axis(self, curves: Curves) -> Axis:
+        """Of a panel with these curves; a little room at its ends, where no line is cut in half."""
+        start, stop = self.ends(curves)
+        margin = 0.02 * (stop - start)
+        ticks = _log_ticks(start, stop) if self.log else _linear_ticks(round(stop))
+        title = f"Number of {'Edges' if self.log else 'Heads'} Kept"
+        return Axis(title, (start - margin, stop + margin), ticks, log=self.log)
+
+    def between(
+        self, curve: EffectCurve, effects: Sequence[float], start: float, stop: float
+    ) -> list[float]:
+        """The effects that a line has between two places, where it is drawn at all."""
+        places = [self.place(size) for size in curve.sizes]
+        wanted = np.linspace(start, stop, 33)
+        drawn = wanted[(wanted >= places[0]) & (wanted <= places[-1])]
+        return np.interp(drawn, places, effects).tolist()
 
 
 def _checked_pairs(
-    panels: Mapping[str, Sequence[EffectCurve]], parts: str, colours: Sequence[tuple[str, str]]
-) -> list[tuple[str, ...]]:
-    """The different pairs of models, in order of appearance."""
+    panels: Mapping[str, Curves], parts: str, colours: Sequence[tuple[str, str]]
+) -> dict[str, tuple[str, ...]]:
+    """The names of the models in each panel."""
     if parts not in get_args(Parts):
-        raise ValueError(f"expected parts 'heads' or 'edges'; got {parts!r}")
+        raise ValueError(f"expected parts 'heads' or 'circuit_edges'; got {parts!r}")
     if not panels:
         raise ValueError('expected at least one panel; got none; pass {"IOI": [dense, sparse]}')
-    for title, curves in panels.items():
-        names = [curve.name for curve in curves]
+    pairs = {title: tuple(curve.name for curve in curves) for title, curves in panels.items()}
+    for title, names in pairs.items():
         if len(names) not in (1, 2) or len(set(names)) != len(names):
             raise ValueError(
                 f"expected a dense and a sparse curve, of different names, in panel {title!r}; got "
-                f"{names}; draw other models in panels of their own"
+                f"{list(names)}; draw other models in panels of their own"
             )
-    pairs = list(dict.fromkeys(tuple(curve.name for curve in c) for c in panels.values()))
-    if len(pairs) > len(colours):
+    n_pairs = len(set(pairs.values()))
+    if n_pairs > len(colours):
         raise ValueError(
-            f"expected colours for {len(pairs)} pairs of models; got {len(colours)}; pass "
+            f"expected colours for {n_pairs} pairs of models; got {len(colours)}; pass "
             "colours=[(dense, sparse), ...] or draw fewer models"
         )
     for colour in (colour for pair in colours for colour in pair):
@@ -110,68 +160,73 @@ def _checked_pairs(
     return pairs
 
 
-def _curve_traces(
-    curve: EffectCurve, colour: str, parts: Parts, place: Mapping[str, str]
-) -> tuple[go.Scatter, go.Scatter]:
-    """The interval, and the mean line in front of it."""
-    x = [max(size, 1) for size in curve.sizes] if parts == "edges" else list(curve.sizes)
-    name = escaped(curve.name)
-    interval = go.Scatter(
-        **interval_area(x, curve.low, curve.high, translucent(colour, 0.2)),
-        name=f"{name}, interval",
-        legendgroup=curve.name,
-        **place,
-    )
-    # No hovertemplate: it would fill in whatever %{...} a name holds.
+def _effect_span(
+    panels: Mapping[str, Curves], with_legend: Iterable[str], scale: _Scale
+) -> tuple[float, float]:
+    effects = [effect for curves in panels.values() for curve in curves for effect in curve.mean]
+    low, high = min(0, *effects), max(1, *effects)
+    # What stands where a legend at the lower right would stand.
+    lowest = 1.0
+    for curves in (panels[title] for title in with_legend):
+        start, stop = scale.ends(curves)
+        left = stop - _LEGEND_WIDTH / _WIDTH * (stop - start)
+        for curve in curves:
+            lowest = min(lowest, *scale.between(curve, curve.low, left, stop), 1.0)
+    hidden = lowest < low - 0.05 + _LEGEND_HEIGHT / _UNIT
+    room = _LEGEND_HEIGHT / _UNIT if hidden else 0.05
+    return low - room, high + 0.03 + _LABEL_HEIGHT / _UNIT
+
+
+def _note_place(
+    curves: Curves,
+    scale: _Scale,
+    x: Axis,
+    span: tuple[float, float],
+    height: float,
+    ends: Sequence[float],
+    level: float,
+) -> tuple[float, float]:
+    """Where the multiplier stands: over the middle of its dashed line, clear of the curves."""
+    start, stop = x.span
+    half = _LABEL_WIDTH / _WIDTH / 2 * (stop - start)
+    middle = sum(map(scale.place, ends)) / len(ends)
+    middle = min(max(middle, start + half), stop - half)
+    heights = [level]
+    for curve in curves:
+        for effects in (curve.mean, curve.high):
+            heights += scale.between(curve, effects, middle - half, middle + half)
+    unit = height / (span[1] - span[0])
+    return middle, min(max(heights) + 2 / unit, span[1] - _LABEL_HEIGHT / unit)
+
+
+def _line(curve: EffectCurve, colour: str, scale: _Scale, parts: Parts, listed: bool) -> Line:
+    what = parts.replace("_", " ")
     rows = zip(curve.sizes, curve.mean, curve.low, curve.high, strict=True)
     hover = [
-        f"<b>{name}</b><br>{size:,} {parts if size != 1 else parts[:-1]} kept<br>"
-        f"Explained effect {mean:.3f}<br>Interval {low:.3f} to {high:.3f}"
+        (
+            curve.name,
+            f"{size:,} {what if size != 1 else what[:-1]} kept",
+            f"Explained effect {mean:.3f}",
+            f"Interval {low:.3f} to {high:.3f}",
+        )
         for size, mean, low, high in rows
     ]
-    line = go.Scatter(
-        x=x,
-        y=list(curve.mean),
-        mode="lines",
-        line={"color": colour, "width": CURVE_WEIGHT},
-        name=legend_text(curve.name),
-        legendgroup=curve.name,
-        hovertext=hover,
-        hoverinfo="text",
-        **place,
-    )
-    return interval, line
+    x = [scale.value(size) for size in curve.sizes]
+    return Line(curve.name, x, curve.mean, colour, curve.low, curve.high, hover, listed=listed)
 
 
-def _add_multiplier(
-    figure: go.Figure, index: int, curves: Sequence[EffectCurve], parts: Parts, level: float
-) -> None:
-    dense, sparse = curves
-    ratio = multiplier(dense, sparse, level)
-    ends = [size for size in (sparse.size_at(level), dense.size_at(level)) if size is not None]
-    if ratio is None:
-        return
-    figure.add_trace(
-        go.Scatter(
-            x=ends,
-            y=[level, level],
-            mode="lines",
-            line={"color": INK, "width": 1.4, "dash": "4px,3px"},
-            name=f"multiplier at {level:g}",
-            showlegend=False,
-            hoverinfo="skip",
-            **axis_names(index),
-        )
+def _linear_ticks(largest: int) -> dict[float, str]:
+    # 1, 2, 2.5 and 5 times a power of ten, but no half of a head.
+    steps = (
+        factor * 10**power // 10
+        for power in range(len(str(largest)) + 1)
+        for factor in (10, 20, 25, 50)
+        if power or factor != 25
     )
-    x, y = label_place(figure, index, curves, parts, ends, level)
-    figure.add_annotation(
-        text=f"{ratio:.1f}x",
-        x=x,
-        y=y,
-        xref=axis_names(index)["xaxis"],
-        yref=axis_names(index)["yaxis"],
-        showarrow=False,
-        xanchor="center",
-        yanchor="bottom",
-        font={"size": PANEL_TITLE_SIZE - 1, "color": INK},
-    )
+    step = next(step for step in steps if largest <= 5 * step)
+    return {tick: str(tick) for tick in range(0, largest + 1, step)}
+
+
+def _log_ticks(start: float, stop: float) -> dict[float, str]:
+    powers = range(math.floor(start), math.floor(stop + 1e-9) + 1)
+    return {10**power: "10" + str(power).translate(_SUPERSCRIPTS) for power in powers}

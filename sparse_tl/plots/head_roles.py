@@ -2,256 +2,194 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
-import plotly.graph_objects as go
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from sparse_tl.plots.curves_layout import escaped
-from sparse_tl.plots.intervals import interval_area
-from sparse_tl.plots.palette import CURVE_WEIGHT, EMPTY_CELL, THIN_CURVE_WEIGHT, translucent
+from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
+from sparse_tl.plots.grid import Axis, Cells, Grid, Line, Panel, round_ticks
+from sparse_tl.plots.grid_figure import GridFigure
 from sparse_tl.plots.palette import ROLES as ROLE_COLOURS
-from sparse_tl.plots.panel_grid import PanelGrid, round_ticks
-from sparse_tl.plots.plotly_figure import PlotlyFigure
+from sparse_tl.plots.palette import THIN_CURVE_WEIGHT
+
+_PALE = 0.35
 
 
-@dataclass(frozen=True)
-class AblationLine:
-    """Delta log-probability for 0, 1, ... ablated heads: its mean over seeds and its range.
-
-    Args:
-        order: the role whose heads are ablated first, or "random".
-        mean: in nats.
-        low: smallest over seeds.
-        high: largest over seeds.
-        in_role: how many heads have the role, mean over seeds: beyond, the line is pale, since
-            other heads follow there. None for all.
-
-    Raises:
-        ValueError: an unknown order, no value, lengths that differ, or a value that is not finite.
-    """
-
-    order: str
-    mean: Sequence[float]
-    low: Sequence[float]
-    high: Sequence[float]
-    in_role: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.order not in ROLE_COLOURS:
-            raise ValueError(f"expected an order of {list(ROLE_COLOURS)}; got {self.order!r}")
-        if not self.mean or not len(self.mean) == len(self.low) == len(self.high):
-            raise ValueError(
-                f"expected as many means as ends of ranges, at least one; got {len(self.mean)}, "
-                f"{len(self.low)} and {len(self.high)}"
-            )
-        if not all(map(math.isfinite, [*self.mean, *self.low, *self.high])):
-            raise ValueError(f"expected finite differences by {self.order}; got {self.mean}")
-
-
-def ablation_grid(
-    rows: Mapping[str, Mapping[str, Sequence[AblationLine]]],
-) -> PlotlyFigure:
+def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> GridFigure:
     """Delta log-probability of the target response against the heads ablated.
 
-    One row of panels per task, which share their vertical axis; one column per model. A line ends
-    where its model has no head left, and is pale where no head of its role is left.
+    One row of panels per task, which share their vertical axis; one column per model. Lines are
+    means over seeds, shaded from the smallest to the largest. A line ends where its model has no
+    head left, and is pale where no head of its role is left. The first control of a panel is its
+    random order.
 
     Args:
-        rows: for each task by its title, for each model by its title, the lines of a panel.
+        rows: for each task by its title, for each model by its title, the curves of a panel.
 
     Returns:
         The figure; its `save` writes it to a file.
 
     Raises:
-        ValueError: no row, no line, or a model that no task has.
+        ValueError: no row, or a panel without curves.
     """
     columns = list(dict.fromkeys(name for row in rows.values() for name in row))
-    if not columns or not all(lines for row in rows.values() for lines in row.values()):
+    every = [curve for row in rows.values() for curves in row.values() for curve in curves]
+    if not columns or not all(curves for row in rows.values() for curves in row.values()):
         raise ValueError(
-            f"expected at least one task with one model, and lines in each panel; got {dict(rows)}"
+            f"expected at least one task with one model, and curves in each panel; got {dict(rows)}"
         )
-    orders = [
-        order
-        for order in ROLE_COLOURS
-        if any(line.order == order for row in rows.values() for ls in row.values() for line in ls)
-    ]
-    grid = PanelGrid(list(rows), columns, [order.capitalize() for order in orders])
-    figure = grid.figure()
-    shown: set[str] = set()
-    # One axis for all: the ticks of the lowest row are those of every panel.
-    last = max(len(line.mean) for row in rows.values() for ls in row.values() for line in ls) - 1
-    last = max(last, 1)
-    for index, panels in enumerate(rows.values()):
-        low, high = _vertical_range([line for lines in panels.values() for line in lines])
-        for place, column in enumerate(columns):
-            lines = sorted(panels.get(column, ()), key=lambda line: orders.index(line.order))
-            names = grid.add_axes(
-                figure,
-                index,
-                place,
-                x={"range": [-0.02 * last, 1.02 * last], **round_ticks(0, last)},
-                y={"range": [low, high], **round_ticks(low, high)},
-                x_title="Number of Ablated Heads",
-                y_title="\N{GREEK CAPITAL LETTER DELTA} log-probability",
+    last = max(max(curve.values.shape[1] for curve in every) - 1, 1)
+    listed: set[str] = set()
+    panels = []
+    for index, row in enumerate(rows.values()):
+        span = _vertical_span([curve for curves in row.values() for curve in curves])
+        y = Axis("\N{GREEK CAPITAL LETTER DELTA} log-probability", span, round_ticks(*span))
+        x = _update_axis("Number of Ablated Heads", last)
+        panels.append(
+            _row(
+                [tuple(_panel_lines(row.get(name, ()), listed)) for name in columns],
+                columns if index == 0 else [""] * len(columns),
+                x if index == len(rows) - 1 else _unlabelled(x),
+                y,
             )
-            for line in lines or [None]:
-                _add_line(figure, line, names, shown)
-    return figure
+        )
+    said = f"Effect of ablating heads in {', '.join([*columns, *filter(None, rows)])}"
+    return GridFigure(Grid(panels, said, row_titles=list(rows)))
 
 
-def head_roles_figure(scores: Mapping[str, Sequence[Sequence[float]]]) -> PlotlyFigure:
-    """The scores of all heads, one panel per role: layers upwards, heads from left to right.
-
-    Args:
-        scores: ``[layer][head]`` by role, each 0 to 1.
-    """
-    first = next(iter(scores.values()))
-    n_layers, n_heads = len(first), len(first[0])
+def head_roles_figure(roles: HeadRoles) -> GridFigure:
+    """The mean scores of all heads over seeds, one panel per role: layers upwards, heads across."""
+    scores = {role: roles.score(role).mean(dim=0) for role in ROLES}
+    n_layers, n_heads = scores[ROLES[0]].shape
     cell = max(8, min(26, 420 // max(n_layers, n_heads)))
-    grid = PanelGrid(
-        [""],
-        [role.capitalize() for role in scores],
-        width=max(cell * n_heads, 90),
-        height=max(cell * n_layers, 60),
+    x = Axis("Head", (-0.5, n_heads - 0.5), _whole_ticks(n_heads))
+    y = Axis("Layer", (-0.5, n_layers - 0.5), _whole_ticks(n_layers))
+    panels = []
+    for place, (role, values) in enumerate(scores.items()):
+        hover = [
+            [(f"a{layer}.h{head}", f"{role} {score:.3f}") for head, score in enumerate(row)]
+            for layer, row in enumerate(values.tolist())
+        ]
+        cells = Cells(values.tolist(), ROLE_COLOURS[role], hover)
+        panels.append(Panel(x, y if place == 0 else _unlabelled(y), role.capitalize(), cells=cells))
+    width, height = max(cell * n_heads, 90), max(cell * n_layers, 60)
+    return GridFigure(Grid([panels], "Roles of heads", width=width, height=height))
+
+
+def gate_trajectories(roles: HeadRoles) -> GridFigure:
+    """Every head's gate, mean over seeds, through the three stages, by its strongest role."""
+    strongest = torch.stack([roles.score(role).mean(dim=0) for role in ROLES]).argmax(dim=0)
+    by_role = sorted(
+        (int(strongest[layer, head]), layer, head)
+        for layer in range(strongest.shape[0])
+        for head in range(strongest.shape[1])
     )
-    figure = grid.figure()
-    for column, (role, values) in enumerate(scores.items()):
-        names = grid.add_axes(
-            figure,
-            0,
-            column,
-            x={"range": [-0.5, n_heads - 0.5], **_whole_ticks(n_heads)},
-            y={"range": [-0.5, n_layers - 0.5], **_whole_ticks(n_layers)},
-            x_title="Head",
-            y_title="Layer",
-        )
-        figure.add_trace(
-            go.Heatmap(
-                z=[list(row) for row in values],
-                zmin=0,
-                zmax=1,
-                colorscale=[[0, EMPTY_CELL], [1, ROLE_COLOURS[role]]],
-                showscale=False,
-                xgap=1,
-                ygap=1,
-                text=[
-                    [f"a{layer}.h{head}<br>{role} {score:.3f}" for head, score in enumerate(row)]
-                    for layer, row in enumerate(values)
-                ],
-                hoverinfo="text",
-                **names,
-            )
-        )
-    return figure
-
-
-def gate_trajectories(
-    lines: Mapping[tuple[int, int], tuple[str, Sequence[Sequence[float]]]],
-    recorded_at: Sequence[int],
-) -> PlotlyFigure:
-    """Every head's gate through the three stages of a fit, in the colour of its role.
-
-    Args:
-        lines: by (layer, head): the role, and the gates of each stage.
-        recorded_at: updates before each gate.
-    """
-    roles = [role for role in ROLE_COLOURS if any(found == role for found, _ in lines.values())]
-    legend = [role.capitalize() for role in roles]
-    grid = PanelGrid([""], ["G0", "G+, pushed open", "G\N{MINUS SIGN}, pushed shut"], legend)
-    figure = grid.figure()
-    shown: set[str] = set()
-    last = max(*recorded_at, 1)
-    for stage in range(3):
-        names = grid.add_axes(
-            figure,
-            0,
-            stage,
-            x={"range": [-0.02 * last, 1.02 * last], **round_ticks(0, last)},
-            y={"range": [-0.03, 1.03], **round_ticks(0, 1, 2)},
-            x_title="Update",
-            y_title="Gate",
-        )
-        for (layer, head), (role, stages) in sorted(
-            lines.items(), key=lambda item: roles.index(item[1][0])
-        ):
-            gates = list(stages[stage])
-            figure.add_trace(
-                go.Scatter(
-                    x=list(recorded_at),
-                    y=gates,
-                    mode="lines",
-                    line={"color": ROLE_COLOURS[role], "width": THIN_CURVE_WEIGHT},
-                    name=role.capitalize(),
-                    legendgroup=role,
-                    showlegend=role not in shown,
-                    hovertext=[f"a{layer}.h{head}<br>gate {gate:.3f}" for gate in gates],
-                    hoverinfo="text",
-                    **names,
+    listed: set[str] = set()
+    stages = []
+    for gates in roles.trajectories.mean(dim=1):
+        lines = []
+        for role, layer, head in by_role:
+            values = gates[:, layer, head].tolist()
+            hover = [(f"a{layer}.h{head}", f"gate {gate:.3f}") for gate in values]
+            name = ROLES[role].capitalize()
+            lines.append(
+                Line(
+                    name,
+                    roles.recorded_at,
+                    values,
+                    ROLE_COLOURS[ROLES[role]],
+                    hover=hover,
+                    width=THIN_CURVE_WEIGHT,
+                    listed=name not in listed,
                 )
             )
-            shown.add(role)
-    return figure
+            listed.add(name)
+        stages.append(tuple(lines))
+    x = _update_axis("Update", max(*roles.recorded_at, 1))
+    y = Axis("Gate", (-0.03, 1.03), round_ticks(0, 1, 2))
+    titles = ["G0", "G+, pushed open", "G\N{MINUS SIGN}, pushed shut"]
+    return GridFigure(Grid([_row(stages, titles, x, y)], "Gates of heads by update"))
 
 
-def _vertical_range(lines: Sequence[AblationLine]) -> tuple[float, float]:
-    """Holds every mean and 0, and as much of the ranges as does not flatten the means."""
-    means = [value for line in lines for value in line.mean]
-    low, high = min(0.0, *means), max(0.0, *means)
-    room = max(0.06 * (high - low), 0.01)
-    widest = (min(v for line in lines for v in line.low), max(v for li in lines for v in li.high))
-    span = 0.25 * (high - low)
-    return max(widest[0], low - span) - room, min(max(widest[1], 0.0), high + span) + room
+def _update_axis(title: str, last: int) -> Axis:
+    return Axis(title, (-0.02 * last, 1.02 * last), round_ticks(0, last))
 
 
-def _add_line(
-    figure: go.Figure, line: AblationLine | None, names: Mapping[str, str], shown: set[str]
-) -> None:
-    if line is None:  # a task that this model was not asked to do: an empty panel
-        figure.add_trace(go.Scatter(x=[], y=[], mode="lines", showlegend=False, **names))
-        return
-    x, colour = list(range(len(line.mean))), ROLE_COLOURS[line.order]
-    name = escaped(line.order.capitalize())
-    figure.add_trace(
-        go.Scatter(
-            **interval_area(x, line.low, line.high, translucent(colour, 0.16)),
-            name=f"{name}, range",
-            legendgroup=line.order,
-            **names,
-        )
-    )
-    rows = zip(x, line.mean, line.low, line.high, strict=True)
-    hover = [
-        f"<b>{name}</b><br>{count} ablated<br>{mean:+.3f} nats<br>"
-        f"Range over seeds {low:+.3f} to {high:+.3f}"
-        for count, mean, low, high in rows
+def _unlabelled(axis: Axis) -> Axis:
+    return Axis(axis.title, axis.span, axis.ticks, labelled=False)
+
+
+def _row(lines: Sequence[tuple[Line, ...]], titles: Sequence[str], x: Axis, y: Axis) -> list[Panel]:
+    """Panels that share their axes; the vertical one is labelled in the first of them."""
+    return [
+        Panel(x, y if place == 0 else _unlabelled(y), title, some)
+        for place, (some, title) in enumerate(zip(lines, titles, strict=True))
     ]
-    style = {"width": CURVE_WEIGHT, **({"dash": "4px,3px"} if line.order == "random" else {})}
-    end = x[-1] if line.in_role is None else min(round(line.in_role), x[-1])
-    pale = translucent(colour, 0.35)
-    for part, paint in ((slice(0, end + 1), colour), (slice(end, None), pale)):
+
+
+def _panel_lines(curves: Sequence[AblationCurve], listed: set[str]) -> Iterator[Line]:
+    order = list(ROLE_COLOURS)
+    for curve in sorted(curves, key=lambda curve: order.index(curve.by)):
+        in_role = sum(curve.in_role) / len(curve.in_role)
+        yield from _ablation_lines(curve.by, curve.values, round(in_role), listed)
+    control = next((curve.control for curve in curves if curve.control is not None), None)
+    if control is not None:
+        yield from _ablation_lines("random", control, control.shape[1], listed)
+
+
+def _ablation_lines(
+    order: str, values: Float[Tensor, "seed count"], in_role: int, listed: set[str]
+) -> Iterator[Line]:
+    """The mean in full colour as far as there are heads of the role, and then pale."""
+    name, colour = order.capitalize(), ROLE_COLOURS[order]
+    x = list(range(values.shape[1]))
+    mean, low, high = (
+        over_seeds.tolist()
+        for over_seeds in (values.mean(dim=0), values.amin(dim=0), values.amax(dim=0))
+    )
+    hover = [
+        (
+            name,
+            f"{count} ablated",
+            f"{mean[count]:+.3f} nats",
+            f"Range over seeds {low[count]:+.3f} to {high[count]:+.3f}",
+        )
+        for count in x
+    ]
+    end, dashed = min(in_role, x[-1]), order == "random"
+    for part, alpha in ((slice(0, end + 1), 1.0), (slice(end, None), _PALE)):
         if part.start == x[-1]:
             continue
-        figure.add_trace(
-            go.Scatter(
-                x=x[part],
-                y=list(line.mean)[part],
-                mode="lines",
-                line={"color": paint, **style},
-                name=name,
-                legendgroup=line.order,
-                showlegend=paint == colour and line.order not in shown,
-                hovertext=hover[part],
-                hoverinfo="text",
-                **names,
-            )
+        yield Line(
+            name,
+            x[part],
+            mean[part],
+            colour,
+            low[part],
+            high[part],
+            hover[part],
+            alpha=alpha,
+            dashed=dashed,
+            listed=name not in listed,
         )
-    shown.add(line.order)
+        listed.add(name)
 
 
-def _whole_ticks(count: int) -> dict[str, list[Any]]:
+def _vertical_span(curves: Sequence[AblationCurve]) -> tuple[float, float]:
+    """Holds every mean and 0, and as much of the ranges as does not flatten the means."""
+    values = [
+        some for curve in curves for some in (curve.values, curve.control) if some is not None
+    ]
+    means = [mean for some in values for mean in some.mean(dim=0).tolist()]
+    low, high = min(0.0, *means), max(0.0, *means)
+    room, more = max(0.06 * (high - low), 0.01), 0.25 * (high - low)
+    lowest = min(some.min().item() for some in values)
+    highest = max(0.0, *(some.max().item() for some in values))
+    return max(lowest, low - more) - room, min(highest, high + more) + room
+
+
+def _whole_ticks(count: int) -> dict[float, str]:
     step = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128) if count <= 16 * step)
-    values = list(range(0, count, step))
-    return {"tickvals": values, "ticktext": [str(value) for value in values]}
+    return {value: str(value) for value in range(0, count, step)}

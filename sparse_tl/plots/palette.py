@@ -40,6 +40,10 @@ RULE_WEIGHT = 1.4
 CURVE_WEIGHT = 2.0
 THIN_CURVE_WEIGHT = 1.3
 """Where a panel holds a curve for each head."""
+DASHES = (4, 3)
+"""Lengths of the strokes and gaps of a broken line."""
+INTERVAL_ALPHA = 0.18
+"""Of the shading around a mean."""
 
 # ---- ground and ink ----------------------------------------------------------------------------
 
@@ -139,7 +143,7 @@ _TURNED = 0.92
 DARK_FILTER = f"invert({_TURNED}) hue-rotate(180deg)"
 """What turns a page dark, as CSS."""
 _HALF_CIRCLE = ((-0.574, 1.43, 0.144), (0.426, 0.43, 0.144), (0.426, 1.43, -0.856))
-_SVG_PAINT = re.compile(r'\b(fill|stroke)="(#[0-9a-fA-F]{6})"')
+_SVG_PAINT = re.compile(r'\b(fill|stroke)(="|: )(#[0-9a-fA-F]{6})(?=["; ])')
 _SOLID = re.compile(r"#[0-9a-fA-F]{6}")
 _TRANSLUCENT = re.compile(r"rgba\((\d+), ?(\d+), ?(\d+), ?([\d.]+)\)")
 
@@ -164,7 +168,7 @@ def dark_svg(svg: str) -> str:
 
     A quotation mark within a text is escaped, so that no text looks like an attribute.
     """
-    return _SVG_PAINT.sub(lambda found: f'{found[1]}="{dark_colour(found[2])}"', svg)
+    return _SVG_PAINT.sub(lambda found: found[1] + found[2] + dark_colour(found[3]), svg)
 
 
 def _hex(parts: Iterable[int]) -> Colour:

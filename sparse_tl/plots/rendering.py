@@ -1,9 +1,9 @@
-"""Figures that are one piece of HTML: nothing is loaded, with or without a network."""
+"""Figures that show and save themselves: nothing is loaded, with or without a network."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import copy
 from html import escape
 from pathlib import Path
@@ -13,57 +13,45 @@ from circuitsvis.utils.render import RenderedHTML
 
 from sparse_tl.files import atomic_file
 from sparse_tl.plots.palette import DARK_FILTER, GROUND, dark_svg
-from sparse_tl.plots.png import svg_to_png
 
 Theme = Literal["auto", "light", "dark"]
 """Of a saved figure. ``"auto"``: HTML as the reader's system has it, pictures light."""
 
+Kind = TypeVar("Kind", bound="Figure")
 
-Figure = TypeVar("Figure", bound="SelfContainedFigure")
 
-
-class SelfContainedFigure(RenderedHTML):
-    """A figure for notebooks and files.
-
-    circuitsvis asks the internet whether it is there and then chooses between two sources; here
-    there is a single source, which holds everything that it needs.
+class Figure:
+    """A figure on a light ground, or turned dark, that saves itself to files.
 
     Args:
-        html: a fragment with every tag closed, which also shows without JavaScript.
-        svg: the same figure as a static SVG document.
         title: of the page, when saved as HTML.
     """
 
-    def __init__(self, html: str, svg: str, title: str) -> None:
-        super().__init__(local_src=html, cdn_src=html)
-        self._html = html
-        self.svg = svg
+    page_margin = 16
+
+    def __init__(self, title: str) -> None:
         self.title = title
-        # Of a figure that `dark` has turned: the one that it was made from.
-        self._light: SelfContainedFigure | None = None
+        self.is_dark = False
 
-    def _repr_html_(self) -> str:
-        return self._html
+    @property
+    def light_html(self) -> str:
+        """A fragment of HTML that shows the figure on a light ground."""
+        raise NotImplementedError
 
-    def __html__(self) -> str:
-        return self._html
+    @property
+    def light_svg(self) -> str:
+        """A static SVG element on a light ground."""
+        raise NotImplementedError
 
-    def __str__(self) -> str:
-        return self._html
+    @property
+    def svg(self) -> str:
+        """The figure as a static SVG element."""
+        return dark_svg(self.light_svg) if self.is_dark else self.light_svg
 
-    def show_code(self) -> str:
-        """The HTML of the figure."""
-        return self._html
-
-    def dark(self: Figure) -> Figure:
+    def dark(self: Kind) -> Kind:
         """The same figure on a dark ground; without it, figures in notebooks are light cards."""
-        if self._light is not None:
-            return self
         turned = copy(self)
-        turned._light = self
-        html = f'<div style="filter: {DARK_FILTER}">\n{self._html}\n</div>'
-        turned.local_src = turned.cdn_src = turned._html = html
-        turned.svg = dark_svg(self.svg)
+        turned.is_dark = True
         return turned
 
     def save(
@@ -72,7 +60,7 @@ class SelfContainedFigure(RenderedHTML):
         """Write the figure to a file, which appears whole or not at all.
 
         Args:
-            path: ends in ``.html`` (interactive), ``.svg`` or ``.png``.
+            path: ends in ``.html`` (interactive), ``.svg`` or ``.png``, as `file_kinds` has it.
             scale: pixels of a PNG per pixel of the figure.
             theme: ``"light"``, ``"dark"``, or ``"auto"``: as `dark` has made the figure; otherwise
                 HTML as the reader's system has it, and pictures light.
@@ -83,65 +71,95 @@ class SelfContainedFigure(RenderedHTML):
         Raises:
             ValueError: if the suffix or the theme is another one.
         """
-        if self._light is not None:
-            own = "dark" if checked_theme(theme) == "auto" else theme
-            return self._light.save(path, scale=scale, theme=own)
-        svg = dark_svg(self.svg) if checked_theme(theme) == "dark" else self.svg
-        return save_picture(
-            path,
-            {
-                ".html": lambda: html_page(self.title, self._html, margin=16, theme=theme),
-                ".svg": lambda: svg_document(svg),
-                ".png": lambda: svg_to_png(svg, scale=scale),
-            },
-        )
+        if theme not in get_args(Theme):
+            raise ValueError(f"expected a theme of {list(get_args(Theme))}; got {theme!r}")
+        drawn = copy(self)
+        drawn.is_dark = theme == "dark" or (theme == "auto" and self.is_dark)
+        kinds = drawn.file_kinds(scale, "dark" if drawn.is_dark else theme)
+        path = Path(path)
+        make = kinds.get(path.suffix.lower())
+        if make is None:
+            *first, last = kinds
+            raise ValueError(
+                f"expected a path that ends in {', '.join(first)} or {last}; got {path.name!r}; "
+                "choose one of these suffixes"
+            )
+        content = make()
+        with atomic_file(path) as partial:
+            partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    def file_kinds(self, scale: float, theme: Theme) -> dict[str, Callable[[], str | bytes]]:
+        """What makes a file's content, by its suffix."""
+        return {
+            ".html": lambda: html_page(
+                self.title, self.light_html, margin=self.page_margin, theme=theme
+            ),
+            ".svg": lambda: f'<?xml version="1.0" encoding="UTF-8"?>\n{self.svg}\n',
+            ".png": lambda: svg_to_png(self.svg, scale=scale),
+        }
 
 
-def checked_theme(theme: Theme) -> Theme:
-    """A theme that there is.
+class SelfContainedFigure(Figure, RenderedHTML):
+    """A figure that is one piece of HTML.
 
-    Raises:
-        ValueError: there is no such theme.
-    """
-    if theme not in get_args(Theme):
-        raise ValueError(f"expected a theme of {list(get_args(Theme))}; got {theme!r}")
-    return theme
-
-
-def save_picture(
-    path: str | os.PathLike[str], kinds: Mapping[str, Callable[[], str | bytes]]
-) -> Path:
-    """Write what the suffix of a path asks for; whole or not at all.
+    circuitsvis asks the internet whether it is there and then chooses between two sources; here
+    there is a single source, which holds everything that it needs.
 
     Args:
-        path: ends in one of the suffixes.
-        kinds: by suffix, what makes the content.
+        html: a fragment with every tag closed, which also shows without JavaScript.
+        svg: the same figure as a static SVG element.
+        title: of the page, when saved as HTML.
+    """
+
+    def __init__(self, html: str, svg: str, title: str) -> None:
+        super().__init__(title)
+        self._html, self._svg = html, svg
+
+    @property
+    def light_html(self) -> str:
+        return self._html
+
+    @property
+    def light_svg(self) -> str:
+        return self._svg
+
+    def _repr_html_(self) -> str:
+        if self.is_dark:
+            return f'<div style="filter: {DARK_FILTER}">\n{self.light_html}\n</div>'
+        return self.light_html
+
+    # The words of circuitsvis for the same; what its class would choose from is never made.
+    __str__ = __html__ = show_code = _repr_html_
+
+
+def svg_to_png(svg: str, *, scale: float = 2.0) -> bytes:
+    """Draw an SVG document, without a browser, and with text where the machine has no fonts.
 
     Raises:
-        ValueError: if the suffix is another one.
+        ValueError: if the scale is not positive.
     """
-    path = Path(path)
-    make = kinds.get(path.suffix.lower())
-    if make is None:
-        *first, last = kinds
-        raise ValueError(
-            f"expected a path that ends in {', '.join(first)} or {last}; got {path.name!r}; "
-            "choose one of these suffixes"
+    if not scale > 0:
+        raise ValueError(f"expected a positive scale; got {scale}; 2 is sharp on most screens")
+    import matplotlib
+    import resvg_py
+
+    folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+    # The machine's own fonts serve what DejaVu Sans cannot write.
+    fonts = [str(folder / name) for name in ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf")]
+    family = "DejaVu Sans"
+    return bytes(
+        resvg_py.svg_to_bytes(
+            svg_string=svg,
+            zoom=scale,
+            font_files=fonts,
+            font_family=family,
+            sans_serif_family=family,
         )
-    content = make()
-    with atomic_file(path) as partial:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
-    return path
+    )
 
 
-def svg_document(svg: str) -> str:
-    """An SVG element as a file of its own."""
-    return f'<?xml version="1.0" encoding="UTF-8"?>\n{svg}\n'
-
-
-def html_page(
-    title: str, body: str, *, margin: int, theme: Theme = "auto", ground: str = GROUND
-) -> str:
+def html_page(title: str, body: str, *, margin: int, theme: Theme = "auto") -> str:
     """A fragment as a page of its own.
 
     Args:
@@ -149,7 +167,6 @@ def html_page(
         body: the fragment, drawn for a light ground.
         margin: in pixels.
         theme: whether the page is turned dark: always, never, or where the reader's system is.
-        ground: the colour of the page, before it is turned.
     """
     # On the root element the filter takes in the ground around the figure too.
     turned = f":root {{ filter: {DARK_FILTER}; }}"
@@ -162,7 +179,7 @@ def html_page(
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n"
-        f"<style>\n:root {{ background: {ground}; }}\nbody {{ margin: {margin}px; }}\n{rule}"
+        f"<style>\n:root {{ background: {GROUND}; }}\nbody {{ margin: {margin}px; }}\n{rule}"
         "</style>\n"
         f"</head>\n<body>\n{body}\n</body>\n</html>\n"
     )

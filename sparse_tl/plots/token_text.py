@@ -5,6 +5,8 @@ from __future__ import annotations
 import unicodedata
 
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
+SMALLEST_SIZE = 11.0
+"""Of a font that is read with ease, in pixels."""
 # Every common font has it, unlike the open box.
 SPACE = "\N{MIDDLE DOT}"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -84,28 +86,17 @@ def clip_text(text: str, font_size: float, max_width: float) -> str:
     return kept + ELLIPSIS
 
 
-def fit_text(
-    text: str, font_size: float, max_width: float, *, smallest: float, lines: int = 1
-) -> tuple[list[str], float]:
-    """A text in the largest font in which it fits, on as few lines as it can; clipped at last.
+def fit_text(text: str, font_size: float, max_width: float) -> tuple[str, float]:
+    """A text in the largest font in which it fits, down to a legible one; clipped at last.
 
     Args:
-        text: what to write; it is broken behind spaces and signs, or anywhere if need be.
+        text: what to write.
         font_size: the largest, in pixels.
-        max_width: of a line, in pixels.
-        smallest: the smallest font, in pixels.
-        lines: the most there may be.
+        max_width: in pixels.
 
     Returns:
-        The lines, and their size.
+        The text, and its size.
     """
-    needed = text_width(text, 1.0)
-    if needed * smallest <= max_width or lines == 1:
-        size = max(smallest, min(font_size, max_width / max(needed, 1e-9)))
-        return [clip_text(text, size, max_width)], size
-    fitting = max(n for n in range(1, len(text)) if text_width(text[:n], smallest) <= max_width)
-    breaks = [n for n in range(1, fitting + 1) if text[n - 1] in " _-/:.,"]
-    # A break near the beginning would leave the next line with too much.
-    at = max((n for n in breaks if n > fitting / 2), default=fitting)
-    rest, _ = fit_text(text[at:].lstrip(), smallest, max_width, smallest=smallest, lines=lines - 1)
-    return [text[:at].rstrip(), *rest], smallest
+    fitting = max_width / max(text_width(text, 1.0), 1e-9)
+    size = max(SMALLEST_SIZE, min(font_size, fitting))
+    return clip_text(text, size, max_width), size

@@ -18,25 +18,20 @@ import pandas as pd
 from sparse_tl.circuits import (
     Circuit,
     EdgeScores,
+    EffectCurve,
     Evaluation,
     accuracy,
     attribute_edges,
     attribute_heads,
     evaluate_edges,
     evaluate_heads,
+    multiplier,
 )
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.files import atomic_file, atomic_folder, read_json, write_json
 from sparse_tl.lens import HookedModel
 from sparse_tl.metrics import Metric
-from sparse_tl.plots import (
-    EffectCurve,
-    ScoredCircuit,
-    component_diagram,
-    effect_figure,
-    multiplier,
-    save_figure,
-)
+from sparse_tl.plots import ScoredCircuit, component_diagram, effect_figure
 from sparse_tl.results import table_html
 
 LEVEL = 0.9
@@ -151,9 +146,10 @@ def report(
         metrics[task.name] = said | multipliers
         _draw_circuits(folder, task, said, names, patch)
     for parts in PARTS:
-        figure = effect_figure(panels[parts], parts=parts, level=LEVEL)
+        kind = "heads" if parts == "heads" else "circuit_edges"
+        figure = effect_figure(panels[parts], parts=kind, level=LEVEL)
         for suffix in ("html", "svg", "png"):
-            save_figure(figure, folder / f"{parts}_kept.{suffix}")
+            figure.save(folder / f"{parts}_kept.{suffix}")
     table = pd.concat(tables, ignore_index=True)
     with atomic_file(folder / "curves.csv") as temporary:
         table.to_csv(temporary, index=False)

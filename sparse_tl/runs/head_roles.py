@@ -27,7 +27,7 @@ from sparse_tl.head_roles import (
     fit_head_gates,
 )
 from sparse_tl.lens import HookedModel
-from sparse_tl.plots import AblationLine, ablation_grid, save_figure
+from sparse_tl.plots import ablation_grid, gate_trajectories, head_roles_figure
 from sparse_tl.results import table_html
 from sparse_tl.runs.folder import RunFolder
 from sparse_tl.runs.gating import BuiltInModels, GivenModels
@@ -212,10 +212,10 @@ def _measure(
             curve.save(temporary / role)
         counts = {"fitted": len(fitted), "held_out": len(held_out)}
         write_json(temporary / "prompts.json", counts)
-        heatmap, trajectories = roles.heatmap(), roles.trajectory_figure()
-        for suffix in ("html", "svg", "png"):
-            save_figure(heatmap, temporary / f"heads.{suffix}", title="Head roles")
-            save_figure(trajectories, temporary / f"gates.{suffix}", title="Head gates")
+        figures = {"heads": head_roles_figure(roles), "gates": gate_trajectories(roles)}
+        for stem, figure in figures.items():
+            for suffix in ("html", "svg", "png"):
+                figure.save(temporary / f"{stem}.{suffix}")
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 
@@ -223,7 +223,7 @@ def _report(
     folder: RunFolder, tasks: Mapping[str, str], columns: Mapping[str, str]
 ) -> HeadRolesRun:
     metrics: dict[str, Any] = {}
-    panels: dict[str, dict[str, list[AblationLine]]] = {}
+    panels: dict[str, dict[str, list[AblationCurve]]] = {}
     scores, tables = [], []
     for task, title in tasks.items():
         panels[title], metrics[task] = {}, {}
@@ -232,8 +232,7 @@ def _report(
             roles = HeadRoles.load(place / "roles")
             curves = {role: AblationCurve.load(place / role) for role in ROLES}
             first = curves[ROLES[0]]
-            panels[title][column] = [curve.line() for curve in curves.values()]
-            panels[title][column].append(first.line(control=True))
+            panels[title][column] = list(curves.values())
             metrics[task][side] = {
                 "prompts": read_json(place / "prompts.json"),
                 **_said(roles, curves),
@@ -248,7 +247,7 @@ def _report(
             ]
     figure = ablation_grid(panels)
     for suffix in ("html", "svg", "png"):
-        save_figure(figure, folder / f"ablation_grid.{suffix}", title="Head ablation")
+        figure.save(folder / f"ablation_grid.{suffix}")
     all_scores = pd.concat(scores, ignore_index=True)
     all_curves = pd.concat(tables, ignore_index=True)
     for name, table in {"scores": all_scores, "curves": all_curves}.items():

@@ -21,6 +21,7 @@ from sparse_tl.head_roles.fitting import first_gates
 from sparse_tl.head_roles.likelihood import target_losses
 from sparse_tl.head_roles.objectives import GatedHeads, Likelihood
 from sparse_tl.lens import Model
+from sparse_tl.plots import gate_trajectories
 
 Build = Callable[..., Model]
 SETTINGS: dict[str, Any] = {"updates": 6, "batch_size": 8, "record_every": 2, "progress": False}
@@ -361,5 +362,5 @@ def test_scores_and_classes_by_hand() -> None:
 def test_results_show_in_a_notebook(fitted: HeadRoles) -> None:
     assert "3 seeds" in repr(fitted)
     assert "<table" in fitted._repr_html_()
-    assert len(fitted.heatmap().data) == 3
-    assert len(fitted.trajectory_figure().data) == 3 * 4
+    assert len(fitted.figure().plotly.data) == 3
+    assert len(gate_trajectories(fitted).plotly.data) == 3 * 4

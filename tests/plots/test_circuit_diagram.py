@@ -392,7 +392,7 @@ def test_save_png(two_panels, tmp_path, scale):
 
 def test_png_has_text_without_system_fonts(sparse_flow, monkeypatch):
     resvg_py = pytest.importorskip("resvg_py", reason="resvg-py is not installed")
-    from sparse_tl.plots.png import svg_to_png
+    from sparse_tl.plots.rendering import svg_to_png
 
     draw = resvg_py.svg_to_bytes
     monkeypatch.setattr(

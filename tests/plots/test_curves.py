@@ -1,23 +1,19 @@
-"""Explained effect against parts kept: sizes at a level, the figure, and its files."""
+"""The figure of explained effect against parts kept, and its files."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import struct
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import plotly.graph_objects as go
 import pytest
-import torch
 
-from sparse_tl.plots.curves import EffectCurve, effect_figure, multiplier
+from sparse_tl.plots.curves import EffectCurve, effect_figure
 from sparse_tl.plots.palette import MODEL_PAIRS
-from sparse_tl.plots.plotly_figure import save_figure
 from sparse_tl.plots.token_text import ELLIPSIS
 
 ATTACK = "</script><img src=x onerror=alert(1)>"
@@ -51,103 +47,20 @@ def dashed(figure: go.Figure) -> list[Any]:
     return [trace for trace in figure.data if trace.line.dash]
 
 
-class TestSizeAt:
-    def test_is_a_measured_size_where_the_mean_is_the_level(self) -> None:
-        assert DENSE.size_at(0.9) == pytest.approx(100, rel=1e-12)
-        assert SPARSE.size_at(0.9) == pytest.approx(20, rel=1e-12)
-
-    def test_interpolates_in_the_logarithm(self) -> None:
-        # Half of the rise is half of the way from log 10 to log 1000.
-        assert curve("m", {10: 0.4, 1000: 0.8}).size_at(0.6) == pytest.approx(100)
-        # A quarter of the rise: 10 * 100^(1/4).
-        assert curve("m", {10: 0.4, 1000: 0.8}).size_at(0.5) == pytest.approx(10 * 100**0.25)
-
-    def test_size_zero_counts_as_one(self) -> None:
-        assert curve("m", {0: 0.0, 100: 1.0}).size_at(0.5) == pytest.approx(10)
-
-    def test_a_dip_below_the_level_counts(self) -> None:
-        # Up through 0.9 between 10 and 100, down at 1000, and up again half way to 100,000.
-        dipping = curve("m", {10: 0.0, 100: 0.95, 1000: 0.85, 100_000: 0.95, 200_000: 0.9})
-        assert dipping.size_at(0.9) == pytest.approx(10_000)
-        # Against a lower level the same dip is none: 0.8 of the way from 10 to 100.
-        assert dipping.size_at(0.76) == pytest.approx(10 ** (1 + 0.8))
-
-    def test_none_where_the_level_is_not_reached_or_lost_at_the_end(self) -> None:
-        assert curve("m", {1: 0.0, 10: 0.89}).size_at(0.9) is None
-        assert curve("m", {1: 0.0, 10: 0.95, 20: 0.89}).size_at(0.9) is None
-
-    def test_the_smallest_size_where_that_is_enough(self) -> None:
-        assert curve("m", {3: 0.95, 10: 1.0}).size_at(0.9) == 3
-        assert curve("m", {0: 0.95, 10: 1.0}).size_at(0.9) == 1
-
-    def test_multiplier_is_dense_over_sparse(self) -> None:
-        assert multiplier(DENSE, SPARSE) == pytest.approx(5)
-        assert multiplier(SPARSE, DENSE) == pytest.approx(0.2)
-        assert multiplier(DENSE, SPARSE, 0.5) == pytest.approx(10 * math.sqrt(10) / 10)
-
-    def test_multiplier_is_none_where_a_curve_falls_short(self) -> None:
-        short = curve("m", {1: 0.0, 10: 0.5})
-        assert multiplier(DENSE, short) is None
-        assert multiplier(short, DENSE) is None
-
-    @pytest.mark.parametrize("level", [0.0, -1.0, 1.01, math.nan])
-    def test_refuses_other_levels(self, level: float) -> None:
-        for call in (DENSE.size_at, lambda x: effect_figure(FOUR, parts="heads", level=x)):
-            with pytest.raises(ValueError, match="expected a level above 0 and at most 1; got"):
-                call(level)
-
-
-class TestEffectCurve:
-    def test_holds_plain_numbers_whatever_came(self, unchecked_types: None) -> None:
-        mean = np.array([0.0, 0.5], dtype=np.float32)
-        made = EffectCurve("m", np.array([0, 3]), mean, torch.tensor([-0.5, 0]), [0.5, 1])  # type: ignore[arg-type]
-        assert made == EffectCurve("m", (0, 3), (0.0, 0.5), (-0.5, 0.0), (0.5, 1.0))
-        assert {type(value) for value in (*made.mean, *made.low)} == {float}
-        assert {type(size) for size in made.sizes} == {int}
-
-    def test_to_pandas_has_a_row_per_size(self) -> None:
-        table = SPARSE.to_pandas()
-        assert list(table.columns) == ["name", "size", "mean", "low", "high"]
-        assert table["size"].tolist() == [0, 10, 20, 144]
-        assert table.loc[2, ["mean", "low", "high"]].tolist() == pytest.approx([0.9, 0.85, 0.95])
-
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"sizes": []}, "at least one size"),
-            ({"sizes": [-1, 2]}, "none below 0"),
-            ({"sizes": [2, 2]}, "expected increasing sizes in the curve 'm'; got 2 before 2"),
-            ({"sizes": [1.5, 2]}, "expected whole numbers as sizes"),
-            ({"mean": [0.5]}, "got 1 in 'mean' for 2 sizes"),
-            ({"high": [1.0, 1.0, 1.0]}, "got 3 in 'high' for 2 sizes"),
-            ({"mean": [0.5, math.nan]}, "got nan in 'mean' at size 2"),
-            ({"low": [-math.inf, 0.0]}, "got -inf in 'low' at size 1"),
-            ({"low": [0.0, 2.0]}, "expected low <= high in the curve 'm'; got 2.0 and 1.0"),
-        ],
-    )
-    def test_refuses_bad_input(
-        self, changes: dict[str, Any], message: str, unchecked_types: None
-    ) -> None:
-        good = {"sizes": [1, 2], "mean": [0.1, 0.9], "low": [0.0, 0.8], "high": [0.2, 1.0]}
-        EffectCurve("m", **good)
-        with pytest.raises(ValueError, match=re.escape(message)):
-            EffectCurve("m", **(good | changes))
-
-
 class TestFigure:
     def test_a_line_and_an_interval_per_curve(self) -> None:
-        figure = effect_figure({"IOI": [DENSE, SPARSE]}, parts="heads")
+        figure = effect_figure({"IOI": [DENSE, SPARSE]}, parts="heads").plotly
         interval, line, _, sparse_line, dash = figure.data
         assert (line.x, line.y) == (DENSE.sizes, DENSE.mean)
         assert (line.line.color, sparse_line.line.color) == MODEL_PAIRS[0]
-        assert interval.x == (0, 10, 100, 144, 144, 100, 10, 0)
+        assert tuple(interval.x) == (0, 10, 100, 144, 144, 100, 10, 0)
         assert interval.y == (*DENSE.high, *reversed(DENSE.low))
         assert interval.fill == "toself"
         assert dash.x == pytest.approx((20, 100))
         assert dash.y == (0.9, 0.9)
 
     def test_axes_of_heads_are_linear(self) -> None:
-        layout = effect_figure(FOUR, parts="heads").layout
+        layout = effect_figure(FOUR, parts="heads").plotly.layout
         for axis in (layout.xaxis, layout.xaxis2, layout.xaxis3, layout.xaxis4):
             assert (axis.type, axis.title.text) == ("linear", "Number of Heads Kept")
         assert layout.xaxis.tickvals == (0, 50, 100)
@@ -155,13 +68,13 @@ class TestFigure:
         assert layout.yaxis.title.text == layout.yaxis4.title.text == "Explained Effect"
 
     def test_axes_of_edges_are_logarithmic_and_hold_size_zero(self) -> None:
-        figure = effect_figure(FOUR, parts="edges")
+        figure = effect_figure(FOUR, parts="circuit_edges").plotly
         axis = figure.layout.xaxis3
         assert (axis.type, axis.title.text) == ("log", "Number of Edges Kept")
         assert axis.tickvals == (10, 100, 1000, 10_000, 100_000)
-        assert axis.ticktext[0] == "10<sup>1</sup>"
+        assert axis.ticktext[0] == "10¹"
         assert figure.data[1].x == (1, 10, 100, 144)
-        assert figure.data[1].hovertext[0].count("0 edges kept") == 1
+        assert figure.data[1].hovertext[0].count("0 circuit edges kept") == 1
 
     @pytest.mark.parametrize(
         ("largest", "ticks"),
@@ -175,12 +88,12 @@ class TestFigure:
         ],
     )
     def test_linear_ticks_are_round(self, largest: int, ticks: list[int]) -> None:
-        figure = effect_figure({"IOI": [curve("m", {0: 0.0, largest: 1.0})]}, parts="heads")
+        figure = effect_figure({"IOI": [curve("m", {0: 0.0, largest: 1.0})]}, parts="heads").plotly
         assert list(figure.layout.xaxis.tickvals) == ticks
 
     def test_multipliers_stand_above_their_lines(self) -> None:
-        for parts in ("heads", "edges"):
-            figure = effect_figure(FOUR, parts=parts)
+        for parts in ("heads", "circuit_edges"):
+            figure = effect_figure(FOUR, parts=parts).plotly
             # The large pair: 1000 * 100^0.8 against 10 * 10^(0.9 / 0.95).
             ratio = 1000 * 100**0.8 / 10 ** (1 + 0.9 / 0.95)
             assert labels(figure) == ["5.0x", "5.0x", f"{ratio:.1f}x", f"{ratio:.1f}x"]
@@ -193,12 +106,12 @@ class TestFigure:
 
     def test_no_multiplier_where_a_curve_falls_short(self) -> None:
         short = curve("Sparse GPT-2", {0: 0.0, 144: 0.6})
-        figure = effect_figure({"IOI": [DENSE, short], "One": [DENSE]}, parts="heads")
+        figure = effect_figure({"IOI": [DENSE, short], "One": [DENSE]}, parts="heads").plotly
         assert not labels(figure)
         assert not dashed(figure)
 
     def test_one_legend_per_pair_in_its_first_panel(self) -> None:
-        figure = effect_figure(FOUR, parts="heads")
+        figure = effect_figure(FOUR, parts="heads").plotly
         shown = [t for t in figure.data if t.showlegend is not False]
         assert [(t.name, t.legend, t.xaxis) for t in shown] == [
             ("GPT-2", "legend", "x"),
@@ -206,26 +119,26 @@ class TestFigure:
             ("OLMo-7B", "legend2", "x3"),
             ("Sparse OLMo-7B", "legend2", "x3"),
         ]
-        assert figure.layout.legend2.x == figure.layout.xaxis3.domain[1]
+        assert figure.layout.legend2.x == pytest.approx(figure.layout.xaxis3.domain[1])
         assert [t.line.color for t in shown] == [*MODEL_PAIRS[0], *MODEL_PAIRS[1]]
 
     def test_legend_has_room_of_its_own_where_it_would_cover_a_curve(self) -> None:
         early = [curve("a", {1: 0.9, 100: 1.0}), curve("b", {1: 0.95, 100: 1.0})]
         late = [curve("a", {1: 0.0, 99: 0.0, 100: 1.0}), curve("b", {1: 0.95, 100: 1.0})]
-        free = effect_figure({"IOI": early}, parts="edges").layout
-        crowded = effect_figure({"IOI": late}, parts="edges").layout
+        free = effect_figure({"IOI": early}, parts="circuit_edges").plotly.layout
+        crowded = effect_figure({"IOI": late}, parts="circuit_edges").plotly.layout
         assert free.yaxis.range[0] == pytest.approx(-0.05)
         assert crowded.yaxis.range[0] < -0.25
         assert crowded.height > free.height
 
     def test_effects_beyond_0_and_1_stay_inside(self) -> None:
         wild = curve("m", {1: -0.7, 10: 1.6, 100: 1.0})
-        low, high = effect_figure({"IOI": [wild]}, parts="heads").layout.yaxis.range
+        low, high = effect_figure({"IOI": [wild]}, parts="heads").plotly.layout.yaxis.range
         assert low < -0.7
         assert high > 1.6
 
     def test_hover_says_model_size_effect_and_interval(self) -> None:
-        line = effect_figure({"IOI": [DENSE]}, parts="heads").data[1]
+        line = effect_figure({"IOI": [DENSE]}, parts="heads").plotly.data[1]
         assert line.hoverinfo == "text"
         assert line.hovertext[2] == (
             "<b>GPT-2</b><br>100 heads kept<br>Explained effect 0.900<br>Interval 0.850 to 0.950"
@@ -233,7 +146,7 @@ class TestFigure:
 
     def test_text_is_escaped(self) -> None:
         tag = "<b>&</b>%{y}"
-        figure = effect_figure({tag: [curve(tag, {1: 0.0, 10: 1.0})]}, parts="heads")
+        figure = effect_figure({tag: [curve(tag, {1: 0.0, 10: 1.0})]}, parts="heads").plotly
         safe = "&lt;b&gt;&amp;&lt;/b&gt;%{y}"
         assert figure.layout.annotations[0].text == safe
         assert figure.data[1].name == safe
@@ -242,7 +155,7 @@ class TestFigure:
 
     def test_long_names_are_clipped_where_room_is_short(self) -> None:
         long = "a model with a name that is much longer than its panel"
-        figure = effect_figure({long: [curve(long, {1: 0.0, 10: 1.0})]}, parts="heads")
+        figure = effect_figure({long: [curve(long, {1: 0.0, 10: 1.0})]}, parts="heads").plotly
         line, title = figure.data[1], figure.layout.annotations[0]
         for text in (line.name, title.text):
             assert text.endswith(ELLIPSIS)
@@ -250,9 +163,11 @@ class TestFigure:
         assert long in line.hovertext[0]
 
     def test_takes_other_colours(self) -> None:
-        figure = effect_figure({"IOI": [DENSE]}, parts="heads", colours=[("#102030", "#ffffff")])
+        figure = effect_figure(
+            {"IOI": [DENSE]}, parts="heads", colours=[("#102030", "#ffffff")]
+        ).plotly
         assert figure.data[1].line.color == "#102030"
-        assert figure.data[0].fillcolor == "rgba(16,32,48,0.2)"
+        assert figure.data[0].fillcolor == "rgba(16,32,48,0.18)"
 
     @pytest.mark.parametrize(
         ("panels", "options", "message"),
@@ -273,87 +188,83 @@ class TestFigure:
             effect_figure(panels, parts="heads", **options)
 
     def test_refuses_other_parts(self, unchecked_types: None) -> None:
-        with pytest.raises(ValueError, match="expected parts 'heads' or 'edges'; got 'neurons'"):
+        with pytest.raises(
+            ValueError, match="expected parts 'heads' or 'circuit_edges'; got 'neurons'"
+        ):
             effect_figure(FOUR, parts="neurons")  # type: ignore[arg-type]
 
 
 class TestFiles:
-    def test_svg_shows_what_the_figure_says(self, tmp_path: Path) -> None:
-        figure = effect_figure({ATTACK: [DENSE, curve(ATTACK, {0: 0.0, 20: 1.0})]}, parts="edges")
-        root = ElementTree.parse(save_figure(figure, tmp_path / "figure.svg")).getroot()
-        texts = ["".join(text.itertext()) for text in root.iter(f"{SVG}text")]
-        assert sum(text.startswith("</script><img") for text in texts) == 2
-        for text in ("Number of Edges Kept", "Explained Effect", "0.5", "102", "GPT-2"):
-            assert text in texts
-        assert labels(figure)[0] in texts
-        assert not {element.tag for element in root.iter()} & {f"{SVG}script", f"{SVG}img"}
-        paths = [path for path in root.iter(f"{SVG}path") if path.get("stroke-dasharray")]
-        assert len(paths) == 1
-
-    def test_svg_stands_where_the_axes_say(self, tmp_path: Path) -> None:
-        figure = effect_figure({"IOI": [DENSE]}, parts="edges")
-        root = ElementTree.parse(save_figure(figure, tmp_path / "figure.svg")).getroot()
-        line = next(p for p in root.iter(f"{SVG}path") if p.get("stroke") == MODEL_PAIRS[0][0])
-        numbers = [float(n) for n in re.findall(r"[\d.]+", line.get("d", ""))]
-        layout = figure.layout
-        start, stop = layout.xaxis.range
+    def test_the_static_picture_stands_where_the_axes_say(self, tmp_path: Path) -> None:
+        figure = effect_figure({"IOI": [DENSE]}, parts="circuit_edges")
+        root = ElementTree.parse(figure.save(tmp_path / "figure.svg")).getroot()
+        paint = f"stroke: {MODEL_PAIRS[0][0]}"
+        line = next(p for p in root.iter(f"{SVG}path") if paint in p.get("style", ""))
+        found = [float(number) for number in re.findall(r"[\d.]+", line.get("d", ""))]
+        layout = figure.plotly.layout
+        (start, stop), (low, high) = layout.xaxis.range, layout.yaxis.range
         left, right = (share * layout.width for share in layout.xaxis.domain)
-        places = [left + (x - start) / (stop - start) * (right - left) for x in (0, 1, 2)]
-        assert numbers[0:6:2] == pytest.approx(places, abs=0.01)
-        low, high = layout.yaxis.range
         bottom, top = layout.height - layout.margin.b, layout.margin.t
-        assert numbers[5] == pytest.approx(
-            bottom - (0.9 - low) / (high - low) * (bottom - top), abs=0.01
+        expected = []
+        for size, effect in zip((0, 1, 2), (0.0, 0.1, 0.9), strict=False):
+            expected += [
+                left + (size - start) / (stop - start) * (right - left),
+                bottom - (effect - low) / (high - low) * (bottom - top),
+            ]
+        assert found[:6] == pytest.approx(expected, abs=0.6)
+
+    def test_svg_is_whole_safe_and_the_same_each_time(self, tmp_path: Path) -> None:
+        bad = curve(f"{ATTACK} $x_1$ --", {0: 0.0, 20: 1.0})
+        first, second = (
+            effect_figure({ATTACK: [DENSE, bad]}, parts="circuit_edges").svg for _ in range(2)
         )
+        assert first == second
+        root = ElementTree.fromstring(first)
+        assert not {element.tag for element in root.iter()} & {
+            f"{SVG}{name}" for name in ("script", "img", "style", "image", "text")
+        }
+        assert ATTACK in root.get("aria-label", "")
+        assert "<img" not in first and first.count("stroke-dasharray") >= 1
+
+    def test_styles_of_the_user_change_nothing(self) -> None:
+        import matplotlib
+
+        figure = effect_figure(FOUR, parts="heads")
+        with matplotlib.rc_context({"lines.linewidth": 9, "axes.facecolor": "red"}):
+            assert effect_figure(FOUR, parts="heads").svg == figure.svg
+            assert matplotlib.rcParams["lines.linewidth"] == 9
 
     def test_png_is_drawn(self, tmp_path: Path) -> None:
         figure = effect_figure(FOUR, parts="heads")
-        drawn = save_figure(figure, tmp_path / "figure.png").read_bytes()
+        drawn = figure.save(tmp_path / "figure.png").read_bytes()
         assert drawn[:8] == b"\x89PNG\r\n\x1a\n"
-        width, height = struct.unpack(">II", drawn[16:24])
-        assert (width, height) == (2000, 2 * figure.layout.height)
-        for trace in figure.data:
-            trace.x, trace.y = (0, 1), (9.0, 9.0)  # out of sight
-        blank = save_figure(figure, tmp_path / "blank.png").read_bytes()
-        assert len(drawn) > 1.5 * len(blank)
+        layout = figure.plotly.layout
+        assert struct.unpack(">II", drawn[16:24]) == (2 * layout.width, 2 * layout.height)
 
     def test_json_can_be_read_again(self, tmp_path: Path) -> None:
         figure = effect_figure(FOUR, parts="heads")
-        path = save_figure(figure, tmp_path / "figure.json")
-        assert go.Figure(json.loads(path.read_text())) == figure
+        path = figure.save(tmp_path / "figure.json")
+        assert go.Figure(json.loads(path.read_text())) == figure.plotly
 
     def test_html_is_the_same_each_time_and_loads_nothing(self, tmp_path: Path) -> None:
         first, second = (
-            save_figure(effect_figure(FOUR, parts="heads"), tmp_path / name).read_text()
+            effect_figure(FOUR, parts="heads").save(tmp_path / name).read_text()
             for name in ("a.html", "b.html")
         )
         assert first == second
         assert not re.search(r"<(script|link|img)[^>]*(src|href)=", first)
 
     def test_refuses_other_suffixes_and_leaves_nothing(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"ends in .html, .json, .svg or .png; got 'f.pdf'"):
-            save_figure(effect_figure(FOUR, parts="heads"), tmp_path / "f.pdf")
-        assert not list(tmp_path.iterdir())
-
-    def test_static_files_refuse_what_they_cannot_draw(self, tmp_path: Path) -> None:
-        figure = effect_figure(FOUR, parts="heads")
-        figure.add_bar(x=[1], y=[1])
-        with pytest.raises(ValueError, match="got a trace of .*bar"):
-            save_figure(figure, tmp_path / "figure.png")
-        figure = effect_figure(FOUR, parts="heads").update_xaxes(range=None)
-        with pytest.raises(ValueError, match="a range and ticks on xaxis of a static figure"):
-            save_figure(figure, tmp_path / "figure.svg")
-        figure = effect_figure(FOUR, parts="heads").update_layout(width=None)
-        with pytest.raises(ValueError, match="expected a width, a height"):
-            save_figure(figure, tmp_path / "figure.svg")
+        with pytest.raises(ValueError, match=r"ends in .html, .svg, .png or .json; got 'f.pdf'"):
+            effect_figure(FOUR, parts="heads").save(tmp_path / "f.pdf")
         assert not list(tmp_path.iterdir())
 
 
 class TestBrowser:
     """Plotly's page, offline; the `page` fixture fails on errors, dialogs and requests."""
 
-    def show(self, page: Any, folder: Path, figure: go.Figure) -> None:
-        page.goto(save_figure(figure, folder / "figure.html").as_uri())
+    def show(self, page: Any, folder: Path, figure: GridFigure) -> None:
+        page.goto(figure.save(folder / "figure.html").as_uri())
         page.wait_for_selector(".legendtext")
 
     def test_text_stays_text(self, page: Any, tmp_path: Path) -> None:
@@ -365,7 +276,7 @@ class TestBrowser:
         assert "</script><img" in page.locator(".annotation-text").first.text_content()
         # At the crossing of the attacking curve: plotly writes the name again when hovering.
         box = page.locator(".nsewdrag").first.bounding_box()
-        figure = effect_figure({ATTACK: [DENSE, bad]}, parts="heads")
+        figure = effect_figure({ATTACK: [DENSE, bad]}, parts="heads").plotly
         (start, stop), (low, high) = figure.layout.xaxis.range, figure.layout.yaxis.range
         page.mouse.move(
             box["x"] + (20 - start) / (stop - start) * box["width"],
@@ -378,7 +289,7 @@ class TestBrowser:
         )
 
     def test_legend_switches_a_model_in_all_its_panels(self, page: Any, tmp_path: Path) -> None:
-        self.show(page, tmp_path, effect_figure(FOUR, parts="edges"))
+        self.show(page, tmp_path, effect_figure(FOUR, parts="circuit_edges"))
         second = page.locator(".legend2text")
         assert second.all_text_contents() == ["OLMo-7B", "Sparse OLMo-7B"]
         lines = page.locator(f".scatterlayer .js-line[style*='{rgb(MODEL_PAIRS[0][0])}']")

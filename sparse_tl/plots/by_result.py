@@ -1,0 +1,71 @@
+"""Each kind of result with its figure: what ``result.figure()`` calls."""
+
+from __future__ import annotations
+
+from functools import singledispatch
+from typing import Any
+
+from sparse_tl.circuits import Circuit, EffectCurve, Evaluation
+from sparse_tl.circuits.attention_graph import AttentionGraph
+from sparse_tl.head_roles import AblationCurve, HeadRoles
+from sparse_tl.plots.circuit_diagram import CircuitDiagram, circuit_diagram
+from sparse_tl.plots.component_diagram import ComponentDiagram, component_diagram
+from sparse_tl.plots.curves import Parts, effect_figure
+from sparse_tl.plots.drawn_circuit import ScoredCircuit
+from sparse_tl.plots.grid_figure import GridFigure
+from sparse_tl.plots.head_roles import ablation_grid, head_roles_figure
+from sparse_tl.plots.rendering import Figure
+
+
+@singledispatch
+def figure(result: Any, **style: Any) -> Figure:
+    """A result as a figure of its kind.
+
+    Args:
+        result: a circuit (component diagram), an evaluation or a curve (explained effect), the
+            attention of a prompt (circuit diagram), an ablation curve, or roles of heads (heat
+            map).
+        **style: ``title``, and what the function that draws such figures takes.
+
+    Raises:
+        TypeError: there is no figure of such a result.
+    """
+    kinds = sorted(kind.__name__ for kind in figure.registry if kind is not object)
+    raise TypeError(f"expected one of {', '.join(kinds)} to draw; got {type(result).__name__}")
+
+
+@figure.register(Circuit)
+def _(result: Circuit, **style: Any) -> ComponentDiagram:
+    return component_diagram({"Circuit": ScoredCircuit(result.graph, result.mask)}, **style)
+
+
+@figure.register(ScoredCircuit)
+def _(result: ScoredCircuit, **style: Any) -> ComponentDiagram:
+    return component_diagram({"Circuit": result}, **style)
+
+
+@figure.register(AttentionGraph)
+def _(result: AttentionGraph, **style: Any) -> CircuitDiagram:
+    return circuit_diagram({"Model": result}, **style)
+
+
+@figure.register(EffectCurve)
+def _(
+    result: EffectCurve, *, parts: Parts = "circuit_edges", title: str = "", **style: Any
+) -> GridFigure:
+    return effect_figure({title or result.name: [result]}, parts=parts, **style)
+
+
+@figure.register(Evaluation)
+def _(result: Evaluation, *, name: str = "Model", **style: Any) -> Figure:
+    return figure(result.curve(name), **style)
+
+
+@figure.register(AblationCurve)
+def _(result: AblationCurve, *, title: str = "") -> GridFigure:
+    return ablation_grid({"": {title or result.by.capitalize(): [result]}})
+
+
+@figure.register(HeadRoles)
+def _(result: HeadRoles) -> GridFigure:
+    return head_roles_figure(result)

@@ -1,0 +1,116 @@
+"""Grids of panels as this package shows and saves them.
+
+In a notebook a figure is plotly's data, which JupyterLab draws and moves, beside a static picture,
+which stands wherever plotly is absent: in nbconvert's HTML, which leaves out plotly's data, and
+under a server without plotly's extension. Neither holds plotly's script, 4 MB in every cell, nor
+loads it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from sparse_tl.plots.grid import Grid
+from sparse_tl.plots.palette import dark_colour
+from sparse_tl.plots.plotly_drawing import draw_plotly
+from sparse_tl.plots.rendering import Figure, Theme
+from sparse_tl.plots.static_drawing import draw_svg
+from sparse_tl.plots.token_text import visible_text
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+PLOTLY_DATA = "application/vnd.plotly.v1+json"
+# The buttons would cover the last title; dragging zooms, a double click resets.
+_CONFIG = {"displayModeBar": False, "responsive": False}
+
+
+class GridFigure(Figure):
+    """A figure of panels; `plotly` is the same as plotly's own figure, to be changed at will.
+
+    `save` also writes ``.json``, plotly's data.
+    """
+
+    page_margin = 0
+
+    def __init__(self, grid: Grid) -> None:
+        super().__init__(visible_text(grid.said))
+        self.grid = grid
+
+    @property
+    def plotly(self) -> go.Figure:
+        """A new plotly figure."""
+        import plotly.graph_objects as go
+
+        figure = draw_plotly(self.grid)
+        return go.Figure(_turned(json.loads(str(figure.to_json())))) if self.is_dark else figure
+
+    @property
+    def light_svg(self) -> str:
+        return draw_svg(self.grid)
+
+    @property
+    def light_html(self) -> str:
+        figure = draw_plotly(self.grid)
+        digest = hashlib.sha256(str(figure.to_json()).encode()).hexdigest()[:12]
+        return figure.to_html(
+            full_html=False,
+            include_plotlyjs=True,
+            div_id=f"figure-{digest}",  # else random: the same figure is the same file
+            config=_CONFIG,
+        )
+
+    def file_kinds(self, scale: float, theme: Theme) -> dict[str, Callable[[], str | bytes]]:
+        kinds = super().file_kinds(scale, theme)
+        return {**kinds, ".json": lambda: str(self.plotly.to_json()) + "\n"}
+
+    def show(self, *args: Any, **kwargs: Any) -> None:
+        """Show the figure in the notebook, or as plotly does where there is none or if told how."""
+        if args or kwargs or not _in_notebook():
+            return self.plotly.show(*args, **kwargs)
+        from IPython.display import display
+
+        display(self)
+
+    def _ipython_display_(self) -> None:
+        if not _in_notebook():
+            return self.plotly.show()
+        # IPython takes this as "not me", and asks for the bundle.
+        raise NotImplementedError
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        data = json.loads(str(self.plotly.to_json())) | {"config": _CONFIG}
+        return {PLOTLY_DATA: data, "text/html": self._repr_html_(), "text/plain": repr(self)}
+
+    def _repr_html_(self) -> str:
+        # A picture of its own, which shares neither names nor styles with others on the page.
+        data = base64.b64encode(self.svg.encode()).decode()
+        label, (width, _) = escape(self.title, quote=True), self.grid.size
+        style = f"display: block; width: {width}px; max-width: 100%; height: auto"
+        return f'<img src="data:image/svg+xml;base64,{data}" alt="{label}" style="{style}">'
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.title!r})"
+
+
+def _in_notebook() -> bool:
+    """Whether plotly would show its data in a notebook: nobody has chosen another way."""
+    import plotly.io as pio
+
+    return "plotly_mimetype" in (pio.renderers.default or "")
+
+
+def _turned(value: Any, key: str = "") -> Any:
+    """A part of a figure with its colours turned: what stands under the name of a colour."""
+    if isinstance(value, dict):
+        return {name: _turned(part, name) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_turned(part, key) for part in value]
+    if isinstance(value, str) and (key.endswith("color") or key == "colorscale"):
+        return dark_colour(value)
+    return value

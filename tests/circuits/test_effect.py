@@ -1,0 +1,106 @@
+"""Explained effect against parts kept: sizes at a level, and what a curve refuses."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sparse_tl.circuits import EffectCurve, multiplier
+
+
+def curve(name: str, effects: dict[int, float], width: float = 0.05) -> EffectCurve:
+    mean = list(effects.values())
+    low, high = [e - width for e in mean], [e + width for e in mean]
+    return EffectCurve(name, list(effects), mean, low, high)
+
+
+# Both reach 0.9 exactly at a measured size: 100 and 20.
+DENSE = curve("GPT-2", {0: 0.0, 10: 0.1, 100: 0.9, 144: 1.0})
+SPARSE = curve("Sparse GPT-2", {0: 0.0, 10: 0.5, 20: 0.9, 144: 1.0})
+
+
+class TestSizeAt:
+    def test_is_a_measured_size_where_the_mean_is_the_level(self) -> None:
+        assert DENSE.size_at(0.9) == pytest.approx(100, rel=1e-12)
+        assert SPARSE.size_at(0.9) == pytest.approx(20, rel=1e-12)
+
+    def test_interpolates_in_the_logarithm(self) -> None:
+        # Half of the rise is half of the way from log 10 to log 1000.
+        assert curve("m", {10: 0.4, 1000: 0.8}).size_at(0.6) == pytest.approx(100)
+        # A quarter of the rise: 10 * 100^(1/4).
+        assert curve("m", {10: 0.4, 1000: 0.8}).size_at(0.5) == pytest.approx(10 * 100**0.25)
+
+    def test_size_zero_counts_as_one(self) -> None:
+        assert curve("m", {0: 0.0, 100: 1.0}).size_at(0.5) == pytest.approx(10)
+
+    def test_a_dip_below_the_level_counts(self) -> None:
+        # Up through 0.9 between 10 and 100, down at 1000, and up again half way to 100,000.
+        dipping = curve("m", {10: 0.0, 100: 0.95, 1000: 0.85, 100_000: 0.95, 200_000: 0.9})
+        assert dipping.size_at(0.9) == pytest.approx(10_000)
+        # Against a lower level the same dip is none: 0.8 of the way from 10 to 100.
+        assert dipping.size_at(0.76) == pytest.approx(10 ** (1 + 0.8))
+
+    def test_none_where_the_level_is_not_reached_or_lost_at_the_end(self) -> None:
+        assert curve("m", {1: 0.0, 10: 0.89}).size_at(0.9) is None
+        assert curve("m", {1: 0.0, 10: 0.95, 20: 0.89}).size_at(0.9) is None
+
+    def test_the_smallest_size_where_that_is_enough(self) -> None:
+        assert curve("m", {3: 0.95, 10: 1.0}).size_at(0.9) == 3
+        assert curve("m", {0: 0.95, 10: 1.0}).size_at(0.9) == 1
+
+    def test_multiplier_is_dense_over_sparse(self) -> None:
+        assert multiplier(DENSE, SPARSE) == pytest.approx(5)
+        assert multiplier(SPARSE, DENSE) == pytest.approx(0.2)
+        assert multiplier(DENSE, SPARSE, 0.5) == pytest.approx(10 * math.sqrt(10) / 10)
+
+    def test_multiplier_is_none_where_a_curve_falls_short(self) -> None:
+        short = curve("m", {1: 0.0, 10: 0.5})
+        assert multiplier(DENSE, short) is None
+        assert multiplier(short, DENSE) is None
+
+    @pytest.mark.parametrize("level", [0.0, -1.0, 1.01, math.nan])
+    def test_refuses_other_levels(self, level: float) -> None:
+        with pytest.raises(ValueError, match="expected a level above 0 and at most 1; got"):
+            DENSE.size_at(level)
+
+
+class TestEffectCurve:
+    def test_holds_plain_numbers_whatever_came(self, unchecked_types: None) -> None:
+        mean = np.array([0.0, 0.5], dtype=np.float32)
+        made = EffectCurve("m", np.array([0, 3]), mean, torch.tensor([-0.5, 0]), [0.5, 1])  # type: ignore[arg-type]
+        assert made == EffectCurve("m", (0, 3), (0.0, 0.5), (-0.5, 0.0), (0.5, 1.0))
+        assert {type(value) for value in (*made.mean, *made.low)} == {float}
+        assert {type(size) for size in made.sizes} == {int}
+
+    def test_to_pandas_has_a_row_per_size(self) -> None:
+        table = SPARSE.to_pandas()
+        assert list(table.columns) == ["name", "size", "mean", "low", "high"]
+        assert table["size"].tolist() == [0, 10, 20, 144]
+        assert table.loc[2, ["mean", "low", "high"]].tolist() == pytest.approx([0.9, 0.85, 0.95])
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"sizes": []}, "at least one size"),
+            ({"sizes": [-1, 2]}, "none below 0"),
+            ({"sizes": [2, 2]}, "expected increasing sizes in the curve 'm'; got 2 before 2"),
+            ({"sizes": [1.5, 2]}, "expected whole numbers as sizes"),
+            ({"mean": [0.5]}, "got 1 in 'mean' for 2 sizes"),
+            ({"high": [1.0, 1.0, 1.0]}, "got 3 in 'high' for 2 sizes"),
+            ({"mean": [0.5, math.nan]}, "got nan in 'mean' at size 2"),
+            ({"low": [-math.inf, 0.0]}, "got -inf in 'low' at size 1"),
+            ({"low": [0.0, 2.0]}, "expected low <= high in the curve 'm'; got 2.0 and 1.0"),
+        ],
+    )
+    def test_refuses_bad_input(
+        self, changes: dict[str, Any], message: str, unchecked_types: None
+    ) -> None:
+        good = {"sizes": [1, 2], "mean": [0.1, 0.9], "low": [0.0, 0.8], "high": [0.2, 1.0]}
+        EffectCurve("m", **good)
+        with pytest.raises(ValueError, match=re.escape(message)):
+            EffectCurve("m", **(good | changes))
