@@ -12,7 +12,8 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
-from sparse_tl.plots.curves import EffectCurve, effect_figure
+from sparse_tl.circuits import EffectCurve
+from sparse_tl.plots import GridFigure, effect_figure
 from sparse_tl.plots.palette import MODEL_PAIRS
 from sparse_tl.plots.token_text import ELLIPSIS
 
