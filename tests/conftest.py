@@ -10,6 +10,7 @@ from typing import Any
 
 import datasets
 import huggingface_hub.constants
+import jaxtyping
 import pytest
 import torch
 
@@ -173,3 +174,9 @@ def page(browser: Any) -> Iterator[Any]:
     yield page
     context.close()
     assert not problems
+
+
+@pytest.fixture
+def unchecked_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switches off the run-time type checks of the tests: users meet our own messages."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

@@ -80,7 +80,7 @@ def effect_figure(
         ratio = multiplier(*curves, level=level) if len(curves) == 2 else None
         note = None
         if ratio is not None:
-            ends = [size for curve in curves if (size := curve.size_at(level)) is not None]
+            ends = sorted(s for curve in curves if (s := curve.size_at(level)) is not None)
             said = f"multiplier at {level:g}"
             lines.append(Line(said, ends, [level] * 2, INK, width=1.4, dashed=True))
             note = Note(f"{ratio:.1f}x", *_note_place(curves, scale, x, span, height, ends, level))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 
@@ -140,9 +139,3 @@ def make_circuit() -> Callable[..., ScoredCircuit]:
 def make_random_circuit() -> Callable[..., ScoredCircuit]:
     """Makes a circuit of so many edges, with scores over several orders of magnitude."""
     return _random_circuit
-
-
-@pytest.fixture
-def unchecked_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switches off the run-time type checks of the tests: users meet our own messages."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
