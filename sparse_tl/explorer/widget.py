@@ -31,6 +31,7 @@ from sparse_tl.explorer.session import Exploration
 from sparse_tl.lens import HookedModel
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.circuit_diagram import check_options
+from sparse_tl.plots.interactive_html import SCRIPTS
 from sparse_tl.plots.palette import DARK_FILTER
 
 Ground = Literal["light", "dark"]
@@ -60,7 +61,7 @@ class CircuitExplorer(anywidget.AnyWidget):
 
     _esm = _assets(
         "js",
-        plots=("interactive_figure", "circuit_diagram"),
+        plots=SCRIPTS["circuit_diagram"],
         explorer=("explorer_parts", "explorer"),
     )
     _css = (

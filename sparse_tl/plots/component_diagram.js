@@ -1,85 +1,27 @@
 // Makes the static component diagram interactive: it shows fewer edges, or what is before and
-// after a node. Paths and states follow the rules of drawn_circuit.py; all lines and coordinates
-// are those of the static figure.
+// after a node, as circuit_edges.js has it; all lines and coordinates are those of the static figure.
 
 function start(root, data) {
   "use strict";
   const HOVER_DISTANCE = 6;
-  const SAMPLE_STEP = 6;
   const LISTED = 6;
   const svg = root.querySelector("svg");
   const nodeIndex = new Map(data.nodes.map((node, index) => [node.name, index]));
-  const INPUT = nodeIndex.get("input");
   const LOGITS = nodeIndex.get("logits");
   const mostEdges = Math.max(...data.panels.map((panel) => panel.edges.length));
   const state = { edges: mostEdges, colour: data.colour, focus: null };
-  const panels = data.panels.map((panel, index) => {
-    const group = svg.querySelector(`g[data-panel="${index}"]`);
-    const part = (role) => group.querySelector(`[data-role="${role}"]`);
+  const panels = findPanels(svg, data, data.pointed);
+  for (const panel of panels) {
     // For each edge its lines, one to each of its readers.
     const drawn = new Map();
-    for (const path of part("edges").children) {
+    for (const path of panel.part("edges").children) {
       drawn.set(`${path.dataset.edge} ${path.dataset.reader}`, path);
     }
-    const paths = panel.edges.map((edge, rank) => edge.readers.map(
+    panel.paths = panel.edges.map((edge, rank) => edge.readers.map(
       (reader) => drawn.get(`${rank} ${data.nodes[reader].name}`),
     ));
-    const nodes = [...part("nodes").children];
-    const ports = nodes.map((node) => [...node.querySelectorAll("circle")]);
-    const hover = addHoverPath(part("nodes"), data.pointed);
-    return { ...panel, index, group, part, paths, nodes, ports, hover, view: null };
-  });
-
-  // ---- what is shown -------------------------------------------------------------------------
-
-  // The strongest edges; without scores there is no order in which to leave any out.
-  function shownEdges(panel) {
-    return panel.scored ? panel.edges.slice(0, state.edges) : panel.edges;
-  }
-
-  // All nodes that can be reached from one over the edges, upwards or downwards, itself included.
-  function reach(edges, start, upwards) {
-    const following = data.nodes.map(() => []);
-    for (const edge of edges) {
-      for (const reader of edge.readers) {
-        if (upwards) following[edge.source].push(reader);
-        else following[reader].push(edge.source);
-      }
-    }
-    const reached = new Set([start]);
-    // A set that grows is walked to its new end.
-    for (const node of reached) following[node].forEach((next) => reached.add(next));
-    return reached;
-  }
-
-  function selectView(panel) {
-    const edges = shownEdges(panel);
-    const [above, below] = [reach(edges, INPUT, true), reach(edges, LOGITS, false)];
-    const between = (node) => above.has(node) && below.has(node);
-    const linesOnPath = edges.map(
-      (edge) => edge.readers.map((reader) => between(edge.source) && between(reader)),
-    );
-    const onPath = linesOnPath.map((lines) => lines.includes(true));
-    const drawn = new Set(edges.flatMap((edge) => [edge.source, ...edge.readers]));
-    const anyPath = onPath.includes(true);
-    const states = data.nodes.map((_, node) => {
-      if (anyPath && between(node)) return "path";
-      return drawn.has(node) ? "open" : "absent";
-    });
-    const focus = state.focus && state.focus.panel === panel.index ? state.focus.node : null;
-    return { edges, onPath, linesOnPath, states, ...selectFocus(edges, focus) };
-  }
-
-  // The ancestors and descendants of the chosen node, and the edges on the way to and from it.
-  function selectFocus(edges, focus) {
-    if (focus === null) return { focus, nearNode: () => true, nearEdge: () => true };
-    const [before, after] = [reach(edges, focus, false), reach(edges, focus, true)];
-    return {
-      focus,
-      nearNode: (node) => before.has(node) || after.has(node),
-      nearEdge: (edge) => edge.readers.some((reader) => before.has(reader)) ||
-        after.has(edge.source),
-    };
+    panel.nodes = [...panel.part("nodes").children];
+    panel.ports = panel.nodes.map((node) => [...node.querySelectorAll("circle")]);
   }
 
   // ---- drawing -------------------------------------------------------------------------------
@@ -95,7 +37,7 @@ function start(root, data) {
   }
 
   function draw(panel) {
-    const view = (panel.view = selectView(panel));
+    const view = (panel.view = selectView(panel, data, state));
     drawEdges(panel, view);
     const entered = enteredPorts(view);
     panel.nodes.forEach((_, node) => drawNode(panel, node, view, entered[node]));
@@ -173,7 +115,7 @@ function start(root, data) {
   }
 
   function drawAll() {
-    hideTip();
+    hideTip(root, panels);
     panels.forEach(draw);
     for (const legend of svg.querySelectorAll("[data-legend]")) {
       setAttributes(legend, { display: legend.dataset.legend === state.colour ? null : "none" });
@@ -202,28 +144,19 @@ function start(root, data) {
 
   function addNodes(panel) {
     panel.nodes.forEach((group, node) => {
-      setAttributes(group, {
-        tabindex: node === LOGITS ? 0 : -1, role: "button", "aria-label": data.nodes[node].name,
+      const press = (event) => {
+        state.focus = toggled(state.focus, { panel: panel.index, node });
+        drawAll();
+        if (event.type === "keydown") showNode(panel, node);
+      };
+      addButton(group, data.nodes[node].name, node === LOGITS, press, (key) => {
+        const next = neighbour(node, key);
+        return next === null ? null : panel.nodes[next];
       });
-      group.addEventListener("click", () => toggleFocus(panel, node));
       group.addEventListener("focus", () => {
         if (group.matches(":focus-visible")) showNode(panel, node);
       });
-      group.addEventListener("blur", hideTip);
-      group.addEventListener("keydown", (event) => {
-        if (event.key === "Enter" || event.key === " ") {
-          toggleFocus(panel, node);
-          showNode(panel, node);
-          event.preventDefault();
-          return;
-        }
-        const next = neighbour(node, event.key);
-        if (next === null) return;
-        group.setAttribute("tabindex", -1);
-        panel.nodes[next].setAttribute("tabindex", 0);
-        panel.nodes[next].focus();
-        event.preventDefault();
-      });
+      group.addEventListener("blur", () => hideTip(root, panels));
     });
   }
 
@@ -239,13 +172,6 @@ function start(root, data) {
     const far = ({ dx, dy }) => (along ? Math.abs(dx) : 10000 * Math.abs(dy) + Math.abs(dx));
     ahead.sort((a, b) => far(a) - far(b));
     return ahead.length ? ahead[0].index : null;
-  }
-
-  function toggleFocus(panel, node) {
-    const old = state.focus;
-    const same = old && old.panel === panel.index && old.node === node;
-    state.focus = same ? null : { panel: panel.index, node };
-    drawAll();
   }
 
   // ---- tooltip -------------------------------------------------------------------------------
@@ -284,37 +210,6 @@ function start(root, data) {
     showTip(root, nodeText(panel, node), { clientX: box.right - 10, clientY: box.bottom - 8 });
   }
 
-  function hideTip() {
-    root.querySelector(".tip").hidden = true;
-    for (const panel of panels) panel.hover.removeAttribute("d");
-  }
-
-  // The cubic curves that a line is made of, each as [x0, y0, ..., x3, y3]. Asking the browser for
-  // points along the lines takes a minute where there are thousands.
-  function curvesOf(path) {
-    const numbers = path.getAttribute("d").match(/-?[\d.]+/g).map(Number);
-    const n = (numbers.length - 2) / 6;
-    return Array.from({ length: n }, (_, i) => numbers.slice(6 * i, 6 * i + 8));
-  }
-
-  function distanceToCurve(x, y, [x0, y0, x1, y1, x2, y2, x3, y3]) {
-    // A curve stays between its four points.
-    const [left, right] = [Math.min(x0, x1, x2, x3), Math.max(x0, x1, x2, x3)];
-    const [top, bottom] = [Math.min(y0, y1, y2, y3), Math.max(y0, y1, y2, y3)];
-    const outside = Math.max(left - x, x - right, top - y, y - bottom);
-    if (outside > HOVER_DISTANCE + 1) return Infinity;
-    const n = Math.max(4, Math.ceil((right - left + bottom - top) / SAMPLE_STEP));
-    let [distance, fromX, fromY] = [Infinity, x0, y0];
-    for (let i = 1; i <= n; i++) {
-      const [t, s] = [i / n, 1 - i / n];
-      const [a, b, c, d] = [s * s * s, 3 * s * s * t, 3 * s * t * t, t * t * t];
-      const [toX, toY] = [a * x0 + b * x1 + c * x2 + d * x3, a * y0 + b * y1 + c * y2 + d * y3];
-      distance = Math.min(distance, distanceToSegment(x, y, fromX, fromY, toX, toY));
-      [fromX, fromY] = [toX, toY];
-    }
-    return distance;
-  }
-
   function nearestEdge(panel, x, y) {
     panel.curves ??= panel.paths.map((lines) => lines.flatMap(curvesOf)); // lines never move
     let [best, bestDistance] = [null, HOVER_DISTANCE];
@@ -322,7 +217,7 @@ function start(root, data) {
       if (!panel.view.nearEdge(edge)) return;
       let distance = Infinity;
       for (const curve of panel.curves[rank]) {
-        distance = Math.min(distance, distanceToCurve(x, y, curve));
+        distance = Math.min(distance, distanceToCurve(x, y, HOVER_DISTANCE + 1, curve));
       }
       // Lines on a path win over light ones at about the same distance.
       if (panel.view.onPath[rank]) distance -= 1;
@@ -333,7 +228,7 @@ function start(root, data) {
 
   function onPointerMove(event) {
     const group = event.target.closest("g[data-panel]");
-    hideTip();
+    hideTip(root, panels);
     if (!group) return;
     const panel = panels[Number(group.dataset.panel)];
     const nodeGroup = event.target.closest("g[data-node]");
@@ -353,10 +248,7 @@ function start(root, data) {
 
   addControls();
   panels.forEach(addNodes);
-  svg.setAttribute("role", "group");
-  svg.addEventListener("pointermove", onPointerMove);
-  svg.addEventListener("pointerleave", hideTip);
-  onEscape(root, () => {
+  listen(root, svg, onPointerMove, () => hideTip(root, panels), () => {
     state.focus = null;
     drawAll();
   });

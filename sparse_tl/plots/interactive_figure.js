@@ -30,6 +30,41 @@ function addHoverPath(nodes, stroke) {
   return path;
 }
 
+// The panels of a figure, each with its group in the SVG, the parts of that by their role, and the
+// path that shows what is under the pointer.
+function findPanels(svg, data, pointed) {
+  return data.panels.map((panel, index) => {
+    const group = svg.querySelector(`g[data-panel="${index}"]`);
+    const part = (role) => group.querySelector(`[data-role="${role}"]`);
+    return { ...panel, index, group, part, hover: addHoverPath(part("nodes"), pointed), view: null };
+  });
+}
+
+// Makes a node a button: a click, Enter or the space bar press it, and an arrow key leads on to the
+// element that next(key) gives. One node of a panel is reached by Tab.
+function addButton(element, label, reachedByTab, press, next) {
+  setAttributes(element, {
+    tabindex: reachedByTab ? 0 : -1, role: "button", "aria-label": label,
+  });
+  element.addEventListener("click", press);
+  element.addEventListener("keydown", (event) => {
+    const pressed = event.key === "Enter" || event.key === " ";
+    const other = pressed ? null : next(event.key);
+    if (pressed) press(event);
+    if (other) {
+      element.setAttribute("tabindex", -1);
+      other.setAttribute("tabindex", 0);
+      other.focus();
+    }
+    if (pressed || other) event.preventDefault();
+  });
+}
+
+// What is chosen after a click on something: that, or nothing where it was chosen before.
+function toggled(chosen, clicked) {
+  return JSON.stringify(chosen) === JSON.stringify(clicked) ? null : clicked;
+}
+
 function addControl(root, text, control, ...rest) {
   const label = document.createElement("label");
   label.append(text, control, ...rest);
@@ -61,12 +96,21 @@ function addSlider(root, text, attributes, value, shown, onInput) {
   return slider;
 }
 
-function onEscape(root, action) {
+// Listens to the pointer over the figure, and to Escape, which calls reset().
+function listen(root, svg, onMove, onLeave, reset) {
+  svg.setAttribute("role", "group");
+  svg.addEventListener("pointermove", onMove);
+  svg.addEventListener("pointerleave", onLeave);
   document.addEventListener("keydown", function listener(event) {
     // A notebook removes the figure when its cell runs again.
     if (!root.isConnected) document.removeEventListener("keydown", listener);
-    else if (event.key === "Escape") action();
+    else if (event.key === "Escape") reset();
   });
+}
+
+function hideTip(root, panels) {
+  root.querySelector(".tip").hidden = true;
+  for (const panel of panels) panel.hover.removeAttribute("d");
 }
 
 // Shows lines of text, the first of them bold, beside a point given as {clientX, clientY}.
@@ -95,4 +139,32 @@ function distanceToSegment(x, y, x0, y0, x1, y1) {
   const along = ((x - x0) * dx + (y - y0) * dy) / (dx * dx + dy * dy || 1);
   const t = Math.max(0, Math.min(1, along));
   return Math.hypot(x - x0 - t * dx, y - y0 - t * dy);
+}
+
+const CURVE_STEP = 6;
+
+// The cubic curves that a line is made of, each as [x0, y0, ..., x3, y3]. Asking the browser for
+// points along the lines takes a minute where there are thousands.
+function curvesOf(path) {
+  const numbers = path.getAttribute("d").match(/-?[\d.]+/g).map(Number);
+  const n = (numbers.length - 2) / 6;
+  return Array.from({ length: n }, (_, i) => numbers.slice(6 * i, 6 * i + 8));
+}
+
+function distanceToCurve(x, y, furthest, [x0, y0, x1, y1, x2, y2, x3, y3]) {
+  // A curve stays between its four points.
+  const [left, right] = [Math.min(x0, x1, x2, x3), Math.max(x0, x1, x2, x3)];
+  const [top, bottom] = [Math.min(y0, y1, y2, y3), Math.max(y0, y1, y2, y3)];
+  const outside = Math.max(left - x, x - right, top - y, y - bottom);
+  if (outside > furthest) return Infinity;
+  const n = Math.max(4, Math.ceil((right - left + bottom - top) / CURVE_STEP));
+  let [distance, fromX, fromY] = [Infinity, x0, y0];
+  for (let i = 1; i <= n; i++) {
+    const [t, s] = [i / n, 1 - i / n];
+    const [a, b, c, d] = [s * s * s, 3 * s * s * t, 3 * s * t * t, t * t * t];
+    const [toX, toY] = [a * x0 + b * x1 + c * x2 + d * x3, a * y0 + b * y1 + c * y2 + d * y3];
+    distance = Math.min(distance, distanceToSegment(x, y, fromX, fromY, toX, toY));
+    [fromX, fromY] = [toX, toY];
+  }
+  return distance;
 }

@@ -12,6 +12,16 @@ from sparse_tl.plots.rendering import SelfContainedFigure
 
 Content = TypeVar("Content")
 
+SCRIPTS = {
+    "circuit_diagram": (
+        "interactive_figure",
+        "attention_edges",
+        "attention_texts",
+        "circuit_diagram",
+    ),
+    "component_diagram": ("interactive_figure", "circuit_edges", "component_diagram"),
+}
+
 
 class PanelFigure(SelfContainedFigure):
     """A figure of framed panels: shows itself in notebooks and saves itself to files.
@@ -72,15 +82,15 @@ def interactive_html(script: str, svg: str, data: dict[str, Any]) -> str:
     """The figure as a fragment of HTML, which shows the static SVG where no script runs.
 
     Args:
-        script: names the JavaScript file beside this module, and in it the function
-            ``start(root, data)`` that makes one copy of the figure interactive.
+        script: names what makes a copy of the figure interactive: the last of these JavaScript
+            files, beside this module, has the function ``start(root, data)``.
         svg: the static figure.
         data: what the script gets.
     """
     folder = resources.files("sparse_tl.plots")
-    style, shared, own = (
-        (folder / name).read_text(encoding="utf-8")
-        for name in ("interactive_figure.css", "interactive_figure.js", f"{script}.js")
+    style = (folder / "interactive_figure.css").read_text(encoding="utf-8")
+    scripts = "\n".join(
+        (folder / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS[script]
     )
     payload = script_json(data)
     # The same figure always has the same id; the script takes every copy on the page that has not
@@ -93,7 +103,7 @@ def interactive_html(script: str, svg: str, data: dict[str, Any]) -> str:
         f'<div class="canvas">\n{svg}\n</div>\n'
         f'<div class="tip" role="tooltip" hidden></div>\n'
         f"</div>\n"
-        f"<script>\n(() => {{\n{shared}\n{own}\n"
+        f"<script>\n(() => {{\n{scripts}\n"
         f'startFigures("{digest}", start, {payload});\n'
         f"}})();\n</script>"
     )

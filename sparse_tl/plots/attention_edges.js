@@ -1,0 +1,104 @@
+// Which attention edges a circuit diagram shows, and which of them lead to the prediction, by the
+// rules of drawn_edges.py.
+
+// Edges are sent as runs of skipped and listed places in [layer, head, query, key].
+function unpackEdges(panel) {
+  const [, nHeads, n] = panel.shape;
+  const edges = [];
+  let place = 0;
+  panel.runs.forEach((length, run) => {
+    for (const end = place + length; place < end; place++) {
+      if (run % 2 === 0) continue;
+      const row = Math.floor(place / n);
+      const heads = Math.floor(row / n);
+      edges.push({
+        layer: Math.floor(heads / nHeads), head: heads % nHeads, query: row % n, key: place % n,
+      });
+    }
+  });
+  return edges;
+}
+
+// Effects that are not known exactly are estimated to first order.
+function shownWeight(panel, state) {
+  return state.weight === "effect" && !panel.scores.effect ? "first-order" : state.weight;
+}
+
+function weightsOf(panel, state) {
+  const kind = shownWeight(panel, state);
+  return kind === "attention" ? panel.attention : panel.scores[kind].rows[state.target];
+}
+
+// Nodes from which (level, column) can be reached over the kept edges, itself included.
+function ancestors(panel, kept, column, level) {
+  const n = panel.shape[2];
+  const reached = new Uint8Array((panel.shape[0] + 1) * n);
+  reached[level * n + column] = 1;
+  for (let layer = level - 1; layer >= 0; layer--) {
+    for (let query = 0; query < n; query++) {
+      if (!reached[(layer + 1) * n + query]) continue;
+      reached[layer * n + query] = 1;
+      for (let key = 0; key < n; key++) {
+        if (kept[(layer * n + query) * n + key]) reached[layer * n + key] = 1;
+      }
+    }
+  }
+  return reached;
+}
+
+// What a panel shows in the present state. Reachability is the model's, over all heads, also
+// where a single head is shown.
+function selectEdges(panel, data, state) {
+  const [nLayers, nHeads, n] = panel.shape;
+  const weights = weightsOf(panel, state);
+  const kept = new Uint8Array(nLayers * n * n);
+  const merged = new Map();
+  let count = 0;
+  panel.edges.forEach((edge, i) => {
+    const size = Math.abs(weights[i]);
+    if (size < state.limit) return;
+    const place = (edge.layer * n + edge.query) * n + edge.key;
+    kept[place] = 1;
+    if (state.head >= 0 && edge.head !== state.head) return;
+    count++;
+    const line = merged.get(place);
+    if (!line) merged.set(place, { ...edge, value: weights[i], index: i, others: [] });
+    else if (Math.abs(line.value) >= size) line.others.push(edge.head);
+    else {
+      line.others.push(line.head);
+      Object.assign(line, { head: edge.head, value: weights[i], index: i });
+    }
+  });
+  const [column, readAt] = data.targets[state.target];
+  const focus = state.focus && state.focus.panel === panel.index ? state.focus : null;
+  const start = focus ?? { level: nLayers, column: readAt };
+  const reached = ancestors(panel, kept, start.column, start.level);
+  const lines = [...merged.keys()].sort((a, b) => a - b).map((place) => merged.get(place));
+  for (const line of lines) {
+    line.onPath = reached[(line.layer + 1) * n + line.query] === 1;
+    line.kind = line.onPath ? "path" : "open";
+  }
+  markMainEdges(lines, start, n, data);
+  const headsShown = state.head < 0 ? nHeads : Number(state.head < nHeads);
+  const total = nLayers * headsShown * panel.nPairs;
+  return { lines, reached, count, total, column, focus };
+}
+
+// The edges that carry most to the node where the reading starts; see drawn_edges.py.
+function markMainEdges(lines, start, n, data) {
+  let strength = new Float64Array(n);
+  strength[start.column] = 1;
+  for (let layer = start.level - 1; layer >= 0; layer--) {
+    const below = strength.slice();
+    for (const line of lines) {
+      if (line.layer !== layer) continue;
+      line.carried = (Math.abs(line.value) / data.steps) * strength[line.query];
+      below[line.key] = Math.max(below[line.key], line.carried);
+    }
+    strength = below;
+  }
+  const moving = lines.filter((line) => line.onPath && line.query !== line.key);
+  // Sorting is stable: equal ones stay in the order of layer, query and key.
+  moving.sort((a, b) => b.carried - a.carried);
+  for (const line of moving.slice(0, data.nMain)) line.kind = "main";
+}
