@@ -154,13 +154,18 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    """An offline page; the test fails if the page has errors or opens a dialog."""
+@pytest.fixture(scope="session")
+def _offline_context(browser: Any) -> Any:
     context = browser.new_context(viewport={"width": 1032, "height": 900})
     context.set_offline(True)
     context.set_default_timeout(5000)
-    page = context.new_page()
+    return context
+
+
+@pytest.fixture
+def page(_offline_context: Any) -> Iterator[Any]:
+    """An offline page; the test fails if the page has errors or opens a dialog."""
+    page = _offline_context.new_page()
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(f"error: {error}"))
     page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
@@ -172,7 +177,7 @@ def page(browser: Any) -> Iterator[Any]:
 
     page.on("dialog", on_dialog)
     yield page
-    context.close()
+    page.close()
     assert not problems
 
 

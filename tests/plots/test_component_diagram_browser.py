@@ -80,20 +80,15 @@ def assert_looks_like(page: Any, figure: ComponentDiagram) -> None:
         assert {states[name] for name in states.keys() - drawn} <= {"absent"}
 
 
-def test_the_script_redraws_the_static_figure_exactly(page, tmp_path, make_random_circuit):
+def test_every_choice_looks_like_its_static_figure(page, tmp_path, make_random_circuit):
     panels = {"a": make_random_circuit(), "b": make_random_circuit(n_edges=10, seed=1)}
-    figure = component_diagram(panels, unit="logits")
+    figure = component_diagram(panels)
     show(page, tmp_path, figure)
     assert page.locator(".sparse-tl-circuit").get_attribute("data-ready") == ""
     assert_looks_like(page, figure)
     for index, group in enumerate(static_panels(figure)):
         places = [e.get("d") for e in group.iter() if "data-edge" in e.attrib]
         assert panel(page, index).evaluate(READ_PLACES) == places
-
-
-def test_fewer_edges_look_like_their_static_figure(page, tmp_path, make_random_circuit):
-    panels = {"a": make_random_circuit(), "b": make_random_circuit(n_edges=10, seed=1)}
-    show(page, tmp_path, component_diagram(panels))
     for n_edges, colour in ((25, "slot"), (7, "sign"), (1, "sign"), (60, "slot")):
         page.locator("input[name=edges]").fill(str(n_edges))
         page.locator("select[name=colour]").select_option(colour)

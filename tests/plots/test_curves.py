@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 import pytest
 
 from sparse_tl.circuits import EffectCurve
-from sparse_tl.plots import GridFigure, effect_figure
+from sparse_tl.plots import effect_figure
 from sparse_tl.plots.palette import MODEL_PAIRS
 from sparse_tl.plots.token_text import ELLIPSIS
 
@@ -261,48 +261,40 @@ class TestFiles:
         assert not list(tmp_path.iterdir())
 
 
-class TestBrowser:
-    """Plotly's page, offline; the `page` fixture fails on errors, dialogs and requests."""
-
-    def show(self, page: Any, folder: Path, figure: GridFigure) -> None:
-        page.goto(figure.save(folder / "figure.html").as_uri())
-        page.wait_for_selector(".legendtext")
-
-    def test_text_stays_text(self, page: Any, tmp_path: Path) -> None:
-        bad = curve(ATTACK, {0: 0.0, 20: 1.0})
-        self.show(page, tmp_path, effect_figure({ATTACK: [DENSE, bad]}, parts="heads"))
-        assert page.locator("img").count() == 0
-        # The name is clipped in the legend, and whole in the hover text below.
-        assert page.locator(".legendtext").nth(1).text_content().startswith("</script><img")
-        assert "</script><img" in page.locator(".annotation-text").first.text_content()
-        # At the crossing of the attacking curve: plotly writes the name again when hovering.
-        box = page.locator(".nsewdrag").first.bounding_box()
-        figure = effect_figure({ATTACK: [DENSE, bad]}, parts="heads").plotly
-        (start, stop), (low, high) = figure.layout.xaxis.range, figure.layout.yaxis.range
-        page.mouse.move(
-            box["x"] + (20 - start) / (stop - start) * box["width"],
-            box["y"] + (high - 1.0) / (high - low) * box["height"],
-        )
-        hover = page.locator(".hoverlayer .nums")
-        hover.wait_for()
-        assert hover.text_content() == (
-            f"{ATTACK}20 heads keptExplained effect 1.000Interval 0.950 to 1.050"
-        )
-
-    def test_legend_switches_a_model_in_all_its_panels(self, page: Any, tmp_path: Path) -> None:
-        self.show(page, tmp_path, effect_figure(FOUR, parts="circuit_edges"))
-        second = page.locator(".legend2text")
-        assert second.all_text_contents() == ["OLMo-7B", "Sparse OLMo-7B"]
-        lines = page.locator(f".scatterlayer .js-line[style*='{rgb(MODEL_PAIRS[0][0])}']")
-        assert lines.count() == 2
-        page.locator(".legendtoggle").first.click()
-        page.wait_for_function(
-            "colour => ![...document.querySelectorAll('.scatterlayer .js-line')]"
-            ".some(line => line.style.stroke === colour)",
-            arg=rgb(MODEL_PAIRS[0][0]),
-        )
-        other = page.locator(f".scatterlayer .js-line[style*='{rgb(MODEL_PAIRS[0][1])}']")
-        assert other.count() == 2
+def test_plotlys_page_offline(page: Any, tmp_path: Path) -> None:
+    """Text stays text, and a legend switches its model in all panels."""
+    bad = curve(ATTACK, {0: 0.0, 20: 1.0})
+    figure = effect_figure({ATTACK: [DENSE, bad], "IOI": [DENSE, bad]}, parts="heads")
+    page.goto(figure.save(tmp_path / "figure.html").as_uri())  # fails on errors and dialogs
+    page.wait_for_selector(".legendtext")
+    assert page.locator("img").count() == 0
+    # The name is clipped in the legend, and whole in the hover text below.
+    assert page.locator(".legendtext").nth(1).text_content().startswith("</script><img")
+    assert "</script><img" in page.locator(".annotation-text").first.text_content()
+    # At the end of the attacking curve: plotly writes the name again when hovering.
+    box = page.locator(".nsewdrag").first.bounding_box()
+    layout = figure.plotly.layout
+    (start, stop), (low, high) = layout.xaxis.range, layout.yaxis.range
+    page.mouse.move(
+        box["x"] + (20 - start) / (stop - start) * box["width"],
+        box["y"] + (high - 1.0) / (high - low) * box["height"],
+    )
+    hover = page.locator(".hoverlayer .nums")
+    hover.wait_for()
+    assert hover.text_content() == (
+        f"{ATTACK}20 heads keptExplained effect 1.000Interval 0.950 to 1.050"
+    )
+    dense, other = (
+        page.locator(f".scatterlayer .js-line[style*='{rgb(colour)}']") for colour in MODEL_PAIRS[0]
+    )
+    assert dense.count() == other.count() == 2
+    page.locator(".legendtoggle").first.click()
+    page.wait_for_function(
+        "colour => ![...document.querySelectorAll('.scatterlayer .js-line')]"
+        ".some(line => line.style.stroke === colour)",
+        arg=rgb(MODEL_PAIRS[0][0]),
+    )
+    assert other.count() == 2
 
 
 def rgb(colour: str) -> str:

@@ -202,6 +202,12 @@ def pixels(page: Any, x: int, rows: list[int]) -> list[tuple[int, int, int]]:
     return page.evaluate(script, [list(page.screenshot()), x, rows])
 
 
+def inside_a_panel(page: Any) -> tuple[int, int]:
+    """A place just within the frame, where nothing else is drawn."""
+    box = page.locator("g[data-panel] rect").first.bounding_box()
+    return round(box["x"] + 5), round(box["y"] + 60)
+
+
 class TestDiagrams:
     """Figures that are one piece of HTML are turned whole; the text in them stays."""
 
@@ -215,24 +221,21 @@ class TestDiagrams:
         assert not re.search(r'(fill|stroke)="#ffffff"', svg)
         assert figure.dark().svg in svg and figure.svg != figure.dark().svg
 
-    @pytest.mark.parametrize(
-        ("theme", "expected"),
-        [("auto", "dark"), ("light", "light"), ("dark", "dark"), ("turned", "dark")],
-    )
     def test_pages_of_readers_with_a_dark_system(
-        self, page: Any, two_panels: Any, tmp_path: Path, theme: Any, expected: str
+        self, page: Any, sparse_flow: Any, tmp_path: Path
     ) -> None:
-        figure, file = circuit_diagram(two_panels), tmp_path / "figure.html"
-        if theme == "turned":
-            figure.dark().save(file)
-        else:
-            figure.save(file, theme=theme)
+        figure, file = circuit_diagram({"model": sparse_flow}), tmp_path / "figure.html"
+        page.set_viewport_size({"width": 400, "height": 300})
         page.emulate_media(color_scheme="dark")
-        page.goto(file.as_uri())
-        ground = palette.channels(THEMES[expected](palette.GROUND))
-        # In the margin of the page, and within a panel.
-        for x in (5, 150):
-            assert np.abs(np.subtract(pixels(page, x, [5, 190]), ground)).max() <= 2
+        for theme, expected in {"auto": "dark", "light": "light", "dark": "dark"}.items():
+            figure.save(file, theme=theme)
+            page.goto(file.as_uri())
+            ground = palette.channels(THEMES[expected](palette.GROUND))
+            # In the margin of the page, and within a panel.
+            for x, y in ((5, 5), inside_a_panel(page)):
+                assert np.abs(np.subtract(pixels(page, x, [y]), ground)).max() <= 2, theme
+        turned = figure.dark().save(file).read_text(encoding="utf-8")
+        assert turned == figure.save(file, theme="dark").read_text(encoding="utf-8")
 
     def test_a_dark_figure_is_turned_once(self, two_panels: Any, tmp_path: Path) -> None:
         figure = circuit_diagram(two_panels)
@@ -243,10 +246,12 @@ class TestDiagrams:
         assert figure.dark().save(tmp_path / "b.svg", theme="light").read_text() == light
         assert str(figure.dark().dark()) == str(figure.dark())
 
-    def test_dark_in_a_light_notebook(self, page: Any, two_panels: Any, tmp_path: Path) -> None:
-        html = circuit_diagram(two_panels).dark()._repr_html_()
+    def test_dark_in_a_light_notebook(self, page: Any, sparse_flow: Any, tmp_path: Path) -> None:
+        html = circuit_diagram({"model": sparse_flow}).dark()._repr_html_()
         file = tmp_path / "cell.html"
         file.write_text(f"<!DOCTYPE html><meta charset=utf-8>{html}", encoding="utf-8")
+        page.set_viewport_size({"width": 400, "height": 300})
         page.goto(file.as_uri())
         ground = palette.channels(dark_colour(palette.GROUND))
-        assert np.abs(np.subtract(pixels(page, 150, [190]), [ground])).max() <= 2
+        x, y = inside_a_panel(page)
+        assert np.abs(np.subtract(pixels(page, x, [y]), [ground])).max() <= 2
