@@ -29,7 +29,8 @@ from sparse_tl.plots.drawn_edges import (
     threshold_steps,
 )
 from sparse_tl.plots.edge_styles import N_GRADES, STEPS, EdgeKind, line_style
-from sparse_tl.plots.interactive_html import PanelFigure, checked_panels, interactive_html
+from sparse_tl.plots.figure_frame import Surround
+from sparse_tl.plots.interactive_html import PanelFigure, checked_panels
 from sparse_tl.plots.token_text import visible_text
 
 # How many weights the script is sent at most, at three to four bytes each.
@@ -38,6 +39,8 @@ _MAX_NUMBERS = 100_000
 
 class CircuitDiagram(PanelFigure):
     """A circuit diagram: shows itself in notebooks and saves itself to files."""
+
+    script = "circuit_diagram"
 
 
 def circuit_diagram(
@@ -94,20 +97,11 @@ def circuit_diagram(
         )
         for (name, flow), values in zip(flows.items(), rounded, strict=True)
     ]
-    has_transition = transition is not None and len(drawn) > 1
-    layout = lay_out(list(flows.values()), has_title=bool(title), has_transition=has_transition)
-    svg = draw_svg(
-        drawn,
-        layout,
-        target=target,
-        limit=limit,
-        transition=transition,
-        title=title,
-    )
+    surround = Surround(tuple(flows), title, transition)
+    layout = lay_out(list(flows.values()), surround)
+    svg = draw_svg(drawn, layout, surround, target=target, limit=limit)
     state = {"target": target, "weight": weight, "limit": limit, "head": -1}
-    data = _script_data(drawn, rounded, layout, state)
-    html = interactive_html("circuit_diagram", svg, data)
-    return CircuitDiagram(html, svg, visible_text(title or "Circuit diagram"), tuple(flows), data)
+    return CircuitDiagram(svg, _script_data(drawn, rounded, layout, state), surround)
 
 
 def _checked_panels(panels: Mapping[str, AttentionGraph]) -> dict[str, AttentionGraph]:

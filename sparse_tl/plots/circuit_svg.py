@@ -19,12 +19,7 @@ from sparse_tl.plots.diagram_layout import (
 )
 from sparse_tl.plots.drawn_edges import EdgeSelection
 from sparse_tl.plots.edge_styles import STEPS, EdgeKind, grade, line_style
-from sparse_tl.plots.figure_frame import (
-    figure_start,
-    panel_frame,
-    transition_arrow,
-    xml_text,
-)
+from sparse_tl.plots.figure_frame import Surround, panel_frame, xml_text
 from sparse_tl.plots.palette import (
     ACCENT,
     INK,
@@ -50,32 +45,23 @@ class Panel:
 
 
 def draw_svg(
-    panels: Sequence[Panel],
-    layout: Layout,
-    *,
-    target: int,
-    limit: int,
-    transition: str | None,
-    title: str | None,
+    panels: Sequence[Panel], layout: Layout, surround: Surround, *, target: int, limit: int
 ) -> str:
-    """The figure as an SVG document.
+    """The figure as an SVG element.
 
     Args:
         panels: from top to bottom.
         layout: of these panels.
+        surround: of the panels.
         target: index of the predicted character.
         limit: the threshold in thousandths, for the caption of each panel.
-        transition: text along the arrow from each panel to the next; ``None`` for no arrow.
-        title: above the panels.
     """
-    names = [panel.name for panel in panels]
-    parts = [*figure_start(layout.width, layout.height, names, title)]
-    if transition is not None and len(panels) > 1:
-        parts.extend(transition_arrow(layout.left, layout.panels, transition))
-    for index, panel in enumerate(panels):
-        parts.extend(_panel(index, panel, layout, target, limit))
-    parts.append("</svg>")
-    return "\n".join(parts)
+    content = (
+        part
+        for index, panel in enumerate(panels)
+        for part in _panel(index, panel, layout, target, limit)
+    )
+    return surround.svg(layout.width, layout.height, layout.panels, content)
 
 
 def caption(selection: EdgeSelection, weight: EdgeWeight, limit: int) -> str:

@@ -22,13 +22,16 @@ from sparse_tl.plots.component_styles import (
 )
 from sparse_tl.plots.component_svg import draw_svg, score_text
 from sparse_tl.plots.drawn_circuit import DrawnCircuit, DrawnEdge, ScoredCircuit, draw_strongest
-from sparse_tl.plots.interactive_html import PanelFigure, checked_panels, interactive_html
+from sparse_tl.plots.figure_frame import Surround
+from sparse_tl.plots.interactive_html import PanelFigure, checked_panels
 from sparse_tl.plots.palette import GROUND, INK, OPEN_EDGE, OPEN_PORT
 from sparse_tl.plots.token_text import visible_text
 
 
 class ComponentDiagram(PanelFigure):
     """A component diagram: shows itself in notebooks and saves itself to files."""
+
+    script = "component_diagram"
 
 
 def component_diagram(
@@ -69,14 +72,11 @@ def component_diagram(
     panels = checked_panels(panels, ScoredCircuit, way)
     _check_options(panels, max_edges, colour)
     drawn = [draw_strongest(name, circuit, max_edges) for name, circuit in panels.items()]
-    has_transition = transition is not None and len(drawn) > 1
-    layout = lay_out(drawn, has_title=bool(title), has_transition=has_transition)
+    surround = Surround(tuple(panels), title, transition)
+    layout = lay_out(drawn, surround)
     unit = visible_text(unit.strip())
-    svg = draw_svg(drawn, layout, colour=colour, unit=unit, transition=transition, title=title)
-    data = _script_data(drawn, layout, colour, unit)
-    html = interactive_html("component_diagram", svg, data)
-    heading = visible_text(title or "Circuit diagram")
-    return ComponentDiagram(html, svg, heading, tuple(panels), data)
+    svg = draw_svg(drawn, layout, surround, colour=colour, unit=unit)
+    return ComponentDiagram(svg, _script_data(drawn, layout, colour, unit), surround)
 
 
 def _check_options(panels: Mapping[str, ScoredCircuit], max_edges: int, colour: str) -> None:

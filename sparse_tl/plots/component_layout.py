@@ -22,9 +22,8 @@ from sparse_tl.plots.figure_frame import (
     FIGURE_WIDTH,
     MARGIN,
     PANEL_GAP,
-    TITLE_HEIGHT,
-    TRANSITION_WIDTH,
     Frame,
+    Surround,
 )
 from sparse_tl.plots.token_text import text_width
 
@@ -73,16 +72,14 @@ class ComponentLayout:
         return self.curves[panel][Line(edge.source, reader, edge.slot)]
 
 
-def lay_out(
-    panels: Sequence[DrawnCircuit], *, has_title: bool, has_transition: bool
-) -> ComponentLayout:
+def lay_out(panels: Sequence[DrawnCircuit], surround: Surround) -> ComponentLayout:
     """Place the nodes and lines of these panels."""
     own_lines = [[line for edge in panel.edges for line in _lines(edge)] for panel in panels]
     lines = list(dict.fromkeys(line for own in own_lines for line in own))
     rows = node_rows({INPUT, LOGITS}.union(*(panel.nodes for panel in panels)), lines)
     heights = _row_heights(rows)
 
-    left = MARGIN + (TRANSITION_WIDTH if has_transition else 0)
+    left, top = surround.left, surround.top
     label_width = max(text_width(row.label, LAYER_TEXT_SIZE) for row in rows)
     bounds = left + 14 + math.ceil(label_width) + _SIDE, FIGURE_WIDTH - MARGIN - _SIDE
     places = place_nodes(rows, lines, bounds)
@@ -92,7 +89,6 @@ def lay_out(
         for node in row.nodes
     }
     height = round(heights[0] + NODE_HEIGHT / 2 + _FOOT)
-    top = MARGIN + (TITLE_HEIGHT if has_title else 0)
     frames = tuple(Frame(top + i * (height + PANEL_GAP), height) for i in range(len(panels)))
     bottom = frames[-1].top + height
     right = places.bounds[1] + _SIDE

@@ -28,13 +28,7 @@ from sparse_tl.plots.component_styles import (
     slot_colour,
 )
 from sparse_tl.plots.drawn_circuit import DrawnCircuit
-from sparse_tl.plots.figure_frame import (
-    MARGIN,
-    figure_start,
-    panel_frame,
-    transition_arrow,
-    xml_text,
-)
+from sparse_tl.plots.figure_frame import MARGIN, Surround, panel_frame, xml_text
 from sparse_tl.plots.palette import (
     BAND,
     FRAME_WEIGHT,
@@ -53,32 +47,28 @@ MINUS = "\N{MINUS SIGN}"
 def draw_svg(
     panels: Sequence[DrawnCircuit],
     layout: ComponentLayout,
+    surround: Surround,
     *,
     colour: LineColour,
     unit: str,
-    transition: str | None,
-    title: str | None,
 ) -> str:
-    """The figure as an SVG document.
+    """The figure as an SVG element.
 
     Args:
         panels: from top to bottom.
         layout: of these panels.
+        surround: of the panels.
         colour: what the colour of a line shows.
         unit: of the scores, as it is written behind a number.
-        transition: text along the arrow from each panel to the next; ``None`` for no arrow.
-        title: above the panels.
     """
-    names = [panel.name for panel in panels]
-    parts = [*figure_start(layout.width, layout.height, names, title)]
-    if transition is not None and len(panels) > 1:
-        parts.extend(transition_arrow(layout.left, layout.frames, transition))
-    for index, panel in enumerate(panels):
-        parts.extend(_panel(index, panel, layout, colour, unit))
+    content = [
+        part
+        for index, panel in enumerate(panels)
+        for part in _panel(index, panel, layout, colour, unit)
+    ]
     with_scores = any(panel.has_scores for panel in panels)
-    parts.extend(_legends(layout, colour, with_scores))
-    parts.append("</svg>")
-    return "\n".join(parts)
+    content.extend(_legends(layout, colour, with_scores))
+    return surround.svg(layout.width, layout.height, layout.frames, content)
 
 
 def score_text(score: float, unit: str) -> str:

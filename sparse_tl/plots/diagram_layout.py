@@ -15,9 +15,8 @@ from sparse_tl.plots.figure_frame import (
     FIGURE_WIDTH,
     MARGIN,
     PANEL_GAP,
-    TITLE_HEIGHT,
-    TRANSITION_WIDTH,
     Frame,
+    Surround,
     arrow_head,
 )
 from sparse_tl.plots.token_text import text_width, visible_text
@@ -81,13 +80,13 @@ class Layout:
     panels: tuple[PanelLayout, ...]
 
 
-def lay_out(flows: Sequence[AttentionGraph], has_title: bool, has_transition: bool) -> Layout:
+def lay_out(flows: Sequence[AttentionGraph], surround: Surround) -> Layout:
     """Place the panels of these flows below one another."""
     n_columns = flows[0].n_columns
     tokens = [
         visible_text(token) for flow in flows for token in (*flow.input_tokens, *flow.output_tokens)
     ]
-    left = MARGIN + (TRANSITION_WIDTH if has_transition else 0)
+    left, top = surround.left, surround.top
     most_layers = max(flow.n_layers for flow in flows)
     label_width = math.ceil(text_width(f"Layer {most_layers - 1}", LABEL_SIZE))
     first_column = left + 14 + label_width + 34
@@ -107,7 +106,6 @@ def lay_out(flows: Sequence[AttentionGraph], has_title: bool, has_transition: bo
     token_width = _MAX_ROTATED_LABEL if rotated else spacing - 6.0
     longest = min(token_width, max(text_width(token, token_size) for token in tokens))
     label_height = math.ceil(longest * 0.65) + 6 if rotated else 0
-    top = MARGIN + (TITLE_HEIGHT if has_title else 0)
     panels = []
     for flow in flows:
         panel = _lay_out_panel(flow, top, rotated, label_height)

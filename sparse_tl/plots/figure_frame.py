@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -47,6 +47,45 @@ def xml_text(text: str) -> str:
     return escape(text, quote=True)
 
 
+@dataclass(frozen=True)
+class Surround:
+    """What stands around the panels of a diagram.
+
+    Args:
+        names: of the panels, from top to bottom.
+        title: above them.
+        transition: text along the arrow from each panel to the next; ``None`` for no arrow.
+    """
+
+    names: tuple[str, ...]
+    title: str | None = None
+    transition: str | None = None
+
+    @property
+    def left(self) -> int:
+        """Where frames begin."""
+        has_arrow = self.transition is not None and len(self.names) > 1
+        return MARGIN + (TRANSITION_WIDTH if has_arrow else 0)
+
+    @property
+    def top(self) -> int:
+        """Where the first frame begins."""
+        return MARGIN + (TITLE_HEIGHT if self.title else 0)
+
+    def svg(self, width: int, height: int, frames: Sequence[Frame], content: Iterable[str]) -> str:
+        """The whole figure as an SVG element.
+
+        Args:
+            width, height: of the figure.
+            frames: of the panels.
+            content: the panels, and whatever else there is.
+        """
+        parts = [*figure_start(width, height, self.names, self.title)]
+        if self.transition is not None:
+            parts.extend(transition_arrow(self.left, frames, self.transition))
+        return "\n".join([*parts, *content, "</svg>"])
+
+
 def figure_start(
     width: int, height: int, panel_names: Sequence[str], title: str | None
 ) -> Iterator[str]:
@@ -86,6 +125,8 @@ def transition_arrow(left: int, frames: Sequence[Frame], text: str) -> Iterator[
     """A curved arrow from each panel to the next, left of the frames, and what it says."""
     edge = left - 6
     first, last = frames[0], frames[-1]
+    if first is last:
+        return
     for upper, lower in zip(frames[:-1], frames[1:], strict=True):
         start, end = upper.middle + upper.height * 0.12, lower.middle - lower.height * 0.12
         depth = edge - 52

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import resources
 from typing import Any, TypeVar
 
+from sparse_tl.plots.figure_frame import Surround
 from sparse_tl.plots.rendering import SelfContainedFigure
+from sparse_tl.plots.token_text import visible_text
 
 Content = TypeVar("Content")
 
@@ -27,23 +29,17 @@ class PanelFigure(SelfContainedFigure):
     """A figure of framed panels: shows itself in notebooks and saves itself to files.
 
     Args:
-        html: as `interactive_html` makes it.
-        svg: the same figure as a static SVG document.
-        title: of the page, when saved as HTML.
-        panel_names: from top to bottom.
+        svg: the static figure.
         data: the numbers behind it, as its script gets them.
+        surround: of the panels.
     """
 
-    def __init__(
-        self,
-        html: str,
-        svg: str,
-        title: str,
-        panel_names: Sequence[str],
-        data: Mapping[str, Any],
-    ) -> None:
-        super().__init__(html, svg, title)
-        self.panel_names = tuple(panel_names)
+    script: str
+
+    def __init__(self, svg: str, data: Mapping[str, Any], surround: Surround) -> None:
+        title = visible_text(surround.title or "Circuit diagram")
+        super().__init__(interactive_html(self.script, svg, data), svg, title)
+        self.panel_names = surround.names
         self.data = data
 
     def __repr__(self) -> str:
@@ -78,7 +74,7 @@ def checked_panels(panels: Mapping[str, Content], kind: type[Content], way: str)
     return {str(name): panel for name, panel in panels.items()}
 
 
-def interactive_html(script: str, svg: str, data: dict[str, Any]) -> str:
+def interactive_html(script: str, svg: str, data: Mapping[str, Any]) -> str:
     """The figure as a fragment of HTML, which shows the static SVG where no script runs.
 
     Args:

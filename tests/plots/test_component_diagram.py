@@ -19,6 +19,7 @@ from sparse_tl.plots.component_curves import Line, NodeBox, line_curves
 from sparse_tl.plots.component_layout import NODE_HEIGHT, ComponentLayout, lay_out
 from sparse_tl.plots.component_rows import node_rows
 from sparse_tl.plots.drawn_circuit import DrawnCircuit, draw_strongest
+from sparse_tl.plots.figure_frame import Surround
 from sparse_tl.plots.layered_layout import Segment, count_crossings, order_rows, place_rows
 from sparse_tl.plots.palette import KEY, OPEN_EDGE, OPEN_PORT
 
@@ -55,7 +56,8 @@ def numbers(data: str) -> list[tuple[float, float]]:
 
 def laid_out(*circuits: ScoredCircuit) -> tuple[list[DrawnCircuit], ComponentLayout]:
     drawn = [draw_strongest(f"panel {i}", circuit, 1000) for i, circuit in enumerate(circuits)]
-    return drawn, lay_out(drawn, has_title=True, has_transition=True)
+    names = tuple(panel.name for panel in drawn)
+    return drawn, lay_out(drawn, Surround(names, "title", "transition"))
 
 
 # ---- what is drawn ------------------------------------------------------------------------------
