@@ -143,7 +143,7 @@ def test_other_models_on_question_sets_and_text(folders: list[str], tmp_path: Pa
     assert list(outcome.metrics["tasks"]["math"]) == ["dense", "sparse"]
     svg = (tmp_path / "run" / "ablation_grid.svg").read_text(encoding="utf-8")
     for title in ("Math", "Text: story", "dense", "sparse"):
-        assert f">{title}<" in svg
+        assert f"<!-- {title} -->" in svg  # beside its outlines
 
 
 def test_models_of_one_name_keep_columns_of_their_own(folders: list[str]) -> None:
