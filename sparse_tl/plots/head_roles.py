@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -61,7 +60,7 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
 
 def head_roles_figure(roles: HeadRoles) -> GridFigure:
     """The mean scores of all heads over seeds, one panel per role: layers upwards, heads across."""
-    scores = {role: roles.score(role).mean(dim=0) for role in ROLES}
+    scores = dict(zip(ROLES, roles.mean_scores(), strict=True))
     n_layers, n_heads = scores[ROLES[0]].shape
     cell = max(8, min(26, 420 // max(n_layers, n_heads)))
     x = Axis("Head", (-0.5, n_heads - 0.5), _whole_ticks(n_heads))
@@ -80,7 +79,7 @@ def head_roles_figure(roles: HeadRoles) -> GridFigure:
 
 def gate_trajectories(roles: HeadRoles) -> GridFigure:
     """Every head's gate, mean over seeds, through the three stages, by its strongest role."""
-    strongest = torch.stack([roles.score(role).mean(dim=0) for role in ROLES]).argmax(dim=0)
+    strongest = roles.mean_scores().argmax(dim=0)
     by_role = sorted(
         (int(strongest[layer, head]), layer, head)
         for layer in range(strongest.shape[0])
@@ -88,7 +87,7 @@ def gate_trajectories(roles: HeadRoles) -> GridFigure:
     )
     listed: set[str] = set()
     stages = []
-    for gates in roles.trajectories.mean(dim=1):
+    for gates in roles.trajectories[:, roles.fitted].mean(dim=1):
         lines = []
         for role, layer, head in by_role:
             values = gates[:, layer, head].tolist()

@@ -39,17 +39,16 @@ def grid(task: str = "Syntax") -> GridFigure:
 
 
 def roles() -> HeadRoles:
-    gates = torch.rand(3, 2, 2, 3, generator=torch.Generator().manual_seed(0))
     return HeadRoles(
-        g0=gates[0],
-        g_plus=gates[1],
-        g_minus=gates[2],
-        trajectories=torch.rand(3, 2, 4, 2, 3),
+        seeds=(0, 1),
+        lambda_=0.1,
+        trajectories=torch.rand(3, 2, 4, 2, 3, generator=torch.Generator().manual_seed(0)),
         recorded_at=(0, 10, 20, 30),
         losses=torch.zeros(3, 2),
         dense_loss=0.0,
-        seeds=(0, 1),
-        lambda_=0.1,
+        fitted=torch.tensor([True, True]),
+        removed=torch.zeros(2, 3),
+        removed_together=torch.zeros(2, 3, 2),
     )
 
 

@@ -34,18 +34,18 @@ def grid() -> go.Figure:
 
 @pytest.fixture
 def roles() -> HeadRoles:
-    gates = torch.zeros(3, 1, 2, 2)
-    gates[1] = gates[2] = torch.tensor([[0.0, 1.0], [0.5, 0.0]])
+    gates = torch.rand(3, 1, 2, 2, 2, generator=torch.Generator().manual_seed(0))
+    gates[1:, :, -1] = torch.tensor([[0.0, 1.0], [0.5, 0.0]])
     return HeadRoles(
-        g0=gates[0],
-        g_plus=gates[1],
-        g_minus=gates[2],
-        trajectories=torch.rand(3, 1, 2, 2, 2),
+        seeds=(0,),
+        lambda_=0.1,
+        trajectories=gates,
         recorded_at=(0, 10),
         losses=torch.zeros(3, 1),
         dense_loss=0.0,
-        seeds=(0,),
-        lambda_=0.1,
+        fitted=torch.tensor([True]),
+        removed=torch.zeros(2, 2),
+        removed_together=torch.zeros(2, 3, 1),
     )
 
 
