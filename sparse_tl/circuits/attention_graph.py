@@ -75,6 +75,13 @@ class AttentionGraph:
         return self.attention.shape[-1]
 
     @property
+    def n_read(self) -> int:
+        """Columns that have an influence: in a causal model, up to the last one that is read."""
+        if not self.causal:
+            return self.n_columns
+        return max(read_at for _, read_at in self.targets) + 1
+
+    @property
     def n_pairs(self) -> int:
         """Pairs of columns that one head can join."""
         n = self.n_columns

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sparse_tl import plots
 from sparse_tl.circuits import trace_attention
 from sparse_tl.circuits.removal import Head
-from sparse_tl.circuits.trace import Prompt
+from sparse_tl.circuits.trace import Prompt, is_causal
 from sparse_tl.lens import HookedModel, attention_shape
 from sparse_tl.nodes import Node
 
@@ -18,6 +18,7 @@ def attention_view(
     *,
     layer: int | None = None,
     heads: Sequence[Head] | None = None,
+    labels: Sequence[str] | None = None,
     title: str | None = None,
 ) -> plots.AttentionView:
     """Browse attention patterns with circuitsvis: gate times attention, query by key.
@@ -26,11 +27,12 @@ def attention_view(
     it shows every pattern as a small heat map.
 
     Args:
-        model: a dense model or a SparseTransformer, with a tokenizer.
+        model: a dense model or a SparseTransformer.
         prompt: text, or its tokens. Columns are shown up to the last one at which the model is
             read: all of them, or, where the prompt has mask tokens, up to the last of these.
         layer: the layer whose heads are shown; all layers if left out.
         heads: (layer, head) of each head that is shown, in place of a layer.
+        labels: texts of the columns, where they are not the tokenizer's.
         title: above the patterns.
 
     Raises:
@@ -39,11 +41,13 @@ def attention_view(
             attention weights.
     """
     chosen = _chosen(model, layer, heads)
-    flow = trace_attention(model, prompt)
-    n_read = max(read_at for _, read_at in flow.targets) + 1
+    # A bidirectional model runs the whole prompt, wherever it is read.
+    positions = None if is_causal(model) else [0]
+    graph = trace_attention(model, prompt, positions=positions, labels=labels)
+    n_read = graph.n_read
     return plots.attention_view(
-        flow.attention[*zip(*chosen, strict=True)][:, :n_read, :n_read],
-        flow.input_tokens[:n_read],
+        graph.attention[*zip(*chosen, strict=True)][:, :n_read, :n_read],
+        graph.input_tokens[:n_read],
         [str(Node("head", layer, head)) for layer, head in chosen],
         title=title,
     )

@@ -198,7 +198,7 @@ function render({ model, el }) {
     const panels = model.get("_panels");
     summary.replaceChildren(...panels.map((panel) =>
       outcome(panel.name, panel.outputs[state.target])));
-    side.replaceChildren(...(panels.length ? [nodeCard()] : []), ...panels.map(panelCard));
+    side.replaceChildren(...(panels.length ? [drawNode(panels)] : []), ...panels.map(drawPanel));
     const some = panels.some((p) => p.removedHeads.length + p.removedEdges.length);
     top.querySelector(".restore").disabled = !some;
     if (alive) return;
@@ -207,78 +207,24 @@ function render({ model, el }) {
     }
   }
 
-  function card(title, subtitle, ...content) {
-    const heading = make("h4", {}, title, make("small", {}, subtitle));
-    return make("section", { class: "card" }, heading, ...content);
-  }
-
-  function panelCard(panel, index) {
+  function drawPanel(panel, index) {
     const { target } = state;
     const [column] = model.get("_figure").data.targets[target];
-    const [nLayers, nHeads] = panel.shape;
-    const toggleHead = (layer, head) =>
-      request({ action: "head", panel: index, head: [layer, head] });
-    const toggleEdge = (edge) => request({ action: "edges", panel: index, edges: [edge] });
-    const changed = panel.removedHeads.length + panel.removedEdges.length > 0;
-    const element = card(
-      panel.name, `output at position ${column}`,
-      outputTable(panel.outputs[target], changed),
-      make("h5", {}, "Heads", make("small", {}, "removed one by one: blue helps, orange hurts")),
-      headGrid({
-        effects: panel.headEffects[target], removed: panel.removedHeads, nLayers, nHeads,
-        onToggle: toggleHead, onHover: hover,
-      }),
-      chips({
-        heads: panel.removedHeads, edges: panel.removedEdges,
-        onHead: toggleHead, onEdge: toggleEdge,
-      }),
-    );
-    element.dataset.panel = index;
-    return element;
+    return panelCard({ panel, index, target, column, request, onHover });
   }
 
-  function nodeCard() {
+  function drawNode(panels) {
     const node = model.get("_node");
-    if (!node) {
-      const hint = make("p", { class: "hint" },
-        "Click a node to see what it attends to and what it would predict. ",
-        "Click a line to remove that attention edge.");
-      return make("section", { class: "card node empty" }, hint);
-    }
-    const { name } = model.get("_panels")[node.panel];
-    const place = node.level ? `after layer ${node.level - 1}` : "input";
-    const element = card(name, `${place}, position ${node.column} \u201c${node.text}\u201d`);
-    element.classList.add("node");
-    const parts = make("div", { class: "parts" });
-    if (node.level) {
-      const some = node.keys.length < node.nKeys
-        ? `from the ${node.keys.length} of ${node.nKeys} columns with most of it`
-        : "by source position; click to remove";
-      parts.append(make("div", { class: "rows" },
-        make("h5", {}, `Attention of layer ${node.level - 1}`, make("small", {}, some)),
-        heatMap({
-          node, onHover: hover,
-          onToggle: (edge) => request({ action: "edges", panel: node.panel, edges: [edge] }),
-        }),
-      ));
-    }
-    parts.append(make("div", { class: "lens" },
-      make("h5", {}, "Would predict", make("small", {}, "logit lens: read out as if it ended here")),
-      lensTable(node.tokens),
-    ));
-    element.append(parts);
-    return element;
+    if (node) return nodeCard({ node, name: panels[node.panel].name, request, onHover });
+    return make("section", { class: "card node empty" }, make("p", { class: "hint" },
+      "Click a node to see what it attends to and what it would predict. ",
+      "Click a line to remove that attention edge."));
   }
 
   // ---- tooltip -------------------------------------------------------------------------------
 
-  function hover(lines, event) {
-    showTip(root, lines, event);
-  }
-
-  function hideTip() {
-    tip.hidden = true;
-  }
+  const onHover = (lines, event) => showTip(root, lines, event);
+  const hideTip = () => { tip.hidden = true; };
 
   // ---- the saved figure ------------------------------------------------------------------------
 

@@ -36,89 +36,131 @@ function shade(share) {
   const t = Math.min(1, Math.abs(share)) ** 0.6;
   const [light, dark] = share < 0 ? [[254, 249, 246], [168, 62, 14]] : [[247, 250, 254], [8, 48, 122]];
   const mixed = light.map((from, i) => Math.round(from + (dark[i] - from) * t));
-  return { ground: `rgb(${mixed.join(", ")})`, ink: t > 0.5 ? "#ffffff" : "#16181d" };
+  return { background: `rgb(${mixed.join(", ")})`, color: t > 0.5 ? "#ffffff" : "#16181d" };
+}
+
+function token(text) {
+  return make("span", { class: "token" }, text);
 }
 
 // One line of what the removals do to a panel's prediction.
 function outcome(name, rows) {
-  const best = rows.reduce((a, b) => (b.before[0] > a.before[0] ? b : a));
-  const delta = best.after[0] - best.before[0];
+  const best = rows.reduce((a, b) => (b.logit_before > a.logit_before ? b : a));
+  const delta = best.logit - best.logit_before;
   const change = Math.abs(delta) < 0.005 ? "" : make(
     "span", { class: delta < 0 ? "less" : "more" }, ` (${signed(delta, 2)})`,
   );
-  const other = rows[0].text === best.text ? "" : make(
-    "span", { class: "less" }, " now predicts ", make("span", { class: "token" }, rows[0].text),
+  const other = rows[0].token === best.token ? "" : make(
+    "span", { class: "less" }, " now predicts ", token(rows[0].token),
   );
   return make("span", { class: "outcome", "data-outcome": name },
-    make("b", {}, name), make("span", { class: "token" }, best.text),
-    make("span", {}, `logit ${plain(best.after[0], 2)}`, change), other);
+    make("b", {}, name), token(best.token),
+    make("span", {}, `logit ${plain(best.logit, 2)}`, change), other);
 }
 
-// The likely tokens of one predicted column, with nothing removed and now.
-function outputTable(rows, changed) {
-  const line = ({ text, before, after }, rank) => {
-    const delta = after[0] - before[0];
-    const cells = [
-      make("th", { scope: "row" }, make("span", { class: "token" }, text)),
-      make("td", {}, plain(before[0], 2)),
-      make("td", {}, plain(after[0], 2)),
-      make("td", { class: delta < -0.005 ? "less" : delta > 0.005 ? "more" : "same" },
-        changed ? signed(delta, 2) : ""),
-      shareCell(after[1]),
-    ];
-    return make("tr", { class: rank === 0 ? "first" : null, "data-token": text }, ...cells);
-  };
-  const heads = ["token", "logit before", "now", "change", "probability"];
-  return make("table", { class: "outputs" },
-    make("thead", {}, make("tr", {}, ...heads.map((text) => make("th", { scope: "col" }, text)))),
-    make("tbody", {}, ...rows.map(line)),
-  );
+// What stands in a column of a table of tokens.
+const OUTPUT_COLUMNS = {
+  "logit before": (row) => plain(row.logit_before, 2),
+  now: (row) => plain(row.logit, 2),
+  change: (row) => change(row.logit - row.logit_before),
+  probability: share,
+};
+const LENS_COLUMNS = { logit: (row) => plain(row.logit, 2), probability: share };
+
+function change(delta) {
+  if (delta === 0) return "";
+  const kind = delta < -0.005 ? "less" : delta > 0.005 ? "more" : "same";
+  return make("span", { class: kind }, signed(delta, 2));
 }
 
-function shareCell(share) {
+function share({ probability }) {
   const bar = make("span", { class: "bar" });
-  bar.style.width = `${(100 * share).toFixed(1)}%`;
-  return make("td", { class: "share" }, bar, make("span", {}, percent(share)));
+  bar.style.width = `${(100 * probability).toFixed(1)}%`;
+  return make("div", { class: "share" }, bar, make("span", {}, percent(probability)));
+}
+
+function tokenTable(rows, columns) {
+  const heads = ["token", ...Object.keys(columns)].map((name) => make("th", { scope: "col" }, name));
+  const lines = rows.map((row, rank) => make("tr", {
+    class: rank === 0 ? "first" : null, "data-token": row.token,
+  }, make("th", { scope: "row" }, token(row.token)),
+  ...Object.values(columns).map((cell) => make("td", {}, cell(row)))));
+  return make("table", { class: "outputs" },
+    make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...lines));
+}
+
+// A cell of a grid: a button that removes a part of the model, or puts it back.
+function partCell({ name, data, removed, weight, words, onToggle, onHover }) {
+  const lines = removed ? ["removed; click: put it back"] : [...words, "click: remove it"];
+  const cell = make("button", {
+    type: "button", class: "cell", ...data, "aria-pressed": String(removed),
+    "aria-label": [name, ...lines.slice(0, -1), removed ? "removed" : ""].filter(Boolean).join(", "),
+    onclick: onToggle, onpointermove: (event) => onHover([name, ...lines], event),
+  });
+  if (!removed) Object.assign(cell.style, shade(weight));
+  return cell;
 }
 
 // A grid of layers and heads, darker with what removing a head does to the predicted logit.
-function headGrid({ effects, removed, nLayers, nHeads, onToggle, onHover }) {
-  const largest = Math.max(1e-9, ...effects.flat().map(Math.abs));
+function headGrid({ panel, target, onToggle, onHover }) {
+  const [nLayers, nHeads] = panel.shape;
+  const [logits, shares] = ["logits", "probabilities"].map((name) => panel.headEffects[name][target]);
+  const largest = Math.max(1e-9, ...logits.map(Math.abs));
+  const gone = new Set(panel.removedHeads.map(String));
   const grid = make("div", { class: "heads", role: "group", "aria-label": "heads" });
   grid.style.setProperty("--heads", nHeads);
-  const gone = new Set(removed.map(String));
   for (let layer = nLayers - 1; layer >= 0; layer--) {
     grid.append(make("span", { class: "axis" }, `${layer}`));
     for (let head = 0; head < nHeads; head++) {
-      const off = gone.has(`${layer},${head}`);
-      const effect = effects[layer][head];
-      const { ground } = shade(-effect / largest);
-      const words = off ? ["removed; click: put it back"] : [
-        `effect of removing it: ${signed(effect, 2)} on the predicted logit`, "click: remove it",
-      ];
-      const cell = make("button", {
-        type: "button", class: "cell", "data-head": `${layer},${head}`, "aria-pressed": String(off),
-        "aria-label": `${headName(layer, head)}${off ? ", removed" : ""}`,
-        onclick: () => onToggle(layer, head),
-        onpointermove: (event) => onHover([headName(layer, head), ...words], event),
-      });
-      if (!off) cell.style.background = ground;
-      grid.append(cell);
+      const i = layer * nHeads + head;
+      const points = `${signed(100 * shares[i], 1)} percentage points`;
+      grid.append(partCell({
+        name: headName(layer, head), data: { "data-head": `${layer},${head}` },
+        removed: gone.has(`${layer},${head}`), weight: -logits[i] / largest,
+        words: ["effect of removing it", `logit ${signed(logits[i], 2)}, probability ${points}`],
+        onToggle: () => onToggle(layer, head), onHover,
+      }));
     }
   }
-  grid.append(make("span", {}));
-  for (let head = 0; head < nHeads; head++) {
-    grid.append(make("span", { class: "axis" }, `${head}`));
-  }
+  const axis = Array.from({ length: nHeads }, (_, head) => make("span", { class: "axis" }, `${head}`));
+  grid.append(make("span", {}), ...axis);
+  return make("div", { class: "scroll" }, grid);
+}
+
+// Attention from every head of a layer into one node, by source column.
+function heatMap({ node, onToggle, onHover }) {
+  const { level, column, keys, attention, removed } = node;
+  const grid = make("div", { class: "heat", role: "group", "aria-label": "attention into the node" });
+  grid.style.setProperty("--keys", keys.length);
+  attention.forEach((row, head) => {
+    grid.append(make("span", { class: "axis" }, headName(level - 1, head)));
+    row.forEach((weight, i) => {
+      const edge = [level - 1, head, column, keys[i].key];
+      const cell = partCell({
+        name: edgeName(edge), data: { "data-edge": edge.join(",") }, removed: removed[head][i], weight,
+        words: [
+          `from position ${keys[i].key}: \u201c${keys[i].text}\u201d`,
+          `attention ${weight.toFixed(3)}`,
+        ],
+        onToggle: () => onToggle(edge), onHover,
+      });
+      const shown = weight >= 0.005 && !removed[head][i];
+      cell.textContent = shown ? weight.toFixed(2).replace(/^0/, "") : "";
+      grid.append(cell);
+    });
+  });
+  const axis = keys.map(({ key, text }) =>
+    make("span", { class: "axis key", title: `position ${key}` }, text));
+  grid.append(make("span", {}), ...axis);
   return make("div", { class: "scroll" }, grid);
 }
 
 // Heads and edges that are removed from a panel; each has a button that puts it back.
-function chips({ heads, edges, onHead, onEdge }) {
+function chips({ panel, onHead, onEdge }) {
   const MOST = 16;
   const all = [
-    ...heads.map(([layer, head]) => [headName(layer, head), () => onHead(layer, head)]),
-    ...edges.map((edge) => [edgeName(edge), () => onEdge(edge)]),
+    ...panel.removedHeads.map(([layer, head]) => [headName(layer, head), () => onHead(layer, head)]),
+    ...panel.removedEdges.map((edge) => [edgeName(edge), () => onEdge(edge)]),
   ];
   const shown = all.slice(0, MOST).map(([name, restore]) =>
     make("span", { class: "chip", "data-chip": name }, name,
@@ -128,52 +170,38 @@ function chips({ heads, edges, onHead, onEdge }) {
   return make("div", { class: "chips" }, ...shown);
 }
 
-// Attention from every head of a layer into one node, by source column.
-function heatMap({ node, onToggle, onHover }) {
-  const { level, column, keys, attention, removed } = node;
-  const layer = level - 1;
-  const grid = make("div", { class: "heat", role: "group", "aria-label": "attention into the node" });
-  grid.style.setProperty("--keys", keys.length);
-  attention.forEach((row, head) => {
-    grid.append(make("span", { class: "axis" }, headName(layer, head)));
-    row.forEach((weight, i) => {
-      const off = removed[head][i];
-      const { key, text } = keys[i];
-      const { ground, ink } = shade(weight);
-      const name = edgeName([layer, head, column, key]);
-      const words = [
-        `from position ${key}: \u201c${text}\u201d`,
-        off ? "removed; click: put it back" : `attention ${weight.toFixed(3)}; click: remove it`,
-      ];
-      const cell = make("button", {
-        type: "button", class: "cell", "aria-pressed": String(off),
-        "data-edge": [layer, head, column, key].join(","),
-        "aria-label": `${name}, ${off ? "removed" : `attention ${weight.toFixed(3)}`}`,
-        onclick: () => onToggle([layer, head, column, key]),
-        onpointermove: (event) => onHover([name, ...words], event),
-      });
-      if (!off) {
-        cell.style.background = ground;
-        cell.style.color = ink;
-        cell.textContent = weight >= 0.005 ? weight.toFixed(2).replace(/^0/, "") : "";
-      }
-      grid.append(cell);
-    });
-  });
-  grid.append(make("span", {}));
-  for (const { key, text } of keys) {
-    grid.append(make("span", { class: "axis key", title: `position ${key}` }, text));
-  }
-  return make("div", { class: "scroll" }, grid);
+function card(attributes, title, subtitle, ...content) {
+  const heading = make("h4", {}, title, make("small", {}, subtitle));
+  return make("section", { class: "card", ...attributes }, heading, ...content);
 }
 
-// What the logit lens reads at one node.
-function lensTable(tokens) {
-  const line = ({ text, after }) => make("tr", { "data-token": text },
-    make("th", { scope: "row" }, make("span", { class: "token" }, text)),
-    make("td", {}, plain(after[0], 2)), shareCell(after[1]));
-  const heads = ["token", "logit", "probability"];
-  return make("table", { class: "outputs" },
-    make("thead", {}, make("tr", {}, ...heads.map((text) => make("th", { scope: "col" }, text)))),
-    make("tbody", {}, ...tokens.map(line)));
+// What a panel predicts at a target, its heads, and what is removed from it.
+function panelCard({ panel, index, target, column, request, onHover }) {
+  const onHead = (layer, head) => request({ action: "head", panel: index, head: [layer, head] });
+  const onEdge = (edge) => request({ action: "edges", panel: index, edges: [edge] });
+  return card({ "data-panel": index }, panel.name, `output at position ${column}`,
+    tokenTable(panel.outputs[target], OUTPUT_COLUMNS),
+    make("h5", {}, "Heads", make("small", {}, "removed one by one: blue helps, orange hurts")),
+    headGrid({ panel, target, onToggle: onHead, onHover }),
+    chips({ panel, onHead, onEdge }));
+}
+
+// What a node attends to and would predict.
+function nodeCard({ node, name, request, onHover }) {
+  const place = node.level ? `after layer ${node.level - 1}` : "input";
+  const parts = make("div", { class: "parts" });
+  if (node.level) {
+    const some = node.keys.length < node.nKeys
+      ? `from the ${node.keys.length} of ${node.nKeys} columns with most of it`
+      : "by source position; click to remove";
+    const onToggle = (edge) => request({ action: "edges", panel: node.panel, edges: [edge] });
+    parts.append(make("div", { class: "rows" },
+      make("h5", {}, `Attention of layer ${node.level - 1}`, make("small", {}, some)),
+      heatMap({ node, onToggle, onHover })));
+  }
+  parts.append(make("div", { class: "lens" },
+    make("h5", {}, "Would predict", make("small", {}, "logit lens: read out as if it ended here")),
+    tokenTable(node.tokens, LENS_COLUMNS)));
+  const where = `${place}, position ${node.column} \u201c${node.text}\u201d`;
+  return card({ class: "card node" }, name, where, parts);
 }

@@ -1,4 +1,4 @@
-"""The circuit explorer: a circuit diagram whose parts the running kernel takes out and puts back.
+"""The circuit explorer: a circuit diagram whose parts the running kernel removes and puts back.
 
 1. The front end (`explorer.js`) draws what the traits hold and asks for changes by messages.
 2. A message changes the `Exploration`; its numbers go back as traits. What cannot be done becomes
@@ -26,8 +26,8 @@ import traitlets
 from sparse_tl.circuits.attention_graph import EdgeWeight
 from sparse_tl.circuits.removal import AttentionEdge
 from sparse_tl.circuits.trace import Prompt
+from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.explorer.payload import Node, node_payload, panels_payload
-from sparse_tl.explorer.session import Exploration
 from sparse_tl.lens import HookedModel
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.circuit_diagram import check_options
@@ -53,10 +53,30 @@ _NO_VIEW = (
 
 
 class CircuitExplorer(anywidget.AnyWidget):
-    """A live circuit diagram for notebooks; `explore` makes one.
+    """A live circuit diagram: remove heads and attention edges, and see what the models say then.
 
-    Everything that can be clicked can be called: `toggle_head`, `toggle_edges`, `restore`,
-    `show_prompt`, `select`. `exploration` has the numbers.
+    `explore` is its short name. Everything that can be clicked can be called: `toggle_head`,
+    `toggle_edges`, `restore`, `show_prompt`, `select`. `exploration` has the numbers. Where there
+    is nothing to show (no model, a model without attention patterns to hook, a prompt or position
+    that does not fit), it says why and takes another prompt; its `exploration`, `figure` and `save`
+    then raise ValueError.
+
+    Args:
+        models: panels from top to bottom, by title; dense or sparse.
+        prompt: text, or its tokens.
+        position: the predicted column that is shown first; the last one if left out.
+        positions: all columns that can be chosen; every mask token of the prompt or the token
+            after it, and `position`, if left out.
+        labels: texts of the columns, where they are not the tokenizer's.
+        weight: "attention" (gate times attention), "effect" (of removing the edge, in logits:
+            exact where few edges are open) or "first-order" (its estimate).
+        threshold: the smallest weight that is drawn, in 0..1.
+        theme: ``"light"``, as figures are in notebooks, or ``"dark"``.
+        **style: passed to `plots.circuit_diagram`: transition, title.
+
+    Raises:
+        ValueError: a threshold, theme or weight that there is not.
+        TypeError: an argument that `plots.circuit_diagram` does not know.
     """
 
     _esm = _assets(
@@ -88,6 +108,7 @@ class CircuitExplorer(anywidget.AnyWidget):
         *,
         position: int | None = None,
         positions: Sequence[int] | None = None,
+        labels: Sequence[str] | None = None,
         weight: EdgeWeight = "attention",
         threshold: float = 0.1,
         theme: Ground | str = "light",
@@ -109,7 +130,7 @@ class CircuitExplorer(anywidget.AnyWidget):
         )
         self.on_msg(self._on_request)
         try:
-            self._start(prompt, position=position, positions=positions)
+            self._start(prompt, position=position, positions=positions, labels=labels)
         except ValueError:
             self._prompt = prompt if isinstance(prompt, str) else ""
             self._say(self._problem)
@@ -139,29 +160,29 @@ class CircuitExplorer(anywidget.AnyWidget):
 
     # ---- what can be clicked ---------------------------------------------------------------------
 
-    def toggle_head(self, panel: str, layer: int, head: int) -> None:
+    def toggle_head(self, title: str, layer: int, head: int) -> None:
         """Remove a head, or put it back; see `Exploration.toggle_head`."""
-        self.exploration.toggle_head(panel, layer, head)
+        self.exploration.toggle_head(title, layer, head)
         self._refresh()
 
-    def toggle_edges(self, panel: str, edges: Iterable[AttentionEdge]) -> None:
+    def toggle_edges(self, title: str, edges: Iterable[AttentionEdge]) -> None:
         """Remove attention edges, or put them back; see `Exploration.toggle_edges`."""
-        self.exploration.toggle_edges(panel, edges)
+        self.exploration.toggle_edges(title, edges)
         self._refresh()
 
-    def restore(self, panel: str | None = None) -> None:
-        """Put back everything, in one panel or in all."""
-        self.exploration.restore(panel)
+    def restore(self, title: str | None = None) -> None:
+        """Put back everything, in one model or in all."""
+        self.exploration.restore(title)
         self._refresh()
 
-    def show_prompt(self, prompt: Prompt) -> None:
+    def show_prompt(self, prompt: Prompt, labels: Sequence[str] | None = None) -> None:
         """Go on with another prompt; see `Exploration.show_prompt`."""
         if self._exploration is None:
-            self._start(prompt)  # its columns are chosen anew
+            self._start(prompt, labels=labels)  # its columns are chosen anew
             return
         exploration = self._exploration
         had_edges = any(exploration.removed_edges(title) for title in exploration.titles)
-        same = exploration.show_prompt(prompt)
+        same = exploration.show_prompt(prompt, labels)
         self._selected = None
         if self._state["target"] >= len(exploration.targets):
             self._state = {**self._state, "target": len(exploration.targets) - 1}
@@ -169,9 +190,9 @@ class CircuitExplorer(anywidget.AnyWidget):
         if had_edges and not same:
             self._say("The prompt has another number of tokens: removed edges are back.", "info")
 
-    def select(self, panel: str, level: int, column: int) -> None:
+    def select(self, title: str, level: int, column: int) -> None:
         """Show what a node attends to and would predict; level 0 is the input."""
-        node = (panel, level, column)
+        node = (title, level, column)
         self._node = node_payload(self.exploration, node)
         self._selected = node
         self._message = None
@@ -191,7 +212,7 @@ class CircuitExplorer(anywidget.AnyWidget):
     def _diagram(self, names: Mapping[str, str]) -> CircuitDiagram:
         state = self._state
         return circuit_diagram(
-            {name: self.exploration.flow(title) for title, name in names.items()},
+            {name: self.exploration.graph(title) for title, name in names.items()},
             target=state["target"],
             weight=state["weight"],
             threshold=state["threshold"],
@@ -290,44 +311,4 @@ class CircuitExplorer(anywidget.AnyWidget):
         return f"CircuitExplorer({titles}, prompt {self.exploration.prompt!r})"
 
 
-def explore(
-    models: Mapping[str, HookedModel],
-    prompt: Prompt,
-    *,
-    position: int | None = None,
-    positions: Sequence[int] | None = None,
-    weight: EdgeWeight = "attention",
-    theme: Ground | str = "light",
-    **style: Any,
-) -> CircuitExplorer:
-    """A live circuit diagram: take out heads and attention edges, and see what the models say then.
-
-    Args:
-        models: panels from top to bottom, by title; dense or sparse.
-        prompt: text, or its tokens.
-        position: the predicted column that is shown first; the last one if left out.
-        positions: all columns that can be chosen; every mask token of the prompt or the token
-            after it, and `position`, if left out.
-        weight: "attention" (gate times attention), "effect" (of removing the edge, in logits:
-            exact where few edges are open) or "first-order" (its estimate).
-        theme: ``"light"``, as figures are in notebooks, or ``"dark"``.
-        **style: passed to `plots.circuit_diagram`: threshold, transition, title.
-
-    Returns:
-        The widget. Where there is nothing to show (no model, a model without attention patterns to
-        hook or without a tokenizer, a prompt or position that does not fit), it says why and takes
-        another prompt; its `exploration`, `figure` and `save` then raise ValueError.
-
-    Raises:
-        ValueError: a threshold, theme or weight that there is not.
-        TypeError: an argument that `plots.circuit_diagram` does not know.
-    """
-    return CircuitExplorer(
-        models,
-        prompt,
-        position=position,
-        positions=positions,
-        weight=weight,
-        theme=theme,
-        **style,
-    )
+explore = CircuitExplorer

@@ -100,7 +100,7 @@ def test_a_line_stands_for_the_edge_in_every_head_above_the_threshold(page, tmp_
     assert request["action"] == "edges"
     layer, _, query, key = request["edges"][0]
     heads = [edge[1] for edge in request["edges"]]
-    weights = explorer.exploration.flow("Dense").attention[layer, :, query, key]
+    weights = explorer.exploration.graph("Dense").attention[layer, :, query, key]
     assert sorted(heads) == [head for head in range(2) if weights[head] >= 0.0005]
 
 
@@ -140,12 +140,13 @@ def test_hovering_a_cell_tells_its_value(page, tmp_path, explorer):
     explorer.select("Dense", 1, 4)
     show(page, tmp_path, explorer)
     page.locator(".heat [data-edge='0,1,4,2']").hover()
-    weight = explorer.exploration.pattern("Dense", 0, 1)[4, 2].item()
+    weight = explorer.exploration.graph("Dense").attention[0, 1, 4, 2].item()
     tip = page.locator(".sparse-tl-explorer > .tip")
     assert tip.inner_text().splitlines() == [
         "a0.h1 2→4",
         "from position 2: “+”",
-        f"attention {weight:.3f}; click: remove it",
+        f"attention {weight:.3f}",
+        "click: remove it",
     ]
     page.mouse.move(2, 2)
     assert not tip.is_visible()
@@ -228,9 +229,9 @@ def test_hostile_texts_stay_texts(page, tmp_path, build_small):
     explorer = explore({ATTACK: build_small()}, PROMPT, title=ATTACK)
     explorer.select(ATTACK, 1, 3)
     node, panels = trait(explorer, "_node"), trait(explorer, "_panels")
-    node["text"] = node["keys"][0]["text"] = node["tokens"][0]["text"] = ATTACK
+    node["text"] = node["keys"][0]["text"] = node["tokens"][0]["token"] = ATTACK
     for rows in panels[0]["outputs"]:
-        rows[0]["text"] = ATTACK
+        rows[0]["token"] = ATTACK
     show(page, tmp_path, explorer, _node=node, _panels=panels)
     page.locator(".heat .cell").first.hover()
     assert page.locator("img").count() == 0

@@ -59,16 +59,17 @@ def test_everything_sent_is_json(explorer):
 
 def test_a_clicked_head_is_removed_and_restored(explorer):
     before = explorer._panels[0]["outputs"][-1]
-    assert all(row["before"] == row["after"] for row in before)
+    assert all(row["logit_before"] == row["logit"] for row in before)
     answer = ask(explorer, action="head", panel=0, head=[0, 1])
     assert answer["seconds"] > 0 and explorer._message is None
     assert explorer._panels[0]["removedHeads"] == ((0, 1),)
     rows = explorer._panels[0]["outputs"][-1]
-    for row, change in zip(rows, explorer.exploration.outputs("Dense"), strict=True):
-        assert row["text"] == change.text
-        for name, score in (("before", change.before), ("after", change.after)):
-            assert row[name] == pytest.approx([score.logit, score.probability], rel=1e-4)
-    assert any(row["before"] != row["after"] for row in rows)
+    for row, expected in zip(
+        rows, explorer.exploration.outputs("Dense").to_dict("records"), strict=True
+    ):
+        assert row.pop("token") == expected.pop("token")
+        assert row == pytest.approx(expected, rel=1e-4)
+    assert any(row["logit_before"] != row["logit"] for row in rows)
     ask(explorer, action="head", panel=0, head=[0, 1])
     assert explorer._panels[0]["outputs"][-1] == before
     assert explorer._panels[0]["removedHeads"] == ()
@@ -76,12 +77,12 @@ def test_a_clicked_head_is_removed_and_restored(explorer):
 
 def test_a_clicked_line_is_removed_from_the_figure(explorer):
     counts = caption_counts(explorer._figure["svg"])
-    attention = explorer.exploration.flow("Dense").attention
+    attention = explorer.exploration.graph("Dense").attention
     edge = tuple(int(i) for i in torch.unravel_index(attention.argmax(), attention.shape))
     ask(explorer, action="edges", panel=0, edges=[list(edge)])
     assert caption_counts(explorer._figure["svg"])[1] == counts[1]
     assert explorer._panels[0]["removedEdges"] == (edge,)
-    assert explorer.exploration.flow("Dense").attention[edge] == 0
+    assert explorer.exploration.graph("Dense").attention[edge] == 0
     ask(explorer, action="restore")
     assert caption_counts(explorer._figure["svg"]) == counts
 
@@ -91,7 +92,7 @@ def test_a_clicked_node_shows_its_attention_and_tokens(explorer):
     node = explorer._node
     assert (node["panel"], node["level"], node["column"], node["nKeys"]) == (1, 2, 10, 11)
     for head in range(2):
-        row = explorer.exploration.pattern("Sparse", 1, head)[10].tolist()
+        row = explorer.exploration.graph("Sparse").attention[1, head, 10].tolist()
         assert node["attention"][head] == pytest.approx(row, abs=1e-4)
     assert [key["text"] for key in node["keys"]] == list(PROMPT)
     ask(explorer, action="edges", panel=1, edges=[[1, 0, 10, 3]])
@@ -106,7 +107,7 @@ def test_long_rows_show_the_columns_with_most_attention(build_small):
     explorer.select("m", 1, 69)
     node = explorer._node
     assert (len(node["keys"]), node["nKeys"]) == (48, 70)
-    row = explorer.exploration.node("m", 1, 69).attention.amax(dim=0)
+    row = explorer.exploration.graph("m").attention[0, :, 69].amax(dim=0)
     shown = [key["key"] for key in node["keys"]]
     assert shown == sorted(shown)
     assert row[shown].min() >= row.sort(descending=True).values[47]
@@ -119,14 +120,16 @@ def test_long_rows_show_the_columns_with_most_attention(build_small):
 def test_head_effects_are_what_removing_them_one_by_one_does(explorer, models, title):
     explorer.toggle_edges(title, [(0, 0, 9, 3)])  # beside what is removed already
     panel = explorer.exploration.titles.index(title)
-    effects = explorer._panels[panel]["headEffects"]
+    effects = explorer._panels[panel]["headEffects"]["logits"]
     whole = explorer.exploration.logits(title)
     for head in ((0, 0), (0, 1), (1, 0), (1, 1)):
         explorer.toggle_head(title, *head)
         cut = explorer.exploration.logits(title)
         for target, (_, read_at) in enumerate(explorer.exploration.targets):
             change = (cut - whole)[read_at, whole[read_at].argmax()].item()
-            assert effects[target][head[0]][head[1]] == pytest.approx(change, rel=1e-4, abs=1e-9)
+            assert effects[target][2 * head[0] + head[1]] == pytest.approx(
+                change, rel=1e-4, abs=1e-9
+            )
         explorer.toggle_head(title, *head)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparse_tl.circuits import trace_attention
-from sparse_tl.explorer.session import Exploration
+from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.tasks.addition import addition_tokenizer
 
 PROMPT = "36+28=?????"
@@ -67,19 +67,19 @@ def test_the_gates_of_the_sparse_model_are_on(exploration, models):
     with model.opened(), torch.no_grad():
         opened = model(model.to_tokens(PROMPT))[0]
     assert not torch.allclose(exploration.logits("Sparse"), opened, atol=1e-6)
-    closed = ~exploration.flow("Sparse").gates & torch.ones(11, 11, dtype=torch.bool).tril()
-    assert closed.any() and not exploration.flow("Sparse").attention[closed].any()
+    closed = ~exploration.graph("Sparse").gates & torch.ones(11, 11, dtype=torch.bool).tril()
+    assert closed.any() and not exploration.graph("Sparse").attention[closed].any()
 
 
 @pytest.mark.parametrize("panel", ["Dense", "Sparse"])
 def test_restoring_gives_the_first_logits_exactly(exploration, panel):
     first = exploration.logits(panel).clone()
-    flow = exploration.flow(panel)
+    graph = exploration.graph(panel)
     remove_some(exploration, panel)
     assert not torch.equal(exploration.logits(panel), first)
     exploration.restore()
     assert torch.equal(exploration.logits(panel), first)
-    assert torch.equal(exploration.flow(panel).attention, flow.attention)
+    assert torch.equal(exploration.graph(panel).attention, graph.attention)
     # One by one instead of all at once.
     remove_some(exploration, panel)
     remove_some(exploration, panel)
@@ -105,7 +105,7 @@ def test_nothing_is_left_on_the_models(exploration, models):
     weights = {t: [p.clone() for p in m.parameters()] for t, m in models.items()}
     for panel in models:
         remove_some(exploration, panel)
-        exploration.node(panel, 2, 10)
+        exploration.logit_lens(panel, 2, 10)
         with pytest.raises(ValueError, match="expected heads"):
             exploration.toggle_head(panel, 5, 0)
     assert before == {title: hooks_of(model) for title, model in models.items()}
@@ -114,21 +114,21 @@ def test_nothing_is_left_on_the_models(exploration, models):
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_flow_has_no_removed_edge(exploration, models):
+def test_the_graph_has_no_removed_edge(exploration, models):
     whole = trace_attention(models["Sparse"], PROMPT, attribution=True)
-    first = exploration.flow("Sparse")
+    first = exploration.graph("Sparse")
     assert torch.equal(first.attention, whole.attention)
     assert torch.equal(first.attribution, whole.attribution)
     remove_some(exploration, "Sparse")
-    flow = exploration.flow("Sparse")
-    assert not flow.attention[0, 1].any() and not flow.gates[0, 1].any()
-    assert not flow.attribution[:, 0, 1].any()
+    graph = exploration.graph("Sparse")
+    assert not graph.attention[0, 1].any() and not graph.gates[0, 1].any()
+    assert not graph.attribution[:, 0, 1].any()
     for edge in EDGES:
-        assert flow.attention[edge] == 0 and not flow.gates[edge]
-    assert torch.equal(flow.attention[0, 0], whole.attention[0, 0])
+        assert graph.attention[edge] == 0 and not graph.gates[edge]
+    assert torch.equal(graph.attention[0, 0], whole.attention[0, 0])
 
 
-def test_the_flow_reads_later_layers_under_the_removals(exploration, models):
+def test_the_graph_reads_later_layers_under_the_removals(exploration, models):
     exploration.toggle_head("Dense", 0, 0)
     exploration.toggle_edges("Dense", [(0, 1, 10, 3)])
     seen = {}
@@ -149,10 +149,7 @@ def test_the_flow_reads_later_layers_under_the_removals(exploration, models):
     model = models["Dense"]
     with torch.no_grad():
         model.run_with_hooks(model.to_tokens(PROMPT), fwd_hooks=hooks)
-    for head in range(2):
-        pattern = exploration.pattern("Dense", 1, head)
-        torch.testing.assert_close(pattern, seen["pattern"][head], rtol=0, atol=1e-12)
-    torch.testing.assert_close(exploration.flow("Dense").attention[1], seen["pattern"])
+    torch.testing.assert_close(exploration.graph("Dense").attention[1], seen["pattern"])
 
 
 def test_outputs_tell_logits_and_probabilities_before_and_after(exploration, models):
@@ -161,36 +158,22 @@ def test_outputs_tell_logits_and_probabilities_before_and_after(exploration, mod
     for target, (_, read_at) in enumerate(exploration.targets):
         before = by_hand(model)[read_at]
         after = by_hand(model, HEADS, EDGES)[read_at]
-        changes = exploration.outputs("Dense", target, top=4)
-        assert len(changes) == 4
-        for change in changes:
-            token = tokenizer.convert_tokens_to_ids(change.text)
-            assert change.before.logit == pytest.approx(before[token].item(), abs=1e-9)
-            assert change.after.logit == pytest.approx(after[token].item(), abs=1e-9)
-            expected = before.softmax(-1)[token].item(), after.softmax(-1)[token].item()
-            found = change.before.probability, change.after.probability
-            assert found == pytest.approx(expected, abs=1e-9)
-        logits = [change.after.logit for change in changes]
-        assert logits == sorted(logits, reverse=True)
-        assert changes[0].text == tokenizer.decode([int(after.argmax())])
-        assert tokenizer.decode([int(before.argmax())]) in [change.text for change in changes]
+        table = exploration.outputs("Dense", target, top=4)
+        tokens = tokenizer.convert_tokens_to_ids(table["token"].tolist())
+        for suffix, logits in (("_before", before), ("", after)):
+            expected = {"logit": logits, "probability": logits.softmax(-1)}
+            for name, values in expected.items():
+                found = table[name + suffix].tolist()
+                assert found == pytest.approx(values[tokens].tolist(), abs=1e-9)
+        assert len(table) == 4 and table["logit"].is_monotonic_decreasing
+        assert tokens[0] == after.argmax() and before.argmax() in tokens
 
 
-def test_a_node_tells_its_attention_and_what_it_would_predict(exploration, models):
-    model = models["Sparse"]
+def test_removed_edges_are_told(exploration):
     remove_some(exploration, "Sparse")
-    reading = exploration.node("Sparse", 2, 10)
-    for head in range(2):
-        row = exploration.pattern("Sparse", 1, head)[10]
-        assert torch.equal(reading.attention[head], row)
-    assert reading.removed.nonzero().tolist() == [[0, 3], [0, 10]]
-    assert exploration.node("Sparse", 1, 4).removed.tolist() == [[False] * 5, [True] * 5]
-    # At the last level the logit lens reads the model's own output.
-    after = exploration.logits("Sparse")[10]
-    best = int(after.argmax())
-    assert reading.tokens[0].text == model.tokenizer.decode([best])
-    assert reading.tokens[0].logit == pytest.approx(after[best].item(), abs=1e-9)
-    assert len(exploration.node("Sparse", 0, 10).attention) == 0
+    removed = exploration.removed("Sparse")
+    assert removed[1, :, 10].nonzero().tolist() == [[0, 3], [0, 10]]
+    assert removed[0, 1].all() and not removed[0, 0].any()
 
 
 def test_the_logit_lens_is_the_final_norm_and_the_unembedding(exploration, models):
@@ -199,9 +182,13 @@ def test_the_logit_lens_is_the_final_norm_and_the_unembedding(exploration, model
         _, cache = model.run_with_cache(model.to_tokens(PROMPT))
         for level, name in enumerate(("blocks.0.hook_resid_pre", "blocks.0.hook_resid_post")):
             logits = model.unembed(model.ln_final(cache[name]))[0, 7]
-            token = exploration.node("Dense", level, 7).tokens[0]
-            assert token.text == model.tokenizer.decode([int(logits.argmax())])
-            assert token.logit == pytest.approx(logits.max().item(), abs=1e-9)
+            best = exploration.logit_lens("Dense", level, 7).iloc[0]
+            assert best["token"] == model.tokenizer.decode([int(logits.argmax())])
+            assert best["logit"] == pytest.approx(logits.max().item(), abs=1e-9)
+    # At the last level it reads the model's own output, without what is removed.
+    remove_some(exploration, "Dense")
+    best = exploration.logit_lens("Dense", 2, 10, top=1).iloc[0]
+    assert best["logit"] == pytest.approx(exploration.logits("Dense")[10].max().item(), abs=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["grouped", "attention_only"])
@@ -211,7 +198,6 @@ def test_other_architectures(build_small, kind):
     remove_some(exploration, "m")
     expected = by_hand(model, HEADS, EDGES)
     torch.testing.assert_close(exploration.logits("m"), expected, rtol=0, atol=1e-12)
-    assert exploration.node("m", 2, 10).attention.shape[0] == model.cfg.n_heads
 
 
 # ---- prompts and positions -----------------------------------------------------------------------
@@ -291,11 +277,11 @@ def test_what_does_not_exist_is_refused(exploration):
     with pytest.raises(ValueError, match=r"columns 0\.\.10; got query 11"):
         exploration.toggle_edges("Dense", [(0, 0, 11, 4)])
     with pytest.raises(ValueError, match=r"of \['Dense', 'Sparse'\]; got 'Other'"):
-        exploration.flow("Other")
+        exploration.graph("Other")
     with pytest.raises(ValueError, match=r"level in 0\.\.2; got 3"):
-        exploration.node("Dense", 3, 0)
+        exploration.logit_lens("Dense", 3, 0)
     with pytest.raises(ValueError, match="column that the model reads"):
-        exploration.node("Dense", 1, 11)
+        exploration.logit_lens("Dense", 1, 11)
     assert exploration.removed_edges("Dense") == ()
 
 
@@ -315,11 +301,34 @@ def test_a_model_that_breaks_later_keeps_the_old_state(exploration, models):
     assert torch.equal(exploration.logits("Dense"), logits)
 
 
-def test_no_model_and_no_tokenizer_are_refused(build_tiny):
+def test_no_model_is_refused():
     with pytest.raises(ValueError, match="at least one model"):
         Exploration({}, PROMPT)
-    with pytest.raises(ValueError, match="tokenizer"):
-        Exploration({"m": build_tiny()}, PROMPT)
+
+
+def test_a_model_without_a_tokenizer_is_shown_by_labels(build_tiny):
+    model, tokens = build_tiny("float64"), torch.tensor([3, 1, 4])
+    exploration = Exploration({"m": model}, tokens, labels=["x", "y", "z"])
+    assert exploration.graph("m").input_tokens == ("x", "y", "z", "?")
+    best = model(tokens[None])[0, 2].argmax().item()
+    assert exploration.outputs("m")["token"][0] == str(best) and exploration.prompt == ""
+    with pytest.raises(ValueError, match="no tokenizer; got the text '1'"):
+        exploration.show_prompt("1")
+
+
+def test_a_bidirectional_model_loses_edges_from_later_columns(build_tiny):
+    model, tokens = build_tiny("float64", attention_dir="bidirectional"), torch.tensor([3, 1, 4])
+    exploration = Exploration({"m": model}, tokens, positions=[0])
+    exploration.toggle_edges("m", [(0, 1, 0, 2)])
+
+    def cut(pattern, hook):
+        pattern[:, 1, 0, 2] = 0
+        return pattern
+
+    name = "blocks.0.attn.hook_pattern"
+    expected = model.run_with_hooks(tokens[None], fwd_hooks=[(name, cut)])[0]
+    torch.testing.assert_close(exploration.logits("m"), expected, rtol=0, atol=1e-12)
+    assert not exploration.graph("m").gates[0, 1, 0, 2] and exploration.n_read == 3
 
 
 def test_models_that_see_other_columns_are_refused(build_small, models):

@@ -1,0 +1,271 @@
+"""One prompt, several models, parts removed by hand: all that the explorer shows, as numbers.
+
+Every model is run without its removed parts (`ablated_model`), and once with all of them, for
+comparison. The rest is read off those runs: the graph for the diagram, what each head does, the
+likely tokens before and after, and what a node would predict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sparse_tl.circuits.attention_graph import AttentionGraph
+from sparse_tl.circuits.removal import AttentionEdge, Head, RemovalEffects
+from sparse_tl.circuits.trace import Prompt, output_text
+from sparse_tl.explorer.ablated_model import AblatedModel
+from sparse_tl.lens import HookedModel
+
+
+class Exploration:
+    """Models on one prompt, from which heads and attention edges can be removed and put back.
+
+    Nothing stays on the models between calls.
+
+    Args:
+        models: a model for each panel of the diagram, by title; dense or sparse.
+        prompt: text, or its tokens.
+        position: the predicted column to start with; the last one if left out.
+        positions: the columns to predict; every mask token of the prompt or the token after it,
+            and `position`, if left out.
+        labels: texts of the columns, where they are not the tokenizer's.
+
+    Raises:
+        ValueError: no model, a model without attention patterns to hook, a prompt that is empty,
+            too long or holds what the tokenizer does not know, a position that cannot be predicted,
+            or models that see the prompt in different columns.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, HookedModel],
+        prompt: Prompt,
+        *,
+        position: int | None = None,
+        positions: Sequence[int] | None = None,
+        labels: Sequence[str] | None = None,
+    ) -> None:
+        if not models:
+            raise ValueError("expected at least one model by title; got none")
+        self._models = {str(title): model for title, model in models.items()}
+        self._prompt, self._labels = prompt, labels
+        self._ablated = self._start(prompt, positions, labels)
+        self.first_target = len(self.targets) - 1
+        if position is not None:
+            self.first_target = self._place(position, positions)
+
+    def _place(self, position: int, positions: Sequence[int] | None) -> int:
+        """The index of a position among the targets; it becomes the only one if need be."""
+        n_tokens = len(self._first.tokens)
+        column = position + n_tokens if position < 0 else position
+        columns = [column for column, _ in self.targets]
+        if column in columns:
+            return columns.index(column)
+        if positions is not None:
+            raise ValueError(f"expected position to be one of {list(positions)}; got {position}")
+        self._ablated = self._start(self._prompt, [position], self._labels)
+        return 0
+
+    def _start(
+        self, prompt: Prompt, positions: Sequence[int] | None, labels: Sequence[str] | None
+    ) -> dict[str, AblatedModel]:
+        """Every model on a prompt, with nothing removed."""
+        ablated = {
+            title: AblatedModel(model, prompt, positions, labels)
+            for title, model in self._models.items()
+        }
+        title, first = next(iter(ablated.items()))
+        expected = first.whole.n_columns, first.whole.targets
+        for other, model in ablated.items():
+            if (model.whole.n_columns, model.whole.targets) != expected:
+                raise ValueError(
+                    f"expected models that see the prompt in the same columns; {title!r} has "
+                    f"{first.whole.n_columns} and {other!r} {model.whole.n_columns}; explore "
+                    "models of different tokenizers one by one"
+                )
+        return ablated
+
+    # ---- what is shown ---------------------------------------------------------------------------
+
+    @property
+    def titles(self) -> tuple[str, ...]:
+        return tuple(self._ablated)
+
+    @property
+    def prompt(self) -> str:
+        """The prompt as text; empty where it was given as tokens of a model without a tokenizer."""
+        if isinstance(self._prompt, str):
+            return self._prompt
+        tokenizer = self._first.model.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(self._prompt.tolist())
+
+    @property
+    def targets(self) -> tuple[tuple[int, int], ...]:
+        """The predicted columns, each with the column at which it is read."""
+        return self._first.whole.targets
+
+    @property
+    def n_read(self) -> int:
+        """How many columns the models read; those after them only hold predictions."""
+        return self._first.n_read
+
+    def show_prompt(self, prompt: Prompt, labels: Sequence[str] | None = None) -> bool:
+        """Go on with another prompt; where it cannot be run, everything stays as it was.
+
+        Removed heads stay removed. Where the new prompt has as many tokens as the old one, so do
+        edges, and the same columns are predicted; otherwise edges are put back and the columns are
+        chosen anew.
+
+        Returns:
+            Whether the new prompt has as many tokens.
+
+        Raises:
+            ValueError: as at the start.
+        """
+        old = self._ablated
+        # Without any position first: a text that does not fit is refused for what it is.
+        new = self._start(prompt, None, labels)
+        first = next(iter(new.values()))
+        same = len(first.tokens) == len(self._first.tokens)
+        if same and first.positions != self._first.positions:
+            new = self._start(prompt, self._first.positions, labels)
+        for title, model in new.items():
+            edges = {edge for edge in old[title].edges if same and edge[2] < model.n_read}
+            model.remove(set(old[title].heads), edges)
+        self._prompt, self._labels, self._ablated = prompt, labels, new
+        return same
+
+    # ---- removing and restoring ------------------------------------------------------------------
+
+    def removed_heads(self, title: str) -> tuple[Head, ...]:
+        """The removed heads of a model, in order."""
+        return tuple(sorted(self._of(title).heads))
+
+    def removed_edges(self, title: str) -> tuple[AttentionEdge, ...]:
+        """The attention edges that were removed by themselves, in order."""
+        return tuple(sorted(self._of(title).edges))
+
+    def removed(self, title: str) -> Bool[Tensor, "layer head query key"]:
+        """Which attention edges are removed, by themselves or with their head."""
+        return self._of(title).removed()
+
+    def toggle_head(self, title: str, layer: int, head: int) -> None:
+        """Remove a head, or put it back.
+
+        Raises:
+            ValueError: a model or a head that does not exist.
+        """
+        model = self._of(title)
+        model.shape.check_head(layer, head)
+        model.remove(model.heads ^ {(layer, head)}, model.edges)
+
+    def toggle_edges(self, title: str, edges: Iterable[AttentionEdge]) -> None:
+        """Remove attention edges, or put them back if all of them are removed.
+
+        Args:
+            title: of the model.
+            edges: (layer, head, query, key) of each.
+
+        Raises:
+            ValueError: a model or an edge that does not exist.
+        """
+        model, given = self._of(title), set(edges)
+        for edge in given:
+            model.check_edge(edge)
+        left = model.edges - given if given <= model.edges else model.edges | given
+        model.remove(model.heads, left)
+
+    def restore(self, title: str | None = None) -> None:
+        """Put back everything, in one model or in all."""
+        for one in self.titles if title is None else (title,):
+            self._of(one).remove(set(), set())
+
+    # ---- reading off -----------------------------------------------------------------------------
+
+    def graph(self, title: str) -> AttentionGraph:
+        """The attention edges that are left, with their effects."""
+        return self._of(title).graph
+
+    def head_effects(self, title: str) -> RemovalEffects:
+        """What each head does for each predicted token: removed alone, beside the removals."""
+        return self._of(title).head_effects()
+
+    def outputs(self, title: str, target: int = -1, top: int = 6) -> pd.DataFrame:
+        """The tokens that are most likely at a predicted column, before the removals or after.
+
+        Args:
+            title: of the model.
+            target: index into `targets`.
+            top: how many; both the first choice before and that after are among them.
+
+        Returns:
+            token, logit, probability, logit_before, probability_before; the most likely tokens
+            after the removals first.
+        """
+        model = self._of(title)
+        _, read_at = self.targets[target]
+        before, after = model.before[read_at].double(), model.logits[read_at].double()
+        largest = torch.maximum(before.softmax(dim=-1), after.softmax(dim=-1))
+        largest[before.argmax()] = largest[after.argmax()] = 2.0
+        tokens = largest.topk(min(top, len(largest))).indices
+        tokens = tokens[after[tokens].argsort(descending=True, stable=True)]
+        old = _scores(model, before, tokens)
+        return _scores(model, after, tokens).assign(
+            logit_before=old["logit"], probability_before=old["probability"]
+        )
+
+    def logit_lens(self, title: str, level: int, column: int, top: int = 6) -> pd.DataFrame:
+        """The tokens that a node would predict: its stream through the final normalisation and the
+        unembedding, as if no later layer wrote anything.
+
+        Args:
+            title: of the model.
+            level: 0 is the input, ``l + 1`` the residual stream after layer ``l``.
+            column: token position.
+            top: how many.
+
+        Returns:
+            token, logit, probability; the most likely first.
+
+        Raises:
+            ValueError: a model or node that does not exist, or a column that the model does not
+                read.
+        """
+        model = self._of(title)
+        if not 0 <= level <= model.shape.n_layers:
+            raise ValueError(f"expected a level in 0..{model.shape.n_layers}; got {level}")
+        if not 0 <= column < model.n_read:
+            raise ValueError(
+                f"expected a column that the model reads, 0..{model.n_read - 1}; got {column}, at "
+                "which only its prediction stands"
+            )
+        logits = model.logit_lens(level)[column].double()
+        return _scores(model, logits, logits.topk(min(top, len(logits))).indices)
+
+    def logits(self, title: str) -> Float[Tensor, "pos vocab"]:
+        """The logits under the removals, at every column that the model reads."""
+        return self._of(title).logits
+
+    @property
+    def _first(self) -> AblatedModel:
+        return next(iter(self._ablated.values()))
+
+    def _of(self, title: str) -> AblatedModel:
+        model = self._ablated.get(title)
+        if model is None:
+            raise ValueError(f"expected a panel of {list(self._ablated)}; got {title!r}")
+        return model
+
+
+def _scores(model: AblatedModel, logits: Tensor, tokens: Tensor) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "token": [output_text(model.model, token) for token in tokens.tolist()],
+            "logit": logits[tokens].tolist(),
+            "probability": logits.softmax(dim=-1)[tokens].tolist(),
+        }
+    )
