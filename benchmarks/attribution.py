@@ -86,7 +86,7 @@ def _jobs(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     def evaluation() -> None:
         nonlocal scores
         scores = scores or attribute("eap")()
-        sizes = [round(scores.graph.n_edges ** (k / 10)) for k in range(1, 11)]
+        sizes = [round(scores.site.n_parts ** (k / 10)) for k in range(1, 11)]
         evaluate_edges(model, pairs, logit_difference, scores, sizes, progress=False)
 
     return {

@@ -16,15 +16,14 @@ from html import escape
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from sparse_tl import (
     AblationCurve,
-    EdgeScores,
     Evaluation,
     HeadRoles,
     ScoredCircuit,
+    Scores,
     ablation_grid,
     attention_view,
     circuit_diagram,
@@ -147,11 +146,10 @@ def curves(folder: Path, parts: str) -> dict[str, list[EffectCurve]]:
 
 def circuit(folder: Path, side: str) -> ScoredCircuit:
     """The circuit that `run_circuits` found for an explained effect of 0.9."""
-    scores = EdgeScores.load(folder / side / "edge_scores")
-    mask = torch.zeros_like(scores.graph.exists)
-    for said in read_json(folder / f"{side}_circuit.json"):
-        mask[scores.graph.edge_index(said["edge"])] = True
-    return ScoredCircuit(scores.graph, mask, scores.scores)
+    scores = Scores.load(folder / side / "edge_scores")
+    kept = [said["edge"] for said in read_json(folder / f"{side}_circuit.json")]
+    circuit = scores.top(0).having(*kept)
+    return ScoredCircuit(circuit.graph, circuit.mask, scores.values)
 
 
 def ablation_curves(folder: Path) -> list[AblationCurve]:

@@ -2,22 +2,10 @@ from .circuits import (
     Acdc as Acdc,
 )
 from .circuits import (
-    AttentionEdgeScores as AttentionEdgeScores,
-)
-from .circuits import (
     Circuit as Circuit,
 )
 from .circuits import (
-    EdgeScores as EdgeScores,
-)
-from .circuits import (
     Evaluation as Evaluation,
-)
-from .circuits import (
-    HeadCircuit as HeadCircuit,
-)
-from .circuits import (
-    HeadScores as HeadScores,
 )
 from .circuits import (
     Overlap as Overlap,
@@ -27,6 +15,9 @@ from .circuits import (
 )
 from .circuits import (
     Roc as Roc,
+)
+from .circuits import (
+    Scores as Scores,
 )
 from .circuits import (
     acdc as acdc,
@@ -229,7 +220,6 @@ __all__ = [
     "AblationCurve",
     "Acdc",
     "AdditionTask",
-    "AttentionEdgeScores",
     "AttentionGates",
     "AttentionGraph",
     "BernoulliGate",
@@ -239,15 +229,12 @@ __all__ = [
     "ContrastiveGates",
     "DocstringTask",
     "EdgeCounts",
-    "EdgeScores",
     "Evaluation",
     "Exploration",
     "GreaterThanTask",
     "HardConcreteGate",
-    "HeadCircuit",
     "HeadGates",
     "HeadRoles",
-    "HeadScores",
     "HookMask",
     "IOILongTask",
     "IOITask",
@@ -257,6 +244,7 @@ __all__ = [
     "Pruning",
     "Roc",
     "ScoredCircuit",
+    "Scores",
     "ShuffledStream",
     "SigmoidGate",
     "SparseTransformer",

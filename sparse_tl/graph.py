@@ -12,23 +12,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
+from sparse_tl.grids import HeadGrid, PartGrid
 from sparse_tl.nodes import Destination, Edge, Kind, Node
 
 if TYPE_CHECKING:
     import networkx as nx
-    import pandas as pd
 
 __all__ = ["CircuitGraph", "Destination", "Edge", "Node"]
 
 
 @dataclass(frozen=True)
-class CircuitGraph:
+class CircuitGraph(PartGrid):
     """All nodes and circuit edges of a model.
 
     GPT-2 small (12 layers, 12 heads, sequential) has 158 nodes and 32,491 edges.
@@ -49,6 +50,7 @@ class CircuitGraph:
     n_kv_heads: int
     has_mlps: bool = True
     parallel: bool = False
+    noun = "circuit edges"
 
     def __post_init__(self) -> None:
         if min(self.n_layers, self.n_heads, self.n_kv_heads) < 1 or self.n_heads % self.n_kv_heads:
@@ -78,6 +80,11 @@ class CircuitGraph:
             found += [Destination(Node("mlp", layer))] * self.has_mlps
         return (*found, Destination(Node("logits")))
 
+    @property
+    def heads(self) -> HeadGrid:
+        """The heads alone, which scores and circuits may be of instead."""
+        return HeadGrid(self.n_layers, self.n_heads)
+
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
         """The sources and the logits."""
@@ -91,10 +98,10 @@ class CircuitGraph:
             mask[: self.n_sources_before(destination.node), column] = True
         return mask
 
-    @cached_property
+    @property
     def n_edges(self) -> int:
         """The number of circuit edges."""
-        return int(self.exists.sum())
+        return self.n_parts
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
@@ -140,13 +147,15 @@ class CircuitGraph:
             raise ValueError(f"expected a destination of {self!r}; it has no {destination}")
         return self._columns[destination]
 
-    def edge_index(self, edge: Edge | str) -> tuple[int, int]:
+    def index(self, part: Edge | str | tuple[int, ...]) -> tuple[int, ...]:
         """Row and column of an edge.
 
         Raises:
             ValueError: the graph has no such edge.
         """
-        edge = Edge.parse(edge) if isinstance(edge, str) else edge
+        if isinstance(part, tuple):
+            return self._checked(part, part)
+        edge = Edge.parse(part) if isinstance(part, str) else part
         index = self.source_index(edge.source), self.destination_index(edge.destination)
         if not self.exists[index]:
             raise ValueError(f"expected an edge of {self!r}; {edge.source} is too late for {edge}")
@@ -177,18 +186,19 @@ class CircuitGraph:
                 network.add_edge(str(edge.source), str(reader), key=edge.destination.slot or "")
         return network
 
-    def to_pandas(self) -> pd.DataFrame:
-        """One row per edge: its name, source, destination and slot."""
-        import pandas as pd
-
-        return pd.DataFrame(
-            {
-                "edge": [str(e) for e in self.edges],
-                "source": [str(e.source) for e in self.edges],
-                "destination": [str(e.destination.node) for e in self.edges],
-                "slot": [e.destination.slot or "" for e in self.edges],
-            }
-        )
+    def columns(self, places: Int[Tensor, "part axis"]) -> dict[str, Any]:
+        """Names, sources, destinations and slots of the edges at these places."""
+        sources = np.array([str(node) for node in self.sources], dtype=object)
+        readers = np.array([str(to) for to in self.destinations], dtype=object)
+        nodes = np.array([str(to.node) for to in self.destinations], dtype=object)
+        slots = np.array([to.slot or "" for to in self.destinations], dtype=object)
+        rows, columns = places.numpy().T
+        return {
+            "edge": sources[rows] + "->" + readers[columns],
+            "source": sources[rows],
+            "destination": nodes[columns],
+            "slot": slots[columns],
+        }
 
     def __repr__(self) -> str:
         grouped = "" if self.n_kv_heads == self.n_heads else f" over {self.n_kv_heads} kv"

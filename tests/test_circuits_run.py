@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
-from sparse_tl.circuits import EdgeScores, Evaluation, HeadScores, multiplier
+from sparse_tl.circuits import Evaluation, Scores, multiplier
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import load_model, save_model
 from sparse_tl.models import task_recipe
@@ -51,8 +51,8 @@ def test_everything_is_written(run: tuple[Path, Any]) -> None:
         for side in ("dense", "sparse"):
             assert {"accuracy", "heads_at_0.9", "edges_at_0.9"} <= set(said[side])
             place = out / task / side
-            edges, heads = EdgeScores.load(place / "edge_scores"), place / "head_scores"
-            assert edges.graph.n_layers == 4 and HeadScores.load(heads).scores.shape == (4, 8)
+            edges, heads = Scores.load(place / "edge_scores"), place / "head_scores"
+            assert edges.site.n_layers == 4 and Scores.load(heads).values.shape == (4, 8)
             circuit = json.loads((out / task / f"{side}_circuit.json").read_text())
             assert all(edges[row["edge"]] == row["score"] for row in circuit)
         for suffix in ("html", "svg", "png"):
@@ -137,5 +137,5 @@ def test_a_model_under_open_gates_needs_as_much(
     said = outcome.metrics["greater_than"]
     assert said["dense"] == pytest.approx(said["sparse"], rel=1e-3)
     for side in ("dense", "sparse"):
-        scores = EdgeScores.load(tmp_path / "out" / "greater_than" / side / "edge_scores")
-        assert torch.isfinite(scores.scores).all()
+        scores = Scores.load(tmp_path / "out" / "greater_than" / side / "edge_scores")
+        assert torch.isfinite(scores.values).all()

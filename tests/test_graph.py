@@ -8,7 +8,7 @@ import networkx as nx
 import pytest
 import torch
 
-from sparse_tl.circuits import Circuit, EdgeScores, from_eap_ig, to_eap_ig
+from sparse_tl.circuits import Circuit, Scores, from_eap_ig, to_eap_ig
 from sparse_tl.graph import CircuitGraph, Destination, Edge, Node
 
 GPT2_SMALL = CircuitGraph(12, 12, 12)
@@ -46,7 +46,7 @@ def test_edges_counted_by_hand(graph: CircuitGraph, count: int) -> None:
 def test_names_and_indices_round_trip(graph: CircuitGraph) -> None:
     for edge, (row, column) in zip(graph.edges, graph.exists.nonzero().tolist(), strict=True):
         assert Edge.parse(str(edge)) == edge
-        assert graph.edge_index(str(edge)) == graph.edge_index(edge) == (row, column)
+        assert graph.index(str(edge)) == graph.index(edge) == (row, column)
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
@@ -88,7 +88,7 @@ def test_a_head_reads_through_its_group() -> None:
 )
 def test_edges_that_do_not_exist(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TINY.edge_index(name)
+        TINY.index(name)
 
 
 def test_sizes_that_no_model_has() -> None:
@@ -96,10 +96,10 @@ def test_sizes_that_no_model_has() -> None:
         CircuitGraph(2, 5, 2)
 
 
-def _scores(graph: CircuitGraph = TINY) -> EdgeScores:
+def _scores(graph: CircuitGraph = TINY) -> Scores:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(graph.exists.shape, generator=generator, dtype=torch.float64)
-    return EdgeScores(graph, values.where(graph.exists, 0.0), "test")
+    return Scores(graph, values.where(graph.exists, 0.0), "test")
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 46])
@@ -110,7 +110,7 @@ def test_the_best_edges_are_kept(size: int) -> None:
     names = scores.to_pandas()["edge"].tolist()
     assert {str(edge) for edge in circuit.edges} == set(names[:size])
     helpful = scores.top(size, signed=True)
-    kept, dropped = (scores.scores[m] for m in (helpful.mask, TINY.exists & ~helpful.mask))
+    kept, dropped = (scores.values[m] for m in (helpful.mask, TINY.exists & ~helpful.mask))
     assert not len(kept) or not len(dropped) or kept.max() <= dropped.min()
 
 
@@ -121,7 +121,7 @@ def test_a_size_larger_than_the_graph() -> None:
 
 def test_scores_and_masks_of_another_graph() -> None:
     with pytest.raises(ValueError, match="expected scores of shape"):
-        EdgeScores(GPT2_SMALL, _scores().scores, "test")
+        Scores(GPT2_SMALL, _scores().values, "test")
     with pytest.raises(ValueError, match="edges that do not exist"):
         Circuit(TINY, torch.ones_like(TINY.exists))
 
@@ -137,10 +137,13 @@ def test_graphs_move_between_tools() -> None:
     edge = content["edges"]["a0.h1->a1.h0<q>"]
     assert edge["score"] == scores["a0.h1->a1.h0<q>"]
     again, kept = from_eap_ig(content)
-    assert torch.equal(again.scores, scores.scores)
+    assert torch.equal(again.values, scores.values)
     assert torch.equal(kept.mask, circuit.mask)
+    grouped = _scores(CircuitGraph(2, 4, 2))
+    with pytest.raises(ValueError, match="expected scores of"):
+        to_eap_ig(grouped, circuit, d_model=16)
     with pytest.raises(ValueError, match="expected heads with their own k and v"):
-        to_eap_ig(_scores(CircuitGraph(2, 4, 2)), circuit, d_model=16)
+        to_eap_ig(grouped, grouped.top(5), d_model=16)
     with pytest.raises(ValueError, match="lacks .'edges'"):
         from_eap_ig({"cfg": {}})
 

@@ -14,17 +14,16 @@ import torch
 
 from sparse_tl.circuits import (
     Acdc,
-    AttentionEdgeScores,
     Circuit,
-    EdgeScores,
     Evaluation,
-    HeadScores,
     Overlap,
     Pruning,
     Roc,
+    Scores,
 )
 from sparse_tl.gates import EdgeCounts, SparseTransformer
 from sparse_tl.graph import CircuitGraph
+from sparse_tl.grids import AttentionGrid
 from sparse_tl.head_roles import AblationCurve, ContrastiveGates, HeadRoles
 from sparse_tl.models import build_addition_model
 from sparse_tl.results import Result, table_html
@@ -38,8 +37,8 @@ from sparse_tl.training.constraint import TargetLoss
 
 GRAPH = CircuitGraph(2, 2, 2)
 NUMBERS = torch.arange(GRAPH.exists.numel()).view(GRAPH.exists.shape) / 7
-SCORES = EdgeScores(GRAPH, GRAPH.exists * NUMBERS, "eap")
-HEADS = HeadScores(torch.tensor([[0.5, -2.0], [1.0, 0.0]]), "eap-ig")
+SCORES = Scores(GRAPH, GRAPH.exists * NUMBERS, "eap")
+HEADS = Scores(GRAPH.heads, torch.tensor([[0.5, -2.0], [1.0, 0.0]]), "eap-ig")
 HISTORY = pd.DataFrame({"part": ["a1.h0->logits", "m0->m1"], "moved": [0.25, -1.0]})
 DENSE = HeldOut(0.25, 0.5, 12.0, 3.0, 24.0, 2)
 STEPS = pd.DataFrame({"step": [1, 2], "loss": [0.5, 0.25], "held_out_loss": [None, 0.25]})
@@ -49,7 +48,7 @@ SEEDS = torch.rand(2, 2, 2)
 RESULTS: dict[str, Any] = {
     "edge scores": SCORES,
     "head scores": HEADS,
-    "attention edges": AttentionEdgeScores(torch.rand(2, 1, 2, 3, 3), "eap"),
+    "attention edges": Scores(AttentionGrid(1, 2, 3), torch.rand(2, 1, 2, 3, 3), "eap"),
     "circuit": SCORES.top(5),
     "heads": HEADS.top(2),
     "acdc on edges": Acdc(SCORES.top(5), 0.1, 0.5, 2, 1.5, HISTORY),
@@ -150,28 +149,28 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     whole = said["fields"]
     for wrong, message in (
         ({**whole, "method": 3}, "expected str as method; got 3"),
-        ({**whole, "scores": "nowhere"}, r"expected Float\[.*\] as scores; got 'nowhere'"),
-        ({"scores": "scores"}, r"it lacks \['graph', 'method'\]"),
+        ({**whole, "values": "nowhere"}, r"expected Float\[.*\] as values; got 'nowhere'"),
+        ({"values": "values"}, r"it lacks \['graph', 'method'\]"),
         ({**whole, "more": 1}, r"unknown \['more'\]"),
         ({**whole, "graph": {"kind": "CircuitGraph", "fields": {}}}, r"lacks \['has_mlps'"),
         ({**whole, "graph": said}, "as graph; got"),
     ):
         (folder / "result.json").write_text(json.dumps({**said, "fields": wrong}))
-        with pytest.raises(ValueError, match=f"expected a whole EdgeScores in .*{message}"):
-            EdgeScores.load(folder)
+        with pytest.raises(ValueError, match=f"expected a whole Scores in .*{message}"):
+            Scores.load(folder)
     (folder / "result.json").write_text(json.dumps({**said, "schema": 0}))
     with pytest.raises(ValueError, match="another version of this package"):
-        EdgeScores.load(folder)
+        Scores.load(folder)
 
 
 def test_another_kind_is_neither_read_nor_replaced(tmp_path: Path) -> None:
     folder = SCORES.save(tmp_path / "result")
-    with pytest.raises(ValueError, match="expected a saved Circuit in .*; it holds EdgeScores"):
+    with pytest.raises(ValueError, match="expected a saved Circuit in .*; it holds Scores"):
         Circuit.load(folder)
-    with pytest.raises(ValueError, match="it holds EdgeScores"):
-        HEADS.save(folder)
+    with pytest.raises(ValueError, match="it holds Scores"):
+        HEADS.top(1).save(folder)
     with pytest.raises(ValueError, match=r"there is no result\.json"):
-        EdgeScores.load(tmp_path)
+        Scores.load(tmp_path)
     (folder / "notes.md").write_text("mine")
     with pytest.raises(ValueError, match=r"also holds \['notes.md'\], which would be deleted"):
         SCORES.save(folder)
@@ -184,7 +183,7 @@ def test_another_kind_is_neither_read_nor_replaced(tmp_path: Path) -> None:
 def test_a_result_outlives_a_kill_between_two_renames(tmp_path: Path) -> None:
     folder = SCORES.save(tmp_path / "result")
     folder.rename(tmp_path / ".result.previous")  # as a killed `save` leaves it
-    assert torch.equal(EdgeScores.load(folder).scores, SCORES.scores)
+    assert torch.equal(Scores.load(folder).values, SCORES.values)
 
 
 def test_numbers_that_json_lacks(tmp_path: Path) -> None:

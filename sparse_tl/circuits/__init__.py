@@ -1,9 +1,9 @@
 """Which parts do a task: measurements on dense and sparse models alike."""
 
 from sparse_tl.circuits.acdc import acdc
-from sparse_tl.circuits.attention_edges import AttentionEdgeScores, attribute_attention_edges
+from sparse_tl.circuits.attention_edges import attribute_attention_edges
 from sparse_tl.circuits.attribution import attribute_edges, attribute_heads
-from sparse_tl.circuits.circuit import Circuit, HeadCircuit
+from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.comparison import Overlap, Roc, overlap, roc
 from sparse_tl.circuits.effect import EffectCurve, Evaluation, multiplier
 from sparse_tl.circuits.evaluation import (
@@ -17,21 +17,18 @@ from sparse_tl.circuits.exact import patch_exactly
 from sparse_tl.circuits.interchange import from_eap_ig, to_eap_ig
 from sparse_tl.circuits.outcomes import Acdc, Pruning
 from sparse_tl.circuits.pruning import prune_edges
-from sparse_tl.circuits.scores import EdgeScores, HeadScores
+from sparse_tl.circuits.scores import Scores
 from sparse_tl.circuits.trace import trace_attention
 
 __all__ = [
     "Acdc",
-    "AttentionEdgeScores",
     "Circuit",
-    "EdgeScores",
     "EffectCurve",
     "Evaluation",
-    "HeadCircuit",
-    "HeadScores",
     "Overlap",
     "Pruning",
     "Roc",
+    "Scores",
     "accuracy",
     "acdc",
     "attribute_attention_edges",

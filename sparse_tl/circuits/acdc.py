@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from sparse_tl.circuits.circuit import Circuit, HeadCircuit, reaches_logits
+from sparse_tl.circuits.circuit import Circuit, reaches_logits
 from sparse_tl.circuits.evaluation import logits_under
 from sparse_tl.circuits.outcomes import Acdc
 from sparse_tl.circuits.patches import Patch, Patches
@@ -57,7 +57,7 @@ def acdc(
     threshold: float | None = None,
     size: int | None = None,
     metric: Metric | Literal["kl"] = "kl",
-    start: Circuit | HeadCircuit | Literal["edges", "heads"] = "edges",
+    start: Circuit | Literal["edges", "heads"] = "edges",
     patch: Patch | str = "corrupted",
     batch_size: int = 32,
     checkpoint: str | Path | None = None,
@@ -91,7 +91,7 @@ def acdc(
         raise ValueError(f"expected a size in 0..{len(begin)}, what is started from; got {size}")
     patches = Patches(model, graph, pairs, patch, batch_size)
     state = _State(begin.mask.cpu().clone(), threshold or 1e-4)
-    search = _Search(graph, patches, metric, state, edges=isinstance(begin, Circuit))
+    search = _Search(graph, patches, metric, state, edges=begin.site == graph)
     if checkpoint is not None:
         search.save_to(Path(checkpoint), {"size": size, "threshold": threshold}, pairs)
     with torch.no_grad():
@@ -135,10 +135,10 @@ class _Search:
         self._clean: list[float] = []
 
     @property
-    def circuit(self) -> Circuit | HeadCircuit:
+    def circuit(self) -> Circuit:
         mask = self.state.mask
         if not self.edges:
-            return HeadCircuit(mask)
+            return Circuit(self.graph.heads, mask)
         return Circuit(self.graph, mask).connected(patch=self.patch)
 
     def _edges(self) -> Iterator[tuple[tuple[int, int], int]]:
@@ -194,9 +194,7 @@ class _Search:
         state.history.append((self._name(index), moved, kept))
 
     def _measure(self, first_layer: int) -> float:
-        circuit = (
-            Circuit(self.graph, self.state.mask) if self.edges else HeadCircuit(self.state.mask)
-        )
+        circuit = Circuit(self.graph if self.edges else self.graph.heads, self.state.mask)
         total, count = 0.0, 0
         for batch, run in self.runs:
             logits = logits_under(run, circuit, first_layer=first_layer)
@@ -267,18 +265,10 @@ class _Search:
             write_json(temporary / "acdc.json", said)
 
 
-def _starting_point(
-    graph: CircuitGraph, start: Circuit | HeadCircuit | Literal["edges", "heads"]
-) -> Circuit | HeadCircuit:
+def _starting_point(graph: CircuitGraph, start: Circuit | Literal["edges", "heads"]) -> Circuit:
     if isinstance(start, str):
-        if start == "heads":
-            return HeadCircuit(torch.ones(graph.n_layers, graph.n_heads, dtype=torch.bool))
-        return Circuit(graph, graph.exists)
-    fits = (
-        start.graph == graph
-        if isinstance(start, Circuit)
-        else start.mask.shape == (graph.n_layers, graph.n_heads)
-    )
-    if not fits:
+        site = graph.heads if start == "heads" else graph
+        return Circuit(site, site.exists)
+    if start.site not in (graph, graph.heads):
         raise ValueError(f"expected a circuit of {graph!r} to start from; got {start!r}")
     return start

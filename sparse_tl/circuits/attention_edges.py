@@ -10,58 +10,21 @@ Reference: attribution patching, arXiv 2310.10348; the gate of arXiv 2512.05865.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.circuits.attribution import Passes
 from sparse_tl.circuits.patches import Patches
+from sparse_tl.circuits.scores import Scores
 from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.grids import AttentionGrid
 from sparse_tl.lens import HookedModel, Order, attached, graph_of, layer_points
 from sparse_tl.metrics import Metric
 from sparse_tl.progress import tracked
-from sparse_tl.results import Result
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 EdgePatch = Literal["zero", "corrupted"]
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionEdgeScores(Result):
-    """One score per attention edge of every pair, in units of the metric.
-
-    Prompts are kept apart: position 3 of one prompt means nothing for another, unless they share a
-    template. Edges at padding score 0.
-    """
-
-    scores: Float[Tensor, "pair layer head query key"]
-    method: str
-
-    def mean(self) -> Float[Tensor, "layer head query key"]:
-        """Over pairs, where they share a template."""
-        return self.scores.mean(dim=0)
-
-    def to_pandas(self, top: int = 100) -> pd.DataFrame:
-        """The edges with the largest mean scores by absolute value, the largest first."""
-        import pandas as pd
-
-        mean = self.mean()
-        order = mean.abs().flatten().argsort(descending=True, stable=True)[:top]
-        where = torch.stack(torch.unravel_index(order, mean.shape), dim=1).tolist()
-        table = pd.DataFrame(where, columns=["layer", "head", "query", "key"])
-        return table.assign(score=mean.flatten()[order].tolist())
-
-    def __repr__(self) -> str:
-        n_pairs, n_layers, n_heads, length, _ = self.scores.shape
-        return (
-            f"AttentionEdgeScores({n_pairs} pairs of {length} tokens, {n_layers} layers x "
-            f"{n_heads} heads, by {self.method})"
-        )
 
 
 def attribute_attention_edges(
@@ -74,8 +37,10 @@ def attribute_attention_edges(
     patch: EdgePatch | str = "zero",
     batch_size: int = 32,
     progress: bool = True,
-) -> AttentionEdgeScores:
-    """The first-order effect of closing every attention edge of every head.
+) -> Scores:
+    """The first-order effect of closing every attention edge of every head, for each pair.
+
+    Edges at padding score 0.
 
     Args:
         model: dense or sparse; it is not changed.
@@ -117,7 +82,8 @@ def attribute_attention_edges(
                 change += torch.stack(corrupted)
             # The gradient of the sum over pairs is, row by row, that of each pair.
             found.append((change * total).transpose(0, 1).cpu().double())
-    return AttentionEdgeScores(torch.cat(found), method)
+    site = AttentionGrid(graph.n_layers, graph.n_heads, pairs.clean.shape[1])
+    return Scores(site, torch.cat(found), method)
 
 
 @torch.no_grad()

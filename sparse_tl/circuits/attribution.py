@@ -28,7 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.circuits.patches import Patch, Patches
-from sparse_tl.circuits.scores import EdgeScores, HeadScores
+from sparse_tl.circuits.scores import Scores
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.graph import CircuitGraph, Node
 from sparse_tl.lens import (
@@ -55,7 +55,7 @@ def attribute_edges(
     patch: Patch | str = "corrupted",
     batch_size: int = 32,
     progress: bool = True,
-) -> EdgeScores:
+) -> Scores:
     """First-order effect of patching each circuit edge, mean over pairs, in units of the metric.
 
     Args:
@@ -90,7 +90,7 @@ def attribute_edges(
                     step()
                 assert difference is not None
                 scores += _contract(graph, pulled, difference, rows)
-    return EdgeScores(graph, scores.where(graph.exists, 0.0) / len(pairs), method)
+    return Scores(graph, scores.where(graph.exists, 0.0) / len(pairs), method)
 
 
 def attribute_heads(
@@ -103,7 +103,7 @@ def attribute_heads(
     patch: Patch | str = "corrupted",
     batch_size: int = 32,
     progress: bool = True,
-) -> HeadScores:
+) -> Scores:
     """The first-order effect of patching each head's output, ``sum (patch_z - z) . d m / d z``.
 
     Arguments and errors as of `attribute_edges`; "eap-ig-activations" moves the heads of one layer
@@ -123,7 +123,7 @@ def attribute_heads(
                     effect = (one.difference.z[layer] * gradient).sum(dim=(0, 1, 3))
                     scores[layer] += one.share * effect.cpu().double()
                 step()
-    return HeadScores(scores / len(pairs), method)
+    return Scores(graph.heads, scores / len(pairs), method)
 
 
 @dataclass

@@ -1,77 +1,110 @@
-"""Circuits: some of a model's circuit edges, or some of its heads."""
+"""Circuits: some of a model's circuit edges, heads or attention edges."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Bool
 from torch import Tensor
 
 from sparse_tl.graph import CircuitGraph, Edge
+from sparse_tl.grids import AttentionGrid, HeadGrid
 from sparse_tl.results import Result
 
 if TYPE_CHECKING:
     import networkx as nx
     import pandas as pd
 
+Site = CircuitGraph | HeadGrid | AttentionGrid
+"""The parts that scores and circuits are made of."""
+
 
 @dataclass(frozen=True, eq=False)
 class Circuit(Result):
-    """Some of a graph's edges: those that are kept.
+    """Some of the parts at a site: those that are kept.
+
+    Args:
+        site: all parts: circuit edges, heads, or attention edges.
+        mask: those that are kept.
 
     Raises:
-        ValueError: a mask of another graph, or with edges that do not exist.
+        ValueError: a mask of another site, or with parts that do not exist.
     """
 
-    graph: CircuitGraph
-    mask: Bool[Tensor, "source destination"]
+    site: Site
+    mask: Bool[Tensor, "*axes"]
 
     def __post_init__(self) -> None:
-        if self.mask.shape != self.graph.exists.shape or bool(
-            (self.mask & ~self.graph.exists).any()
-        ):
+        exists = self.site.exists
+        if self.mask.shape != exists.shape or bool((self.mask.cpu() & ~exists).any()):
             raise ValueError(
-                f"expected a mask over the {self.graph.n_edges:,} edges of {self.graph!r}; got one "
-                f"of shape {tuple(self.mask.shape)}, or with edges that do not exist"
+                f"expected a mask over the {self.site.n_parts:,} {self.site.noun} of "
+                f"{self.site!r}; got one of shape {tuple(self.mask.shape)}, or with "
+                f"{self.site.noun} that do not exist"
             )
 
     @property
+    def graph(self) -> CircuitGraph:
+        """The site of a circuit of circuit edges.
+
+        Raises:
+            ValueError: the circuit consists of heads or of attention edges.
+        """
+        if not isinstance(self.site, CircuitGraph):
+            raise ValueError(f"expected a circuit of circuit edges; got one of {self.site.noun}")
+        return self.site
+
+    @property
     def edges(self) -> tuple[Edge, ...]:
-        """The edges that are kept."""
+        """The circuit edges that are kept.
+
+        Raises:
+            ValueError: the circuit consists of heads or of attention edges.
+        """
         return self.graph.edges_of(self.mask)
+
+    @property
+    def heads(self) -> tuple[tuple[int, int], ...]:
+        """The heads that are kept, as (layer, head).
+
+        Raises:
+            ValueError: the circuit consists of edges.
+        """
+        if not isinstance(self.site, HeadGrid):
+            raise ValueError(f"expected a circuit of heads; got one of {self.site.noun}")
+        return tuple((layer, head) for layer, head in self.mask.nonzero().tolist())
 
     def __len__(self) -> int:
         return int(self.mask.sum())
 
-    def having(self, *edges: Edge | str) -> Circuit:
-        """The circuit with these edges too, by themselves or by names such as ``a0.h1->m3``.
+    def having(self, *parts: Any) -> Circuit:
+        """The circuit with these parts too, by names such as ``a0.h1->m3`` or by themselves.
 
         Raises:
-            ValueError: an edge that the graph lacks.
+            ValueError: a part that the site lacks.
         """
-        return self._changed(edges, kept=True)
-
-    def without(self, *edges: Edge | str) -> Circuit:
-        """The circuit without these edges.
-
-        Raises:
-            ValueError: an edge that the graph lacks, or that the circuit does not keep.
-        """
-        return self._changed(edges, kept=False)
-
-    def _changed(self, edges: Sequence[Edge | str], *, kept: bool) -> Circuit:
         mask = self.mask.clone()
-        for edge in edges:
-            place = self.graph.edge_index(edge)
-            if not kept and not mask[place]:
-                raise ValueError(f"expected edges that the circuit keeps; it lacks {edge}")
-            mask[place] = kept
-        return Circuit(self.graph, mask)
+        for part in parts:
+            mask[self.site.index(part)] = True
+        return Circuit(self.site, mask)
+
+    def without(self, *parts: Any) -> Circuit:
+        """The circuit without these parts.
+
+        Raises:
+            ValueError: a part that the site lacks, or that the circuit does not keep.
+        """
+        mask = self.mask.clone()
+        for part in parts:
+            place = self.site.index(part)
+            if not mask[place]:
+                raise ValueError(f"expected {self.site.noun} that the circuit keeps; it lacks {part}")
+            mask[place] = False
+        return Circuit(self.site, mask)
 
     def connected(self, *, patch: str = "corrupted") -> Circuit:
-        """Without the edges that have no effect under a patch.
+        """Without the circuit edges that have no effect under a patch.
 
         No kept edge leads from where they end to the logits; or, where patches are corrupted
         prompts' values, none leads from the input to where they begin: a node that reads nothing
@@ -88,46 +121,24 @@ class Circuit(Result):
         return Circuit(graph, mask)
 
     def to_networkx(self) -> nx.MultiDiGraph:
-        """The kept edges and the nodes that they join."""
+        """The kept circuit edges and the nodes that they join."""
         network = self.graph.to_networkx(self.mask)
         network.remove_nodes_from([node for node, degree in network.degree() if degree == 0])
         return network
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per kept edge: its name, source, destination and slot."""
-        return (
-            self.graph.to_pandas().loc[self.mask[self.graph.exists].numpy()].reset_index(drop=True)
-        )
+        """One row per kept part: its name and its place."""
+        import pandas as pd
+
+        return pd.DataFrame(self.site.columns(self.mask.nonzero()))
 
     def _repr_html_(self) -> str:
+        if not isinstance(self.site, CircuitGraph):
+            return super()._repr_html_()
         return self.figure()._repr_html_() if len(self) else f"<p>{self!r}</p>"
 
     def __repr__(self) -> str:
-        return f"Circuit({len(self)} of {self.graph.n_edges:,} edges of {self.graph!r})"
-
-
-@dataclass(frozen=True, eq=False)
-class HeadCircuit(Result):
-    """Some of a model's heads: those that are kept."""
-
-    mask: Bool[Tensor, "layer head"]
-
-    @property
-    def heads(self) -> tuple[tuple[int, int], ...]:
-        """The heads that are kept, as (layer, head)."""
-        return tuple((layer, head) for layer, head in self.mask.nonzero().tolist())
-
-    def __len__(self) -> int:
-        return int(self.mask.sum())
-
-    def to_pandas(self) -> pd.DataFrame:
-        """One row per kept head."""
-        import pandas as pd
-
-        return pd.DataFrame({"head": [f"a{layer}.h{head}" for layer, head in self.heads]})
-
-    def __repr__(self) -> str:
-        return f"HeadCircuit({len(self)} of {self.mask.numel()} heads)"
+        return f"Circuit({len(self):,} of {self.site.n_parts:,} {self.site.noun} of {self.site!r})"
 
 
 def reaches_logits(

@@ -1,4 +1,4 @@
-"""Circuits against a known one: ROC over edges, and the overlap of two circuits."""
+"""Circuits against a known one: ROC over parts, and the overlap of two circuits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.circuits.circuit import Circuit
-from sparse_tl.circuits.scores import EdgeScores
+from sparse_tl.circuits.scores import Scores
 from sparse_tl.results import Result
 
 if TYPE_CHECKING:
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Roc(Result):
-    """How well scores tell a known circuit's edges from all others, at every threshold.
+    """How well scores tell a known circuit's parts from all others, at every threshold.
 
     Args:
-        false_positive_rate: share of the other edges that score at least the threshold.
-        true_positive_rate: share of the known edges that do.
-        auc: area under the curve: the probability that a known edge scores above another one, ties
-            counting one half. 1: all known edges score above all others; 0.5: chance.
+        false_positive_rate: share of the other parts that score at least the threshold.
+        true_positive_rate: share of the known parts that do.
+        auc: area under the curve: the probability that a known part scores above another one, ties
+            counting one half. 1: all known parts score above all others; 0.5: chance.
     """
 
     false_positive_rate: Float[Tensor, " threshold"]
@@ -58,9 +58,9 @@ class Overlap(Result):
     """What a circuit shares with a known one.
 
     Args:
-        iou: edges of both over edges of either.
-        precision: edges of both over the circuit's edges.
-        recall: edges of both over the known edges.
+        iou: parts of both over parts of either.
+        precision: parts of both over the circuit's parts.
+        recall: parts of both over the known parts.
     """
 
     iou: float
@@ -68,20 +68,20 @@ class Overlap(Result):
     recall: float
 
 
-def roc(scores: EdgeScores, known: Circuit) -> Roc:
+def roc(scores: Scores, known: Circuit) -> Roc:
     """The ROC curve of scores, by absolute value, against a known circuit.
 
     Raises:
-        ValueError: a circuit of another graph, without edges, or of all edges.
+        ValueError: a circuit at another site, without parts, or of all parts.
     """
-    _same_graph(scores, known)
-    exists = scores.graph.exists
-    values, positive = scores.scores[exists].abs(), known.mask[exists]
+    _same_site(scores, known)
+    exists = scores.site.exists
+    values, positive = scores.mean()[exists].abs(), known.mask[exists]
     n_positive, n_negative = int(positive.sum()), int((~positive).sum())
     if not n_positive or not n_negative:
         raise ValueError(
-            f"expected a known circuit with some of the {len(positive):,} edges; it has "
-            f"{n_positive:,}"
+            f"expected a known circuit with some of the {len(positive):,} {known.site.noun}; it "
+            f"has {n_positive:,}"
         )
     thresholds, group = values.unique(return_inverse=True)  # ascending; ties share a threshold
     tied = torch.zeros(len(thresholds), dtype=torch.float64)
@@ -93,19 +93,19 @@ def roc(scores: EdgeScores, known: Circuit) -> Roc:
 
 
 def overlap(circuit: Circuit, known: Circuit) -> Overlap:
-    """Intersection over union, precision and recall of a circuit's edges.
+    """Intersection over union, precision and recall of a circuit's parts.
 
     Raises:
-        ValueError: circuits of different graphs, or one without edges.
+        ValueError: circuits at different sites, or one without parts.
     """
-    _same_graph(circuit, known)
+    _same_site(circuit, known)
     both = int((circuit.mask & known.mask).sum())
     if not len(circuit) or not len(known):
-        raise ValueError(f"expected circuits with edges; they have {len(circuit)} and {len(known)}")
+        raise ValueError(f"expected circuits with parts; they have {len(circuit)} and {len(known)}")
     either = int((circuit.mask | known.mask).sum())
     return Overlap(both / either, both / len(circuit), both / len(known))
 
 
-def _same_graph(one: EdgeScores | Circuit, known: Circuit) -> None:
-    if one.graph != known.graph:
-        raise ValueError(f"expected a circuit of {one.graph!r}; got one of {known.graph!r}")
+def _same_site(one: Scores | Circuit, known: Circuit) -> None:
+    if one.site != known.site:
+        raise ValueError(f"expected a circuit of {one.site!r}; got one of {known.site!r}")

@@ -18,10 +18,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sparse_tl.circuits.circuit import Circuit, HeadCircuit
+from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.effect import Evaluation
 from sparse_tl.circuits.patches import Patch, Patches
-from sparse_tl.circuits.scores import EdgeScores, HeadScores
+from sparse_tl.circuits.scores import Scores
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.lens import HookedModel, MaskedRun, embedding_matrix, graph_of
@@ -36,7 +36,7 @@ def evaluate(
     model: HookedModel,
     pairs: PromptPairs,
     metric: Metric,
-    circuits: Circuit | HeadCircuit | Sequence[Circuit] | Sequence[HeadCircuit],
+    circuits: Circuit | Sequence[Circuit],
     *,
     patch: Patch | str = "corrupted",
     batch_size: int = 32,
@@ -58,7 +58,7 @@ def evaluate(
             not one finite number per pair.
     """
     graph = graph_of(model)
-    asked = [circuits] if isinstance(circuits, Circuit | HeadCircuit) else list(circuits)
+    asked = [circuits] if isinstance(circuits, Circuit) else list(circuits)
     _check(asked, graph)
     patches = Patches(model, graph, pairs, patch, batch_size)
     values: list[list[Tensor]] = [[] for _ in asked]
@@ -70,7 +70,7 @@ def evaluate(
         for batch, run in patches.masked_runs():
             clean.append(measure(metric, run.clean_logits, batch))
             # Of all heads patched, the rest is whatever comes of it, unless the patch is a prompt.
-            whole = isinstance(asked[0], Circuit) or patch == "corrupted"
+            whole = asked[0].site == graph or patch == "corrupted"
             nothing = run.patched_logits() if whole else run.head_logits(_no_head(graph))
             none.append(measure(metric, nothing, batch))
             for row, circuit in zip(values, asked, strict=True):
@@ -80,7 +80,7 @@ def evaluate(
     joined = torch.stack([torch.cat(row) for row in values])
     return Evaluation(
         tuple(len(circuit) for circuit in asked),
-        graph.n_edges if isinstance(asked[0], Circuit) else graph.n_layers * graph.n_heads,
+        asked[0].site.n_parts,
         joined.cpu().double(),
         torch.cat(clean).cpu().double(),
         torch.cat(none).cpu().double(),
@@ -91,7 +91,7 @@ def evaluate_edges(
     model: HookedModel,
     pairs: PromptPairs,
     metric: Metric,
-    scores: EdgeScores,
+    scores: Scores,
     sizes: Sequence[int] | None = None,
     *,
     signed: bool = False,
@@ -111,7 +111,7 @@ def evaluate_edges(
         signed: rank by how much an edge helps instead of by absolute value.
         **options: of `evaluate`.
     """
-    sizes = log_sizes(scores.graph.n_edges) if sizes is None else sizes
+    sizes = log_sizes(scores.site.n_parts) if sizes is None else sizes
     patch = options.get("patch", "corrupted")
     joined = (scores.top(size, signed=signed).connected(patch=patch) for size in sorted(sizes))
     circuits = {len(circuit): circuit for circuit in joined}
@@ -122,7 +122,7 @@ def evaluate_heads(
     model: HookedModel,
     pairs: PromptPairs,
     metric: Metric,
-    scores: HeadScores,
+    scores: Scores,
     sizes: Sequence[int] | None = None,
     **options: Any,
 ) -> Evaluation:
@@ -131,7 +131,7 @@ def evaluate_heads(
     Arguments as of `evaluate_edges`.
     """
     if sizes is None:
-        sizes = range(scores.scores.numel() + 1)
+        sizes = range(scores.site.n_parts + 1)
     return evaluate(model, pairs, metric, [scores.top(size) for size in sizes], **options)
 
 
@@ -154,10 +154,10 @@ def log_sizes(total: int, per_doubling: int = 2) -> tuple[int, ...]:
 
 
 def logits_under(
-    run: MaskedRun, circuit: Circuit | HeadCircuit, *, first_layer: int = 0
+    run: MaskedRun, circuit: Circuit, *, first_layer: int = 0
 ) -> Float[Tensor, "pair vocab"]:
     """Logits under a circuit of either kind; arguments as of `MaskedRun.logits`."""
-    logits = run.logits if isinstance(circuit, Circuit) else run.head_logits
+    logits = run.logits if isinstance(circuit.site, CircuitGraph) else run.head_logits
     return logits(circuit.mask, first_layer=first_layer)
 
 
@@ -165,19 +165,13 @@ def _no_head(graph: CircuitGraph) -> Bool[Tensor, "layer head"]:
     return torch.zeros(graph.n_layers, graph.n_heads, dtype=torch.bool)
 
 
-def _check(circuits: Sequence[Circuit | HeadCircuit], graph: CircuitGraph) -> None:
-    """One kind of circuit, of this model's graph."""
-    if not circuits or len({type(circuit) for circuit in circuits}) > 1:
+def _check(circuits: Sequence[Circuit], graph: CircuitGraph) -> None:
+    """One kind of circuit, of this model."""
+    if not circuits or len({type(circuit.site) for circuit in circuits}) > 1:
         raise ValueError("expected one circuit or more, all of edges or all of heads")
     for circuit in circuits:
-        if isinstance(circuit, Circuit):
-            if circuit.graph != graph:
-                raise ValueError(
-                    f"expected circuits of the model's own graph, {graph!r}; got one of "
-                    f"{circuit.graph!r}"
-                )
-        elif circuit.mask.shape != (graph.n_layers, graph.n_heads):
+        if circuit.site not in (graph, graph.heads):
             raise ValueError(
-                f"expected a circuit of {graph.n_layers} x {graph.n_heads} heads; got one of "
-                f"{' x '.join(map(str, circuit.mask.shape))}"
+                f"expected circuits of the model's own {graph!r}, or of its heads; got one of "
+                f"{circuit.site!r}"
             )

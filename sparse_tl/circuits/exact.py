@@ -80,7 +80,7 @@ def _part(graph: CircuitGraph, part: Edge | Node | str) -> Edge | Node:
     if isinstance(part, str):
         part = Edge.parse(part) if "->" in part else Node.parse(part)
     if isinstance(part, Edge):
-        graph.edge_index(part)
+        graph.index(part)
     elif part.kind != "head":
         raise ValueError(f"expected circuit edges or heads to patch; got {part}")
     else:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from sparse_tl.circuits.circuit import Circuit
-from sparse_tl.circuits.scores import EdgeScores
+from sparse_tl.circuits.scores import Scores
 from sparse_tl.graph import CircuitGraph
 
 
-def to_eap_ig(scores: EdgeScores, circuit: Circuit, d_model: int) -> dict[str, Any]:
+def to_eap_ig(scores: Scores, circuit: Circuit, d_model: int) -> dict[str, Any]:
     """The JSON of EAP-IG's ``Graph.to_json``, also read by the MIB benchmark.
 
     Args:
@@ -23,13 +23,13 @@ def to_eap_ig(scores: EdgeScores, circuit: Circuit, d_model: int) -> dict[str, A
     Raises:
         ValueError: grouped-query attention or no MLPs, which that format does not have.
     """
-    graph = scores.graph
+    graph = circuit.graph
     if graph.n_kv_heads != graph.n_heads or not graph.has_mlps:
         raise ValueError(f"expected heads with their own k and v, and MLPs; {graph!r} has not")
-    if circuit.graph != graph:
-        raise ValueError(f"expected a circuit of {graph!r}; got one of {circuit.graph!r}")
+    if scores.site != graph:
+        raise ValueError(f"expected scores of {graph!r}, as the circuit; got {scores!r}")
     inside = {str(node) for edge in circuit.edges for node in (edge.source, edge.destination.node)}
-    values = zip(graph.edges, scores.scores[graph.exists], circuit.mask[graph.exists], strict=True)
+    values = zip(graph.edges, scores.values[graph.exists], circuit.mask[graph.exists], strict=True)
     return {
         "cfg": {
             "n_layers": graph.n_layers,
@@ -45,7 +45,7 @@ def to_eap_ig(scores: EdgeScores, circuit: Circuit, d_model: int) -> dict[str, A
     }
 
 
-def from_eap_ig(content: Mapping[str, Any]) -> tuple[EdgeScores, Circuit]:
+def from_eap_ig(content: Mapping[str, Any]) -> tuple[Scores, Circuit]:
     """Scores and circuit from the JSON of EAP-IG's ``Graph.to_json``.
 
     Raises:
@@ -64,8 +64,8 @@ def from_eap_ig(content: Mapping[str, Any]) -> tuple[EdgeScores, Circuit]:
     scores = torch.zeros(graph.exists.shape, dtype=torch.float64)
     mask = torch.zeros_like(graph.exists)
     for name, edge in content["edges"].items():
-        index = graph.edge_index(name)
+        index = graph.index(name)
         if not isinstance(edge, Mapping) or not {"score", "in_graph"} <= edge.keys():
             raise ValueError(f"expected a score and in_graph for every edge; {name} has {edge!r}")
         scores[index], mask[index] = edge["score"], edge["in_graph"]
-    return EdgeScores(graph, scores, "imported"), Circuit(graph, mask)
+    return Scores(graph, scores, "imported"), Circuit(graph, mask)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sparse_tl.circuits.circuit import Circuit, HeadCircuit
-from sparse_tl.circuits.scores import EdgeScores
+from sparse_tl.circuits.circuit import Circuit
+from sparse_tl.circuits.scores import Scores
 from sparse_tl.results import Result
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Acdc(Result):
         history: one row per test: the part, how far the metric moved, whether it was kept.
     """
 
-    circuit: Circuit | HeadCircuit
+    circuit: Circuit
     threshold: float
     value: float
     tested: int
@@ -59,7 +59,7 @@ class Pruning(Result):
     """
 
     circuit: Circuit
-    scores: EdgeScores
+    scores: Scores
     history: pd.DataFrame
 
     def to_pandas(self) -> pd.DataFrame:

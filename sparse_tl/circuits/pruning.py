@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from sparse_tl.circuits.outcomes import Pruning
 from sparse_tl.circuits.patches import Patch, Patches
-from sparse_tl.circuits.scores import EdgeScores
+from sparse_tl.circuits.scores import Scores
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import HardConcreteGate, expected_size
 from sparse_tl.graph import CircuitGraph
@@ -109,9 +109,9 @@ def prune_edges(
             step()
     # As all scores: negative where an edge helps. Ranked by logits: probabilities saturate.
     learned = _spread(graph, logits.detach().cpu().double())
-    kept = EdgeScores(graph, -learned, "pruning").top(size, signed=True)
+    kept = Scores(graph, -learned, "pruning").top(size, signed=True)
     open_now = -distribution.open_probability(learned).where(graph.exists, 0.0)
-    return Pruning(kept, EdgeScores(graph, open_now, "pruning"), pd.DataFrame(rows))
+    return Pruning(kept, Scores(graph, open_now, "pruning"), pd.DataFrame(rows))
 
 
 def _target(total: int, size: int, progress: float) -> float:

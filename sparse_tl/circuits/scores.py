@@ -1,16 +1,16 @@
-"""What attribution returns: a score for every circuit edge or head, which circuits are cut by."""
+"""What attribution returns: a score for every part at a site, which circuits are cut by."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.circuits.circuit import Circuit, HeadCircuit
-from sparse_tl.graph import CircuitGraph, Edge
+from sparse_tl.circuits.circuit import Circuit, Site
 from sparse_tl.results import Result
 
 if TYPE_CHECKING:
@@ -18,108 +18,109 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class EdgeScores(Result):
-    """One score per circuit edge, in units of the metric; negative: patching it lowers the metric.
+class Scores(Result):
+    """One score per part, in units of the metric; negative: patching the part lowers the metric.
+
+    Scores of attention edges are kept apart by prompt pair, on a leading axis: position 3 of one
+    prompt means nothing for another, unless they share a template. Ranks and tables are by the
+    mean over pairs.
 
     Args:
-        graph: the edges.
-        scores: 0 where there is no edge.
+        site: the parts that are scored: circuit edges, heads, or attention edges.
+        values: 0 where there is no part.
         method: how they were found.
 
     Raises:
-        ValueError: scores of another shape, or that are no numbers.
+        ValueError: values of another shape, or that are no numbers.
     """
 
-    graph: CircuitGraph
-    scores: Float[Tensor, "source destination"]
+    site: Site
+    values: Float[Tensor, "*axes"]
     method: str
 
     def __post_init__(self) -> None:
-        if self.scores.shape != self.graph.exists.shape:
+        expected, found = tuple(self.site.exists.shape), tuple(self.values.shape)
+        if found[-len(expected) :] != expected or len(found) > len(expected) + 1:
             raise ValueError(
-                f"expected scores of shape {tuple(self.graph.exists.shape)} for {self.graph!r}; "
-                f"got {tuple(self.scores.shape)}"
+                f"expected scores of shape {expected} for {self.site!r}, or with one more axis "
+                f"for prompt pairs; got {found}"
             )
-        if not bool(self.scores.isfinite().all()):
+        if not bool(self.values.isfinite().all()):
             raise ValueError("expected finite scores; some are NaN or infinite")
 
-    def __getitem__(self, edge: Edge | str) -> float:
-        return self.scores[self.graph.edge_index(edge)].item()
+    def mean(self) -> Float[Tensor, "*axes"]:
+        """The values, averaged over pairs where these are kept apart."""
+        return self.values.mean(dim=0) if self._by_pair else self.values
 
-    def top(self, size: int, *, signed: bool = False) -> Circuit:
-        """The circuit of the `size` edges with the largest scores by absolute value.
+    def __getitem__(self, part: Any) -> float:
+        return self.mean()[self.site.index(part)].item()
+
+    def order(self, *, signed: bool = False) -> Int[Tensor, "part axis"]:
+        """Where the parts are, the best first; ties stay in the site's order.
 
         Args:
-            size: edges kept; ties are kept in the graph's order.
-            signed: rank by how much an edge helps (the most negative scores) instead.
+            signed: rank by how much a part helps (the most negative scores first) instead of by
+                absolute value.
+        """
+        return self._helping_first if signed else self._largest_first
+
+    def top(self, size: int, *, signed: bool = False) -> Circuit:
+        """The circuit of the `size` best parts.
+
+        Args:
+            size: parts kept.
+            signed: as of `order`.
 
         Raises:
-            ValueError: a size that the graph does not have.
+            ValueError: more parts than there are, or fewer than none.
         """
-        if not 0 <= size <= self.graph.n_edges:
-            raise ValueError(f"expected a size in 0..{self.graph.n_edges}; got {size}")
-        values = self.scores[self.graph.exists]
-        order = (-values if signed else values.abs()).argsort(descending=True, stable=True)
-        kept = torch.zeros_like(values, dtype=torch.bool)
-        kept[order[:size]] = True
-        mask = torch.zeros_like(self.graph.exists)
-        mask[self.graph.exists] = kept
-        return Circuit(self.graph, mask)
+        if not 0 <= size <= self.site.n_parts:
+            raise ValueError(f"expected a size in 0..{self.site.n_parts}; got {size}")
+        mask = torch.zeros(self.site.exists.shape, dtype=torch.bool)
+        mask[tuple(self.order(signed=signed)[:size].T)] = True
+        return Circuit(self.site, mask)
 
-    def to_pandas(self) -> pd.DataFrame:
-        """One row per edge, the largest scores by absolute value first."""
-        table = self.graph.to_pandas().assign(score=self.scores[self.graph.exists].tolist())
-        return table.sort_values(
-            "score", key=abs, ascending=False, kind="stable", ignore_index=True
-        )
-
-    def __repr__(self) -> str:
-        best = self.to_pandas().head(3)
-        listed = ", ".join(f"{e} {s:.3g}" for e, s in zip(best["edge"], best["score"], strict=True))
-        return f"EdgeScores({self.graph.n_edges:,} edges by {self.method}: {listed}, ...)"
-
-
-@dataclass(frozen=True, eq=False)
-class HeadScores(Result):
-    """One score per head, in units of the metric; negative: patching it lowers the metric."""
-
-    scores: Float[Tensor, "layer head"]
-    method: str
-
-    def __post_init__(self) -> None:
-        if not bool(self.scores.isfinite().all()):
-            raise ValueError("expected finite scores; some are NaN or infinite")
-
-    def order(self) -> list[tuple[int, int]]:
-        """Heads as (layer, head), the largest scores by absolute value first."""
-        ranked = self.scores.flatten().abs().argsort(descending=True, stable=True)
-        return [divmod(index, self.scores.shape[1]) for index in ranked.tolist()]
-
-    def top(self, size: int) -> HeadCircuit:
-        """The circuit of the `size` heads with the largest scores by absolute value.
-
-        Raises:
-            ValueError: more heads than there are, or fewer than none.
-        """
-        if not 0 <= size <= self.scores.numel():
-            raise ValueError(f"expected a size in 0..{self.scores.numel()}; got {size}")
-        mask = torch.zeros_like(self.scores, dtype=torch.bool)
-        for layer, head in self.order()[:size]:
-            mask[layer, head] = True
-        return HeadCircuit(mask)
-
-    def to_pandas(self) -> pd.DataFrame:
-        """One row per head, the largest scores by absolute value first."""
+    def to_pandas(self, top: int | None = None) -> pd.DataFrame:
+        """One row per part, the largest scores by absolute value first: all, or so many."""
         import pandas as pd
 
-        rows = [
-            {"head": f"a{layer}.h{head}", "score": self.scores[layer, head].item()}
-            for layer, head in self.order()
-        ]
-        return pd.DataFrame(rows)
+        places = self._largest(top) if top is not None else self.order()
+        return pd.DataFrame(self.site.columns(places)).assign(score=self._at(places).tolist())
+
+    @property
+    def _by_pair(self) -> bool:
+        return self.values.ndim > self.site.exists.ndim
+
+    def _at(self, places: Int[Tensor, "part axis"]) -> Float[Tensor, " part"]:
+        return self.mean()[tuple(places.T)]
+
+    @cached_property
+    def _largest_first(self) -> Int[Tensor, "part axis"]:
+        return self._sorted(self._at(self.site.places).abs())
+
+    @cached_property
+    def _helping_first(self) -> Int[Tensor, "part axis"]:
+        return self._sorted(-self._at(self.site.places))
+
+    def _sorted(self, values: Float[Tensor, " part"]) -> Int[Tensor, "part axis"]:
+        return self.site.places[values.argsort(descending=True, stable=True).cpu()]
+
+    def _largest(self, size: int) -> Int[Tensor, "part axis"]:
+        """The first of `order`, without sorting a model's millions of edges to show a few."""
+        values = self._at(self.site.places).abs()
+        least = values.topk(min(size, len(values))).values[-1:].min()
+        among = self.site.places[(values >= least).cpu()]
+        return among[self._at(among).abs().argsort(descending=True, stable=True).cpu()][:size]
+
+    def _summary(self) -> pd.DataFrame:
+        return self.to_pandas(20)
 
     def __repr__(self) -> str:
-        best = ", ".join(
-            f"{h} {s:.3g}" for h, s in self.to_pandas().head(3).itertuples(index=False)
+        best = self._largest(3)
+        names = next(iter(self.site.columns(best).values()))
+        scored = zip(names, self._at(best).tolist(), strict=True)
+        listed = ", ".join(f"{name} {score:.3g}" for name, score in scored)
+        pairs = f" of {len(self.values)} pairs" if self._by_pair else ""
+        return (
+            f"Scores({self.site.n_parts:,} {self.site.noun}{pairs} by {self.method}: {listed}, ...)"
         )
-        return f"HeadScores({self.scores.numel()} heads by {self.method}: {best}, ...)"

@@ -17,9 +17,9 @@ import pandas as pd
 
 from sparse_tl.circuits import (
     Circuit,
-    EdgeScores,
     EffectCurve,
     Evaluation,
+    Scores,
     accuracy,
     attribute_edges,
     attribute_heads,
@@ -165,11 +165,11 @@ def _draw_circuits(
     """The circuit that explains enough, of both models, as a diagram and as a list of edges."""
     drawn = {}
     for side in SIDES:
-        scores = EdgeScores.load(folder / task.name / side / "edge_scores")
+        scores = Scores.load(folder / task.name / side / "edge_scores")
         size = measured[side][f"edges_at_{LEVEL}"]
-        kept = scores.graph.n_edges if size is None else min(math.ceil(size), scores.graph.n_edges)
+        kept = scores.site.n_parts if size is None else min(math.ceil(size), scores.site.n_parts)
         circuit = _smallest(scores, kept, patch)
-        drawn[names[side]] = ScoredCircuit(scores.graph, circuit.mask, scores.scores)
+        drawn[names[side]] = ScoredCircuit(circuit.graph, circuit.mask, scores.values)
         listed = [{"edge": str(edge), "score": scores[edge]} for edge in circuit.edges]
         write_json(folder / task.name / f"{side}_circuit.json", listed)
     title = f"{task.title}: edges for an explained effect of {LEVEL}"
@@ -178,8 +178,8 @@ def _draw_circuits(
         diagram.save(folder / task.name / f"circuit.{suffix}")
 
 
-def _smallest(scores: EdgeScores, size: int, patch: str) -> Circuit:
+def _smallest(scores: Scores, size: int, patch: str) -> Circuit:
     """The best-scored edges, as few as needed for `size` of them to have an effect."""
-    sizes = range(size, scores.graph.n_edges)
+    sizes = range(size, scores.site.n_parts)
     taken = bisect_left(sizes, size, key=lambda some: len(scores.top(some).connected(patch=patch)))
     return scores.top(size + taken).connected(patch=patch)

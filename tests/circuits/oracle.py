@@ -76,7 +76,7 @@ def mask_of(graph: CircuitGraph, edges: Sequence[Edge | str] | frozenset[str]) -
     """True at these edges: the mask that keeps them and patches all others."""
     mask = torch.zeros_like(graph.exists)
     for edge in edges:
-        mask[graph.edge_index(edge)] = True
+        mask[graph.index(edge)] = True
     return mask
 
 

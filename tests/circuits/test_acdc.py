@@ -14,7 +14,6 @@ from torch import Tensor
 
 from sparse_tl.circuits import (
     Circuit,
-    HeadCircuit,
     acdc,
     attribute_edges,
     evaluate,
@@ -30,7 +29,7 @@ Build = Callable[..., Model]
 acdc_module = __import__("sys").modules[acdc_function.__module__]
 
 
-def _names(circuit: Circuit | HeadCircuit) -> frozenset[str]:
+def _names(circuit: Circuit) -> frozenset[str]:
     assert isinstance(circuit, Circuit)
     return frozenset(str(edge) for edge in circuit.edges)
 
@@ -139,7 +138,7 @@ def test_heads_that_matter_are_kept(model: Model, pairs: PromptPairs) -> None:
     found = acdc(
         model, pairs, threshold=0.02, metric=logit_difference, start="heads", progress=False
     )
-    assert isinstance(found.circuit, HeadCircuit)
+    assert found.circuit.heads
     assert found.tested == model.cfg.n_layers * model.cfg.n_heads
     assert found.history["moved"][found.history["kept"]].abs().min() >= 0.02
     assert (found.history["moved"][~found.history["kept"]].abs() < 0.02).all()
@@ -202,5 +201,5 @@ def test_edges_on_no_path_are_left_out() -> None:
     path = ["input->a0.h0<v>", "a0.h0->m1", "m1->logits"]
     lost = ["input->a0.h1<q>", "a1.h0->logits", "m0->a1.h1<k>"]
     for edge in [*path, *lost]:
-        mask[graph.edge_index(edge)] = True
+        mask[graph.index(edge)] = True
     assert _names(Circuit(graph, mask).connected()) == frozenset(path)

@@ -43,8 +43,8 @@ def test_scores_are_the_slope_of_a_gate(
     with torch.no_grad():
         ends = [_metric_with_gate(model, pairs, edge, 1 + sign * step) for sign in (-1, 1)]
     slope = (ends[0] - ends[1]) / (2 * step)  # closing: the gate goes down
-    torch.testing.assert_close(scores.scores[(slice(None), *edge)], slope, rtol=1e-6, atol=1e-8)
-    assert not scores.scores.triu(1).any(), "nothing flows backwards"
+    torch.testing.assert_close(scores.values[(slice(None), *edge)], slope, rtol=1e-6, atol=1e-8)
+    assert not scores.values.triu(1).any(), "nothing flows backwards"
 
 
 def test_equal_prompts_change_nothing_under_the_corrupted_pattern(
@@ -52,9 +52,9 @@ def test_equal_prompts_change_nothing_under_the_corrupted_pattern(
 ) -> None:
     same = PromptPairs(pairs.clean, pairs.clean, pairs.answers, pairs.wrong, pairs.positions)
     scores = attribute_attention_edges(model, same, logit_difference, patch="corrupted")
-    assert not scores.scores.any()
+    assert not scores.values.any()
     other = attribute_attention_edges(model, pairs, logit_difference, patch="corrupted")
-    assert other.scores.abs().max() > 1e-3
+    assert other.values.abs().max() > 1e-3
 
 
 def test_closed_gates_score_exactly_nothing(build_tiny: Build, pairs: PromptPairs) -> None:
@@ -64,10 +64,10 @@ def test_closed_gates_score_exactly_nothing(build_tiny: Build, pairs: PromptPair
     patterns = torch.stack([cache[f"blocks.{layer}.attn.hook_pattern"] for layer in (0, 1)], 1)
     closed = patterns == 0
     assert 0 < closed.tril().sum() < closed.numel()
-    assert not scores.scores[closed].any()
-    assert scores.scores[~closed].any()
+    assert not scores.values[closed].any()
+    assert scores.values[~closed].any()
     table = scores.to_pandas(top=5)
-    assert list(table) == ["layer", "head", "query", "key", "score"]
+    assert list(table) == ["edge", "layer", "head", "query", "key", "score"]
     assert table["score"].abs().is_monotonic_decreasing
 
 

@@ -67,7 +67,7 @@ def _slow(model: Model, graph: CircuitGraph, pairs: PromptPairs) -> Tensor:
         else:
             gradient = gradients[f"blocks.{node.layer}.hook_{slot}_input"][:, :, node.head]
         change = written[f"{edge.source} corrupted"] - written[f"{edge.source} clean"]
-        scores[graph.edge_index(edge)] = (change * gradient).sum()
+        scores[graph.index(edge)] = (change * gradient).sum()
     return scores / len(pairs)
 
 
@@ -78,13 +78,13 @@ def test_fast_equals_slow(build_tiny: Build, kind: str) -> None:
     fast = attribute_edges(model, pairs, logit_difference, method="eap", batch_size=3)
     slow = _slow_scores(model, graph, pairs)
     assert slow[graph.exists].abs().min() > 0
-    torch.testing.assert_close(fast.scores, slow, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(fast.values, slow, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["sequential", "parallel", "grouped", "attention_only"])
 def test_fast_equals_slow_in_single_precision(build_tiny: Build, kind: str) -> None:
     model, pairs = shaken(build_tiny(**KINDS[kind])), random_pairs()
-    fast = attribute_edges(model, pairs, logit_difference, method="eap").scores
+    fast = attribute_edges(model, pairs, logit_difference, method="eap").values
     slow = _slow_scores(model, graph_of(model), pairs)
     assert (fast - slow).abs().max() <= 1e-4 * slow.abs().max()
 
@@ -101,7 +101,7 @@ def test_padding_on_the_right_changes_nothing(model: Model) -> None:
         pairs.positions,
     )
     one, other = (attribute_edges(model, p, logit_difference, steps=2) for p in (pairs, padded))
-    torch.testing.assert_close(one.scores, other.scores, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(one.values, other.values, rtol=1e-9, atol=1e-12)
 
 
 def test_scores_over_sources_add_up_to_a_head_score(model: Model) -> None:
@@ -111,8 +111,8 @@ def test_scores_over_sources_add_up_to_a_head_score(model: Model) -> None:
     heads = attribute_heads(model, pairs, logit_difference, method="eap")
     for layer in range(graph.n_layers):
         first = graph.source_index(f"a{layer}.h0")
-        summed = edges.scores[first : first + graph.n_heads].sum(dim=1)
-        torch.testing.assert_close(heads.scores[layer], summed, rtol=1e-9, atol=1e-12)
+        summed = edges.values[first : first + graph.n_heads].sum(dim=1)
+        torch.testing.assert_close(heads.values[layer], summed, rtol=1e-9, atol=1e-12)
 
 
 def test_integrated_gradients_are_complete(model: Model) -> None:
@@ -127,7 +127,7 @@ def test_integrated_gradients_are_complete(model: Model) -> None:
     for steps in (20, 40, 80):
         scores = attribute_edges(
             model, pairs, logit_difference, method="eap-ig", steps=steps
-        ).scores
+        ).values
         # A change of the input goes on along its own edges alone; each carries what follows.
         errors.append((scores[0].sum() - (corrupted - clean)).abs().item())
     # The error is of first order in 1 / steps: four times the steps leave a quarter of it. Where
@@ -140,16 +140,16 @@ def test_integrated_gradients_are_complete(model: Model) -> None:
 def test_equal_prompts_give_exactly_nothing(model: Model, method: Any) -> None:
     pairs = random_pairs()
     same = PromptPairs(pairs.clean, pairs.clean, pairs.answers, pairs.wrong, pairs.positions)
-    scores = attribute_edges(model, same, logit_difference, method=method, steps=2).scores
+    scores = attribute_edges(model, same, logit_difference, method=method, steps=2).values
     assert (scores == 0).all()
-    assert (attribute_heads(model, same, logit_difference, method=method).scores == 0).all()
+    assert (attribute_heads(model, same, logit_difference, method=method).values == 0).all()
 
 
 def test_a_dead_head_scores_exactly_nothing(model: Model) -> None:
     with torch.no_grad():
         model.blocks[0].attn.W_O[1] = 0
     graph = graph_of(model)
-    scores = attribute_edges(model, random_pairs(), logit_difference).scores
+    scores = attribute_edges(model, random_pairs(), logit_difference).values
     row = graph.source_index("a0.h1")
     columns = graph.readers(graph.sources[row])
     assert (scores[row] == 0).all()
@@ -161,13 +161,13 @@ def test_a_dead_head_scores_exactly_nothing(model: Model) -> None:
 def test_one_step_of_integration_is_plain_attribution(model: Model) -> None:
     pairs = random_pairs()
     plain, one = (
-        attribute_edges(model, pairs, logit_difference, method=method, steps=1).scores
+        attribute_edges(model, pairs, logit_difference, method=method, steps=1).values
         for method in ("eap", "eap-ig")
     )
     assert torch.equal(plain, one)
     activations = attribute_edges(
         model, pairs, logit_difference, method="eap-ig-activations", steps=1
-    ).scores
+    ).values
     torch.testing.assert_close(activations, plain, rtol=1e-9, atol=1e-12)
 
 
@@ -186,21 +186,21 @@ def test_nothing_is_left_behind(model: Model) -> None:
 
 
 def test_frozen_weights_are_no_hindrance(model: Model) -> None:
-    expected = attribute_edges(model, random_pairs(), logit_difference).scores
+    expected = attribute_edges(model, random_pairs(), logit_difference).values
     model.requires_grad_(False)
     with torch.no_grad():
         assert torch.equal(
-            attribute_edges(model, random_pairs(), logit_difference).scores, expected
+            attribute_edges(model, random_pairs(), logit_difference).values, expected
         )
 
 
 def test_a_sparse_model_is_attributed_under_its_gates(model: Model) -> None:
     pairs = random_pairs()
-    dense = attribute_edges(model, pairs, logit_difference).scores
+    dense = attribute_edges(model, pairs, logit_difference).values
     sparse = SparseTransformer(model, initial_bias=0.0)
-    gated = attribute_edges(sparse, pairs, logit_difference).scores
+    gated = attribute_edges(sparse, pairs, logit_difference).values
     with sparse.opened():
-        opened = attribute_edges(sparse, pairs, logit_difference).scores
+        opened = attribute_edges(sparse, pairs, logit_difference).values
     assert torch.equal(opened, dense)
     assert not torch.allclose(gated, dense)
 
@@ -286,9 +286,9 @@ def test_large_activations_in_half_precision(build_tiny: Build) -> None:
     model = shaken(build_tiny())
     with torch.no_grad():
         model.blocks[0].attn.b_O[0] += 300
-    precise = attribute_edges(model, random_pairs(), logit_difference, method="eap").scores
+    precise = attribute_edges(model, random_pairs(), logit_difference, method="eap").values
     rough = attribute_edges(
         model.to(torch.float16), random_pairs(), logit_difference, method="eap"
-    ).scores
+    ).values
     assert (rough - precise).abs().max() < 0.1 * precise.abs().max()
     assert (rough != 0).sum() > 0.5 * (precise != 0).sum()

@@ -10,7 +10,7 @@ from planted import PLANTED
 
 from sparse_tl.circuits import (
     Circuit,
-    EdgeScores,
+    Scores,
     attribute_edges,
     overlap,
     roc,
@@ -20,10 +20,10 @@ from sparse_tl.graph import CircuitGraph
 GRAPH = CircuitGraph(1, 1, 1, has_mlps=False)  # input -> q, k, v, logits; head -> logits
 
 
-def _scores(values: list[float]) -> EdgeScores:
+def _scores(values: list[float]) -> Scores:
     scores = torch.zeros(GRAPH.exists.shape, dtype=torch.float64)
     scores[GRAPH.exists] = torch.tensor(values, dtype=torch.float64)
-    return EdgeScores(GRAPH, scores, "by hand")
+    return Scores(GRAPH, scores, "by hand")
 
 
 def _circuit(kept: list[int]) -> Circuit:
@@ -70,7 +70,7 @@ def test_circuits_that_cannot_be_compared() -> None:
         roc(_scores([0.0] * 5), Circuit(other, other.exists))
     with pytest.raises(ValueError, match="expected a known circuit with some"):
         roc(_scores([0.0] * 5), _circuit([]))
-    with pytest.raises(ValueError, match="expected circuits with edges"):
+    with pytest.raises(ValueError, match="expected circuits with parts"):
         overlap(_circuit([]), _circuit([0]))
 
 

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from sparse_tl.circuits import (
     Circuit,
-    EdgeScores,
-    HeadCircuit,
-    HeadScores,
+    Scores,
     attribute_edges,
     evaluate,
     evaluate_edges,
@@ -26,6 +24,7 @@ from sparse_tl.circuits.patches import Patches
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.graph import CircuitGraph
+from sparse_tl.grids import HeadGrid
 from sparse_tl.lens import Model, graph_of
 from sparse_tl.metrics import logit_difference, measure
 
@@ -87,8 +86,8 @@ def test_half_precision_stays_near(
     precise = attribute_edges(model, pairs, logit_difference)
     curve = evaluate_edges(model, pairs, logit_difference, precise)
     rough = attribute_edges(model.to(dtype), pairs, logit_difference)
-    largest = precise.scores.abs().max()
-    assert (rough.scores - precise.scores).abs().max() < near * largest
+    largest = precise.values.abs().max()
+    assert (rough.values - precise.values).abs().max() < near * largest
     again = evaluate_edges(model, pairs, logit_difference, precise)
     torch.testing.assert_close(again.effect, curve.effect, rtol=0, atol=near)
 
@@ -116,7 +115,7 @@ def test_all_heads_are_the_clean_run_and_none_the_corrupted_one(
     corrupted[rows, pairs.positions] = pairs.clean[rows, pairs.positions]
     pairs = PromptPairs(pairs.clean, corrupted, pairs.answers, pairs.wrong, pairs.positions)
     shape = model.cfg.n_layers, model.cfg.n_heads
-    both = [HeadCircuit(torch.full(shape, kept)) for kept in (False, True)]
+    both = [Circuit(HeadGrid(*shape), torch.full(shape, kept)) for kept in (False, True)]
     found = evaluate(model, pairs, logit_difference, both, progress=False)
     ends = torch.stack([_plain(model, t, pairs) for t in (corrupted, pairs.clean)])
     torch.testing.assert_close(found.values, ends, rtol=1e-9, atol=1e-9)
@@ -125,7 +124,8 @@ def test_all_heads_are_the_clean_run_and_none_the_corrupted_one(
 def test_head_circuits_equal_plain_hooks(model: Model, pairs: PromptPairs) -> None:
     generator = torch.Generator().manual_seed(1)
     mask = torch.rand(model.cfg.n_layers, model.cfg.n_heads, generator=generator) < 0.5
-    found = evaluate(model, pairs, logit_difference, HeadCircuit(mask), progress=False)
+    kept = Circuit(HeadGrid(*mask.shape), mask)
+    found = evaluate(model, pairs, logit_difference, kept, progress=False)
     _, cache = model.run_with_cache(pairs.corrupted)
 
     def exchange(z: Tensor, hook: Any) -> Tensor:
@@ -188,13 +188,17 @@ def test_a_sparse_model_is_evaluated_under_its_gates(build_tiny: Build, pairs: P
 def test_circuits_grow_with_the_scores(build_tiny: Build, pairs: PromptPairs) -> None:
     model = build_tiny()
     graph = graph_of(model)
-    scores = EdgeScores(graph, graph.exists * torch.rand(graph.exists.shape), "random")
+    scores = Scores(graph, graph.exists * torch.rand(graph.exists.shape), "random")
     found = evaluate_edges(model, pairs, logit_difference, scores, progress=False)
     joined = {len(scores.top(size).connected()) for size in log_sizes(graph.n_edges)}
     assert found.sizes == tuple(sorted(joined)) and len(joined) > 3
     assert found.sizes[0] == 0 and found.sizes[-1] == graph.n_edges == found.total
     by_head = evaluate_heads(
-        model, pairs, logit_difference, HeadScores(torch.rand(2, 2), "random"), progress=False
+        model,
+        pairs,
+        logit_difference,
+        Scores(graph.heads, torch.rand(2, 2), "random"),
+        progress=False,
     )
     assert by_head.sizes == tuple(range(5))
     table = by_head.to_pandas()
@@ -232,14 +236,14 @@ def test_nothing_is_left_behind(build_tiny: Build, pairs: PromptPairs) -> None:
 def test_circuits_that_do_not_fit(build_tiny: Build, pairs: PromptPairs) -> None:
     model = build_tiny()
     other = graph_of(build_tiny("grouped"))
-    with pytest.raises(ValueError, match="expected circuits of the model's own graph"):
+    with pytest.raises(ValueError, match="expected circuits of the model's own"):
         evaluate(model, pairs, logit_difference, _some_edges(other), progress=False)
-    with pytest.raises(ValueError, match="expected a circuit of 2 x 2 heads; got one of 3 x 4"):
-        wrong = HeadCircuit(torch.ones(3, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="or of its heads; got one of HeadGrid.3 layers x 4"):
+        wrong = Circuit(HeadGrid(3, 4), torch.ones(3, 4, dtype=torch.bool))
         evaluate(model, pairs, logit_difference, wrong, progress=False)
     with pytest.raises(ValueError, match="expected one circuit or more"):
         evaluate(model, pairs, logit_difference, [], progress=False)
-    scores = EdgeScores(graph_of(model), torch.zeros(graph_of(model).exists.shape), "none")
+    scores = Scores(graph_of(model), torch.zeros(graph_of(model).exists.shape), "none")
     with pytest.raises(ValueError, match="expected a size in 0.."):
         evaluate_edges(model, pairs, logit_difference, scores, [10**6], progress=False)
 

@@ -30,7 +30,7 @@ def test_every_edge_equals_the_slow_oracle(model: Model, pairs: PromptPairs) -> 
     clean = _metric(model, pairs.clean, pairs)
     for edge in graph.edges:
         mask = graph.exists.clone()
-        mask[graph.edge_index(edge)] = False
+        mask[graph.index(edge)] = False
         logits = run_patched(model, graph, pairs, mask)
         slow = logit_difference(logits, pairs).mean().item() - clean
         assert found[str(edge)] == pytest.approx(slow, rel=1e-9, abs=1e-9), edge
@@ -66,12 +66,12 @@ def test_attribution_is_exact_for_a_linear_model(build_tiny: Build, pairs: Promp
             block.attn.b_Q.zero_()
     scores = attribute_edges(model, pairs, logit_difference, method="eap")
     exact = patch_exactly(model, pairs, logit_difference, progress=False)
-    found = scores.scores[scores.graph.exists]
+    found = scores.values[scores.site.exists]
     torch.testing.assert_close(found, torch.tensor(exact.to_numpy()), rtol=1e-9, atol=1e-12)
     heads = attribute_heads(model, pairs, logit_difference, method="eap")
     exact = patch_exactly(model, pairs, logit_difference, ["a0.h1", "a1.h0"], progress=False)
-    assert heads.scores[0, 1].item() == pytest.approx(exact["a0.h1"], rel=1e-9)
-    assert heads.scores[1, 0].item() == pytest.approx(exact["a1.h0"], rel=1e-9)
+    assert heads.values[0, 1].item() == pytest.approx(exact["a0.h1"], rel=1e-9)
+    assert heads.values[1, 0].item() == pytest.approx(exact["a1.h0"], rel=1e-9)
 
 
 def test_the_error_of_attribution_shrinks_quadratically(build_tiny: Build) -> None:
@@ -91,7 +91,7 @@ def test_the_error_of_attribution_shrinks_quadratically(build_tiny: Build) -> No
             model.embed.W_E[13] = model.embed.W_E[2] + size * step
         scores = attribute_edges(model, pairs, logit_difference, method="eap")
         exact = patch_exactly(model, pairs, logit_difference, progress=False)
-        error = scores.scores[scores.graph.exists] - torch.tensor(exact.to_numpy())
+        error = scores.values[scores.site.exists] - torch.tensor(exact.to_numpy())
         errors.append(error.abs().max().item())
     assert errors[0] > 1e-9
     assert errors[0] / errors[1] == pytest.approx(4, rel=0.1)

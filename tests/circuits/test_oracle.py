@@ -63,7 +63,7 @@ def test_the_slope_at_a_gate_is_attribution_patching(
         ends = []
         for gate in (1 + 1e-4, 1 - 1e-4):
             gates = graph.exists.double()
-            gates[graph.edge_index(edge)] = gate
+            gates[graph.index(edge)] = gate
             logits = run_patched(model, graph, pairs, gates, patch)
             ends.append(logit_difference(logits, pairs).mean().item())
         assert (ends[1] - ends[0]) / 2e-4 == pytest.approx(scores[edge], rel=1e-4, abs=1e-7)

@@ -37,7 +37,7 @@ def test_no_planted_edge_can_be_spared(planted: Planted) -> None:
     for edge in planted.edges:
         for whole in (planted.mask, planted.graph.exists):
             mask = whole.clone()
-            mask[planted.graph.edge_index(edge)] = False
+            mask[planted.graph.index(edge)] = False
             assert _explained(planted, mask) < 0.75, edge
 
 
@@ -90,8 +90,8 @@ def test_attribution_ranks_planted_edges_first(planted: Planted, method: str, st
     scores = attribute_edges(
         planted.model, planted.pairs, planted.metric, method=method, steps=steps
     )
-    inside = scores.scores[planted.mask].abs()
-    outside = scores.scores[planted.graph.exists & ~planted.mask].abs()
+    inside = scores.values[planted.mask].abs()
+    outside = scores.values[planted.graph.exists & ~planted.mask].abs()
     assert inside.min() > 5 * outside.max(), scores.to_pandas().head(12)
     if planted.model.cfg.normalization_type is None:
         assert outside.max() == 0

@@ -107,7 +107,7 @@ def _scored_circuit(
     scores = torch.zeros(graph.exists.shape)
     mask = torch.zeros_like(graph.exists)
     for name, score in edges.items():
-        index = graph.edge_index(name)
+        index = graph.index(name)
         scores[index], mask[index] = score, True
     return ScoredCircuit(graph, mask, scores if scored else None)
 

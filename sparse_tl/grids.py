@@ -1,0 +1,151 @@
+"""The parts of one kind that a model has, as the array in which scores and circuits are written.
+
+Heads are ``[layer, head]``, attention edges ``[layer, head, query, key]``; circuit edges,
+``[source, destination]``, are in `sparse_tl.graph`.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from sparse_tl.nodes import Node
+
+_ATTENTION_EDGE = re.compile(r"a(\d+)\.h(\d+):(\d+)->(\d+)")
+
+
+class PartGrid(ABC):
+    """Parts that can be scored and kept one by one."""
+
+    noun: ClassVar[str]
+    """What they are called, in the plural."""
+
+    @cached_property
+    @abstractmethod
+    def exists(self) -> Bool[Tensor, "*axes"]:
+        """Which places of the array hold a part."""
+
+    @abstractmethod
+    def index(self, part: Any) -> tuple[int, ...]:
+        """Where a part is, from its name or its place.
+
+        Raises:
+            ValueError: there is no such part.
+        """
+
+    @abstractmethod
+    def columns(self, places: Int[Tensor, "part axis"]) -> dict[str, Any]:
+        """The columns of a table of the parts at these places; the first holds their names."""
+
+    @cached_property
+    def n_parts(self) -> int:
+        """How many parts there are."""
+        return int(self.exists.sum())
+
+    @cached_property
+    def places(self) -> Int[Tensor, "part axis"]:
+        """Where all parts are, in row-major order: the order of ``values[grid.exists]``."""
+        return self.exists.nonzero()
+
+    def _checked(self, place: Sequence[int], part: Any) -> tuple[int, ...]:
+        shape, found = self.exists.shape, tuple(place)
+        fits = len(found) == len(shape) and all(
+            0 <= i < n for i, n in zip(found, shape, strict=True)
+        )
+        if not fits or not self.exists[found]:
+            raise ValueError(f"expected one of the {self.noun} of {self!r}; it has no {part}")
+        return found
+
+
+@dataclass(frozen=True)
+class HeadGrid(PartGrid):
+    """All heads of a model, named ``a3.h2``."""
+
+    n_layers: int
+    n_heads: int
+    noun = "heads"
+
+    @cached_property
+    def exists(self) -> Bool[Tensor, "layer head"]:
+        """All places hold a head."""
+        return torch.ones(self.n_layers, self.n_heads, dtype=torch.bool)
+
+    def index(self, part: Node | str | tuple[int, ...]) -> tuple[int, ...]:
+        """Layer and head of a head.
+
+        Raises:
+            ValueError: the model has no such head.
+        """
+        if isinstance(part, tuple):
+            return self._checked(part, part)
+        node = Node.parse(part) if isinstance(part, str) else part
+        return self._checked((node.layer, node.head) if node.kind == "head" else (), part)
+
+    def columns(self, places: Int[Tensor, "part axis"]) -> dict[str, Any]:
+        """The heads' names."""
+        return {"head": [f"a{layer}.h{head}" for layer, head in places.tolist()]}
+
+    def __repr__(self) -> str:
+        return f"HeadGrid({self.n_layers} layers x {self.n_heads} heads)"
+
+
+@dataclass(frozen=True)
+class AttentionGrid(PartGrid):
+    """All attention edges of prompts of one length, named ``a3.h2:5->8`` (key to query).
+
+    Args:
+        n_layers: of the model.
+        n_heads: of each layer.
+        n_positions: of the prompts.
+        causal: whether a query sees no later key.
+    """
+
+    n_layers: int
+    n_heads: int
+    n_positions: int
+    causal: bool = True
+    noun = "attention edges"
+
+    @cached_property
+    def exists(self) -> Bool[Tensor, "layer head query key"]:
+        """Pairs of a query and a key that it sees."""
+        pairs = torch.ones(self.n_positions, self.n_positions, dtype=torch.bool)
+        pairs = pairs.tril() if self.causal else pairs
+        return pairs.expand(self.n_layers, self.n_heads, -1, -1)
+
+    def index(self, part: str | tuple[int, ...]) -> tuple[int, ...]:
+        """Layer, head, query and key of an attention edge.
+
+        Raises:
+            ValueError: there is no such edge.
+        """
+        if isinstance(part, tuple):
+            return self._checked(part, part)
+        match = _ATTENTION_EDGE.fullmatch(part)
+        if match is None:
+            raise ValueError(
+                f'expected an attention edge from key to query such as "a3.h2:5->8"; got {part!r}'
+            )
+        layer, head, key, query = map(int, match.groups())
+        return self._checked((layer, head, query, key), part)
+
+    def columns(self, places: Int[Tensor, "part axis"]) -> dict[str, Any]:
+        """The edges' names and their four places."""
+        layer, head, query, key = (column.tolist() for column in places.T)
+        named = zip(layer, head, key, query, strict=True)
+        names = [f"a{layer}.h{head}:{key}->{query}" for layer, head, key, query in named]
+        return {"edge": names, "layer": layer, "head": head, "query": query, "key": key}
+
+    def __repr__(self) -> str:
+        return (
+            f"AttentionGrid({self.n_layers} layers x {self.n_heads} heads, {self.n_positions} "
+            f"positions{'' if self.causal else ', seen from both sides'})"
+        )
