@@ -150,10 +150,10 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     for wrong, message in (
         ({**whole, "method": 3}, "expected str as method; got 3"),
         ({**whole, "values": "nowhere"}, r"expected Float\[.*\] as values; got 'nowhere'"),
-        ({"values": "values"}, r"it lacks \['graph', 'method'\]"),
+        ({"values": "values"}, r"it lacks \['method', 'site'\]"),
         ({**whole, "more": 1}, r"unknown \['more'\]"),
-        ({**whole, "graph": {"kind": "CircuitGraph", "fields": {}}}, r"lacks \['has_mlps'"),
-        ({**whole, "graph": said}, "as graph; got"),
+        ({**whole, "site": {"kind": "CircuitGraph", "fields": {}}}, r"lacks \['has_mlps'"),
+        ({**whole, "site": said}, "as site; got"),
     ):
         (folder / "result.json").write_text(json.dumps({**said, "fields": wrong}))
         with pytest.raises(ValueError, match=f"expected a whole Scores in .*{message}"):

@@ -77,4 +77,4 @@ def test_circuits_that_cannot_be_compared() -> None:
 def test_a_circuit_shows_itself_as_a_diagram() -> None:
     html = _circuit([0, 1, 2, 4])._repr_html_()
     assert "<svg" in html and "a0.h0" in html
-    assert "0 of 5 edges" in _circuit([])._repr_html_()
+    assert "0 of 5 circuit edges" in _circuit([])._repr_html_()
