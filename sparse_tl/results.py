@@ -8,7 +8,7 @@ field does not name.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from html import escape
 from importlib import import_module
@@ -173,8 +173,8 @@ def _restored(declared: Any, value: Any, name: str, tensors: Mapping[str, Tensor
         return _restored(_chosen(of, value), value, name, tensors)
     if _is_kind(declared, value):
         return _dataclass(declared, value["fields"], name, tensors)
-    if origin is tuple and isinstance(value, list):
-        kinds = of[:1] * len(value) if of[-1] is Ellipsis else of
+    if origin in (tuple, Sequence) and isinstance(value, list):
+        kinds = of[:1] * len(value) if origin is Sequence or of[-1] is Ellipsis else of
         if len(kinds) == len(value):
             found = zip(kinds, value, range(len(value)), strict=True)
             return tuple(_restored(kind, v, _under(name, i), tensors) for kind, v, i in found)

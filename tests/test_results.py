@@ -15,6 +15,7 @@ import torch
 from sparse_tl.circuits import (
     Acdc,
     Circuit,
+    EffectCurve,
     Evaluation,
     Overlap,
     Pruning,
@@ -55,6 +56,7 @@ RESULTS: dict[str, Any] = {
     "acdc on heads": Acdc(HEADS.top(2), 0.1, 0.5, 2, 1.5, HISTORY),
     "pruning": Pruning(SCORES.top(5), SCORES, HISTORY.assign(divergence=[0.2, 0.1])),
     "evaluation": Evaluation((0, 2), 2, torch.stack([0 * PAIR, PAIR]), PAIR, 0 * PAIR),
+    "curve": EffectCurve("dense", (0, 2), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0)),
     "roc": Roc(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]), 0.5),
     "overlap": Overlap(0.5, 0.75, 0.6),
     "counts": EdgeCounts(COUNTS, COUNTS * 0.5, COUNTS * 0.1, COUNTS * 3, torch.tensor([3, 3, 3])),

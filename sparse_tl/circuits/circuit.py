@@ -137,11 +137,7 @@ class Circuit(Result):
     def _repr_html_(self) -> str:
         if not isinstance(self.site, CircuitGraph):
             return super()._repr_html_()
-        from sparse_tl.plots import ScoredCircuit, component_diagram
-
-        if not len(self):
-            return f"<p>{self!r}</p>"
-        return component_diagram({"Circuit": ScoredCircuit(self.site, self.mask)})._repr_html_()
+        return self.figure()._repr_html_() if len(self) else f"<p>{self!r}</p>"
 
     def __repr__(self) -> str:
         return f"Circuit({len(self):,} of {self.site.n_parts:,} {self.site.noun} of {self.site!r})"

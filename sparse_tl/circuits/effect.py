@@ -127,7 +127,7 @@ class Evaluation(Result):
 
 
 @dataclass(frozen=True)
-class EffectCurve:
+class EffectCurve(Result):
     """The explained effect of circuits of growing size, in one model on one task.
 
     Lists and arrays become tuples of plain numbers.
