@@ -1,24 +1,21 @@
-"""``sparse-tl head-roles`` from end to end, on small random models and on what it must refuse."""
+"""``sparse-tl head-roles`` from end to end, on the built-in models and on what it must refuse."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-import torch
 
 from sparse_tl.cli import main
-from sparse_tl.gates import SparseTransformer
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
 from sparse_tl.lens import save_model
-from sparse_tl.models import build_addition_model, task_recipe
-from sparse_tl.runs import gating, run_head_roles
-from sparse_tl.runs import head_roles as run_module
+from sparse_tl.models import load_task_models
+from sparse_tl.runs import HeadRolesRun, cells, head_roles, run_head_roles
+from sparse_tl.runs.cells import cells_of
 
 FEW: dict[str, Any] = {
     "seeds": 2,
@@ -32,35 +29,14 @@ FEW: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def built_in() -> dict[str, tuple[Any, Any]]:
-    """The built-in models before any training."""
-    return {
-        "addition": (build_addition_model(), SparseTransformer(build_addition_model())),
-        "tasks": (task_recipe().build(), SparseTransformer(task_recipe().build())),
-    }
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, HeadRolesRun]:
+    """The built-in models on two tasks."""
+    out = tmp_path_factory.mktemp("runs") / "roles"
+    return out, run_head_roles(out, tasks=["addition", "ioi"], **FEW)
 
 
-@pytest.fixture
-def untrained(built_in: dict[str, tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Stand in for the trained models; says which were loaded."""
-    loaded: list[str] = []
-
-    def load(kind: str) -> Any:
-        def give(seed: int, **options: Any) -> tuple[Any, Any]:
-            loaded.append(kind)
-            return built_in[kind]
-
-        return give
-
-    monkeypatch.setattr(gating, "load_addition_models", load("addition"))
-    monkeypatch.setattr(gating, "load_task_models", load("tasks"))
-    return loaded
-
-
-def test_the_built_in_models_on_their_tasks(untrained: list[str], tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    outcome = run_head_roles(out, tasks=["addition", "ioi"], **FEW)
-    assert sorted(untrained) == ["addition", "tasks"]
+def test_the_built_in_models_on_their_tasks(run: tuple[Path, HeadRolesRun]) -> None:
+    out, outcome = run
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics == outcome.metrics
     assert list(metrics["tasks"]) == ["addition", "ioi"]
@@ -68,26 +44,26 @@ def test_the_built_in_models_on_their_tasks(untrained: list[str], tmp_path: Path
     curves = pd.read_csv(out / "curves.csv")
     for task, heads in (("addition", 16), ("ioi", 32)):
         for side in ("dense", "sparse"):
-            place, said = out / task / side, metrics["tasks"][task][side]
+            place, numbers = out / task / side, metrics["tasks"][task][side]
             roles = HeadRoles.load(place / "roles")
             some = scores[(scores.task == task) & (scores.model == side)]
             assert len(some) == 2 * heads
             assert some["facilitation"].tolist() == pytest.approx(
                 roles.facilitation.flatten().tolist()
             )
-            assert said["dense_loss"] == roles.dense_loss
+            assert numbers["dense_loss"] == roles.dense_loss
             for role in ROLES:
                 curve = AblationCurve.load(place / role)
                 members = roles.members(role).flatten(1)
-                assert said[role]["heads"] == members.sum().item() / 2
-                assert said[role]["any"] == int(members.any(dim=0).sum())
+                assert numbers[role]["heads"] == members.sum().item() / 2
+                assert numbers[role]["any"] == int(members.any(dim=0).sum())
                 rows = curves[(curves.task == task) & (curves.model == side) & (curves.by == role)]
                 assert rows["mean"].tolist() == pytest.approx(curve.mean.tolist())
                 ends = [
                     curve.values[seed, min(count, 3)].item()
                     for seed, count in enumerate(curve.in_role)
                 ]
-                assert said[role]["change_when_ablated"] == pytest.approx(sum(ends) / 2)
+                assert numbers[role]["change_when_ablated"] == pytest.approx(sum(ends) / 2)
             for name in ("heads", "gates"):
                 assert (place / f"{name}.html").stat().st_size > 1000
     for suffix in ("html", "svg", "png"):
@@ -96,36 +72,30 @@ def test_the_built_in_models_on_their_tasks(untrained: list[str], tmp_path: Path
 
 
 def test_what_is_finished_is_not_fitted_again(
-    untrained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: tuple[Path, HeadRolesRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
-    first = run_head_roles(out, tasks=["addition"], **FEW)
-    untrained.clear()
+    shutil.copytree(run[0], out)
     shutil.rmtree(out / "addition" / "sparse")
-    again = run_head_roles(out, tasks=["addition"], **FEW)
-    assert untrained == ["addition"]
-    assert again.metrics["tasks"] == first.metrics["tasks"]
-    untrained.clear()
-    monkeypatch.setattr(run_module, "fit_head_gates", None)
-    run_head_roles(out, tasks=["addition"], **FEW)
-    assert not untrained
+    again = run_head_roles(out, tasks=["addition", "ioi"], **FEW)
+    assert again.metrics["tasks"] == run[1].metrics["tasks"]
+    monkeypatch.setattr(head_roles, "fit_head_gates", None)
+    monkeypatch.setattr(cells, "load_addition_models", None)
+    monkeypatch.setattr(cells, "load_task_models", None)
+    run_head_roles(out, tasks=["addition", "ioi"], **FEW)
     with pytest.raises(ValueError, match="seeds 2 there, 3 here"):
-        run_head_roles(out, tasks=["addition"], **{**FEW, "seeds": 3})
+        run_head_roles(out, tasks=["addition", "ioi"], **{**FEW, "seeds": 3})
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A dense and a sparse model on disk, with the words of the tasks."""
     folder = tmp_path_factory.mktemp("models")
-    model = task_recipe().build(seed=0, device="cpu")
-    save_model(model, _made(folder / "dense"))
-    SparseTransformer(model, initial_bias=0.0).save_pretrained(folder / "sparse")
+    dense, sparse = load_task_models(device="cpu")
+    sparse.save_pretrained(folder / "sparse")
+    (folder / "dense").mkdir()
+    save_model(dense, folder / "dense")
     return [str(folder / "dense"), str(folder / "sparse")]
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir()
-    return folder
 
 
 def test_other_models_on_question_sets_and_text(folders: list[str], tmp_path: Path) -> None:
@@ -151,16 +121,14 @@ def test_models_of_one_name_keep_columns_of_their_own(folders: list[str]) -> Non
     shutil.copytree(folders[0], other, dirs_exist_ok=True)
     text = Path(folders[0]).parent / "words.txt"
     text.write_text("to the year", encoding="utf-8")
-    shelf = gating.GivenModels([folders[0], str(other)], [f"text={text}"], 8, "cpu")
-    first, second = shelf.columns
-    assert shelf.columns[second] == "other/dense" and shelf.columns[first].endswith("/dense")
-    model = shelf.model(shelf.tasks[0], first)
-    assert shelf.model(shelf.tasks[0], first) is model
-    assert torch.equal(shelf.model(shelf.tasks[0], second).state_dict()["embed.W_E"], model.W_E)
+    first, second = cells_of([folders[0], str(other)], [f"text={text}"], 8, "cpu")
+    assert second.column == "other/dense" and first.column.endswith("/dense")
+    assert first.model != second.model
+    assert first.load() is first.load()
     with pytest.raises(ValueError, match="each model once"):
-        gating.GivenModels([folders[0], folders[0]], [f"text={text}"], 8, "cpu")
+        cells_of([folders[0], folders[0]], [f"text={text}"], 8, "cpu")
     with pytest.raises(ValueError, match="expected a model in .*; it holds no configuration"):
-        gating.GivenModels([str(other.parent)], [f"text={text}"], 8, "cpu")
+        cells_of([str(other.parent)], [f"text={text}"], 8, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -201,20 +169,12 @@ def test_too_few_prompts_are_refused_by_task_and_model(folders: list[str], tmp_p
     assert counts["fitted"] + counts["held_out"] < 64
 
 
-def test_the_command(
-    untrained: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    options = {"seeds": 2, "updates": 2, "prompts": 16, "batch-size": 8, "max-heads": 2}
-    arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["sparse-tl", "head-roles", "--tasks", "addition", "--out", str(tmp_path), "--quiet"]
-        + arguments,
-    )
-    main()
-    said = " ".join(capsys.readouterr().out.split())
-    assert "facilitation" in said and "ablation_grid.html" in said
+def test_the_command(run: tuple[Path, HeadRolesRun], capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"seeds": 2, "updates": 3, "prompts": 16, "batch-size": 8, "max-heads": 3}
+    words = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+    with pytest.MonkeyPatch.context() as patch:
+        start = ["sparse-tl", "head-roles", "--tasks", "addition,ioi", "--out", str(run[0])]
+        patch.setattr("sys.argv", [*start, "--quiet", *words])
+        main()
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "facilitation" in printed and "ablation_grid.html" in printed

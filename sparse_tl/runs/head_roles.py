@@ -29,8 +29,8 @@ from sparse_tl.head_roles import (
 from sparse_tl.lens import HookedModel
 from sparse_tl.plots import ablation_grid, gate_trajectories, head_roles_figure
 from sparse_tl.results import table_html
+from sparse_tl.runs.cells import Cell, built_in_cells, cells_of
 from sparse_tl.runs.folder import RunFolder
-from sparse_tl.runs.gating import BuiltInModels, GivenModels
 
 FEWEST = 8
 """Prompts of a task."""
@@ -49,9 +49,9 @@ class HeadRolesRun:
     def to_pandas(self) -> pd.DataFrame:
         """For each task, model and role: how many heads, and nats per response without them."""
         rows = [
-            {"task": task, "model": model, "role": role, **said[role]}
+            {"task": task, "model": model, "role": role, **numbers[role]}
             for task, models in self.metrics["tasks"].items()
-            for model, said in models.items()
+            for model, numbers in models.items()
             for role in ROLES
         ]
         return pd.DataFrame(rows)
@@ -108,52 +108,47 @@ def run_head_roles(
             f"than 0; got {prompts}, {seeds}, {max_heads} and {lambda_}"
         )
     GateFitting(lambda_=lambda_, updates=updates, batch_size=batch_size, accumulate=accumulate)
-    shelf = (
-        GivenModels(models, tasks, prompts, device)
-        if models
-        else BuiltInModels(tasks, prompts, seed, device, progress)
-    )
-    settings = {
-        "command": "head-roles",
-        "format": 1,
-        "models": list(models),
-        "tasks": list(tasks),
+    if models:
+        cells = cells_of(models, tasks, prompts, device)
+    else:
+        cells = built_in_cells(tasks, prompts, seed, device, progress)
+    fitting = {
         "seeds": seeds,
         "updates": updates,
-        "lambda": lambda_,
-        "prompts": prompts,
+        "lambda_": lambda_,
         "batch_size": batch_size,
         "max_heads": max_heads,
         "seed": seed,
     }
+    settings = {
+        "command": "head-roles",
+        "models": list(models),
+        "tasks": list(tasks),
+        "prompts": prompts,
+        **fitting,
+    }
     folder = RunFolder(out, settings, restart=restart)
-    for side, column in shelf.columns.items():
-        for task in shelf.tasks:
-            name = f"{task.name}/{side}"
-            if folder.finished(name):
-                continue
-            with folder.stage(name):
-                try:
-                    model = shelf.model(task, side)
-                    folder.pin(f"model of {name}", digest(model.state_dict()))
-                    _measure(
-                        model,
-                        _checked(task.load(model), prompts),
-                        folder,
-                        name,
-                        seeds=seeds,
-                        updates=updates,
-                        lambda_=lambda_,
-                        batch_size=batch_size,
-                        accumulate=accumulate,
-                        max_heads=max_heads,
-                        seed=seed,
-                        progress=progress,
-                    )
-                except ValueError as error:
-                    raise ValueError(f"{task.title}, {column}: {error}") from error
-                del model  # the next one may need its place
-    return _report(folder, {task.name: task.title for task in shelf.tasks}, shelf.columns)
+    for cell in cells:
+        name = f"{cell.task}/{cell.model}"
+        if folder.finished(name):
+            continue
+        with folder.stage(name):
+            try:
+                model = cell.load()
+                folder.pin(f"model of {name}", digest(model.state_dict()))
+                _measure(
+                    model,
+                    _checked(cell.prompts(model), prompts),
+                    folder,
+                    name,
+                    accumulate=accumulate,
+                    progress=progress,
+                    **fitting,
+                )
+            except ValueError as error:
+                raise ValueError(f"{cell.row}, {cell.column}: {error}") from error
+            del model  # the next one may need its place
+    return _report(folder, cells)
 
 
 def _checked(dataset: TargetDataset, wanted: int) -> TargetDataset:
@@ -219,32 +214,29 @@ def _measure(
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 
-def _report(
-    folder: RunFolder, tasks: Mapping[str, str], columns: Mapping[str, str]
-) -> HeadRolesRun:
-    metrics: dict[str, Any] = {}
-    panels: dict[str, dict[str, list[AblationCurve]]] = {}
+def _report(folder: RunFolder, cells: Sequence[Cell]) -> HeadRolesRun:
+    """Draw the grid and write the tables from what is saved."""
+    metrics: dict[str, Any] = {cell.task: {} for cell in cells}
+    panels: dict[str, dict[str, list[AblationCurve]]] = {cell.row: {} for cell in cells}
     scores, tables = [], []
-    for task, title in tasks.items():
-        panels[title], metrics[task] = {}, {}
-        for side, column in columns.items():
-            place = folder / task / side
-            roles = HeadRoles.load(place / "roles")
-            curves = {role: AblationCurve.load(place / role) for role in ROLES}
-            first = curves[ROLES[0]]
-            panels[title][column] = list(curves.values())
-            metrics[task][side] = {
-                "prompts": read_json(place / "prompts.json"),
-                **_said(roles, curves),
-            }
-            labels = {"task": task, "model": side}
-            scores.append(roles.to_pandas().assign(**labels))
-            assert first.control is not None
-            random = AblationCurve("random", first.control, first.in_role)
-            tables += [
-                curve.to_pandas().drop(columns="control", errors="ignore").assign(**labels, by=by)
-                for by, curve in {**curves, "random": random}.items()
-            ]
+    for cell in cells:
+        place = folder / cell.task / cell.model
+        roles = HeadRoles.load(place / "roles")
+        curves = {role: AblationCurve.load(place / role) for role in ROLES}
+        first = curves[ROLES[0]]
+        panels[cell.row][cell.column] = list(curves.values())
+        metrics[cell.task][cell.model] = {
+            "prompts": read_json(place / "prompts.json"),
+            **_numbers(roles, curves),
+        }
+        labels = {"task": cell.task, "model": cell.model}
+        scores.append(roles.to_pandas().assign(**labels))
+        assert first.control is not None
+        random = AblationCurve("random", first.control, first.in_role)
+        tables += [
+            curve.to_pandas().drop(columns="control", errors="ignore").assign(**labels, by=by)
+            for by, curve in {**curves, "random": random}.items()
+        ]
     figure = ablation_grid(panels)
     for suffix in ("html", "svg", "png"):
         figure.save(folder / f"ablation_grid.{suffix}")
@@ -258,20 +250,20 @@ def _report(
     return HeadRolesRun(whole, all_scores, all_curves)
 
 
-def _said(roles: HeadRoles, curves: Mapping[str, AblationCurve]) -> dict[str, Any]:
+def _numbers(roles: HeadRoles, curves: Mapping[str, AblationCurve]) -> dict[str, Any]:
     """Losses, and for each role how many heads have it and what ablating them does."""
     losses = roles.losses[:, roles.fitted].mean(dim=1).tolist()
-    said: dict[str, Any] = {"dense_loss": roles.dense_loss, "notes": roles.notes()}
-    said |= dict(zip(("g0_loss", "g_plus_loss", "g_minus_loss"), losses, strict=True))
+    numbers: dict[str, Any] = {"dense_loss": roles.dense_loss, "notes": roles.notes()}
+    numbers |= dict(zip(("g0_loss", "g_plus_loss", "g_minus_loss"), losses, strict=True))
     for role, curve in curves.items():
         members = roles.members(role).flatten(1)
         ablated = [min(count, curve.values.shape[1] - 1) for count in curve.in_role]
         ends = [values[count].item() for values, count in zip(curve.values, ablated, strict=True)]
-        said[role] = {
+        numbers[role] = {
             "heads": members.sum(dim=1).double().mean().item(),
             "always": int(members.all(dim=0).sum()),
             "any": int(members.any(dim=0).sum()),
             "ablated": sum(ablated) / len(ablated),
             "change_when_ablated": sum(ends) / len(ends),
         }
-    return said
+    return numbers

@@ -1,0 +1,171 @@
+"""The cells of the head-roles grid: each a model and the prompts of a task in its tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+from sparse_tl.data import read_documents, token_windows
+from sparse_tl.data.targets import TargetDataset
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.gates.saving import is_sparse_folder
+from sparse_tl.lens import HookedModel, load_model
+from sparse_tl.models import TASKS, load_addition_models, load_task_models, task_pairs
+from sparse_tl.tasks import AdditionTask
+from sparse_tl.tasks.questions import QUESTION_SETS
+
+WINDOW = 64
+"""Tokens per window of running text."""
+N_SUMS = 1000
+"""Held-out sums of the addition task."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model on one task.
+
+    Args:
+        task: a row's name, for files.
+        row: its title.
+        model: a column's name, for files.
+        column: its title.
+        load: the model.
+        prompts: those of the task in a model's tokens.
+    """
+
+    task: str
+    row: str
+    model: str
+    column: str
+    load: Callable[[], HookedModel]
+    prompts: Callable[[HookedModel], TargetDataset]
+
+
+def built_in_cells(
+    tasks: Sequence[str], prompts: int, seed: int, device: str | None, progress: bool
+) -> list[Cell]:
+    """The built-in models, dense and sparse, on their tasks.
+
+    Args:
+        tasks: names; all when empty.
+        prompts: of each task.
+        seed: of models and prompts.
+        device: where the models go.
+        progress: whether to show how they are built, where they are absent.
+
+    Raises:
+        ValueError: an unknown task, or more prompts than there are held-out sums.
+    """
+    known = {"addition": "Addition", **{task.name: task.title for task in TASKS}}
+    unknown = [name for name in tasks if name not in known]
+    if unknown:
+        raise ValueError(f"expected tasks of {list(known)} for built-in models; got {unknown}")
+    chosen = list(dict.fromkeys(tasks or known))
+    if prompts > N_SUMS and "addition" in chosen:
+        raise ValueError(f"expected at most {N_SUMS} prompts, the held-out sums; got {prompts}")
+
+    @cache
+    def pair(addition: bool) -> tuple[HookedModel, HookedModel]:
+        load = load_addition_models if addition else load_task_models
+        return load(seed, device=device, progress=progress)
+
+    def drawn(name: str, model: HookedModel) -> TargetDataset:
+        if name == "addition":
+            sums = AdditionTask("placeholder").split(seed=seed)[2]
+            return TargetDataset(sums).select(slice(0, prompts))
+        (task,) = (task for task in TASKS if task.name == name)
+        return TargetDataset.from_pairs(task_pairs(task, prompts, seed=seed), seed=seed)
+
+    def loaded(name: str, side: int) -> HookedModel:
+        return pair(name == "addition")[side]
+
+    return [
+        Cell(
+            *(name, known[name], column.lower(), column),
+            load=partial(loaded, name, side),
+            prompts=partial(drawn, name),
+        )
+        for side, column in enumerate(("Dense", "Sparse"))
+        for name in chosen
+    ]
+
+
+def cells_of(
+    models: Sequence[str], tasks: Sequence[str], prompts: int, device: str | None
+) -> list[Cell]:
+    """Models by name or folder on question sets and text, one model in memory at a time.
+
+    Args:
+        models: hub names or folders, dense or sparse.
+        tasks: question sets, each with its source after ``=`` where it is not the published
+            dataset, and ``text=SOURCE``; all question sets when empty.
+        prompts: of each task.
+        device: where the models go.
+
+    Raises:
+        ValueError: an unknown kind of task, one given twice, a source that cannot be read, or a
+            model given twice.
+    """
+    rows = [_row(name, prompts) for name in dict.fromkeys(tasks or QUESTION_SETS)]
+    if len({kind for kind, *_ in rows}) < len(rows):
+        raise ValueError(f"expected each kind of task once; got {list(tasks)}")
+    columns = _titled(models)
+    for model in models:
+        folder = Path(model)
+        if folder.is_dir() and not any(
+            (folder / file).exists() for file in ("tl_config.json", "config.json")
+        ):
+            raise ValueError(f"expected a model in {folder}; it holds no configuration of one")
+    held: dict[str, HookedModel] = {}
+
+    def load(model: str) -> HookedModel:
+        if model not in held:
+            held.clear()  # the one before may fill the device
+            sparse = is_sparse_folder(model)
+            read = SparseTransformer.from_pretrained if sparse else load_model
+            held[model] = read(model, device=device)
+        return held[model]
+
+    return [
+        Cell(kind, title, _file_name(column), column, load=partial(load, model), prompts=drawn)
+        for column, model in columns.items()
+        for kind, title, drawn in rows
+    ]
+
+
+def _row(name: str, prompts: int) -> tuple[str, str, Callable[[HookedModel], TargetDataset]]:
+    """A task's name, title and prompts; its source is read now, before any long work."""
+    kind, _, source = name.partition("=")
+    if kind == "text" and source:
+        next(read_documents(source), None)
+        return "text", f"Text: {Path(source).stem}", partial(_windows, source, prompts)
+    if kind not in QUESTION_SETS:
+        raise ValueError(
+            f"expected tasks of {list(QUESTION_SETS)}, with their source after =, or text=SOURCE; "
+            f"got {name!r}"
+        )
+    questions = QUESTION_SETS[kind]
+    questions.questions(source or None, 2)
+    return kind, questions.title, partial(questions.load, n=prompts, source=source or None)
+
+
+def _windows(source: str, n: int, model: HookedModel) -> TargetDataset:
+    window = min(WINDOW, model.cfg.n_ctx)
+    windows = token_windows(read_documents(source), model.tokenizer, window, limit=n)
+    return TargetDataset.from_windows(windows)
+
+
+def _titled(models: Sequence[str]) -> dict[str, str]:
+    """Models by title: the last part of their name, and more of it where two would be the same."""
+    for n_parts in range(1, max(len(Path(model).parts) for model in models) + 1):
+        titles = ["/".join(Path(model).parts[-n_parts:]) for model in models]
+        if len(set(map(_file_name, titles))) == len(models):
+            return dict(zip(titles, models, strict=True))
+    raise ValueError(f"expected each model once; got {list(models)}")
+
+
+def _file_name(title: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", title).strip("-")
