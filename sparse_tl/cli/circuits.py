@@ -39,10 +39,10 @@ def circuits(
         str,
         typer.Option(
             metavar="NAMES",
-            help="Of greater_than, ioi, docstring, ioi_long, with commas; or all.",
+            help="Of greater_than, ioi, docstring, ioi_long, with commas. Default: all.",
             rich_help_panel=MODEL,
         ),
-    ] = "all",
+    ] = "",
     pairs: Annotated[
         int,
         typer.Option(

@@ -36,12 +36,12 @@ def head_roles(
         str,
         typer.Option(
             metavar="NAMES",
-            help="With commas. Built-in models: addition, greater_than, ioi, docstring, ioi_long. "
-            "Others: syntax, common_sense, math, each with =SOURCE for a file, a folder or another "
+            help="With commas; all by default. Built-in models: addition, greater_than, ioi, "
+            "docstring, ioi_long. Others: syntax, common_sense, math, each with =SOURCE for a file, a folder or another "
             "dataset; text=SOURCE.",
             rich_help_panel=MODEL,
         ),
-    ] = "all",
+    ] = "",
     prompts: Annotated[
         int,
         typer.Option(metavar="N", help="Per task; a quarter is held out.", rich_help_panel=METHOD),
@@ -123,9 +123,9 @@ def head_roles(
         ["", "", *ROLES],
         [
             [task, side]
-            + [f"{said[r]['heads']:.1f}, {said[r]['change_when_ablated']:+.2f}" for r in ROLES]
+            + [f"{found[r]['heads']:.1f}, {found[r]['change_when_ablated']:+.2f}" for r in ROLES]
             for task, sides in outcome.metrics["tasks"].items()
-            for side, said in sides.items()
+            for side, found in sides.items()
         ],
         names=2,
     )

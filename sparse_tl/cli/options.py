@@ -33,8 +33,8 @@ def checked_device(device: str | None) -> str | None:
 
 
 def split_names(names: str) -> list[str]:
-    """The names of a list with commas; none for "all"."""
-    return [] if names == "all" else [name.strip() for name in names.split(",") if name.strip()]
+    """The names of a list with commas."""
+    return [name.strip() for name in names.split(",") if name.strip()]
 
 
 Out = Annotated[

@@ -92,7 +92,7 @@ def post_train(
         typer.Option(
             metavar="SHARE", help="Share of KL(dense || sparse), 0..1.", rich_help_panel=METHOD
         ),
-    ] = 0.5,
+    ] = 0.0,
     precision: Annotated[
         str, typer.Option(metavar="NAME", help="float32 or bf16.", rich_help_panel=METHOD)
     ] = "float32",

@@ -139,12 +139,16 @@ def dataset_rows(source: str | Path, split: str) -> Iterator[dict[str, Any]]:
         split: of the dataset.
 
     Raises:
-        ValueError: no such dataset.
+        ValueError: no such dataset, or no network.
     """
     from datasets import load_dataset
+    from huggingface_hub import constants, get_session
 
     name, _, configuration = str(source).partition(":")
     try:
+        if not Path(name).exists():
+            # Asked once: without a network `load_dataset` asks again and again, for half a minute.
+            get_session().head(constants.ENDPOINT, timeout=10)
         rows = load_dataset(name, configuration or None, split=split, streaming=True)
     except Exception as error:  # the hub, the network and the parser each raise their own kinds
         raise ValueError(

@@ -54,6 +54,7 @@ def run_post_training(
     held_out_text: str | None = None,
     window: int = 128,
     batch_size: int = 8,
+    steps: int = 2000,
     initial_bias: float = 4.0,
     seed: int = 0,
     device: str | None = None,
@@ -73,12 +74,13 @@ def run_post_training(
         held_out_text: other text to hold out; the last tenth of `text` when left out.
         window: tokens per window; the text is cut into full ones.
         batch_size: windows per step.
+        steps: of post-training.
         initial_bias: of the gates.
         seed: of data order and gate noise.
         device: where to train.
         restart: begin anew.
         progress: whether to show live progress.
-        **training: passed to `post_train`: steps, learning_rate, trained, precision...
+        **training: passed to `post_train`: learning_rate, trained, distillation, precision...
 
     Raises:
         ValueError: bad settings, too little text, or an output folder that cannot be used.
@@ -91,6 +93,7 @@ def run_post_training(
         "target_loss": str(target_loss),
         "window": window,
         "batch_size": batch_size,
+        "steps": steps,
         "initial_bias": initial_bias,
         "seed": seed,
         **training,
@@ -103,7 +106,7 @@ def run_post_training(
                 f"expected a window of at most {dense_model.cfg.n_ctx} tokens, the model's "
                 f"context; got {window}"
             )
-        needed = training.get("steps", 2000) * batch_size + HELD_OUT_WINDOWS
+        needed = steps * batch_size + HELD_OUT_WINDOWS
         windows = token_windows(read_documents(text), dense_model.tokenizer, window, limit=needed)
         other = None
         if held_out_text is not None:
@@ -119,6 +122,7 @@ def run_post_training(
                 dense_model,
                 _split(windows, other),
                 batch_size=batch_size,
+                steps=steps,
                 seed=seed,
                 initial_bias=initial_bias,
                 target_loss=target_loss,

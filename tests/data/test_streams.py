@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import datasets
+import huggingface_hub.constants
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -149,6 +151,16 @@ def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
     path.write_bytes("día".encode("latin-1"))
     with pytest.raises(ValueError, match=r"expected UTF-8 text in .*latin\.txt"):
         list(read_documents(path))
+
+
+def test_without_a_network_it_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`load_dataset` asked six times, over half a minute."""
+    asked: list[str] = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *name, **_: asked.append(name[0]))
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ValueError, match="no-such-set is no file, and loading it as a dataset"):
+        list(read_documents("no-such-set"))
+    assert asked == []
 
 
 @pytest.mark.usefixtures("offline")

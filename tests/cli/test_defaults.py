@@ -1,0 +1,45 @@
+"""A command and the function that it calls do the same unless they are told otherwise."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import pytest
+
+from sparse_tl import runs
+from sparse_tl.cli import addition, circuits, doctor, head_roles, post_train
+from sparse_tl.cli.options import split_names
+from sparse_tl.training import TrainingConfig
+from sparse_tl.training import post_train as train
+
+COMMANDS = {
+    "addition": (addition.addition, runs.run_addition),
+    "post-train": (post_train.post_train, runs.run_post_training),
+    "circuits": (circuits.circuits, runs.run_circuits),
+    "head-roles": (head_roles.head_roles, runs.run_head_roles),
+    "doctor": (doctor.doctor, runs.run_doctor),
+}
+
+
+def defaults(function: Any) -> dict[str, Any]:
+    return {name: p.default for name, p in inspect.signature(function).parameters.items()}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_has_the_defaults_of_its_function(name: str) -> None:
+    """`distillation` was 0.5 in the command and 0 in Python."""
+    command, function = COMMANDS[name]
+    expected = defaults(function)
+    if "training" in expected:  # the rest goes on to `post_train`, and from there to the loop
+        fields = {field.name: field.default for field in dataclasses.fields(TrainingConfig)}
+        expected = {**fields, **defaults(train), **expected}
+    found = defaults(command)
+    found["progress"] = not found.pop("quiet", False)
+    for option, default in found.items():
+        if option == "out" or (option == "progress" and name == "doctor"):
+            continue
+        if expected[option] == ():
+            default = tuple(split_names(default))
+        assert default == expected[option], option
