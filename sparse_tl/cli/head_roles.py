@@ -37,8 +37,8 @@ def head_roles(
         typer.Option(
             metavar="NAMES",
             help="With commas; all by default. Built-in models: addition, greater_than, ioi, "
-            "docstring, ioi_long. Others: syntax, common_sense, math, each with =SOURCE for a file, a folder or another "
-            "dataset; text=SOURCE.",
+            "docstring, ioi_long. Others: syntax, common_sense, math, each with =SOURCE for a "
+            "file, a folder or another dataset; text=SOURCE.",
             rich_help_panel=MODEL,
         ),
     ] = "",
