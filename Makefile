@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 OUT ?= runs/addition
 FORM ?= placeholder
 
-.PHONY: demo lab test lint docs gallery notebooks clean
+.PHONY: demo lab test check lint docs gallery notebooks clean
 
 demo: $(VENV)/.installed
 	$(BIN)/sparse-tl addition --form $(FORM) --out $(OUT)
@@ -17,7 +18,11 @@ lab: $(VENV)/.installed
 
 # One process per core; more threads each would only stand in each other's way.
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+	$(PYTEST)
+
+# The tests, and the notebooks from end to end; these come first, as they take longest.
+check: $(VENV)/.installed
+	$(PYTEST) --nbmake notebooks tests
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check
@@ -26,12 +31,8 @@ lint: $(VENV)/.installed
 	$(BIN)/lint-imports
 
 # The site is in site/; open site/index.html, or look at it while writing with `mkdocs serve`.
-docs: $(VENV)/.docs
+docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-
-$(VENV)/.docs: $(VENV)/.installed
-	$(INSTALL) --editable '.[docs]'
-	touch $@
 
 # All figures, from real runs of the built-in models.
 gallery: $(VENV)/.installed
@@ -48,7 +49,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(INSTALL) torch
-	$(INSTALL) --editable '.[dev,notebooks]'
+	$(INSTALL) --editable '.[dev,notebooks,docs]'
 	touch $@
 
 clean:

@@ -1,4 +1,4 @@
-"""``sparse-tl circuits`` from end to end, on small random models and on what it must refuse."""
+"""``sparse-tl circuits`` from end to end, on the built-in models and on what it must refuse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from sparse_tl.circuits import Evaluation, Scores, multiplier
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import load_model, save_model
-from sparse_tl.models import task_recipe
+from sparse_tl.models import load_task_models
 from sparse_tl.runs import circuits as run_module
 from sparse_tl.runs import run_circuits
 
@@ -24,11 +24,11 @@ TASKS = ["greater_than"]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model with the words of the tasks and random weights, and the same under closed gates."""
+    """The built-in task models, as folders."""
     folder = tmp_path_factory.mktemp("models")
-    model = task_recipe().build(seed=0, device="cpu")
-    save_model(model, folder / "dense")
-    SparseTransformer(model, initial_bias=0.0).save_pretrained(folder / "sparse")
+    dense, sparse = load_task_models(device="cpu")
+    save_model(dense, folder / "dense")
+    sparse.save_pretrained(folder / "sparse")
     return folder / "dense", folder / "sparse"
 
 
@@ -94,18 +94,20 @@ def test_what_is_finished_is_not_measured_again(
     assert again.metrics == outcome.metrics
 
 
-def test_other_weights_under_the_same_name(models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_other_weights_under_the_same_name(
+    run: tuple[Path, Any], models: tuple[Path, Path], tmp_path: Path
+) -> None:
     """Half of a comparison from one model and half from another would be a lie."""
-    dense = tmp_path / "dense"
-    shutil.copytree(models[0], dense)
-    settings = {"sparse": models[1], "tasks": ["greater_than"], "pairs": 4, "device": "cpu"}
-    run_circuits(tmp_path / "out", model=str(dense), progress=False, **settings)
-    model = task_recipe().build(seed=1, device="cpu")
-    save_model(model, dense)
-    shutil.rmtree(tmp_path / "out" / "greater_than" / "sparse")
+    out = tmp_path / "out"
+    shutil.copytree(run[0], out)
+    shutil.rmtree(out / TASKS[0] / "sparse")
+    noted = json.loads((out / "run.json").read_text())
+    noted["pinned"]["dense model"] = "of other weights"
+    (out / "run.json").write_text(json.dumps(noted))
     with pytest.raises(ValueError, match="holds results of another dense model"):
-        run_circuits(tmp_path / "out", model=str(dense), progress=False, **settings)
-    run_circuits(tmp_path / "out", model=str(dense), progress=False, restart=True, **settings)
+        run_circuits(
+            out, model=str(models[0]), sparse=models[1], tasks=TASKS, pairs=8, progress=False
+        )
 
 
 def test_settings_that_make_no_sense(models: tuple[Path, Path], tmp_path: Path) -> None:
@@ -130,7 +132,7 @@ def test_a_model_under_open_gates_needs_as_much(
         model=str(models[0]),
         sparse=tmp_path / "open",
         tasks=["greater_than"],
-        pairs=8,
+        pairs=4,
         device="cpu",
         progress=False,
     )

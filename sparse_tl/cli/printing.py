@@ -36,14 +36,14 @@ def comparison(metrics: Mapping[str, Any]) -> None:
     """Print what each task needs, dense and sparse."""
     rows = []
     for task, measured in metrics.items():
-        dense, thin = measured["dense"], measured["sparse"]
+        dense, sparse = measured["dense"], measured["sparse"]
         rows.append(
             [
                 task,
-                f"{dense['accuracy']:.1%}, {thin['accuracy']:.1%}",
-                f"{_size(dense['heads_at_0.9'])}, {_size(thin['heads_at_0.9'])}",
+                f"{dense['accuracy']:.1%}, {sparse['accuracy']:.1%}",
+                f"{_size(dense['heads_at_0.9'])}, {_size(sparse['heads_at_0.9'])}",
                 _times(measured["multiplier_heads"]),
-                f"{_size(dense['edges_at_0.9'])}, {_size(thin['edges_at_0.9'])}",
+                f"{_size(dense['edges_at_0.9'])}, {_size(sparse['edges_at_0.9'])}",
                 _times(measured["multiplier_edges"]),
             ]
         )

@@ -76,8 +76,8 @@ def build_pair(
         dense = load_model(folder / "dense", device=device)
         sparse, outcome = recipe.sparsify(dense, seed, checkpoint=checkpoint, progress=progress)
         _write_history(folder, outcome.history.assign(phase="sparse"))
-        said = {"verdict": outcome.verdict, "feasible": outcome.feasible}
-        write_json(folder / "verdict.json", said)
+        judged = {"verdict": outcome.verdict, "feasible": outcome.feasible}
+        write_json(folder / "verdict.json", judged)
         sparse.save_pretrained(folder / "sparse")
         shutil.rmtree(checkpoint)
 
@@ -90,12 +90,12 @@ def read_pair(folder: str | Path, *, device: str | None = None) -> Pair:
     """
     folder = Path(folder)
     try:
-        said = read_json(folder / "verdict.json")
+        judged = read_json(folder / "verdict.json")
         return Pair(
             load_model(folder / "dense", device=device),
             SparseTransformer.from_pretrained(folder / "sparse", device=device),
-            said["verdict"],
-            said["feasible"],
+            judged["verdict"],
+            judged["feasible"],
         )
     except (ValueError, FileNotFoundError, KeyError, TypeError) as error:
         raise ValueError(

@@ -127,16 +127,16 @@ def _models(
     progress: bool,
 ) -> dict[str, HookedModel]:
     if model is None or sparse is None:
-        dense, thin = load_task_models(seed, device=device, progress=progress)
-        return {"dense": dense, "sparse": thin}
+        pair = load_task_models(seed, device=device, progress=progress)
+        return dict(zip(SIDES, pair, strict=True))
     dense = load_model(model, device=device)
-    thin = SparseTransformer.from_pretrained(sparse, device=device)
-    if graph_of(dense) != graph_of(thin) or dense.cfg.d_vocab != thin.cfg.d_vocab:
+    wrapped = SparseTransformer.from_pretrained(sparse, device=device)
+    if graph_of(dense) != graph_of(wrapped) or dense.cfg.d_vocab != wrapped.cfg.d_vocab:
         raise ValueError(
             f"expected a sparse model made from the dense one; got {graph_of(dense)!r} over "
-            f"{dense.cfg.d_vocab} tokens and {graph_of(thin)!r} over {thin.cfg.d_vocab}"
+            f"{dense.cfg.d_vocab} tokens and {graph_of(wrapped)!r} over {wrapped.cfg.d_vocab}"
         )
-    return {"dense": dense, "sparse": thin}
+    return {"dense": dense, "sparse": wrapped}
 
 
 def _chosen_tasks(names: Sequence[str]) -> list[Any]:

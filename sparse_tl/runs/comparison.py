@@ -67,10 +67,10 @@ class Comparison:
             {
                 "task": task,
                 "parts": parts,
-                **{side: said[side][f"{parts}_at_{LEVEL}"] for side in SIDES},
-                "multiplier": said[f"multiplier_{parts}"],
+                **{side: measured[side][f"{parts}_at_{LEVEL}"] for side in SIDES},
+                "multiplier": measured[f"multiplier_{parts}"],
             }
-            for task, said in self.metrics.items()
+            for task, measured in self.metrics.items()
             for parts in PARTS
         ]
         return pd.DataFrame(rows)
@@ -128,7 +128,7 @@ def report(
     tables: list[pd.DataFrame] = []
     panels: dict[str, dict[str, list[EffectCurve]]] = {parts: {} for parts in PARTS}
     for task in tasks:
-        said: dict[str, Any] = {
+        measured: dict[str, Any] = {
             side: {"accuracy": read_json(folder / task.name / side / "accuracy.json")}
             for side in SIDES
         }
@@ -138,13 +138,16 @@ def report(
             for side in SIDES:
                 found = Evaluation.load(folder / task.name / side / parts)
                 curves.append(found.curve(names[side]))
-                said[side][f"{parts}_at_{LEVEL}"] = curves[-1].size_at(LEVEL)
-                said[side][f"{parts}_cpr"], said[side][f"{parts}_cmd"] = found.cpr, found.cmd
+                measured[side][f"{parts}_at_{LEVEL}"] = curves[-1].size_at(LEVEL)
+                measured[side][f"{parts}_cpr"], measured[side][f"{parts}_cmd"] = (
+                    found.cpr,
+                    found.cmd,
+                )
                 labels = {"task": task.name, "side": side, "parts": parts}
                 tables.append(pd.DataFrame({**labels, **found.to_pandas()}))
             multipliers[f"multiplier_{parts}"] = multiplier(*curves, level=LEVEL)
-        metrics[task.name] = said | multipliers
-        _draw_circuits(folder, task, said, names, patch)
+        metrics[task.name] = measured | multipliers
+        _draw_circuits(folder, task, measured, names, patch)
     for parts in PARTS:
         kind = "heads" if parts == "heads" else "circuit_edges"
         figure = effect_figure(panels[parts], parts=kind, level=LEVEL)

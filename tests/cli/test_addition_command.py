@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,24 @@ from command_line import ADDITION, Outcome, no_training, run_command
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import load_model
 from sparse_tl.metrics import NoEffectError
-from sparse_tl.tasks.addition import AdditionTask
+from sparse_tl.tasks.addition import DIGITS, AdditionTask
 from sparse_tl.training import evaluate_held_out
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_sums() -> Iterator[None]:
+    """Two digits, and few sums for each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sparse_tl.runs.addition.PAIRS", 8)
+        patch.setattr("sparse_tl.runs.addition.EXAMPLES", 8)
+        patch.setattr("sparse_tl.runs.addition.DIGITS", DIGITS[1:])
+        yield
 
 
 @pytest.fixture(scope="module")
 def addition(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     out = tmp_path_factory.mktemp("runs") / "addition"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sparse_tl.runs.addition.PAIRS", 8)
-        patch.setattr("sparse_tl.runs.addition.EXAMPLES", 8)
-        return out, run_command(*ADDITION, "--out", out, "--device", "cpu")
+    return out, run_command(*ADDITION, "--out", out, "--device", "cpu")
 
 
 def test_addition_prints_a_table(addition: tuple[Path, Outcome]) -> None:
@@ -76,7 +84,7 @@ def test_addition_writes_everything(addition: tuple[Path, Outcome]) -> None:
 def test_addition_tells_what_each_digit_needs(addition: tuple[Path, Outcome]) -> None:
     out, outcome = addition
     circuits = json.loads((out / "metrics.json").read_text())["circuits"]
-    assert list(circuits) == ["hundreds", "tens", "units"]
+    assert list(circuits) == ["tens", "units"]
     for digit, said in circuits.items():
         assert 1 <= said["dense"]["edges_at_0.9"] <= 4 * 4 * 37, "of a graph of 4 x 4 heads"
         for side in ("dense", "sparse"):
@@ -100,7 +108,7 @@ def test_a_digit_without_an_effect_is_told_and_the_others_are_drawn(
     assert outcome.code == 0, outcome.err
     assert "No circuit: Addition, units, sparse model: there is no effect" in outcome.out
     metrics = json.loads((out / "metrics.json").read_text())
-    assert list(metrics["circuits"]) == ["hundreds", "tens"]
+    assert list(metrics["circuits"]) == ["tens"]
     assert len(metrics["no_circuits"]) == 1
 
 
