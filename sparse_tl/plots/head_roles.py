@@ -59,7 +59,12 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
 
 
 def head_roles_figure(roles: HeadRoles) -> GridFigure:
-    """The mean scores of all heads over seeds, one panel per role: layers upwards, heads across."""
+    """The mean scores of all heads over seeds, one panel per role: layers upwards, heads across.
+
+    A panel's title says what it costs to remove all heads of the role from the model, in nats per
+    target token; a tooltip, what it costs to remove the head alone.
+    """
+    costs = roles.classes()["removed"]
     scores = dict(zip(ROLES, roles.mean_scores(), strict=True))
     n_layers, n_heads = scores[ROLES[0]].shape
     cell = max(8, min(26, 420 // max(n_layers, n_heads)))
@@ -68,12 +73,20 @@ def head_roles_figure(roles: HeadRoles) -> GridFigure:
     panels = []
     for place, (role, values) in enumerate(scores.items()):
         hover = [
-            [(f"a{layer}.h{head}", f"{role} {score:.3f}") for head, score in enumerate(row)]
+            [
+                (
+                    f"a{layer}.h{head}",
+                    f"{role} {score:.3f}",
+                    f"removed {roles.removed[layer, head]:+.3g} nats",
+                )
+                for head, score in enumerate(row)
+            ]
             for layer, row in enumerate(values.tolist())
         ]
         cells = Cells(values.tolist(), ROLE_COLOURS[role], hover)
-        panels.append(Panel(x, y if place == 0 else _unlabelled(y), role.capitalize(), cells=cells))
-    width, height = max(cell * n_heads, 90), max(cell * n_layers, 60)
+        title = f"{role.capitalize()}, {costs[role]:+.2f} nats"
+        panels.append(Panel(x, y if place == 0 else _unlabelled(y), title, cells=cells))
+    width, height = max(cell * n_heads, 150), max(cell * n_layers, 60)
     return GridFigure(Grid([panels], "Roles of heads", width=width, height=height))
 
 
