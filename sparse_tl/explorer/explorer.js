@@ -49,20 +49,17 @@ function render({ model, el }) {
   function onAnswer(content) {
     if (!content.done) return; // nobody waits for what is saved
     pending = Math.max(0, pending - 1);
-    showPending(content.seconds);
+    showPending();
   }
 
-  function showPending(seconds) {
+  function showPending() {
     const status = top.querySelector(".status");
     clearTimeout(patience);
     root.toggleAttribute("data-busy", pending > 0);
-    if (pending) {
-      status.textContent = "computing \u2026";
-      // It may be at work in another cell, or gone: only a restart is told to widgets.
-      patience = setTimeout(() => { status.textContent = "waiting for the kernel \u2026"; }, 3000);
-    } else {
-      status.textContent = seconds === null ? "" : `${Math.round(1000 * seconds)} ms`;
-    }
+    status.textContent = pending ? "computing \u2026" : "";
+    if (!pending) return;
+    // It may be at work in another cell, or gone: only a restart is told to widgets.
+    patience = setTimeout(() => { status.textContent = "waiting for the kernel \u2026"; }, 3000);
   }
 
   // A while after the last change, what is saved with the notebook is brought up to date.
@@ -80,7 +77,7 @@ function render({ model, el }) {
     alive = false;
     pending = 0;
     clearTimeout(settling);
-    showPending(null);
+    showPending();
     root.setAttribute("data-dead", "");
     drawSide();
     showMessage({ kind: "error", text: words });

@@ -13,10 +13,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from importlib import resources
 from inspect import signature
 from pathlib import Path
-from time import perf_counter
 from typing import Any, Literal, get_args
 from uuid import uuid4
 
@@ -26,30 +24,14 @@ import traitlets
 from sparse_tl.circuits.attention_graph import EdgeWeight
 from sparse_tl.circuits.removal import AttentionEdge
 from sparse_tl.circuits.trace import Prompt
+from sparse_tl.explorer.assets import NO_LIVE_VIEW, SCRIPT, STYLE
 from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.explorer.payload import Node, node_payload, panels_payload
 from sparse_tl.lens import HookedModel
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.circuit_diagram import check_options
-from sparse_tl.plots.interactive_html import SCRIPTS
-from sparse_tl.plots.palette import DARK_FILTER
 
 Ground = Literal["light", "dark"]
-
-
-def _assets(suffix: str, **files: Sequence[str]) -> str:
-    return "\n".join(
-        (resources.files(f"sparse_tl.{package}") / f"{name}.{suffix}").read_text(encoding="utf-8")
-        for package, names in files.items()
-        for name in names
-    )
-
-
-# JupyterLab writes "model not found" where the live view was.
-_NO_VIEW = (
-    ".jp-OutputArea-child:has([data-saved-explorer]) + "
-    ".jp-OutputArea-child:not(:has(.sparse-tl-explorer)) { display: none; }"
-)
 
 
 class CircuitExplorer(anywidget.AnyWidget):
@@ -79,15 +61,8 @@ class CircuitExplorer(anywidget.AnyWidget):
         TypeError: an argument that `plots.circuit_diagram` does not know.
     """
 
-    _esm = _assets(
-        "js",
-        plots=SCRIPTS["circuit_diagram"],
-        explorer=("explorer_parts", "explorer"),
-    )
-    _css = (
-        _assets("css", plots=("interactive_figure",), explorer=("explorer",))
-        + f".sparse-tl-explorer[data-dark] {{ filter: {DARK_FILTER}; }}\n"
-    )
+    _esm = SCRIPT
+    _css = STYLE
 
     _prompt = traitlets.Unicode().tag(sync=True)
     _figure = traitlets.Dict().tag(sync=True)
@@ -246,14 +221,13 @@ class CircuitExplorer(anywidget.AnyWidget):
         self._message = {"text": text, "kind": kind}
 
     def _on_request(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
-        started = perf_counter()
         try:
             self._act(content)
         except ValueError as error:
             self._say(str(error))
         except Exception as error:  # whatever happens, the reader sees it
             self._say(f"{type(error).__name__}: {error}")
-        self.send({"done": content.get("id"), "seconds": perf_counter() - started})
+        self.send({"done": content.get("id")})
 
     def _act(self, content: Mapping[str, Any]) -> None:
         match content:
@@ -292,12 +266,12 @@ class CircuitExplorer(anywidget.AnyWidget):
         display(self._repr_mimebundle_()[0], raw=True)  # type: ignore[index]
 
     def _saved_bundle(self) -> dict[str, str]:
-        start = f'<div data-saved-explorer="{self._saved_id}">\n<style>{_NO_VIEW}</style>'
-        seen = self._problem_html() if self._exploration is None else self.figure()
+        if self._exploration is None:
+            seen = f'<p role="alert">{escape(self._problem)}</p>'
+        else:
+            seen = str(self.figure())
+        start = f'<div data-saved-explorer="{self._saved_id}">\n<style>{NO_LIVE_VIEW}</style>'
         return {"text/html": f"{start}\n{seen}\n</div>", "text/plain": repr(self)}
-
-    def _problem_html(self) -> str:
-        return f'<p role="alert">{escape(self._problem)}</p>'
 
     def _update_saved(self) -> None:
         """What is saved with the notebook follows what is seen."""

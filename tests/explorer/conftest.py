@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from sparse_tl.explorer import CircuitExplorer, explore
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model
 from sparse_tl.tasks.addition import addition_tokenizer
+
+PROMPT = "36+28=?????"
 
 
 @pytest.fixture(scope="session")
@@ -30,9 +33,36 @@ def build_small(build_tiny: Callable[..., Model]) -> Callable[..., Model]:
     return build
 
 
+@pytest.fixture(scope="session")
+def build_models(build_small: Callable[..., Model]) -> Callable[[], dict[str, Any]]:
+    """Makes a dense model and a sparse one, some of whose gates are closed on the prompt."""
+
+    def build() -> dict[str, Any]:
+        sparse = SparseTransformer(build_small(seed=1), initial_bias=0.3)
+        return {"Dense": build_small(), "Sparse": sparse}
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def models(build_models: Callable[[], dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The same two models in all tests of a module: none may change them."""
+    models = build_models()
+    yield models
+    models["Sparse"].unwrap()
+
+
+@pytest.fixture(scope="module")
+def shared_explorer(models: dict[str, Any]) -> CircuitExplorer:
+    return explore(models, PROMPT)
+
+
 @pytest.fixture
-def models(build_small: Callable[..., Model]) -> Iterator[dict[str, Any]]:
-    """A dense model and a sparse one, some of whose gates are closed on the prompt."""
-    sparse = SparseTransformer(build_small(seed=1), initial_bias=0.3)
-    yield {"Dense": build_small(), "Sparse": sparse}
-    sparse.unwrap()
+def explorer(shared_explorer: CircuitExplorer) -> CircuitExplorer:
+    """The same widget in all tests of a module, always as it was at the start."""
+    if shared_explorer.exploration.prompt != PROMPT:
+        shared_explorer.show_prompt(PROMPT)
+    shared_explorer._state = {"target": 4, "weight": "attention", "threshold": 0.1}
+    shared_explorer._handle_custom_msg({"action": "close"}, [])
+    shared_explorer.restore()
+    return shared_explorer

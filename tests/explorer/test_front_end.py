@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from sparse_tl.explorer import CircuitExplorer, explore
 from sparse_tl.plots.interactive_html import script_json
 from sparse_tl.plots.palette import DARK_FILTER
@@ -54,18 +52,11 @@ def sent(page: Any) -> list[dict[str, Any]]:
 
 
 def answer(page: Any) -> None:
-    page.evaluate(
-        "for (const m of window.sent) window.fire('msg:custom', {done: m.id, seconds: 0})"
-    )
+    page.evaluate("for (const m of window.sent) window.fire('msg:custom', {done: m.id})")
 
 
 def trait(explorer: CircuitExplorer, name: str) -> Any:
     return json.loads(json.dumps(getattr(explorer, name)))
-
-
-@pytest.fixture
-def explorer(models):
-    return explore(models, PROMPT)
 
 
 def test_clicks_become_requests(page, tmp_path, explorer):
@@ -208,13 +199,15 @@ def test_a_restarted_kernel_is_told_and_switches_off_what_needs_it(page, tmp_pat
 
 
 def test_a_silent_kernel_is_waited_for_in_words(page, tmp_path, explorer):
+    page.clock.install()
     show(page, tmp_path, explorer)
     page.locator(".heads .cell").first.click()
     status = page.locator(".status")
     assert status.inner_text() == "computing …"
-    page.wait_for_function("document.querySelector('.status').textContent.startsWith('waiting')")
+    page.clock.fast_forward(4000)
+    assert status.inner_text().startswith("waiting")
     answer(page)
-    assert status.inner_text() == "0 ms"
+    assert status.inner_text() == ""
 
 
 def test_the_saved_figure_is_hidden_while_the_view_lives(page, tmp_path, explorer):

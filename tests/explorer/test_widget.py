@@ -17,18 +17,12 @@ PROMPT = "36+28=?????"
 ATTACK = "</script><img src=x onerror=alert(1)>"
 
 
-@pytest.fixture
-def explorer(models):
-    return explore(models, PROMPT)
-
-
-def ask(explorer: CircuitExplorer, **content: Any) -> dict[str, Any]:
-    """What the front end gets for a message: the answer to it."""
+def ask(explorer: CircuitExplorer, **content: Any) -> None:
+    """Act on a message of the front end, which gets an answer."""
     answers: list[dict[str, Any]] = []
     explorer.send = lambda content, buffers=None: answers.append(content)
-    explorer._on_request(explorer, {"id": 7, **content}, [])
-    assert [answer["done"] for answer in answers] == [7]
-    return answers[0]
+    explorer._handle_custom_msg({"id": 7, **content}, [])
+    assert answers == [{"done": 7}]
 
 
 def caption_counts(svg: str) -> list[int]:
@@ -60,8 +54,8 @@ def test_everything_sent_is_json(explorer):
 def test_a_clicked_head_is_removed_and_restored(explorer):
     before = explorer._panels[0]["outputs"][-1]
     assert all(row["logit_before"] == row["logit"] for row in before)
-    answer = ask(explorer, action="head", panel=0, head=[0, 1])
-    assert answer["seconds"] > 0 and explorer._message is None
+    ask(explorer, action="head", panel=0, head=[0, 1])
+    assert explorer._message is None
     assert explorer._panels[0]["removedHeads"] == ((0, 1),)
     rows = explorer._panels[0]["outputs"][-1]
     for row, expected in zip(
@@ -117,20 +111,18 @@ def test_long_rows_show_the_columns_with_most_attention(build_small):
 
 
 @pytest.mark.parametrize("title", ["Dense", "Sparse"])
-def test_head_effects_are_what_removing_them_one_by_one_does(explorer, models, title):
+def test_head_effects_are_what_removing_them_one_by_one_does(models, title):
+    explorer = explore(models, PROMPT, positions=[9])
     explorer.toggle_edges(title, [(0, 0, 9, 3)])  # beside what is removed already
-    panel = explorer.exploration.titles.index(title)
-    effects = explorer._panels[panel]["headEffects"]["logits"]
-    whole = explorer.exploration.logits(title)
-    for head in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        explorer.toggle_head(title, *head)
-        cut = explorer.exploration.logits(title)
-        for target, (_, read_at) in enumerate(explorer.exploration.targets):
-            change = (cut - whole)[read_at, whole[read_at].argmax()].item()
-            assert effects[target][2 * head[0] + head[1]] == pytest.approx(
-                change, rel=1e-4, abs=1e-9
-            )
-        explorer.toggle_head(title, *head)
+    panel = explorer._panels[explorer.exploration.titles.index(title)]
+    whole = explorer.exploration.logits(title)[9]
+    found = panel["headEffects"]["logits"][0]
+    for i, head in enumerate(((0, 0), (0, 1), (1, 0), (1, 1))):
+        explorer.exploration.toggle_head(title, *head)
+        cut = explorer.exploration.logits(title)[9]
+        explorer.exploration.toggle_head(title, *head)
+        change = (cut - whole)[whole.argmax()].item()
+        assert found[i] == pytest.approx(change, rel=1e-4, abs=1e-9)
 
 
 def test_the_figure_that_is_saved_names_what_is_removed(explorer, tmp_path):
@@ -176,33 +168,35 @@ def test_a_shorter_prompt_tells_that_edges_are_back(explorer):
 # ---- bad input: a message in the widget, and the old state ---------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        ({"action": "prompt", "text": ""}, "got an empty text"),
-        ({"action": "prompt", "text": "1" * 17}, "at most 16 tokens, the model's context; got 17"),
-        ({"action": "prompt", "text": "36x28="}, "it has no token for 'x'"),
-        ({"action": "head", "panel": 0, "head": [0, 9]}, "of 2 layers of 2 heads; got (0, 9)"),
-        ({"action": "head", "panel": 5, "head": [0, 0]}, "a panel in 0..1; got 5"),
-        ({"action": "edges", "panel": 0, "edges": [[0, 0, 3, 4]]}, "query 3, key 4"),
-        ({"action": "edges", "panel": 0, "edges": [[0]]}, "not enough values"),
-        ({"action": "node", "panel": 0, "level": 9, "column": 0}, "a level in 0..2; got 9"),
-        ({"action": "dance"}, "expected a known request"),
-    ],
-)
-def test_what_cannot_be_done_is_a_message(explorer, content, problem):
+IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
+    ({"action": "prompt", "text": ""}, "got an empty text"),
+    ({"action": "prompt", "text": "1" * 17}, "at most 16 tokens, the model's context; got 17"),
+    ({"action": "prompt", "text": "36x28="}, "it has no token for 'x'"),
+    ({"action": "head", "panel": 0, "head": [0, 9]}, "of 2 layers of 2 heads; got (0, 9)"),
+    ({"action": "head", "panel": 5, "head": [0, 0]}, "a panel in 0..1; got 5"),
+    ({"action": "edges", "panel": 0, "edges": [[0, 0, 3, 4]]}, "query 3, key 4"),
+    ({"action": "edges", "panel": 0, "edges": [[0]]}, "not enough values"),
+    ({"action": "node", "panel": 0, "level": 9, "column": 0}, "a level in 0..2; got 9"),
+    ({"action": "dance"}, "expected a known request"),
+]
+
+
+def test_what_cannot_be_done_is_a_message(explorer):
     explorer.toggle_head("Dense", 0, 0)
     old = explorer._prompt, explorer._figure, explorer._panels, explorer._node
-    ask(explorer, **content)
-    assert explorer._message["kind"] == "error" and problem in explorer._message["text"]
-    assert (explorer._prompt, explorer._figure, explorer._panels, explorer._node) == old
+    for content, problem in IMPOSSIBLE:
+        ask(explorer, **content)
+        assert explorer._message["kind"] == "error" and problem in explorer._message["text"]
+        assert (explorer._prompt, explorer._figure, explorer._panels, explorer._node) == old
     ask(explorer, action="restore")
     assert explorer._message is None
 
 
-def test_a_model_that_lost_its_attention_patterns_is_a_message(explorer, models):
+def test_a_model_that_lost_its_attention_patterns_is_a_message(build_small):
+    model = build_small()
+    explorer = explore({"m": model}, PROMPT)
     old = explorer._panels
-    del models["Dense"].hook_dict["blocks.0.attn.hook_pattern"]
+    del model.hook_dict["blocks.0.attn.hook_pattern"]
     ask(explorer, action="edges", panel=0, edges=[[0, 0, 3, 3]])
     assert "'blocks.0.attn.hook_pattern'" in explorer._message["text"]
     assert explorer._panels == old
