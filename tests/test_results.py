@@ -226,7 +226,7 @@ def test_a_measurement_is_one_row():
 
 
 def test_runs_show_both_models():
-    sides = {"heldout_loss": 0.5, "active_heads": 3}
+    sides = {"held_out_loss": 0.5, "active_heads": 3}
     base, sparse = build_addition_model(), SparseTransformer(build_addition_model())
     diagram = draw(base, sparse, AdditionTask())
     addition = AdditionRun({"dense": sides, "sparse": sides}, "Met.", base, sparse, diagram)
@@ -236,7 +236,7 @@ def test_runs_show_both_models():
     for run, names in ((addition, ["dense", "sparse"]), (text, ["dense", "sparse"])):
         assert cells(run._repr_html_().partition("</table>")[0] + "</table>") == [
             ["", *names],
-            ["heldout_loss", "0.5", "0.5"],
+            ["held_out_loss", "0.5", "0.5"],
             ["active_heads", "3", "3"],
         ]
 

@@ -76,8 +76,8 @@ def addition(
     dense, sparse = metrics["dense"], metrics["sparse"]
     possible = dense["possible_attention_edges"]
     shown = {
-        "sums exactly right": lambda m: f"{m['heldout_accuracy']:.1%}",
-        "loss (nats per answer character)": lambda m: f"{m['heldout_loss']:.5f}",
+        "sums exactly right": lambda m: f"{m['held_out_accuracy']:.1%}",
+        "loss (nats per answer character)": lambda m: f"{m['held_out_loss']:.5f}",
         "active attention edges per sum": lambda m: f"{m['active_attention_edges']:.2f}",
         f"share of {possible:.0f} possible": lambda m: (
             f"{m['active_attention_edges'] / possible:.2%}"

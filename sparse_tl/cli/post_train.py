@@ -131,13 +131,13 @@ def post_train(
     )
     dense, sparse = outcome.metrics["dense"], outcome.metrics["sparse"]
     shown = {
-        "loss (nats per token)": ("heldout_loss", ".4f"),
+        "loss (nats per token)": ("held_out_loss", ".4f"),
         "active attention edges per token": ("active_attention_edges_per_token", ",.1f"),
         "share of possible edges": ("active_share", ".2%"),
         "heads in use": ("active_heads", "d"),
     }
     table(
-        f"{model}: {outcome.metrics['heldout_windows']} held-out windows",
+        f"{model}: {outcome.metrics['held_out_windows']} held-out windows",
         ["", "dense", "sparse"],
         [
             [name, format(dense[key], form), format(sparse[key], form)]

@@ -115,8 +115,8 @@ def run_addition(
     for side, model in models.items():
         measured = evaluate_held_out(model, test)
         metrics[side] = {
-            "heldout_accuracy": measured.accuracy,
-            "heldout_loss": measured.loss,
+            "held_out_accuracy": measured.accuracy,
+            "held_out_loss": measured.loss,
             "active_attention_edges": measured.active_edges,
             "possible_attention_edges": measured.possible_edges,
             "active_heads": measured.active_heads,

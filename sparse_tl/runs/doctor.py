@@ -161,12 +161,8 @@ def _tried(name: str, check: Callable[[], str]) -> Check:
     try:
         return Check(name, True, check())
     except Exception as error:  # whatever stops it is what is asked for here
-        said = " ".join(str(error).split())[:600]
-        return Check(
-            name,
-            False,
-            said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}",
-        )
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        return Check(name, False, kind + " ".join(str(error).split())[:600])
 
 
 def _size(n_bytes: float) -> str:

@@ -14,7 +14,7 @@ from sparse_tl.data import ShuffledStream, read_documents, token_windows
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.files import atomic_file, read_json, write_json
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, load_model
+from sparse_tl.lens import load_model
 from sparse_tl.results import table_html
 from sparse_tl.runs.folder import RunFolder
 from sparse_tl.training import HeldOut, evaluate_held_out, post_train
@@ -116,19 +116,34 @@ def run_post_training(
                 window,
                 limit=HELD_OUT_WINDOWS,
             )
+        train, validation, test = _split(windows, other)
         with folder.stage("post-training"):
-            _train(
-                folder,
-                dense_model,
-                _split(windows, other),
-                batch_size=batch_size,
+            dense = evaluate_held_out(dense_model, test)
+            sparse = SparseTransformer(dense_model, initial_bias=initial_bias)
+            outcome = post_train(
+                sparse,
+                ShuffledStream(train, min(batch_size, len(train)), seed),
+                held_out=validation,
+                target_loss=target_loss,
                 steps=steps,
                 seed=seed,
-                initial_bias=initial_bias,
-                target_loss=target_loss,
+                checkpoint=folder / "checkpoint",
                 progress=progress,
                 **training,
             )
+        with atomic_file(folder / "history.csv") as temporary:
+            outcome.history.to_csv(temporary, index=False)
+        sparse.save_pretrained(folder / "sparse")
+        measured = {
+            "seed": seed,
+            "verdict": outcome.verdict,
+            "feasible": outcome.feasible,
+            "held_out_windows": len(test),
+            "dense": _metrics(dense),
+            "sparse": _metrics(evaluate_held_out(sparse, test)),
+        }
+        write_json(folder / "metrics.json", measured)
+        shutil.rmtree(folder / "checkpoint", ignore_errors=True)
     metrics = read_json(folder / "metrics.json")
     sparse = SparseTransformer.from_pretrained(folder / "sparse", device=device)
     return TextRun(metrics, metrics["verdict"], sparse)
@@ -154,45 +169,9 @@ def _split(windows: Tensor, other: Tensor | None) -> tuple[TokenBatch, TokenBatc
     )
 
 
-def _train(
-    folder: RunFolder,
-    model: Model,
-    split: tuple[TokenBatch, TokenBatch, TokenBatch],
-    *,
-    batch_size: int,
-    seed: int,
-    initial_bias: float,
-    **training: Any,
-) -> None:
-    train, validation, test = split
-    dense = evaluate_held_out(model, test)
-    sparse = SparseTransformer(model, initial_bias=initial_bias)
-    outcome = post_train(
-        sparse,
-        ShuffledStream(train, min(batch_size, len(train)), seed),
-        held_out=validation,
-        seed=seed,
-        checkpoint=folder / "checkpoint",
-        **training,
-    )
-    with atomic_file(folder / "history.csv") as temporary:
-        outcome.history.to_csv(temporary, index=False)
-    sparse.save_pretrained(folder / "sparse")
-    metrics = {
-        "seed": seed,
-        "verdict": outcome.verdict,
-        "feasible": outcome.feasible,
-        "heldout_windows": len(test),
-        "dense": _metrics(dense),
-        "sparse": _metrics(evaluate_held_out(sparse, test)),
-    }
-    write_json(folder / "metrics.json", metrics)
-    shutil.rmtree(folder / "checkpoint", ignore_errors=True)
-
-
 def _metrics(measured: HeldOut) -> dict[str, float]:
     return {
-        "heldout_loss": measured.loss,
+        "held_out_loss": measured.loss,
         "active_attention_edges": measured.active_edges,
         "active_attention_edges_per_token": measured.active_edges_per_token,
         "possible_attention_edges": measured.possible_edges,

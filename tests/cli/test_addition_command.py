@@ -60,8 +60,8 @@ def test_addition_writes_everything(addition: tuple[Path, Outcome]) -> None:
     assert metrics["seconds"] > 0
     for name in ("dense", "sparse"):
         assert set(metrics[name]) == {
-            "heldout_accuracy",
-            "heldout_loss",
+            "held_out_accuracy",
+            "held_out_loss",
             "active_attention_edges",
             "possible_attention_edges",
             "active_heads",
@@ -122,7 +122,7 @@ def test_the_written_models_give_the_written_numbers(addition: tuple[Path, Outco
     }
     for name, model in written.items():
         measured = evaluate_held_out(model, test)
-        assert measured.loss == metrics[name]["heldout_loss"]
+        assert measured.loss == metrics[name]["held_out_loss"]
         assert measured.active_edges == metrics[name]["active_attention_edges"]
     assert written["dense"].to_tokens("36+28=").tolist() == [[3, 6, 10, 2, 8, 11]]
 

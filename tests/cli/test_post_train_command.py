@@ -24,10 +24,10 @@ def test_post_train_writes_everything(tmp_path: Path, tiny: Path, story: Path) -
     outcome = _text_run(tiny, story, out)
     assert (outcome.code, outcome.err) == (0, "")
     metrics = json.loads((out / "metrics.json").read_text())
-    assert {"seed", "verdict", "feasible", "heldout_windows", "dense", "sparse"} <= set(metrics)
+    assert {"seed", "verdict", "feasible", "held_out_windows", "dense", "sparse"} <= set(metrics)
     for name in ("dense", "sparse"):
         assert {
-            "heldout_loss",
+            "held_out_loss",
             "active_attention_edges",
             "possible_attention_edges",
             "active_heads",
@@ -57,7 +57,7 @@ def test_post_train_on_other_held_out_text(tmp_path: Path, tiny: Path, story: Pa
     outcome = _text_run(tiny, story, tmp_path / "out", "--held-out-text", str(other))
     assert outcome.code == 0, outcome.err
     # 57 tokens: seven windows of eight, of which four are reported on.
-    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["heldout_windows"] == 4
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["held_out_windows"] == 4
 
 
 @pytest.mark.parametrize(
