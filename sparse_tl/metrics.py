@@ -111,6 +111,13 @@ def explained_effect(
 def _picked(
     values: Float[Tensor, "pair vocab"], tokens: Int[Tensor, "pair token"]
 ) -> tuple[Float[Tensor, "pair token"], Bool[Tensor, "pair token"]]:
+    n_vocab = values.shape[1]
+    if bool((tokens >= n_vocab).any()):
+        raise ValueError(
+            f"expected answers among the {n_vocab:,} tokens that the model predicts; got token "
+            f"{int(tokens.max())}. A model with d_vocab_out other than d_vocab numbers what it "
+            "predicts by itself: answers are its output tokens."
+        )
     return values.gather(1, tokens.clamp(min=0)), tokens != NO_TOKEN
 
 

@@ -29,7 +29,8 @@ class PromptPairs:
         positions: the last token of each prompt, whose logits are read.
 
     Raises:
-        ValueError: shapes that do not fit, no pair, a row without an answer, a position outside.
+        ValueError: shapes that do not fit, no pair, a row without an answer, several
+            positions of one prompt, a position outside.
     """
 
     clean: Int[Tensor, "pair pos"]
@@ -46,6 +47,12 @@ class PromptPairs:
             )
         if len(self.clean) == 0:
             raise ValueError("expected at least one prompt pair; got none")
+        if self.positions.ndim > 1:
+            raise ValueError(
+                f"expected one position per pair; got positions of shape "
+                f"{tuple(self.positions.shape)}. Answers at several positions of a prompt are "
+                "several pairs: repeat the prompt, once for each position."
+            )
         for name in ("answers", "wrong", "positions"):
             if len(getattr(self, name)) != len(self.clean):
                 raise ValueError(
@@ -83,8 +90,16 @@ class PromptPairs:
             wrong: for each pair the wrong ones.
 
         Raises:
-            ValueError: a pair of unequal token lengths, or an answer of several tokens.
+            ValueError: a pair of unequal token lengths, an answer of several tokens, or one text
+                where a list of them is expected.
         """
+        for name, texts in {"answers": answers, "wrong": wrong}.items():
+            for row, some in enumerate(texts):
+                if isinstance(some, str):
+                    raise ValueError(
+                        f"expected a list of texts for each pair in {name}; pair {row} has "
+                        f"{some!r}, whose characters would be taken for {name}. Write [{some!r}]."
+                    )
         lists = (clean, corrupted, answers, wrong)
         if len({len(some) for some in lists}) != 1:
             raise ValueError(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
+import jaxtyping
 import pytest
 import torch
 from torch import Tensor
 
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs, single_token
 from sparse_tl.metrics import (
+    Metric,
     divergence,
     explained_effect,
     log_probability,
@@ -55,6 +57,8 @@ def test_prompts_are_padded_on_the_right_and_read_at_their_end() -> None:
         ({"answers": [["sat"], ["ran far"]]}, "single token; 'ran far' has 2"),
         ({"answers": [["sat"], [""]]}, "single token; '' has 0"),
         ({"answers": [["sat"], []]}, "an answer for every pair; pair 1 has none"),
+        ({"answers": ["sat", "far"]}, r"list of texts .* pair 0 has 'sat', .* Write \['sat'\]"),
+        ({"wrong": [["far"], "cat"]}, r"in wrong; pair 1 has 'cat'"),
         ({"answers": [["sat"]]}, "as many clean as corrupted"),
     ],
 )
@@ -76,6 +80,24 @@ def test_tensors_that_are_no_pairs() -> None:
     with pytest.raises(ValueError, match=r"positions in 0\.\.3; pair 1 has 4"):
         PromptPairs(pairs.clean, pairs.corrupted, pairs.answers, pairs.wrong, torch.tensor([0, 4]))
     assert single_token(_tokenize, "cat", start=1) == 2
+
+
+def test_answers_at_several_positions_are_several_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for a user
+    pairs, both = _pairs(), torch.tensor([[1, 2], [2, 3]])
+    with pytest.raises(
+        ValueError, match=r"one position per pair; .*\(2, 2\).*repeat the prompt"
+    ):
+        PromptPairs(pairs.clean, pairs.corrupted, pairs.answers, pairs.wrong, both)
+
+
+@pytest.mark.parametrize("metric", [logit_difference, log_probability, margin])
+def test_a_model_that_predicts_other_tokens_than_it_reads(metric: Metric) -> None:
+    """Answers are output tokens: below d_vocab_out all is well, from there on it is refused."""
+    pairs = _pairs()
+    assert measure(metric, torch.randn(2, 7), pairs).shape == (2,)
+    with pytest.raises(ValueError, match="among the 5 tokens that the model predicts; got token 6"):
+        measure(metric, torch.randn(2, 5), pairs)
 
 
 def test_metrics_by_hand() -> None:
