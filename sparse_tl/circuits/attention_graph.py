@@ -9,17 +9,22 @@ This module holds the numbers and the reachability on that grid; it knows no mod
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sparse_tl.results import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+
 EdgeWeight = Literal["attention", "effect", "first-order"]
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionGraph:
+class AttentionGraph(Result):
     """Attention edges of one prompt, with the tokens they join.
 
     Args:
@@ -113,6 +118,25 @@ class AttentionGraph:
                 f"{option}"
             )
         return scores[target]
+
+    def to_pandas(self, target: int = -1) -> pd.DataFrame:
+        """The open edges, those with the most attention first, and their effects on a target."""
+        import pandas as pd
+
+        edges = self.gates.nonzero().tolist()
+        table = pd.DataFrame(edges, columns=["layer", "head", "query", "key"])
+        table["attention"] = self.attention[self.gates].tolist()
+        if self.effect is not None:
+            table["effect"] = self.effect[target][self.gates].tolist()
+        if self.attribution is not None:
+            table["first-order"] = self.attribution[target][self.gates].tolist()
+        return table.sort_values("attention", ascending=False, kind="stable", ignore_index=True)
+
+    def __repr__(self) -> str:
+        return (
+            f"AttentionGraph({' '.join(self.input_tokens)!r}: {int(self.gates.sum()):,} of "
+            f"{self.n_layers * self.n_heads * self.n_pairs:,} attention edges open)"
+        )
 
 
 def ancestors(

@@ -52,6 +52,21 @@ def test_edge_weights():
             AttentionGraph(**fields).edge_weights(kind)
 
 
+def test_a_graph_is_saved_tabulated_and_told(tmp_path):
+    attention = torch.zeros(1, 2, 3, 3)
+    attention[0, 1, 2, 0], attention[0, 0, 1, 1] = 0.25, 0.5
+    graph = AttentionGraph(
+        attention, attention > 0, ("a", "b", "?"), ("a", "b", "c"), ((2, 2),),
+        effect=-4 * attention[None],
+    )  # fmt: skip
+    restored = AttentionGraph.load(graph.save(tmp_path / "graph"))
+    assert torch.equal(restored.gates, graph.gates) and restored.targets == ((2, 2),)
+    assert restored.attribution is None and torch.equal(restored.effect, graph.effect)
+    assert graph.to_pandas().to_numpy().tolist() == [[0, 0, 1, 1, 0.5, -2], [0, 1, 2, 0, 0.25, -1]]
+    assert repr(graph) == "AttentionGraph('a b ?': 2 of 12 attention edges open)"
+    assert "effect" in graph._repr_html_()
+
+
 def reached_by_networkx(
     edges: Bool[Tensor, "layer query key"], column: int, level: int
 ) -> set[tuple[int, int]]:
