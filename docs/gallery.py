@@ -91,13 +91,13 @@ def edges_kept(runs: Path) -> Figure:
 def circuit_ioi(runs: Path) -> Figure:
     """The strongest circuit edges for indirect object identification, by what reads them."""
     circuits = {name: circuit(runs / "circuits/ioi", side) for side, name in SIDES.items()}
-    return component_diagram(circuits, max_edges=60, unit="logits")
+    return component_diagram(circuits, max_circuit_edges=60, unit="logits")
 
 
 def circuit_sign(runs: Path) -> Figure:
     """The same for longer prompts, by whether an edge helps or hurts the right answer."""
     sparse = circuit(runs / "circuits/ioi_long", "sparse")
-    return component_diagram({"Sparse Task Model": sparse}, max_edges=40, colour="sign")
+    return component_diagram({"Sparse Task Model": sparse}, max_circuit_edges=40, colour="sign")
 
 
 def head_ablation(runs: Path) -> Figure:

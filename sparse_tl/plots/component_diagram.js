@@ -108,7 +108,7 @@ function start(root, data) {
 
   function caption(panel, view, onPath) {
     const number = (value) => value.toLocaleString("en-US");
-    const words = `${number(view.edges.length)} of ${number(panel.nKept)} kept edges ` +
+    const words = `${number(view.edges.length)} of ${number(panel.nKept)} kept circuit edges ` +
       `(model: ${number(panel.nExisting)}); ${number(onPath)} on a path from input to logits`;
     const weakest = view.edges.at(-1);
     return panel.scored ? `${words}; |score| \u2265 ${weakest.size}` : words;
@@ -128,7 +128,7 @@ function start(root, data) {
   function addControls() {
     if (!panels.some((panel) => panel.scored)) return;
     const range = { name: "edges", min: 1, max: mostEdges, step: 1 };
-    addSlider(root, "Strongest edges", range, state.edges, String(state.edges), (value) => {
+    addSlider(root, "Strongest circuit edges", range, state.edges, String(state.edges), (value) => {
       state.edges = value;
       drawAll();
       return String(value);

@@ -37,7 +37,7 @@ class ComponentDiagram(PanelFigure):
 def component_diagram(
     panels: Mapping[str, ScoredCircuit],
     *,
-    max_edges: int = 100,
+    max_circuit_edges: int = 100,
     colour: LineColour = "slot",
     unit: str = "",
     transition: str | None = "Sparsity-Regularised Finetuning",
@@ -52,7 +52,7 @@ def component_diagram(
 
     Args:
         panels: a circuit for each panel, from top to bottom, by the name written on it.
-        max_edges: the most edges drawn in a panel, by absolute score.
+        max_circuit_edges: the most edges drawn in a panel, by absolute score.
         colour: ``"slot"`` colours lines by what reads them: the query, key or value input of a
             head, or an MLP or the logits; ``"sign"`` by whether the edge helps (negative score)
             or hurts.
@@ -70,8 +70,8 @@ def component_diagram(
     """
     way = "write ScoredCircuit(circuit.graph, circuit.mask, scores.scores)"
     panels = checked_panels(panels, ScoredCircuit, way)
-    _check_options(panels, max_edges, colour)
-    drawn = [draw_strongest(name, circuit, max_edges) for name, circuit in panels.items()]
+    _check_options(panels, max_circuit_edges, colour)
+    drawn = [draw_strongest(name, circuit, max_circuit_edges) for name, circuit in panels.items()]
     surround = Surround(tuple(panels), title, transition)
     layout = lay_out(drawn, surround)
     unit = visible_text(unit.strip())
@@ -79,10 +79,13 @@ def component_diagram(
     return ComponentDiagram(svg, _script_data(drawn, layout, colour, unit), surround)
 
 
-def _check_options(panels: Mapping[str, ScoredCircuit], max_edges: int, colour: str) -> None:
-    if max_edges < 1:
+def _check_options(
+    panels: Mapping[str, ScoredCircuit], max_circuit_edges: int, colour: str
+) -> None:
+    if max_circuit_edges < 1:
         raise ValueError(
-            f"expected max_edges of at least 1; got {max_edges}; about 100 edges are legible"
+            f"expected max_circuit_edges of at least 1; got {max_circuit_edges}; about 100 are "
+            "legible"
         )
     if colour not in get_args(LineColour):
         raise ValueError(f"expected colour 'slot' or 'sign'; got {colour!r}")

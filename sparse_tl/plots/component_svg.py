@@ -80,7 +80,7 @@ def caption(panel: DrawnCircuit, unit: str) -> str:
     """How many edges a panel shows, in words."""
     shown = len(panel.edges)
     words = (
-        f"{shown:,} of {panel.n_kept:,} kept edges (model: {panel.n_existing:,}); "
+        f"{shown:,} of {panel.n_kept:,} kept circuit edges (model: {panel.n_existing:,}); "
         f"{sum(panel.on_path):,} on a path from input to logits"
     )
     scores = [abs(edge.score) for edge in panel.edges if edge.score is not None]

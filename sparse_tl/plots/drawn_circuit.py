@@ -138,7 +138,7 @@ class DrawnCircuit:
         return any(edge.score is not None for edge in self.edges)
 
 
-def draw_strongest(name: str, circuit: ScoredCircuit, max_edges: int) -> DrawnCircuit:
+def draw_strongest(name: str, circuit: ScoredCircuit, max_circuit_edges: int) -> DrawnCircuit:
     """The strongest edges of a circuit, at most so many."""
     graph = circuit.graph
     mask = circuit.mask.cpu()
@@ -148,7 +148,7 @@ def draw_strongest(name: str, circuit: ScoredCircuit, max_edges: int) -> DrawnCi
     if scores is not None:
         ranked = scores.abs().argsort(descending=True, stable=True).tolist()
     chosen = [(kept[index], None if scores is None else scores[index].item()) for index in ranked]
-    chosen = chosen[:max_edges]
+    chosen = chosen[:max_circuit_edges]
     largest = max((abs(score) for _, score in chosen if score is not None), default=0.0)
     taking_part = {edge.source for edge, _ in chosen}
     taking_part |= {edge.destination.node for edge, _ in chosen}

@@ -165,9 +165,9 @@ def test_colours_tell_slots_or_signs(make_circuit):
 
 def test_the_caption_counts(make_circuit):
     circuit = make_circuit(EDGES)
-    (panel,) = panels_of(component_diagram({"m": circuit}, max_edges=5, unit="logits"))
+    (panel,) = panels_of(component_diagram({"m": circuit}, max_circuit_edges=5, unit="logits"))
     assert caption_of(panel) == (
-        f"5 of 6 kept edges (model: {circuit.graph.n_edges}); "
+        f"5 of 6 kept circuit edges (model: {circuit.graph.n_edges}); "
         "4 on a path from input to logits; |score| ≥ 0.09 logits"
     )
     (panel,) = panels_of(component_diagram({"m": make_circuit(EDGES, scored=False)}))
@@ -400,8 +400,8 @@ def test_options_that_make_no_figure(make_circuit, unchecked_types):
     circuit = make_circuit(EDGES)
     with pytest.raises(ValueError, match="at least one panel; got none"):
         component_diagram({})
-    with pytest.raises(ValueError, match="max_edges of at least 1; got 0"):
-        component_diagram({"m": circuit}, max_edges=0)
+    with pytest.raises(ValueError, match="max_circuit_edges of at least 1; got 0"):
+        component_diagram({"m": circuit}, max_circuit_edges=0)
     with pytest.raises(ValueError, match="'slot' or 'sign'; got 'layer'"):
         component_diagram({"m": circuit}, colour="layer")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="to colour by their sign; got none"):

@@ -93,7 +93,7 @@ def test_every_choice_looks_like_its_static_figure(page, tmp_path, make_random_c
         page.locator("input[name=edges]").fill(str(n_edges))
         page.locator("select[name=colour]").select_option(colour)
         assert page.locator("output").text_content() == str(n_edges)
-        assert_looks_like(page, component_diagram(panels, max_edges=n_edges, colour=colour))
+        assert_looks_like(page, component_diagram(panels, max_circuit_edges=n_edges, colour=colour))
         assert page.locator(f"[data-legend='{colour}']").is_visible()
         other = {"slot": "sign", "sign": "slot"}[colour]
         assert not page.locator(f"[data-legend='{other}']").is_visible()
