@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 # matplotlib's SVG has 72 dots per inch: its points are our pixels.
 _DOTS = 72
+# Between a plot and the middle of its vertical axis's title.
+_TITLE_ASIDE = 44
 
 
 def draw_svg(grid: Grid) -> str:
@@ -55,7 +57,6 @@ def draw_svg(grid: Grid) -> str:
             middle = (box.right + 0.6 * ROW_TITLE_WIDTH, (box.top + box.bottom) / 2)
             _write(figure, title, *middle, box.height, rotation=-90, ha="center", va="center")
         _draw_legends(figure, grid)
-        figure.align_ylabels()
         file = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(file, format="svg", metadata=nothing)
@@ -66,7 +67,7 @@ def _draw_panel(figure: Figure, box: Box, panel: Panel) -> None:
     width, height = figure.bbox.size
     place = (box.left / width, 1 - box.bottom / height, box.width / width, box.height / height)
     axes = figure.add_axes(place, facecolor="none")
-    _prepare_axes(axes, panel)
+    _prepare_axes(axes, panel, box.width)
     if panel.cells is not None:
         _draw_cells(axes, panel)
     for line in panel.lines:
@@ -86,7 +87,7 @@ def _draw_panel(figure: Figure, box: Box, panel: Panel) -> None:
     _write(figure, panel.title, box.left, box.top - 8, box.width + 12, ha="left", va="baseline")
 
 
-def _prepare_axes(axes: Axes, panel: Panel) -> None:
+def _prepare_axes(axes: Axes, panel: Panel, width: float) -> None:
     for side in ("left", "right", "top"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set(color=AXIS, linewidth=1)
@@ -106,6 +107,8 @@ def _prepare_axes(axes: Axes, panel: Panel) -> None:
         if axis.labelled:
             drawn.set_label_text(axis.title, size=LABEL_SIZE, color=INK)
             drawn.labelpad = 6
+    # At one place in all rows, whatever their ticks are.
+    axes.yaxis.set_label_coords(-_TITLE_ASIDE / width, 0.5)
     axes.tick_params("y", length=0)
     axes.tick_params("x", length=4)
 
