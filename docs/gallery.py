@@ -22,7 +22,6 @@ from sparse_tl import (
     AblationCurve,
     Evaluation,
     HeadRoles,
-    ScoredCircuit,
     Scores,
     ablation_grid,
     attention_view,
@@ -32,7 +31,7 @@ from sparse_tl import (
     load_addition_models,
     plots,
 )
-from sparse_tl.circuits import EffectCurve
+from sparse_tl.circuits import Circuit, EffectCurve
 from sparse_tl.files import read_json
 from sparse_tl.head_roles import ROLES
 from sparse_tl.models import TASKS
@@ -90,14 +89,15 @@ def edges_kept(runs: Path) -> Figure:
 
 def circuit_ioi(runs: Path) -> Figure:
     """The strongest circuit edges for indirect object identification, by what reads them."""
-    circuits = {name: circuit(runs / "circuits/ioi", side) for side, name in SIDES.items()}
-    return component_diagram(circuits, max_circuit_edges=60, unit="logits")
+    circuits, scores = measured_circuits(runs / "circuits/ioi")
+    return component_diagram(circuits, scores=scores, max_circuit_edges=60, unit="logits")
 
 
 def circuit_sign(runs: Path) -> Figure:
     """The same for longer prompts, by whether an edge helps or hurts the right answer."""
-    sparse = circuit(runs / "circuits/ioi_long", "sparse")
-    return component_diagram({"Sparse Task Model": sparse}, max_circuit_edges=40, colour="sign")
+    circuits, scores = measured_circuits(runs / "circuits/ioi_long")
+    name = "Sparse Task Model"
+    return circuits[name].figure(scores=scores[name], max_circuit_edges=40, colour="sign")
 
 
 def head_ablation(runs: Path) -> Figure:
@@ -144,12 +144,14 @@ def curves(folder: Path, parts: str) -> dict[str, list[EffectCurve]]:
     }
 
 
-def circuit(folder: Path, side: str) -> ScoredCircuit:
-    """The circuit that `run_circuits` found for an explained effect of 0.9."""
-    scores = Scores.load(folder / side / "edge_scores")
-    kept = [said["edge"] for said in read_json(folder / f"{side}_circuit.json")]
-    circuit = scores.top(0).having(*kept)
-    return ScoredCircuit(circuit.graph, circuit.mask, scores.values)
+def measured_circuits(folder: Path) -> tuple[dict[str, Circuit], dict[str, Scores]]:
+    """The circuits that `run_circuits` found for an explained effect of 0.9, and their scores."""
+    circuits, scores = {}, {}
+    for side, name in SIDES.items():
+        scores[name] = Scores.load(folder / side / "edge_scores")
+        kept = [said["edge"] for said in read_json(folder / f"{side}_circuit.json")]
+        circuits[name] = scores[name].top(0).having(*kept)
+    return circuits, scores
 
 
 def ablation_curves(folder: Path) -> list[AblationCurve]:
@@ -182,8 +184,8 @@ dark ground. Each figure saves itself as an interactive page, as SVG and as PNG:
 card; `figure.dark()` is its dark twin. Pages follow the reader's system. Pages of curves hold
 plotly's script, 5 MB, and are left out here.
 
-In the code `runs` is the folder of the runs; `curves`, `circuit` and `ablation_curves`, in
-`docs/gallery.py`, read what they measured.
+In the code `runs` is the folder of the runs; `curves`, `measured_circuits` and
+`ablation_curves`, in `docs/gallery.py`, read what they measured.
 """
 
 

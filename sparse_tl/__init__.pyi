@@ -176,9 +176,6 @@ from .models import (
     load_task_models as load_task_models,
 )
 from .plots import (
-    ScoredCircuit as ScoredCircuit,
-)
-from .plots import (
     ablation_grid as ablation_grid,
 )
 from .plots import (
@@ -243,7 +240,6 @@ __all__ = [
     "PromptPairs",
     "Pruning",
     "Roc",
-    "ScoredCircuit",
     "Scores",
     "ShuffledStream",
     "SigmoidGate",

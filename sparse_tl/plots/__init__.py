@@ -5,7 +5,6 @@ from sparse_tl.plots.by_result import figure
 from sparse_tl.plots.circuit_diagram import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.component_diagram import ComponentDiagram, component_diagram
 from sparse_tl.plots.curves import effect_figure
-from sparse_tl.plots.drawn_circuit import ScoredCircuit
 from sparse_tl.plots.grid_figure import GridFigure
 from sparse_tl.plots.head_roles import ablation_grid, gate_trajectories, head_roles_figure
 from sparse_tl.plots.rendering import Figure
@@ -16,7 +15,6 @@ __all__ = [
     "ComponentDiagram",
     "Figure",
     "GridFigure",
-    "ScoredCircuit",
     "ablation_grid",
     "attention_view",
     "circuit_diagram",

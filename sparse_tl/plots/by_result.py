@@ -5,13 +5,12 @@ from __future__ import annotations
 from functools import singledispatch
 from typing import Any
 
-from sparse_tl.circuits import Circuit, EffectCurve, Evaluation
+from sparse_tl.circuits import Circuit, EffectCurve, Evaluation, Scores
 from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.plots.circuit_diagram import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.component_diagram import ComponentDiagram, component_diagram
 from sparse_tl.plots.curves import Parts, effect_figure
-from sparse_tl.plots.drawn_circuit import ScoredCircuit
 from sparse_tl.plots.grid_figure import GridFigure
 from sparse_tl.plots.head_roles import ablation_grid, head_roles_figure
 from sparse_tl.plots.rendering import Figure
@@ -22,9 +21,9 @@ def figure(result: Any, **style: Any) -> Figure:
     """A result as a figure of its kind.
 
     Args:
-        result: a circuit (component diagram), an evaluation or a curve (explained effect), the
-            attention of a prompt (circuit diagram), an ablation curve, or roles of heads (heat
-            map).
+        result: a circuit, with its ``scores`` (component diagram); an evaluation or a curve
+            (explained effect); the attention of a prompt (circuit diagram); an ablation curve; or
+            roles of heads (heat map).
         **style: ``title``, and what the function that draws such figures takes.
 
     Raises:
@@ -35,13 +34,9 @@ def figure(result: Any, **style: Any) -> Figure:
 
 
 @figure.register(Circuit)
-def _(result: Circuit, **style: Any) -> ComponentDiagram:
-    return component_diagram({"Circuit": ScoredCircuit(result.graph, result.mask)}, **style)
-
-
-@figure.register(ScoredCircuit)
-def _(result: ScoredCircuit, **style: Any) -> ComponentDiagram:
-    return component_diagram({"Circuit": result}, **style)
+def _(result: Circuit, *, scores: Scores | None = None, **style: Any) -> ComponentDiagram:
+    name = "Circuit"
+    return component_diagram({name: result}, scores={name: scores} if scores else None, **style)
 
 
 @figure.register(AttentionGraph)

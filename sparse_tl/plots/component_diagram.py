@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
+from sparse_tl.circuits import Circuit, Scores
 from sparse_tl.plots.component_layout import ComponentLayout, lay_out
 from sparse_tl.plots.component_styles import (
     SLOTS,
@@ -21,7 +22,7 @@ from sparse_tl.plots.component_styles import (
     slot_colour,
 )
 from sparse_tl.plots.component_svg import draw_svg, score_text
-from sparse_tl.plots.drawn_circuit import DrawnCircuit, DrawnEdge, ScoredCircuit, draw_strongest
+from sparse_tl.plots.drawn_circuit import DrawnCircuit, DrawnEdge, draw_strongest
 from sparse_tl.plots.figure_frame import Surround
 from sparse_tl.plots.interactive_html import PanelFigure, checked_panels
 from sparse_tl.plots.palette import GROUND, INK, OPEN_EDGE, OPEN_PORT
@@ -35,8 +36,9 @@ class ComponentDiagram(PanelFigure):
 
 
 def component_diagram(
-    panels: Mapping[str, ScoredCircuit],
+    panels: Mapping[str, Circuit],
     *,
+    scores: Mapping[str, Scores] | None = None,
     max_circuit_edges: int = 100,
     colour: LineColour = "slot",
     unit: str = "",
@@ -51,7 +53,10 @@ def component_diagram(
     draws no edge of it.
 
     Args:
-        panels: a circuit for each panel, from top to bottom, by the name written on it.
+        panels: a circuit of circuit edges for each panel, from top to bottom, by the name written
+            on it.
+        scores: of the circuits' edges, by the same names; negative: patching the edge lowers the
+            metric, so it helps. Where there are none, all lines are alike.
         max_circuit_edges: the most edges drawn in a panel, by absolute score.
         colour: ``"slot"`` colours lines by what reads them: the query, key or value input of a
             head, or an MLP or the logits; ``"sign"`` by whether the edge helps (negative score)
@@ -66,12 +71,16 @@ def component_diagram(
     Raises:
         ValueError: if there is no panel, no edge may be drawn, or signs are asked for without
             any score.
-        TypeError: if a panel is not a `ScoredCircuit`.
+        TypeError: if a panel is not a `Circuit`.
     """
-    way = "write ScoredCircuit(circuit.graph, circuit.mask, scores.scores)"
-    panels = checked_panels(panels, ScoredCircuit, way)
-    _check_options(panels, max_circuit_edges, colour)
-    drawn = [draw_strongest(name, circuit, max_circuit_edges) for name, circuit in panels.items()]
+    way = "attribute_edges(...).top(100) makes one"
+    panels = checked_panels(panels, Circuit, way)
+    scores = scores or {}
+    _check_options(panels, scores, max_circuit_edges, colour)
+    drawn = [
+        draw_strongest(name, circuit, scores.get(name), max_circuit_edges)
+        for name, circuit in panels.items()
+    ]
     surround = Surround(tuple(panels), title, transition)
     layout = lay_out(drawn, surround)
     unit = visible_text(unit.strip())
@@ -80,8 +89,17 @@ def component_diagram(
 
 
 def _check_options(
-    panels: Mapping[str, ScoredCircuit], max_circuit_edges: int, colour: str
+    panels: Mapping[str, Circuit],
+    scores: Mapping[str, Scores],
+    max_circuit_edges: int,
+    colour: str,
 ) -> None:
+    for name, some in scores.items():
+        if name not in panels or some.site != panels[name].graph:
+            raise ValueError(
+                f"expected scores of the circuit edges of a panel, one of {list(panels)}; got "
+                f"scores of {some.site!r} for {name!r}"
+            )
     if max_circuit_edges < 1:
         raise ValueError(
             f"expected max_circuit_edges of at least 1; got {max_circuit_edges}; about 100 are "
@@ -89,10 +107,10 @@ def _check_options(
         )
     if colour not in get_args(LineColour):
         raise ValueError(f"expected colour 'slot' or 'sign'; got {colour!r}")
-    if colour == "sign" and all(circuit.scores is None for circuit in panels.values()):
+    if colour == "sign" and not scores:
         raise ValueError(
             "expected scores in some panel, to colour by their sign; got none; pass "
-            "ScoredCircuit(graph, mask, scores), or colour='slot'"
+            "scores={name: attribute_edges(...)}, or colour='slot'"
         )
 
 

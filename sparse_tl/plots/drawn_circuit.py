@@ -16,58 +16,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxtyping import Bool, Float
-from torch import Tensor
-
+from sparse_tl.circuits import Circuit, Scores
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.nodes import Edge, Node, Slot
 
 INPUT, LOGITS = Node("input"), Node("logits")
-
-
-@dataclass(frozen=True, eq=False)
-class ScoredCircuit:
-    """What one panel of a component diagram shows.
-
-    Args:
-        graph: of the model.
-        mask: the edges that are kept.
-        scores: signed, in units of the metric; negative: patching the edge lowers the metric, so
-            it helps. Those of edges that are not kept are not looked at. ``None``: no edge has a
-            score, as in circuits found by search.
-
-    Raises:
-        ValueError: a mask or scores of another shape, a kept edge that does not exist, or one
-            whose score is not finite.
-    """
-
-    graph: CircuitGraph
-    mask: Bool[Tensor, "source destination"]
-    scores: Float[Tensor, "source destination"] | None = None
-
-    def __post_init__(self) -> None:
-        expected = tuple(self.graph.exists.shape)
-        for name in ("mask", "scores"):
-            values = getattr(self, name)
-            if values is not None and tuple(values.shape) != expected:
-                raise ValueError(
-                    f"expected {name} of shape {expected} for {self.graph!r}; got "
-                    f"{tuple(values.shape)}; index them [source, destination]"
-                )
-        impossible = self.mask.cpu() & ~self.graph.exists
-        if impossible.any():
-            first = self.graph.edges_of(impossible)[0]
-            raise ValueError(
-                f"expected a mask over the edges of {self.graph!r}; got {int(impossible.sum())} "
-                f"places that are none, first {first}; a source must write before it is read"
-            )
-        if self.scores is not None:
-            n_bad = int((~self.scores[self.mask].isfinite()).sum())
-            if n_bad:
-                raise ValueError(
-                    f"expected finite scores of kept edges; got {n_bad} that are NaN or infinite; "
-                    "look for a metric that is undefined on some prompt"
-                )
 
 
 @dataclass(frozen=True)
@@ -138,12 +91,22 @@ class DrawnCircuit:
         return any(edge.score is not None for edge in self.edges)
 
 
-def draw_strongest(name: str, circuit: ScoredCircuit, max_circuit_edges: int) -> DrawnCircuit:
-    """The strongest edges of a circuit, at most so many."""
+def draw_strongest(
+    name: str, circuit: Circuit, edge_scores: Scores | None, max_circuit_edges: int
+) -> DrawnCircuit:
+    """The strongest edges of a circuit, at most so many.
+
+    Args:
+        name: of the panel.
+        circuit: of circuit edges.
+        edge_scores: signed; negative: patching the edge lowers the metric, so it helps. ``None``:
+            no edge has a score, as in circuits found by search.
+        max_circuit_edges: how many are drawn at most.
+    """
     graph = circuit.graph
     mask = circuit.mask.cpu()
     kept = graph.edges_of(mask)
-    scores = None if circuit.scores is None else circuit.scores.detach().double().cpu()[mask]
+    scores = None if edge_scores is None else edge_scores.values.detach().double().cpu()[mask]
     ranked = range(len(kept))
     if scores is not None:
         ranked = scores.abs().argsort(descending=True, stable=True).tolist()

@@ -31,7 +31,7 @@ from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.files import atomic_file, atomic_folder, read_json, write_json
 from sparse_tl.lens import HookedModel
 from sparse_tl.metrics import Metric
-from sparse_tl.plots import ScoredCircuit, component_diagram, effect_figure
+from sparse_tl.plots import component_diagram, effect_figure
 from sparse_tl.results import table_html
 
 LEVEL = 0.9
@@ -166,17 +166,18 @@ def _draw_circuits(
     folder: Path, task: Task, measured: dict[str, Any], names: Mapping[str, str], patch: str
 ) -> None:
     """The circuit that explains enough, of both models, as a diagram and as a list of edges."""
-    drawn = {}
+    drawn: dict[str, Circuit] = {}
+    by_name: dict[str, Scores] = {}
     for side in SIDES:
         scores = Scores.load(folder / task.name / side / "edge_scores")
         size = measured[side][f"edges_at_{LEVEL}"]
         kept = scores.site.n_parts if size is None else min(math.ceil(size), scores.site.n_parts)
         circuit = _smallest(scores, kept, patch)
-        drawn[names[side]] = ScoredCircuit(circuit.graph, circuit.mask, scores.values)
+        drawn[names[side]], by_name[names[side]] = circuit, scores
         listed = [{"edge": str(edge), "score": scores[edge]} for edge in circuit.edges]
         write_json(folder / task.name / f"{side}_circuit.json", listed)
     title = f"{task.title}: edges for an explained effect of {LEVEL}"
-    diagram = component_diagram(drawn, title=title)
+    diagram = component_diagram(drawn, scores=by_name, title=title)
     for suffix in ("html", "svg", "png"):
         diagram.save(folder / task.name / f"circuit.{suffix}")
 

@@ -1,5 +1,13 @@
 """A small circuit and a hostile text, which the tests of the component diagram share."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from sparse_tl.circuits import Circuit, Scores
+from sparse_tl.plots import ComponentDiagram, component_diagram
+
 ATTACK = "</script><img src=x onerror=alert(1)>"
 
 EDGES = {
@@ -11,3 +19,17 @@ EDGES = {
     "m0->logits": -0.04,
 }
 """Four edges make a path; the last but one leads nowhere, the last comes from nowhere."""
+
+
+class Scored(NamedTuple):
+    """A circuit, and the scores of its edges."""
+
+    circuit: Circuit
+    scores: Scores | None
+
+
+def draw(panels: Mapping[str, Scored], **options: Any) -> ComponentDiagram:
+    """The diagram of circuits with the scores that they have."""
+    scores = {name: panel.scores for name, panel in panels.items() if panel.scores is not None}
+    circuits = {name: panel.circuit for name, panel in panels.items()}
+    return component_diagram(circuits, scores=scores, **options)

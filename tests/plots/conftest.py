@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from component_examples import Scored
 
+from sparse_tl.circuits import Circuit, Scores
 from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.graph import CircuitGraph
-from sparse_tl.plots import ScoredCircuit
 
 INPUT = tuple("36+28=?????")
 OUTPUT = tuple("36+28=00064")
@@ -102,19 +103,19 @@ def two_panels(
 
 def _scored_circuit(
     edges: dict[str, float], graph: CircuitGraph | None = None, scored: bool = True
-) -> ScoredCircuit:
+) -> Scored:
     graph = graph or CircuitGraph(3, 2, 2)
     scores = torch.zeros(graph.exists.shape)
     mask = torch.zeros_like(graph.exists)
     for name, score in edges.items():
         index = graph.index(name)
         scores[index], mask[index] = score, True
-    return ScoredCircuit(graph, mask, scores if scored else None)
+    return Scored(Circuit(graph, mask), Scores(graph, scores, "eap") if scored else None)
 
 
 def _random_circuit(
     n_layers: int = 4, n_heads: int = 4, n_edges: int = 60, seed: int = 0, **sizes: Any
-) -> ScoredCircuit:
+) -> Scored:
     generator = torch.Generator().manual_seed(seed)
     graph = CircuitGraph(n_layers, n_heads, **({"n_kv_heads": n_heads} | sizes))
     scores = torch.randn(graph.exists.shape, generator=generator) ** 3
@@ -126,16 +127,16 @@ def _random_circuit(
     scores[:, -1] *= 5
     mask = torch.zeros_like(graph.exists)
     mask.view(-1)[scores.abs().flatten().argsort(descending=True)[:n_edges]] = True
-    return ScoredCircuit(graph, mask, scores)
+    return Scored(Circuit(graph, mask), Scores(graph, scores, "eap"))
 
 
 @pytest.fixture
-def make_circuit() -> Callable[..., ScoredCircuit]:
+def make_circuit() -> Callable[..., Scored]:
     """Makes the circuit of the edges with these names and scores, of 3 layers and 2 heads."""
     return _scored_circuit
 
 
 @pytest.fixture
-def make_random_circuit() -> Callable[..., ScoredCircuit]:
+def make_random_circuit() -> Callable[..., Scored]:
     """Makes a circuit of so many edges, with scores over several orders of magnitude."""
     return _random_circuit

@@ -10,11 +10,11 @@ import xml.etree.ElementTree as ElementTree
 import networkx as nx
 import pytest
 import torch
-from component_examples import ATTACK, EDGES
+from component_examples import ATTACK, EDGES, Scored, draw
 
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.nodes import Node
-from sparse_tl.plots import ComponentDiagram, ScoredCircuit, component_diagram
+from sparse_tl.plots import ComponentDiagram, component_diagram
 from sparse_tl.plots.component_curves import Line, NodeBox, line_curves
 from sparse_tl.plots.component_layout import NODE_HEIGHT, ComponentLayout, lay_out
 from sparse_tl.plots.component_rows import node_rows
@@ -54,8 +54,8 @@ def numbers(data: str) -> list[tuple[float, float]]:
     return list(zip(values[::2], values[1::2], strict=True))
 
 
-def laid_out(*circuits: ScoredCircuit) -> tuple[list[DrawnCircuit], ComponentLayout]:
-    drawn = [draw_strongest(f"panel {i}", circuit, 1000) for i, circuit in enumerate(circuits)]
+def laid_out(*circuits: Scored) -> tuple[list[DrawnCircuit], ComponentLayout]:
+    drawn = [draw_strongest(f"panel {i}", *circuit, 1000) for i, circuit in enumerate(circuits)]
     names = tuple(panel.name for panel in drawn)
     return drawn, lay_out(drawn, Surround(names, "title", "transition"))
 
@@ -65,14 +65,14 @@ def laid_out(*circuits: ScoredCircuit) -> tuple[list[DrawnCircuit], ComponentLay
 
 def test_the_strongest_edges_come_first_and_ties_keep_the_order_of_the_graph(make_circuit):
     tied = {"input->m0": 0.5, "m0->m1": -0.5, "input->logits": 0.1, "m1->logits": -2.0}
-    drawn = draw_strongest("m", make_circuit(tied), 3)
+    drawn = draw_strongest("m", *make_circuit(tied), 3)
     assert [str(edge.edge) for edge in drawn.edges] == ["m1->logits", "input->m0", "m0->m1"]
     assert [edge.strength for edge in drawn.edges] == [1.0, 0.25, 0.25]
     assert (drawn.n_kept, drawn.n_existing) == (4, CircuitGraph(3, 2, 2).n_edges)
 
 
 def test_edges_off_the_path_are_open(make_circuit):
-    (panel,) = panels_of(component_diagram({"m": make_circuit(EDGES)}))
+    (panel,) = panels_of(draw({"m": make_circuit(EDGES)}))
     kinds = [path.get("data-kind") for _, path in sorted(paths_of(panel).items())]
     assert kinds == ["path"] * 4 + ["open"] * 2
     states = {name: node.get("data-state") for name, node in nodes_of(panel).items()}
@@ -84,11 +84,11 @@ def test_edges_off_the_path_are_open(make_circuit):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_paths_are_those_of_networkx(make_random_circuit, seed):
     circuit = make_random_circuit(n_edges=25, seed=seed)
-    network = circuit.graph.to_networkx(circuit.mask)
+    network = circuit.circuit.graph.to_networkx(circuit.circuit.mask)
     between = (nx.descendants(network, "input") | {"input"}) & (
         nx.ancestors(network, "logits") | {"logits"}
     )
-    drawn = draw_strongest("m", circuit, 25)
+    drawn = draw_strongest("m", *circuit, 25)
     expected = {
         str(edge.edge)
         for edge in drawn.edges
@@ -103,11 +103,11 @@ def test_paths_are_those_of_networkx(make_random_circuit, seed):
 def test_an_edge_into_a_key_value_head_ends_at_the_heads_that_take_part(make_circuit):
     grouped = CircuitGraph(2, 4, 2)
     edges = {"input->a1.kv0<k>": -1.0, "a1.h1->logits": 0.5, "input->a0.kv1<v>": 0.2}
-    drawn = draw_strongest("m", make_circuit(edges, grouped), 10)
+    drawn = draw_strongest("m", *make_circuit(edges, grouped), 10)
     readers = [[str(node) for node in edge.readers] for edge in drawn.edges]
     assert readers == [["a1.h1"], ["logits"], ["a0.h2", "a0.h3"]]
     assert drawn.on_path == (True, True, False)
-    (panel,) = panels_of(component_diagram({"m": make_circuit(edges, grouped)}))
+    (panel,) = panels_of(draw({"m": make_circuit(edges, grouped)}))
     lines = [e for e in panel.iter() if "data-edge" in e.attrib]
     ends = sorted((e.get("data-edge"), e.get("data-reader")) for e in lines)
     assert ends == [("0", "a1.h1"), ("1", "logits"), ("2", "a0.h2"), ("2", "a0.h3")]
@@ -116,7 +116,7 @@ def test_an_edge_into_a_key_value_head_ends_at_the_heads_that_take_part(make_cir
 
 def test_of_the_heads_that_share_a_key_only_those_on_a_path_are_in_colour(make_circuit):
     edges = {"input->a0.kv0<k>": -1.0, "a0.h1->logits": 0.5, "a0.h0->m1": 0.4}
-    (panel,) = panels_of(component_diagram({"m": make_circuit(edges, CircuitGraph(2, 4, 2))}))
+    (panel,) = panels_of(draw({"m": make_circuit(edges, CircuitGraph(2, 4, 2))}))
     looks = {
         line.get("data-reader"): (line.get("data-kind"), line.get("stroke"))
         for line in panel.iter()
@@ -136,7 +136,7 @@ def test_of_the_heads_that_share_a_key_only_those_on_a_path_are_in_colour(make_c
 def test_lines_are_thicker_and_darker_with_score(make_circuit):
     chain = {f"m{i}->m{i + 1}": -(4.0**-i) for i in range(5)}
     circuit = make_circuit({"input->m0": -3.0, "m5->logits": 0.3, **chain}, CircuitGraph(6, 1, 1))
-    (panel,) = panels_of(component_diagram({"m": circuit}))
+    (panel,) = panels_of(draw({"m": circuit}))
     paths = [path for _, path in sorted(paths_of(panel).items())]
     widths = [float(path.get("stroke-width", "")) for path in paths]
     assert widths == sorted(widths, reverse=True) and widths[0] > 4 * widths[-1]
@@ -147,10 +147,10 @@ def test_lines_are_thicker_and_darker_with_score(make_circuit):
 
 def test_colours_tell_slots_or_signs(make_circuit):
     circuit = make_circuit({name: score / abs(score) for name, score in EDGES.items()})
-    edges = [str(edge.edge) for edge in draw_strongest("m", circuit, 10).edges]
+    edges = [str(edge.edge) for edge in draw_strongest("m", *circuit, 10).edges]
 
     def strokes(colour: str) -> dict[str, str | None]:
-        (panel,) = panels_of(component_diagram({"m": circuit}, colour=colour))  # type: ignore
+        (panel,) = panels_of(draw({"m": circuit}, colour=colour))  # type: ignore
         return {edges[rank]: path.get("stroke") for rank, path in paths_of(panel).items()}
 
     by_slot = strokes("slot")
@@ -165,17 +165,17 @@ def test_colours_tell_slots_or_signs(make_circuit):
 
 def test_the_caption_counts(make_circuit):
     circuit = make_circuit(EDGES)
-    (panel,) = panels_of(component_diagram({"m": circuit}, max_circuit_edges=5, unit="logits"))
+    (panel,) = panels_of(draw({"m": circuit}, max_circuit_edges=5, unit="logits"))
     assert caption_of(panel) == (
-        f"5 of 6 kept circuit edges (model: {circuit.graph.n_edges}); "
+        f"5 of 6 kept circuit edges (model: {circuit.circuit.graph.n_edges}); "
         "4 on a path from input to logits; |score| ≥ 0.09 logits"
     )
-    (panel,) = panels_of(component_diagram({"m": make_circuit(EDGES, scored=False)}))
+    (panel,) = panels_of(draw({"m": make_circuit(EDGES, scored=False)}))
     assert caption_of(panel).endswith("4 on a path from input to logits")
 
 
 def test_a_circuit_without_edges_is_an_empty_panel(make_circuit):
-    (panel,) = panels_of(component_diagram({"m": make_circuit({})}))
+    (panel,) = panels_of(draw({"m": make_circuit({})}))
     assert list(nodes_of(panel)) == ["input", "logits"]
     assert {node.get("data-state") for node in nodes_of(panel).values()} == {"absent"}
 
@@ -184,7 +184,7 @@ def test_a_circuit_without_edges_is_an_empty_panel(make_circuit):
 
 
 def test_rows_are_layers_upwards(make_random_circuit):
-    (panel,) = panels_of(component_diagram({"m": make_random_circuit()}))
+    (panel,) = panels_of(draw({"m": make_random_circuit()}))
     y = {Node.parse(name): place_of(node)[1] for name, node in nodes_of(panel).items()}
     for first, second in itertools.permutations(y, 2):
         if first.kind == second.kind == "head":
@@ -195,7 +195,7 @@ def test_rows_are_layers_upwards(make_random_circuit):
 @pytest.mark.parametrize(("edge", "raised"), [("a1.h0->m1", True), ("a0.h0->m1", False)])
 def test_an_mlp_is_above_the_heads_that_it_reads_and_beside_others(make_circuit, edge, raised):
     circuit = make_circuit({edge: 1.0, "input->a1.h0<q>": 1.0})
-    (panel,) = panels_of(component_diagram({"m": circuit}))
+    (panel,) = panels_of(draw({"m": circuit}))
     y = {name: place_of(node)[1] for name, node in nodes_of(panel).items()}
     assert (y["m1"] < y["a1.h0"]) if raised else (y["m1"] == y["a1.h0"])
 
@@ -228,9 +228,7 @@ def test_nothing_overlaps_and_no_line_runs_through_a_node(make_random_circuit, s
 
 
 def test_a_node_is_at_the_same_place_in_every_panel(make_random_circuit):
-    figure = component_diagram(
-        {"dense": make_random_circuit(), "sparse": make_random_circuit(n_edges=5)}
-    )
+    figure = draw({"dense": make_random_circuit(), "sparse": make_random_circuit(n_edges=5)})
     dense, sparse = panels_of(figure)
     places = [{n: place_of(e) for n, e in nodes_of(p).items()} for p in (dense, sparse)]
     assert places[0] == places[1]
@@ -324,7 +322,7 @@ def test_node_rows_leave_out_empty_layers():
 
 def test_text_is_legible_at_full_width(make_random_circuit):
     circuit = make_random_circuit(12, 12, 100)
-    root = ElementTree.fromstring(component_diagram({"a": circuit}, title="T").svg)
+    root = ElementTree.fromstring(draw({"a": circuit}, title="T").svg)
     assert float(root.get("width", "")) == 1000
     assert min(float(e.get("font-size", "16")) for e in root.iter()) >= 11
 
@@ -334,9 +332,7 @@ def test_text_is_legible_at_full_width(make_random_circuit):
 
 def test_names_titles_and_units_stay_text(make_circuit):
     circuit = make_circuit(EDGES)
-    figure = component_diagram(
-        {ATTACK: circuit, "\x00": circuit}, title=ATTACK, transition=ATTACK, unit=ATTACK
-    )
+    figure = draw({ATTACK: circuit, "\x00": circuit}, title=ATTACK, transition=ATTACK, unit=ATTACK)
     root = ElementTree.fromstring(figure.svg)
     assert {element.tag for element in root.iter()} == {
         SVG + name for name in ("svg", "g", "path", "rect", "text", "tspan", "circle")
@@ -352,8 +348,8 @@ def test_names_titles_and_units_stay_text(make_circuit):
 
 def test_html_is_self_contained_small_and_the_same_each_time(make_random_circuit):
     panels = {"a": make_random_circuit(), "b": make_random_circuit(seed=1)}
-    html = str(component_diagram(panels))
-    assert html == str(component_diagram(panels)) != str(component_diagram(panels, colour="sign"))
+    html = str(draw(panels))
+    assert html == str(draw(panels)) != str(draw(panels, colour="sign"))
     assert "http" not in html.replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"(?:src|href|url|import)\s*[=(]\s*[\"']?[\w/:.]+", html)
     assert len(html.encode()) < 100_000
@@ -361,7 +357,7 @@ def test_html_is_self_contained_small_and_the_same_each_time(make_random_circuit
 
 def test_it_saves_html_svg_and_png(make_circuit, tmp_path):
     pytest.importorskip("resvg_py", reason="resvg-py is not installed")
-    figure = component_diagram({"Base Model": make_circuit(EDGES)}, title="Cause & effect")
+    figure = draw({"Base Model": make_circuit(EDGES)}, title="Cause & effect")
     page = figure.save(tmp_path / "figure.html").read_text(encoding="utf-8")
     assert str(figure) in page and "<title>Cause &amp; effect</title>" in page
     root = ElementTree.parse(figure.save(tmp_path / "figure.svg")).getroot()
@@ -374,39 +370,32 @@ def test_it_saves_html_svg_and_png(make_circuit, tmp_path):
 # ---- bad input ----------------------------------------------------------------------------------
 
 
-def test_scores_of_another_shape(unchecked_types):
-    graph = CircuitGraph(3, 2, 2)
-    with pytest.raises(ValueError, match=r"scores of shape \(10, 22\).*got \(2, 2\)"):
-        ScoredCircuit(graph, graph.exists, torch.zeros(2, 2))
-    with pytest.raises(ValueError, match=r"mask of shape .*got \(22, 10\); index them \[source"):
-        ScoredCircuit(graph, graph.exists.T)
-
-
-def test_a_kept_edge_that_does_not_exist():
-    graph = CircuitGraph(3, 2, 2)
-    with pytest.raises(ValueError, match=r"got \d+ places that are none, first a0\.h0->a0\.h0<q>"):
-        ScoredCircuit(graph, torch.ones_like(graph.exists))
-
-
-def test_only_scores_of_kept_edges_must_be_finite(make_circuit):
-    circuit = make_circuit(EDGES)
-    scores = torch.where(circuit.mask, circuit.scores, torch.nan)
-    ScoredCircuit(circuit.graph, circuit.mask, scores)
-    with pytest.raises(ValueError, match="finite scores of kept edges; got 6 that are NaN"):
-        ScoredCircuit(circuit.graph, circuit.mask, scores * torch.inf * 0)
+def test_scores_of_another_model_or_panel(make_circuit):
+    circuit, scores = make_circuit(EDGES)
+    _, other = make_circuit({"input->m0": 1.0}, CircuitGraph(2, 2, 2))
+    for given in ({"m": other}, {"n": scores}):
+        with pytest.raises(ValueError, match="scores of the circuit edges of a panel, one of"):
+            component_diagram({"m": circuit}, scores=given)
 
 
 def test_options_that_make_no_figure(make_circuit, unchecked_types):
-    circuit = make_circuit(EDGES)
+    panel = make_circuit(EDGES)
     with pytest.raises(ValueError, match="at least one panel; got none"):
         component_diagram({})
     with pytest.raises(ValueError, match="max_circuit_edges of at least 1; got 0"):
-        component_diagram({"m": circuit}, max_circuit_edges=0)
+        draw({"m": panel}, max_circuit_edges=0)
     with pytest.raises(ValueError, match="'slot' or 'sign'; got 'layer'"):
-        component_diagram({"m": circuit}, colour="layer")  # type: ignore[arg-type]
+        draw({"m": panel}, colour="layer")
     with pytest.raises(ValueError, match="to colour by their sign; got none"):
-        component_diagram({"m": make_circuit(EDGES, scored=False)}, colour="sign")
-    with pytest.raises(TypeError, match="expected ScoredCircuit as panel 'm'; got Tensor"):
-        component_diagram({"m": circuit.mask})  # type: ignore[dict-item]
+        component_diagram({"m": panel.circuit}, colour="sign")
+    with pytest.raises(TypeError, match="expected Circuit as panel 'm'; got Tensor"):
+        component_diagram({"m": panel.circuit.mask})  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="a mapping .*got list"):
-        component_diagram([circuit])  # type: ignore[arg-type]
+        component_diagram([panel.circuit])  # type: ignore[arg-type]
+
+
+def test_a_circuit_makes_its_own_figure(make_circuit):
+    circuit, scores = make_circuit(EDGES)
+    figure = circuit.figure(scores=scores, unit="logits")
+    assert figure.svg == draw({"Circuit": (Scored(circuit, scores))}, unit="logits").svg
+    assert circuit._repr_html_() == str(circuit.figure())

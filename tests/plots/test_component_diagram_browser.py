@@ -6,10 +6,10 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-from component_examples import ATTACK, EDGES
+from component_examples import ATTACK, EDGES, draw
 
 from sparse_tl.graph import CircuitGraph
-from sparse_tl.plots import ComponentDiagram, component_diagram
+from sparse_tl.plots import ComponentDiagram
 from sparse_tl.plots.palette import KEY, OPEN_PORT
 
 LOOKS = ("data-edge", "data-reader", "data-kind", "stroke", "stroke-width")
@@ -82,7 +82,7 @@ def assert_looks_like(page: Any, figure: ComponentDiagram) -> None:
 
 def test_every_choice_looks_like_its_static_figure(page, tmp_path, make_random_circuit):
     panels = {"a": make_random_circuit(), "b": make_random_circuit(n_edges=10, seed=1)}
-    figure = component_diagram(panels)
+    figure = draw(panels)
     show(page, tmp_path, figure)
     assert page.locator(".sparse-tl-circuit").get_attribute("data-ready") == ""
     assert_looks_like(page, figure)
@@ -93,14 +93,14 @@ def test_every_choice_looks_like_its_static_figure(page, tmp_path, make_random_c
         page.locator("input[name=edges]").fill(str(n_edges))
         page.locator("select[name=colour]").select_option(colour)
         assert page.locator("output").text_content() == str(n_edges)
-        assert_looks_like(page, component_diagram(panels, max_circuit_edges=n_edges, colour=colour))
+        assert_looks_like(page, draw(panels, max_circuit_edges=n_edges, colour=colour))
         assert page.locator(f"[data-legend='{colour}']").is_visible()
         other = {"slot": "sign", "sign": "slot"}[colour]
         assert not page.locator(f"[data-legend='{other}']").is_visible()
 
 
 def test_hovering_an_edge_tells_its_name_and_score(page, tmp_path, make_circuit):
-    show(page, tmp_path, component_diagram({"m": make_circuit(EDGES)}, unit="logits"))
+    show(page, tmp_path, draw({"m": make_circuit(EDGES)}, unit="logits"))
     assert not page.locator(".tip").is_visible()
     hover_edge(page, 3)
     assert tip(page) == [
@@ -122,7 +122,7 @@ def test_hovering_an_edge_tells_its_name_and_score(page, tmp_path, make_circuit)
 
 
 def test_hovering_a_node_lists_its_edges(page, tmp_path, make_circuit):
-    show(page, tmp_path, component_diagram({"m": make_circuit(EDGES)}))
+    show(page, tmp_path, draw({"m": make_circuit(EDGES)}))
     node(page, "a2.h1").hover()
     assert tip(page) == [
         "a2.h1",
@@ -138,7 +138,7 @@ def test_hovering_a_node_lists_its_edges(page, tmp_path, make_circuit):
 
 def test_clicking_a_node_shows_its_ancestors_and_descendants(page, tmp_path, make_circuit):
     circuit = make_circuit(EDGES)
-    show(page, tmp_path, component_diagram({"a": circuit, "b": circuit}))
+    show(page, tmp_path, draw({"a": circuit, "b": circuit}))
     node(page, "m1").click()
     near = ["a0.h0", "a2.h1", "input", "logits", "m1"]
     assert panel(page).evaluate(READ_NEAR) == near
@@ -157,14 +157,14 @@ def test_clicking_a_node_shows_its_ancestors_and_descendants(page, tmp_path, mak
 
 
 def test_a_focus_follows_the_shown_edges(page, tmp_path, make_circuit):
-    show(page, tmp_path, component_diagram({"m": make_circuit(EDGES)}))
+    show(page, tmp_path, draw({"m": make_circuit(EDGES)}))
     node(page, "a0.h0").click()
     page.locator("input[name=edges]").fill("3")
     assert panel(page).evaluate(READ_NEAR) == ["a0.h0", "input", "m1"]
 
 
 def test_the_keyboard_reaches_nodes_and_tells_their_edges(page, tmp_path, make_circuit):
-    show(page, tmp_path, component_diagram({"m": make_circuit(EDGES)}))
+    show(page, tmp_path, draw({"m": make_circuit(EDGES)}))
     assert panel(page).locator("g[tabindex='0']").get_attribute("aria-label") == "logits"
     page.locator("select[name=colour]").focus()
     page.keyboard.press("Tab")
@@ -184,7 +184,7 @@ def test_the_keyboard_reaches_nodes_and_tells_their_edges(page, tmp_path, make_c
 
 
 def test_edges_without_scores_have_no_slider(page, tmp_path, make_circuit):
-    show(page, tmp_path, component_diagram({"m": make_circuit(EDGES, scored=False)}))
+    show(page, tmp_path, draw({"m": make_circuit(EDGES, scored=False)}))
     assert page.locator("input").count() == page.locator("select").count() == 0
     hover_edge(page, 0)
     assert tip(page) == ["input->a0.h0<v>"]
@@ -194,7 +194,7 @@ def test_edges_without_scores_have_no_slider(page, tmp_path, make_circuit):
 
 def test_an_edge_with_several_readers(page, tmp_path, make_circuit):
     edges = {"input->a1.kv0<k>": -1.0, "a1.h0->logits": 0.5, "a1.h1->logits": 0.4}
-    show(page, tmp_path, component_diagram({"m": make_circuit(edges, CircuitGraph(2, 4, 2))}))
+    show(page, tmp_path, draw({"m": make_circuit(edges, CircuitGraph(2, 4, 2))}))
     node(page, "a1.h1").click()
     assert panel(page).evaluate(READ_NEAR) == ["a1.h1", "input", "logits"]
     node(page, "a1.h0").hover()
@@ -203,7 +203,7 @@ def test_an_edge_with_several_readers(page, tmp_path, make_circuit):
 
 def test_heads_that_share_a_key_look_like_the_static_figure(page, tmp_path, make_circuit):
     edges = {"input->a0.kv0<k>": -1.0, "a0.h1->logits": 0.5, "a0.h0->m1": 0.4}
-    figure = component_diagram({"m": make_circuit(edges, CircuitGraph(2, 4, 2))})
+    figure = draw({"m": make_circuit(edges, CircuitGraph(2, 4, 2))})
     show(page, tmp_path, figure)
     assert_looks_like(page, figure)
     port = "[data-node='{}'] [data-slot='k']"
@@ -213,7 +213,7 @@ def test_heads_that_share_a_key_look_like_the_static_figure(page, tmp_path, make
 
 def test_hostile_names_stay_text(page, tmp_path, make_circuit):
     circuit = make_circuit(EDGES)
-    figure = component_diagram({ATTACK: circuit, "b": circuit}, title=ATTACK, unit=ATTACK)
+    figure = draw({ATTACK: circuit, "b": circuit}, title=ATTACK, unit=ATTACK)
     show(page, tmp_path, figure)
     assert page.title() == ATTACK
     hover_edge(page, 0)
@@ -224,7 +224,7 @@ def test_hostile_names_stay_text(page, tmp_path, make_circuit):
 def test_without_a_script_the_page_shows_the_static_figure(browser, tmp_path, make_circuit):
     context = browser.new_context(java_script_enabled=False, offline=True)
     page = context.new_page()
-    show(page, tmp_path, component_diagram({"m": make_circuit(EDGES)}))
+    show(page, tmp_path, draw({"m": make_circuit(EDGES)}))
     assert page.locator("path[data-edge]").count() == 6
     assert page.locator("text=a2.h1").is_visible()
     assert page.locator(".controls").inner_text() == ""
@@ -232,7 +232,7 @@ def test_without_a_script_the_page_shows_the_static_figure(browser, tmp_path, ma
 
 
 def test_a_figure_shown_twice_works_twice(page, tmp_path, make_circuit):
-    show(page, tmp_path, component_diagram({"m": make_circuit(EDGES)}), copies=2)
+    show(page, tmp_path, draw({"m": make_circuit(EDGES)}), copies=2)
     assert page.locator("[data-ready]").count() == 2
     page.locator("input[name=edges]").nth(1).fill("2")
     shown = page.locator("g[data-panel]").evaluate_all("all => all.map(e => e.dataset.edgesShown)")
