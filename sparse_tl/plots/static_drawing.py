@@ -46,7 +46,7 @@ def draw_svg(grid: Grid) -> str:
     # Whatever style the user has set for figures of their own stays as it is, and out of ours.
     with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()
-        matplotlib.rcParams |= {"svg.hashsalt": "sparse_tl", "lines.scale_dashes": False}
+        matplotlib.rcParams.update({"svg.hashsalt": "sparse_tl", "lines.scale_dashes": False})
         # Of letters that DejaVu Sans lacks, boxes are drawn.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure = Figure((width / _DOTS, height / _DOTS), dpi=_DOTS, facecolor=GROUND)
