@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sparse_tl.lens.streams import logits_at
 
 from sparse_tl.circuits import acdc, attribute_edges, attribute_heads, evaluate_edges
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.lens import build_model, graph_of
-from sparse_tl.lens.streams import logits_at
+from sparse_tl.lens import adapt, build_model
 from sparse_tl.metrics import logit_difference
 
 GPT2_SMALL: dict[str, Any] = {
@@ -160,7 +160,7 @@ def _report_acdc(args: argparse.Namespace) -> None:
     """
     model = build_model(GPT2_SMALL, tokenizer=None, device="cpu")
     pairs = _pairs(args.acdc_pairs, args.acdc_length)
-    n_edges = graph_of(model).n_edges
+    n_edges = adapt(model).graph.n_edges
     started = time.perf_counter()
     found = acdc(model, pairs, threshold=args.acdc_threshold)
     taken = time.perf_counter() - started

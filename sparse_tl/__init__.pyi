@@ -101,22 +101,34 @@ from .explorer.figures import (
     circuit_diagram as circuit_diagram,
 )
 from .gates import (
+    AttentionEdges as AttentionEdges,
+)
+from .gates import (
     AttentionGates as AttentionGates,
 )
 from .gates import (
     BernoulliGate as BernoulliGate,
 )
 from .gates import (
+    CircuitEdges as CircuitEdges,
+)
+from .gates import (
     EdgeCounts as EdgeCounts,
+)
+from .gates import (
+    GatedRun as GatedRun,
 )
 from .gates import (
     HardConcreteGate as HardConcreteGate,
 )
 from .gates import (
-    HeadGates as HeadGates,
+    Heads as Heads,
 )
 from .gates import (
-    HookMask as HookMask,
+    HookPoints as HookPoints,
+)
+from .gates import (
+    LearnedGates as LearnedGates,
 )
 from .gates import (
     SigmoidGate as SigmoidGate,
@@ -129,6 +141,12 @@ from .gates import (
 )
 from .gates import (
     ablate_heads as ablate_heads,
+)
+from .gates import (
+    gated as gated,
+)
+from .gates import (
+    hook_points as hook_points,
 )
 from .graph import (
     CircuitGraph as CircuitGraph,
@@ -214,6 +232,14 @@ from .training import (
 
 __version__: str
 __all__ = [
+    "AttentionEdges",
+    "CircuitEdges",
+    "GatedRun",
+    "Heads",
+    "HookPoints",
+    "LearnedGates",
+    "gated",
+    "hook_points",
     "AblationCurve",
     "Acdc",
     "AdditionTask",
@@ -230,9 +256,7 @@ __all__ = [
     "Exploration",
     "GreaterThanTask",
     "HardConcreteGate",
-    "HeadGates",
     "HeadRoles",
-    "HookMask",
     "IOILongTask",
     "IOITask",
     "Overlap",

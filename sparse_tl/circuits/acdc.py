@@ -5,7 +5,9 @@
 2. A part is patched; if the metric moves by less than the threshold it stays patched.
 3. Edges into nodes that no kept edge leaves are dropped without a test.
 
-Only layers at or after the tested part are run: before it, the circuit is as it was.
+Only layers at or after the tested part are run: before it, the circuit is as it was. The next parts
+of the same destination are tested in the same pass, each as if those before it went the way of the
+last one. What was assumed wrongly is measured again: the outcome is that of one test at a time.
 
 With a target size the threshold doubles from pass to pass until no more than that many are left;
 edges that have lost their effect meanwhile go too, so that it can be fewer.
@@ -28,9 +30,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from sparse_tl.circuits.circuit import Circuit, reaches_logits
-from sparse_tl.circuits.evaluation import logits_under
 from sparse_tl.circuits.outcomes import Acdc
-from sparse_tl.circuits.patches import Patch, Patches
+from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.files import (
     atomic_folder,
@@ -41,13 +42,16 @@ from sparse_tl.files import (
     write_json,
     write_tensors,
 )
+from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.graph import CircuitGraph
-from sparse_tl.lens import HookedModel, graph_of
+from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.metrics import Metric, divergence, measure
 from sparse_tl.progress import tracked
 
 SAVE_EVERY = 200
 """Tests between two checkpoints."""
+ROWS = 256
+"""Tests times prompts of one forward pass at most."""
 
 
 def acdc(
@@ -58,7 +62,7 @@ def acdc(
     size: int | None = None,
     metric: Metric | Literal["kl"] = "kl",
     start: Circuit | Literal["edges", "heads"] = "edges",
-    patch: Patch | str = "corrupted",
+    patch: Patch = "corrupted",
     batch_size: int = 32,
     checkpoint: str | Path | None = None,
     progress: bool = True,
@@ -74,7 +78,7 @@ def acdc(
         metric: one value per pair, whose mean may move either way; or "kl", the divergence from
             the whole model's predictions, which may grow.
         start: all edges, all heads, or a circuit to begin with, such as attribution's best edges.
-        patch: the corrupted prompt's value, the mean over the clean prompts at that position, or 0.
+        patch: what closed parts show, as of `PairRuns`.
         batch_size: pairs per pass; all batches' states are kept.
         checkpoint: folder of the search's checkpoint; found there, an interrupted search goes on.
         progress: whether to show it.
@@ -83,15 +87,16 @@ def acdc(
         ValueError: neither threshold nor size, one that makes no sense, a circuit of another
             model, or a checkpoint of another search.
     """
-    graph = graph_of(model)
+    graph = adapt(model).graph
     begin = _starting_point(graph, start)
     if (threshold is None and size is None) or (threshold is not None and not threshold > 0):
         raise ValueError(f"expected a threshold above 0, or a size; got {threshold=} and {size=}")
     if size is not None and not 0 <= size <= len(begin):
         raise ValueError(f"expected a size in 0..{len(begin)}, what is started from; got {size}")
-    patches = Patches(model, graph, pairs, patch, batch_size)
+    edges = begin.site == graph
+    runs = PairRuns(model, CircuitEdges() if edges else Heads(), pairs, patch, batch_size)
     state = _State(begin.mask.cpu().clone(), threshold or 1e-4)
-    search = _Search(graph, patches, metric, state, edges=begin.site == graph)
+    search = _Search(graph, runs, metric, state, edges=edges)
     if checkpoint is not None:
         search.save_to(Path(checkpoint), {"size": size, "threshold": threshold}, pairs)
     with torch.no_grad():
@@ -120,16 +125,18 @@ class _Search:
     def __init__(
         self,
         graph: CircuitGraph,
-        patches: Patches,
+        runs: PairRuns,
         metric: Metric | Literal["kl"],
         state: _State,
         *,
         edges: bool,
     ) -> None:
         self.graph, self.metric, self.state, self.edges = graph, metric, state, edges
-        self.patch = patches.patch
-        self.runs = list(patches.masked_runs())
+        self.patch = runs.patch
+        self.runs = list(runs)
         self.parts = list(self._edges() if edges else self._heads())
+        self._most = max(1, ROWS // max(len(batch) for batch in runs.batches))
+        self._ahead, self._last_kept = 1, False
         self._folder: Path | None = None
         self._identity: dict[str, Any] = {}
         self._clean: list[float] = []
@@ -162,53 +169,84 @@ class _Search:
         for _, run in self.runs:
             run.start_from(state.mask)
         if state.position == 0:
-            state.value = self._measure(0)
+            state.value = self._measure(state.mask[None])[0]
+        saved = state.tested
         with tracked(f"ACDC at {state.threshold:.2g}", len(self.parts), progress) as step:
             for _ in range(state.position):
                 step()
-            for index, layer in self.parts[state.position :]:
+            while state.position < len(self.parts):
                 if size is not None and int(state.mask.sum()) <= size:
                     break
-                if state.mask[index]:
-                    self._test(index, layer)
-                state.position += 1
-                step()
-                if self._folder is not None and state.position % SAVE_EVERY == 0:
+                for _ in range(self._test_some(size)):
+                    step()
+                if self._folder is not None and state.tested - saved >= SAVE_EVERY:
+                    saved = state.tested
                     self._save()
         if self._folder is not None:
             self._save()
 
-    def _test(self, index: tuple[int, int], layer: int) -> None:
-        state = self.state
-        state.mask[index] = False
+    def _test_some(self, size: int | None) -> int:
+        """Settle the next parts of one destination; how many."""
+        state, start = self.state, self.state.position
+        index, layer = self.parts[start]
         if self.edges and not reaches_logits(self.graph, state.mask, index[1]):
-            return
-        value = self._measure(layer)
+            state.mask[index] = False
+        if not state.mask[index]:
+            state.position += 1
+            return 1
+        ahead = self._ahead if size is None else min(self._ahead, int(state.mask.sum()) - size)
+        chosen: list[int] = []
+        for place in range(start, len(self.parts)):
+            other, its_layer = self.parts[place]
+            if its_layer != layer or (self.edges and other[1] != index[1]) or len(chosen) == ahead:
+                break
+            if state.mask[other]:
+                chosen.append(place)
+        masks = state.mask.repeat(len(chosen), *[1] * state.mask.ndim)
+        for row, place in enumerate(chosen):
+            # If parts are kept, each is closed alone; if not, all before it are closed too.
+            masks[row if self._last_kept else slice(row, None)][..., *self.parts[place][0]] = False
+        state.layers_run += len(chosen) * (self.graph.n_layers - layer)
+        assumed = self._last_kept
+        for row, (place, value) in enumerate(zip(chosen, self._measure(masks), strict=True)):
+            self._settle(place, value)
+            if self._last_kept != assumed:  # what follows was measured for another circuit
+                self._ahead = max(1, row)
+                return state.position - start
+        self._ahead = min(2 * len(chosen), self._most)
+        return state.position - start
+
+    def _settle(self, place: int, value: float) -> None:
+        """Keep a part, or patch it for good."""
+        state, (index, _) = self.state, self.parts[place]
         moved = value - state.value
         kept = (moved if self.metric == "kl" else abs(moved)) >= state.threshold
         state.mask[index] = kept
         if not kept:
             state.value = value
         state.tested += 1
-        state.layers_run += self.graph.n_layers - layer
         state.history.append((self._name(index), moved, kept))
+        state.position, self._last_kept = place + 1, kept
 
-    def _measure(self, first_layer: int) -> float:
-        circuit = Circuit(self.graph if self.edges else self.graph.heads, self.state.mask)
-        total, count = 0.0, 0
+    def _measure(self, masks: Bool[Tensor, "test ..."]) -> list[float]:
+        """The metric, or the divergence, under each mask: the mean over all pairs."""
+        totals, count = torch.zeros(len(masks), dtype=torch.float64), 0
         for batch, run in self.runs:
-            logits = logits_under(run, circuit, first_layer=first_layer)
-            if isinstance(self.metric, str):
-                values = divergence(logits, run.clean_logits)
-            else:
-                values = measure(self.metric, logits, batch)
-            total, count = total + values.cpu().double().sum().item(), count + len(batch)
-        if not math.isfinite(total):
+            clean = run.clean_logits
+            for row, logits in enumerate(run.logits(masks)):
+                if isinstance(self.metric, str):
+                    values = divergence(logits, clean)
+                else:
+                    values = measure(self.metric, logits, batch)
+                totals[row] += values.cpu().double().sum()
+            count += len(batch)
+        means = (totals / count).tolist()
+        if not all(map(math.isfinite, means)):
             raise ValueError(
-                f"expected finite predictions under every circuit; the mean is {total / count}. "
-                "Use a metric that stays finite, such as a difference of logits."
+                f"expected finite predictions under every circuit; the means are {means}. Use a "
+                "metric that stays finite, such as a difference of logits."
             )
-        return total / count
+        return means
 
     def _name(self, index: tuple[int, int]) -> str:
         if not self.edges:
@@ -230,7 +268,10 @@ class _Search:
         """Keep checkpoints there, and go on from the one that is found."""
         said = repr([getattr(pairs, some.name).tolist() for some in fields(pairs)])
         # Another model or metric shows in what it measures; a name or an address would not do.
-        clean = self._measure(0), *(run.clean_logits.mean().item() for _, run in self.runs)
+        clean = (
+            self._measure(self.state.mask[None])[0],
+            *(run.clean_logits.mean().item() for _, run in self.runs),
+        )
         self._folder, self._clean = folder, list(clean)
         self._identity = {
             **asked,

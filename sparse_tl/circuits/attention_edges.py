@@ -15,12 +15,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sparse_tl.circuits.attribution import Passes
-from sparse_tl.circuits.patches import Patches
+from sparse_tl.circuits.gradient_passes import Passes
+from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.gates import AttentionEdges, CircuitEdges, PatchValues
 from sparse_tl.grids import AttentionGrid
-from sparse_tl.lens import HookedModel, Order, attached, graph_of, layer_points
+from sparse_tl.lens import HookedModel
 from sparse_tl.metrics import Metric
 from sparse_tl.progress import tracked
 
@@ -62,33 +63,30 @@ def attribute_attention_edges(
             f'expected a method of ("eap", "eap-ig") and a patch of {get_args(EdgePatch)}; got '
             f"{method!r} and {patch!r}"
         )
-    graph = graph_of(model)
-    patches = Patches(model, graph, pairs, "corrupted", batch_size)
-    names = layer_points(model, "attn.hook_pattern")
-    plan = Passes(metric, method, steps, patches, also=names)
+    runs = PairRuns(model, CircuitEdges(), pairs, "corrupted", batch_size)
+    names = AttentionEdges().points(runs.adapter)
+    plan = Passes(metric, method, steps, runs, also=names)
     found = []
     with tracked("scoring attention edges", plan.count, progress) as step:
-        for batch in patches.batches:
-            corrupted = _patterns(model, batch.corrupted, names) if patch == "corrupted" else None
-            clean: list[Tensor] = []
+        for index, batch in enumerate(runs.batches):
+            reference = batch.corrupted if patch == "corrupted" else None
+            shown = PatchValues(runs.adapter, names, patch, reference)
+            change: list[Tensor] = []
             total = 0
-            for one in plan.passes(batch):
-                patterns = [one.tape.kept(name) for name in names]
-                clean = clean or [pattern.detach() for pattern in patterns]
-                total = total + one.share * torch.stack(list(one.gradients(patterns)))
+            for one in plan.passes(index):
+                patterns = [one.kept[name].detach() for name in names]
+                if not change:
+                    wanted = zip(names, patterns, strict=True)
+                    patched = [shown.at(name, pattern) for name, pattern in wanted]
+                    change = [
+                        -clean if other is None else other - clean
+                        for clean, other in zip(patterns, patched, strict=True)
+                    ]
+                gradients = one.gradients(names)
+                total = total + one.share * torch.stack([gradients[name] for name in names])
                 step()
-            change = -torch.stack(clean)
-            if corrupted is not None:
-                change += torch.stack(corrupted)
             # The gradient of the sum over pairs is, row by row, that of each pair.
-            found.append((change * total).transpose(0, 1).cpu().double())
+            found.append((torch.stack(change) * total).transpose(0, 1).cpu().double())
+    graph = runs.adapter.graph
     site = AttentionGrid(graph.n_layers, graph.n_heads, pairs.clean.shape[1])
     return Scores(site, torch.cat(found), method)
-
-
-@torch.no_grad()
-def _patterns(model: HookedModel, tokens: Tensor, names: list[str]) -> list[Tensor]:
-    kept: list[Tensor] = []
-    with attached(model, [(name, Order.LAST, kept.append) for name in names]):
-        model(tokens, stop_at_layer=len(names))
-    return kept

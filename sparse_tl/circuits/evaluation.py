@@ -12,24 +12,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.effect import Evaluation
-from sparse_tl.circuits.patches import Patch, Patches
+from sparse_tl.circuits.pair_runs import PairRuns, read_mask
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.graph import CircuitGraph
-from sparse_tl.lens import HookedModel, MaskedRun, embedding_matrix, graph_of
+from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.metrics import Metric, is_right, measure
 from sparse_tl.progress import tracked
-
-if TYPE_CHECKING:
-    pass
 
 
 def evaluate(
@@ -38,7 +35,7 @@ def evaluate(
     metric: Metric,
     circuits: Circuit | Sequence[Circuit],
     *,
-    patch: Patch | str = "corrupted",
+    patch: Patch = "corrupted",
     batch_size: int = 32,
     progress: bool = True,
 ) -> Evaluation:
@@ -49,7 +46,7 @@ def evaluate(
         pairs: the prompts.
         metric: one value per pair.
         circuits: of edges or of heads, one or several.
-        patch: the corrupted prompt's value, the mean over the clean prompts at that position, or 0.
+        patch: what all else shows, as of `PairRuns`.
         batch_size: pairs per pass.
         progress: whether to show it.
 
@@ -57,25 +54,26 @@ def evaluate(
         ValueError: no circuit, one of another model's graph, an unknown patch, or a metric that is
             not one finite number per pair.
     """
-    graph = graph_of(model)
+    graph = adapt(model).graph
     asked = [circuits] if isinstance(circuits, Circuit) else list(circuits)
     _check(asked, graph)
-    patches = Patches(model, graph, pairs, patch, batch_size)
+    edges = asked[0].site == graph
+    runs = PairRuns(model, CircuitEdges() if edges else Heads(), pairs, patch, batch_size)
     values: list[list[Tensor]] = [[] for _ in asked]
     clean, none = [], []
-    with (
-        torch.no_grad(),
-        tracked("evaluating", len(asked) * len(patches.batches), progress) as step,
-    ):
-        for batch, run in patches.masked_runs():
+    with torch.no_grad(), tracked("evaluating", len(asked) * len(runs), progress) as step:
+        for batch, run in runs:
             clean.append(measure(metric, run.clean_logits, batch))
-            # Of all heads patched, the rest is whatever comes of it, unless the patch is a prompt.
-            whole = asked[0].site == graph or patch == "corrupted"
-            nothing = run.patched_logits() if whole else run.head_logits(_no_head(graph))
+            if not edges and patch == "corrupted":
+                # With all heads patched MLPs still read the clean prompt: none is the other prompt.
+                nothing = runs.adapter.logits_at(
+                    runs.adapter.final(batch.corrupted, read=run.read), run.read
+                )
+            else:
+                nothing = run.logits(torch.zeros_like(asked[0].mask))
             none.append(measure(metric, nothing, batch))
             for row, circuit in zip(values, asked, strict=True):
-                logits = logits_under(run, circuit)
-                row.append(measure(metric, logits, batch))
+                row.append(measure(metric, run.logits(circuit.mask), batch))
                 step()
     joined = torch.stack([torch.cat(row) for row in values])
     return Evaluation(
@@ -138,11 +136,12 @@ def evaluate_heads(
 @torch.no_grad()
 def accuracy(model: HookedModel, pairs: PromptPairs, *, batch_size: int = 32) -> float:
     """Share of clean prompts, 0 to 1, whose most likely token where they are read is an answer."""
-    device = embedding_matrix(model).device
-    right = [
-        is_right(batch.read(model(batch.clean)), batch)
-        for batch in pairs.to(device).split(batch_size)
-    ]
+    adapter = adapt(model)
+    right = []
+    for batch in pairs.to(adapter.device).split(batch_size):
+        read = read_mask(batch)
+        logits = adapter.logits_at(adapter.final(batch.clean, read=read), read)
+        right.append(is_right(logits, batch))
     return torch.cat(right).double().mean().item()
 
 
@@ -151,18 +150,6 @@ def log_sizes(total: int, per_doubling: int = 2) -> tuple[int, ...]:
     steps = math.ceil(math.log2(total) * per_doubling) if total > 1 else 0
     between = {round(2 ** (step / per_doubling)) for step in range(steps)}
     return tuple(sorted({0, total} | {size for size in between if size < total}))
-
-
-def logits_under(
-    run: MaskedRun, circuit: Circuit, *, first_layer: int = 0
-) -> Float[Tensor, "pair vocab"]:
-    """Logits under a circuit of either kind; arguments as of `MaskedRun.logits`."""
-    logits = run.logits if isinstance(circuit.site, CircuitGraph) else run.head_logits
-    return logits(circuit.mask, first_layer=first_layer)
-
-
-def _no_head(graph: CircuitGraph) -> Bool[Tensor, "layer head"]:
-    return torch.zeros(graph.n_layers, graph.n_heads, dtype=torch.bool)
 
 
 def _check(circuits: Sequence[Circuit], graph: CircuitGraph) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice
 from typing import TYPE_CHECKING
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from sparse_tl.circuits.patches import Patch, Patches
+from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.graph import CircuitGraph, Edge, Node
-from sparse_tl.lens import HookedModel, graph_of, logits_patched_alone
+from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.metrics import Metric, measure
 from sparse_tl.progress import tracked
 
@@ -24,7 +28,7 @@ def patch_exactly(
     metric: Metric,
     parts: Sequence[Edge | Node | str] | None = None,
     *,
-    patch: Patch | str = "corrupted",
+    patch: Patch = "corrupted",
     batch_size: int = 32,
     rows: int = 256,
     progress: bool = True,
@@ -39,7 +43,7 @@ def patch_exactly(
         metric: one value per pair.
         parts: circuit edges and heads, or their names ("a0.h1->m1", "a0.h1"); all edges when left
             out. A head is patched in everything that reads it.
-        patch: the corrupted prompt's value, the mean over the clean prompts at that position, or 0.
+        patch: what a closed part shows, as of `PairRuns`.
         batch_size: pairs per pass.
         rows: of a forward pass: pairs times parts.
         progress: whether to show it.
@@ -53,27 +57,49 @@ def patch_exactly(
     """
     import pandas as pd
 
-    graph = graph_of(model)
+    graph = adapt(model).graph
     asked = [_part(graph, part) for part in (graph.edges if parts is None else parts)]
-    layers: dict[int, list[int]] = {}
-    for index, part in enumerate(asked):
-        layers.setdefault(_layer(graph, part), []).append(index)
     changes = torch.zeros(len(asked), dtype=torch.float64)
-    patches = Patches(model, graph, pairs, patch, batch_size)
-    total = len(asked) * len(patches.batches)
+    by_site = {
+        CircuitEdges(): [i for i, part in enumerate(asked) if isinstance(part, Edge)],
+        Heads(): [i for i, part in enumerate(asked) if isinstance(part, Node)],
+    }
+    total = len(asked) * len(pairs.split(batch_size))
     with torch.no_grad(), tracked("patching", total, progress) as step:
-        for batch, run in patches.masked_runs():
-            clean = measure(metric, run.clean_logits, batch)
-            at_once = max(1, rows // len(batch))
-            for layer, indices in layers.items():
-                for start in range(0, len(indices), at_once):
-                    some = indices[start : start + at_once]
-                    logits = logits_patched_alone(run, [asked[i] for i in some], layer)
-                    for index, part_logits in zip(some, logits, strict=True):
-                        values = measure(metric, part_logits, batch)
-                        changes[index] += (values - clean).sum().cpu().double()
-                        step()
+        for site, indices in by_site.items():
+            if not indices:
+                continue
+            for batch, run in PairRuns(model, site, pairs, patch, batch_size):
+                clean = measure(metric, run.clean_logits, batch)
+                # Parts of one layer together: a pass starts at the first layer that differs.
+                in_order = sorted(indices, key=lambda i: _layer(graph, asked[i]))
+                size = max(1, rows // len(batch))
+                for _, layer in groupby(in_order, key=lambda i: _layer(graph, asked[i])):
+                    for some in batched(layer, size):
+                        gates = _all_but_one(graph, [asked[i] for i in some])
+                        for index, logits in zip(some, run.logits(gates), strict=True):
+                            values = measure(metric, logits, batch)
+                            changes[index] += (values - clean).sum().cpu().double()
+                            step()
     return pd.Series((changes / len(pairs)).tolist(), index=[str(part) for part in asked])
+
+
+def _all_but_one(graph: CircuitGraph, parts: Sequence[Edge | Node]) -> Float[Tensor, part * shape]:
+    """Gates under which each part is closed alone."""
+    edges = isinstance(parts[0], Edge)
+    shape = graph.exists.shape if edges else (graph.n_layers, graph.n_heads)
+    gates = torch.ones(len(parts), *shape)
+    for row, part in zip(gates, parts, strict=True):
+        place = graph.index(part) if isinstance(part, Edge) else (part.layer, part.head)
+        row[place] = 0
+    return gates
+
+
+def batched(indices: Iterable[int], size: int) -> Iterator[list[int]]:
+    """Consecutive pieces of at most `size`."""
+    left = iter(indices)
+    while some := list(islice(left, size)):
+        yield some
 
 
 def _part(graph: CircuitGraph, part: Edge | Node | str) -> Edge | Node:

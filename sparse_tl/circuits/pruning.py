@@ -15,16 +15,20 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
 
 from sparse_tl.circuits.outcomes import Pruning
-from sparse_tl.circuits.patches import Patch, Patches
+from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.gates import HardConcreteGate, expected_size
-from sparse_tl.graph import CircuitGraph
-from sparse_tl.lens import HookedModel, graph_of
+from sparse_tl.gates import (
+    CircuitEdges,
+    GateMode,
+    HardConcreteGate,
+    LearnedGates,
+    Patch,
+    expected_size,
+)
+from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.metrics import divergence
 from sparse_tl.progress import tracked
 from sparse_tl.training import LossConstraint
@@ -43,7 +47,7 @@ def prune_edges(
     lambda_: float = 0.01,
     lambda_rate: float = 0.1,
     initial_logit: float = 3.0,
-    patch: Patch | str = "corrupted",
+    patch: Patch = "corrupted",
     batch_size: int = 32,
     seed: int = 0,
     progress: bool = True,
@@ -59,7 +63,7 @@ def prune_edges(
         lambda_: lambda at the start, in nats.
         lambda_rate: how far log lambda moves per step while the size is off.
         initial_logit: of every gate.
-        patch: the corrupted prompt's value, the mean over the clean prompts at that position, or 0.
+        patch: what closed edges show, as of `PairRuns`.
         batch_size: pairs per step; all batches' states are kept.
         seed: of gate noise and batch order.
         progress: whether to show it.
@@ -69,31 +73,34 @@ def prune_edges(
     """
     import pandas as pd
 
-    graph = graph_of(model)
+    graph = adapt(model).graph
     if not 1 <= size <= graph.n_edges or steps < 1 or not learning_rate > 0 or not lambda_ > 0:
         raise ValueError(
             f"expected a size in 1..{graph.n_edges}, at least one step, and a learning rate and "
             f"lambda_ above 0; got {size=}, {steps=}, {learning_rate=}, {lambda_=}"
         )
-    runs = [run for _, run in Patches(model, graph, pairs, patch, batch_size).masked_runs()]
-    device = runs[0].written.device
-    logits = nn.Parameter(torch.full((graph.n_edges,), initial_logit, device=device))
-    optimizer = torch.optim.Adam([logits], lr=learning_rate)
+    runs = [run for _, run in PairRuns(model, CircuitEdges(), pairs, patch, batch_size)]
+    distribution = HardConcreteGate()
+    gates = LearnedGates(
+        model, CircuitEdges(), distribution=distribution, initial_logit=initial_logit
+    )
+    exists = graph.exists.to(gates.logits.device)
+    optimizer = torch.optim.Adam([gates.logits], lr=learning_rate)
     constraint = LossConstraint(scale=0.1, rate=lambda_rate, fall=1.0, log_lambda=math.log(lambda_))
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(exists.device).manual_seed(seed)
     order = _order(len(runs), steps, seed)
-    distribution, rows = HardConcreteGate(), []
+    rows = []
     with tracked("pruning edges", steps, progress) as step:
         for done in range(steps):
             run = runs[order[done]]
             target = _target(graph.n_edges, size, done / steps)
-            gates = distribution.sample(logits, generator)
-            lost = divergence(run.logits(_spread(graph, gates)), run.clean_logits).mean()
-            expected = expected_size(distribution, logits)
+            clean = run.clean_logits
+            lost = divergence(run.logits(gates(GateMode.SAMPLED, generator)), clean).mean()
+            expected = expected_size(distribution, gates.logits[exists])
             excess = torch.log1p(expected) - math.log1p(target)
             optimizer.zero_grad()
-            (logits.grad,) = torch.autograd.grad(
-                lost + constraint.lambda_ * excess.clamp(min=0), logits
+            (gates.logits.grad,) = torch.autograd.grad(
+                lost + constraint.lambda_ * excess.clamp(min=0), gates.logits
             )
             optimizer.step()
             rows.append(
@@ -108,7 +115,7 @@ def prune_edges(
             constraint.update(excess.item())
             step()
     # As all scores: negative where an edge helps. Ranked by logits: probabilities saturate.
-    learned = _spread(graph, logits.detach().cpu().double())
+    learned = gates.logits.detach().cpu().double().where(graph.exists, 0.0)
     kept = Scores(graph, -learned, "pruning").top(size, signed=True)
     open_now = -distribution.open_probability(learned).where(graph.exists, 0.0)
     return Pruning(kept, Scores(graph, open_now, "pruning"), pd.DataFrame(rows))
@@ -128,13 +135,3 @@ def _order(n_batches: int, steps: int, seed: int) -> list[int]:
         for _ in range(rounds)
         for batch in torch.randperm(n_batches, generator=generator).tolist()
     ]
-
-
-def _spread(
-    graph: CircuitGraph, values: Float[Tensor, " edge"]
-) -> Float[Tensor, "source destination"]:
-    """One value per edge, in its place; 0 where there is no edge."""
-    exists = graph.exists.to(values.device)
-    return torch.zeros(exists.shape, dtype=values.dtype, device=values.device).masked_scatter(
-        exists, values
-    )

@@ -212,9 +212,9 @@ def _run(
 def _forward(model: HookedModel, batch: Tensor) -> tuple[Tensor, Tensor]:
     """Logits ``[pos, vocab]`` and open gates ``[layer, head, query, key]``."""
     if isinstance(model, SparseTransformer):
-        with model.recorded(keep_gates=True) as record:
-            logits = model(batch)[0]
-        return logits, record.gates()[:, 0]
+        logits, counts = model.run_with_counts(batch, keep_gates=True)
+        assert counts.gates is not None
+        return logits[0], counts.gates[:, 0]
     logits = model(batch)[0]
     pos = batch.shape[1]
     joined = torch.ones(pos, pos, dtype=torch.bool, device=batch.device)

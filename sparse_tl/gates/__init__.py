@@ -1,7 +1,7 @@
-"""Learnable masks on hook points. 1 keeps, 0 patches, everywhere."""
+"""Gates on sites: ``gate * clean + (1 - gate) * patch``. 1 keeps, 0 patches, everywhere."""
 
-from sparse_tl.gates.ablation import ablate_attention_edges, ablate_heads
-from sparse_tl.gates.attention import AttentionGates, EdgeRecord
+from sparse_tl.gates.attention import AttentionGates, possible_edges
+from sparse_tl.gates.circuit_edges import CircuitEdges
 from sparse_tl.gates.counting import EdgeCounts
 from sparse_tl.gates.distributions import (
     BernoulliGate,
@@ -11,22 +11,44 @@ from sparse_tl.gates.distributions import (
     SigmoidGate,
     expected_size,
 )
-from sparse_tl.gates.hook_mask import HeadGates, HookMask
+from sparse_tl.gates.learned import LearnedGates, hook_points
+from sparse_tl.gates.patches import Patch, PatchName, PatchValues
+from sparse_tl.gates.run import GatedRun, ablate_attention_edges, ablate_heads, gated
+from sparse_tl.gates.sites import (
+    AttentionEdges,
+    ClosedAttentionEdges,
+    Heads,
+    HookPoints,
+    Site,
+    closed_attention_edges,
+)
 from sparse_tl.gates.sparse_transformer import SparseTransformer
 
 __all__ = [
+    "AttentionEdges",
     "AttentionGates",
     "BernoulliGate",
+    "CircuitEdges",
+    "ClosedAttentionEdges",
     "EdgeCounts",
-    "EdgeRecord",
     "GateDistribution",
     "GateMode",
+    "GatedRun",
     "HardConcreteGate",
-    "HeadGates",
-    "HookMask",
+    "Heads",
+    "HookPoints",
+    "LearnedGates",
+    "Patch",
+    "PatchName",
+    "PatchValues",
     "SigmoidGate",
+    "Site",
     "SparseTransformer",
     "ablate_attention_edges",
     "ablate_heads",
+    "closed_attention_edges",
     "expected_size",
+    "gated",
+    "hook_points",
+    "possible_edges",
 ]

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from sparse_tl.gates.counting import EdgeCounts
+from sparse_tl.gates.counting import LayerCounts
 from sparse_tl.gates.distributions import (
     BernoulliGate,
     GateDistribution,
@@ -31,76 +32,52 @@ from sparse_tl.gates.distributions import (
     gate_values,
     press,
 )
-from sparse_tl.lens import AttentionShape, Order, layer_points
-from sparse_tl.lens.attaching import HookFunction
-from sparse_tl.lens.points import Model
+from sparse_tl.lens import HookedModel, HookFunction, Order, layer_points
+
+_FAR_BELOW = 5000.0
+"""How far a masked score lies below a query's best at least, and all scores of padding below 0."""
 
 
 @dataclass
-class EdgeRecord:
-    """What the gates did during one forward pass; filled while `AttentionGates.recorded` is on.
+class GateSettings:
+    """How the gates of one forward pass are set, and what is counted.
 
     Args:
-        keep_gates: keep every gate, not only their counts.
+        mode: sampled, deterministic or open.
+        generator: of the draws.
+        noise: scales that of sampled gates.
+        closed_share: of the draws in which the closed edges of a layer's query are shut.
+        counts: where the pass writes down its edges; None to count nothing.
+        keep_gates: whether that has every gate, not only their counts.
         pressure: gradient that the expected count puts on confidently open gates; see `press`.
+        real: 0 at padding, which counts for nothing.
     """
 
+    mode: GateMode = GateMode.DETERMINISTIC
+    generator: torch.Generator | None = None
+    noise: float = 1.0
+    closed_share: float = 1.0
+    counts: list[LayerCounts] | None = None
     keep_gates: bool = False
     pressure: float = 0.0
-    _active: list[Int[Tensor, "prompt head"]] = field(default_factory=list)
-    _expected: list[Float[Tensor, "prompt head"]] = field(default_factory=list)
-    _expected_self: list[Float[Tensor, "prompt head"]] = field(default_factory=list)
-    _possible: list[Int[Tensor, "prompt head"]] = field(default_factory=list)
-    _tokens: Int[Tensor, " prompt"] | None = None
-    _gates: list[Bool[Tensor, "prompt head query key"]] = field(default_factory=list)
+    real: Tensor | None = None
 
-    def counts(self) -> EdgeCounts:
-        """Active, expected and possible edges, ``[layer, prompt, head]``.
 
-        Raises:
-            RuntimeError: no forward pass ran under the record, or only a part of the layers did.
-        """
-        if self._tokens is None:
-            raise RuntimeError("no forward pass was recorded; run the model inside the block")
-        return EdgeCounts(
-            active=torch.stack(self._active),
-            expected=torch.stack(self._expected),
-            expected_self=torch.stack(self._expected_self),
-            possible=torch.stack(self._possible),
-            tokens=self._tokens,
-        )
+@dataclass(frozen=True)
+class _LayerPass:
+    """What a layer's gates need to be computed again in a backward pass, with the same draws."""
 
-    def gates(self) -> Bool[Tensor, "layer prompt head query key"]:
-        """The deterministic gates of every layer; needs ``keep_gates=True``."""
-        if not self._gates:
-            raise RuntimeError("no gates were kept; record with keep_gates=True")
-        return torch.stack(self._gates)
-
-    def add(
-        self,
-        valid: Bool[Tensor, "prompt head query key"],
-        is_open: Bool[Tensor, "prompt head query key"],
-        probability: Float[Tensor, "prompt head query key"],
-    ) -> None:
-        """Note one layer."""
-        self._active.append(is_open.sum(dim=(-2, -1)))
-        self._expected.append(probability.sum(dim=(-2, -1)))
-        # With a key-value cache the queries are the last of the keys.
-        own = probability.diagonal(probability.shape[-1] - probability.shape[-2], -2, -1)
-        self._expected_self.append(own.sum(dim=-1))
-        self._possible.append(valid.sum(dim=(-2, -1)))
-        if self._tokens is None:
-            # A real token attends at least to itself; a padding token has no valid pair.
-            self._tokens = valid[:, 0].any(dim=-1).sum(dim=-1)
-        if self.keep_gates:
-            self._gates.append(is_open)
+    settings: GateSettings
+    drawn_from: Tensor | None
+    fingerprint: Tensor
 
 
 class AttentionGates(nn.Module):
     """Learnable gates on all attention edges of a model.
 
     Args:
-        shape: layers and heads of the model.
+        n_layers: of the model.
+        n_heads: query heads of each layer.
         initial_bias: b at the start; larger biases open more gates.
         distribution: how gates are sampled and evaluated.
         closed: edges that are never open but in `GateMode.OPEN`, by columns of the prompt; as many
@@ -116,7 +93,8 @@ class AttentionGates(nn.Module):
 
     def __init__(
         self,
-        shape: AttentionShape,
+        n_layers: int,
+        n_heads: int,
         *,
         initial_bias: float = 4.0,
         distribution: GateDistribution | None = None,
@@ -126,22 +104,19 @@ class AttentionGates(nn.Module):
     ) -> None:
         super().__init__()
         self.bias = nn.Parameter(
-            torch.full((shape.n_layers, shape.n_heads), initial_bias, device=device, dtype=dtype)
+            torch.full((n_layers, n_heads), initial_bias, device=device, dtype=dtype)
         )
         self.distribution = distribution or BernoulliGate()
-        _check_closed(closed, shape)
+        _check_closed(closed, n_layers, n_heads)
         if closed is not None:
             # What lies above the diagonal is no edge.
             closed = closed.tril().to(self.bias.device)
         self.register_buffer("closed", closed)
-        self.mode = GateMode.DETERMINISTIC
-        self.generator: torch.Generator | None = None
-        self.noise = 1.0
-        self.closed_share = 1.0
-        self._record: EdgeRecord | None = None
+        self.settings = GateSettings()
         self._scores: dict[int, Tensor] = {}
+        self._last: dict[int, _LayerPass] = {}
 
-    def hooks(self, model: Model) -> Sequence[tuple[str, Order, HookFunction]]:
+    def hooks(self, model: HookedModel) -> Sequence[tuple[str, Order, HookFunction]]:
         """The hooks that put these gates on a model: scores are read last, patterns set first."""
         hooks: list[tuple[str, Order, HookFunction]] = []
         for layer, name in enumerate(layer_points(model, "attn.hook_attn_scores")):
@@ -151,30 +126,18 @@ class AttentionGates(nn.Module):
         return hooks
 
     @contextmanager
-    def using(
-        self,
-        mode: GateMode,
-        generator: torch.Generator | None = None,
-        noise: float = 1.0,
-        closed_share: float = 1.0,
-    ) -> Iterator[None]:
-        """Another mode for the length of a block."""
-        before = self.mode, self.generator, self.noise, self.closed_share
-        self.mode, self.generator, self.noise = mode, generator, noise
-        self.closed_share = closed_share
+    def using(self, **settings: Any) -> Iterator[None]:
+        """Other `GateSettings` for the length of a block."""
+        before = self.settings
+        self.settings = replace(before, **settings)
         try:
             yield
         finally:
-            self.mode, self.generator, self.noise, self.closed_share = before
+            self.settings = before
 
-    @contextmanager
-    def recorded(self, *, keep_gates: bool = False, pressure: float = 0.0) -> Iterator[EdgeRecord]:
-        """Record the edges of the forward pass inside the block."""
-        before, self._record = self._record, EdgeRecord(keep_gates, pressure)
-        try:
-            yield self._record
-        finally:
-            self._record = before
+    def forget(self) -> None:
+        """Drop what is kept of the last pass."""
+        self._last.clear()
 
     def _keep_scores(self, layer: int, scores: Float[Tensor, "prompt head query key"]) -> None:
         self._scores[layer] = scores
@@ -183,23 +146,55 @@ class AttentionGates(nn.Module):
         self, layer: int, pattern: Float[Tensor, "prompt head query key"]
     ) -> Float[Tensor, "prompt head query key"] | None:
         scores = self._scores.pop(layer)
-        if self.mode is GateMode.OPEN and self._record is None:
+        now, again = self._settings_of(layer, scores)
+        if now.mode is GateMode.OPEN and now.counts is None:
             return None
         logits = scores.to(self.bias.dtype) + self.bias[layer, :, None, None]
         drawn = logits
-        if self.closed is not None and self.mode is not GateMode.OPEN:
+        if self.closed is not None and now.mode is not GateMode.OPEN:
             free = logits
-            logits = free.masked_fill(_within(self.closed[layer], scores), -torch.inf)
-            drawn = self._closing(free, logits)
-        if self._record is not None:
-            self._note(scores, logits)
-        if self.mode is GateMode.OPEN:
+            logits = free.masked_fill(_within(self.closed[layer], scores, pattern), -torch.inf)
+            drawn = self._closing(now, free, logits)
+        if now.counts is not None:
+            counted = self._count(now, scores, pattern, logits)
+            if not again:
+                now.counts.append(counted)
+        if now.mode is GateMode.OPEN:
             return None
-        gates = gate_values(self.distribution, drawn, self.mode, self.generator, self.noise)
+        gates = gate_values(self.distribution, drawn, now.mode, now.generator, now.noise)
         return pattern * gates.to(pattern.dtype)
 
+    def _settings_of(self, layer: int, scores: Tensor) -> tuple[GateSettings, bool]:
+        """Those of this pass, and whether it is a repetition of the last one.
+
+        Activation checkpointing runs a layer again in the backward pass, when the block that said
+        how gates are set may be left: then they are set, and drawn, as they were.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            now = self.settings
+            if torch.is_grad_enabled():
+                drawn_from = None if now.generator is None else now.generator.get_state()
+                # What is counted belongs to the pass, not to its repetition.
+                kept = replace(now, counts=None if now.counts is None else [])
+                self._last[layer] = _LayerPass(kept, drawn_from, _fingerprint(scores))
+            return now, False
+        last = self._last.get(layer)
+        if last is None or not torch.allclose(
+            last.fingerprint, _fingerprint(scores), equal_nan=True
+        ):
+            raise RuntimeError(
+                "expected one backward pass after each forward pass of a model with checkpointed "
+                "activations; the gates of an earlier pass are not known any more"
+            )
+        if last.drawn_from is None:
+            return last.settings, True
+        generator = torch.Generator(scores.device)
+        generator.set_state(last.drawn_from)
+        return replace(last.settings, generator=generator), True
+
+    @staticmethod
     def _closing(
-        self,
+        now: GateSettings,
         free: Float[Tensor, "prompt head query key"],
         shut: Float[Tensor, "prompt head query key"],
     ) -> Float[Tensor, "prompt head query key"]:
@@ -207,27 +202,51 @@ class AttentionGates(nn.Module):
 
         All closed edges of a query at once: what it must learn is to do without them all.
         """
-        if self.mode is not GateMode.SAMPLED or self.closed_share >= 1:
+        if now.mode is not GateMode.SAMPLED or now.closed_share >= 1:
             return shut
         size = (len(free), 1, free.shape[-2], 1)
-        uniform = torch.rand(size, generator=self.generator, device=free.device)
-        return torch.where(uniform < self.closed_share, shut, free)
+        uniform = torch.rand(size, generator=now.generator, device=free.device)
+        return torch.where(uniform < now.closed_share, shut, free)
 
-    def _note(self, scores: Tensor, logits: Tensor) -> None:
-        assert self._record is not None
-        # Not those above it: a score that is no number must reach the loss, not vanish here.
-        valid = ~_masked(scores)
-        if self.mode is GateMode.OPEN:
-            self._record.add(valid, valid, valid.to(logits.dtype))
-        else:
-            probability = self.distribution.open_probability(logits)
-            if self._record.pressure > 0:
-                probability = press(probability, logits, self._record.pressure)
-            self._record.add(valid, self.distribution.is_open(logits) & valid, probability)
+    def _count(
+        self, now: GateSettings, scores: Tensor, pattern: Tensor, logits: Tensor
+    ) -> LayerCounts:
+        """The edges of one layer."""
+        valid = possible_edges(scores, pattern)
+        if now.real is not None:
+            # Models mask what is read at padding, not what padding reads.
+            valid = valid & now.real.to(valid.device).bool()[:, None, -scores.shape[2] :, None]
+        if now.mode is GateMode.OPEN:
+            return LayerCounts.of(valid, valid, valid.to(logits.dtype), now.keep_gates)
+        probability = self.distribution.open_probability(logits)
+        if now.pressure > 0:
+            probability = press(probability, logits, now.pressure)
+        if now.real is not None:
+            probability = probability * valid
+        is_open = self.distribution.is_open(logits) & valid
+        return LayerCounts.of(valid, is_open, probability, now.keep_gates)
+
+
+def possible_edges(
+    scores: Float[Tensor, "prompt head query key"], pattern: Float[Tensor, "prompt head query key"]
+) -> Bool[Tensor, "prompt head query key"]:
+    """The pairs that a model does not mask, as its own pattern says.
+
+    A masked pair has no attention, and a score far below all others of its query: models mask with
+    -inf, with the lowest number there is, or with -1e4 or -1e5. (That it has no attention is not
+    enough: the smallest of a sharp pattern vanish too.) Where all keys of a query are masked, as at
+    padding, none is possible. A score that is no number counts as possible: it must reach the loss.
+    """
+    scores, pattern = scores.detach(), pattern.detach()
+    best = scores.amax(dim=-1, keepdim=True)
+    masked = (pattern == 0) & (scores < best - _FAR_BELOW)
+    return ~(masked | (best < -_FAR_BELOW))
 
 
 def _within(
-    closed: Bool[Tensor, "head longest longest"], scores: Float[Tensor, "prompt head query key"]
+    closed: Bool[Tensor, "head longest longest"],
+    scores: Float[Tensor, "prompt head query key"],
+    pattern: Float[Tensor, "prompt head query key"],
 ) -> Bool[Tensor, "1 head query key"]:
     """The closed edges of prompts of this length."""
     n_queries, n_keys = scores.shape[-2:]
@@ -236,7 +255,8 @@ def _within(
             f"expected prompts of at most {closed.shape[-1]} tokens, for which `closed` says what "
             f"is closed; got {n_keys}"
         )
-    if n_queries == n_keys and bool(_masked(scores[:, 0, 0, 0]).any()):
+    first = possible_edges(scores[:, :1, -1:], pattern[:, :1, -1:])[:, 0, 0, 0]
+    if n_queries == n_keys and not bool(first.all()):
         raise ValueError(
             "expected prompts without padding on the left, since edges are closed by the columns "
             "of the prompt; pad on the right, or run prompts of one length at a time"
@@ -245,15 +265,13 @@ def _within(
     return closed[None, :, n_keys - n_queries : n_keys, :n_keys]
 
 
-def _masked(scores: Float[Tensor, "*pair"]) -> Bool[Tensor, "*pair"]:
-    """Pairs that the model masks: -inf on a HookedTransformer, the dtype's minimum on a bridge."""
-    return scores <= torch.finfo(scores.dtype).min / 2
+def _fingerprint(scores: Float[Tensor, "prompt head query key"]) -> Tensor:
+    return scores.detach()[:1, :1, -1:].clone()
 
 
-def _check_closed(closed: Tensor | None, shape: AttentionShape) -> None:
+def _check_closed(closed: Tensor | None, layers: int, heads: int) -> None:
     if closed is None:
         return
-    layers, heads = shape.n_layers, shape.n_heads
     whole = closed.ndim == 4 and tuple(closed.shape[:2]) == (layers, heads)
     if not whole or closed.shape[2] != closed.shape[3] or closed.dtype != torch.bool:
         raise ValueError(

@@ -2,14 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.results import Result
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCounts:
+    """The edges of one layer in one forward pass."""
+
+    active: Int[Tensor, "prompt head"]
+    expected: Float[Tensor, "prompt head"]
+    expected_self: Float[Tensor, "prompt head"]
+    possible: Int[Tensor, "prompt head"]
+    tokens: Int[Tensor, " prompt"]
+    gates: Bool[Tensor, "prompt head query key"] | None
+
+    @staticmethod
+    def of(
+        valid: Bool[Tensor, "prompt head query key"],
+        is_open: Bool[Tensor, "prompt head query key"],
+        probability: Float[Tensor, "prompt head query key"],
+        keep_gates: bool,
+    ) -> LayerCounts:
+        """Counted over queries and keys."""
+        # With a key-value cache the queries are the last of the keys.
+        own = probability.diagonal(probability.shape[-1] - probability.shape[-2], -2, -1)
+        return LayerCounts(
+            active=is_open.sum(dim=(-2, -1)),
+            expected=probability.sum(dim=(-2, -1)),
+            expected_self=own.sum(dim=-1),
+            possible=valid.sum(dim=(-2, -1)),
+            # A real token attends at least to itself; a padding token has no valid pair.
+            tokens=valid[:, 0].any(dim=-1).sum(dim=-1),
+            gates=is_open if keep_gates else None,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +55,7 @@ class EdgeCounts(Result):
         expected_self: the part of it that leads from a position to itself.
         possible: causal pairs of real tokens, ``T (T + 1) / 2`` in each head.
         tokens: real tokens of each prompt.
+        gates: every deterministic gate, where they were asked for.
     """
 
     active: Int[Tensor, "layer prompt head"]
@@ -29,6 +63,7 @@ class EdgeCounts(Result):
     expected_self: Float[Tensor, "layer prompt head"]
     possible: Int[Tensor, "layer prompt head"]
     tokens: Int[Tensor, " prompt"]
+    gates: Bool[Tensor, "layer prompt head query key"] | None = None
 
     @property
     def active_per_prompt(self) -> float:
@@ -86,6 +121,19 @@ class EdgeCounts(Result):
     def _summary(self) -> pd.DataFrame:
         """Active edges per prompt, one row per layer and one column per head."""
         return pd.DataFrame(self.by_head().tolist()).rename_axis(index="layer", columns="head")
+
+    @staticmethod
+    def of(layers: Sequence[LayerCounts]) -> EdgeCounts:
+        """From the counts of all layers."""
+
+        def stacked(name: str) -> Tensor:
+            return torch.stack([getattr(layer, name) for layer in layers])
+
+        return EdgeCounts(
+            **{name: stacked(name) for name in ("active", "expected", "expected_self", "possible")},
+            tokens=layers[0].tokens,
+            gates=None if layers[0].gates is None else stacked("gates"),
+        )
 
     @staticmethod
     def concatenate(parts: list[EdgeCounts]) -> EdgeCounts:

@@ -16,7 +16,7 @@ from sparse_tl.files import (
 from sparse_tl.gates.attention import AttentionGates
 from sparse_tl.gates.distributions import DISTRIBUTIONS, GateDistribution
 from sparse_tl.gates.sparse_transformer import SparseTransformer
-from sparse_tl.lens import attention_shape, save_model
+from sparse_tl.lens import adapt, save_model
 from sparse_tl.lens.loading import GATES_FILE, load_own_folder
 
 GATES_WEIGHTS = "gates.safetensors"
@@ -73,7 +73,7 @@ def load_sparse(folder: str | Path, *, device: str | None = None) -> SparseTrans
     model = load_own_folder(folder, device=device)
     tensors = read_tensors(folder / GATES_WEIGHTS)
     bias = tensors.get("bias")
-    shape = attention_shape(model)
+    shape = adapt(model)
     expected = (shape.n_layers, shape.n_heads)
     if bias is None or tuple(bias.shape) != expected or not bias.is_floating_point():
         raise ValueError(
@@ -83,10 +83,11 @@ def load_sparse(folder: str | Path, *, device: str | None = None) -> SparseTrans
         )
     try:
         gates = AttentionGates(
-            shape,
+            shape.n_layers,
+            shape.n_heads,
             distribution=distribution,
             closed=tensors.get("closed"),
-            device=model.embed.W_E.device,
+            device=shape.device,
             dtype=bias.dtype,
         )
     except ValueError as error:

@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from sparse_tl.gates.attention import AttentionGates, EdgeRecord
-from sparse_tl.gates.counting import EdgeCounts
+from sparse_tl.gates.attention import AttentionGates
+from sparse_tl.gates.counting import EdgeCounts, LayerCounts
 from sparse_tl.gates.distributions import GateDistribution, GateMode
-from sparse_tl.lens import AttachedHooks, Model, attention_shape, embedding_matrix
+from sparse_tl.lens import AttachedHooks, Model, adapt, check_gates
 
 
 class SparseTransformer(nn.Module):
@@ -42,8 +42,8 @@ class SparseTransformer(nn.Module):
 
     Raises:
         TypeError: `model` is not a HookedTransformer.
-        ValueError: the model is wrapped already, or lacks a hook point; gates or closed edges of
-            another model's shape.
+        ValueError: the model is wrapped already, lacks a hook point, or drops edits to its
+            attention; gates or closed edges of another model's shape.
 
     Reference: arXiv 2512.05865.
     """
@@ -75,11 +75,11 @@ class SparseTransformer(nn.Module):
             )
         if getattr(model, "_sparse_tl_wrapped", False):
             raise ValueError("this model is wrapped already; call .unwrap() on its wrapper first")
-        weight = embedding_matrix(model)
-        shape = attention_shape(model)
-        if gates is not None and tuple(gates.bias.shape) != (shape.n_layers, shape.n_heads):
+        adapter = adapt(model)
+        shape = adapter.n_layers, adapter.n_heads
+        if gates is not None and tuple(gates.bias.shape) != shape:
             raise ValueError(
-                f"expected gates for {shape.n_layers} layers of {shape.n_heads} heads; "
+                f"expected gates for {shape[0]} layers of {shape[1]} heads; "
                 f"got biases of shape {tuple(gates.bias.shape)}"
             )
         if gates is not None and closed is not None:
@@ -87,14 +87,15 @@ class SparseTransformer(nn.Module):
                 "expected either `gates` or `closed`: leave `gates` out, or give them their closed "
                 "edges by AttentionGates(..., closed=...)"
             )
+        check_gates(adapter)
         self.model = model
         self.gates = gates or AttentionGates(
-            shape,
+            *shape,
             initial_bias=initial_bias,
             distribution=distribution,
             closed=closed,
-            device=weight.device,
-            dtype=torch.float64 if weight.dtype == torch.float64 else torch.float32,
+            device=adapter.device,
+            dtype=adapter.gate_dtype,
         )
         self._hooks_on: AttachedHooks | None = None
         self._attach()
@@ -113,6 +114,27 @@ class SparseTransformer(nn.Module):
         """`run_with_hooks` of the model; hooks see gated patterns."""
         self._check_attached()
         return self.model.run_with_hooks(*args, **kwargs)
+
+    def run_with_counts(
+        self, *args: Any, keep_gates: bool = False, pressure: float = 0.0, **kwargs: Any
+    ) -> tuple[Any, EdgeCounts]:
+        """Call the model, and count the attention edges of this very pass.
+
+        Args:
+            *args: as of the model.
+            keep_gates: also return every deterministic gate, as `EdgeCounts.gates`.
+            pressure: gradient that the expected count puts on confidently open gates.
+            **kwargs: as of the model. What ``attention_mask`` marks as padding counts for nothing.
+
+        Returns:
+            What the model returns, and the counts; the expected ones are differentiable.
+        """
+        layers: list[LayerCounts] = []
+        self._check_attached()
+        settings = {"counts": layers, "keep_gates": keep_gates, "pressure": pressure}
+        with self.gates.using(**settings, real=kwargs.get("attention_mask")):
+            output = self.model(*args, **kwargs)
+        return output, EdgeCounts.of(layers)
 
     def to_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """`to_tokens` of the model."""
@@ -137,50 +159,45 @@ class SparseTransformer(nn.Module):
             noise: scales that of the gates.
             closed_share: of the draws in which the closed edges of a layer's query are shut.
         """
-        with self.gates.using(GateMode.SAMPLED, generator, noise, closed_share):
+        with self.gates.using(
+            mode=GateMode.SAMPLED, generator=generator, noise=noise, closed_share=closed_share
+        ):
             yield
 
     @contextmanager
     def opened(self) -> Iterator[None]:
         """All gates are open inside the block: the wrapped model, bit for bit."""
-        with self.gates.using(GateMode.OPEN):
+        with self.gates.using(mode=GateMode.OPEN):
             yield
-
-    @contextmanager
-    def recorded(self, *, keep_gates: bool = False, pressure: float = 0.0) -> Iterator[EdgeRecord]:
-        """Record the edges of the forward pass inside the block."""
-        with self.gates.recorded(keep_gates=keep_gates, pressure=pressure) as record:
-            yield record
 
     @torch.no_grad()
     def count_edges(
-        self, tokens: Int[Tensor, "prompt pos"], *, batch_size: int = 64, **kwargs: Any
+        self, tokens: Int[Tensor, "*prompt pos"], *, batch_size: int = 64, **kwargs: Any
     ) -> EdgeCounts:
         """Active, expected and possible attention edges of these prompts.
 
         Args:
-            tokens: prompts; mark left padding by ``attention_mask=``, as for the model.
+            tokens: prompts, or one; mark padding by ``attention_mask=``, as for the model.
             batch_size: prompts per forward pass.
             **kwargs: passed to the model; tensors are split along the prompts.
 
         Raises:
             ValueError: there is no prompt.
         """
-        parts = []
-        for piece, some in _pieces(len(tokens), batch_size, kwargs):
-            with self.recorded() as record:
-                self(tokens[piece], return_type=None, **some)
-            parts.append(record.counts())
+        parts = [
+            self.run_with_counts(some, return_type=None, **more)[1]
+            for some, more in _pieces(tokens, batch_size, kwargs)
+        ]
         return EdgeCounts.concatenate(parts)
 
     @torch.no_grad()
     def open_edges(
-        self, tokens: Int[Tensor, "prompt pos"], *, batch_size: int = 64, **kwargs: Any
+        self, tokens: Int[Tensor, "*prompt pos"], *, batch_size: int = 64, **kwargs: Any
     ) -> pd.DataFrame:
         """The attention edges that are open in some of these prompts, the most common first.
 
         Args:
-            tokens: prompts of one length.
+            tokens: prompts of one length, or one prompt.
             batch_size: prompts per forward pass.
             **kwargs: passed to the model; tensors are split along the prompts.
 
@@ -192,13 +209,14 @@ class SparseTransformer(nn.Module):
             ValueError: there is no prompt.
         """
         if not len(tokens):
-            raise ValueError("expected at least one prompt to count edges on; got none")
-        counts = []
-        for piece, some in _pieces(len(tokens), batch_size, kwargs):
-            with self.recorded(keep_gates=True) as record:
-                self(tokens[piece], return_type=None, **some)
-            counts.append(record.gates().sum(dim=1))
-        share = torch.stack(counts).sum(dim=0) / len(tokens)
+            raise ValueError("expected at least one prompt to count attention edges on; got none")
+        counts, n_prompts = [], 0
+        for some, more in _pieces(tokens, batch_size, kwargs):
+            _, counted = self.run_with_counts(some, keep_gates=True, return_type=None, **more)
+            assert counted.gates is not None
+            counts.append(counted.gates.sum(dim=1))
+            n_prompts += len(some)
+        share = torch.stack(counts).sum(dim=0) / n_prompts
         found = pd.DataFrame(share.nonzero().tolist(), columns=["layer", "head", "query", "key"])
         found["share"] = share[share > 0].tolist()
         order = found.sort_values("share", ascending=False, kind="stable")
@@ -212,11 +230,19 @@ class SparseTransformer(nn.Module):
             del self.model._sparse_tl_wrapped
         return self.model
 
+    def model_under_gates(self) -> Model:
+        """The wrapped model, with the gates on it.
+
+        Raises:
+            RuntimeError: they were taken off.
+        """
+        self._check_attached()
+        return self.model
+
     def dense_copy(self) -> Model:
         """A frozen copy of the model as it is now, without gates."""
         with self._detached():
-            copied = copy.deepcopy(self.model)
-        return copied.requires_grad_(False)
+            return adapt(self.model).copy().requires_grad_(False)
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write model, gates and tokenizer as safetensors and JSON; whole or not at all."""
@@ -244,6 +270,12 @@ class SparseTransformer(nn.Module):
                 raise
         return getattr(super().__getattr__("model"), name)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> SparseTransformer:
+        # What `to`, `cuda`, `half` and the others come to; the model's own `to` is not called.
+        super()._apply(fn, recurse)
+        adapt(self.model).sync_config()
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseTransformer:
         # Hooks are closures over these very gates: copy without them, then attach to the copy.
         with self._detached():
@@ -268,6 +300,7 @@ class SparseTransformer(nn.Module):
     def _detached(self) -> Iterator[None]:
         was_on = self._hooks_on is not None
         self.unwrap()
+        self.gates.forget()
         try:
             yield
         finally:
@@ -284,8 +317,17 @@ class SparseTransformer(nn.Module):
             )
 
 
-def _pieces(n: int, size: int, kwargs: dict[str, Any]) -> Iterator[tuple[slice, dict[str, Any]]]:
-    """Consecutive rows, with what belongs to them of the arguments."""
-    for start in range(0, n, size):
+def _pieces(
+    tokens: Tensor, size: int, kwargs: dict[str, Any]
+) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Consecutive prompts, with what belongs to them of the arguments."""
+    rows = tokens[None] if tokens.ndim == 1 else tokens
+    for start in range(0, len(rows), size):
         piece = slice(start, start + size)
-        yield piece, {k: v[piece] if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+        yield (
+            rows[piece],
+            {
+                k: v[piece] if isinstance(v, Tensor) and tokens.ndim > 1 else v
+                for k, v in kwargs.items()
+            },
+        )

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.lens import HookedModel, embedding_matrix, final_under_heads, unembedded
+from sparse_tl.gates import GatedRun, Heads
+from sparse_tl.lens import HookedModel, embedding_matrix, unembedded
 
 LOGITS_AT_ONCE = 2**24
 """64 MB in float32."""
@@ -32,8 +33,10 @@ def target_losses(
         batch: prompts; their loss positions predict the targets, row by row.
         gates: on heads; the result is differentiable in them.
     """
-    batch = batch.trimmed(causal=is_causal(model))
-    final = final_under_heads(model, batch.tokens, gates, batch.loss_mask, batch.attention_mask)
+    batch = batch.trimmed(causal=adapt(model).causal)
+    final = GatedRun(
+        model, Heads(), batch.tokens, batch.loss_mask, attention_mask=batch.attention_mask
+    ).final(gates)
     return label_losses(model, final, batch.labels[batch.loss_mask])
 
 

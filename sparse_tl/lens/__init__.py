@@ -1,56 +1,64 @@
-"""The only part of the package that knows TransformerLens: hook points, hooks, loading."""
+"""The only part of the package that knows TransformerLens: adapters, hooks, checks, loading."""
 
-from sparse_tl.lens.attaching import AttachedHooks, Order, attached
-from sparse_tl.lens.lean import lean
+from sparse_tl.lens.adapter import Adapter, adapt
+from sparse_tl.lens.attaching import AttachedHooks, HookFunction, Order, attached
+from sparse_tl.lens.checks import check_circuits, check_gates
 from sparse_tl.lens.loading import build_model, load_model, model_config, save_model
-from sparse_tl.lens.masked import MaskedRun
+from sparse_tl.lens.norms import Norm
 from sparse_tl.lens.points import (
-    AttentionShape,
     HookedModel,
     Model,
-    attention_shape,
     check_hook_points,
-    embedding_matrix,
     hook_point,
     layer_points,
 )
-from sparse_tl.lens.reading import PulledGradients
-from sparse_tl.lens.single import logits_patched_alone
-from sparse_tl.lens.stacked import final_under_heads
-from sparse_tl.lens.streams import (
+from sparse_tl.lens.recording import (
     EMBEDDED,
-    Streams,
-    Tape,
-    graph_of,
-    logits_at,
-    unembedded,
+    Activations,
+    destination_points,
+    heads_written,
+    record,
+    residual_points,
+    source_outputs,
+    source_points,
 )
+from sparse_tl.lens.shortcuts import only_at
 
 __all__ = [
     "EMBEDDED",
+    "Activations",
+    "Adapter",
     "AttachedHooks",
-    "AttentionShape",
+    "HookFunction",
     "HookedModel",
-    "MaskedRun",
     "Model",
+    "Norm",
     "Order",
-    "Streams",
-    "Tape",
+    "adapt",
     "attached",
-    "attention_shape",
     "build_model",
+    "check_circuits",
+    "check_gates",
     "check_hook_points",
-    "embedding_matrix",
-    "final_under_heads",
-    "graph_of",
+    "destination_points",
+    "heads_written",
     "hook_point",
     "layer_points",
-    "lean",
     "load_model",
-    "logits_at",
-    "logits_patched_alone",
     "model_config",
-    "PulledGradients",
+    "only_at",
+    "record",
+    "residual_points",
     "save_model",
-    "unembedded",
+    "source_outputs",
+    "source_points",
 ]
+
+from sparse_tl.lens.legacy import (  # noqa: E402, F401
+    AttentionShape,
+    attention_shape,
+    embedding_matrix,
+    graph_of,
+    lean,
+    unembedded,
+)

@@ -1,5 +1,9 @@
 """Hooks that stay until they are taken off, run in a stated order, and leave nothing behind.
 
+Beside TransformerLens's hook points there are two more in every layer with an MLP, since not every
+kind of model has them: ``blocks.{layer}.mlp_input``, what its normalisation reads, and
+``blocks.{layer}.mlp_normalized``, what the MLP reads.
+
 TransformerLens runs the hooks of a point in the order of registration. A gate needs more: it must
 read the scores *after* every edit by a user's hooks, and must write the pattern *before* any of
 them reads it. `Order` says which; it holds whatever is registered before or after.
@@ -11,8 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
 from sparse_tl.lens.points import HookedModel, hook_point
@@ -44,11 +50,14 @@ class AttachedHooks:
         self, model: HookedModel, hooks: Sequence[tuple[str, Order, HookFunction]]
     ) -> None:
         # All of them are looked up before anything is attached.
-        points = [hook_point(model, name) for name, _, _ in hooks]
-        self._attached: list[tuple[HookPoint, LensHandle, Callable[[], None]]] = [
-            self._attach(point, order, function)
-            for point, (_, order, function) in zip(points, hooks, strict=True)
-        ]
+        points = [_place(model, name) for name, _, _ in hooks]
+        self._attached: list[tuple[HookPoint, LensHandle, Callable[[], None]]] = []
+        self._norms: list[RemovableHandle] = []
+        for point, (name, order, function) in zip(points, hooks, strict=True):
+            if isinstance(point, HookPoint):
+                self._attached.append(self._attach(point, order, function))
+            else:
+                self._norms.append(_attach_to_norm(point, name, function))
 
     @staticmethod
     def _attach(
@@ -75,7 +84,34 @@ class AttachedHooks:
             if handle in point.fwd_hooks:
                 point.fwd_hooks.remove(handle)
             remove_ordering()
-        self._attached = []
+        for handle in self._norms:
+            handle.remove()
+        self._attached, self._norms = [], []
+
+
+def _place(model: HookedModel, name: str) -> HookPoint | nn.Module:
+    """The hook point of a name, or the normalisation of a layer's MLP."""
+    layer, _, what = name.removeprefix("blocks.").partition(".")
+    if what not in ("mlp_input", "mlp_normalized"):
+        return hook_point(model, name)
+    return model.blocks[int(layer)].ln2
+
+
+def _attach_to_norm(norm: nn.Module, name: str, function: HookFunction) -> RemovableHandle:
+    def before(module: nn.Module, args: Any) -> Any:
+        changed = function(args[0])
+        return None if changed is None else (changed, *args[1:])
+
+    def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        # Without normalisation the output is the input itself: a view of it has the MLP as its
+        # only reader, and a gradient of its own.
+        output = output.view_as(output)
+        changed = function(output)
+        return output if changed is None else changed
+
+    if name.endswith("mlp_input"):
+        return norm.register_forward_pre_hook(before)
+    return norm.register_forward_hook(after)
 
 
 def _take_place(handle: LensHandle, order: Order, point: HookPoint, _args: object) -> None:
@@ -94,3 +130,19 @@ def attached(
         yield handles
     finally:
         handles.remove()
+
+
+@contextmanager
+def others_off(model: HookedModel) -> Iterator[None]:
+    """Inside the block only hooks that are attached there run; the others are back after it."""
+    kept = [
+        (point, point._forward_hooks, point._forward_pre_hooks)
+        for point in model.hook_dict.values()
+    ]
+    try:
+        for point, forward, before in kept:
+            point._forward_hooks, point._forward_pre_hooks = type(forward)(), type(before)()
+        yield
+    finally:
+        for point, forward, before in kept:
+            point._forward_hooks, point._forward_pre_hooks = forward, before

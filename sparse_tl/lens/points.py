@@ -1,12 +1,10 @@
-"""Hook points by name: which a model has, and the shapes that gates need to know."""
+"""What kinds of models there are, and which hook points they have."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from torch import Tensor
 from transformer_lens import HookedTransformer
 from transformer_lens.hook_points import HookPoint
 
@@ -33,31 +31,6 @@ class HookedModel(Protocol):
     def to_tokens(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def state_dict(self) -> dict[str, Any]: ...
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """How many attention layers and heads a model has; `n_heads` counts query heads."""
-
-    n_layers: int
-    n_heads: int
-
-    def check_head(self, layer: int, head: int) -> None:
-        """Make sure that there is such a head.
-
-        Raises:
-            ValueError: there is not.
-        """
-        if not (0 <= layer < self.n_layers and 0 <= head < self.n_heads):
-            raise ValueError(
-                f"expected heads (layer, head) of {self.n_layers} layers of {self.n_heads} heads; "
-                f"got ({layer}, {head})"
-            )
-
-
-def attention_shape(model: HookedModel) -> AttentionShape:
-    """The number of layers and of query heads per layer."""
-    return AttentionShape(model.cfg.n_layers, model.cfg.n_heads)
 
 
 def layer_points(model: HookedModel, suffix: str) -> list[str]:
@@ -116,8 +89,3 @@ def _switch_of(name: str) -> str | None:
         "hook_attn_in": "use_attn_in",
     }
     return switches.get(name.rsplit(".", 1)[-1])
-
-
-def embedding_matrix(model: HookedModel) -> Tensor:
-    """A weight of the model, for its device and dtype."""
-    return model.embed.W_E

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from sparse_tl.circuits.attribution import Method
-from sparse_tl.circuits.patches import Patch
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.files import digest
+from sparse_tl.gates import PatchName as Patch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import HookedModel, graph_of, load_model
 from sparse_tl.models import TASKS, load_task_models, task_pairs

@@ -9,7 +9,7 @@ import torch
 
 from sparse_tl.data.batches import TokenBatch, exact_rows, per_label_loss
 from sparse_tl.gates import EdgeCounts, SparseTransformer
-from sparse_tl.lens import Model, lean
+from sparse_tl.lens import Model, only_at
 from sparse_tl.results import Result
 
 LOGITS_AT_ONCE = 2**26
@@ -70,11 +70,11 @@ def evaluate_held_out(
         with wrapped.opened() if wrapped is not model else nullcontext():
             for batch in pieces:
                 batch = batch.to(wrapped.gates.bias.device)
-                with wrapped.recorded() as record, lean(wrapped, batch.loss_mask):
-                    logits = wrapped(batch.tokens, **batch.model_kwargs)
+                with only_at(wrapped, batch.loss_mask):
+                    logits, counted = wrapped.run_with_counts(batch.tokens, **batch.model_kwargs)
                 losses.append(per_label_loss(logits, batch).double())
                 exact.append(exact_rows(logits, batch))
-                counts.append(record.counts())
+                counts.append(counted)
     finally:
         if wrapped is not model:
             wrapped.unwrap()

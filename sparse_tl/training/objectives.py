@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sparse_tl.data.batches import TokenBatch, cross_entropy
 from sparse_tl.gates import EdgeCounts, SparseTransformer
-from sparse_tl.lens import HookedModel, Model, lean
+from sparse_tl.lens import HookedModel, Model, only_at
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
 
 SLACK_UNTIL = 0.9
@@ -49,7 +49,7 @@ class PlainLoss:
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, progress: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-        with lean(self.model, batch.loss_mask):
+        with only_at(self.model, batch.loss_mask):
             logits = self.model(batch.tokens, **batch.model_kwargs)
         loss = cross_entropy(logits, batch)
         return loss, {"loss": loss.item()}
@@ -156,18 +156,18 @@ class SparsityObjective:
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
         with (
             self.sparse.sampled(generator, self.noise(progress), self.closed_share(progress)),
-            self.sparse.recorded(pressure=self.pressure) as record,
-            lean(self.sparse, batch.loss_mask),
+            only_at(self.sparse, batch.loss_mask),
         ):
-            logits = self.sparse(batch.tokens, **batch.model_kwargs)
-        counts = record.counts()
+            logits, counts = self.sparse.run_with_counts(
+                batch.tokens, pressure=self.pressure, **batch.model_kwargs
+            )
         loss = cross_entropy(logits, batch)
         edges = self._cost(counts) / len(batch)
         self._allowance, self._progress = self.allowance(progress), progress
         violation = loss.item() - self.target.nats * self._allowance
         task = loss
         if self.dense is not None:
-            with torch.no_grad(), lean(self.dense, batch.loss_mask):
+            with torch.no_grad(), only_at(self.dense, batch.loss_mask):
                 dense_logits = self.dense(batch.tokens, **batch.model_kwargs)
             if self.target.reference == "dense":
                 # The same batch for both: what the batch happens to hold cancels out.

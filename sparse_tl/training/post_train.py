@@ -20,6 +20,7 @@ from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.streams import TokenStream
 from sparse_tl.files import digest
 from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import adapt
 from sparse_tl.training.config import Metrics, Selection, TrainingConfig, choose_trained
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
 from sparse_tl.training.evaluation import evaluate_held_out
@@ -27,14 +28,14 @@ from sparse_tl.training.loop import train
 from sparse_tl.training.objectives import SparsityObjective
 from sparse_tl.training.outcome import PostTraining
 
-_QUERIES_AND_KEYS = dict.fromkeys(("*.attn.*W_Q", "*.attn.*W_K", "*.attn.*b_Q", "*.attn.*b_K"), 1.0)
 TRAINED: dict[str, dict[str, float]] = {
-    "all": {"gates.*": 10.0, **_QUERIES_AND_KEYS, "*": 0.1},
-    "evenly": {"*": 1.0},
-    "qk": {"gates.*": 10.0, **_QUERIES_AND_KEYS},
-    "gates": {"gates.*": 10.0},
+    "all": {"gates": 10.0, "qk": 1.0, "all": 0.1},
+    "evenly": {"gates": 1.0, "all": 1.0},
+    "qk": {"gates": 10.0, "qk": 1.0},
+    "gates": {"gates": 10.0},
 }
-"""The usual choices of trained weights: patterns of names, with multiples of the learning rate.
+"""The usual choices of trained weights: groups of parameters, with multiples of the learning rate;
+the first group that has a parameter counts.
 
 A gate's bias must move by whole logits, the queries and keys decide the gates, and everything else
 only has to adapt: at the queries' rate its noise costs more loss than it can save edges.
@@ -160,7 +161,14 @@ def post_train(
     if isinstance(trained, str):
         if trained not in TRAINED:
             raise ValueError(f"expected trained to be one of {list(TRAINED)}; got {trained!r}")
-        trained = TRAINED[trained]
+        adapter = adapt(sparse)
+        trained = {
+            pattern: scale
+            for group, scale in TRAINED[trained].items()
+            for pattern in (
+                ("gates.*",) if group == "gates" else adapter.parameter_groups(group)  # type: ignore[arg-type]
+            )
+        }
     parameters = choose_trained(sparse, trained)
     reference = sparse.dense_copy()
     dense = evaluate_held_out(reference, held_out)

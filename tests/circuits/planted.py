@@ -28,7 +28,7 @@ from wiring import (
 
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.graph import CircuitGraph
-from sparse_tl.lens import Model, graph_of
+from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import Metric, logit_difference
 
 
@@ -53,7 +53,7 @@ class Planted:
     @property
     def graph(self) -> CircuitGraph:
         """The graph of the model."""
-        return graph_of(self.model)
+        return adapt(self.model).graph
 
     @property
     def mask(self) -> Tensor:

@@ -22,7 +22,7 @@ from sparse_tl.circuits import (
 from sparse_tl.circuits import acdc as acdc_function
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.graph import CircuitGraph
-from sparse_tl.lens import Model, graph_of
+from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import logit_difference
 
 Build = Callable[..., Model]
@@ -98,7 +98,7 @@ def _slow(model: Model, graph: CircuitGraph, pairs: PromptPairs, threshold: floa
 
 
 def test_decisions_are_those_of_the_slow_search(model: Model, pairs: PromptPairs) -> None:
-    graph, pairs = graph_of(model), pairs.select(slice(0, 2))
+    graph, pairs = adapt(model).graph, pairs.select(slice(0, 2))
     slow = Circuit(graph, _slow(model, graph, pairs, 0.1)).connected()
     found = acdc(model, pairs, threshold=0.1, metric=logit_difference, batch_size=1, progress=False)
     assert isinstance(found.circuit, Circuit)
@@ -120,7 +120,7 @@ def test_the_value_is_that_of_the_circuit(
     settings = {"metric": logit_difference, "patch": patch, "progress": False}
     found = acdc(model, pairs, threshold=0.02, **settings)
     said = evaluate(model, pairs, logit_difference, found.circuit, patch=patch, progress=False)
-    assert 0 < len(found.circuit) < graph_of(model).n_edges
+    assert 0 < len(found.circuit) < adapt(model).graph.n_edges
     assert found.value == pytest.approx(said.values.mean().item(), rel=1e-9)
     few = acdc(model, pairs, threshold=0.5, size=15, **settings)
     assert len(few.circuit) <= 15
@@ -188,7 +188,8 @@ def test_settings_that_make_no_sense(build_tiny: Build, pairs: PromptPairs) -> N
         acdc(model, pairs, progress=False)
     with pytest.raises(ValueError, match="expected a size in 0.."):
         acdc(model, pairs, size=10**6, progress=False)
-    other = Circuit(graph_of(build_tiny("grouped")), graph_of(build_tiny("grouped")).exists)
+    grouped = adapt(build_tiny("grouped")).graph
+    other = Circuit(grouped, grouped.exists)
     with pytest.raises(ValueError, match="to start from"):
         acdc(model, pairs, threshold=0.1, start=other, progress=False)
     with pytest.raises(ValueError, match="expected a size in 1.."):

@@ -11,12 +11,10 @@ from random_models import KINDS, MORE_KINDS, random_pairs, shaken
 from torch import Tensor
 
 from sparse_tl.circuits import attribute_edges, attribute_heads
-from sparse_tl.circuits.attribution import Passes
-from sparse_tl.circuits.patches import Patches
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.graph import CircuitGraph
-from sparse_tl.lens import Model, graph_of
+from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import logit_difference
 
 Build = Callable[..., Model]
@@ -74,7 +72,7 @@ def _slow(model: Model, graph: CircuitGraph, pairs: PromptPairs) -> Tensor:
 @pytest.mark.parametrize("kind", MORE_KINDS)
 def test_fast_equals_slow(build_tiny: Build, kind: str) -> None:
     model = shaken(build_tiny(**MORE_KINDS[kind], dtype="float64"))
-    pairs, graph = random_pairs(), graph_of(model)
+    pairs, graph = random_pairs(), adapt(model).graph
     fast = attribute_edges(model, pairs, logit_difference, method="eap", batch_size=3)
     slow = _slow_scores(model, graph, pairs)
     assert slow[graph.exists].abs().min() > 0
@@ -85,7 +83,7 @@ def test_fast_equals_slow(build_tiny: Build, kind: str) -> None:
 def test_fast_equals_slow_in_single_precision(build_tiny: Build, kind: str) -> None:
     model, pairs = shaken(build_tiny(**KINDS[kind])), random_pairs()
     fast = attribute_edges(model, pairs, logit_difference, method="eap").values
-    slow = _slow_scores(model, graph_of(model), pairs)
+    slow = _slow_scores(model, adapt(model).graph, pairs)
     assert (fast - slow).abs().max() <= 1e-4 * slow.abs().max()
 
 
@@ -106,7 +104,7 @@ def test_padding_on_the_right_changes_nothing(model: Model) -> None:
 
 def test_scores_over_sources_add_up_to_a_head_score(model: Model) -> None:
     """What reaches the logits and later layers of a head is all that its output can do."""
-    pairs, graph = random_pairs(), graph_of(model)
+    pairs, graph = random_pairs(), adapt(model).graph
     edges = attribute_edges(model, pairs, logit_difference, method="eap")
     heads = attribute_heads(model, pairs, logit_difference, method="eap")
     for layer in range(graph.n_layers):
@@ -148,7 +146,7 @@ def test_equal_prompts_give_exactly_nothing(model: Model, method: Any) -> None:
 def test_a_dead_head_scores_exactly_nothing(model: Model) -> None:
     with torch.no_grad():
         model.blocks[0].attn.W_O[1] = 0
-    graph = graph_of(model)
+    graph = adapt(model).graph
     scores = attribute_edges(model, random_pairs(), logit_difference).values
     row = graph.source_index("a0.h1")
     columns = graph.readers(graph.sources[row])
@@ -233,7 +231,7 @@ def test_other_patches(model: Model, patch: Any) -> None:
     pairs = PromptPairs(
         pairs.clean, pairs.corrupted, pairs.answers, pairs.wrong, torch.full((5,), 5)
     )
-    graph = graph_of(model)
+    graph = adapt(model).graph
     _, cache = model.run_with_cache(pairs.clean)
     values = cache["blocks.0.hook_resid_pre"]
     target = values.mean(0, keepdim=True) if patch == "mean" else torch.zeros_like(values[:1])
@@ -266,19 +264,6 @@ def test_models_whose_reads_are_not_the_residual_stream(
 ) -> None:
     with pytest.raises(ValueError, match=f"circuits do not support cfg.{next(iter(odd))}"):
         attribute_edges(build_tiny(**odd), random_pairs(), logit_difference)
-
-
-@pytest.mark.parametrize("heads_only", [False, True])
-@pytest.mark.parametrize("method", ["eap", "eap-ig", "eap-ig-activations"])
-@pytest.mark.parametrize("kind", ["sequential", "attention_only"])
-def test_the_progress_bar_ends_at_its_end(
-    kind: str, method: str, heads_only: bool, build_tiny: Build
-) -> None:
-    model = build_tiny(**KINDS[kind])
-    patches = Patches(model, graph_of(model), random_pairs(), "corrupted", 2)
-    plan = Passes(logit_difference, method, 3, patches, heads_only=heads_only)
-    passes = [one for batch in patches.batches for one in plan.passes(batch)]
-    assert len(passes) == plan.count
 
 
 def test_large_activations_in_half_precision(build_tiny: Build) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparse_tl.circuits import attribute_edges, attribute_heads, patch_exactly
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.lens import Model, graph_of
+from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import logit_difference
 
 Build = Callable[..., Model]
@@ -24,7 +24,7 @@ def _metric(model: Model, tokens: Tensor, pairs: PromptPairs) -> float:
 
 
 def test_every_edge_equals_the_slow_oracle(model: Model, pairs: PromptPairs) -> None:
-    graph = graph_of(model)
+    graph = adapt(model).graph
     found = patch_exactly(model, pairs, logit_difference, batch_size=23, progress=False)
     assert list(found.index) == [str(edge) for edge in graph.edges]
     clean = _metric(model, pairs.clean, pairs)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparse_tl.circuits import attribute_edges
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.lens import Model, graph_of
+from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import logit_difference
 
 
@@ -21,12 +21,12 @@ def _plain(model: Model, pairs: PromptPairs, tokens: Tensor) -> Tensor:
 
 
 def test_all_edges_kept_is_the_clean_run(model: Model, pairs: PromptPairs) -> None:
-    found = run_patched(model, graph_of(model), pairs, graph_of(model).exists)
+    found = run_patched(model, adapt(model).graph, pairs, adapt(model).graph.exists)
     torch.testing.assert_close(found, _plain(model, pairs, pairs.clean), rtol=1e-9, atol=1e-9)
 
 
 def test_all_edges_patched_is_the_corrupted_run(model: Model, pairs: PromptPairs) -> None:
-    graph = graph_of(model)
+    graph = adapt(model).graph
     nothing = torch.zeros_like(graph.exists)
     found = run_patched(model, graph, pairs, nothing)
     torch.testing.assert_close(found, _plain(model, pairs, pairs.corrupted), rtol=1e-9, atol=1e-9)
@@ -34,7 +34,7 @@ def test_all_edges_patched_is_the_corrupted_run(model: Model, pairs: PromptPairs
 
 
 def test_patching_only_the_logits_is_the_corrupted_run(model: Model, pairs: PromptPairs) -> None:
-    graph = graph_of(model)
+    graph = adapt(model).graph
     mask = graph.exists.clone()
     mask[:, -1] = False
     found = run_patched(model, graph, pairs, mask)
@@ -43,7 +43,7 @@ def test_patching_only_the_logits_is_the_corrupted_run(model: Model, pairs: Prom
 
 def test_patched_input_edges_are_the_corrupted_run(model: Model, pairs: PromptPairs) -> None:
     """Sources upstream are recomputed: with the corrupted input alone, all else follows from it."""
-    graph = graph_of(model)
+    graph = adapt(model).graph
     mask = graph.exists.clone()
     mask[0] = False
     found = run_patched(model, graph, pairs, mask)
@@ -55,7 +55,7 @@ def test_the_slope_at_a_gate_is_attribution_patching(
     model: Model, pairs: PromptPairs, patch: Any
 ) -> None:
     """``- d m / d gate`` where all gates are 1, by central differences, edge by edge."""
-    graph = graph_of(model)
+    graph = adapt(model).graph
     same = torch.full_like(pairs.positions, 4)  # a mean over prompts asks for it
     pairs = PromptPairs(pairs.clean, pairs.corrupted, pairs.answers, pairs.wrong, same)
     scores = attribute_edges(model, pairs, logit_difference, method="eap", patch=patch)
@@ -70,7 +70,7 @@ def test_the_slope_at_a_gate_is_attribution_patching(
 
 
 def test_flags_and_hooks_are_as_before(model: Model, pairs: PromptPairs) -> None:
-    graph = graph_of(model)
+    graph = adapt(model).graph
     model.set_use_attn_result(True)
     run_patched(model, graph, pairs, mask_of(graph, ["input->logits"]))
     assert model.cfg.use_attn_result

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparse_tl import AttentionGates, SparseTransformer
 from sparse_tl.gates import GateDistribution, HardConcreteGate, SigmoidGate
-from sparse_tl.lens import Model, attention_shape
+from sparse_tl.lens import Model, adapt
 
 Build = Callable[..., Model]
 LONGEST = 10
@@ -22,7 +22,7 @@ LONGEST = 10
 
 def some_closed(model: Model) -> Tensor:
     """Other edges in every layer and head, in no pattern."""
-    shape = attention_shape(model)
+    shape = adapt(model)
     size = (shape.n_layers, shape.n_heads, LONGEST, LONGEST)
     return torch.rand(size, generator=torch.Generator().manual_seed(1)) < 0.4
 
@@ -35,15 +35,16 @@ def test_closed_edges_are_shut_and_all_others_are_as_they_were(
     dense = model(tokens)
     closed = some_closed(model)
     sparse = SparseTransformer(model, initial_bias=0.0, closed=closed)
-    with sparse.recorded(keep_gates=True) as record:
-        _, cache = sparse.run_with_cache(tokens)
+    _, counts = sparse.run_with_counts(tokens, keep_gates=True)
+    _, cache = sparse.run_with_cache(tokens)
+    assert counts.gates is not None
     for layer in range(2):
         free = cache[f"blocks.{layer}.attn.hook_attn_scores"] > 0
         expected = free & ~closed[layer, :, :8, :8]
         assert 0 < expected.sum() < free.sum()
-        assert torch.equal(record.gates()[layer], expected)
+        assert torch.equal(counts.gates[layer], expected)
         assert torch.equal(cache[f"blocks.{layer}.attn.hook_pattern"] > 0, expected)
-        assert torch.equal(record.counts().active[layer], expected.sum(dim=(-2, -1)))
+        assert torch.equal(counts.active[layer], expected.sum(dim=(-2, -1)))
     # They can be closed, so they are possible; and opened, they are those of the model.
     assert sparse.count_edges(tokens).possible.unique().tolist() == [36]
     with sparse.opened():
@@ -53,9 +54,9 @@ def test_closed_edges_are_shut_and_all_others_are_as_they_were(
 def test_closed_edges_count_nothing_and_get_no_gradient(build_tiny: Build, tokens: Tensor) -> None:
     model = build_tiny("plain")
     sparse = SparseTransformer(model, closed=torch.ones_like(some_closed(model)))
-    with sparse.sampled(torch.Generator().manual_seed(0)), sparse.recorded(pressure=1.0) as record:
-        loss = sparse(tokens).square().mean()
-    counts = record.counts()
+    with sparse.sampled(torch.Generator().manual_seed(0)):
+        logits, counts = sparse.run_with_counts(tokens, pressure=1.0)
+    loss = logits.square().mean()
     assert counts.expected.sum().item() == counts.active.sum().item() == 0
     (loss + counts.expected.sum()).backward()
     for name, parameter in sparse.named_parameters():
@@ -167,6 +168,6 @@ def test_closed_edges_of_another_shape(build_tiny: Build, closed: Tensor) -> Non
 
 def test_either_gates_or_what_they_are_made_of(build_tiny: Build) -> None:
     model = build_tiny("plain")
-    gates = AttentionGates(attention_shape(model))
+    gates = AttentionGates(model.cfg.n_layers, model.cfg.n_heads)
     with pytest.raises(ValueError, match="expected either `gates` or `closed`"):
         SparseTransformer(model, gates=gates, closed=some_closed(model))

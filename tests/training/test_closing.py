@@ -13,7 +13,7 @@ from torch import Tensor
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch, cross_entropy
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, attention_shape
+from sparse_tl.lens import Model, adapt
 from sparse_tl.training import LossConstraint, PostTraining, TargetLoss, post_train
 from sparse_tl.training.objectives import SparsityObjective
 
@@ -22,7 +22,7 @@ Rows = Callable[..., TokenBatch]
 
 
 def first_layer_closed(model: Model, longest: int = 8) -> Tensor:
-    shape = attention_shape(model)
+    shape = adapt(model)
     closed = torch.zeros(shape.n_layers, shape.n_heads, longest, longest, dtype=torch.bool)
     closed[0] = True
     return closed
@@ -70,9 +70,10 @@ def test_until_all_are_closed_the_loss_alone_counts(build_echo: Build, echo_rows
     assert objective.constraint.lambda_ == before
 
     minimised, measured = objective.measure(batch, torch.Generator().manual_seed(3), 0.4)
-    with sparse.sampled(torch.Generator().manual_seed(3)), sparse.recorded() as record:
-        loss = cross_entropy(sparse(batch.tokens), batch)
-    edges = record.counts().expected.sum() / len(batch)
+    with sparse.sampled(torch.Generator().manual_seed(3)):
+        logits, counts = sparse.run_with_counts(batch.tokens)
+    loss = cross_entropy(logits, batch)
+    edges = counts.expected.sum() / len(batch)
     expected = (torch.log1p(edges) + before * loss) / (1 + before)
     assert minimised.item() == pytest.approx(expected.item(), rel=1e-6)
     objective.update(measured)

@@ -308,9 +308,8 @@ def test_edges_count_at_their_cost(build_echo: Build, echo_rows: Rows) -> None:
     """The difference between two costs is that of the logarithms; measurements stay unweighted."""
     batch = echo_rows(16, seed=3)
     sparse = SparseTransformer(build_echo(), initial_bias=0.5)
-    with sparse.sampled(torch.Generator().manual_seed(0)), sparse.recorded() as record:
-        sparse(batch.tokens)
-    counts = record.counts()
+    with sparse.sampled(torch.Generator().manual_seed(0)):
+        _, counts = sparse.run_with_counts(batch.tokens)
     every, own = (
         (part.sum(dim=(1, 2)) / len(batch)).tolist()
         for part in (counts.expected, counts.expected_self)
@@ -343,9 +342,7 @@ def test_edges_count_at_their_cost(build_echo: Build, echo_rows: Rows) -> None:
 def test_edges_to_oneself_are_told_apart(build_tiny: Build) -> None:
     sparse = SparseTransformer(build_tiny(), initial_bias=0.7)
     tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
-    with sparse.recorded() as record:
-        sparse(tokens)
-    counts = record.counts()
+    _, counts = sparse.run_with_counts(tokens)
     assert (counts.expected_self <= counts.expected).all()
     _, cache = sparse.run_with_cache(tokens)
     for layer in range(sparse.cfg.n_layers):

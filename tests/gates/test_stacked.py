@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, final_under_heads, layer_points, unembedded
+from sparse_tl.gates import GatedRun, Heads, SparseTransformer
+from sparse_tl.lens import Model, adapt, layer_points
 
 Build = Callable[..., Model]
 KINDS = ["plain", "grouped", "attention_only"]
@@ -28,7 +28,7 @@ def _stacked(
 ) -> torch.Tensor:
     """At every position."""
     everywhere = torch.ones_like(tokens, dtype=torch.bool)
-    found = final_under_heads(model, tokens, gates, everywhere, mask)
+    found = GatedRun(model, Heads(), tokens, everywhere, attention_mask=mask).final(gates)
     return found.view(len(gates), *tokens.shape, -1)
 
 
@@ -90,7 +90,7 @@ def test_positions_that_are_not_read_change_nothing(build_tiny: Build, kind: str
     gates = _random_gates(model, 4).requires_grad_()
     read = torch.tensor([[0, 1, 0, 0, 0, 1], [0] * 5 + [1], [1] * 6]).bool()
     everything = _stacked(model, tokens, gates)[:, read]
-    some = final_under_heads(model, tokens, gates, read)
+    some = GatedRun(model, Heads(), tokens, read).final(gates)
     assert torch.allclose(some, everything, rtol=0, atol=1e-13)
     slopes = [torch.autograd.grad(x.sin().sum(), gates)[0] for x in (some, everything)]
     assert torch.allclose(*slopes, atol=1e-11)
@@ -131,7 +131,7 @@ def test_a_hook_inside_the_last_mlp_sees_every_position(build_tiny: Build) -> No
         post[:, 5] = 0
 
     with model.hooks(fwd_hooks=[("blocks.1.mlp.hook_post", silence)]):
-        found = final_under_heads(model, tokens, torch.ones(2, 2, 2), read)
+        found = GatedRun(model, Heads(), tokens, read).final(torch.ones(2, 2, 2))
         assert torch.allclose(found[0], _final(model, tokens)[:, -1], rtol=0, atol=1e-12)
 
 
@@ -170,4 +170,4 @@ def test_nothing_is_left_after_an_exception(build_tiny: Build) -> None:
 
 def test_the_unembedding_is_the_models(build_tiny: Build) -> None:
     model, tokens = build_tiny(dtype="float64"), _tokens()
-    assert torch.allclose(unembedded(model, _final(model, tokens)), model(tokens), atol=1e-12)
+    assert torch.allclose(adapt(model).logits(_final(model, tokens)), model(tokens), atol=1e-12)

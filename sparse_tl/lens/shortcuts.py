@@ -9,39 +9,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from jaxtyping import Bool
 from torch import Tensor, nn
-from transformer_lens.hook_points import HookPoint
 
+from sparse_tl.lens.norms import Norm
 from sparse_tl.lens.points import HookedModel
-from sparse_tl.lens.reading import normalised
 
 _MOSTLY = 0.7
 """Share of read positions above which picking them out costs more than it saves."""
 
 
 @contextmanager
-def lean(model: HookedModel, read: Bool[Tensor, "batch pos"]) -> Iterator[None]:
+def only_at(model: HookedModel, read: Bool[Tensor, "batch pos"]) -> Iterator[None]:
     """Inside the block, passes over prompts of this shape compute what `read` needs, and no more.
 
     Logits at the other positions are meaningless. Everything before the last MLP, the attention of
-    all layers among it, is computed everywhere. Parts that are hooked inside are left as they are.
+    all layers among it, is computed everywhere. Where somebody hooks what would be left out, it is
+    computed too: hooks see what a plain pass shows them.
 
     Args:
         model: dense or sparse; nothing is left on it after the block.
         read: the positions whose logits or final residual stream are read.
     """
-    with _only_at(getattr(model.blocks[-1], "mlp", None), read), _fused_norms(model):
+    with _last_mlp_at(model, read), _fused_norms(model):
         yield
 
 
 @contextmanager
-def _only_at(mlp: nn.Module | None, read: Bool[Tensor, "batch pos"]) -> Iterator[None]:
-    """The MLP sees some positions, as one row, and writes nothing at the others."""
-    if mlp is None or _watched(mlp) or read.float().mean() > _MOSTLY:
+def _last_mlp_at(model: HookedModel, read: Bool[Tensor, "batch pos"]) -> Iterator[None]:
+    """The last MLP sees some positions, as one row, and writes nothing at the others."""
+    block = model.blocks[-1]
+    mlp = getattr(block, "mlp", None)
+    # All that comes after: a hook there would see zeros at the other positions.
+    after = [mlp, block.hook_resid_post, getattr(model, "ln_final", None), model.unembed]
+    after += [getattr(block, "hook_mlp_out", None), getattr(block, "ln2_post", None)]
+    parts = [block, *(part for some in after if some is not None for part in some.modules())]
+    if mlp is None or any(map(_hooked, parts)) or read.float().mean() > _MOSTLY:
         yield
         return
 
@@ -66,20 +71,25 @@ def _fused_norms(model: HookedModel) -> Iterator[None]:
     """The normalisations of the residual stream in one operation each."""
     found = [getattr(block, name, None) for block in model.blocks for name in ("ln1", "ln2")]
     found.append(getattr(model, "ln_final", None))
-    norms = [norm for norm in found if isinstance(norm, nn.Module) and not _watched(norm)]
+    # Hooks on the module itself see the same input and output; those inside would see nothing.
+    norms = [
+        norm
+        for norm in found
+        if isinstance(norm, nn.Module) and not any(map(_hooked, norm.children()))
+    ]
     try:
         for norm in norms:
-            norm.forward = partial(normalised, model, norm)
+            norm.forward = Norm.of(model.cfg, norm).__call__
         yield
     finally:
         for norm in norms:
             norm.__dict__.pop("forward", None)
 
 
-def _watched(module: nn.Module) -> bool:
-    """Whether somebody hooks the inside of a module: what its hooks see must be all there."""
-    return any(
-        point._forward_hooks or point._backward_hooks
-        for point in module.modules()
-        if isinstance(point, HookPoint)
+def _hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
     )

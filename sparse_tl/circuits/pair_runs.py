@@ -1,0 +1,102 @@
+"""Prompt pairs in batches, with what closed gates show on each: the same for all analyses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool
+from torch import Tensor
+
+from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.gates import GatedRun, Patch, PatchValues, Site
+from sparse_tl.gates.patches import check_patch
+from sparse_tl.lens import HookedModel, adapt, record
+
+
+class PairRuns:
+    """Prompt pairs to be run under gates at one site, batch by batch.
+
+    Args:
+        model: dense or sparse.
+        site: what the gates sit on.
+        pairs: the prompts.
+        patch: what closed gates show: "corrupted", the corrupted prompt's value; "mean", the mean
+            over the clean prompts position by position; "resample", another clean prompt's, drawn
+            at random; "zero", nothing; or tensors by hook point.
+        batch_size: pairs per pass.
+        seed: of the draws of "resample".
+
+    Raises:
+        ValueError: an unknown patch, no batch size, a prompt that does not fit the model, or a mean
+            over prompts of different lengths.
+    """
+
+    def __init__(
+        self,
+        model: HookedModel,
+        site: Site,
+        pairs: PromptPairs,
+        patch: Patch,
+        batch_size: int,
+        seed: int = 0,
+    ) -> None:
+        self.model, self.site, self.patch = model, site, patch
+        self.adapter = adapt(model)
+        check_patch(
+            patch, patch in ("corrupted", "mean", "resample") if isinstance(patch, str) else False
+        )
+        self.adapter.check_tokens(torch.cat([pairs.clean, pairs.corrupted]))
+        drawn = torch.randint(
+            len(pairs), (len(pairs),), generator=torch.Generator().manual_seed(seed)
+        )
+        self.batches = [piece.to(self.adapter.device) for piece in pairs.split(batch_size)]
+        self._others = pairs.clean[drawn].to(self.adapter.device).split(batch_size)
+        self._mean = self._mean_over(self.batches) if patch == "mean" else None
+
+    def __iter__(self) -> Iterator[tuple[PromptPairs, GatedRun]]:
+        for index, batch in enumerate(self.batches):
+            yield batch, self.run(index)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def run(self, index: int) -> GatedRun:
+        """One batch, ready to be run under gates."""
+        batch = self.batches[index]
+        return GatedRun(self.model, self.site, batch.clean, read_mask(batch), self.values(index))
+
+    def values(self, index: int) -> PatchValues:
+        """What closed gates show on a batch."""
+        points = self.site.points(self.adapter)
+        if self._mean is not None:
+            return PatchValues(self.adapter, points, self._mean)
+        if self.patch == "corrupted":
+            reference = self.batches[index].corrupted
+        elif self.patch == "resample":
+            reference = self._others[index]
+        else:
+            return PatchValues(self.adapter, points, self.patch)
+        return PatchValues(self.adapter, points, "corrupted", reference)
+
+    @torch.no_grad()
+    def _mean_over(self, batches: Sequence[PromptPairs]) -> dict[str, Tensor]:
+        if len({int(p) for batch in batches for p in batch.positions}) > 1:
+            raise ValueError(
+                'expected prompts of one length for patch="mean", which averages position by '
+                "position; pad them to one template, or select those of one length"
+            )
+        points = self.site.points(self.adapter)
+        total: dict[str, Tensor] = {}
+        for batch in batches:
+            kept, _ = record(self.adapter, batch.clean, points)
+            for name in points:
+                total[name] = total.get(name, 0) + kept[name].sum(dim=0, keepdim=True)
+        n_pairs = sum(len(batch) for batch in batches)
+        return {name: value / n_pairs for name, value in total.items()}
+
+
+def read_mask(batch: PromptPairs) -> Bool[Tensor, "pair pos"]:
+    """The position of each pair that is read."""
+    return F.one_hot(batch.positions, batch.clean.shape[1]).bool()

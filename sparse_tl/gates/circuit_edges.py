@@ -1,0 +1,266 @@
+"""Gates on circuit edges: every destination v reads
+
+    input_v = residual_v - sum_u (1 - gate[u, v]) (now_u - patch_u),
+
+where ``now_u`` is what source u writes in this very pass, ``patch_u`` what the patch writes, and
+``residual_v`` the residual stream as it comes, the sum of all that is written now. With gates of 1
+that is the plain model, bit for bit; with gates of 0 the patched one. Normalisation is recomputed
+at every destination.
+
+Only what some gate closes is computed: per-head writes of the sources that an edge is closed from,
+and reads of the destinations that it is closed into.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from sparse_tl.gates.patches import PatchValues
+from sparse_tl.gates.sites import Hooks, Pass
+from sparse_tl.graph import Destination
+from sparse_tl.lens import EMBEDDED, Adapter, Order, heads_written, source_points
+from sparse_tl.nodes import Node
+
+_FEW = 0.5
+"""Share of a layer's reads below which they are made one by one instead of all together."""
+
+
+@dataclass(frozen=True)
+class CircuitEdges:
+    """One gate for each circuit edge, ``[source, destination]`` as in the model's graph."""
+
+    def shape(self, adapter: Adapter) -> tuple[int, ...]:
+        return tuple(adapter.graph.exists.shape)
+
+    def points(self, adapter: Adapter, gates: Any = None) -> list[str]:
+        return source_points(adapter.n_layers, adapter.graph.has_mlps)
+
+    def first_layer(self, adapter: Adapter, differ: Tensor) -> int:
+        graph = adapter.graph
+        columns = (differ & graph.exists.to(differ.device)).any(dim=-2).any(dim=0).nonzero()
+        if not len(columns):
+            return graph.n_layers
+        node = graph.destinations[int(columns[0])].node
+        return graph.n_layers if node.kind == "logits" else node.layer
+
+    def hooks(
+        self,
+        adapter: Adapter,
+        gates: Float[Tensor, "stack source destination"],
+        patch: PatchValues,
+        now: Pass,
+    ) -> Hooks:
+        return CircuitPass(adapter, gates, patch, now).hooks()
+
+
+class CircuitPass:
+    """One forward pass under stacked gates on circuit edges.
+
+    Args:
+        adapter: of the model.
+        gates: on the edges; differentiable where they require gradients.
+        patch: what closed edges show.
+        now: where the pass starts, and what the sources before it wrote.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        gates: Float[Tensor, "stack source destination"],
+        patch: PatchValues,
+        now: Pass,
+    ) -> None:
+        self.adapter, self.graph, self.patch, self.now = adapter, adapter.graph, patch, now
+        exists = self.graph.exists.to(adapter.device)
+        self.closed = torch.where(exists, 1 - gates.to(adapter.device, adapter.dtype), 0)
+        self.learned = gates.requires_grad
+        acts = exists if self.learned else (self.closed != 0).any(dim=0)
+        # On the CPU: what is asked of them once for every read must not wait for a GPU.
+        self._rows = acts.any(dim=1).nonzero()[:, 0].tolist()
+        """The sources that some gate is closed on; all others are never taken apart."""
+        self._columns = acts.any(dim=0).tolist()
+        self._compact = self.closed[:, self._rows]
+        self._residual: Tensor | None = None
+        self._changes = _Changes(len(self._rows), keep_all=self.learned)
+        first = self.graph.n_sources_before(Node("head", now.from_layer))
+        before = self._rows[: bisect_left(self._rows, first)]
+        if now.changes is not None and before:
+            self._changes.append(now.changes[before].repeat(1, now.n_stack, 1, 1))
+
+    def hooks(self) -> Hooks:
+        """Those of the layers from the start on."""
+        graph, hooks = self.graph, list[tuple]()
+        if self.now.from_layer == 0 and self._rows[:1] == [0]:
+            hooks.append((EMBEDDED, Order.LAST, partial(self._note, EMBEDDED)))
+        for layer in range(self.now.from_layer, graph.n_layers):
+            block = f"blocks.{layer}"
+            changed = [slot for slot in "qkv" if self._closes(*self._heads(layer, slot))]
+            if changed:
+                hooks.append((f"{block}.hook_resid_pre", Order.LAST, self._keep_residual))
+            for slot in changed:
+                read = partial(self._read_heads, layer, slot)
+                hooks.append((f"{block}.attn.hook_{slot}", Order.FIRST, read))
+            heads = self._heads_of(layer)
+            if heads:
+                note = partial(self._note_heads, layer, heads)
+                hooks.append((f"{block}.attn.hook_z", Order.LAST, note))
+            if graph.has_mlps:
+                mlp = graph.destination_index(f"m{layer}")
+                if self._closes(mlp, 1):
+                    read = partial(self.read, mlp, graph.n_sources_before(Node("mlp", layer)))
+                    hooks.append((f"{block}.mlp_input", Order.FIRST, read))
+                if graph.source_index(f"m{layer}") in self._rows:
+                    name = f"{block}.hook_mlp_out"
+                    hooks.append((name, Order.LAST, partial(self._note, name)))
+        if self._closes(len(graph.destinations) - 1, 1):
+            name = f"blocks.{graph.n_layers - 1}.hook_resid_post"
+            hooks.append((name, Order.LAST, self.read_logits))
+        return hooks
+
+    def read_logits(
+        self, residual: Float[Tensor, "rows pos d_model"]
+    ) -> Float[Tensor, "rows pos d_model"]:
+        """What the logits read, from the final residual stream."""
+        return self.read(len(self.graph.destinations) - 1, len(self.graph.sources), residual)
+
+    def read(
+        self, column: int, before: int, residual: Float[Tensor, "rows pos d_model"]
+    ) -> Float[Tensor, "rows pos d_model"]:
+        """What one destination reads, in place of the residual stream."""
+        weights = self._weights(column, 1, before)
+        if weights.shape[1] == 0:
+            return residual
+        return self._reads(weights, residual)[:, 0].reshape(residual.shape)
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def _heads_of(self, layer: int) -> list[int]:
+        """The heads of a layer that are taken apart."""
+        first = self.graph.source_index(f"a{layer}.h0")
+        return [row - first for row in self._rows if 0 <= row - first < self.graph.n_heads]
+
+    def _heads(self, layer: int, slot: str) -> tuple[int, int]:
+        """The first column of a layer's q, k or v inputs, and how many there are."""
+        grouped = slot != "q" and self.graph.n_kv_heads < self.graph.n_heads
+        node = Node("kv_head" if grouped else "head", layer)
+        first = self.graph.destination_index(Destination(node, slot))  # type: ignore[arg-type]
+        return first, self.graph.n_heads if slot == "q" else self.graph.n_kv_heads
+
+    def _closes(self, column: int, count: int) -> bool:
+        return any(self._columns[column : column + count])
+
+    def _weights(self, column: int, count: int, before: int) -> Float[Tensor, "stack some n"]:
+        """How far the edges from the sources that are taken apart are closed."""
+        return self._compact[:, : bisect_left(self._rows, before), column : column + count]
+
+    def _keep_residual(self, residual: Float[Tensor, "rows pos d_model"]) -> None:
+        self._residual = residual
+
+    def _reads(
+        self, weights: Float[Tensor, "stack some n"], residual: Float[Tensor, "rows pos d_model"]
+    ) -> Float[Tensor, "stack n flat"]:
+        """What n destinations read, each with its own edges closed."""
+        n_stack, count, _ = weights.shape
+        changes = self._changes.first(count).view(count, n_stack, -1)
+        flat = residual.reshape(n_stack, 1, -1)
+        if n_stack == 1:
+            return torch.addmm(flat[0], weights[0].T, changes[:, 0], alpha=-1)[None]
+        return torch.baddbmm(flat, weights.mT, changes.transpose(0, 1), alpha=-1)
+
+    def _read_heads(
+        self, layer: int, slot: str, value: Float[Tensor, "rows pos head d_head"]
+    ) -> Float[Tensor, "rows pos head d_head"]:
+        """What the heads of a layer compute from what they read."""
+        column, count = self._heads(layer, slot)
+        weights = self._weights(column, count, self.graph.n_sources_before(Node("head", layer)))
+        assert self._residual is not None
+        norm = self.adapter.norm(layer, "attn")
+        weight, bias = self.adapter.qkv(layer, slot)  # type: ignore[arg-type]
+        changed = (weights != 0).any(dim=1)
+        if self.learned or changed.float().mean() > _FEW:
+            reads = norm(self._reads(weights, self._residual).unflatten(-1, self._shape()))
+            flat = rearrange(reads, "stack head batch pos d -> head (stack batch pos) d")
+            out = torch.baddbmm(bias.to(flat.dtype)[:, None], flat, weight.to(flat.dtype))
+            return rearrange(
+                out, "head (rows pos) d_head -> rows pos head d_head", rows=len(value)
+            ).to(value.dtype)
+        stack, head = changed.nonzero().unbind(dim=1)
+        reads = norm(self._few_reads(weights, stack, head))
+        flat = rearrange(reads, "part batch pos d -> part (batch pos) d")
+        out = torch.baddbmm(
+            bias[head].to(flat.dtype)[:, None], flat, weight[head].to(flat.dtype)
+        ).unflatten(1, self._shape()[:2])
+        value = value.unflatten(0, (self.now.n_stack, -1)).clone()
+        value[stack, :, :, head] = out.to(value.dtype)
+        return value.flatten(0, 1)
+
+    def _few_reads(
+        self, weights: Float[Tensor, "stack some n"], stack: Tensor, head: Tensor
+    ) -> Float[Tensor, "part batch pos d_model"]:
+        """What some heads read in some of the settings."""
+        assert self._residual is not None
+        reads = self._residual.unflatten(0, (self.now.n_stack, -1))[stack]
+        changes = self._changes.first(weights.shape[1]).unflatten(1, (self.now.n_stack, -1))
+        part, row = (weights[stack, :, head] != 0).nonzero().unbind(dim=1)
+        share = weights[stack[part], row, head[part]]
+        change = changes[row, stack[part]] * share[:, None, None, None]
+        return reads.index_add(0, part, change, alpha=-1)
+
+    def _shape(self) -> tuple[int, int, int]:
+        """Prompts, positions and d_model."""
+        assert self._residual is not None
+        rows, pos, d_model = self._residual.shape
+        return rows // self.now.n_stack, pos, d_model
+
+    # ---- what is written -------------------------------------------------------------------------
+
+    def _note(self, name: str, value: Float[Tensor, "rows pos d_model"]) -> None:
+        shown = self.patch.at(name, value, self.now.n_stack)
+        self._changes.append((value if shown is None else value - shown)[None])
+
+    def _note_heads(
+        self, layer: int, heads: list[int], z: Float[Tensor, "rows pos head d_head"]
+    ) -> None:
+        shown = self.patch.at(f"blocks.{layer}.attn.hook_z", z, self.now.n_stack)
+        change = z if shown is None else z - shown
+        self._changes.append(heads_written(self.adapter, layer, change, heads=heads))
+
+
+class _Changes:
+    """What the sources that are taken apart write, minus the patch, in the graph's order.
+
+    Without gradients rows are written into one buffer, since joining them for every read would cost
+    more than the model does; with gradients they are joined.
+    """
+
+    def __init__(self, n_rows: int, *, keep_all: bool) -> None:
+        self._n_rows, self._keep_all = n_rows, keep_all
+        self._buffer: Tensor | None = None
+        self._parts: list[Tensor] = []
+        self._filled = 0
+
+    def append(self, part: Float[Tensor, "some rows pos d_model"]) -> None:
+        """The next sources."""
+        if self._keep_all:
+            self._parts.append(part)
+            return
+        if self._buffer is None:
+            self._buffer = part.new_empty(self._n_rows, *part.shape[1:])
+        self._buffer[self._filled : self._filled + len(part)] = part
+        self._filled += len(part)
+
+    def first(self, count: int) -> Float[Tensor, "some rows pos d_model"]:
+        """The first sources; they must have been written."""
+        if self._keep_all:
+            self._parts = [torch.cat(self._parts)]
+            return self._parts[0][:count]
+        assert self._buffer is not None
+        return self._buffer[:count]

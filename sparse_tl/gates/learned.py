@@ -1,0 +1,118 @@
+"""Gates to be trained, at any site: a logit for each, and a distribution that makes it a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from sparse_tl.gates.distributions import (
+    GateDistribution,
+    GateMode,
+    SigmoidGate,
+    expected_size,
+    gate_values,
+)
+from sparse_tl.gates.sites import HookPoints, Site
+from sparse_tl.lens import HookedModel, Order, adapt, attached, check_hook_points
+
+
+class LearnedGates(nn.Module):
+    """Trainable gates of a site; to be put on a model by `gated`.
+
+    Args:
+        model: whose sizes, device and precision the gates take; it is not changed.
+        site: `Heads`, `CircuitEdges` or `HookPoints`.
+        distribution: how gates are sampled and evaluated; a plain sigmoid by default.
+        initial_logit: the gates' logits at the start.
+
+    Raises:
+        ValueError: a site whose size depends on the prompt.
+    """
+
+    def __init__(
+        self,
+        model: HookedModel,
+        site: Site,
+        *,
+        distribution: GateDistribution | None = None,
+        initial_logit: float = 4.0,
+    ) -> None:
+        super().__init__()
+        adapter = adapt(model)
+        shape = site.shape(adapter)
+        if -1 in shape:
+            raise ValueError(
+                f"expected a site whose gates are the same for all prompts; those of {site} are "
+                "not. SparseTransformer has gates on attention edges"
+            )
+        self.site, self.distribution = site, distribution or SigmoidGate()
+        self.logits = nn.Parameter(
+            torch.full(shape, float(initial_logit), device=adapter.device, dtype=adapter.gate_dtype)
+        )
+
+    def forward(
+        self,
+        mode: GateMode = GateMode.DETERMINISTIC,
+        generator: torch.Generator | None = None,
+        noise: float = 1.0,
+    ) -> Float[Tensor, "*gate"]:
+        """The gates in [0, 1], deterministic or sampled; differentiable in the logits."""
+        return gate_values(self.distribution, self.logits, mode, generator, noise)
+
+    def expected_size(self) -> Float[Tensor, ""]:
+        """The expected number of open gates; differentiable, a penalty for sparse gates."""
+        return expected_size(self.distribution, self.logits)
+
+
+def hook_points(
+    model: HookedModel,
+    names: str | Sequence[str],
+    axes: int | Sequence[int],
+    *,
+    sample: Int[Tensor, "batch pos"] | None = None,
+) -> HookPoints:
+    """The site of some hook points and axes, with their sizes as a run of the model shows them.
+
+    Args:
+        model: dense or sparse; it is not changed.
+        names: of hook points whose activations have the same size along `axes`.
+        axes: those that get one gate per index (negative ones count from the end).
+        sample: tokens of the run that tells the sizes; needed when a position axis is gated.
+
+    Raises:
+        ValueError: an unknown hook point, an axis that is out of range, or sizes that differ.
+    """
+    chosen = (names,) if isinstance(names, str) else tuple(names)
+    wanted = [axes] if isinstance(axes, int) else list(axes)
+    check_hook_points(model, chosen)
+    if sample is None:
+        sample = torch.zeros(1, 1, dtype=torch.long, device=adapt(model).device)
+    shapes: dict[str, torch.Size] = {}
+
+    def note(name: str, activation: Tensor) -> None:
+        shapes[name] = activation.shape
+
+    notes = [(name, Order.FIRST, partial(note, name)) for name in chosen]
+    with attached(model, notes), torch.no_grad():
+        model(sample, return_type=None)
+    silent = [name for name in chosen if name not in shapes]
+    if silent:
+        raise ValueError(f"expected every hook point to fire; {silent} did not")
+    ranks = {len(shape) for shape in shapes.values()}
+    if len(ranks) != 1:
+        raise ValueError(f"expected hook points of one rank; got {shapes}")
+    rank = ranks.pop()
+    positive = sorted(axis + rank if axis < 0 else axis for axis in wanted)
+    if not positive or positive[0] < 1 or positive[-1] >= rank or len(set(positive)) < len(wanted):
+        raise ValueError(
+            f"expected distinct axes in 1..{rank - 1} (axis 0 is the batch); got {wanted} for "
+            f"activations of shape {tuple(next(iter(shapes.values())))}"
+        )
+    sizes = {tuple(shape[axis] for axis in positive) for shape in shapes.values()}
+    if len(sizes) != 1:
+        raise ValueError(f"expected the same sizes along axes {positive}; got {shapes}")
+    return HookPoints(chosen, tuple(positive), sizes.pop())

@@ -1,0 +1,144 @@
+"""What stands where a gate is closed: nothing, a mean, another prompt's value, or given tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sparse_tl.lens import Activations, Adapter, record
+
+PatchName = Literal["zero", "mean", "corrupted", "resample"]
+Patch = PatchName | str | Activations
+"""A name of `PatchName`, or tensors by the name of their hook point (as from `run_with_cache`)."""
+
+
+def gate(
+    gates: Float[Tensor, "*#shape"], clean: Float[Tensor, "*#shape"], patch: Tensor | None
+) -> Float[Tensor, "*#shape"]:
+    """``gates * clean + (1 - gates) * patch``: 1 keeps, 0 patches. A patch of None is 0."""
+    kept = gates * clean
+    return kept if patch is None else kept + (1 - gates) * patch
+
+
+class PatchValues:
+    """The values of a patch, hook point by hook point.
+
+    - "zero": nothing;
+    - "mean": the mean over the reference prompts, position by position;
+    - "corrupted": for each prompt that is run, what the reference prompt of the same row shows;
+    - "resample": for each prompt that is run, what a reference prompt drawn at random shows, the
+      same one at all hook points;
+    - tensors that broadcast to the activation.
+
+    Args:
+        adapter: of the model.
+        names: the hook points that are patched.
+        patch: a name, or tensors by hook point.
+        reference: prompts for all names but "zero"; without padding on the left.
+        seed: of the draws.
+
+    Raises:
+        ValueError: an unknown name, a hook point without a tensor, or a reference that is missing
+            or not asked for.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        names: Sequence[str],
+        patch: Patch,
+        reference: Int[Tensor, "prompt pos"] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.patch, self.values = patch, {}
+        self._generator = torch.Generator().manual_seed(seed)
+        self._rows: Tensor | None = None
+        check_patch(patch, reference is not None)
+        if not isinstance(patch, str):
+            missing = [name for name in names if name not in patch]
+            if missing:
+                raise ValueError(f"expected a patch for every hook point; none for {missing}")
+            self.values = {name: patch[name] for name in names}
+        elif reference is not None and len(names):
+            if not len(reference):
+                raise ValueError("expected at least one reference prompt; got none")
+            with torch.no_grad():
+                kept, _ = record(adapter, reference, names)
+            mean = patch == "mean"
+            self.values = {n: v.mean(0, keepdim=True) if mean else v for n, v in kept.items()}
+
+    def draw(self, n_prompts: int) -> None:
+        """Choose reference prompts anew, for a pass over so many prompts."""
+        if self.patch == "resample" and self.values:
+            n = len(next(iter(self.values.values())))
+            self._rows = torch.randint(n, (n_prompts,), generator=self._generator)
+
+    def at(
+        self, name: str, like: Float[Tensor, "rows ..."], n_stack: int = 1, start: int = 0
+    ) -> Tensor | None:
+        """The values at a hook point, one row for each row of an activation; None for zeros.
+
+        Args:
+            name: of the hook point.
+            like: the activation: `n_stack` copies of the prompts, one after the other.
+            n_stack: how many.
+            start: the prompts' position at which the activation starts (with a key-value cache).
+
+        Raises:
+            ValueError: a reference that is shorter than the prompts, or has other rows.
+        """
+        if name not in self.values:
+            return None
+        value = self.values[name]
+        n_prompts = len(like) // n_stack
+        if self.patch == "resample":
+            if self._rows is None or len(like) % len(self._rows):
+                self.draw(n_prompts)
+            assert self._rows is not None
+            # Where other gates stack the prompts, their copies show the same.
+            value = value[self._rows.repeat(len(like) // len(self._rows)).to(value.device)]
+        if isinstance(self.patch, str):
+            value = _columns(name, value, like, start)
+        if value.ndim == like.ndim and len(value) not in (1, n_prompts, len(like)):
+            raise ValueError(
+                f"expected a patch of one row, or of one for each of {n_prompts} prompts; got "
+                f"{len(value)} at {name}"
+            )
+        if value.ndim == like.ndim and len(value) == n_prompts and n_stack > 1:
+            value = value.repeat(n_stack, *[1] * (value.ndim - 1))
+        return value.to(like)
+
+
+def check_patch(patch: Patch, has_reference: bool) -> None:
+    """Make sure that a patch is one, with reference prompts if and only if it needs them.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if isinstance(patch, str) and patch not in get_args(PatchName):
+        raise ValueError(
+            f"expected a patch of {get_args(PatchName)}, or tensors by hook point; got {patch!r}"
+        )
+    wanted = isinstance(patch, str) and patch != "zero"
+    if wanted != has_reference:
+        raise ValueError(
+            f"expected reference prompts for the patches 'mean', 'corrupted' and 'resample', and "
+            f"for these alone; got patch={patch if isinstance(patch, str) else 'tensors'!r} "
+            f"{'with' if has_reference else 'without'} them"
+        )
+
+
+def _columns(name: str, value: Tensor, like: Tensor, start: int) -> Tensor:
+    """The part of a reference's values that belongs to the positions of an activation."""
+    pattern = name.endswith("hook_pattern")  # [batch, head, query, key]; else [batch, pos, ...]
+    end = start + like.shape[2 if pattern else 1]
+    if value.shape[2 if pattern else 1] < end:
+        raise ValueError(
+            f"expected reference prompts at least as long as the {end} tokens that are run; they "
+            f"have {value.shape[2 if pattern else 1]}"
+        )
+    return value[:, :, start:end, : like.shape[3]] if pattern else value[:, start:end]

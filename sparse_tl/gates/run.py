@@ -1,0 +1,270 @@
+"""Models under given gates: for the length of a block, or many settings on the same prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sparse_tl.gates.circuit_edges import CircuitEdges, CircuitPass
+from sparse_tl.gates.patches import Patch, PatchValues
+from sparse_tl.gates.sites import (
+    AttentionEdges,
+    ClosedAttentionEdges,
+    Heads,
+    Pass,
+    Site,
+    closed_attention_edges,
+    n_stacked,
+)
+from sparse_tl.lens import (
+    Adapter,
+    HookedModel,
+    adapt,
+    attached,
+    check_gates,
+    record,
+    source_outputs,
+)
+
+
+@contextmanager
+def gated(
+    model: HookedModel,
+    site: Site,
+    gates: Tensor | ClosedAttentionEdges,
+    patch: Patch = "zero",
+    *,
+    reference: Int[Tensor, "prompt pos"] | None = None,
+    seed: int = 0,
+) -> Iterator[None]:
+    """Inside the block the model runs with ``gate * clean + (1 - gate) * patch`` at every gate.
+
+    Args:
+        model: dense or sparse; nothing is left on it after the block.
+        site: what the gates sit on: `Heads`, `AttentionEdges`, `CircuitEdges`, `HookPoints`.
+        gates: in [0, 1], of the site's shape; 1 keeps, 0 patches. With a leading stack axis the
+            model is to be called with as many copies of the prompts, one after the other.
+        patch: what a closed gate shows: "zero"; "mean" over the reference prompts, position by
+            position; "corrupted", the reference prompt of the same row; "resample", a reference
+            prompt drawn at random for every prompt; or tensors by hook point.
+        reference: prompts for the named patches but "zero", at least as long as those that are
+            run; neither have padding on the left.
+        seed: of the draws.
+
+    Raises:
+        ValueError: gates of another shape, a hook point that the model lacks, an unknown patch, a
+            reference that is missing, not asked for, or too short.
+    """
+    adapter = adapt(model)
+    stack, shape = _stacked(adapter, site, gates)
+    values = PatchValues(adapter, site.points(adapter, stack), patch, reference, seed)
+    with attached(model, site.hooks(adapter, stack, values, Pass(math.prod(shape)))):
+        yield
+
+
+@contextmanager
+def ablate_heads(
+    model: HookedModel,
+    heads: Sequence[tuple[int, int]],
+    patch: Patch = "zero",
+    *,
+    reference: Int[Tensor, "prompt pos"] | None = None,
+    seed: int = 0,
+) -> Iterator[None]:
+    """Inside the block, what these heads write is patched at ``hook_z``; as `gated`.
+
+    Args:
+        model: dense or sparse.
+        heads: (layer, head) of each.
+        patch: what they show instead.
+        reference: prompts for "mean", "corrupted" and "resample".
+        seed: of the draws.
+
+    Raises:
+        ValueError: no head, one that the model lacks, or as of `gated`.
+    """
+    adapter = adapt(model)
+    if not heads:
+        raise ValueError("expected at least one head to ablate; got none")
+    gates = torch.ones(adapter.n_layers, adapter.n_heads, device=adapter.device)
+    for layer, head in heads:
+        adapter.check_head(layer, head)
+        gates[layer, head] = 0
+    with gated(model, Heads(), gates, patch, reference=reference, seed=seed):
+        yield
+
+
+@contextmanager
+def ablate_attention_edges(
+    model: HookedModel, edges: Sequence[tuple[int, int, int, int]]
+) -> Iterator[None]:
+    """Inside the block the pattern at these attention edges is 0, after any learned gate.
+
+    The weights of the other keys stay as they are, as with a closed gate: nothing is renormalised.
+
+    Args:
+        model: dense or sparse.
+        edges: (layer, head, query, key) of each; query and key are columns, from 0.
+
+    Raises:
+        ValueError: no edge, an edge that the model lacks or that leads backwards, or, when the
+            model is run, an edge beyond the end of the prompts.
+    """
+    closed = closed_attention_edges(adapt(model), edges)
+    with gated(model, AttentionEdges(), closed):
+        yield
+
+
+class GatedRun:
+    """One batch of prompts, to be run under any number of settings of gates at one site.
+
+    Settings in a stack share one forward pass, and every pass starts at the first layer in which
+    some gate differs from the state that is kept: that of the whole model, or of `start_from`.
+
+    Args:
+        model: dense or sparse; it is not changed.
+        site: what the gates sit on.
+        tokens: the clean prompts.
+        read: the positions whose logits are read.
+        patch: what closed gates show, as of `gated`; or values that are shared by several runs.
+        reference: prompts for the named patches but "zero".
+        seed: of the draws of "resample".
+        attention_mask: 0 at padding.
+    """
+
+    def __init__(
+        self,
+        model: HookedModel,
+        site: Site,
+        tokens: Int[Tensor, "batch pos"],
+        read: Bool[Tensor, "batch pos"],
+        patch: Patch | PatchValues = "zero",
+        *,
+        reference: Int[Tensor, "batch pos"] | None = None,
+        seed: int = 0,
+        attention_mask: Int[Tensor, "batch pos"] | None = None,
+    ) -> None:
+        self.adapter, self.site, self.tokens, self.read = adapt(model), site, tokens, read
+        self.attention_mask = attention_mask
+        points = site.points(self.adapter)
+        if patch == "resample" and reference is not None:
+            # Drawn once: all settings are compared under the same patch.
+            generator = torch.Generator().manual_seed(seed)
+            drawn = torch.randint(len(reference), (len(tokens),), generator=generator)
+            patch, reference = "corrupted", reference[drawn]
+        if not isinstance(patch, PatchValues):
+            patch = PatchValues(self.adapter, points, patch, reference)
+        self.patch = patch
+        self._clean: Tensor | None = None
+        self._base: Tensor | None = None
+        self._entering: list[Tensor] = []
+        self._changes: Tensor | None = None
+
+    @property
+    def clean_logits(self) -> Float[Tensor, "label vocab"]:
+        """Those of the whole model; its state is kept, unless another is."""
+        if self._clean is None:
+            if self._base is None:
+                self._clean = self.start_from(None)
+            else:
+                with torch.no_grad():
+                    final = self.adapter.final(
+                        self.tokens, read=self.read, attention_mask=self.attention_mask
+                    )
+                    self._clean = self.adapter.logits_at(final, self.read)
+        return self._clean
+
+    @torch.no_grad()
+    def start_from(self, gates: Tensor | None) -> Float[Tensor, "label vocab"]:
+        """Logits under one setting, or of the whole model, whose state later passes start from."""
+        adapter = self.adapter
+        shape = [max(size, 1) for size in self.site.shape(adapter)]
+        whole = torch.ones(shape, device=adapter.device)
+        setting = whole if gates is None else gates.to(adapter.device)
+        stack, _ = _stacked(adapter, self.site, setting)
+        edges = isinstance(self.site, CircuitEdges)
+        points = self.site.points(adapter) if edges else []
+        entering = [f"blocks.{layer}.hook_resid_pre" for layer in range(adapter.n_layers)]
+        run = stack.clone()
+        if edges:
+            run[..., -1] = 1  # what the logits read is not what stands in the residual stream
+        # Hooks of the setting come first: what is recorded is what the gates leave.
+        with attached(adapter.model, self.site.hooks(adapter, run, self.patch, Pass(1))):
+            kept, final = record(
+                adapter, self.tokens, [*entering, *points], attention_mask=self.attention_mask
+            )
+        self._entering, self._base = [*(kept[name] for name in entering), final], stack
+        if edges:
+            shown = {name: self.patch.at(name, kept[name]) for name in points}
+            change = {n: kept[n] if shown[n] is None else kept[n] - shown[n] for n in points}
+            self._changes = source_outputs(adapter, change)
+        return self.logits(setting)
+
+    def logits(self, gates: Tensor) -> Float[Tensor, "*stack label vocab"]:
+        """Logits at the read positions, row by row, under one setting of gates or a stack of them.
+
+        Differentiable in the gates where gradients are on.
+        """
+        final = self.final(gates)
+        logits = self.adapter.logits(final.flatten(0, -2)[:, None])[:, 0]
+        return logits.view(*final.shape[:-1], -1)
+
+    def final(self, gates: Tensor) -> Float[Tensor, "*stack label d_model"]:
+        """The final residual stream at the read positions, row by row."""
+        adapter = self.adapter
+        stack, shape = _stacked(adapter, self.site, gates)
+        n_stack, first = math.prod(shape), self._first_layer(stack)
+        now = Pass(n_stack, first, changes=self._changes if first else None)
+        if first == adapter.n_layers:
+            final = self._entering[first].repeat(n_stack, 1, 1)
+            if isinstance(self.site, CircuitEdges):
+                final = CircuitPass(adapter, stack, self.patch, now).read_logits(final)
+        else:
+            once = isinstance(self.site, Heads)
+            now.n_prompts = len(self.tokens) if once and n_stack > 1 else None
+            with attached(adapter.model, self.site.hooks(adapter, stack, self.patch, now)):
+                final = adapter.final(
+                    self._entering[first] if first else self.tokens,
+                    from_layer=first,
+                    read=self.read,
+                    copies=n_stack,
+                    attend_once=once,
+                    attention_mask=self.attention_mask,
+                )
+        chosen = final[self.read.repeat(n_stack, 1)]
+        return chosen.view(*shape, -1, chosen.shape[-1])
+
+    def _first_layer(self, stack: Tensor | ClosedAttentionEdges) -> int:
+        """Where a pass may start: all before is as in the state that is kept."""
+        if self._base is None:
+            return 0
+        if isinstance(stack, ClosedAttentionEdges):
+            return int(stack.edges[:, 0].min())
+        if stack.requires_grad:
+            return 0
+        if isinstance(self.site, CircuitEdges):
+            exists = self.adapter.graph.exists[:, -1]
+            if not bool(stack[:, exists.to(stack.device), -1].any()):
+                return self.adapter.n_layers  # the logits read nothing but patches
+        return self.site.first_layer(self.adapter, stack != self._base.to(stack))
+
+
+def _stacked(
+    adapter: Adapter, site: Site, gates: Tensor | ClosedAttentionEdges
+) -> tuple[Any, tuple[int, ...]]:
+    """Gates with a stack axis, and the shape of the stack that they had, if any."""
+    if isinstance(site, Heads | AttentionEdges):
+        check_gates(adapter)
+    if isinstance(gates, ClosedAttentionEdges):
+        return gates, () if gates.stack is None else (gates.n_stack,)
+    if not gates.is_floating_point():
+        gates = gates.to(adapter.gate_dtype)
+    gates = gates.to(adapter.device)
+    n_stack = n_stacked(site, adapter, gates)
+    return (gates[None], ()) if n_stack is None else (gates, (n_stack,))

@@ -1,0 +1,179 @@
+"""Whether a model is what the package takes it for, seen in numbers when it is first used.
+
+One small forward pass each, in which only the package's own hooks run:
+
+*gates*    an edit of the attention scores moves the pattern of every layer; with the pattern at
+           zero heads write nothing, and what the attention layer writes is its bias;
+*circuits* normalisation and projection of the residual stream give q, k and v; what the heads write
+           adds up to the attention layer's output, and all sources to the final residual stream;
+           unembedding that gives the logits.
+
+This catches what no list of architectures can, and turns a wrong number into a refusal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from sparse_tl.lens.attaching import Order, attached, others_off
+from sparse_tl.lens.points import Model, layer_points
+from sparse_tl.lens.recording import (
+    EMBEDDED,
+    destination_points,
+    heads_written,
+    record,
+    residual_points,
+    source_points,
+)
+
+if TYPE_CHECKING:
+    from sparse_tl.lens.adapter import Adapter
+
+_checked: dict[str, WeakSet[Model]] = {"gates": WeakSet(), "circuits": WeakSet()}
+
+
+def check_gates(adapter: Adapter) -> None:
+    """Make sure that gates on attention edges and heads act on a model.
+
+    Raises:
+        ValueError: a hook point is missing, fires never or twice, or edits to it are dropped.
+    """
+    _once("gates", adapter, _gates_act)
+
+
+def check_circuits(adapter: Adapter) -> None:
+    """Make sure that a model is the sum of its heads and MLPs, each of which reads what is written.
+
+    Raises:
+        ValueError: it is not, with the part that differs.
+    """
+    _once("circuits", adapter, _parts_add_up)
+
+
+@torch.no_grad()
+def _once(kind: str, adapter: Adapter, check: Callable[[Adapter, Tensor], None]) -> None:
+    if adapter.model in _checked[kind]:
+        return
+    with others_off(adapter.model):
+        check(adapter, _few_tokens(adapter))
+    _checked[kind].add(adapter.model)
+
+
+def _few_tokens(adapter: Adapter) -> Int[Tensor, "1 pos"]:
+    """A prompt that means nothing, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    length = min(5, adapter.n_ctx)
+    return torch.randint(adapter.d_vocab, (1, length), generator=generator).to(adapter.device)
+
+
+def _gates_act(adapter: Adapter, tokens: Tensor) -> None:
+    model, layers = adapter.model, range(adapter.n_layers)
+    seen: dict[str, list[Tensor]] = {}
+
+    def note(name: str, value: Tensor) -> None:
+        seen.setdefault(name, []).append(value)
+
+    names = {
+        suffix: layer_points(model, suffix)
+        for suffix in ("attn.hook_attn_scores", "attn.hook_pattern", "attn.hook_z", "hook_attn_out")
+    }
+    notes = [(name, Order.LAST, partial(note, name)) for some in names.values() for name in some]
+    with attached(model, notes):
+        model(tokens, return_type=None)
+    for name in (name for some in names.values() for name in some):
+        if len(seen.get(name, ())) != 1:
+            raise ValueError(
+                f"expected {name} to fire once in a forward pass of {adapter.name!r}; it fired "
+                f"{len(seen.get(name, ()))} times. Gates cannot sit on this model as it is "
+                "configured."
+            )
+    plain = {name: values[0] for name, values in seen.items()}
+    seen.clear()
+    ramp = torch.arange(tokens.shape[1], device=tokens.device).to(adapter.dtype)
+    edits = [
+        (name, Order.FIRST, lambda scores: scores + ramp) for name in names["attn.hook_attn_scores"]
+    ]
+    edits += [(name, Order.LAST, partial(note, name)) for name in names["attn.hook_pattern"]]
+    with attached(model, edits):
+        model(tokens, return_type=None)
+    for layer, name in enumerate(names["attn.hook_pattern"]):
+        if tokens.shape[1] > 1 and torch.equal(seen[name][0], plain[name]):
+            _refuse(adapter, layer, "edits to its attention scores do not reach the pattern")
+    seen.clear()
+    edits = [(name, Order.FIRST, torch.zeros_like) for name in names["attn.hook_pattern"]]
+    edits += [(name, Order.LAST, partial(note, name)) for name in names["attn.hook_z"]]
+    edits += [(name, Order.LAST, partial(note, name)) for name in names["hook_attn_out"]]
+    with attached(model, edits):
+        model(tokens, return_type=None)
+    for layer in layers:
+        if bool(seen[names["attn.hook_z"][layer]][0].any()):
+            _refuse(adapter, layer, "edits to its attention pattern do not reach its heads")
+        left = seen[names["hook_attn_out"][layer]][0]
+        if not torch.allclose(left, left[:, :1].expand_as(left)):
+            _refuse(adapter, layer, "what it writes does not come from its heads alone")
+
+
+def _refuse(adapter: Adapter, layer: int, why: str) -> None:
+    raise ValueError(
+        f"expected a model whose attention can be gated by hooks; in layer {layer} of "
+        f"{adapter.name!r} {why}: gates would have no effect on it"
+    )
+
+
+def _parts_add_up(adapter: Adapter, tokens: Tensor) -> None:
+    cfg = adapter.model.cfg
+    odd = {
+        "positional_embedding_type": cfg.positional_embedding_type == "shortformer",
+        "attention_dir": not adapter.causal,
+        "ungroup_grouped_query_attention": cfg.ungroup_grouped_query_attention,
+    }
+    for name, unsupported in odd.items():
+        if unsupported:
+            raise ValueError(
+                f"expected a causal model whose inputs are the residual stream alone; circuits do "
+                f"not support cfg.{name}={getattr(cfg, name)!r} of {adapter.name!r}"
+            )
+    has_mlps, layers = not cfg.attn_only, range(adapter.n_layers)
+    names = source_points(adapter.n_layers, has_mlps)
+    for layer in layers:
+        names += destination_points(layer, has_mlps) + residual_points(layer, has_mlps)
+        names.append(f"blocks.{layer}.hook_attn_out")
+    kept, final = record(adapter, tokens, names)
+    total = kept[EMBEDDED]
+    for layer in layers:
+        block = f"blocks.{layer}"
+        normed = adapter.norm(layer, "attn")(kept[f"{block}.hook_resid_pre"])
+        for slot in "qkv":
+            weight, bias = adapter.qkv(layer, slot)  # type: ignore[arg-type]
+            rebuilt = torch.einsum("bpd,hde->bphe", normed, weight.to(normed.dtype)) + bias
+            _same(adapter, kept[f"{block}.attn.hook_{slot}"], rebuilt, f"{slot} of layer {layer}")
+        if has_mlps:
+            rebuilt = adapter.norm(layer, "mlp")(kept[f"{block}.mlp_input"])
+            _same(adapter, kept[f"{block}.mlp_normalized"], rebuilt, f"what MLP {layer} reads")
+        heads = heads_written(adapter, layer, kept[f"{block}.attn.hook_z"]).sum(dim=0)
+        written = kept[f"{block}.hook_attn_out"]
+        # The bias belongs to no head; it is the same at every position.
+        rest = written - heads
+        _same(adapter, written, heads + rest[:, :1], f"what the heads of layer {layer} write")
+        total = total + written + (kept[f"{block}.hook_mlp_out"] if has_mlps else 0)
+    _same(adapter, final, total, "the final residual stream")
+    _same(adapter, adapter.model(tokens), adapter.logits(final), "the logits")
+
+
+def _same(adapter: Adapter, found: Tensor, rebuilt: Tensor, what: str) -> None:
+    exact = adapter.dtype in (torch.float32, torch.float64)
+    off = (found - rebuilt).abs().max().item()
+    if off > (1e-3 if exact else 5e-2) * (1e-6 + found.abs().max().item()):
+        raise ValueError(
+            f"expected a model that is the sum of its heads and MLPs, each of which reads the "
+            f"normalised residual stream; in {adapter.name!r} {what} differs from that by "
+            f"{off:.3g}. Its parts are normalised, scaled or weighted in a way that circuits do "
+            "not support."
+        )

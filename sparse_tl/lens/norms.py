@@ -1,0 +1,71 @@
+"""A normalisation of the residual stream as one operation, and the way back through it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Norm:
+    """``weight (x - mean) / scale + bias`` with ``scale = sqrt(mean((x - mean)^2) + eps)``.
+
+    An RMS norm subtracts no mean; without normalisation (`kind` None) the output is the input.
+    """
+
+    kind: Literal["layer", "rms"] | None
+    weight: Float[Tensor, " d_model"] | None
+    bias: Float[Tensor, " d_model"] | None
+    eps: float
+
+    @staticmethod
+    def of(cfg: Any, module: nn.Module | None) -> Norm:
+        """The normalisation that a module of a HookedTransformer computes."""
+        name = cfg.normalization_type
+        kind = None if name is None else "layer" if name.startswith("LN") else "rms"
+        return Norm(kind, getattr(module, "w", None), getattr(module, "b", None), cfg.eps)
+
+    def __call__(self, residual: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
+        """In one operation, without the model's hook points."""
+        if self.kind is None:
+            return residual
+        shape = residual.shape[-1:]
+        if self.kind == "layer":
+            return F.layer_norm(residual, shape, self.weight, self.bias, self.eps)
+        return F.rms_norm(residual, shape, self.weight, self.eps)
+
+    def centred(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
+        """Without its mean over d_model, where this norm subtracts it."""
+        return x - x.mean(dim=-1, keepdim=True) if self.kind == "layer" else x
+
+    def standardised(
+        self, residual: Float[Tensor, "*rows d_model"]
+    ) -> tuple[Float[Tensor, "*rows d_model"], Float[Tensor, "*rows 1"]]:
+        """The input without mean and scale, and the scale."""
+        x = residual.detach()
+        if x.dtype in (torch.float16, torch.bfloat16):
+            x = x.float()  # squares of large activations overflow in half precision
+        x = self.centred(x)
+        scale = (x.pow(2).mean(dim=-1, keepdim=True) + self.eps).sqrt()
+        return (x / scale).to(residual.dtype), scale.to(residual.dtype)
+
+    def pulled_back(
+        self, residual: Float[Tensor, "*rows d_model"], gradient: Float[Tensor, "*rows d_model"]
+    ) -> Float[Tensor, "*rows d_model"]:
+        """Through the transposed Jacobian: ``(g - mean g - x mean(g x)) / scale``.
+
+        g is the gradient times the weight and x the standardised input; an RMS norm subtracts no
+        mean. Exact with the epsilon inside the scale.
+        """
+        if self.kind is None:
+            return gradient
+        x, scale = self.standardised(residual)
+        if self.weight is not None:
+            gradient = gradient * self.weight
+        gradient = self.centred(gradient)
+        return (gradient - (gradient * x).mean(dim=-1, keepdim=True) * x) / scale

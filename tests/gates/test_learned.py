@@ -1,0 +1,134 @@
+"""Learned gates at any site: the formula, the oracle of zeroing by hand, and gradients."""
+
+import pytest
+import torch
+
+from sparse_tl import Heads, LearnedGates, SparseTransformer, gated, hook_points
+from sparse_tl.gates import AttentionEdges, BernoulliGate, GateMode
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(0, 13, (2, 6), generator=torch.Generator().manual_seed(1))
+
+
+def test_head_gates_of_one_keep_and_of_zero_silence(build_tiny, tokens):
+    model = build_tiny("plain")
+    clean = model(tokens)
+    gates = LearnedGates(model, Heads(), distribution=BernoulliGate())
+    assert gates().shape == (model.cfg.n_layers, model.cfg.n_heads)
+    with gated(model, Heads(), gates()):
+        assert torch.equal(model(tokens), clean)
+    gates.logits.data[1, 0] = -1.0
+
+    def silence(z, hook):
+        z[:, :, 0] = 0
+        return z
+
+    with gated(model, Heads(), gates()):
+        found = model(tokens)
+    oracle = model.run_with_hooks(tokens, fwd_hooks=[("blocks.1.attn.hook_z", silence)])
+    assert torch.equal(found, oracle)
+    assert torch.equal(model(tokens), clean)
+
+
+def test_a_gate_interpolates_between_clean_and_patch(build_tiny, tokens):
+    model = build_tiny("plain")
+    _, corrupted = model.run_with_cache(tokens.flip(1))
+    name = "blocks.0.mlp.hook_post"
+    site = hook_points(model, name, axes=-1)
+    gates = LearnedGates(model, site, initial_logit=0.4)
+    seen = {}
+    clean = model.run_with_cache(tokens)[1][name]
+    for patch in ({"patch": corrupted}, {"patch": "corrupted", "reference": tokens.flip(1)}):
+        with gated(model, site, gates(), **patch):
+            model.run_with_hooks(tokens, fwd_hooks=[(name, lambda a, hook: seen.update(a=a))])
+        gate = torch.sigmoid(torch.tensor(0.4))
+        torch.testing.assert_close(seen["a"], gate * clean + (1 - gate) * corrupted[name])
+
+
+def test_positions_and_residual_dimensions_can_be_gated(build_tiny, tokens):
+    model = build_tiny("plain")
+    name = "blocks.1.hook_resid_pre"
+    site = hook_points(model, name, axes=(1, 2), sample=tokens)
+    gates = torch.ones(1, 6, model.cfg.d_model)
+    gates[0, 2, 5] = 0
+    seen = {}
+    with gated(model, site, gates):
+        model.run_with_hooks(tokens, fwd_hooks=[(name, lambda a, hook: seen.update(a=a))])
+        with pytest.raises(ValueError, match="6 entries along axis 1"):
+            model(tokens[:, :4])
+    assert (seen["a"][:, 2, 5] == 0).all()
+    assert (seen["a"] == 0).sum() == len(tokens)
+
+
+def test_head_gates_have_the_gradient_of_finite_differences(build_tiny, tokens):
+    model = build_tiny("float64")
+    gates = LearnedGates(model, Heads(), initial_logit=0.2)
+
+    def loss() -> torch.Tensor:
+        with gated(model, Heads(), gates()):
+            return model(tokens, return_type="loss")
+
+    loss().backward()
+    for index in ((0, 1), (1, 0)):
+        ends = []
+        for step in (1e-5, -1e-5):
+            with torch.no_grad():
+                gates.logits[index] += step
+                ends.append(loss().item())
+                gates.logits[index] -= step
+        slope = (ends[0] - ends[1]) / 2e-5
+        assert gates.logits.grad[index].item() == pytest.approx(slope, rel=1e-5)
+
+
+def test_gates_learn(build_tiny):
+    model = build_tiny("plain").requires_grad_(False)
+    gates = LearnedGates(model, Heads(), distribution=BernoulliGate(), initial_logit=1.0)
+    optimizer = torch.optim.Adam(gates.parameters(), lr=0.2)
+    for _ in range(30):
+        optimizer.zero_grad()
+        gates.expected_size().backward()
+        optimizer.step()
+    assert gates().sum() == 0
+    sampled = gates(GateMode.SAMPLED, torch.Generator().manual_seed(0))
+    assert set(sampled.unique().tolist()) <= {0.0, 1.0}
+
+
+def test_gates_work_on_a_sparse_model_and_leave_it(build_tiny, tokens):
+    sparse = SparseTransformer(build_tiny("plain"), initial_bias=0.0)
+    before = sparse(tokens)
+    with pytest.raises(RuntimeError, match="planted"), gated(sparse, Heads(), torch.zeros(2, 2)):
+        assert not torch.equal(sparse(tokens), before)
+        raise RuntimeError("planted")
+    assert torch.equal(sparse(tokens), before)
+
+
+def test_bad_sites_are_refused_before_any_work(build_tiny, tokens):
+    model = build_tiny("plain")
+    with pytest.raises(ValueError, match="Did you mean"):
+        hook_points(model, "blocks.7.mlp.hook_post", axes=-1)
+    with pytest.raises(ValueError, match="use_attn_result"):
+        hook_points(model, "blocks.0.attn.hook_result", axes=-1)
+    with pytest.raises(ValueError, match="axis 0 is the batch"):
+        hook_points(model, "blocks.0.mlp.hook_post", axes=0)
+    with pytest.raises(ValueError, match="distinct axes"):
+        hook_points(model, "blocks.0.mlp.hook_post", axes=(2, -1))
+    with pytest.raises(ValueError, match="one rank"):
+        hook_points(model, ["blocks.0.mlp.hook_post", "blocks.0.attn.hook_z"], axes=-1)
+    with pytest.raises(ValueError, match="same sizes"):
+        hook_points(model, ["blocks.0.mlp.hook_post", "blocks.0.hook_mlp_out"], axes=-1)
+    with pytest.raises(ValueError, match="the same for all prompts"):
+        LearnedGates(model, AttentionEdges())
+    site = hook_points(model, "blocks.0.mlp.hook_post", axes=-1)
+    with (
+        pytest.raises(ValueError, match="patch for every hook point"),
+        gated(model, site, torch.ones(1, 32), patch={}),
+    ):
+        pass
+    for gates in (torch.ones(3, 2), torch.ones(2), torch.ones(1, 1, 2, 2)):
+        with (
+            pytest.raises(ValueError, match=r"expected gates of shape \[2, 2\] at Heads"),
+            gated(model, Heads(), gates),
+        ):
+            pass
