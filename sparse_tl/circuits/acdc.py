@@ -276,7 +276,7 @@ class _Search:
         self._identity = {
             **asked,
             "graph": asdict(self.graph),
-            "patch": self.patch,
+            "patch": self.patch if isinstance(self.patch, str) else sorted(self.patch),
             "divergence": self.metric == "kl",
             "start": hashlib.sha256(self.state.mask.numpy().tobytes()).hexdigest(),
             "pairs": hashlib.sha256(said.encode()).hexdigest(),

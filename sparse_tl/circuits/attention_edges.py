@@ -77,11 +77,7 @@ def attribute_attention_edges(
                 patterns = [one.kept[name].detach() for name in names]
                 if not change:
                     wanted = zip(names, patterns, strict=True)
-                    patched = [shown.at(name, pattern) for name, pattern in wanted]
-                    change = [
-                        -clean if other is None else other - clean
-                        for clean, other in zip(patterns, patched, strict=True)
-                    ]
+                    change = [-shown.change(name, pattern) for name, pattern in wanted]
                 gradients = one.gradients(names)
                 total = total + one.share * torch.stack([gradients[name] for name in names])
                 step()

@@ -105,17 +105,17 @@ class Circuit(Result):
             mask[place] = False
         return Circuit(self.site, mask)
 
-    def connected(self, *, patch: str = "corrupted") -> Circuit:
+    def connected(self, *, patch: object = "corrupted") -> Circuit:
         """Without the circuit edges that have no effect under a patch.
 
-        No kept edge leads from where they end to the logits; or, where patches are corrupted
+        No kept edge leads from where they end to the logits; or, where patches are other
         prompts' values, none leads from the input to where they begin: a node that reads nothing
         but patches then writes its patch. (It does not where the patch is a mean or 0.)
         """
         graph, mask = self.graph, self.mask.clone()
         for row, node in enumerate(graph.sources):
             reads = node.kind == "input" or bool(mask[:, list(graph.readers(node))].any())
-            if patch == "corrupted" and not reads:
+            if patch in ("corrupted", "resample") and not reads:
                 mask[row] = False
         for column in reversed(range(len(graph.destinations))):
             if not reaches_logits(graph, mask, column):

@@ -159,10 +159,7 @@ class Passes:
         batch, patch = self.runs.batches[index], self.runs.values(index)
         kept, value = self._differentiable(batch, {})
         clean = {name: kept[name].detach() for name in self.sources}
-        change = {}
-        for name, written in clean.items():
-            shown = patch.at(name, written)
-            change[name] = -written if shown is None else shown - written
+        change = {name: -patch.change(name, written) for name, written in clean.items()}
         again = partial(self._value, batch)
         if self.method != "eap-ig-activations":
             share = 1.0 if self.method == "eap" else 1 / self.steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -110,7 +111,7 @@ class TokenBatch:
         )
 
     @property
-    def model_kwargs(self) -> dict[str, Tensor]:
+    def model_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of a forward pass beside the tokens."""
         return {} if self.attention_mask is None else {"attention_mask": self.attention_mask}
 

@@ -223,14 +223,12 @@ class CircuitPass:
     # ---- what is written -------------------------------------------------------------------------
 
     def _note(self, name: str, value: Float[Tensor, "rows pos d_model"]) -> None:
-        shown = self.patch.at(name, value, self.now.n_stack)
-        self._changes.append((value if shown is None else value - shown)[None])
+        self._changes.append(self.patch.change(name, value, self.now.n_stack)[None])
 
     def _note_heads(
         self, layer: int, heads: list[int], z: Float[Tensor, "rows pos head d_head"]
     ) -> None:
-        shown = self.patch.at(f"blocks.{layer}.attn.hook_z", z, self.now.n_stack)
-        change = z if shown is None else z - shown
+        change = self.patch.change(f"blocks.{layer}.attn.hook_z", z, self.now.n_stack)
         self._changes.append(heads_written(self.adapter, layer, change, heads=heads))
 
 

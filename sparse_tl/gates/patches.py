@@ -112,6 +112,11 @@ class PatchValues:
             value = value.repeat(n_stack, *[1] * (value.ndim - 1))
         return value.to(like)
 
+    def change(self, name: str, value: Float[Tensor, "rows ..."], n_stack: int = 1) -> Tensor:
+        """What stands at a hook point, minus the patch."""
+        shown = self.at(name, value, n_stack)
+        return value if shown is None else value - shown
+
 
 def check_patch(patch: Patch, has_reference: bool) -> None:
     """Make sure that a patch is one, with reference prompts if and only if it needs them.

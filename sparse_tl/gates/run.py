@@ -201,9 +201,8 @@ class GatedRun:
             )
         self._entering, self._base = [*(kept[name] for name in entering), final], stack
         if edges:
-            shown = {name: self.patch.at(name, kept[name]) for name in points}
-            change = {n: kept[n] if shown[n] is None else kept[n] - shown[n] for n in points}
-            self._changes = source_outputs(adapter, change)
+            changes = {name: self.patch.change(name, kept[name]) for name in points}
+            self._changes = source_outputs(adapter, changes)
         return self.logits(setting)
 
     def logits(self, gates: Tensor) -> Float[Tensor, "*stack label vocab"]:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import GatedRun, Heads
-from sparse_tl.lens import HookedModel, embedding_matrix, unembedded
+from sparse_tl.lens import HookedModel, adapt
 
 LOGITS_AT_ONCE = 2**24
 """64 MB in float32."""
@@ -85,7 +85,7 @@ def target_log_probabilities(
         rows_at_once = _fitting_rows(model, rows.tokens.shape[1])
     if rows_at_once < 1:
         raise ValueError(f"expected rows_at_once of at least 1; got {rows_at_once}")
-    device = embedding_matrix(model).device
+    device = adapt(model).device
     n_rows = min(len(rows), 64, rows_at_once)
     n_gates = max(1, rows_at_once // n_rows)
     parts = []
@@ -110,7 +110,7 @@ def _fitting_rows(model: HookedModel, length: int) -> int:
 def _losses(
     model: HookedModel, final: Float[Tensor, "stack label d_model"], labels: Int[Tensor, " label"]
 ) -> Float[Tensor, "stack label"]:
-    logits = unembedded(model, final)
+    logits = adapt(model).logits(final)
     precise = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(precise.flatten(0, 1), labels.repeat(len(final)), reduction="none").view(
         len(final), -1

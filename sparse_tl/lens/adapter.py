@@ -32,7 +32,8 @@ def adapt(model: HookedModel) -> Adapter:
     Raises:
         TypeError: a model of a kind that is not supported.
     """
-    inner = model.model_under_gates() if hasattr(model, "model_under_gates") else model
+    under_gates = getattr(model, "model_under_gates", None)
+    inner = model if under_gates is None else under_gates()
     if not isinstance(inner, Model):
         raise TypeError(
             f"expected a HookedTransformer, or a SparseTransformer around one; got "

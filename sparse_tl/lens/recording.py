@@ -82,9 +82,9 @@ def record(
         # Returned also where nothing changes: some models hand out a view that leads nowhere.
         return value
 
-    every = dict.fromkeys([*names, *changed, *([EMBEDDED] if differentiable else [])])
+    every = [*names, *changed, *([EMBEDDED] if differentiable else [])]
     hooks: list[tuple[str, Order, HookFunction]] = [
-        (name, Order.LAST, partial(keep, name)) for name in every
+        (name, Order.LAST, partial(keep, name)) for name in dict.fromkeys(every)
     ]
     with attached(adapter.model, hooks), torch.set_grad_enabled(differentiable):
         return kept, adapter.final(tokens, read=read, attention_mask=attention_mask)
