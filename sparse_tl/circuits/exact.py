@@ -84,7 +84,7 @@ def patch_exactly(
     return pd.Series((changes / len(pairs)).tolist(), index=[str(part) for part in asked])
 
 
-def _all_but_one(graph: CircuitGraph, parts: Sequence[Edge | Node]) -> Float[Tensor, part * shape]:
+def _all_but_one(graph: CircuitGraph, parts: Sequence[Edge | Node]) -> Float[Tensor, "part ..."]:
     """Gates under which each part is closed alone."""
     edges = isinstance(parts[0], Edge)
     shape = graph.exists.shape if edges else (graph.n_layers, graph.n_heads)
