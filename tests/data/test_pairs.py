@@ -85,9 +85,7 @@ def test_tensors_that_are_no_pairs() -> None:
 def test_answers_at_several_positions_are_several_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for a user
     pairs, both = _pairs(), torch.tensor([[1, 2], [2, 3]])
-    with pytest.raises(
-        ValueError, match=r"one position per pair; .*\(2, 2\).*repeat the prompt"
-    ):
+    with pytest.raises(ValueError, match=r"one position per pair; .*\(2, 2\).*repeat the prompt"):
         PromptPairs(pairs.clean, pairs.corrupted, pairs.answers, pairs.wrong, both)
 
 
