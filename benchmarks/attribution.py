@@ -22,7 +22,12 @@ from typing import Any
 import torch
 from sparse_tl.lens.streams import logits_at
 
-from sparse_tl.circuits import acdc, attribute_edges, attribute_heads, evaluate_edges
+from sparse_tl.circuits import (
+    acdc,
+    attribute_circuit_edges,
+    attribute_heads,
+    evaluate_circuit_edges,
+)
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.lens import adapt, build_model
 from sparse_tl.metrics import logit_difference
@@ -79,7 +84,7 @@ def _jobs(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
         model.requires_grad_(True)
 
     def attribute(method: str) -> Callable[[], Any]:
-        return lambda: attribute_edges(
+        return lambda: attribute_circuit_edges(
             model, pairs, logit_difference, method=method, steps=5, progress=False
         )
 
@@ -87,7 +92,7 @@ def _jobs(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
         nonlocal scores
         scores = scores or attribute("eap")()
         sizes = [round(scores.site.n_parts ** (k / 10)) for k in range(1, 11)]
-        evaluate_edges(model, pairs, logit_difference, scores, sizes, progress=False)
+        evaluate_circuit_edges(model, pairs, logit_difference, scores, sizes, progress=False)
 
     return {
         "forward": forward,

@@ -26,7 +26,7 @@ from .circuits import (
     attribute_attention_edges as attribute_attention_edges,
 )
 from .circuits import (
-    attribute_edges as attribute_edges,
+    attribute_circuit_edges as attribute_circuit_edges,
 )
 from .circuits import (
     attribute_heads as attribute_heads,
@@ -35,7 +35,7 @@ from .circuits import (
     evaluate as evaluate,
 )
 from .circuits import (
-    evaluate_edges as evaluate_edges,
+    evaluate_circuit_edges as evaluate_circuit_edges,
 )
 from .circuits import (
     evaluate_heads as evaluate_heads,
@@ -53,7 +53,7 @@ from .circuits import (
     patch_exactly as patch_exactly,
 )
 from .circuits import (
-    prune_edges as prune_edges,
+    prune_circuit_edges as prune_circuit_edges,
 )
 from .circuits import (
     roc as roc,
@@ -101,6 +101,9 @@ from .explorer.figures import (
     circuit_diagram as circuit_diagram,
 )
 from .gates import (
+    AttentionEdgeCounts as AttentionEdgeCounts,
+)
+from .gates import (
     AttentionEdges as AttentionEdges,
 )
 from .gates import (
@@ -111,9 +114,6 @@ from .gates import (
 )
 from .gates import (
     CircuitEdges as CircuitEdges,
-)
-from .gates import (
-    EdgeCounts as EdgeCounts,
 )
 from .gates import (
     GatedRun as GatedRun,
@@ -251,7 +251,7 @@ __all__ = [
     "CircuitGraph",
     "ContrastiveGates",
     "DocstringTask",
-    "EdgeCounts",
+    "AttentionEdgeCounts",
     "Evaluation",
     "Exploration",
     "GreaterThanTask",
@@ -277,14 +277,14 @@ __all__ = [
     "acdc",
     "attention_view",
     "attribute_attention_edges",
-    "attribute_edges",
+    "attribute_circuit_edges",
     "attribute_heads",
     "build_addition_model",
     "circuit_diagram",
     "component_diagram",
     "effect_figure",
     "evaluate",
-    "evaluate_edges",
+    "evaluate_circuit_edges",
     "evaluate_heads",
     "evaluate_held_out",
     "explore",
@@ -302,7 +302,7 @@ __all__ = [
     "patch_exactly",
     "post_train",
     "probability_difference",
-    "prune_edges",
+    "prune_circuit_edges",
     "read_documents",
     "roc",
     "save_model",

@@ -20,12 +20,12 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sparse_tl.grids import HeadGrid, PartGrid
-from sparse_tl.nodes import Destination, Edge, Kind, Node
+from sparse_tl.nodes import CircuitEdge, Destination, Kind, Node
 
 if TYPE_CHECKING:
     import networkx as nx
 
-__all__ = ["CircuitGraph", "Destination", "Edge", "Node"]
+__all__ = ["CircuitEdge", "CircuitGraph", "Destination", "Node"]
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,14 @@ class CircuitGraph(PartGrid):
         return self.n_parts
 
     @cached_property
-    def edges(self) -> tuple[Edge, ...]:
+    def edges(self) -> tuple[CircuitEdge, ...]:
         """All edges, in row-major order of `exists`: the order of ``scores[graph.exists]``."""
         return self.edges_of(self.exists)
 
-    def edges_of(self, mask: Bool[Tensor, "source destination"]) -> tuple[Edge, ...]:
+    def edges_of(self, mask: Bool[Tensor, "source destination"]) -> tuple[CircuitEdge, ...]:
         """The edges where a mask is true, in row-major order."""
         return tuple(
-            Edge(self.sources[source], self.destinations[destination])
+            CircuitEdge(self.sources[source], self.destinations[destination])
             for source, destination in mask.nonzero().tolist()
         )
 
@@ -147,7 +147,7 @@ class CircuitGraph(PartGrid):
             raise ValueError(f"expected a destination of {self!r}; it has no {destination}")
         return self._columns[destination]
 
-    def index(self, part: Edge | str | tuple[int, ...]) -> tuple[int, ...]:
+    def index(self, part: CircuitEdge | str | tuple[int, ...]) -> tuple[int, ...]:
         """Row and column of an edge.
 
         Raises:
@@ -155,7 +155,7 @@ class CircuitGraph(PartGrid):
         """
         if isinstance(part, tuple):
             return self._checked(part, part)
-        edge = Edge.parse(part) if isinstance(part, str) else part
+        edge = CircuitEdge.parse(part) if isinstance(part, str) else part
         index = self.source_index(edge.source), self.destination_index(edge.destination)
         if not self.exists[index]:
             raise ValueError(f"expected an edge of {self!r}; {edge.source} is too late for {edge}")

@@ -83,7 +83,7 @@ class Destination:
 
 
 @dataclass(frozen=True, repr=False)
-class Edge:
+class CircuitEdge:
     """A circuit edge: ``a0.h1->a3.h2<q>``."""
 
     source: Node
@@ -93,10 +93,10 @@ class Edge:
         return f"{self.source}->{self.destination}"
 
     def __repr__(self) -> str:
-        return f"Edge({self})"
+        return f"CircuitEdge({self})"
 
     @staticmethod
-    def parse(name: str) -> Edge:
+    def parse(name: str) -> CircuitEdge:
         """The edge of that name.
 
         Raises:
@@ -105,4 +105,4 @@ class Edge:
         source, arrow, destination = name.partition("->")
         if not arrow:
             raise ValueError(f'expected an edge such as "a0.h1->a3.h2<q>"; got {name!r}')
-        return Edge(Node.parse(source), Destination.parse(destination))
+        return CircuitEdge(Node.parse(source), Destination.parse(destination))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparse_tl.circuits import Circuit, Scores, from_eap_ig, to_eap_ig
-from sparse_tl.graph import CircuitGraph, Destination, Edge, Node
+from sparse_tl.graph import CircuitEdge, CircuitGraph, Destination, Node
 
 GPT2_SMALL = CircuitGraph(12, 12, 12)
 TINY = CircuitGraph(2, 2, 2)
@@ -45,7 +45,7 @@ def test_edges_counted_by_hand(graph: CircuitGraph, count: int) -> None:
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_names_and_indices_round_trip(graph: CircuitGraph) -> None:
     for edge, (row, column) in zip(graph.edges, graph.exists.nonzero().tolist(), strict=True):
-        assert Edge.parse(str(edge)) == edge
+        assert CircuitEdge.parse(str(edge)) == edge
         assert graph.index(str(edge)) == graph.index(edge) == (row, column)
 
 

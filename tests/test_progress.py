@@ -121,5 +121,5 @@ def test_a_training_names_its_measurements(
     row: dict[str, Any] = {"loss": 1.23456, "lambda": 30.0, "seconds": 2.0}
     monkeypatch.setattr(progress, "DELAY", 0.0)
     with TrainingProgress("post-training", 10) as bar:
-        bar.step(4, row, {"held_out_active_edges_per_token": 35.911})
+        bar.step(4, row, {"held_out_active_attention_edges_per_token": 35.911})
     assert shown[-1].startswith("post-training · 4 of 10 · 0:00 · loss 1.235, λ 30.00, best 35.91")

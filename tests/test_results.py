@@ -22,7 +22,7 @@ from sparse_tl.circuits import (
     Roc,
     Scores,
 )
-from sparse_tl.gates import EdgeCounts, SparseTransformer
+from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.grids import AttentionGrid
 from sparse_tl.head_roles import AblationCurve, ContrastiveGates, HeadRoles
@@ -59,7 +59,9 @@ RESULTS: dict[str, Any] = {
     "curve": EffectCurve("dense", (0, 2), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0)),
     "roc": Roc(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]), 0.5),
     "overlap": Overlap(0.5, 0.75, 0.6),
-    "counts": EdgeCounts(COUNTS, COUNTS * 0.5, COUNTS * 0.1, COUNTS * 3, torch.tensor([3, 3, 3])),
+    "counts": AttentionEdgeCounts(
+        COUNTS, COUNTS * 0.5, COUNTS * 0.1, COUNTS * 3, torch.tensor([3, 3, 3])
+    ),
     "held out": DENSE,
     "post-training": PostTraining(True, TargetLoss(0.1, "dense"), 0.0, DENSE, DENSE, 5, STEPS),
     "roles": HeadRoles(
@@ -218,9 +220,9 @@ def test_a_measurement_is_one_row():
     assert dict(zip(names, values, strict=True)) == {
         "loss": "0.25",
         "accuracy": "0.5",
-        "active_edges": "12",
-        "active_edges_per_token": "3",
-        "possible_edges": "24",
+        "active_attention_edges": "12",
+        "active_attention_edges_per_token": "3",
+        "possible_attention_edges": "24",
         "active_heads": "2",
     }
 

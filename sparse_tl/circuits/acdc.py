@@ -61,7 +61,7 @@ def acdc(
     threshold: float | None = None,
     size: int | None = None,
     metric: Metric | Literal["kl"] = "kl",
-    start: Circuit | Literal["edges", "heads"] = "edges",
+    start: Circuit | Literal["circuit_edges", "heads"] = "circuit_edges",
     patch: Patch = "corrupted",
     batch_size: int = 32,
     checkpoint: str | Path | None = None,
@@ -306,7 +306,9 @@ class _Search:
             write_json(temporary / "acdc.json", said)
 
 
-def _starting_point(graph: CircuitGraph, start: Circuit | Literal["edges", "heads"]) -> Circuit:
+def _starting_point(
+    graph: CircuitGraph, start: Circuit | Literal["circuit_edges", "heads"]
+) -> Circuit:
     if isinstance(start, str):
         site = graph.heads if start == "heads" else graph
         return Circuit(site, site.exists)

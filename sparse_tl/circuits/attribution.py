@@ -36,7 +36,7 @@ from sparse_tl.metrics import Metric
 from sparse_tl.progress import tracked
 
 
-def attribute_edges(
+def attribute_circuit_edges(
     model: HookedModel,
     pairs: PromptPairs,
     metric: Metric,
@@ -97,8 +97,8 @@ def attribute_heads(
 ) -> Scores:
     """The first-order effect of patching each head's output, ``sum (patch_z - z) . d m / d z``.
 
-    Arguments and errors as of `attribute_edges`; "eap-ig-activations" moves the heads of one layer
-    at a time.
+    Arguments and errors as of `attribute_circuit_edges`; "eap-ig-activations" moves the heads of
+    one layer at a time.
     """
     runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size)
     graph = runs.adapter.graph

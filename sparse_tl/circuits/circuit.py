@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtyping import Bool
 from torch import Tensor
 
-from sparse_tl.graph import CircuitGraph, Edge
+from sparse_tl.graph import CircuitEdge, CircuitGraph
 from sparse_tl.grids import AttentionGrid, HeadGrid
 from sparse_tl.results import Result
 
@@ -56,7 +56,7 @@ class Circuit(Result):
         return self.site
 
     @property
-    def edges(self) -> tuple[Edge, ...]:
+    def edges(self) -> tuple[CircuitEdge, ...]:
         """The circuit edges that are kept.
 
         Raises:

@@ -85,7 +85,7 @@ def evaluate(
     )
 
 
-def evaluate_edges(
+def evaluate_circuit_edges(
     model: HookedModel,
     pairs: PromptPairs,
     metric: Metric,
@@ -126,7 +126,7 @@ def evaluate_heads(
 ) -> Evaluation:
     """The explained effect of the best-scored heads, by how many are kept; all sizes by default.
 
-    Arguments as of `evaluate_edges`.
+    Arguments as of `evaluate_circuit_edges`.
     """
     if sizes is None:
         sizes = range(scores.site.n_parts + 1)

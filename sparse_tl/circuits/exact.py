@@ -13,7 +13,7 @@ from torch import Tensor
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
-from sparse_tl.graph import CircuitGraph, Edge, Node
+from sparse_tl.graph import CircuitEdge, CircuitGraph, Node
 from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.metrics import Metric, measure
 from sparse_tl.progress import tracked
@@ -26,7 +26,7 @@ def patch_exactly(
     model: HookedModel,
     pairs: PromptPairs,
     metric: Metric,
-    parts: Sequence[Edge | Node | str] | None = None,
+    parts: Sequence[CircuitEdge | Node | str] | None = None,
     *,
     patch: Patch = "corrupted",
     batch_size: int = 32,
@@ -61,7 +61,7 @@ def patch_exactly(
     asked = [_part(graph, part) for part in (graph.edges if parts is None else parts)]
     changes = torch.zeros(len(asked), dtype=torch.float64)
     by_site = {
-        CircuitEdges(): [i for i, part in enumerate(asked) if isinstance(part, Edge)],
+        CircuitEdges(): [i for i, part in enumerate(asked) if isinstance(part, CircuitEdge)],
         Heads(): [i for i, part in enumerate(asked) if isinstance(part, Node)],
     }
     total = len(asked) * len(pairs.split(batch_size))
@@ -84,13 +84,15 @@ def patch_exactly(
     return pd.Series((changes / len(pairs)).tolist(), index=[str(part) for part in asked])
 
 
-def _all_but_one(graph: CircuitGraph, parts: Sequence[Edge | Node]) -> Float[Tensor, "part ..."]:
+def _all_but_one(
+    graph: CircuitGraph, parts: Sequence[CircuitEdge | Node]
+) -> Float[Tensor, "part ..."]:
     """Gates under which each part is closed alone."""
-    edges = isinstance(parts[0], Edge)
+    edges = isinstance(parts[0], CircuitEdge)
     shape = graph.exists.shape if edges else (graph.n_layers, graph.n_heads)
     gates = torch.ones(len(parts), *shape)
     for row, part in zip(gates, parts, strict=True):
-        place = graph.index(part) if isinstance(part, Edge) else (part.layer, part.head)
+        place = graph.index(part) if isinstance(part, CircuitEdge) else (part.layer, part.head)
         row[place] = 0
     return gates
 
@@ -102,10 +104,10 @@ def batched(indices: Iterable[int], size: int) -> Iterator[list[int]]:
         yield some
 
 
-def _part(graph: CircuitGraph, part: Edge | Node | str) -> Edge | Node:
+def _part(graph: CircuitGraph, part: CircuitEdge | Node | str) -> CircuitEdge | Node:
     if isinstance(part, str):
-        part = Edge.parse(part) if "->" in part else Node.parse(part)
-    if isinstance(part, Edge):
+        part = CircuitEdge.parse(part) if "->" in part else Node.parse(part)
+    if isinstance(part, CircuitEdge):
         graph.index(part)
     elif part.kind != "head":
         raise ValueError(f"expected circuit edges or heads to patch; got {part}")
@@ -114,7 +116,7 @@ def _part(graph: CircuitGraph, part: Edge | Node | str) -> Edge | Node:
     return part
 
 
-def _layer(graph: CircuitGraph, part: Edge | Node) -> int:
+def _layer(graph: CircuitGraph, part: CircuitEdge | Node) -> int:
     """The first layer that a patched part changes; the number of layers for the logits."""
-    node = part.destination.node if isinstance(part, Edge) else part
+    node = part.destination.node if isinstance(part, CircuitEdge) else part
     return graph.n_layers if node.kind == "logits" else node.layer

@@ -37,7 +37,7 @@ REACHED_AT = 0.6
 """The part of the run after which the target is the size asked for."""
 
 
-def prune_edges(
+def prune_circuit_edges(
     model: HookedModel,
     pairs: PromptPairs,
     *,

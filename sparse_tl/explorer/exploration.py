@@ -145,7 +145,7 @@ class Exploration:
         """The removed heads of a model, in order."""
         return tuple(sorted(self._of(title).heads))
 
-    def removed_edges(self, title: str) -> tuple[AttentionEdge, ...]:
+    def removed_attention_edges(self, title: str) -> tuple[AttentionEdge, ...]:
         """The attention edges that were removed by themselves, in order."""
         return tuple(sorted(self._of(title).edges))
 
@@ -163,7 +163,7 @@ class Exploration:
         model.shape.check_head(layer, head)
         model.remove(model.heads ^ {(layer, head)}, model.edges)
 
-    def toggle_edges(self, title: str, edges: Iterable[AttentionEdge]) -> None:
+    def toggle_attention_edges(self, title: str, edges: Iterable[AttentionEdge]) -> None:
         """Remove attention edges, or put them back if all of them are removed.
 
         Args:

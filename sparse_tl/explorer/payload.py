@@ -35,7 +35,7 @@ def panels_payload(exploration: Exploration) -> list[dict[str, Any]]:
                     ],
                 },
                 "removedHeads": exploration.removed_heads(title),
-                "removedEdges": exploration.removed_edges(title),
+                "removedEdges": exploration.removed_attention_edges(title),
                 "outputs": [_rows(exploration.outputs(title, target)) for target in targets],
             }
         )

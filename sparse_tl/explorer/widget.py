@@ -38,10 +38,10 @@ class CircuitExplorer(anywidget.AnyWidget):
     """A live circuit diagram: remove heads and attention edges, and see what the models say then.
 
     `explore` is its short name. Everything that can be clicked can be called: `toggle_head`,
-    `toggle_edges`, `restore`, `show_prompt`, `select`. `exploration` has the numbers. Where there
-    is nothing to show (no model, a model without attention patterns to hook, a prompt or position
-    that does not fit), it says why and takes another prompt; its `exploration`, `figure` and `save`
-    then raise ValueError.
+    `toggle_attention_edges`, `restore`, `show_prompt`, `select`. `exploration` has the numbers.
+    Where there is nothing to show (no model, a model without attention patterns to hook, a prompt
+    or position that does not fit), it says why and takes another prompt; its `exploration`,
+    `figure` and `save` then raise ValueError.
 
     Args:
         models: panels from top to bottom, by title; dense or sparse.
@@ -140,9 +140,9 @@ class CircuitExplorer(anywidget.AnyWidget):
         self.exploration.toggle_head(title, layer, head)
         self._refresh()
 
-    def toggle_edges(self, title: str, edges: Iterable[AttentionEdge]) -> None:
-        """Remove attention edges, or put them back; see `Exploration.toggle_edges`."""
-        self.exploration.toggle_edges(title, edges)
+    def toggle_attention_edges(self, title: str, edges: Iterable[AttentionEdge]) -> None:
+        """Remove attention edges, or put them back; see `Exploration.toggle_attention_edges`."""
+        self.exploration.toggle_attention_edges(title, edges)
         self._refresh()
 
     def restore(self, title: str | None = None) -> None:
@@ -156,7 +156,7 @@ class CircuitExplorer(anywidget.AnyWidget):
             self._start(prompt, labels=labels)  # its columns are chosen anew
             return
         exploration = self._exploration
-        had_edges = any(exploration.removed_edges(title) for title in exploration.titles)
+        had_edges = any(exploration.removed_attention_edges(title) for title in exploration.titles)
         same = exploration.show_prompt(prompt, labels)
         self._selected = None
         if self._state["target"] >= len(exploration.targets):
@@ -197,7 +197,7 @@ class CircuitExplorer(anywidget.AnyWidget):
     def _removed_words(self, title: str) -> str:
         counts = {
             "head": len(self.exploration.removed_heads(title)),
-            "edge": len(self.exploration.removed_edges(title)),
+            "edge": len(self.exploration.removed_attention_edges(title)),
         }
         words = [f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items() if n]
         return f" without {' and '.join(words)}" if words else ""
@@ -237,7 +237,7 @@ class CircuitExplorer(anywidget.AnyWidget):
                 self.toggle_head(self._title(panel), layer, head)
             case {"action": "edges", "panel": panel, "edges": [*edges]}:
                 places = [(layer, head, query, key) for layer, head, query, key in edges]
-                self.toggle_edges(self._title(panel), places)
+                self.toggle_attention_edges(self._title(panel), places)
             case {"action": "restore"}:
                 self.restore()
             case {"action": "node", "panel": panel, "level": int(level), "column": int(column)}:

@@ -1,8 +1,8 @@
 """Gates on sites: ``gate * clean + (1 - gate) * patch``. 1 keeps, 0 patches, everywhere."""
 
-from sparse_tl.gates.attention import AttentionGates, possible_edges
+from sparse_tl.gates.attention import AttentionGates, possible_attention_edges
 from sparse_tl.gates.circuit_edges import CircuitEdges
-from sparse_tl.gates.counting import EdgeCounts
+from sparse_tl.gates.counting import AttentionEdgeCounts
 from sparse_tl.gates.distributions import (
     BernoulliGate,
     GateDistribution,
@@ -30,7 +30,7 @@ __all__ = [
     "BernoulliGate",
     "CircuitEdges",
     "ClosedAttentionEdges",
-    "EdgeCounts",
+    "AttentionEdgeCounts",
     "GateDistribution",
     "GateMode",
     "GatedRun",
@@ -50,5 +50,5 @@ __all__ = [
     "expected_size",
     "gated",
     "hook_points",
-    "possible_edges",
+    "possible_attention_edges",
 ]

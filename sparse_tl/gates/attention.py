@@ -212,7 +212,7 @@ class AttentionGates(nn.Module):
         self, now: GateSettings, scores: Tensor, pattern: Tensor, logits: Tensor
     ) -> LayerCounts:
         """The edges of one layer."""
-        valid = possible_edges(scores, pattern)
+        valid = possible_attention_edges(scores, pattern)
         if now.real is not None:
             # Models mask what is read at padding, not what padding reads.
             valid = valid & now.real.to(valid.device).bool()[:, None, -scores.shape[2] :, None]
@@ -227,7 +227,7 @@ class AttentionGates(nn.Module):
         return LayerCounts.of(valid, is_open, probability, now.keep_gates)
 
 
-def possible_edges(
+def possible_attention_edges(
     scores: Float[Tensor, "prompt head query key"], pattern: Float[Tensor, "prompt head query key"]
 ) -> Bool[Tensor, "prompt head query key"]:
     """The pairs that a model does not mask, as its own pattern says.
@@ -255,7 +255,7 @@ def _within(
             f"expected prompts of at most {closed.shape[-1]} tokens, for which `closed` says what "
             f"is closed; got {n_keys}"
         )
-    first = possible_edges(scores[:, :1, -1:], pattern[:, :1, -1:])[:, 0, 0, 0]
+    first = possible_attention_edges(scores[:, :1, -1:], pattern[:, :1, -1:])[:, 0, 0, 0]
     if n_queries == n_keys and not bool(first.all()):
         raise ValueError(
             "expected prompts without padding on the left, since edges are closed by the columns "

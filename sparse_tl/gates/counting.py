@@ -46,7 +46,7 @@ class LayerCounts:
 
 
 @dataclass(frozen=True, eq=False)
-class EdgeCounts(Result):
+class AttentionEdgeCounts(Result):
     """Attention edges of a batch of prompts.
 
     Args:
@@ -113,9 +113,10 @@ class EdgeCounts(Result):
 
     def __repr__(self) -> str:
         return (
-            f"EdgeCounts({self.active.shape[1]} prompts: {self.active_per_prompt:.2f} active of "
-            f"{self.possible_per_prompt:.0f} attention edges per prompt ({self.active_share:.2%}), "
-            f"{self.active_per_token:.2f} per token, {self.active_heads} heads in use)"
+            f"AttentionEdgeCounts({self.active.shape[1]} prompts: {self.active_per_prompt:.2f} "
+            f"active of {self.possible_per_prompt:.0f} attention edges per prompt "
+            f"({self.active_share:.2%}), {self.active_per_token:.2f} per token, "
+            f"{self.active_heads} heads in use)"
         )
 
     def _summary(self) -> pd.DataFrame:
@@ -123,20 +124,20 @@ class EdgeCounts(Result):
         return pd.DataFrame(self.by_head().tolist()).rename_axis(index="layer", columns="head")
 
     @staticmethod
-    def of(layers: Sequence[LayerCounts]) -> EdgeCounts:
+    def of(layers: Sequence[LayerCounts]) -> AttentionEdgeCounts:
         """From the counts of all layers."""
 
         def stacked(name: str) -> Tensor:
             return torch.stack([getattr(layer, name) for layer in layers])
 
-        return EdgeCounts(
+        return AttentionEdgeCounts(
             **{name: stacked(name) for name in ("active", "expected", "expected_self", "possible")},
             tokens=layers[0].tokens,
             gates=None if layers[0].gates is None else stacked("gates"),
         )
 
     @staticmethod
-    def concatenate(parts: list[EdgeCounts]) -> EdgeCounts:
+    def concatenate(parts: list[AttentionEdgeCounts]) -> AttentionEdgeCounts:
         """Counts of several batches of prompts as one.
 
         Raises:
@@ -144,7 +145,7 @@ class EdgeCounts(Result):
         """
         if not parts:
             raise ValueError("expected at least one batch of prompts to count edges on; got none")
-        return EdgeCounts(
+        return AttentionEdgeCounts(
             active=torch.cat([p.active for p in parts], dim=1),
             expected=torch.cat([p.expected for p in parts], dim=1),
             expected_self=torch.cat([p.expected_self for p in parts], dim=1),

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from sparse_tl.gates.attention import AttentionGates
-from sparse_tl.gates.counting import EdgeCounts, LayerCounts
+from sparse_tl.gates.counting import AttentionEdgeCounts, LayerCounts
 from sparse_tl.gates.distributions import GateDistribution, GateMode
 from sparse_tl.lens import AttachedHooks, Model, adapt, check_gates
 
@@ -117,12 +117,12 @@ class SparseTransformer(nn.Module):
 
     def run_with_counts(
         self, *args: Any, keep_gates: bool = False, pressure: float = 0.0, **kwargs: Any
-    ) -> tuple[Any, EdgeCounts]:
+    ) -> tuple[Any, AttentionEdgeCounts]:
         """Call the model, and count the attention edges of this very pass.
 
         Args:
             *args: as of the model.
-            keep_gates: also return every deterministic gate, as `EdgeCounts.gates`.
+            keep_gates: also return every deterministic gate, as `AttentionEdgeCounts.gates`.
             pressure: gradient that the expected count puts on confidently open gates.
             **kwargs: as of the model. What ``attention_mask`` marks as padding counts for nothing.
 
@@ -134,7 +134,7 @@ class SparseTransformer(nn.Module):
         settings = {"counts": layers, "keep_gates": keep_gates, "pressure": pressure}
         with self.gates.using(**settings, real=kwargs.get("attention_mask")):
             output = self.model(*args, **kwargs)
-        return output, EdgeCounts.of(layers)
+        return output, AttentionEdgeCounts.of(layers)
 
     def to_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """`to_tokens` of the model."""
@@ -171,9 +171,9 @@ class SparseTransformer(nn.Module):
             yield
 
     @torch.no_grad()
-    def count_edges(
+    def count_attention_edges(
         self, tokens: Int[Tensor, "*prompt pos"], *, batch_size: int = 64, **kwargs: Any
-    ) -> EdgeCounts:
+    ) -> AttentionEdgeCounts:
         """Active, expected and possible attention edges of these prompts.
 
         Args:
@@ -188,10 +188,10 @@ class SparseTransformer(nn.Module):
             self.run_with_counts(some, return_type=None, **more)[1]
             for some, more in _pieces(tokens, batch_size, kwargs)
         ]
-        return EdgeCounts.concatenate(parts)
+        return AttentionEdgeCounts.concatenate(parts)
 
     @torch.no_grad()
-    def open_edges(
+    def open_attention_edges(
         self, tokens: Int[Tensor, "*prompt pos"], *, batch_size: int = 64, **kwargs: Any
     ) -> pd.DataFrame:
         """The attention edges that are open in some of these prompts, the most common first.

@@ -82,7 +82,10 @@ def addition_recipe(form: Form = "placeholder") -> Recipe:
 
     def measure(model: Model | SparseTransformer) -> dict[str, float]:
         measured = evaluate_held_out(model, task.split()[2])
-        return {"accuracy": measured.accuracy, "active_edges": measured.active_edges}
+        return {
+            "accuracy": measured.accuracy,
+            "active_attention_edges": measured.active_attention_edges,
+        }
 
     return Recipe(
         name=f"addition-{form}",

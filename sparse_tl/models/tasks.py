@@ -114,8 +114,8 @@ def task_accuracy(model: HookedModel, *, n: int = 256, seed: int = 0) -> dict[st
 def _measure(model: Model | SparseTransformer) -> dict[str, float]:
     """Accuracy on held-out prompts of each task, active edges on held-out rows of all of them."""
     rows = task_rows(MEASURED_ROWS, part="held_out", text=TEXT_SHARE)
-    active = evaluate_held_out(model, rows).active_edges
-    return {**task_accuracy(model, n=MEASURED_ROWS), "active_edges": active}
+    active = evaluate_held_out(model, rows).active_attention_edges
+    return {**task_accuracy(model, n=MEASURED_ROWS), "active_attention_edges": active}
 
 
 def _rows(seed: int) -> tuple[TokenBatch, TokenBatch]:

@@ -73,7 +73,7 @@ def component_diagram(
             any score.
         TypeError: if a panel is not a `Circuit`.
     """
-    way = "attribute_edges(...).top(100) makes one"
+    way = "attribute_circuit_edges(...).top(100) makes one"
     panels = checked_panels(panels, Circuit, way)
     scores = scores or {}
     _check_options(panels, scores, max_circuit_edges, colour)
@@ -110,7 +110,7 @@ def _check_options(
     if colour == "sign" and not scores:
         raise ValueError(
             "expected scores in some panel, to colour by their sign; got none; pass "
-            "scores={name: attribute_edges(...)}, or colour='slot'"
+            "scores={name: attribute_circuit_edges(...)}, or colour='slot'"
         )
 
 

@@ -18,7 +18,7 @@ from functools import cached_property
 
 from sparse_tl.circuits import Circuit, Scores
 from sparse_tl.graph import CircuitGraph
-from sparse_tl.nodes import Edge, Node, Slot
+from sparse_tl.nodes import CircuitEdge, Node, Slot
 
 INPUT, LOGITS = Node("input"), Node("logits")
 
@@ -34,7 +34,7 @@ class DrawnEdge:
         strength: 0..1, relative to the strongest kept edge.
     """
 
-    edge: Edge
+    edge: CircuitEdge
     readers: tuple[Node, ...]
     score: float | None
     strength: float
@@ -128,7 +128,7 @@ def draw_strongest(
     return DrawnCircuit(name, edges, on_path, nodes, len(kept), graph.n_edges)
 
 
-def _readers(graph: CircuitGraph, edge: Edge, taking_part: set[Node]) -> tuple[Node, ...]:
+def _readers(graph: CircuitGraph, edge: CircuitEdge, taking_part: set[Node]) -> tuple[Node, ...]:
     readers = graph.readers_of(edge.destination)
     # A group of which no head takes part still shows where the edge goes.
     return tuple(node for node in readers if node in taking_part) or tuple(readers)

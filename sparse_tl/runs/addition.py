@@ -117,8 +117,8 @@ def run_addition(
         metrics[side] = {
             "held_out_accuracy": measured.accuracy,
             "held_out_loss": measured.loss,
-            "active_attention_edges": measured.active_edges,
-            "possible_attention_edges": measured.possible_edges,
+            "active_attention_edges": measured.active_attention_edges,
+            "possible_attention_edges": measured.possible_attention_edges,
             "active_heads": measured.active_heads,
         }
     metrics["circuits"], metrics["no_circuits"] = _circuits(folder, task, seed, models, progress)

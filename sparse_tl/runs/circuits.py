@@ -48,7 +48,7 @@ def run_circuits(
         sparse: the folder of its sparse counterpart; needed with `model`.
         tasks: names of tasks; all of them when empty.
         pairs: prompt pairs of each task, at least 4.
-        method: how edges and heads are scored, as of `attribute_edges`.
+        method: how edges and heads are scored, as of `attribute_circuit_edges`.
         patch: what a part outside of the circuit shows.
         batch_size: pairs per pass.
         seed: of the prompts, and of the built-in models.

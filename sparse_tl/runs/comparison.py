@@ -21,9 +21,9 @@ from sparse_tl.circuits import (
     Evaluation,
     Scores,
     accuracy,
-    attribute_edges,
+    attribute_circuit_edges,
     attribute_heads,
-    evaluate_edges,
+    evaluate_circuit_edges,
     evaluate_heads,
     multiplier,
 )
@@ -99,9 +99,9 @@ def measure(
     scoring = pairs.select(slice(0, len(pairs) // 2))
     held_out = pairs.select(slice(len(pairs) // 2, None))
     options = {"patch": patch, "batch_size": batch_size, "progress": progress}
-    edges = attribute_edges(model, scoring, metric, method=method, **options)
+    edges = attribute_circuit_edges(model, scoring, metric, method=method, **options)
     heads = attribute_heads(model, scoring, metric, method=method, **options)
-    by_edges = evaluate_edges(model, held_out, metric, edges, **options)
+    by_edges = evaluate_circuit_edges(model, held_out, metric, edges, **options)
     by_heads = evaluate_heads(model, held_out, metric, heads, **options)
     _ = by_edges.effect, by_heads.effect  # no effect to explain is an error here, not when drawn
     with atomic_folder(folder) as temporary:

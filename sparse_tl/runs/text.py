@@ -172,9 +172,9 @@ def _split(windows: Tensor, other: Tensor | None) -> tuple[TokenBatch, TokenBatc
 def _metrics(measured: HeldOut) -> dict[str, float]:
     return {
         "held_out_loss": measured.loss,
-        "active_attention_edges": measured.active_edges,
-        "active_attention_edges_per_token": measured.active_edges_per_token,
-        "possible_attention_edges": measured.possible_edges,
+        "active_attention_edges": measured.active_attention_edges,
+        "active_attention_edges_per_token": measured.active_attention_edges_per_token,
+        "possible_attention_edges": measured.possible_attention_edges,
         "active_share": measured.active_share,
         "active_heads": measured.active_heads,
     }

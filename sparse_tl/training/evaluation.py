@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sparse_tl.data.batches import TokenBatch, exact_rows, per_label_loss
-from sparse_tl.gates import EdgeCounts, SparseTransformer
+from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.lens import Model, only_at
 from sparse_tl.results import Result
 
@@ -23,29 +23,29 @@ class HeldOut(Result):
     Args:
         loss: mean cross-entropy in nats over all loss positions.
         accuracy: share of examples with every loss position right.
-        active_edges: active attention edges per example; all causal ones for a dense model.
-        active_edges_per_token: the same per token.
-        possible_edges: causal attention edges per example.
+        active_attention_edges: open ones per example; all possible ones for a dense model.
+        active_attention_edges_per_token: the same per token.
+        possible_attention_edges: causal attention edges per example.
         active_heads: heads with at least one active edge in some example.
     """
 
     loss: float
     accuracy: float
-    active_edges: float
-    active_edges_per_token: float
-    possible_edges: float
+    active_attention_edges: float
+    active_attention_edges_per_token: float
+    possible_attention_edges: float
     active_heads: int
 
     @property
     def active_share(self) -> float:
         """Active edges as a share of the possible ones."""
-        return self.active_edges / self.possible_edges
+        return self.active_attention_edges / self.possible_attention_edges
 
     def __repr__(self) -> str:
         return (
             f"HeldOut(loss {self.loss:.4g} nats, {self.accuracy:.1%} of the examples right, "
-            f"{self.active_edges:.2f} of {self.possible_edges:.0f} attention edges active, "
-            f"{self.active_heads} heads in use)"
+            f"{self.active_attention_edges:.2f} of {self.possible_attention_edges:.0f} attention "
+            f"edges active, {self.active_heads} heads in use)"
         )
 
 
@@ -78,12 +78,12 @@ def evaluate_held_out(
     finally:
         if wrapped is not model:
             wrapped.unwrap()
-    edges = EdgeCounts.concatenate(counts)
+    edges = AttentionEdgeCounts.concatenate(counts)
     return HeldOut(
         loss=torch.cat(losses).mean().item(),
         accuracy=torch.cat(exact).double().mean().item(),
-        active_edges=edges.active_per_prompt,
-        active_edges_per_token=edges.active_per_token,
-        possible_edges=edges.possible_per_prompt,
+        active_attention_edges=edges.active_per_prompt,
+        active_attention_edges_per_token=edges.active_per_token,
+        possible_attention_edges=edges.possible_per_prompt,
         active_heads=edges.active_heads,
     )

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from sparse_tl.data.batches import TokenBatch, cross_entropy
-from sparse_tl.gates import EdgeCounts, SparseTransformer
+from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.lens import HookedModel, Model, only_at
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
 
@@ -185,7 +185,7 @@ class SparsityObjective:
             "expected_per_token": counts.expected.sum().item() / counts.tokens.sum().item(),
         }
 
-    def _cost(self, counts: EdgeCounts) -> Float[Tensor, ""]:
+    def _cost(self, counts: AttentionEdgeCounts) -> Float[Tensor, ""]:
         """Expected edges of all examples, each at its cost."""
         weighted = counts.expected + (self.self_cost - 1) * counts.expected_self
         return weighted.sum(dim=(1, 2)) @ self.layer_costs.to(weighted.device)

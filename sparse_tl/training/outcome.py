@@ -42,16 +42,17 @@ class PostTraining(Result):
     @property
     def times_fewer(self) -> float:
         """Possible edges over active ones; infinite when none is left."""
-        active = self.sparse.active_edges
-        return self.sparse.possible_edges / active if active else math.inf
+        active = self.sparse.active_attention_edges
+        return self.sparse.possible_attention_edges / active if active else math.inf
 
     @property
     def verdict(self) -> str:
         """What came out, in a sentence."""
         edges = (
-            f"{self.sparse.active_edges:.2f} of {self.sparse.possible_edges:.0f} attention edges "
-            f"active per example ({self.times_fewer:.1f}x fewer) at held-out loss "
-            f"{self.sparse.loss:.4f} nats ({self.loss_increase:+.4f} over the dense model)"
+            f"{self.sparse.active_attention_edges:.2f} of "
+            f"{self.sparse.possible_attention_edges:.0f} attention edges active per example "
+            f"({self.times_fewer:.1f}x fewer) at held-out loss {self.sparse.loss:.4f} nats "
+            f"({self.loss_increase:+.4f} over the dense model)"
         )
         target = f"Target {self.target} nats"
         if self.min_accuracy > 0:

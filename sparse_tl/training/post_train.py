@@ -209,11 +209,13 @@ def post_train(
     def better(new: Metrics, old: Metrics) -> bool:
         if feasible(new) != feasible(old):
             return feasible(new)
-        decisive = "held_out_active_edges" if feasible(new) else "held_out_loss"
+        decisive = "held_out_active_attention_edges" if feasible(new) else "held_out_loss"
         return new[decisive] < old[decisive]
 
     def near(best: Metrics, now: Metrics) -> bool:
-        return best["held_out_active_edges"] <= NEAR * now["held_out_active_edges"]
+        return (
+            best["held_out_active_attention_edges"] <= NEAR * now["held_out_active_attention_edges"]
+        )
 
     def evaluate() -> Metrics:
         measured = evaluate_held_out(sparse, held_out)

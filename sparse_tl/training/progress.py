@@ -22,8 +22,8 @@ class TrainingProgress(ProgressBar):
     def step(self, step: int, row: dict[str, float], best: dict[str, float]) -> None:
         """Show the step, its measurements and the best held-out evaluation so far."""
         shown = [f"{label} {_short(row[name])}" for name, label in _LABELS.items() if name in row]
-        if "held_out_active_edges_per_token" in best:
-            shown.append(f"best {_short(best['held_out_active_edges_per_token'])}")
+        if "held_out_active_attention_edges_per_token" in best:
+            shown.append(f"best {_short(best['held_out_active_attention_edges_per_token'])}")
         self.update(step, ", ".join(shown))
 
 

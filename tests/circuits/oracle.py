@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.graph import CircuitGraph, Edge, Node
+from sparse_tl.graph import CircuitEdge, CircuitGraph, Node
 from sparse_tl.lens import Model
 from sparse_tl.metrics import Metric, explained_effect
 
@@ -72,7 +72,7 @@ def explained(
     return explained_effect(circuit, clean, corrupted).item()
 
 
-def mask_of(graph: CircuitGraph, edges: Sequence[Edge | str] | frozenset[str]) -> Tensor:
+def mask_of(graph: CircuitGraph, edges: Sequence[CircuitEdge | str] | frozenset[str]) -> Tensor:
     """True at these edges: the mask that keeps them and patches all others."""
     mask = torch.zeros_like(graph.exists)
     for edge in edges:

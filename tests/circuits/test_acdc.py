@@ -15,9 +15,9 @@ from torch import Tensor
 from sparse_tl.circuits import (
     Circuit,
     acdc,
-    attribute_edges,
+    attribute_circuit_edges,
     evaluate,
-    prune_edges,
+    prune_circuit_edges,
 )
 from sparse_tl.circuits import acdc as acdc_function
 from sparse_tl.data.pairs import PromptPairs
@@ -52,7 +52,7 @@ def test_planted_circuits_are_found_by_size(planted: Planted) -> None:
 
 
 def test_planted_circuits_are_found_among_the_best_edges(planted: Planted) -> None:
-    scores = attribute_edges(planted.model, planted.pairs, planted.metric)
+    scores = attribute_circuit_edges(planted.model, planted.pairs, planted.metric)
     start = scores.top(2 * len(planted.edges))
     found = acdc(planted.model, planted.pairs, threshold=1e-4, start=start, progress=False)
     assert _names(found.circuit) == planted.edges
@@ -60,7 +60,7 @@ def test_planted_circuits_are_found_among_the_best_edges(planted: Planted) -> No
 
 
 def test_planted_circuits_are_learned(planted: Planted) -> None:
-    found = prune_edges(
+    found = prune_circuit_edges(
         planted.model, planted.pairs, size=len(planted.edges), steps=120, progress=False
     )
     assert _names(found.circuit) == planted.edges
@@ -144,7 +144,7 @@ def test_heads_that_matter_are_kept(model: Model, pairs: PromptPairs) -> None:
     assert (found.history["moved"][~found.history["kept"]].abs() < 0.02).all()
 
 
-@pytest.mark.parametrize("kind", ["edges", "heads"])
+@pytest.mark.parametrize("kind", ["circuit_edges", "heads"])
 @pytest.mark.parametrize("killed_at", [1, 6])
 def test_a_killed_search_ends_as_an_uninterrupted_one(
     build_tiny: Build,
@@ -156,7 +156,7 @@ def test_a_killed_search_ends_as_an_uninterrupted_one(
 ) -> None:
     model = build_tiny(seed=1)
     monkeypatch.setattr(acdc_module, "SAVE_EVERY", 2)
-    size = 12 if kind == "edges" else 1
+    size = 12 if kind == "circuit_edges" else 1
     settings = {"size": size, "threshold": 5e-3, "start": kind, "progress": False}
     whole = acdc(model, pairs, **settings)
     calls: list[int] = []
@@ -193,7 +193,7 @@ def test_settings_that_make_no_sense(build_tiny: Build, pairs: PromptPairs) -> N
     with pytest.raises(ValueError, match="to start from"):
         acdc(model, pairs, threshold=0.1, start=other, progress=False)
     with pytest.raises(ValueError, match="expected a size in 1.."):
-        prune_edges(model, pairs, size=0, progress=False)
+        prune_circuit_edges(model, pairs, size=0, progress=False)
 
 
 def test_edges_on_no_path_are_left_out() -> None:

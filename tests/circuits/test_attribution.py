@@ -10,7 +10,7 @@ import torch
 from random_models import KINDS, MORE_KINDS, random_pairs, shaken
 from torch import Tensor
 
-from sparse_tl.circuits import attribute_edges, attribute_heads
+from sparse_tl.circuits import attribute_circuit_edges, attribute_heads
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.graph import CircuitGraph
@@ -73,7 +73,7 @@ def _slow(model: Model, graph: CircuitGraph, pairs: PromptPairs) -> Tensor:
 def test_fast_equals_slow(build_tiny: Build, kind: str) -> None:
     model = shaken(build_tiny(**MORE_KINDS[kind], dtype="float64"))
     pairs, graph = random_pairs(), adapt(model).graph
-    fast = attribute_edges(model, pairs, logit_difference, method="eap", batch_size=3)
+    fast = attribute_circuit_edges(model, pairs, logit_difference, method="eap", batch_size=3)
     slow = _slow_scores(model, graph, pairs)
     assert slow[graph.exists].abs().min() > 0
     torch.testing.assert_close(fast.values, slow, rtol=1e-9, atol=1e-12)
@@ -82,7 +82,7 @@ def test_fast_equals_slow(build_tiny: Build, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["sequential", "parallel", "grouped", "attention_only"])
 def test_fast_equals_slow_in_single_precision(build_tiny: Build, kind: str) -> None:
     model, pairs = shaken(build_tiny(**KINDS[kind])), random_pairs()
-    fast = attribute_edges(model, pairs, logit_difference, method="eap").values
+    fast = attribute_circuit_edges(model, pairs, logit_difference, method="eap").values
     slow = _slow_scores(model, adapt(model).graph, pairs)
     assert (fast - slow).abs().max() <= 1e-4 * slow.abs().max()
 
@@ -98,14 +98,16 @@ def test_padding_on_the_right_changes_nothing(model: Model) -> None:
         pairs.wrong,
         pairs.positions,
     )
-    one, other = (attribute_edges(model, p, logit_difference, steps=2) for p in (pairs, padded))
+    one, other = (
+        attribute_circuit_edges(model, p, logit_difference, steps=2) for p in (pairs, padded)
+    )
     torch.testing.assert_close(one.values, other.values, rtol=1e-9, atol=1e-12)
 
 
 def test_scores_over_sources_add_up_to_a_head_score(model: Model) -> None:
     """What reaches the logits and later layers of a head is all that its output can do."""
     pairs, graph = random_pairs(), adapt(model).graph
-    edges = attribute_edges(model, pairs, logit_difference, method="eap")
+    edges = attribute_circuit_edges(model, pairs, logit_difference, method="eap")
     heads = attribute_heads(model, pairs, logit_difference, method="eap")
     for layer in range(graph.n_layers):
         first = graph.source_index(f"a{layer}.h0")
@@ -123,7 +125,7 @@ def test_integrated_gradients_are_complete(model: Model) -> None:
         )
     errors = []
     for steps in (20, 40, 80):
-        scores = attribute_edges(
+        scores = attribute_circuit_edges(
             model, pairs, logit_difference, method="eap-ig", steps=steps
         ).values
         # A change of the input goes on along its own edges alone; each carries what follows.
@@ -138,7 +140,7 @@ def test_integrated_gradients_are_complete(model: Model) -> None:
 def test_equal_prompts_give_exactly_nothing(model: Model, method: Any) -> None:
     pairs = random_pairs()
     same = PromptPairs(pairs.clean, pairs.clean, pairs.answers, pairs.wrong, pairs.positions)
-    scores = attribute_edges(model, same, logit_difference, method=method, steps=2).values
+    scores = attribute_circuit_edges(model, same, logit_difference, method=method, steps=2).values
     assert (scores == 0).all()
     assert (attribute_heads(model, same, logit_difference, method=method).values == 0).all()
 
@@ -147,7 +149,7 @@ def test_a_dead_head_scores_exactly_nothing(model: Model) -> None:
     with torch.no_grad():
         model.blocks[0].attn.W_O[1] = 0
     graph = adapt(model).graph
-    scores = attribute_edges(model, random_pairs(), logit_difference).values
+    scores = attribute_circuit_edges(model, random_pairs(), logit_difference).values
     row = graph.source_index("a0.h1")
     columns = graph.readers(graph.sources[row])
     assert (scores[row] == 0).all()
@@ -159,11 +161,11 @@ def test_a_dead_head_scores_exactly_nothing(model: Model) -> None:
 def test_one_step_of_integration_is_plain_attribution(model: Model) -> None:
     pairs = random_pairs()
     plain, one = (
-        attribute_edges(model, pairs, logit_difference, method=method, steps=1).values
+        attribute_circuit_edges(model, pairs, logit_difference, method=method, steps=1).values
         for method in ("eap", "eap-ig")
     )
     assert torch.equal(plain, one)
-    activations = attribute_edges(
+    activations = attribute_circuit_edges(
         model, pairs, logit_difference, method="eap-ig-activations", steps=1
     ).values
     torch.testing.assert_close(activations, plain, rtol=1e-9, atol=1e-12)
@@ -175,8 +177,8 @@ def test_nothing_is_left_behind(model: Model) -> None:
 
     flags = [parameter.requires_grad for parameter in model.parameters()]
     with pytest.raises(ValueError, match="expected a finite metric"):
-        attribute_edges(model, random_pairs(), broken)
-    attribute_edges(model, random_pairs(), logit_difference)
+        attribute_circuit_edges(model, random_pairs(), broken)
+    attribute_circuit_edges(model, random_pairs(), logit_difference)
     assert not any(point.fwd_hooks or point.bwd_hooks for point in model.hook_dict.values())
     assert not any(module._forward_hooks for module in model.modules())
     assert flags == [parameter.requires_grad for parameter in model.parameters()]
@@ -184,21 +186,21 @@ def test_nothing_is_left_behind(model: Model) -> None:
 
 
 def test_frozen_weights_are_no_hindrance(model: Model) -> None:
-    expected = attribute_edges(model, random_pairs(), logit_difference).values
+    expected = attribute_circuit_edges(model, random_pairs(), logit_difference).values
     model.requires_grad_(False)
     with torch.no_grad():
         assert torch.equal(
-            attribute_edges(model, random_pairs(), logit_difference).values, expected
+            attribute_circuit_edges(model, random_pairs(), logit_difference).values, expected
         )
 
 
 def test_a_sparse_model_is_attributed_under_its_gates(model: Model) -> None:
     pairs = random_pairs()
-    dense = attribute_edges(model, pairs, logit_difference).values
+    dense = attribute_circuit_edges(model, pairs, logit_difference).values
     sparse = SparseTransformer(model, initial_bias=0.0)
-    gated = attribute_edges(sparse, pairs, logit_difference).values
+    gated = attribute_circuit_edges(sparse, pairs, logit_difference).values
     with sparse.opened():
-        opened = attribute_edges(sparse, pairs, logit_difference).values
+        opened = attribute_circuit_edges(sparse, pairs, logit_difference).values
     assert torch.equal(opened, dense)
     assert not torch.allclose(gated, dense)
 
@@ -216,12 +218,12 @@ def test_settings_that_make_no_sense(
     build_tiny: Build, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        attribute_edges(build_tiny(), random_pairs(), logit_difference, **settings)
+        attribute_circuit_edges(build_tiny(), random_pairs(), logit_difference, **settings)
 
 
 def test_metrics_of_the_wrong_shape(build_tiny: Build) -> None:
     with pytest.raises(ValueError, match=r"expected a metric of shape \(5,\).*got \(\)"):
-        attribute_edges(build_tiny(), random_pairs(), lambda logits, pairs: logits.sum())
+        attribute_circuit_edges(build_tiny(), random_pairs(), lambda logits, pairs: logits.sum())
 
 
 @pytest.mark.parametrize("patch", ["mean", "zero"])
@@ -240,20 +242,22 @@ def test_other_patches(model: Model, patch: Any) -> None:
     with model.hooks(bwd_hooks=[(last, lambda grad, hook: gradients.append(grad))]):
         logit_difference(pairs.read(model(pairs.clean)), pairs).sum().backward()
     expected = ((target - values) * gradients[0]).sum() / len(pairs)
-    found = attribute_edges(model, pairs, logit_difference, method="eap", patch=patch, batch_size=2)
+    found = attribute_circuit_edges(
+        model, pairs, logit_difference, method="eap", patch=patch, batch_size=2
+    )
     assert found["input->logits"] == pytest.approx(expected.item(), rel=1e-9)
 
 
 def test_a_mean_over_prompts_of_different_lengths(build_tiny: Build) -> None:
     with pytest.raises(ValueError, match="expected prompts of one length"):
-        attribute_edges(build_tiny(), random_pairs(), logit_difference, patch="mean")
+        attribute_circuit_edges(build_tiny(), random_pairs(), logit_difference, patch="mean")
 
 
 def test_a_metric_without_a_gradient(build_tiny: Build) -> None:
     from sparse_tl.metrics import is_right
 
     with pytest.raises(ValueError, match="expected a metric with a gradient"):
-        attribute_edges(build_tiny(), random_pairs(), lambda *some: is_right(*some).float())
+        attribute_circuit_edges(build_tiny(), random_pairs(), lambda *some: is_right(*some).float())
 
 
 @pytest.mark.parametrize(
@@ -263,7 +267,7 @@ def test_models_whose_reads_are_not_the_residual_stream(
     build_tiny: Build, odd: dict[str, Any]
 ) -> None:
     with pytest.raises(ValueError, match=f"circuits do not support cfg.{next(iter(odd))}"):
-        attribute_edges(build_tiny(**odd), random_pairs(), logit_difference)
+        attribute_circuit_edges(build_tiny(**odd), random_pairs(), logit_difference)
 
 
 def test_large_activations_in_half_precision(build_tiny: Build) -> None:
@@ -271,8 +275,8 @@ def test_large_activations_in_half_precision(build_tiny: Build) -> None:
     model = shaken(build_tiny())
     with torch.no_grad():
         model.blocks[0].attn.b_O[0] += 300
-    precise = attribute_edges(model, random_pairs(), logit_difference, method="eap").values
-    rough = attribute_edges(
+    precise = attribute_circuit_edges(model, random_pairs(), logit_difference, method="eap").values
+    rough = attribute_circuit_edges(
         model.to(torch.float16), random_pairs(), logit_difference, method="eap"
     ).values
     assert (rough - precise).abs().max() < 0.1 * precise.abs().max()

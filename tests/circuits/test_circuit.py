@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from sparse_tl import Circuit, CircuitGraph
-from sparse_tl.graph import Edge
+from sparse_tl.graph import CircuitEdge
 
 GRAPH = CircuitGraph(2, 2, 2)
 EMPTY = Circuit(GRAPH, torch.zeros_like(GRAPH.exists))
 
 
 def test_edges_come_and_go_by_name() -> None:
-    circuit = EMPTY.having("a0.h1->a1.h0<q>", Edge.parse("input->m0"))
+    circuit = EMPTY.having("a0.h1->a1.h0<q>", CircuitEdge.parse("input->m0"))
     assert {str(edge) for edge in circuit.edges} == {"a0.h1->a1.h0<q>", "input->m0"}
     assert [str(edge) for edge in circuit.without("input->m0").edges] == ["a0.h1->a1.h0<q>"]
     assert len(EMPTY) == 0 and len(circuit) == 2  # nothing is changed in place

@@ -11,7 +11,7 @@ from planted import PLANTED
 from sparse_tl.circuits import (
     Circuit,
     Scores,
-    attribute_edges,
+    attribute_circuit_edges,
     overlap,
     roc,
 )
@@ -58,7 +58,7 @@ def test_an_overlap_that_can_be_counted() -> None:
 @pytest.mark.parametrize("method", ["eap", "eap-ig"])
 def test_planted_edges_rank_first(name: str, method: str) -> None:
     planted = PLANTED[name]()
-    scores = attribute_edges(planted.model, planted.pairs, planted.metric, method=method)
+    scores = attribute_circuit_edges(planted.model, planted.pairs, planted.metric, method=method)
     known = Circuit(planted.graph, planted.mask)
     assert roc(scores, known).auc == 1
     assert overlap(scores.top(len(known)), known).iou == 1

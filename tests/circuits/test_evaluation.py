@@ -14,9 +14,9 @@ from torch import Tensor
 from sparse_tl.circuits import (
     Circuit,
     Scores,
-    attribute_edges,
+    attribute_circuit_edges,
     evaluate,
-    evaluate_edges,
+    evaluate_circuit_edges,
     evaluate_heads,
     log_sizes,
 )
@@ -83,12 +83,12 @@ def test_half_precision_stays_near(
     build_tiny: Build, pairs: PromptPairs, dtype: Any, near: float
 ) -> None:
     model = shaken(build_tiny())
-    precise = attribute_edges(model, pairs, logit_difference)
-    curve = evaluate_edges(model, pairs, logit_difference, precise)
-    rough = attribute_edges(model.to(dtype), pairs, logit_difference)
+    precise = attribute_circuit_edges(model, pairs, logit_difference)
+    curve = evaluate_circuit_edges(model, pairs, logit_difference, precise)
+    rough = attribute_circuit_edges(model.to(dtype), pairs, logit_difference)
     largest = precise.values.abs().max()
     assert (rough.values - precise.values).abs().max() < near * largest
-    again = evaluate_edges(model, pairs, logit_difference, precise)
+    again = evaluate_circuit_edges(model, pairs, logit_difference, precise)
     torch.testing.assert_close(again.effect, curve.effect, rtol=0, atol=near)
 
 
@@ -192,7 +192,7 @@ def test_circuits_grow_with_the_scores(build_tiny: Build, pairs: PromptPairs) ->
     model = build_tiny()
     graph = adapt(model).graph
     scores = Scores(graph, graph.exists * torch.rand(graph.exists.shape), "random")
-    found = evaluate_edges(model, pairs, logit_difference, scores, progress=False)
+    found = evaluate_circuit_edges(model, pairs, logit_difference, scores, progress=False)
     joined = {len(scores.top(size).connected()) for size in log_sizes(graph.n_edges)}
     assert found.sizes == tuple(sorted(joined)) and len(joined) > 3
     assert found.sizes[0] == 0 and found.sizes[-1] == graph.n_edges == found.total
@@ -248,7 +248,7 @@ def test_circuits_that_do_not_fit(build_tiny: Build, pairs: PromptPairs) -> None
         evaluate(model, pairs, logit_difference, [], progress=False)
     scores = Scores(adapt(model).graph, torch.zeros(adapt(model).graph.exists.shape), "none")
     with pytest.raises(ValueError, match="expected a size in 0.."):
-        evaluate_edges(model, pairs, logit_difference, scores, [10**6], progress=False)
+        evaluate_circuit_edges(model, pairs, logit_difference, scores, [10**6], progress=False)
 
 
 def test_no_effect_to_explain(build_tiny: Build, pairs: PromptPairs) -> None:

@@ -10,7 +10,7 @@ import torch
 from oracle import run_patched
 from torch import Tensor
 
-from sparse_tl.circuits import attribute_edges, attribute_heads, patch_exactly
+from sparse_tl.circuits import attribute_circuit_edges, attribute_heads, patch_exactly
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import logit_difference
@@ -64,7 +64,7 @@ def test_attribution_is_exact_for_a_linear_model(build_tiny: Build, pairs: Promp
         for block in model.blocks:
             block.attn.W_Q.zero_()
             block.attn.b_Q.zero_()
-    scores = attribute_edges(model, pairs, logit_difference, method="eap")
+    scores = attribute_circuit_edges(model, pairs, logit_difference, method="eap")
     exact = patch_exactly(model, pairs, logit_difference, progress=False)
     found = scores.values[scores.site.exists]
     torch.testing.assert_close(found, torch.tensor(exact.to_numpy()), rtol=1e-9, atol=1e-12)
@@ -89,7 +89,7 @@ def test_the_error_of_attribution_shrinks_quadratically(build_tiny: Build) -> No
     for size in (1e-2, 5e-3):
         with torch.no_grad():
             model.embed.W_E[13] = model.embed.W_E[2] + size * step
-        scores = attribute_edges(model, pairs, logit_difference, method="eap")
+        scores = attribute_circuit_edges(model, pairs, logit_difference, method="eap")
         exact = patch_exactly(model, pairs, logit_difference, progress=False)
         error = scores.values[scores.site.exists] - torch.tensor(exact.to_numpy())
         errors.append(error.abs().max().item())

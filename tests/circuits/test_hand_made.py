@@ -7,7 +7,7 @@ import torch
 from hand_made import HAND_MADE, Known, attending_model, paths_model, threshold_model
 from oracle import mask_of, run_patched
 
-from sparse_tl.circuits import attribute_edges
+from sparse_tl.circuits import attribute_circuit_edges
 
 
 @pytest.fixture(params=list(HAND_MADE))
@@ -16,7 +16,7 @@ def known(request: pytest.FixtureRequest) -> Known:
 
 
 def _scores(known: Known, method: str) -> dict[str, float]:
-    found = attribute_edges(known.model, known.pairs, known.metric, method=method, steps=5)
+    found = attribute_circuit_edges(known.model, known.pairs, known.metric, method=method, steps=5)
     return {str(edge): found[edge] for edge in known.graph.edges}
 
 

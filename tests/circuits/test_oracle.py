@@ -9,7 +9,7 @@ import torch
 from oracle import explained, mask_of, run_patched
 from torch import Tensor
 
-from sparse_tl.circuits import attribute_edges
+from sparse_tl.circuits import attribute_circuit_edges
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import logit_difference
@@ -58,7 +58,7 @@ def test_the_slope_at_a_gate_is_attribution_patching(
     graph = adapt(model).graph
     same = torch.full_like(pairs.positions, 4)  # a mean over prompts asks for it
     pairs = PromptPairs(pairs.clean, pairs.corrupted, pairs.answers, pairs.wrong, same)
-    scores = attribute_edges(model, pairs, logit_difference, method="eap", patch=patch)
+    scores = attribute_circuit_edges(model, pairs, logit_difference, method="eap", patch=patch)
     for edge in graph.edges[1 :: graph.n_edges // 4]:
         ends = []
         for gate in (1 + 1e-4, 1 - 1e-4):

@@ -7,7 +7,7 @@ import torch
 from oracle import explained, run_patched, written_by
 from planted import PLANTED, Planted
 
-from sparse_tl.circuits import attribute_edges
+from sparse_tl.circuits import attribute_circuit_edges
 
 
 @pytest.fixture(scope="module", params=list(PLANTED))
@@ -87,7 +87,7 @@ def test_attribution_ranks_planted_edges_first(planted: Planted, method: str, st
 
     A normalisation couples them: to first order, a part of another sign is a part of another size.
     """
-    scores = attribute_edges(
+    scores = attribute_circuit_edges(
         planted.model, planted.pairs, planted.metric, method=method, steps=steps
     )
     inside = scores.values[planted.mask].abs()

@@ -123,7 +123,7 @@ def test_the_written_models_give_the_written_numbers(addition: tuple[Path, Outco
     for name, model in written.items():
         measured = evaluate_held_out(model, test)
         assert measured.loss == metrics[name]["held_out_loss"]
-        assert measured.active_edges == metrics[name]["active_attention_edges"]
+        assert measured.active_attention_edges == metrics[name]["active_attention_edges"]
     assert written["dense"].to_tokens("36+28=").tolist() == [[3, 6, 10, 2, 8, 11]]
 
 

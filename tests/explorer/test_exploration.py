@@ -45,7 +45,7 @@ def by_hand(model: Any, heads: Any = (), edges: Any = ()) -> torch.Tensor:
 def remove_some(exploration: Exploration, panel: str) -> None:
     for layer, head in HEADS:
         exploration.toggle_head(panel, layer, head)
-    exploration.toggle_edges(panel, EDGES)
+    exploration.toggle_attention_edges(panel, EDGES)
 
 
 @pytest.mark.parametrize("panel", ["Dense", "Sparse"])
@@ -56,7 +56,7 @@ def test_logits_under_removals_are_those_of_hooks_by_hand(exploration, models, p
     exploration.toggle_head(panel, 0, 1)
     expected = by_hand(model, HEADS)
     torch.testing.assert_close(exploration.logits(panel), expected, rtol=0, atol=1e-12)
-    exploration.toggle_edges(panel, EDGES)
+    exploration.toggle_attention_edges(panel, EDGES)
     expected = by_hand(model, HEADS, EDGES)
     torch.testing.assert_close(exploration.logits(panel), expected, rtol=0, atol=1e-12)
     assert not torch.allclose(expected, plain, atol=1e-4)
@@ -83,7 +83,7 @@ def test_restoring_gives_the_first_logits_exactly(exploration, panel):
     # One by one instead of all at once.
     remove_some(exploration, panel)
     remove_some(exploration, panel)
-    assert exploration.removed_heads(panel) == exploration.removed_edges(panel) == ()
+    assert exploration.removed_heads(panel) == exploration.removed_attention_edges(panel) == ()
     assert torch.equal(exploration.logits(panel), first)
 
 
@@ -92,8 +92,8 @@ def test_panels_are_independent(exploration):
     remove_some(exploration, "Dense")
     assert torch.equal(exploration.logits("Sparse"), first)
     assert exploration.removed_heads("Dense") == ((0, 1),)
-    assert exploration.removed_edges("Dense") == tuple(sorted(EDGES))
-    assert exploration.removed_edges("Sparse") == ()
+    assert exploration.removed_attention_edges("Dense") == tuple(sorted(EDGES))
+    assert exploration.removed_attention_edges("Sparse") == ()
 
 
 def test_nothing_is_left_on_the_models(exploration, models):
@@ -130,7 +130,7 @@ def test_the_graph_has_no_removed_edge(exploration, models):
 
 def test_the_graph_reads_later_layers_under_the_removals(exploration, models):
     exploration.toggle_head("Dense", 0, 0)
-    exploration.toggle_edges("Dense", [(0, 1, 10, 3)])
+    exploration.toggle_attention_edges("Dense", [(0, 1, 10, 3)])
     seen = {}
 
     def keep(pattern, hook):
@@ -226,7 +226,7 @@ def test_another_prompt_of_the_same_length_keeps_what_is_removed(exploration, mo
     remove_some(exploration, "Dense")
     assert exploration.show_prompt("11+11=?????")
     assert exploration.removed_heads("Dense") == ((0, 1),)
-    assert exploration.removed_edges("Dense") == tuple(sorted(EDGES))
+    assert exploration.removed_attention_edges("Dense") == tuple(sorted(EDGES))
     fresh = Exploration(models, "11+11=?????")
     remove_some(fresh, "Dense")
     assert torch.equal(exploration.logits("Dense"), fresh.logits("Dense"))
@@ -242,7 +242,7 @@ def test_another_length_restores_edges_and_keeps_heads(exploration):
     remove_some(exploration, "Dense")
     assert not exploration.show_prompt("11+11=")
     assert exploration.removed_heads("Dense") == ((0, 1),)
-    assert exploration.removed_edges("Dense") == ()
+    assert exploration.removed_attention_edges("Dense") == ()
     assert exploration.targets == ((6, 5),)
 
 
@@ -273,16 +273,16 @@ def test_what_does_not_exist_is_refused(exploration):
     with pytest.raises(ValueError, match=r"of 2 layers of 2 heads; got \(0, 2\)"):
         exploration.toggle_head("Dense", 0, 2)
     with pytest.raises(ValueError, match="query 3, key 4"):
-        exploration.toggle_edges("Dense", [(0, 0, 3, 4)])
+        exploration.toggle_attention_edges("Dense", [(0, 0, 3, 4)])
     with pytest.raises(ValueError, match=r"columns 0\.\.10; got query 11"):
-        exploration.toggle_edges("Dense", [(0, 0, 11, 4)])
+        exploration.toggle_attention_edges("Dense", [(0, 0, 11, 4)])
     with pytest.raises(ValueError, match=r"of \['Dense', 'Sparse'\]; got 'Other'"):
         exploration.graph("Other")
     with pytest.raises(ValueError, match=r"level in 0\.\.2; got 3"):
         exploration.logit_lens("Dense", 3, 0)
     with pytest.raises(ValueError, match="column that the model reads"):
         exploration.logit_lens("Dense", 1, 11)
-    assert exploration.removed_edges("Dense") == ()
+    assert exploration.removed_attention_edges("Dense") == ()
 
 
 def test_a_model_without_attention_patterns_is_refused_by_name(build_small):
@@ -298,8 +298,8 @@ def test_a_model_that_breaks_later_keeps_the_old_state(build_small):
     logits = exploration.logits("m").clone()
     del model.hook_dict["blocks.1.attn.hook_pattern"]
     with pytest.raises(ValueError, match="lacks"):
-        exploration.toggle_edges("m", [(1, 0, 3, 3)])
-    assert exploration.removed_edges("m") == ()
+        exploration.toggle_attention_edges("m", [(1, 0, 3, 3)])
+    assert exploration.removed_attention_edges("m") == ()
     assert torch.equal(exploration.logits("m"), logits)
 
 
@@ -321,7 +321,7 @@ def test_a_model_without_a_tokenizer_is_shown_by_labels(build_tiny):
 def test_a_bidirectional_model_loses_edges_from_later_columns(build_tiny):
     model, tokens = build_tiny("float64", attention_dir="bidirectional"), torch.tensor([3, 1, 4])
     exploration = Exploration({"m": model}, tokens, positions=[0])
-    exploration.toggle_edges("m", [(0, 1, 0, 2)])
+    exploration.toggle_attention_edges("m", [(0, 1, 0, 2)])
 
     def cut(pattern, hook):
         pattern[:, 1, 0, 2] = 0

@@ -97,8 +97,8 @@ def test_a_line_stands_for_the_edge_in_every_head_above_the_threshold(page, tmp_
 
 def test_removed_parts_are_chips_and_broken_lines(page, tmp_path, explorer):
     explorer.toggle_head("Dense", 1, 1)
-    explorer.toggle_edges("Dense", [(0, 0, query, 0) for query in range(1, 11)])
-    explorer.toggle_edges("Dense", [(0, 1, query, 1) for query in range(1, 11)])
+    explorer.toggle_attention_edges("Dense", [(0, 0, query, 0) for query in range(1, 11)])
+    explorer.toggle_attention_edges("Dense", [(0, 1, query, 1) for query in range(1, 11)])
     show(page, tmp_path, explorer)
     chips = page.locator(".card[data-panel='0'] .chip")
     assert chips.count() == 16

@@ -106,14 +106,14 @@ def test_long_rows_show_the_columns_with_most_attention(build_small):
     assert shown == sorted(shown)
     assert row[shown].min() >= row.sort(descending=True).values[47]
     left_out = (set(range(70)) - set(shown)).pop()
-    explorer.toggle_edges("m", [(0, 0, 69, left_out)])
+    explorer.toggle_attention_edges("m", [(0, 0, 69, left_out)])
     assert left_out in [key["key"] for key in explorer._node["keys"]]
 
 
 @pytest.mark.parametrize("title", ["Dense", "Sparse"])
 def test_head_effects_are_what_removing_them_one_by_one_does(models, title):
     explorer = explore(models, PROMPT, positions=[9])
-    explorer.toggle_edges(title, [(0, 0, 9, 3)])  # beside what is removed already
+    explorer.toggle_attention_edges(title, [(0, 0, 9, 3)])  # beside what is removed already
     panel = explorer._panels[explorer.exploration.titles.index(title)]
     whole = explorer.exploration.logits(title)[9]
     found = panel["headEffects"]["logits"][0]
@@ -127,7 +127,7 @@ def test_head_effects_are_what_removing_them_one_by_one_does(models, title):
 
 def test_the_figure_that_is_saved_names_what_is_removed(explorer, tmp_path):
     explorer.toggle_head("Dense", 0, 0)
-    explorer.toggle_edges("Dense", [(1, 0, 3, 3), (1, 0, 4, 3)])
+    explorer.toggle_attention_edges("Dense", [(1, 0, 3, 3), (1, 0, 4, 3)])
     assert explorer.figure().panel_names == ("Dense without 1 head and 2 edges", "Sparse")
     for suffix in ("html", "svg", "png"):
         assert explorer.save(tmp_path / f"figure.{suffix}").stat().st_size > 1000
@@ -156,7 +156,7 @@ def test_another_prompt(explorer):
 
 
 def test_a_shorter_prompt_tells_that_edges_are_back(explorer):
-    explorer.toggle_edges("Dense", [(0, 0, 3, 3)])
+    explorer.toggle_attention_edges("Dense", [(0, 0, 3, 3)])
     ask(explorer, action="prompt", text="11+11=")
     assert explorer._message == {
         "kind": "info",

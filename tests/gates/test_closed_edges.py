@@ -46,7 +46,7 @@ def test_closed_edges_are_shut_and_all_others_are_as_they_were(
         assert torch.equal(cache[f"blocks.{layer}.attn.hook_pattern"] > 0, expected)
         assert torch.equal(counts.active[layer], expected.sum(dim=(-2, -1)))
     # They can be closed, so they are possible; and opened, they are those of the model.
-    assert sparse.count_edges(tokens).possible.unique().tolist() == [36]
+    assert sparse.count_attention_edges(tokens).possible.unique().tolist() == [36]
     with sparse.opened():
         assert torch.equal(sparse(tokens), dense)
 

@@ -39,7 +39,7 @@ def test_open_gates_are_the_model_bit_for_bit(build_tiny, tokens, kind):
         assert torch.equal(sparse(tokens), dense)
     sparse.gates.bias.data.fill_(1e4)
     assert torch.equal(sparse(tokens), dense)
-    assert sparse.count_edges(tokens).active_share == 1.0
+    assert sparse.count_attention_edges(tokens).active_share == 1.0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,13 +64,13 @@ def test_closed_gates_silence_attention(build_tiny, tokens):
     sparse = SparseTransformer(model, initial_bias=-1e4)
     _, cache = sparse.run_with_cache(tokens)
     assert cache["blocks.1.attn.hook_z"].abs().max() == 0
-    assert sparse.count_edges(tokens).active_per_prompt == 0
+    assert sparse.count_attention_edges(tokens).active_per_prompt == 0
 
 
 @pytest.mark.parametrize("kind", ["plain", "grouped"])
 def test_expected_count_is_the_mean_of_sampled_counts(build_tiny, tokens, kind):
     sparse = SparseTransformer(build_tiny(kind, n_layers=1), initial_bias=0.0)
-    expected = sparse.count_edges(tokens).expected
+    expected = sparse.count_attention_edges(tokens).expected
     name = "blocks.0.attn.hook_pattern"
     generator = torch.Generator().manual_seed(0)
     total = torch.zeros(3, sparse.cfg.n_heads)
@@ -136,11 +136,11 @@ def test_left_padding_changes_neither_logits_nor_counts(build_tiny, tokens, kind
     padded = torch.cat([torch.zeros(3, 4, dtype=torch.long), tokens], dim=1)
     mask = torch.ones_like(padded)
     mask[:, :4] = 0
-    plain, counts = sparse(tokens), sparse.count_edges(tokens)
+    plain, counts = sparse(tokens), sparse.count_attention_edges(tokens)
     torch.testing.assert_close(
         sparse(padded, attention_mask=mask)[:, 4:], plain, atol=1e-5, rtol=1e-4
     )
-    left = sparse.count_edges(padded, attention_mask=mask)
+    left = sparse.count_attention_edges(padded, attention_mask=mask)
     assert torch.equal(left.active, counts.active)
     assert torch.equal(left.possible, counts.possible)
     assert torch.equal(left.tokens, torch.full((3,), 8))
@@ -280,11 +280,11 @@ def test_wrong_models_are_refused(build_tiny):
     with pytest.raises(TypeError):
         SparseTransformer(sparse)
     with pytest.raises(ValueError, match="at least one batch"):
-        sparse.count_edges(torch.zeros(0, 4, dtype=torch.long))
+        sparse.count_attention_edges(torch.zeros(0, 4, dtype=torch.long))
 
 
 def test_counts_read_well(build_tiny, tokens):
-    counts = SparseTransformer(build_tiny("plain"), initial_bias=0.0).count_edges(tokens)
+    counts = SparseTransformer(build_tiny("plain"), initial_bias=0.0).count_attention_edges(tokens)
     n_heads = 2 * counts.active.shape[2]
     assert counts.possible_per_prompt == 36 * n_heads
     assert counts.active_per_token == pytest.approx(counts.active_per_prompt / 8)
@@ -299,7 +299,7 @@ def test_open_edges_are_those_of_the_gates(build_tiny: Callable[..., Model]) -> 
     tokens = torch.randint(13, (5, 6), generator=torch.Generator().manual_seed(0))
     gates = sparse.run_with_counts(tokens, keep_gates=True)[1].gates
     assert gates is not None
-    table = sparse.open_edges(tokens, batch_size=2)
+    table = sparse.open_attention_edges(tokens, batch_size=2)
     assert (table["share"].diff().dropna() <= 0).all()
     assert table["share"].sum() * 5 == pytest.approx(int(gates.sum()))
     row = table.iloc[-1]
@@ -307,4 +307,4 @@ def test_open_edges_are_those_of_the_gates(build_tiny: Callable[..., Model]) -> 
     assert gates[place[0], :, place[1], place[2], place[3]].float().mean() == row["share"]
     assert row["share"] > 0
     with pytest.raises(ValueError, match="at least one prompt"):
-        sparse.open_edges(tokens[:0])
+        sparse.open_attention_edges(tokens[:0])

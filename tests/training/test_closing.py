@@ -88,9 +88,12 @@ def test_what_is_measured_and_kept_is_closed(build_echo: Build, echo_rows: Rows)
     sparse = SparseTransformer(model, closed=first_layer_closed(model))
     outcome = run(sparse, echo_rows, closing=0.4)
     # 2 layers of 36 causal pairs a head, of which one layer is closed: half at most, from step 0.
-    shares = outcome.history["held_out_active_edges"].dropna() / outcome.sparse.possible_edges
+    shares = (
+        outcome.history["held_out_active_attention_edges"].dropna()
+        / outcome.sparse.possible_attention_edges
+    )
     assert shares.max() <= 0.5
-    assert sparse.count_edges(echo_rows(seed=1).tokens).active[0].sum() == 0
+    assert sparse.count_attention_edges(echo_rows(seed=1).tokens).active[0].sum() == 0
 
 
 @pytest.mark.parametrize(

@@ -119,15 +119,15 @@ def test_the_best_feasible_weights_are_returned(
     evaluated = outcome.history.dropna(subset=["held_out_loss"])
     meets = evaluated["held_out_loss"] <= limit
     assert meets.any(), "the example should hold evaluations that meet the target"
-    best = evaluated[meets].sort_values(["held_out_active_edges", "step"]).iloc[0]
+    best = evaluated[meets].sort_values(["held_out_active_attention_edges", "step"]).iloc[0]
     assert outcome.feasible
     assert outcome.best_step == best["step"]
     # The weights that the model is left with give these very numbers.
     again = evaluate_held_out(sparse, echo_rows(seed=1))
     assert again == outcome.sparse
-    assert again.active_edges == best["held_out_active_edges"]
+    assert again.active_attention_edges == best["held_out_active_attention_edges"]
     assert again.loss == best["held_out_loss"]
-    assert again.active_edges < outcome.dense.active_edges == 2 * 2 * 8 * 9 / 2
+    assert again.active_attention_edges < outcome.dense.active_attention_edges == 2 * 2 * 8 * 9 / 2
     assert f"met at step {outcome.best_step}" in outcome.verdict
     assert "NOT" not in outcome.verdict
 
@@ -151,7 +151,7 @@ def test_an_outcome_shows_itself(run: tuple[PostTraining, SparseTransformer]) ->
     assert outcome.verdict in outcome._repr_html_()
     assert list(outcome.to_pandas()) == ["dense", "sparse"]
     assert outcome.loss_increase == outcome.sparse.loss - outcome.dense.loss
-    assert outcome.times_fewer == pytest.approx(144 / outcome.sparse.active_edges)
+    assert outcome.times_fewer == pytest.approx(144 / outcome.sparse.active_attention_edges)
 
 
 def test_a_target_that_is_not_reached(build_echo: Build, echo_rows: Rows) -> None:
