@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from html import escape
 
 import networkx as nx
 import pytest
 import torch
 
+import sparse_tl.graph as graph_module
 from sparse_tl.circuits import Circuit, Scores, from_eap_ig, to_eap_ig
 from sparse_tl.graph import CircuitEdge, CircuitGraph, Destination, Node
+from sparse_tl.grids import AttentionGrid, HeadGrid
 
 GPT2_SMALL = CircuitGraph(12, 12, 12)
 TINY = CircuitGraph(2, 2, 2)
@@ -112,6 +115,47 @@ def test_the_best_edges_are_kept(size: int) -> None:
     helpful = scores.top(size, signed=True)
     kept, dropped = (scores.values[m] for m in (helpful.mask, TINY.exists & ~helpful.mask))
     assert not len(kept) or not len(dropped) or kept.max() <= dropped.min()
+
+
+def test_large_graphs_are_shown_without_an_object_per_edge(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = CircuitGraph(12, 12, 12)
+    monkeypatch.setattr(graph_module, "CircuitEdge", None)
+    scores = _scores(graph)
+    table = scores.to_pandas()
+    assert len(table) == 32_491 and table["score"].abs().is_monotonic_decreasing
+    best = table["edge"].tolist()
+    assert scores.to_pandas(7)["edge"].tolist() == best[:7]
+    assert f"{best[0]} {table['score'][0]:.3g}, {best[1]}" in repr(scores)
+    assert f"<td>{escape(best[0])}</td>" in scores._repr_html_()
+    assert set(scores.top(100).to_pandas()["edge"]) == set(best[:100])
+
+
+def test_heads_and_attention_edges_are_ranked_like_circuit_edges() -> None:
+    heads = Scores(HeadGrid(2, 2), torch.tensor([[0.5, -2.0], [1.0, 0.0]]), "by hand")
+    assert heads["a0.h1"] == heads[(0, 1)] == -2
+    assert heads.top(2).heads == ((0, 1), (1, 0))
+    assert heads.top(1, signed=True).having("a1.h1").without("a0.h1").heads == ((1, 1),)
+    assert heads.to_pandas()["head"].tolist() == ["a0.h1", "a1.h0", "a0.h0", "a1.h1"]
+    grid = AttentionGrid(1, 2, 3)
+    values = torch.zeros(2, 1, 2, 3, 3)
+    values[:, 0, 1, 2, 0] = torch.tensor([1.0, 3.0])
+    values[:, 0, 0, 1, 1] = torch.tensor([-4.0, 4.0])
+    edges = Scores(grid, values, "by hand")
+    assert grid.n_parts == 2 * (1 + 2 + 3)
+    assert edges["a0.h1:0->2"] == 2 and edges["a0.h0:1->1"] == 0  # means over pairs
+    best = edges.to_pandas(1).iloc[0].to_dict()
+    assert best == {"edge": "a0.h1:0->2", "layer": 0, "head": 1, "query": 2, "key": 0, "score": 2}
+    assert AttentionGrid(1, 2, 3, causal=False).n_parts == 18
+    for wrong in ("a0.h1:2->0", "a0.h2:0->2", (0, 1, 0, 2)):
+        with pytest.raises(ValueError, match="one of the attention edges of .* it has no"):
+            grid.index(wrong)
+    with pytest.raises(ValueError, match="such as"):
+        grid.index("a0.h1")
+    for kept, other in ((heads.top(1), "edges"), (edges.top(1), "heads")):
+        with pytest.raises(ValueError, match="expected a circuit of"):
+            getattr(kept, other)
 
 
 def test_a_size_larger_than_the_graph() -> None:

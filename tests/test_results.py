@@ -22,6 +22,7 @@ from sparse_tl.circuits import (
     Roc,
     Scores,
 )
+from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.grids import AttentionGrid
@@ -59,6 +60,14 @@ RESULTS: dict[str, Any] = {
     "curve": EffectCurve("dense", (0, 2), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0)),
     "roc": Roc(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]), 0.5),
     "overlap": Overlap(0.5, 0.75, 0.6),
+    "attention graph": AttentionGraph(
+        torch.rand(1, 2, 2, 2).tril(),
+        torch.ones(1, 2, 2, 2, dtype=torch.bool).tril(),
+        ("a", "b"),
+        ("b", "c"),
+        ((1, 1),),
+        effect=-torch.rand(1, 1, 2, 2, 2).tril(),
+    ),
     "counts": AttentionEdgeCounts(
         COUNTS, COUNTS * 0.5, COUNTS * 0.1, COUNTS * 3, torch.tensor([3, 3, 3])
     ),

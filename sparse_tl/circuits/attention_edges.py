@@ -83,6 +83,6 @@ def attribute_attention_edges(
                 step()
             # The gradient of the sum over pairs is, row by row, that of each pair.
             found.append((torch.stack(change) * total).transpose(0, 1).cpu().double())
-    graph = runs.adapter.graph
-    site = AttentionGrid(graph.n_layers, graph.n_heads, pairs.clean.shape[1])
+    adapter, length = runs.adapter, pairs.clean.shape[1]
+    site = AttentionGrid(adapter.n_layers, adapter.n_heads, length, adapter.causal)
     return Scores(site, torch.cat(found), method)

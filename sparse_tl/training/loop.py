@@ -1,4 +1,4 @@
-"""The training loop that base models and post-training share: resumable, and never losing work.
+"""The training loop that dense models and post-training share: resumable, and never losing work.
 
 Each step: the stream's batch, a loss from the objective (in micro-batches if asked for), backward,
 clip, optimizer, objective's update. Every random number is drawn from a generator seeded by the

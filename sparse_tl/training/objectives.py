@@ -41,7 +41,7 @@ class Objective(Protocol):
 
 
 class PlainLoss:
-    """Mean cross-entropy in nats over the loss positions; what a base model is trained on."""
+    """Mean cross-entropy in nats over the loss positions; what a dense model is trained on."""
 
     def __init__(self, model: HookedModel) -> None:
         self.model = model

@@ -1,4 +1,4 @@
-"""Training a small base model from scratch."""
+"""Training a small dense model from scratch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def pretrain(
         trained=choose_trained(model, {"*": 1.0}),
         settings={"good_enough": good_enough},
         checkpoint=None if checkpoint is None else Path(checkpoint),
-        title="base model",
+        title="dense model",
         progress=progress,
     )
     return pd.DataFrame(state.history)
