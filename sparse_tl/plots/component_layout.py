@@ -1,8 +1,10 @@
 """Where everything in a component diagram lies: all coordinates, in pixels at full size.
 
-1. Put the nodes into rows, and into places for the lines of all panels (`component_rows`): a node
-   is at the same place in every panel.
-2. Lead the lines of each panel past the nodes, and make them smooth curves (`component_curves`).
+1. Rows, upwards: the input; each layer's heads with its MLP beside them, or above them where the
+   MLP reads from one of these heads; the logits. A layer without a drawn edge has no row.
+2. Order and place the nodes, and the bends where lines pass a row (`layered_layout`), for the
+   lines of all panels together: a node, and a line, is at the same place in every panel.
+3. Make the lines smooth curves (`component_curves`).
 
 Nodes, bands and curves are given relative to the top of their panel's frame.
 """
@@ -10,13 +12,12 @@ Nodes, bands and curves are given relative to the top of their panel's frame.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from sparse_tl.nodes import Node
-from sparse_tl.plots.component_curves import Line, NodeBox, line_curves
-from sparse_tl.plots.component_rows import NodePlaces, Row, node_rows, place_nodes, route_lines
+from sparse_tl.plots.component_curves import Line, NodeBox, line_curves, port_offset
 from sparse_tl.plots.drawn_circuit import INPUT, LOGITS, DrawnCircuit, DrawnEdge
 from sparse_tl.plots.figure_frame import (
     FIGURE_WIDTH,
@@ -25,13 +26,36 @@ from sparse_tl.plots.figure_frame import (
     Frame,
     Surround,
 )
+from sparse_tl.plots.layered_layout import Segment, order_rows, place_rows
 from sparse_tl.plots.token_text import text_width
 
 LAYER_TEXT_SIZE = 12.5
+NODE_TEXT_SIZE = 11.5
 NODE_HEIGHT = 19
 LEGEND_HEIGHT = 30
 
 _HEADING_HEIGHT, _FOOT, _SIDE = 42, 14, 16
+# (distance between lines that run side by side, between nodes): the roomiest that fits is taken.
+_SPACINGS = ((10, 56), (10, 40), (9, 28), (8, 20), (7, 15), (6, 12), (5, 10), (4, 8), (3, 7))
+_LINE_TO_NODE = 5
+# As in Graphviz: of segments with no, one and two bends at their ends.
+_WEIGHTS = (1.0, 2.0, 8.0)
+_END_ROOM = 24.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """The nodes at one height; the label names their layer."""
+
+    label: str
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Bend:
+    """Where a line passes a row; itself and no other, so that it is quick to look up."""
+
+    row: int
 
 
 @dataclass(frozen=True)
@@ -52,7 +76,7 @@ class ComponentLayout:
         left, right: of every frame.
         frames: from top to bottom, all of one height.
         boxes: every node that is drawn in some panel.
-        curves: for each panel, its lines as SVG path data.
+        curves: every line as SVG path data.
         bands: one per layer.
         legend_y: the middle of the legend, from the top of the figure.
     """
@@ -63,66 +87,73 @@ class ComponentLayout:
     right: int
     frames: tuple[Frame, ...]
     boxes: dict[Node, NodeBox]
-    curves: tuple[dict[Line, str], ...]
+    curves: dict[Line, str]
     bands: tuple[Band, ...]
     legend_y: float
 
-    def path_data(self, panel: int, edge: DrawnEdge, reader: Node) -> str:
+    def path_data(self, edge: DrawnEdge, reader: Node) -> str:
         """The line of an edge to one of its readers as SVG path data."""
-        return self.curves[panel][Line(edge.source, reader, edge.slot)]
+        return self.curves[Line(edge.source, reader, edge.slot)]
 
 
 def lay_out(panels: Sequence[DrawnCircuit], surround: Surround) -> ComponentLayout:
     """Place the nodes and lines of these panels."""
-    own_lines = [[line for edge in panel.edges for line in _lines(edge)] for panel in panels]
-    lines = list(dict.fromkeys(line for own in own_lines for line in own))
+    edges = [edge for panel in panels for edge in panel.edges]
+    drawn = (Line(edge.source, reader, edge.slot) for edge in edges for reader in edge.readers)
+    lines = list(dict.fromkeys(drawn))
     rows = node_rows({INPUT, LOGITS}.union(*(panel.nodes for panel in panels)), lines)
     heights = _row_heights(rows)
+    widths = {node: _node_width(node, lines) for row in rows for node in row.nodes}
 
     left, top = surround.left, surround.top
     label_width = max(text_width(row.label, LAYER_TEXT_SIZE) for row in rows)
-    bounds = left + 14 + math.ceil(label_width) + _SIDE, FIGURE_WIDTH - MARGIN - _SIDE
-    places = place_nodes(rows, lines, bounds)
+    start = left + 14 + math.ceil(label_width) + _SIDE
+    bends, x, end = _place(rows, lines, widths, (start, FIGURE_WIDTH - MARGIN - _SIDE))
     boxes = {
-        node: NodeBox(places.x[node], y, places.widths[node])
+        node: NodeBox(round(x[node], 1), y, widths[node])
         for row, y in zip(rows, heights, strict=True)
         for node in row.nodes
+    }
+    points = {
+        line: [(x[bend], heights[bend.row]) for bend in passed] for line, passed in bends.items()
     }
     height = round(heights[0] + NODE_HEIGHT / 2 + _FOOT)
     frames = tuple(Frame(top + i * (height + PANEL_GAP), height) for i in range(len(panels)))
     bottom = frames[-1].top + height
-    right = places.bounds[1] + _SIDE
     return ComponentLayout(
-        width=right + MARGIN,
+        width=end + _SIDE + MARGIN,
         height=bottom + LEGEND_HEIGHT + MARGIN,
         left=left,
-        right=right,
+        right=end + _SIDE,
         frames=frames,
         boxes=boxes,
-        curves=tuple(_curves(rows, heights, own, places, boxes) for own in own_lines),
+        curves=line_curves(points, boxes, NODE_HEIGHT),
         bands=_bands(rows, heights),
         legend_y=bottom + 4 + LEGEND_HEIGHT / 2,
     )
 
 
-def _lines(edge: DrawnEdge) -> list[Line]:
-    return [Line(edge.source, reader, edge.slot) for reader in edge.readers]
-
-
-def _curves(
-    rows: Sequence[Row],
-    heights: Sequence[float],
-    lines: Sequence[Line],
-    places: NodePlaces,
-    boxes: dict[Node, NodeBox],
-) -> dict[Line, str]:
-    # Rows are numbered from the input, so a line's bends are in the rows after its source's.
-    row_of = {node: index for index, row in enumerate(rows) for node in row.nodes}
-    bends = {
-        line: list(zip(xs, heights[row_of[line.source] + 1 :], strict=False))
-        for line, xs in route_lines(rows, lines, places).items()
+def node_rows(nodes: Iterable[Node], lines: Sequence[Line]) -> list[Row]:
+    """The rows of these nodes, from the lowest to the highest."""
+    # An MLP that reads from a head of its layer has to be above it.
+    raised = {
+        line.reader
+        for line in lines
+        if line.reader.kind == "mlp"
+        and line.source.kind == "head"
+        and line.source.layer == line.reader.layer
     }
-    return line_curves(bends, boxes, NODE_HEIGHT)
+    inner = set(nodes) - {INPUT, LOGITS}
+    rows = [Row("", (INPUT,))]
+    for layer in sorted({node.layer for node in inner}):
+        inside = [node for node in inner if node.layer == layer]
+        inside.sort(key=lambda node: (node.kind == "mlp", node.head))
+        label = f"Layer {layer}"
+        if inside[-1] in raised:
+            rows += [Row(label, tuple(inside[:-1])), Row(label, (inside[-1],))]
+        else:
+            rows.append(Row(label, tuple(inside)))
+    return [*rows, Row("", (LOGITS,))]
 
 
 def _row_heights(rows: Sequence[Row]) -> list[float]:
@@ -143,3 +174,63 @@ def _bands(rows: Sequence[Row], heights: Sequence[float]) -> tuple[Band, ...]:
             _, bottom = spans.get(row.label, (y, y + reach))
             spans[row.label] = (y - reach, bottom)
     return tuple(Band(label, top, bottom) for label, (top, bottom) in spans.items())
+
+
+def _node_width(node: Node, lines: Sequence[Line]) -> float:
+    text = math.ceil(text_width(str(node), NODE_TEXT_SIZE)) + 8.0
+    if node not in (INPUT, LOGITS):
+        return text
+    # The ends of the residual stream are as wide as their lines need.
+    n_lines = sum(node in (line.source, line.reader) for line in lines)
+    return max(text, min(360.0, 7.0 * n_lines + 12))
+
+
+def _place(
+    rows: Sequence[Row],
+    lines: Sequence[Line],
+    widths: Mapping[Node, float],
+    bounds: tuple[int, int],
+) -> tuple[dict[Line, list[Bend]], dict[Node | Bend, float], int]:
+    """The bends of each line, the x coordinates of nodes and bends, and where the right end is."""
+    height = {node: index for index, row in enumerate(rows) for node in row.nodes}
+    # Each line starts straight, between nodes that are spread evenly.
+    at: dict[Node | Bend, float] = {
+        node: (index + 0.5) / len(row.nodes) for row in rows for index, node in enumerate(row.nodes)
+    }
+    net: list[list[Node | Bend]] = [list(row.nodes) for row in rows]
+    bends: dict[Line, list[Bend]] = {}
+    segments = []
+    for line in lines:
+        start, end = at[line.source], at[line.reader]
+        passed = [Bend(row) for row in range(height[line.source] + 1, height[line.reader])]
+        for index, bend in enumerate(passed, start=1):
+            at[bend] = start + (end - start) * index / (len(passed) + 1)
+            net[bend.row].append(bend)
+        for lower, upper in pairwise([line.source, *passed, line.reader]):
+            weight = _WEIGHTS[isinstance(lower, Bend) + isinstance(upper, Bend)]
+            port = port_offset(widths[line.reader], line.slot) if upper == line.reader else 0.0
+            segments.append(Segment(lower, upper, weight, port))
+        bends[line] = passed
+    order = order_rows([sorted(row, key=at.__getitem__) for row in net], segments)
+    separations, widest = _roomiest(order, widths, bounds[1] - bounds[0])
+    left, right = bounds[0], max(bounds[1], bounds[0] + widest)
+    x = place_rows(order, segments, separations, (left + _END_ROOM, right - _END_ROOM))
+    return bends, x, right
+
+
+def _roomiest(
+    order: Sequence[Sequence[Node | Bend]], widths: Mapping[Node, float], room: float
+) -> tuple[list[list[float]], int]:
+    """The least distances between neighbours, as roomy as fits, and the width that they need."""
+    separations: list[list[float]] = []
+    widest = 0.0
+    for line_gap, node_gap in _SPACINGS:
+        clearances = (line_gap, max(line_gap, _LINE_TO_NODE), node_gap)
+        separations = []
+        for row in order:
+            halves = [widths[v] / 2 if isinstance(v, Node) else 0.0 for v in row]
+            separations.append([a + b + clearances[bool(a) + bool(b)] for a, b in pairwise(halves)])
+        widest = max(map(sum, separations)) + 2 * _END_ROOM
+        if widest <= 0.95 * room:
+            break
+    return separations, math.ceil(widest)

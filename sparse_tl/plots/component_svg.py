@@ -12,9 +12,9 @@ from sparse_tl.plots.component_curves import NodeBox, port_offset
 from sparse_tl.plots.component_layout import (
     LAYER_TEXT_SIZE,
     NODE_HEIGHT,
+    NODE_TEXT_SIZE,
     ComponentLayout,
 )
-from sparse_tl.plots.component_rows import NODE_TEXT_SIZE
 from sparse_tl.plots.component_styles import (
     SIGN_LEGEND,
     SLOT_LEGEND,
@@ -122,7 +122,7 @@ def _panel(
         yield (
             f'<path data-edge="{rank}" data-reader="{reader}" '
             f'data-kind="{"path" if on_path else "open"}" '
-            f'd="{layout.path_data(index, edge, reader)}" stroke="{stroke}" '
+            f'd="{layout.path_data(edge, reader)}" stroke="{stroke}" '
             f'stroke-width="{line_width(edge.strength):g}"/>'
         )
     yield "</g>"
