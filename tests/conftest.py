@@ -106,7 +106,7 @@ def _echo_weights(
     pretrain(
         model,
         ShuffledStream(echo_rows(), 32),
-        held_out=echo_rows(seed=1),
+        validation=echo_rows(seed=1),
         steps=120,
         learning_rate=1e-2,
         warmup=10,

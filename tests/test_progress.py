@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
 from sparse_tl import progress
 from sparse_tl.progress import ProgressBar, tracked
-from sparse_tl.training.progress import TrainingProgress
 
 CELL = """
 import time
@@ -113,13 +111,3 @@ def test_silence(capsys: pytest.CaptureFixture[str], shown: list[str]) -> None:
         step()
     assert capsys.readouterr() == ("", "")
     assert shown == []
-
-
-def test_a_training_names_its_measurements(
-    shown: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row: dict[str, Any] = {"loss": 1.23456, "lambda": 30.0, "seconds": 2.0}
-    monkeypatch.setattr(progress, "DELAY", 0.0)
-    with TrainingProgress("post-training", 10) as bar:
-        bar.step(4, row, {"held_out_active_attention_edges_per_token": 35.911})
-    assert shown[-1].startswith("post-training · 4 of 10 · 0:00 · loss 1.235, λ 30.00, best 35.91")

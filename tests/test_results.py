@@ -29,7 +29,7 @@ from sparse_tl.grids import AttentionGrid
 from sparse_tl.head_roles import AblationCurve, ContrastiveGates, HeadRoles
 from sparse_tl.models import build_addition_model
 from sparse_tl.results import Result, table_html
-from sparse_tl.runs import Comparison
+from sparse_tl.runs import Check, Comparison, Diagnosis
 from sparse_tl.runs.addition import AdditionRun, draw
 from sparse_tl.runs.head_roles import HeadRolesRun
 from sparse_tl.runs.text import TextRun
@@ -43,7 +43,7 @@ SCORES = Scores(GRAPH, GRAPH.exists * NUMBERS, "eap")
 HEADS = Scores(GRAPH.heads, torch.tensor([[0.5, -2.0], [1.0, 0.0]]), "eap-ig")
 HISTORY = pd.DataFrame({"part": ["a1.h0->logits", "m0->m1"], "moved": [0.25, -1.0]})
 DENSE = HeldOut(0.25, 0.5, 12.0, 3.0, 24.0, 2)
-STEPS = pd.DataFrame({"step": [1, 2], "loss": [0.5, 0.25], "held_out_loss": [None, 0.25]})
+STEPS = pd.DataFrame({"step": [1, 2], "loss": [0.5, 0.25], "validation_loss": [None, 0.25]})
 COUNTS = torch.ones(2, 3, 2, dtype=torch.long)
 PAIR = torch.tensor([2.0, 4.0]).double()
 SEEDS = torch.rand(2, 2, 2)
@@ -72,6 +72,7 @@ RESULTS: dict[str, Any] = {
         COUNTS, COUNTS * 0.5, COUNTS * 0.1, COUNTS * 3, torch.tensor([3, 3, 3])
     ),
     "held out": DENSE,
+    "diagnosis": Diagnosis((Check("cpu", True, "2 threads"), Check("gates", False, "none"))),
     "post-training": PostTraining(True, TargetLoss(0.1, "dense"), 0.0, DENSE, DENSE, 5, STEPS),
     "roles": HeadRoles(
         seeds=(3, 4),

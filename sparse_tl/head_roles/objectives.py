@@ -68,7 +68,7 @@ class Likelihood:
         self.recorded = [gated.theta.detach().cpu().clone()]
 
     def measure(
-        self, batch: TokenBatch, generator: torch.Generator, progress: float
+        self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
         losses = self.gated(batch).mean(dim=1)
         # Gates of different seeds share no term: the sum has the gradients of each by itself.
@@ -108,7 +108,7 @@ class Contrast(Likelihood):
         self.forget = forget
 
     def measure(
-        self, batch: TokenBatch, generator: torch.Generator, progress: float
+        self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
         others = self.forget.batch(self.updates).to(batch.tokens.device)
         retained, forgotten = -self.gated(batch).mean(dim=1), -self.gated(others).mean(dim=1)

@@ -104,7 +104,7 @@ class Recipe:
         history = pretrain(
             model,
             ShuffledStream(training, self.batch_size, seed),
-            held_out=validation,
+            validation=validation,
             checkpoint=checkpoint,
             progress=progress,
             **self.dense,
@@ -132,7 +132,7 @@ class Recipe:
         outcome = post_train(
             sparse,
             ShuffledStream(training, self.batch_size, seed + 1),
-            held_out=validation,
+            validation=validation,
             seed=seed,
             checkpoint=checkpoint,
             progress=progress,

@@ -17,10 +17,10 @@ from sparse_tl import __version__
 from sparse_tl.files import check_writable
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.gates.saving import is_sparse_folder
-from sparse_tl.lens import Model, load_model
+from sparse_tl.lens import Model, adapt, check_circuits, check_gates, load_model
 from sparse_tl.models import build_addition_model
 from sparse_tl.models.pairs import cache_folder
-from sparse_tl.results import table_html
+from sparse_tl.results import Result
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Check:
     found: str
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Result):
     """All checks, in the order in which they were made."""
 
     checks: tuple[Check, ...]
@@ -56,12 +56,8 @@ class Diagnosis:
         return pd.DataFrame(self.checks)
 
     def __repr__(self) -> str:
-        marks = {True: "✓", False: "✗"}
-        lines = [f"{marks[check.works]} {check.name}: {check.found}" for check in self.checks]
+        lines = [f"{'✓' if c.works else '✗'} {c.name}: {c.found}" for c in self.checks]
         return "\n".join([*lines, self.verdict])
-
-    def _repr_html_(self) -> str:
-        return table_html(self.to_pandas(), self.verdict)
 
 
 def run_doctor(model: str | Path | None = None, *, device: str | None = None) -> Diagnosis:
@@ -125,36 +121,15 @@ def _dense(source: str | Path, device: str | None) -> Model:
 
 
 def _described(model: Model) -> str:
-    check_gates(model)
-    cfg, weights = model.cfg, sum(p.numel() * p.element_size() for p in model.parameters())
+    adapter = adapt(model)
+    check_gates(adapter)
+    check_circuits(adapter)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
     return (
-        f"{cfg.n_layers} layers of {cfg.n_heads} heads on {cfg.device}; the same logits bit for "
-        f"bit under open gates. Post-training all weights takes {_size(6 * weights)} for weights, "
-        "gradients, Adam, the dense and the best model, beside the activations of a batch"
+        f"{adapter.n_layers} layers of {adapter.n_heads} heads on {adapter.device}; gates act, and "
+        f"its heads and MLPs add up. Post-training all weights takes {_size(6 * weights)} for "
+        "weights, gradients, Adam, the dense and the best model, beside the activations of a batch"
     )
-
-
-@torch.no_grad()
-def check_gates(model: Model) -> None:
-    """Make sure that open gates leave a model as it is and closed ones reach its logits.
-
-    Raises:
-        ValueError: they do not.
-    """
-    tokens = torch.randint(model.cfg.d_vocab, (1, min(16, model.cfg.n_ctx)))
-    tokens = tokens.to(model.cfg.device)
-    plain = model(tokens)
-    sparse = SparseTransformer(model, initial_bias=-1e4)
-    try:
-        with sparse.opened():
-            opened = sparse(tokens)
-        closed = sparse(tokens)
-    finally:
-        sparse.unwrap()
-    if not torch.equal(opened, plain):
-        raise ValueError("expected the model's own logits under open gates; got others")
-    if torch.equal(closed, plain):
-        raise ValueError("expected closed gates to move the logits; got the model's own")
 
 
 def _tried(name: str, check: Callable[[], str]) -> Check:

@@ -123,7 +123,7 @@ def run_post_training(
             outcome = post_train(
                 sparse,
                 ShuffledStream(train, min(batch_size, len(train)), seed),
-                held_out=validation,
+                validation=validation,
                 target_loss=target_loss,
                 steps=steps,
                 seed=seed,

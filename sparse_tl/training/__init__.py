@@ -1,4 +1,4 @@
-"""The finetuning phase: loss constraint, loop, checkpoints, held-out evaluation."""
+"""The finetuning phase: loss constraint, loop, checkpoints, validation evaluation."""
 
 from sparse_tl.training.config import Selection, Trained, TrainingConfig
 from sparse_tl.training.constraint import LossConstraint, TargetLoss

@@ -21,6 +21,7 @@ from sparse_tl.files import (
 )
 
 FORMAT = 1
+_SHOWN = {"loss": "loss", "violation": "over", "lambda": "λ", "expected_per_token": "edges/token"}
 
 
 @dataclass
@@ -46,6 +47,21 @@ class TrainingState:
     best_objective: dict[str, Any] = field(default_factory=dict)
     misses: int = 0
     retreats: int = 0
+
+    def latest(self) -> str:
+        """The last step's measurements, in nats and attention edges per token.
+
+        ``over`` is how far the loss lies above its target; ``best`` counts the active edges per
+        token of the best evaluation.
+        """
+        row = self.history[-1]
+        shown = {label: row[name] for name, label in _SHOWN.items() if name in row}
+        if "active_attention_edges_per_token" in self.best:
+            shown["best"] = self.best["active_attention_edges_per_token"]
+        return ", ".join(
+            f"{label} {value:{'.2f' if abs(value) >= 10 else '.4g'}}"
+            for label, value in shown.items()
+        )
 
 
 _PLAIN = [f.name for f in fields(TrainingState) if f.name != "best_weights"]

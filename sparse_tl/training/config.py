@@ -30,7 +30,7 @@ class TrainingConfig:
         accumulate: micro-batches per step.
         precision: "bf16" runs the forward pass under autocast.
         seed: of gate noise.
-        evaluate_every: steps between held-out evaluations.
+        evaluate_every: steps between validation evaluations.
         checkpoint_every: steps between checkpoints.
         patience: evaluations without improvement after which training stops; None for never.
     """
@@ -78,10 +78,10 @@ class TrainingConfig:
         scale = min(1.0, (step + 1) / max(1, self.warmup))
         start = self.steps * (1 - self.decay)
         if step > start:
-            progress = (step - start) / (self.steps - start)
-            left = 1 - progress
+            decayed = (step - start) / (self.steps - start)
+            left = 1 - decayed
             if self.schedule == "cosine":
-                left = 0.5 * (1 + math.cos(math.pi * progress))
+                left = 0.5 * (1 + math.cos(math.pi * decayed))
             scale *= self.final_rate + (1 - self.final_rate) * left
         return self.learning_rate * scale
 
@@ -91,7 +91,7 @@ class Selection:
     """Which evaluation is best, and when training may end.
 
     Args:
-        evaluate: held-out metrics of the model as it is now.
+        evaluate: validation metrics of the model as it is now.
         better: whether the first metrics beat the second.
         finished: whether nothing more is to be gained after these metrics.
         acceptable: whether metrics are good enough to go on from.

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from sparse_tl.data.streams import TokenStream
+from sparse_tl.progress import ProgressBar
 from sparse_tl.training.checkpoints import (
     TrainingState,
     fingerprint,
@@ -30,7 +31,6 @@ from sparse_tl.training.checkpoints import (
 )
 from sparse_tl.training.config import Metrics, Selection, Trained, TrainingConfig
 from sparse_tl.training.objectives import Objective
-from sparse_tl.training.progress import TrainingProgress
 
 RETREAT_RATE = 0.7
 """What a retreat leaves of the learning rate."""
@@ -91,13 +91,13 @@ def train(
     else:
         objective.load_state(state.objective)
     run = _Run(model, objective, stream, selection, config, weights, optimizer, state)
-    bar = TrainingProgress(title, config.steps, done=state.step, shown=progress)
+    bar = ProgressBar(title, config.steps, done=state.step, shown=progress)
     with _only_trained(model, weights), _repeatable(), _interrupt_noted() as interrupted, bar:
         if state.step == 0:
             run.evaluate()
         while state.step < config.steps and not run.finished():
-            row = run.step()
-            bar.step(state.step, row, state.best)
+            run.step()
+            bar.update(state.step, state.latest())
             if state.step % config.evaluate_every == 0 or state.step == config.steps:
                 run.evaluate()
             due = state.step % config.checkpoint_every == 0 or state.step == config.steps
@@ -133,7 +133,7 @@ class _Run:
         self.before = state.history[-1]["seconds"] if state.history else 0.0
         self.started = time.monotonic()
 
-    def step(self) -> dict[str, float]:
+    def step(self) -> None:
         step, config = self.state.step, self.config
         rate = config.rate(step) * RETREAT_RATE**self.state.retreats
         for group in self.optimizer.param_groups:
@@ -167,13 +167,13 @@ class _Run:
         self.state.step += 1
         row = {"step": self.state.step, "seconds": self._seconds(), "rate": rate}
         self.state.history.append({**row, **measured})
-        return self.state.history[-1]
 
     def evaluate(self) -> None:
-        metrics = {"step": self.state.step, **self.selection.evaluate()}
+        measured = self.selection.evaluate()
+        metrics = {"step": self.state.step, **measured}
         if not all(map(math.isfinite, metrics.values())):
             raise NonFiniteLossError(
-                f"expected finite held-out measurements; after step {self.state.step} they were "
+                f"expected finite validation measurements; after step {self.state.step} they were "
                 f"{metrics}. The last checkpoint is older; a smaller learning rate usually helps."
             )
         if not self.state.best or self.selection.better(metrics, self.state.best):
@@ -190,7 +190,8 @@ class _Run:
             self.retreat(metrics)
         if not self.state.history:
             self.state.history.append({"step": self.state.step, "seconds": self._seconds()})
-        self.state.history[-1].update(metrics)
+        named = {f"validation_{name}": value for name, value in measured.items()}
+        self.state.history[-1].update(named)
 
     def retreat(self, now: Metrics) -> None:
         """Go back to the best weights, if acceptable and near, and move on more carefully."""

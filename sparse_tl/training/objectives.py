@@ -28,7 +28,7 @@ class Objective(Protocol):
     """
 
     def measure(
-        self, batch: TokenBatch, generator: torch.Generator, progress: float
+        self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]: ...
 
     def update(self, measured: dict[str, float]) -> None: ...
@@ -47,7 +47,7 @@ class PlainLoss:
         self.model = model
 
     def measure(
-        self, batch: TokenBatch, generator: torch.Generator, progress: float
+        self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
         with only_at(self.model, batch.loss_mask):
             logits = self.model(batch.tokens, **batch.model_kwargs)
@@ -130,32 +130,34 @@ class SparsityObjective:
         self.self_cost = self_cost
         self.closing = closing
         self.brake = brake
-        self._allowance, self._progress = 1.0, 0.0
+        self._allowance, self._fraction_done = 1.0, 0.0
 
-    def allowance(self, progress: float) -> float:
+    def allowance(self, fraction_done: float) -> float:
         """What the target is multiplied by: `slack` at first, 1 from `SLACK_UNTIL` on."""
-        return 1 + (self.slack - 1) * max(0.0, 1 - progress / SLACK_UNTIL)
+        return 1 + (self.slack - 1) * max(0.0, 1 - fraction_done / SLACK_UNTIL)
 
-    def closed_share(self, progress: float) -> float:
+    def closed_share(self, fraction_done: float) -> float:
         """The share of draws in which closed edges are shut."""
-        return min(1.0, progress / self.closing) if self.closing > 0 else 1.0
+        return min(1.0, fraction_done / self.closing) if self.closing > 0 else 1.0
 
-    def pruning(self, progress: float) -> bool:
+    def pruning(self, fraction_done: float) -> bool:
         """Whether the size is minimised: as soon as all closed edges are shut."""
-        return self.closed_share(progress) == 1
+        return self.closed_share(fraction_done) == 1
 
-    def noise(self, progress: float) -> float:
+    def noise(self, fraction_done: float) -> float:
         """The scale of the gates' noise: 1 at first, 0 at the end."""
-        if progress < self.anneal_noise_from:
+        if fraction_done < self.anneal_noise_from:
             return 1.0
-        falling = (progress - self.anneal_noise_from) / (1 - self.anneal_noise_from)
+        falling = (fraction_done - self.anneal_noise_from) / (1 - self.anneal_noise_from)
         return 0.5 * (1 + math.cos(math.pi * falling))
 
     def measure(
-        self, batch: TokenBatch, generator: torch.Generator, progress: float
+        self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
         with (
-            self.sparse.sampled(generator, self.noise(progress), self.closed_share(progress)),
+            self.sparse.sampled(
+                generator, self.noise(fraction_done), self.closed_share(fraction_done)
+            ),
             only_at(self.sparse, batch.loss_mask),
         ):
             logits, counts = self.sparse.run_with_counts(
@@ -163,7 +165,7 @@ class SparsityObjective:
             )
         loss = cross_entropy(logits, batch)
         edges = self._cost(counts) / len(batch)
-        self._allowance, self._progress = self.allowance(progress), progress
+        self._allowance, self._fraction_done = self.allowance(fraction_done), fraction_done
         violation = loss.item() - self.target.nats * self._allowance
         task = loss
         if self.dense is not None:
@@ -176,7 +178,7 @@ class SparsityObjective:
                 divergence = _divergence(dense_logits, logits, batch)
                 task = (1 - self.distillation) * loss + self.distillation * divergence
         lambda_ = self.constraint.lambda_
-        size = torch.log1p(edges) if self.pruning(progress) else 0.0
+        size = torch.log1p(edges) if self.pruning(fraction_done) else 0.0
         objective = (size + lambda_ * task) / (1 + lambda_)
         return objective, {
             "loss": loss.item(),
@@ -191,16 +193,16 @@ class SparsityObjective:
         return weighted.sum(dim=(1, 2)) @ self.layer_costs.to(weighted.device)
 
     def update(self, measured: dict[str, float]) -> None:
-        if self.pruning(self._progress):
+        if self.pruning(self._fraction_done):
             self.constraint.update(measured["violation"] / self._allowance)
 
     def evaluated(self, excess: float) -> None:
-        """Brake, where a held-out loss is that many nats above its reference.
+        """Brake, where a validation loss is that many nats above its reference.
 
         lambda follows the loss too slowly to stop a fall that takes needed edges with it, and what
         was closed is seldom found again.
         """
-        falling = self.pruning(self._progress) and self._progress < self.anneal_noise_from
+        falling = self.pruning(self._fraction_done) and self._fraction_done < self.anneal_noise_from
         allowed = self.target.nats * self._allowance
         if self.brake is not None and falling and excess > self.brake * allowed:
             self.constraint.ease(BRAKE_FACTOR)

@@ -17,13 +17,13 @@ class PostTraining(Result):
     """The outcome of a post-training run.
 
     Args:
-        feasible: whether any held-out evaluation met the target.
+        feasible: whether any validation evaluation met the target.
         target: the loss constraint.
-        min_accuracy: the share of held-out rows that had to be right beside it.
-        dense: held-out measurements of the dense model.
-        sparse: held-out measurements of the weights that were kept.
+        min_accuracy: the share of validation rows that had to be right beside it.
+        dense: validation measurements of the dense model.
+        sparse: validation measurements of the weights that were kept.
         best_step: the step that they come from.
-        history: one row per step; held-out columns are filled where it was evaluated.
+        history: one row per step; validation columns are filled where it was evaluated.
     """
 
     feasible: bool
@@ -51,8 +51,8 @@ class PostTraining(Result):
         edges = (
             f"{self.sparse.active_attention_edges:.2f} of "
             f"{self.sparse.possible_attention_edges:.0f} attention edges active per example "
-            f"({self.times_fewer:.1f}x fewer) at held-out loss {self.sparse.loss:.4f} nats "
-            f"({self.loss_increase:+.4f} over the dense model)"
+            f"({self.times_fewer:.1f}x fewer) at validation loss "
+            f"{self.sparse.loss:.4f} nats ({self.loss_increase:+.4f} over the dense model)"
         )
         target = f"Target {self.target} nats"
         if self.min_accuracy > 0:
@@ -60,8 +60,8 @@ class PostTraining(Result):
         if self.feasible:
             return f"{target} met at step {self.best_step}: {edges}."
         return (
-            f"{target} NOT met by any held-out evaluation; kept the weights with the "
-            f"lowest held-out loss, from step {self.best_step}: {edges}. Train for longer, start "
+            f"{target} NOT met by any validation evaluation; kept the weights with the "
+            f"lowest validation loss, from step {self.best_step}: {edges}. Train for longer, start "
             "from a larger bias, or allow more loss."
         )
 

@@ -51,7 +51,7 @@ def post_train(
     stream: TokenStream,
     *,
     target_loss: float | str,
-    held_out: TokenBatch,
+    validation: TokenBatch,
     steps: int = 2000,
     learning_rate: float = 1e-3,
     trained: str | Mapping[str, float] = "all",
@@ -78,7 +78,7 @@ def post_train(
     """Finetune weights and gates until as few attention edges as possible are open.
 
     Solves ``min_theta max_lambda  log(1 + E|A|) + lambda (loss - target)``. On return `sparse`
-    holds the best feasible weights: fewest active edges among held-out evaluations that meet the
+    holds the best feasible weights: fewest active edges among validation evaluations that meet the
     target.
 
     Args:
@@ -86,7 +86,7 @@ def post_train(
         stream: training batches; any positions may carry the loss.
         target_loss: nats: absolute (``0.01``), or over the frozen dense model on the same batch
             (``"+0.05"``), which cancels the batch's own noise.
-        held_out: examples for selection; report on others that neither saw.
+        validation: examples for selection; report on others that neither saw.
         steps: optimizer steps.
         learning_rate: at its peak.
         trained: a name in `TRAINED` ("all", "qk", "gates", "evenly"), or patterns of parameter
@@ -111,22 +111,22 @@ def post_train(
             ever more of the draws, so that it learns to do without. Pruning starts after it: until
             then lambda rests and nothing brakes, retreats or ends the run early. 0 closes them
             from the first step; evaluations close them always.
-        brake: multiple of the allowed loss; where a held-out evaluation is beyond it while the
+        brake: multiple of the allowed loss; where a validation evaluation is beyond it while the
             noise is full, lambda jumps, so that edges which are needed do not close in the fall.
-        retreat_after: held-out evaluations in a row that miss the target, after which training
+        retreat_after: validation evaluations in a row that miss the target, after which training
             goes back to the best weights with a larger lambda and a smaller learning rate: a gate
             that closed by mistake is rarely found again by gradients. None for never.
-        min_accuracy: share of held-out rows that must be right everywhere, beside the target.
+        min_accuracy: share of validation rows that must be right everywhere, beside the target.
         checkpoint: folder of the run's checkpoint; found there, an interrupted run goes on.
         progress: whether to show live progress.
-        report: called with the metrics of every held-out evaluation.
+        report: called with the metrics of every validation evaluation.
         **config: further fields of `TrainingConfig`: warmup, decay, accumulate, precision, seed...
 
     Returns:
         The outcome; its `verdict` says whether the target was met.
 
     Raises:
-        ValueError: a target below the dense model's own held-out loss, unknown parameter names, a
+        ValueError: a target below the dense model's own validation loss, unknown parameter names, a
             checkpoint of another run.
         NonFiniteLossError: the loss or gradient became NaN or infinite.
         KeyboardInterrupt: after Ctrl-C, once the checkpoint is written.
@@ -171,12 +171,12 @@ def post_train(
         }
     parameters = choose_trained(sparse, trained)
     reference = sparse.dense_copy()
-    dense = evaluate_held_out(reference, held_out)
+    dense = evaluate_held_out(reference, validation)
     if target.reference == "absolute" and target.nats < dense.loss:
         raise ValueError(
-            f"expected a target loss that the model can reach; the dense model's held-out loss is "
-            f"{dense.loss:.5f} nats, the target {target}. Give a larger one, or an increase such "
-            f'as "+{max(dense.loss * 0.02, 0.01):.2g}".'
+            "expected a target loss that the model can reach; the dense model's validation loss "
+            f"is {dense.loss:.5f} nats, the target {target}. Give a larger one, or an increase "
+            f'such as "+{max(dense.loss * 0.02, 0.01):.2g}".'
         )
     reference_loss = dense.loss if target.reference == "dense" else 0.0
     limit = target.nats + reference_loss
@@ -204,26 +204,23 @@ def post_train(
     )
 
     def feasible(metrics: Metrics) -> bool:
-        return metrics["held_out_loss"] <= limit and metrics["held_out_accuracy"] >= min_accuracy
+        return metrics["loss"] <= limit and metrics["accuracy"] >= min_accuracy
 
     def better(new: Metrics, old: Metrics) -> bool:
         if feasible(new) != feasible(old):
             return feasible(new)
-        decisive = "held_out_active_attention_edges" if feasible(new) else "held_out_loss"
+        decisive = "active_attention_edges" if feasible(new) else "loss"
         return new[decisive] < old[decisive]
 
     def near(best: Metrics, now: Metrics) -> bool:
-        return (
-            best["held_out_active_attention_edges"] <= NEAR * now["held_out_active_attention_edges"]
-        )
+        return best["active_attention_edges"] <= NEAR * now["active_attention_edges"]
 
     def evaluate() -> Metrics:
-        measured = evaluate_held_out(sparse, held_out)
-        metrics = {f"held_out_{name}": value for name, value in asdict(measured).items()}
+        measured = evaluate_held_out(sparse, validation)
         objective.evaluated(measured.loss - reference_loss)
         if report is not None:
-            report(metrics)
-        return metrics
+            report(asdict(measured))
+        return asdict(measured)
 
     state = train(
         sparse,
@@ -263,7 +260,7 @@ def post_train(
         title="post-training",
         progress=progress,
     )
-    kept = evaluate_held_out(sparse, held_out)
+    kept = evaluate_held_out(sparse, validation)
     return PostTraining(
         feasible=feasible(state.best),
         target=target,

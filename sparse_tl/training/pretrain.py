@@ -20,7 +20,7 @@ def pretrain(
     model: Model,
     stream: TokenStream,
     *,
-    held_out: TokenBatch,
+    validation: TokenBatch,
     steps: int,
     learning_rate: float = 1e-3,
     good_enough: float = 0.0,
@@ -28,15 +28,15 @@ def pretrain(
     progress: bool = True,
     **config: Any,
 ) -> pd.DataFrame:
-    """Train all weights on the stream; the model ends with its best held-out weights.
+    """Train all weights on the stream; the model ends with its best validation weights.
 
     Args:
         model: a freshly built model.
         stream: training batches.
-        held_out: examples for selection.
+        validation: examples for selection.
         steps: optimizer steps at most.
         learning_rate: at its peak.
-        good_enough: held-out loss in nats at which training ends, all rows being right.
+        good_enough: validation loss in nats at which training ends, all rows being right.
         checkpoint: folder of the run's checkpoint; found there, an interrupted run goes on.
         progress: whether to show live progress.
         **config: further fields of `TrainingConfig`.
@@ -46,13 +46,13 @@ def pretrain(
     """
 
     def evaluate() -> Metrics:
-        measured = evaluate_held_out(model, held_out)
-        return {"held_out_loss": measured.loss, "held_out_accuracy": measured.accuracy}
+        measured = evaluate_held_out(model, validation)
+        return {"loss": measured.loss, "accuracy": measured.accuracy}
 
     selection = Selection(
         evaluate,
-        better=lambda new, old: new["held_out_loss"] < old["held_out_loss"],
-        finished=lambda m: m["held_out_loss"] <= good_enough and m["held_out_accuracy"] == 1.0,
+        better=lambda new, old: new["loss"] < old["loss"],
+        finished=lambda m: m["loss"] <= good_enough and m["accuracy"] == 1.0,
     )
     state = train(
         model,

@@ -71,7 +71,7 @@ def test_addition_writes_everything(addition: tuple[Path, Outcome]) -> None:
     history = pd.read_csv(out / "history.csv")
     assert history["phase"].unique().tolist() == ["dense", "sparse"]
     assert history.groupby("phase")["step"].max().to_dict() == {"dense": 3, "sparse": 2}
-    assert {"step", "loss", "lambda", "held_out_loss"} <= set(history)
+    assert {"step", "loss", "lambda", "validation_loss"} <= set(history)
     html = (out / "addition.html").read_text(encoding="utf-8")
     assert "Base Model" in html
     assert "Sparse Model" in html

@@ -32,7 +32,7 @@ def run(sparse: SparseTransformer, rows: Rows, **settings: Any) -> PostTraining:
     defaults: dict[str, Any] = {
         "stream": ShuffledStream(rows(), 32),
         "target_loss": 0.5,
-        "held_out": rows(seed=1),
+        "validation": rows(seed=1),
         "steps": 8,
         "warmup": 0,
         "learning_rate": 3e-3,
@@ -89,7 +89,7 @@ def test_what_is_measured_and_kept_is_closed(build_echo: Build, echo_rows: Rows)
     outcome = run(sparse, echo_rows, closing=0.4)
     # 2 layers of 36 causal pairs a head, of which one layer is closed: half at most, from step 0.
     shares = (
-        outcome.history["held_out_active_attention_edges"].dropna()
+        outcome.history["validation_active_attention_edges"].dropna()
         / outcome.sparse.possible_attention_edges
     )
     assert shares.max() <= 0.5

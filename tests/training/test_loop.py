@@ -50,7 +50,7 @@ def _kill() -> None:
     raise Killed
 
 
-def _pretrain(model: Model, stream: TokenStream, held_out: TokenBatch, **config: Any) -> Any:
+def _pretrain(model: Model, stream: TokenStream, validation: TokenBatch, **config: Any) -> Any:
     defaults: dict[str, Any] = {
         "steps": 8,
         "learning_rate": 1e-2,
@@ -58,11 +58,11 @@ def _pretrain(model: Model, stream: TokenStream, held_out: TokenBatch, **config:
         "evaluate_every": 3,
         "checkpoint_every": 2,
     }
-    return pretrain(model, stream, held_out=held_out, progress=False, **{**defaults, **config})
+    return pretrain(model, stream, validation=validation, progress=False, **{**defaults, **config})
 
 
 def _post_train(
-    sparse: SparseTransformer, stream: TokenStream, held_out: TokenBatch, **config: Any
+    sparse: SparseTransformer, stream: TokenStream, validation: TokenBatch, **config: Any
 ) -> pd.DataFrame:
     defaults: dict[str, Any] = {
         "target_loss": "+0.05",
@@ -74,7 +74,7 @@ def _post_train(
         "distillation": 0.1,
     }
     settings = {**defaults, **config}
-    return post_train(sparse, stream, held_out=held_out, progress=False, **settings).history
+    return post_train(sparse, stream, validation=validation, progress=False, **settings).history
 
 
 def _saved_step(checkpoint: Path) -> int:
@@ -96,16 +96,18 @@ def _same_history(one: pd.DataFrame, other: pd.DataFrame) -> None:
 
 
 def test_training_lowers_the_loss(build_tiny: Build, echo_rows: Rows) -> None:
-    model, held_out = build_tiny(), echo_rows(seed=1)
+    model, validation = build_tiny(), echo_rows(seed=1)
     history = _pretrain(
-        model, ShuffledStream(echo_rows(), 32), held_out, steps=60, evaluate_every=20, warmup=10
+        model, ShuffledStream(echo_rows(), 32), validation, steps=60, evaluate_every=20, warmup=10
     )
-    evaluated = history.dropna(subset=["held_out_loss"])
+    evaluated = history.dropna(subset=["validation_loss"])
     assert evaluated["step"].tolist() == [0, 20, 40, 60]
-    assert evaluated["held_out_loss"].iloc[0] > 2
-    assert evaluated["held_out_loss"].iloc[-1] < 0.6
+    assert evaluated["validation_loss"].iloc[0] > 2
+    assert evaluated["validation_loss"].iloc[-1] < 0.6
     assert history["step"].tolist() == list(range(61))
-    assert {"step", "seconds", "rate", "loss", "held_out_loss", "held_out_accuracy"} == set(history)
+    assert {"step", "seconds", "rate", "loss", "validation_loss", "validation_accuracy"} == set(
+        history
+    )
 
 
 @pytest.mark.parametrize("kind", ["grouped", "attention_only"])
@@ -117,31 +119,31 @@ def test_other_kinds_of_model_train_too(build_tiny: Build, echo_rows: Rows, kind
         steps=30,
         evaluate_every=30,
     )
-    assert history["held_out_loss"].iloc[-1] < history["held_out_loss"].iloc[0] - 0.3
+    assert history["validation_loss"].iloc[-1] < history["validation_loss"].iloc[0] - 0.3
 
 
 def test_the_best_held_out_weights_are_kept(build_tiny: Build, echo_rows: Rows) -> None:
     """A rate that rises all the time ruins the model; what it ends with is not ruined."""
     from sparse_tl.training import evaluate_held_out
 
-    model, held_out = build_tiny(), echo_rows(seed=1)
+    model, validation = build_tiny(), echo_rows(seed=1)
     history = _pretrain(
         model,
         ShuffledStream(echo_rows(), 32),
-        held_out,
+        validation,
         steps=24,
         learning_rate=2.0,
         warmup=20,
         decay=0.0,
     )
-    best, last = history["held_out_loss"].min(), history["held_out_loss"].iloc[-1]
+    best, last = history["validation_loss"].min(), history["validation_loss"].iloc[-1]
     assert best < last
-    assert evaluate_held_out(model, held_out).loss == best
+    assert evaluate_held_out(model, validation).loss == best
 
 
 @pytest.mark.parametrize("pieces", [2, 3, 5, 12])
 def test_accumulation_equals_one_big_batch(build_tiny: Build, echo_rows: Rows, pieces: int) -> None:
-    held_out = echo_rows(seed=1)
+    validation = echo_rows(seed=1)
     examples = echo_rows(24)
     # Micro-batches with unequal numbers of labels: the mean is over labels, not over pieces.
     for row in range(12):
@@ -151,7 +153,7 @@ def test_accumulation_equals_one_big_batch(build_tiny: Build, echo_rows: Rows, p
         model = build_tiny("float64")
         stream = ShuffledStream(examples, 12)
         history = _pretrain(
-            model, stream, held_out, steps=4, evaluate_every=4, accumulate=accumulate
+            model, stream, validation, steps=4, evaluate_every=4, accumulate=accumulate
         )
         losses.append(torch.tensor(history["loss"].tolist()[1:], dtype=torch.float64))
         models.append(model)
@@ -188,7 +190,7 @@ def test_bf16_runs_and_learns(build_tiny: Build, echo_rows: Rows) -> None:
     ]
     assert rough.embed.W_E.dtype == torch.float32
     assert not _same_weights(precise, rough)
-    assert histories[1]["held_out_loss"].iloc[-1] < histories[1]["held_out_loss"].iloc[0] - 0.3
+    assert histories[1]["validation_loss"].iloc[-1] < histories[1]["validation_loss"].iloc[0] - 0.3
 
 
 # The rate.
@@ -249,7 +251,7 @@ def test_good_enough_ends_training(build_tiny: Build, echo_rows: Rows, build_ech
     history = _pretrain(
         build_echo(), ShuffledStream(echo_rows(), 8), echo_rows(seed=0), good_enough=10.0
     )
-    accurate = history["held_out_accuracy"].iloc[0] == 1.0
+    accurate = history["validation_accuracy"].iloc[0] == 1.0
     assert (len(history) == 1) == accurate
 
 
@@ -275,16 +277,16 @@ def test_flags_and_gradients_are_put_back(build_echo: Build, echo_rows: Rows) ->
 def test_a_killed_pretraining_resumes_exactly(
     build_tiny: Build, echo_rows: Rows, tmp_path: Path, killed_at: int
 ) -> None:
-    held_out = echo_rows(seed=1)
+    validation = echo_rows(seed=1)
     stream = ShuffledStream(echo_rows(), 16)
     whole, killed, resumed = build_tiny(), build_tiny(), build_tiny()
-    expected = _pretrain(whole, stream, held_out)
+    expected = _pretrain(whole, stream, validation)
     with pytest.raises(Killed):
-        _pretrain(killed, Watched(stream, killed_at, _kill), held_out, checkpoint=tmp_path / "c")
+        _pretrain(killed, Watched(stream, killed_at, _kill), validation, checkpoint=tmp_path / "c")
     assert (tmp_path / "c").exists() == (killed_at >= 2)
     started = Watched(stream, killed_at // 2 * 2, lambda: seen.append(1))
     seen: list[int] = []
-    history = _pretrain(resumed, started, held_out, checkpoint=tmp_path / "c")
+    history = _pretrain(resumed, started, validation, checkpoint=tmp_path / "c")
     assert seen
     assert _same_weights(whole, resumed)
     _same_history(expected, history)
@@ -309,14 +311,16 @@ def test_threads_do_not_change_what_is_learned(build_tiny: Build, echo_rows: Row
 def test_a_killed_post_training_resumes_exactly(
     build_echo: Build, echo_rows: Rows, tmp_path: Path, killed_at: int
 ) -> None:
-    held_out = echo_rows(seed=1)
+    validation = echo_rows(seed=1)
     stream = ShuffledStream(echo_rows(), 16)
     whole, killed, resumed = (SparseTransformer(build_echo(), initial_bias=2.0) for _ in range(3))
-    expected = _post_train(whole, stream, held_out)
+    expected = _post_train(whole, stream, validation)
     with pytest.raises(Killed):
-        _post_train(killed, Watched(stream, killed_at, _kill), held_out, checkpoint=tmp_path / "c")
+        _post_train(
+            killed, Watched(stream, killed_at, _kill), validation, checkpoint=tmp_path / "c"
+        )
     torch.manual_seed(killed_at)  # No number may come from the global generator.
-    history = _post_train(resumed, stream, held_out, checkpoint=tmp_path / "c")
+    history = _post_train(resumed, stream, validation, checkpoint=tmp_path / "c")
     assert _same_weights(whole, resumed)
     _same_history(expected, history)
 
@@ -325,18 +329,18 @@ def test_a_killed_post_training_resumes_exactly(
 def test_a_run_that_retreats_resumes_exactly(
     build_echo: Build, echo_rows: Rows, tmp_path: Path, killed_at: int
 ) -> None:
-    """So hasty a run that held-out evaluations miss the target and it goes back to the best."""
-    held_out = echo_rows(seed=1)
+    """So hasty a run that validation evaluations miss the target and it goes back to the best."""
+    validation = echo_rows(seed=1)
     stream = ShuffledStream(echo_rows(), 16)
     settings = {"retreat_after": 1, "evaluate_every": 1, "learning_rate": 0.1, "warmup": 1}
     whole, killed, resumed = (SparseTransformer(build_echo(), initial_bias=8.0) for _ in range(3))
-    expected = _post_train(whole, stream, held_out, checkpoint=tmp_path / "whole", **settings)
+    expected = _post_train(whole, stream, validation, checkpoint=tmp_path / "whole", **settings)
     state = json.loads((tmp_path / "whole" / "state.json").read_text())["state"]
     assert 0 < state["retreats"] < 8
     with pytest.raises(Killed):
         halted = Watched(stream, killed_at, _kill)
-        _post_train(killed, halted, held_out, checkpoint=tmp_path / "c", **settings)
-    history = _post_train(resumed, stream, held_out, checkpoint=tmp_path / "c", **settings)
+        _post_train(killed, halted, validation, checkpoint=tmp_path / "c", **settings)
+    history = _post_train(resumed, stream, validation, checkpoint=tmp_path / "c", **settings)
     assert _same_weights(whole, resumed)
     _same_history(expected, history)
 
@@ -344,32 +348,34 @@ def test_a_run_that_retreats_resumes_exactly(
 def test_a_finished_run_is_read_not_repeated(
     build_tiny: Build, echo_rows: Rows, tmp_path: Path
 ) -> None:
-    stream, held_out = ShuffledStream(echo_rows(), 16), echo_rows(seed=1)
+    stream, validation = ShuffledStream(echo_rows(), 16), echo_rows(seed=1)
     first, again = build_tiny(), build_tiny()
-    expected = _pretrain(first, stream, held_out, checkpoint=tmp_path / "c")
+    expected = _pretrain(first, stream, validation, checkpoint=tmp_path / "c")
 
     class Untouchable:
         def batch(self, step: int) -> TokenBatch:
             raise AssertionError(f"step {step} was trained again")
 
-    history = _pretrain(again, Untouchable(), held_out, checkpoint=tmp_path / "c")
+    history = _pretrain(again, Untouchable(), validation, checkpoint=tmp_path / "c")
     assert _same_weights(first, again)
     _same_history(expected, history)
 
 
 def test_ctrl_c_saves_the_running_step(build_tiny: Build, echo_rows: Rows, tmp_path: Path) -> None:
-    held_out = echo_rows(seed=1)
+    validation = echo_rows(seed=1)
     stream = ShuffledStream(echo_rows(), 16)
     whole, stopped, resumed = build_tiny(), build_tiny(), build_tiny()
-    expected = _pretrain(whole, stream, held_out, checkpoint_every=100)
+    expected = _pretrain(whole, stream, validation, checkpoint_every=100)
     handler = signal.getsignal(signal.SIGINT)
     pressed = Watched(stream, 4, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        _pretrain(stopped, pressed, held_out, checkpoint=tmp_path / "c", checkpoint_every=100)
+        _pretrain(stopped, pressed, validation, checkpoint=tmp_path / "c", checkpoint_every=100)
     assert signal.getsignal(signal.SIGINT) is handler
     # The step during which it was pressed is complete and saved, far from the next regular save.
     assert _saved_step(tmp_path / "c") == 5
-    history = _pretrain(resumed, stream, held_out, checkpoint=tmp_path / "c", checkpoint_every=100)
+    history = _pretrain(
+        resumed, stream, validation, checkpoint=tmp_path / "c", checkpoint_every=100
+    )
     assert _same_weights(whole, resumed)
     _same_history(expected, history)
 
@@ -390,10 +396,10 @@ class Slow(ShuffledStream):
 
 folder = sys.argv[1]
 torch.set_num_threads(int(sys.argv[2]))
-train, held_out = torch.load(folder + "/tokens.pt")
+train, validation = torch.load(folder + "/tokens.pt")
 sparse = SparseTransformer(load_model(folder + "/base", device="cpu"), initial_bias=2.0)
 post_train(
-    sparse, Slow(TokenBatch.next_token(train), 16), held_out=TokenBatch.next_token(held_out),
+    sparse, Slow(TokenBatch.next_token(train), 16), validation=TokenBatch.next_token(validation),
     progress=False, checkpoint=folder + "/checkpoint", **eval(sys.argv[3])
 )
 """
@@ -432,7 +438,7 @@ def test_kill_9_and_resume_gives_equal_weights(
     assert child.returncode == -signal.SIGKILL, errors
 
     stream = ShuffledStream(TokenBatch.next_token(tokens[0]), 16)
-    held_out = TokenBatch.next_token(tokens[1])
+    validation = TokenBatch.next_token(tokens[1])
     whole, resumed = (SparseTransformer(build_echo(), initial_bias=2.0) for _ in range(2))
     steps: list[int] = []
 
@@ -441,11 +447,11 @@ def test_kill_9_and_resume_gives_equal_weights(
             steps.append(step)
             return stream.batch(step)
 
-    expected = post_train(whole, stream, held_out=held_out, progress=False, **settings)
+    expected = post_train(whole, stream, validation=validation, progress=False, **settings)
     outcome = post_train(
         resumed,
         Noted(),
-        held_out=held_out,
+        validation=validation,
         progress=False,
         checkpoint=tmp_path / "checkpoint",
         **settings,
@@ -471,13 +477,13 @@ def _spoil(model: Model) -> Callable[[], None]:
 def test_a_loss_that_is_no_number_stops_training(
     build_tiny: Build, echo_rows: Rows, tmp_path: Path
 ) -> None:
-    held_out, stream = echo_rows(seed=1), ShuffledStream(echo_rows(), 16)
+    validation, stream = echo_rows(seed=1), ShuffledStream(echo_rows(), 16)
     model, whole, resumed = build_tiny(), build_tiny(), build_tiny()
     with pytest.raises(NonFiniteLossError, match=r"at step 5 .*'loss': nan.*last checkpoint"):
-        _pretrain(model, Watched(stream, 5, _spoil(model)), held_out, checkpoint=tmp_path / "c")
+        _pretrain(model, Watched(stream, 5, _spoil(model)), validation, checkpoint=tmp_path / "c")
     assert _saved_step(tmp_path / "c") == 4
-    history = _pretrain(resumed, stream, held_out, checkpoint=tmp_path / "c")
-    _same_history(_pretrain(whole, stream, held_out), history)
+    history = _pretrain(resumed, stream, validation, checkpoint=tmp_path / "c")
+    _same_history(_pretrain(whole, stream, validation), history)
     assert _same_weights(whole, resumed)
 
 
@@ -558,10 +564,10 @@ def test_a_checkpoint_of_another_run(
     settings: dict[str, Any],
     message: str,
 ) -> None:
-    stream, held_out = ShuffledStream(echo_rows(), 16), echo_rows(seed=1)
+    stream, validation = ShuffledStream(echo_rows(), 16), echo_rows(seed=1)
     fresh, untouched = build_tiny(**model), build_tiny(**model)
     with pytest.raises(ValueError, match=f"(?s)belongs to another run.*{message}|{message}"):
-        _pretrain(fresh, stream, held_out, **{"checkpoint": checkpoint, "steps": 2, **settings})
+        _pretrain(fresh, stream, validation, **{"checkpoint": checkpoint, "steps": 2, **settings})
     assert _same_weights(fresh, untouched)
 
 
@@ -658,9 +664,9 @@ def test_a_checkpoint_that_cannot_be_written_is_refused_before_training(
 def test_an_empty_checkpoint_folder(build_tiny: Build, echo_rows: Rows, tmp_path: Path) -> None:
     """Either it is used or it is refused, before any training."""
     (tmp_path / "c").mkdir()
-    stream, held_out = ShuffledStream(echo_rows(), 16), echo_rows(seed=1)
+    stream, validation = ShuffledStream(echo_rows(), 16), echo_rows(seed=1)
     try:
-        _pretrain(build_tiny(), stream, held_out, checkpoint=tmp_path / "c", steps=2)
+        _pretrain(build_tiny(), stream, validation, checkpoint=tmp_path / "c", steps=2)
     except ValueError as error:
         assert "expected a training checkpoint" in str(error)
     else:
@@ -670,13 +676,13 @@ def test_an_empty_checkpoint_folder(build_tiny: Build, echo_rows: Rows, tmp_path
 def test_another_choice_of_weights_is_another_run(
     build_echo: Build, echo_rows: Rows, tmp_path: Path
 ) -> None:
-    stream, held_out = ShuffledStream(echo_rows(), 16), echo_rows(seed=1)
+    stream, validation = ShuffledStream(echo_rows(), 16), echo_rows(seed=1)
     for trained, other in (("all", "qk"), ("qk", "all")):
         folder = tmp_path / trained
         _post_train(
             SparseTransformer(build_echo()),
             stream,
-            held_out,
+            validation,
             trained=trained,
             checkpoint=folder,
             steps=2,
@@ -685,7 +691,7 @@ def test_another_choice_of_weights_is_another_run(
             _post_train(
                 SparseTransformer(build_echo()),
                 stream,
-                held_out,
+                validation,
                 trained=other,
                 checkpoint=folder,
                 steps=2,
@@ -739,3 +745,9 @@ def test_tensors_of_an_objective_are_kept(build_tiny: Build, tmp_path: Path) -> 
     assert torch.equal(found.objective["recorded"], state.objective["recorded"])
     assert torch.equal(found.best_objective["recorded"], torch.ones(1))
     assert isinstance(state.objective["recorded"], torch.Tensor)
+
+
+def test_a_run_names_its_measurements() -> None:
+    row = {"loss": 1.23456, "lambda": 30.0, "seconds": 2.0}
+    best = {"active_attention_edges_per_token": 35.911}
+    assert TrainingState(1, [row], best).latest() == "loss 1.235, λ 30.00, best 35.91"

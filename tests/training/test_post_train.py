@@ -38,7 +38,7 @@ def _post_train(sparse: SparseTransformer, rows: Rows, **settings: Any) -> PostT
         "lambda_": 1.0,
         "progress": False,
         "stream": ShuffledStream(rows(), 32),
-        "held_out": rows(seed=1),
+        "validation": rows(seed=1),
     }
     settings = {**defaults, **settings}
     return post_train(sparse, settings.pop("stream"), **settings)
@@ -57,7 +57,7 @@ class Untouchable:
 def test_a_target_below_the_dense_loss(build_echo: Build, echo_rows: Rows) -> None:
     sparse = SparseTransformer(build_echo())
     before = {name: p.clone() for name, p in sparse.named_parameters()}
-    with pytest.raises(ValueError, match=r'held-out loss is 0\.0.*the target 0\.0001.*"\+0\.01"'):
+    with pytest.raises(ValueError, match=r'validation loss is 0\.0.*the target 0\.0001.*"\+0\.01"'):
         _post_train(sparse, echo_rows, target_loss=1e-4, stream=Untouchable())
     assert all(torch.equal(p, before[name]) for name, p in sparse.named_parameters())
 
@@ -116,17 +116,17 @@ def test_the_best_feasible_weights_are_returned(
 ) -> None:
     outcome, sparse = run
     limit = outcome.dense.loss + 0.1
-    evaluated = outcome.history.dropna(subset=["held_out_loss"])
-    meets = evaluated["held_out_loss"] <= limit
+    evaluated = outcome.history.dropna(subset=["validation_loss"])
+    meets = evaluated["validation_loss"] <= limit
     assert meets.any(), "the example should hold evaluations that meet the target"
-    best = evaluated[meets].sort_values(["held_out_active_attention_edges", "step"]).iloc[0]
+    best = evaluated[meets].sort_values(["validation_active_attention_edges", "step"]).iloc[0]
     assert outcome.feasible
     assert outcome.best_step == best["step"]
     # The weights that the model is left with give these very numbers.
     again = evaluate_held_out(sparse, echo_rows(seed=1))
     assert again == outcome.sparse
-    assert again.active_attention_edges == best["held_out_active_attention_edges"]
-    assert again.loss == best["held_out_loss"]
+    assert again.active_attention_edges == best["validation_active_attention_edges"]
+    assert again.loss == best["validation_loss"]
     assert again.active_attention_edges < outcome.dense.active_attention_edges == 2 * 2 * 8 * 9 / 2
     assert f"met at step {outcome.best_step}" in outcome.verdict
     assert "NOT" not in outcome.verdict
@@ -136,12 +136,12 @@ def test_the_history_has_the_columns_it_promises(
     run: tuple[PostTraining, SparseTransformer],
 ) -> None:
     history = run[0].history
-    held_out = [f"held_out_{name}" for name in asdict(run[0].sparse)]
+    validation = [f"validation_{name}" for name in asdict(run[0].sparse)]
     every_step = ["step", "seconds", "rate", "loss", "violation", "lambda", "expected_per_token"]
-    assert set(every_step + held_out) <= set(history)
+    assert set(every_step + validation) <= set(history)
     assert history["step"].tolist() == list(range(51))
     assert history.loc[1:, every_step].notna().all(axis=None)
-    assert history.loc[history["held_out_loss"].notna(), "step"].tolist() == list(range(0, 51, 5))
+    assert history.loc[history["validation_loss"].notna(), "step"].tolist() == list(range(0, 51, 5))
     assert history["seconds"].is_monotonic_increasing
 
 
@@ -159,11 +159,11 @@ def test_a_target_that_is_not_reached(build_echo: Build, echo_rows: Rows) -> Non
     sparse = SparseTransformer(build_echo(), initial_bias=-30.0)
     outcome = _post_train(sparse, echo_rows, target_loss="+0.001", steps=9)
     assert not outcome.feasible
-    assert "NOT met by any held-out evaluation" in outcome.verdict
-    evaluated = outcome.history.dropna(subset=["held_out_loss"])
-    lowest = evaluated.loc[evaluated["held_out_loss"].idxmin()]
+    assert "NOT met by any validation evaluation" in outcome.verdict
+    evaluated = outcome.history.dropna(subset=["validation_loss"])
+    lowest = evaluated.loc[evaluated["validation_loss"].idxmin()]
     assert outcome.best_step == lowest["step"]
-    assert outcome.sparse.loss == lowest["held_out_loss"]
+    assert outcome.sparse.loss == lowest["validation_loss"]
     assert evaluate_held_out(sparse, echo_rows(seed=1)) == outcome.sparse
 
 
@@ -178,8 +178,8 @@ def test_an_accuracy_is_asked_for_beside_the_loss(build_echo: Build, echo_rows: 
 def test_evaluations_are_reported(build_echo: Build, echo_rows: Rows) -> None:
     seen: list[dict[str, float]] = []
     outcome = _post_train(SparseTransformer(build_echo()), echo_rows, report=seen.append)
-    evaluated = outcome.history.dropna(subset=["held_out_loss"])
-    assert [m["held_out_loss"] for m in seen] == evaluated["held_out_loss"].tolist()
+    evaluated = outcome.history.dropna(subset=["validation_loss"])
+    assert [m["loss"] for m in seen] == evaluated["validation_loss"].tolist()
 
 
 def test_the_same_seed_gives_the_same_result(build_echo: Build, echo_rows: Rows) -> None:
@@ -491,4 +491,4 @@ def test_a_retreat_goes_back_to_near_best_weights_and_weighs_the_loss_more(
     # Each retreat cuts the rate and raises lambda.
     assert last["rate"][1] < 0.5 * last["rate"][0]
     assert last["lambda"][1] > last["lambda"][0]
-    assert kept["held_out_loss"].iloc[-1] < lost["held_out_loss"].iloc[-1]
+    assert kept["validation_loss"].iloc[-1] < lost["validation_loss"].iloc[-1]
