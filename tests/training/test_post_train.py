@@ -437,8 +437,8 @@ def test_the_brake_stops_a_fall_that_goes_too_far(build_echo: Build) -> None:
         brake=3.0,
     )
     lambdas = []
-    for progress, excess in ((0.0, 2.9), (0.0, 3.1), (0.45, 2.1), (0.45, 2.3), (0.5, 100.0)):
-        objective._allowance, objective._progress = objective.allowance(progress), progress
+    for done, excess in ((0.0, 2.9), (0.0, 3.1), (0.45, 2.1), (0.45, 2.3), (0.5, 100.0)):
+        objective._allowance, objective._fraction_done = objective.allowance(done), done
         objective.evaluated(excess)
         lambdas.append(objective.constraint.lambda_)
     assert lambdas == pytest.approx([1.0, 1.5, 1.5, 2.25, 2.25])
