@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import WORDS
@@ -12,6 +13,23 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sparse_tl.lens import Model, save_model
+from sparse_tl.tasks.addition import DIGITS, AdditionTask
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_sums() -> Iterator[None]:
+    """Two digits, and few sums to validate with, to test with and for each digit."""
+    split = AdditionTask.split
+
+    def small(self: AdditionTask, *, seed: int = 0) -> Any:
+        return split(self, validation=64, test=64, seed=seed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AdditionTask, "split", small)
+        patch.setattr("sparse_tl.runs.addition.PAIRS", 8)
+        patch.setattr("sparse_tl.runs.addition.EXAMPLES", 8)
+        patch.setattr("sparse_tl.runs.addition.DIGITS", DIGITS[1:])
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,8 @@ from command_line import ADDITION, Outcome, no_training, run_command
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import load_model
 from sparse_tl.metrics import NoEffectError
-from sparse_tl.tasks.addition import DIGITS, AdditionTask
+from sparse_tl.tasks.addition import AdditionTask
 from sparse_tl.training import evaluate_held_out
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_sums() -> Iterator[None]:
-    """Two digits, and few sums for each."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sparse_tl.runs.addition.PAIRS", 8)
-        patch.setattr("sparse_tl.runs.addition.EXAMPLES", 8)
-        patch.setattr("sparse_tl.runs.addition.DIGITS", DIGITS[1:])
-        yield
 
 
 @pytest.fixture(scope="module")
