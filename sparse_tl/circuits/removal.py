@@ -13,22 +13,15 @@ of the token that is predicted with it; below 0 the part helps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.lens import (
-    HookedModel,
-    Order,
-    attached,
-    embedding_matrix,
-    layer_points,
-    unembedded,
-)
+from sparse_tl.gates import AttentionEdges, ClosedAttentionEdges, GatedRun, Heads, Site
+from sparse_tl.lens import Adapter, HookedModel, adapt
 
 Head = tuple[int, int]
 """Layer and head."""
@@ -75,49 +68,43 @@ def removal_effects(
     Raises:
         ValueError: a hook of the user's own treats the rows of a batch unequally.
     """
-    tokens = tokens.to(embedding_matrix(model).device)
-    whole = _logits(model, tokens[None], read_at)
-    predicted = whole[0].argmax(dim=-1)
-    parts = [*heads, *attention_edges]
-    size = _rows_per_pass(model, len(tokens))
-    found = [_of(predicted, whole)[:0]]
-    for start in range(0, len(parts), size):
-        some = parts[start : start + size]
-        with attached(model, _hooks(model, some)):
-            logits = _logits(model, tokens.repeat(len(some) + 1, 1), read_at)
-        _check_rows(logits[-1], whole[0])
-        scores = _of(predicted, logits)
-        found.append(scores[:-1] - scores[-1])  # of one pass: a part without influence gives 0
+    adapter = adapt(model)
+    tokens = tokens.to(adapter.device)
+    read = torch.zeros(1, len(tokens), dtype=torch.bool, device=adapter.device)
+    read[0, list(read_at)] = True
+    columns = [int(read[0, :column].sum()) for column in read_at]  # of the logits that are read
+    sites = Heads(), AttentionEdges()
+    runs = [GatedRun(model, site, tokens[None], read) for site in sites]
+    whole = runs[0].clean_logits[columns].double()
+    predicted = whole.argmax(dim=-1)
+    found = [_of(predicted, whole[None])[:0]]
+    size = max(1, _MOST_NUMBERS // _numbers_per_row(adapter, len(tokens)))
+    for run, parts in zip(runs, (heads, attention_edges), strict=True):
+        # Passes start at the first layer that differs from this run.
+        alone = run.clean_logits[columns].double() if parts else whole
+        for start in range(0, len(parts), size):
+            gates = _leave_one_out(adapter, run.site, parts[start : start + size])
+            logits = run.logits(gates)[:, columns].double()
+            _check_rows(logits[-1], alone)
+            scores = _of(predicted, logits)
+            found.append(scores[:-1] - scores[-1])  # of one pass: a part without influence gives 0
     return RemovalEffects(predicted.cpu(), *torch.cat(found).permute(2, 1, 0).cpu())
 
 
-def _hooks(
-    model: HookedModel, parts: Sequence[tuple[int, ...]]
-) -> list[tuple[str, Order, Callable[[Tensor], Tensor]]]:
-    """Row i of a batch runs without part i."""
-
-    def close(layer: int, length: int, value: Tensor) -> Tensor:
-        value = value.clone()
-        for row, part in enumerate(parts):
-            if len(part) == length and part[0] == layer:
-                # z is [row, pos, head, d_head], a pattern [row, head, query, key].
-                value[(row, slice(None), part[1]) if length == 2 else (row, *part[1:])] = 0
-        return value
-
-    names = {2: layer_points(model, "attn.hook_z"), 4: layer_points(model, "attn.hook_pattern")}
-    places = sorted({(part[0], len(part)) for part in parts})
-    # Last, so that gates, which come first, cannot open an edge again.
-    return [
-        (names[length][layer], Order.LAST, partial(close, layer, length))
-        for layer, length in places
-    ]
+def _leave_one_out(
+    adapter: Adapter, site: Site, parts: Sequence[tuple[int, ...]]
+) -> Tensor | ClosedAttentionEdges:
+    """A stack of gates: each entry closes one part, the last one nothing."""
+    rows, places = torch.arange(len(parts)), torch.tensor(parts)
+    if isinstance(site, AttentionEdges):
+        return ClosedAttentionEdges(places, rows, len(parts) + 1)
+    gates = torch.ones(len(parts) + 1, adapter.n_layers, adapter.n_heads)
+    gates[rows, places[:, 0], places[:, 1]] = 0
+    return gates
 
 
-def _logits(
-    model: HookedModel, tokens: Int[Tensor, "row pos"], read_at: Sequence[int]
-) -> Float[Tensor, "row target vocab"]:
-    final = model(tokens, stop_at_layer=model.cfg.n_layers)
-    return unembedded(model, final[:, list(read_at)]).double()
+def _numbers_per_row(adapter: Adapter, length: int) -> int:
+    return length * (adapter.activations_per_token + 3 * adapter.n_heads * length)
 
 
 def _of(
@@ -126,12 +113,6 @@ def _of(
     """Logit and probability of the predicted tokens."""
     at = predicted.expand(logits.shape[:-1])[..., None]
     return torch.cat([logits.gather(-1, at), logits.softmax(dim=-1).gather(-1, at)], dim=-1)
-
-
-def _rows_per_pass(model: HookedModel, length: int) -> int:
-    cfg = model.cfg
-    stream = length * (4 * cfg.d_model + (cfg.d_mlp or 0))
-    return max(1, _MOST_NUMBERS // (stream + 3 * cfg.n_heads * length**2))
 
 
 def _check_rows(row: Tensor, whole: Tensor) -> None:

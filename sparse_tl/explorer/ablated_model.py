@@ -18,6 +18,7 @@ from sparse_tl.circuits import trace_attention
 from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.circuits.removal import AttentionEdge, Head, RemovalEffects, removal_effects
 from sparse_tl.circuits.trace import MAX_EFFECTS, Prompt, prompt_tokens
+from sparse_tl.gates import AttentionEdges, gated
 from sparse_tl.lens import (
     EMBEDDED,
     HookedModel,
@@ -135,8 +136,5 @@ class AblatedModel:
             yield
             return
         kept = ~self.removed()[..., : self.n_read, : self.n_read]
-        kept = kept.to(embedding_matrix(self.model).device)
-        points = layer_points(self.model, "attn.hook_pattern")
-        hooks = [(name, Order.LAST, kept[layer].mul) for layer, name in enumerate(points)]
-        with attached(self.model, hooks):
+        with gated(self.model, AttentionEdges(), kept):
             yield

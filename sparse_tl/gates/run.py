@@ -205,7 +205,7 @@ class GatedRun:
             self._changes = source_outputs(adapter, changes)
         return self.logits(setting)
 
-    def logits(self, gates: Tensor) -> Float[Tensor, "*stack label vocab"]:
+    def logits(self, gates: Tensor | ClosedAttentionEdges) -> Float[Tensor, "*stack label vocab"]:
         """Logits at the read positions, row by row, under one setting of gates or a stack of them.
 
         Differentiable in the gates where gradients are on.
@@ -214,7 +214,7 @@ class GatedRun:
         logits = self.adapter.logits(final.flatten(0, -2)[:, None])[:, 0]
         return logits.view(*final.shape[:-1], -1)
 
-    def final(self, gates: Tensor) -> Float[Tensor, "*stack label d_model"]:
+    def final(self, gates: Tensor | ClosedAttentionEdges) -> Float[Tensor, "*stack label d_model"]:
         """The final residual stream at the read positions, row by row."""
         adapter = self.adapter
         stack, shape = _stacked(adapter, self.site, gates)
