@@ -19,7 +19,7 @@ from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.circuits.removal import removal_effects
 from sparse_tl.data.known_text import check_known
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import HookedModel, Order, attached, embedding_matrix, layer_points
+from sparse_tl.lens import HookedModel, Order, adapt, attached, layer_points
 
 UNKNOWN = "?"
 MAX_EFFECTS = 500
@@ -61,7 +61,7 @@ def trace_attention(
     """
     tokens = prompt_tokens(model, prompt)
     mask_id = None if model.tokenizer is None else model.tokenizer.mask_token_id
-    causal = is_causal(model)
+    causal = adapt(model).causal
     targets = _targets(tokens, positions, mask_id, causal)
     n_columns = max(len(tokens), *(column + 1 for column, _ in targets))
     n_read = max(read_at for _, read_at in targets) + 1 if causal else len(tokens)
@@ -128,11 +128,6 @@ def output_text(model: HookedModel, output: int) -> str:
     return model.tokenizer.decode([output])
 
 
-def is_causal(model: HookedModel) -> bool:
-    """Whether a column attends to no later one."""
-    return model.cfg.attention_dir == "causal"
-
-
 def _labels(model: HookedModel, tokens: Tensor, labels: Sequence[str] | None) -> Sequence[str]:
     if labels is None:
         if model.tokenizer is None:
@@ -191,7 +186,7 @@ def _run(
 
     names = layer_points(model, "attn.hook_pattern")
     hooks = [(name, Order.LAST, partial(keep, layer)) for layer, name in enumerate(names)]
-    batch = tokens[None].to(embedding_matrix(model).device)
+    batch = tokens[None].to(adapt(model).device)
     with attached(model, hooks), torch.set_grad_enabled(attribution):
         logits, gates = _forward(model, batch)
     layers = range(len(names))
@@ -218,7 +213,7 @@ def _forward(model: HookedModel, batch: Tensor) -> tuple[Tensor, Tensor]:
     logits = model(batch)[0]
     pos = batch.shape[1]
     joined = torch.ones(pos, pos, dtype=torch.bool, device=batch.device)
-    joined = joined.tril() if is_causal(model) else joined
+    joined = joined.tril() if adapt(model).causal else joined
     return logits, joined.expand(model.cfg.n_layers, model.cfg.n_heads, pos, pos)
 
 

@@ -23,11 +23,9 @@ from sparse_tl.lens import (
     EMBEDDED,
     HookedModel,
     Order,
+    adapt,
     attached,
-    attention_shape,
-    embedding_matrix,
     layer_points,
-    unembedded,
 )
 
 
@@ -52,7 +50,7 @@ class AblatedModel:
         labels: Sequence[str] | None,
     ) -> None:
         self.model, self.labels = model, labels
-        self.shape = attention_shape(model)
+        self.adapter = adapt(model)
         self.tokens = prompt_tokens(model, prompt)
         self.heads: set[Head] = set()
         self.edges: set[AttentionEdge] = set()
@@ -85,7 +83,7 @@ class AblatedModel:
 
     def head_effects(self) -> RemovalEffects:
         """What each head does for each predicted token, beside what is removed."""
-        heads = [(i, j) for i in range(self.shape.n_layers) for j in range(self.shape.n_heads)]
+        heads = [(i, j) for i in range(self.adapter.n_layers) for j in range(self.adapter.n_heads)]
         read_at = [column for _, column in self.whole.targets]
         with self._ablated():
             return removal_effects(self.model, self.tokens[: self.n_read], read_at, heads=heads)
@@ -98,7 +96,7 @@ class AblatedModel:
     def check_edge(self, edge: AttentionEdge) -> None:
         """Make sure that there is such an edge; a ValueError says that there is not."""
         layer, head, query, key = edge
-        self.shape.check_head(layer, head)
+        self.adapter.check_head(layer, head)
         last_key = query if self.whole.causal else self.n_read - 1
         if not (0 <= query < self.n_read and 0 <= key <= last_key):
             which = "a query at or after it" if self.whole.causal else "a query"
@@ -120,14 +118,14 @@ class AblatedModel:
     @torch.no_grad()
     def _run(self, level: int | None) -> Float[Tensor, "pos vocab"]:
         """The logits, or those that a level of the residual stream gives."""
-        batch = self.tokens[None, : self.n_read].to(embedding_matrix(self.model).device)
+        batch = self.tokens[None, : self.n_read].to(adapt(self.model).device)
         if level is None:
             return self.model(batch)[0].cpu()
         streams: list[Tensor] = []
         name = [EMBEDDED, *layer_points(self.model, "hook_resid_post")][level]
         with attached(self.model, [(name, Order.LAST, streams.append)]):
             self.model(batch, return_type=None)
-        return unembedded(self.model, streams[0])[0].cpu()
+        return adapt(self.model).logits(streams[0])[0].cpu()
 
     @contextmanager
     def _ablated(self) -> Iterator[None]:

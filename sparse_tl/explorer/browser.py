@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from sparse_tl import plots
 from sparse_tl.circuits import trace_attention
 from sparse_tl.circuits.removal import Head
-from sparse_tl.circuits.trace import Prompt, is_causal
-from sparse_tl.lens import HookedModel, attention_shape
+from sparse_tl.circuits.trace import Prompt
+from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.nodes import Node
 
 
@@ -42,7 +42,7 @@ def attention_view(
     """
     chosen = _chosen(model, layer, heads)
     # A bidirectional model runs the whole prompt, wherever it is read.
-    positions = None if is_causal(model) else [0]
+    positions = None if adapt(model).causal else [0]
     graph = trace_attention(model, prompt, positions=positions, labels=labels)
     n_read = graph.n_read
     return plots.attention_view(
@@ -54,17 +54,17 @@ def attention_view(
 
 
 def _chosen(model: HookedModel, layer: int | None, heads: Sequence[Head] | None) -> list[Head]:
-    shape = attention_shape(model)
-    every = [(i, head) for i in range(shape.n_layers) for head in range(shape.n_heads)]
+    adapter = adapt(model)
+    every = [(i, head) for i in range(adapter.n_layers) for head in range(adapter.n_heads)]
     if layer is not None and heads is not None:
         raise ValueError(f"expected a layer or heads; got layer={layer} and heads={list(heads)}")
-    if layer is not None and not 0 <= layer < shape.n_layers:
-        raise ValueError(f"expected a layer in 0..{shape.n_layers - 1}; got {layer}")
+    if layer is not None and not 0 <= layer < adapter.n_layers:
+        raise ValueError(f"expected a layer in 0..{adapter.n_layers - 1}; got {layer}")
     chosen = list(heads) if heads is not None else [h for h in every if layer in (None, h[0])]
     unknown = [head for head in chosen if head not in every]
     if unknown or not chosen:
         raise ValueError(
-            f"expected heads (layer, head) of {shape.n_layers} layers of {shape.n_heads} heads, at "
+            f"expected heads (layer, head) of {adapter.n_layers} layers of {adapter.n_heads} heads, at "
             f"least one; got {unknown[0] if unknown else 'none'}"
         )
     return chosen

@@ -73,21 +73,21 @@ def load_sparse(folder: str | Path, *, device: str | None = None) -> SparseTrans
     model = load_own_folder(folder, device=device)
     tensors = read_tensors(folder / GATES_WEIGHTS)
     bias = tensors.get("bias")
-    shape = adapt(model)
-    expected = (shape.n_layers, shape.n_heads)
+    adapter = adapt(model)
+    expected = (adapter.n_layers, adapter.n_heads)
     if bias is None or tuple(bias.shape) != expected or not bias.is_floating_point():
         raise ValueError(
-            f"expected biases for {shape.n_layers} layers of {shape.n_heads} heads in "
+            f"expected biases for {adapter.n_layers} layers of {adapter.n_heads} heads in "
             f"{folder / GATES_WEIGHTS}; got "
             f"{None if bias is None else (tuple(bias.shape), bias.dtype)}"
         )
     try:
         gates = AttentionGates(
-            shape.n_layers,
-            shape.n_heads,
+            adapter.n_layers,
+            adapter.n_heads,
             distribution=distribution,
             closed=tensors.get("closed"),
-            device=shape.device,
+            device=adapter.device,
             dtype=bias.dtype,
         )
     except ValueError as error:

@@ -25,7 +25,7 @@ from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles.checks import check_fits
 from sparse_tl.head_roles.likelihood import target_log_probabilities
 from sparse_tl.head_roles.roles import HeadRoles
-from sparse_tl.lens import HookedModel, attention_shape
+from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 
@@ -112,10 +112,10 @@ def ablation_curve(
     """
     if by not in get_args(Order):
         raise ValueError(f"expected an order by {get_args(Order)}; got {by!r}")
-    shape, found = attention_shape(model), tuple(roles.removed.shape)
-    if found != (shape.n_layers, shape.n_heads):
+    adapter, found = adapt(model), tuple(roles.removed.shape)
+    if found != (adapter.n_layers, adapter.n_heads):
         raise ValueError(
-            f"expected roles of a model of {shape.n_layers} layers of {shape.n_heads} heads; got "
+            f"expected roles of a model of {adapter.n_layers} layers of {adapter.n_heads} heads; got "
             f"those of {found[0]} layers of {found[1]}"
         )
     if max_heads < 1:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 
 from sparse_tl.data.targets import TargetDataset
-from sparse_tl.head_roles.likelihood import is_causal, label_losses, target_losses
-from sparse_tl.lens import HookedModel, attention_shape, embedding_matrix, layer_points
+from sparse_tl.head_roles.likelihood import label_losses, target_losses
+from sparse_tl.lens import HookedModel, adapt, layer_points
 
 TOLERANCE = 0.01
 """Relative difference of losses between both ways of passing prompts: far more than rounding."""
@@ -27,7 +27,7 @@ def check_fits(model: HookedModel, dataset: TargetDataset) -> None:
             when prompts pass several times in one batch.
     """
     layer_points(model, "attn.hook_z")
-    rows, context = dataset.rows.trimmed(causal=is_causal(model)), model.cfg.n_ctx
+    rows, context = dataset.rows.trimmed(causal=adapt(model).causal), model.cfg.n_ctx
     mask = torch.ones_like(rows.tokens) if rows.attention_mask is None else rows.attention_mask
     if rows.tokens.shape[1] > context:
         lengths = mask.sum(dim=1)
@@ -48,7 +48,7 @@ def check_fits(model: HookedModel, dataset: TargetDataset) -> None:
                 f"expected {name} of the model's own vocabulary, 0..{known - 1}; got "
                 f"{low if low < 0 else high}. Was the dataset made with another tokenizer?"
             )
-    if not is_causal(model) and not mask.all():
+    if not adapt(model).causal and not mask.all():
         raise ValueError(
             "expected prompts of one length for a model with bidirectional attention, which "
             "attends to padding; got padded ones. Fit each length by itself."
@@ -59,17 +59,17 @@ def check_fits(model: HookedModel, dataset: TargetDataset) -> None:
 @torch.no_grad()
 def _check_stacks(model: HookedModel, dataset: TargetDataset) -> None:
     """The losses of two prompts in a stack are those that the model gives them by itself."""
-    batch = dataset.rows.select(slice(0, 2)).to(embedding_matrix(model).device)
+    batch = dataset.rows.select(slice(0, 2)).to(adapt(model).device)
     if batch.tokens.shape[1] > model.cfg.n_ctx:
         batch = batch.trimmed(causal=True)
-    shape = attention_shape(model)
-    ones = embedding_matrix(model).new_ones(2, shape.n_layers, shape.n_heads)
+    adapter = adapt(model)
+    ones = adapter.weight.new_ones(2, adapter.n_layers, adapter.n_heads)
     cause = (
         "Is there a hook of your own on it that is meant for one batch size or position? Take it "
         "off, or write it so that it treats every row and every column alike."
     )
     try:
-        final = model(batch.tokens, stop_at_layer=shape.n_layers, **batch.model_kwargs)
+        final = adapter.final(batch.tokens, **batch.model_kwargs)
         read = batch.loss_mask
         alone = label_losses(model, final[read][None], batch.labels[read])[0]
         stacked = target_losses(model, batch, ones)[1]

@@ -32,7 +32,7 @@ from sparse_tl.head_roles.checks import check_fits
 from sparse_tl.head_roles.held_out import measured_roles
 from sparse_tl.head_roles.objectives import GatedHeads, Likelihood
 from sparse_tl.head_roles.roles import HeadRoles
-from sparse_tl.lens import HookedModel, attention_shape, embedding_matrix
+from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.training import Selection, Trained, TrainingConfig, train
 
 FIRST_RATES, SECOND_RATES = (0.1, 0.01), (0.5, 0.1)
@@ -155,17 +155,17 @@ def fit_head_gates(
 
 def first_gates(model: HookedModel, seeds: Sequence[int]) -> Float[Tensor, "seed layer head"]:
     """Logits of uniform gates; those of a seed do not depend on the others."""
-    shape = attention_shape(model)
+    adapter = adapt(model)
     drawn = [
         torch.rand(
-            shape.n_layers,
-            shape.n_heads,
+            adapter.n_layers,
+            adapter.n_heads,
             dtype=torch.float64,
             generator=torch.Generator().manual_seed(seed),
         )
         for seed in seeds
     ]
-    weight = embedding_matrix(model)
+    weight = adapt(model).weight
     precise = torch.float64 if weight.dtype == torch.float64 else torch.float32
     return torch.stack(drawn).logit(eps=1e-6).to(weight.device, precise)
 

@@ -59,11 +59,6 @@ def label_losses(
     return torch.cat(losses, dim=1)
 
 
-def is_causal(model: HookedModel) -> bool:
-    """Whether positions see earlier ones alone, so that what comes after a target cannot matter."""
-    return model.cfg.attention_dir == "causal"
-
-
 @torch.no_grad()
 def target_log_probabilities(
     model: HookedModel,

@@ -53,12 +53,3 @@ __all__ = [
     "source_outputs",
     "source_points",
 ]
-
-from sparse_tl.lens.legacy import (  # noqa: E402, F401
-    AttentionShape,
-    attention_shape,
-    embedding_matrix,
-    graph_of,
-    lean,
-    unembedded,
-)

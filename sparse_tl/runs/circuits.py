@@ -11,7 +11,7 @@ from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.files import digest
 from sparse_tl.gates import PatchName as Patch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import HookedModel, graph_of, load_model
+from sparse_tl.lens import HookedModel, adapt, load_model
 from sparse_tl.models import TASKS, load_task_models, task_pairs
 from sparse_tl.runs.comparison import SIDES, Comparison, measure, report
 from sparse_tl.runs.folder import RunFolder
@@ -131,10 +131,10 @@ def _models(
         return dict(zip(SIDES, pair, strict=True))
     dense = load_model(model, device=device)
     wrapped = SparseTransformer.from_pretrained(sparse, device=device)
-    if graph_of(dense) != graph_of(wrapped) or dense.cfg.d_vocab != wrapped.cfg.d_vocab:
+    if adapt(dense).graph != adapt(wrapped).graph or dense.cfg.d_vocab != wrapped.cfg.d_vocab:
         raise ValueError(
-            f"expected a sparse model made from the dense one; got {graph_of(dense)!r} over "
-            f"{dense.cfg.d_vocab} tokens and {graph_of(wrapped)!r} over {wrapped.cfg.d_vocab}"
+            f"expected a sparse model made from the dense one; got {adapt(dense).graph!r} over "
+            f"{dense.cfg.d_vocab} tokens and {adapt(wrapped).graph!r} over {wrapped.cfg.d_vocab}"
         )
     return {"dense": dense, "sparse": wrapped}
 
