@@ -160,7 +160,7 @@ class Exploration:
             ValueError: a model or a head that does not exist.
         """
         model = self._of(title)
-        model.shape.check_head(layer, head)
+        model.adapter.check_head(layer, head)
         model.remove(model.heads ^ {(layer, head)}, model.edges)
 
     def toggle_attention_edges(self, title: str, edges: Iterable[AttentionEdge]) -> None:
@@ -236,8 +236,8 @@ class Exploration:
                 read.
         """
         model = self._of(title)
-        if not 0 <= level <= model.shape.n_layers:
-            raise ValueError(f"expected a level in 0..{model.shape.n_layers}; got {level}")
+        if not 0 <= level <= model.adapter.n_layers:
+            raise ValueError(f"expected a level in 0..{model.adapter.n_layers}; got {level}")
         if not 0 <= column < model.n_read:
             raise ValueError(
                 f"expected a column that the model reads, 0..{model.n_read - 1}; got {column}, at "

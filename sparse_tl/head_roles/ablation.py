@@ -115,7 +115,7 @@ def ablation_curve(
     adapter, found = adapt(model), tuple(roles.removed.shape)
     if found != (adapter.n_layers, adapter.n_heads):
         raise ValueError(
-            f"expected roles of a model of {adapter.n_layers} layers of {adapter.n_heads} heads; got "
+            f"expected roles of {adapter.n_layers} layers of {adapter.n_heads} heads; got "
             f"those of {found[0]} layers of {found[1]}"
         )
     if max_heads < 1:
