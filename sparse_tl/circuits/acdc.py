@@ -20,11 +20,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor
@@ -32,16 +31,8 @@ from torch import Tensor
 from sparse_tl.circuits.circuit import Circuit, reaches_logits
 from sparse_tl.circuits.outcomes import Acdc
 from sparse_tl.circuits.pair_runs import PairRuns
+from sparse_tl.circuits.search_checkpoint import SearchCheckpoint, SearchState
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.files import (
-    atomic_folder,
-    check_replaceable,
-    read_json,
-    read_tensors,
-    recover_folder,
-    write_json,
-    write_tensors,
-)
 from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.lens import HookedModel, adapt
@@ -95,7 +86,7 @@ def acdc(
         raise ValueError(f"expected a size in 0..{len(begin)}, what is started from; got {size}")
     edges = begin.site == graph
     runs = PairRuns(model, CircuitEdges() if edges else Heads(), pairs, patch, batch_size)
-    state = _State(begin.mask.cpu().clone(), threshold or 1e-4)
+    state = SearchState(begin.mask.cpu().clone(), threshold or 1e-4)
     search = _Search(graph, runs, metric, state, edges=edges)
     if checkpoint is not None:
         search.save_to(Path(checkpoint), {"size": size, "threshold": threshold}, pairs)
@@ -108,26 +99,13 @@ def acdc(
             state.position = 0
 
 
-@dataclass
-class _State:
-    """Where a search stands; all that a checkpoint needs."""
-
-    mask: Bool[Tensor, ...]
-    threshold: float
-    position: int = 0
-    value: float = math.nan
-    tested: int = 0
-    layers_run: int = 0
-    history: list[tuple[str, float, bool]] = field(default_factory=list)
-
-
 class _Search:
     def __init__(
         self,
         graph: CircuitGraph,
         runs: PairRuns,
         metric: Metric | Literal["kl"],
-        state: _State,
+        state: SearchState,
         *,
         edges: bool,
     ) -> None:
@@ -137,9 +115,7 @@ class _Search:
         self.parts = list(self._edges() if edges else self._heads())
         self._most = max(1, ROWS // max(len(batch) for batch in runs.batches))
         self._ahead, self._last_kept = 1, False
-        self._folder: Path | None = None
-        self._identity: dict[str, Any] = {}
-        self._clean: list[float] = []
+        self._checkpoint: SearchCheckpoint | None = None
 
     @property
     def circuit(self) -> Circuit:
@@ -179,11 +155,11 @@ class _Search:
                     break
                 for _ in range(self._test_some(size)):
                     step()
-                if self._folder is not None and state.tested - saved >= SAVE_EVERY:
+                if self._checkpoint is not None and state.tested - saved >= SAVE_EVERY:
                     saved = state.tested
-                    self._save()
-        if self._folder is not None:
-            self._save()
+                    self._checkpoint.save(state)
+        if self._checkpoint is not None:
+            self._checkpoint.save(state)
 
     def _test_some(self, size: int | None) -> int:
         """Settle the next parts of one destination; how many."""
@@ -261,19 +237,13 @@ class _Search:
         passes = state.layers_run / self.graph.n_layers
         return Acdc(self.circuit, state.threshold, state.value, state.tested, passes, table)
 
-    # An interrupted search goes on.
-
     @torch.no_grad()
     def save_to(self, folder: Path, asked: dict[str, Any], pairs: PromptPairs) -> None:
         """Keep checkpoints there, and go on from the one that is found."""
         said = repr([getattr(pairs, some.name).tolist() for some in fields(pairs)])
         # Another model or metric shows in what it measures; a name or an address would not do.
-        clean = (
-            self._measure(self.state.mask[None])[0],
-            *(run.clean_logits.mean().item() for _, run in self.runs),
-        )
-        self._folder, self._clean = folder, list(clean)
-        self._identity = {
+        clean = [run.clean_logits.mean().item() for _, run in self.runs]
+        identity = {
             **asked,
             "graph": asdict(self.graph),
             "patch": self.patch if isinstance(self.patch, str) else sorted(self.patch),
@@ -281,29 +251,9 @@ class _Search:
             "start": hashlib.sha256(self.state.mask.numpy().tobytes()).hexdigest(),
             "pairs": hashlib.sha256(said.encode()).hexdigest(),
         }
-        recover_folder(folder)
-        check_replaceable(folder, "acdc.json", "acdc.safetensors")
-        if not (folder / "acdc.json").exists():
-            return
-        found = read_json(folder / "acdc.json")
-        same = isinstance(found, dict) and found.get("identity") == self._identity
-        if not same or not np.allclose(found["clean"], clean, rtol=1e-3, atol=1e-4):
-            raise ValueError(
-                f"{folder} holds a checkpoint of another search (model, prompts, metric, start, "
-                "threshold or size differ). Remove it, or choose another folder."
-            )
-        tensors = read_tensors(folder / "acdc.safetensors")
-        kept = {**found["state"], "history": [tuple(row) for row in found["state"]["history"]]}
-        for name, value in {**kept, "mask": tensors["mask"]}.items():
-            setattr(self.state, name, value)
-
-    def _save(self) -> None:
-        assert self._folder is not None
-        with atomic_folder(self._folder) as temporary:
-            write_tensors(temporary / "acdc.safetensors", {"mask": self.state.mask})
-            rest = {k: v for k, v in asdict(self.state).items() if k != "mask"}
-            said = {"identity": self._identity, "clean": self._clean, "state": rest}
-            write_json(temporary / "acdc.json", said)
+        measured = [*self._measure(self.state.mask[None]), *clean]
+        self._checkpoint = SearchCheckpoint(folder, identity, measured)
+        self._checkpoint.load_into(self.state)
 
 
 def _starting_point(

@@ -64,7 +64,7 @@ def _chosen(model: HookedModel, layer: int | None, heads: Sequence[Head] | None)
     unknown = [head for head in chosen if head not in every]
     if unknown or not chosen:
         raise ValueError(
-            f"expected heads (layer, head) of {adapter.n_layers} layers of {adapter.n_heads} heads, at "
-            f"least one; got {unknown[0] if unknown else 'none'}"
+            f"expected heads (layer, head) of {adapter.n_layers} layers of {adapter.n_heads} "
+            f"heads, at least one; got {unknown[0] if unknown else 'none'}"
         )
     return chosen

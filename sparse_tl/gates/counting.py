@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 import torch
@@ -152,3 +153,23 @@ class AttentionEdgeCounts(Result):
             possible=torch.cat([p.possible for p in parts], dim=1),
             tokens=torch.cat([p.tokens for p in parts]),
         )
+
+
+def pieces(
+    tokens: Int[Tensor, "*prompt pos"], size: int, kwargs: dict[str, Any]
+) -> Iterator[tuple[Int[Tensor, "prompt pos"], dict[str, Any]]]:
+    """So many prompts at a time, with what belongs to them of a model's arguments."""
+    if tokens.ndim == 1:
+        yield tokens[None], kwargs
+        return
+    for start in range(0, len(tokens), size):
+        rows = slice(start, start + size)
+        some = {k: v[rows] if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+        yield tokens[rows], some
+
+
+def table_of_shares(share: Float[Tensor, "layer head query key"]) -> pd.DataFrame:
+    """One row per attention edge with a share above 0, the largest first."""
+    found = pd.DataFrame(share.nonzero().tolist(), columns=["layer", "head", "query", "key"])
+    found["share"] = share[share > 0].tolist()
+    return found.sort_values("share", ascending=False, kind="stable").reset_index(drop=True)

@@ -11,17 +11,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparse_tl.gates.circuit_edges import CircuitEdges, CircuitPass
-from sparse_tl.gates.patches import Patch, PatchValues
-from sparse_tl.gates.sites import (
+from sparse_tl.gates.attention_edges import (
     AttentionEdges,
     ClosedAttentionEdges,
-    Heads,
-    Pass,
-    Site,
     closed_attention_edges,
-    n_stacked,
 )
+from sparse_tl.gates.circuit_edges import CircuitEdges, CircuitPass
+from sparse_tl.gates.patches import Patch, PatchValues
+from sparse_tl.gates.sites import Heads, Pass, Site, n_stacked
 from sparse_tl.lens import (
     Adapter,
     HookedModel,

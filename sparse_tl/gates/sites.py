@@ -15,13 +15,11 @@ gates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.gates.patches import PatchValues, gate
@@ -101,11 +99,11 @@ class Heads:
         return [
             f"blocks.{layer}.attn.hook_z"
             for layer in layers
-            if gates is None or gates.requires_grad or _acts(gates[:, layer])
+            if gates is None or gates.requires_grad or acts(gates[:, layer])
         ]
 
     def first_layer(self, adapter: Adapter, differ: Tensor) -> int:
-        return _first(differ.any(dim=-1).any(dim=0))
+        return first_of(differ.any(dim=-1).any(dim=0))
 
     def hooks(
         self,
@@ -118,7 +116,7 @@ class Heads:
             layer
             for layer in range(now.from_layer, adapter.n_layers)
             if gates.requires_grad
-            or _acts(gates[:, layer])
+            or acts(gates[:, layer])
             or (layer == now.from_layer and now.n_prompts is not None)  # it makes the copies
         ]
         hooks: Hooks = []
@@ -143,105 +141,7 @@ class Heads:
         if now.n_prompts == len(z) and now.n_stack > 1:
             z = z.repeat(now.n_stack, 1, 1, 1)
         shown = patch.at(name, z, now.n_stack, now.start)
-        return gate(_by_row(gates, z)[:, None, :, None], z, shown)
-
-
-@dataclass(frozen=True)
-class ClosedAttentionEdges:
-    """Gates that are all 1 but for some attention edges.
-
-    Args:
-        edges: layer, head, query and key of each.
-        stack: the entry of the stack in which it is closed; None for gates without a stack.
-        n_stack: how many entries the stack has.
-    """
-
-    edges: Int[Tensor, "edge 4"]
-    stack: Int[Tensor, " edge"] | None = None
-    n_stack: int = 1
-
-
-@dataclass(frozen=True)
-class AttentionEdges:
-    """One gate for each attention edge, ``[layer, head, query, key]``; nothing is renormalised.
-
-    Gates fit prompts of one length, or are `ClosedAttentionEdges`.
-    """
-
-    def shape(self, adapter: Adapter) -> tuple[int, ...]:
-        return adapter.n_layers, adapter.n_heads, -1, -1
-
-    def points(self, adapter: Adapter, gates: Any = None) -> list[str]:
-        return [f"blocks.{layer}.attn.hook_pattern" for layer in range(adapter.n_layers)]
-
-    def first_layer(self, adapter: Adapter, differ: Tensor) -> int:
-        return _first(differ.flatten(2).any(dim=-1).any(dim=0))
-
-    def hooks(
-        self,
-        adapter: Adapter,
-        gates: Float[Tensor, "stack layer head query key"] | ClosedAttentionEdges,
-        patch: PatchValues,
-        now: Pass,
-    ) -> Hooks:
-        hooks: Hooks = []
-        for layer, name in enumerate(self.points(adapter)):
-            if isinstance(gates, ClosedAttentionEdges):
-                here = gates.edges[:, 0] == layer
-                if not bool(here.any()):
-                    continue
-                stack = gates.stack if gates.stack is None else gates.stack[here]
-                close = partial(self._close_some, name, gates.edges[here, 1:], stack, patch, now)
-            elif layer < now.from_layer or not (gates.requires_grad or _acts(gates[:, layer])):
-                continue
-            else:
-                close = partial(self._close, name, gates[:, layer], patch, now)
-            # Last, so that learned gates, which come first, cannot open an edge again.
-            hooks.append((name, Order.LAST, close))
-        return hooks
-
-    @staticmethod
-    def _close(
-        name: str,
-        gates: Float[Tensor, "stack head query key"],
-        patch: PatchValues,
-        now: Pass,
-        pattern: Float[Tensor, "rows head query key"],
-    ) -> Float[Tensor, "rows head query key"]:
-        if gates.shape[2:] != pattern.shape[2:]:
-            raise ValueError(
-                f"expected prompts of {gates.shape[2]} queries and {gates.shape[3]} keys, for "
-                f"which there are gates; got {pattern.shape[2]} and {pattern.shape[3]}"
-            )
-        return gate(_by_row(gates, pattern), pattern, patch.at(name, pattern, now.n_stack))
-
-    @staticmethod
-    def _close_some(
-        name: str,
-        edges: Int[Tensor, "edge 3"],
-        stack: Int[Tensor, " edge"] | None,
-        patch: PatchValues,
-        now: Pass,
-        pattern: Float[Tensor, "rows head query key"],
-    ) -> Float[Tensor, "rows head query key"]:
-        n_queries, n_keys = pattern.shape[2:]
-        if int(edges[:, 1].max()) >= n_keys:
-            raise ValueError(
-                f"expected attention edges within the prompt of {n_keys} tokens; got query "
-                f"{int(edges[:, 1].max())}"
-            )
-        start = n_keys - n_queries  # with a key-value cache only the last queries run
-        run = edges[:, 1] >= start
-        head, query, key = edges[run].to(pattern.device).unbind(dim=1)
-        stacked = pattern.unflatten(0, (now.n_stack, -1))
-        which = slice(None) if stack is None else stack[run].to(pattern.device)
-        shown = patch.at(name, pattern, now.n_stack, start)
-        gates = torch.ones_like(stacked)
-        if stack is None:
-            gates[:, :, head, query - start, key] = 0
-        else:
-            gates[which, :, head, query - start, key] = 0
-        return gate(gates.flatten(0, 1), pattern, shown)
+        return gate(by_row(gates, z)[:, None, :, None], z, shown)
 
 
 @dataclass(frozen=True)
@@ -288,7 +188,7 @@ class HookPoints:
                 )
             shape[axis] = size
         shown = patch.at(name, clean, now.n_stack)
-        return gate(_by_row(gates.reshape(shape), clean), clean, shown)
+        return gate(by_row(gates.reshape(shape), clean), clean, shown)
 
 
 def note_start(
@@ -300,29 +200,7 @@ def note_start(
         patch.draw(now.n_prompts or len(pattern) // now.n_stack)
 
 
-def closed_attention_edges(
-    adapter: Adapter, edges: Sequence[tuple[int, int, int, int]]
-) -> ClosedAttentionEdges:
-    """Gates under which these attention edges (layer, head, query, key) are closed.
-
-    Raises:
-        ValueError: no edge, or one that the model lacks.
-    """
-    if not len(edges):
-        raise ValueError("expected at least one attention edge to ablate; got none")
-    for layer, head, query, key in edges:
-        adapter.check_head(layer, head)
-        inside = 0 <= query < adapter.n_ctx and 0 <= key < adapter.n_ctx
-        if not inside or (adapter.causal and key > query):
-            raise ValueError(
-                "expected attention edges (layer, head, query, key)"
-                + (" with the key at or before the query" if adapter.causal else "")
-                + f", in columns 0..{adapter.n_ctx - 1}; got {(layer, head, query, key)}"
-            )
-    return ClosedAttentionEdges(torch.tensor([tuple(edge) for edge in edges]))
-
-
-def _by_row(gates: Float[Tensor, "stack ..."], rows: Tensor) -> Float[Tensor, "rows ..."]:
+def by_row(gates: Float[Tensor, "stack ..."], rows: Tensor) -> Float[Tensor, "rows ..."]:
     """Each setting's gates for all of its prompts."""
     gates = gates.to(rows.dtype)
     if len(gates) == 1:
@@ -335,11 +213,12 @@ def _by_row(gates: Float[Tensor, "stack ..."], rows: Tensor) -> Float[Tensor, "r
     return gates.repeat_interleave(len(rows) // len(gates), dim=0)
 
 
-def _acts(gates: Tensor) -> bool:
+def acts(gates: Tensor) -> bool:
+    """Whether some gate is not 1."""
     return bool((gates != 1).any())
 
 
-def _first(differs: Tensor) -> int:
+def first_of(differs: Tensor) -> int:
     """The first layer in which something differs; the number of layers if nothing does."""
     found = differs.nonzero()
     return int(found[0]) if len(found) else len(differs)

@@ -14,7 +14,12 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from sparse_tl.gates.attention import AttentionGates
-from sparse_tl.gates.counting import AttentionEdgeCounts, LayerCounts
+from sparse_tl.gates.counting import (
+    AttentionEdgeCounts,
+    LayerCounts,
+    pieces,
+    table_of_shares,
+)
 from sparse_tl.gates.distributions import GateDistribution, GateMode
 from sparse_tl.lens import AttachedHooks, Model, adapt, check_gates
 
@@ -186,7 +191,7 @@ class SparseTransformer(nn.Module):
         """
         parts = [
             self.run_with_counts(some, return_type=None, **more)[1]
-            for some, more in _pieces(tokens, batch_size, kwargs)
+            for some, more in pieces(tokens, batch_size, kwargs)
         ]
         return AttentionEdgeCounts.concatenate(parts)
 
@@ -211,16 +216,12 @@ class SparseTransformer(nn.Module):
         if not len(tokens):
             raise ValueError("expected at least one prompt to count attention edges on; got none")
         counts, n_prompts = [], 0
-        for some, more in _pieces(tokens, batch_size, kwargs):
+        for some, more in pieces(tokens, batch_size, kwargs):
             _, counted = self.run_with_counts(some, keep_gates=True, return_type=None, **more)
             assert counted.gates is not None
             counts.append(counted.gates.sum(dim=1))
             n_prompts += len(some)
-        share = torch.stack(counts).sum(dim=0) / n_prompts
-        found = pd.DataFrame(share.nonzero().tolist(), columns=["layer", "head", "query", "key"])
-        found["share"] = share[share > 0].tolist()
-        order = found.sort_values("share", ascending=False, kind="stable")
-        return order.reset_index(drop=True)
+        return table_of_shares(torch.stack(counts).sum(dim=0) / n_prompts)
 
     def unwrap(self) -> Model:
         """Take the gates off and give the model back; nothing of the wrapper is left on it."""
@@ -315,19 +316,3 @@ class SparseTransformer(nn.Module):
                 "the gates' hooks were removed from the model (by "
                 "reset_hooks(including_permanent=True)?); unwrap and wrap the model again"
             )
-
-
-def _pieces(
-    tokens: Tensor, size: int, kwargs: dict[str, Any]
-) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """Consecutive prompts, with what belongs to them of the arguments."""
-    rows = tokens[None] if tokens.ndim == 1 else tokens
-    for start in range(0, len(rows), size):
-        piece = slice(start, start + size)
-        yield (
-            rows[piece],
-            {
-                k: v[piece] if isinstance(v, Tensor) and tokens.ndim > 1 else v
-                for k, v in kwargs.items()
-            },
-        )
