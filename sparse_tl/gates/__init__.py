@@ -1,13 +1,13 @@
 """Gates on sites: ``gate * clean + (1 - gate) * patch``. 1 keeps, 0 patches, everywhere."""
 
-from sparse_tl.gates.attention import AttentionGates, possible_attention_edges
+from sparse_tl.gates.attention import AttentionGates
 from sparse_tl.gates.attention_edges import (
     AttentionEdges,
     ClosedAttentionEdges,
     closed_attention_edges,
 )
 from sparse_tl.gates.circuit_edges import CircuitEdges
-from sparse_tl.gates.counting import AttentionEdgeCounts
+from sparse_tl.gates.counting import AttentionEdgeCounts, possible_attention_edges
 from sparse_tl.gates.distributions import (
     BernoulliGate,
     GateDistribution,

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from sparse_tl.gates.counting import LayerCounts
+from sparse_tl.gates.counting import LayerCounts, possible_attention_edges
 from sparse_tl.gates.distributions import (
     BernoulliGate,
     GateDistribution,
@@ -33,9 +33,6 @@ from sparse_tl.gates.distributions import (
     press,
 )
 from sparse_tl.lens import HookedModel, HookFunction, Order, layer_points
-
-_FAR_BELOW = 5000.0
-"""How far a masked score lies below a query's best at least, and all scores of padding below 0."""
 
 
 @dataclass
@@ -135,6 +132,27 @@ class AttentionGates(nn.Module):
         finally:
             self.settings = before
 
+    def check_fits(self, n_layers: int, n_heads: int) -> None:
+        """Make sure that these are the gates of a model of this size.
+
+        Raises:
+            ValueError: they are not.
+        """
+        if tuple(self.bias.shape) != (n_layers, n_heads):
+            raise ValueError(
+                f"expected gates for {n_layers} layers of {n_heads} heads; got biases of shape "
+                f"{tuple(self.bias.shape)}"
+            )
+
+    def extra_repr(self) -> str:
+        """Size, distribution and biases."""
+        n_layers, n_heads = self.bias.shape
+        closed = "" if self.closed is None else f", {int(self.closed.sum())} edges closed"
+        return (
+            f"{n_layers} layers x {n_heads} heads, {self.distribution}, "
+            f"bias {self.bias.min().item():.2f} to {self.bias.max().item():.2f}{closed}"
+        )
+
     def forget(self) -> None:
         """Drop what is kept of the last pass."""
         self._last.clear()
@@ -179,8 +197,10 @@ class AttentionGates(nn.Module):
                 self._last[layer] = _LayerPass(kept, drawn_from, _fingerprint(scores))
             return now, False
         last = self._last.get(layer)
-        if last is None or not torch.allclose(
-            last.fingerprint, _fingerprint(scores), equal_nan=True
+        found = _fingerprint(scores)
+        if last is None or not (
+            found.shape == last.fingerprint.shape
+            and torch.allclose(last.fingerprint, found, equal_nan=True)
         ):
             raise RuntimeError(
                 "expected one backward pass after each forward pass of a model with checkpointed "
@@ -225,22 +245,6 @@ class AttentionGates(nn.Module):
             probability = probability * valid
         is_open = self.distribution.is_open(logits) & valid
         return LayerCounts.of(valid, is_open, probability, now.keep_gates)
-
-
-def possible_attention_edges(
-    scores: Float[Tensor, "prompt head query key"], pattern: Float[Tensor, "prompt head query key"]
-) -> Bool[Tensor, "prompt head query key"]:
-    """The pairs that a model does not mask, as its own pattern says.
-
-    A masked pair has no attention, and a score far below all others of its query: models mask with
-    -inf, with the lowest number there is, or with -1e4 or -1e5. (That it has no attention is not
-    enough: the smallest of a sharp pattern vanish too.) Where all keys of a query are masked, as at
-    padding, none is possible. A score that is no number counts as possible: it must reach the loss.
-    """
-    scores, pattern = scores.detach(), pattern.detach()
-    best = scores.amax(dim=-1, keepdim=True)
-    masked = (pattern == 0) & (scores < best - _FAR_BELOW)
-    return ~(masked | (best < -_FAR_BELOW))
 
 
 def _within(

@@ -13,6 +13,25 @@ from torch import Tensor
 
 from sparse_tl.results import Result
 
+_FAR_BELOW = 5000.0
+"""How far a masked score lies below a query's best at least, and all scores of padding below 0."""
+
+
+def possible_attention_edges(
+    scores: Float[Tensor, "prompt head query key"], pattern: Float[Tensor, "prompt head query key"]
+) -> Bool[Tensor, "prompt head query key"]:
+    """The pairs that a model does not mask, as its own pattern says.
+
+    A masked pair has no attention, and a score far below all others of its query: models mask with
+    -inf, with the lowest number there is, or with -1e4 or -1e5. (That it has no attention is not
+    enough: the smallest of a sharp pattern vanish too.) Where all keys of a query are masked, as at
+    padding, none is possible. A score that is no number counts as possible: it must reach the loss.
+    """
+    scores, pattern = scores.detach(), pattern.detach()
+    best = scores.amax(dim=-1, keepdim=True)
+    masked = (pattern == 0) & (scores < best - _FAR_BELOW)
+    return ~(masked | (best < -_FAR_BELOW))
+
 
 @dataclass(frozen=True, eq=False)
 class LayerCounts:

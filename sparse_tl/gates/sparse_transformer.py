@@ -59,9 +59,7 @@ class SparseTransformer(nn.Module):
     cfg: Any
     hook_dict: dict[str, Any]
     tokenizer: Any
-    embed: Any
     blocks: Any
-    unembed: Any
 
     def __init__(
         self,
@@ -82,16 +80,13 @@ class SparseTransformer(nn.Module):
             raise ValueError("this model is wrapped already; call .unwrap() on its wrapper first")
         adapter = adapt(model)
         shape = adapter.n_layers, adapter.n_heads
-        if gates is not None and tuple(gates.bias.shape) != shape:
-            raise ValueError(
-                f"expected gates for {shape[0]} layers of {shape[1]} heads; "
-                f"got biases of shape {tuple(gates.bias.shape)}"
-            )
-        if gates is not None and closed is not None:
-            raise ValueError(
-                "expected either `gates` or `closed`: leave `gates` out, or give them their closed "
-                "edges by AttentionGates(..., closed=...)"
-            )
+        if gates is not None:
+            gates.check_fits(*shape)
+            if closed is not None:
+                raise ValueError(
+                    "expected either `gates` or `closed`: leave `gates` out, or give them their "
+                    "closed edges by AttentionGates(..., closed=...)"
+                )
         check_gates(adapter)
         self.model = model
         self.gates = gates or AttentionGates(
@@ -107,18 +102,15 @@ class SparseTransformer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model under its gates; arguments and result are the model's."""
-        self._check_attached()
-        return self.model(*args, **kwargs)
+        return self.model_under_gates()(*args, **kwargs)
 
     def run_with_cache(self, *args: Any, **kwargs: Any) -> Any:
         """`run_with_cache` of the model; the cache holds gated patterns."""
-        self._check_attached()
-        return self.model.run_with_cache(*args, **kwargs)
+        return self.model_under_gates().run_with_cache(*args, **kwargs)
 
     def run_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
         """`run_with_hooks` of the model; hooks see gated patterns."""
-        self._check_attached()
-        return self.model.run_with_hooks(*args, **kwargs)
+        return self.model_under_gates().run_with_hooks(*args, **kwargs)
 
     def run_with_counts(
         self, *args: Any, keep_gates: bool = False, pressure: float = 0.0, **kwargs: Any
@@ -135,10 +127,9 @@ class SparseTransformer(nn.Module):
             What the model returns, and the counts; the expected ones are differentiable.
         """
         layers: list[LayerCounts] = []
-        self._check_attached()
         settings = {"counts": layers, "keep_gates": keep_gates, "pressure": pressure}
         with self.gates.using(**settings, real=kwargs.get("attention_mask")):
-            output = self.model(*args, **kwargs)
+            output = self(*args, **kwargs)
         return output, AttentionEdgeCounts.of(layers)
 
     def to_tokens(self, *args: Any, **kwargs: Any) -> Any:
@@ -147,8 +138,7 @@ class SparseTransformer(nn.Module):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`generate` of the model, under its gates."""
-        self._check_attached()
-        return self.model.generate(*args, **kwargs)
+        return self.model_under_gates().generate(*args, **kwargs)
 
     @contextmanager
     def sampled(
@@ -235,9 +225,15 @@ class SparseTransformer(nn.Module):
         """The wrapped model, with the gates on it.
 
         Raises:
-            RuntimeError: they were taken off.
+            RuntimeError: they were taken off, by `unwrap` or behind the wrapper's back.
         """
-        self._check_attached()
+        if self._hooks_on is None:
+            raise RuntimeError("this wrapper was unwrapped; wrap the model again to use its gates")
+        if not self._hooks_on.in_place:
+            raise RuntimeError(
+                "the gates' hooks were removed from the model (by "
+                "reset_hooks(including_permanent=True)?); unwrap and wrap the model again"
+            )
         return self.model
 
     def dense_copy(self) -> Model:
@@ -284,14 +280,7 @@ class SparseTransformer(nn.Module):
         return SparseTransformer(model, gates=gates)
 
     def __repr__(self) -> str:
-        shape, closed = tuple(self.gates.bias.shape), self.gates.closed
-        return (
-            f"SparseTransformer({self.model.cfg.model_name}: {shape[0]} layers x {shape[1]} heads, "
-            f"{self.gates.distribution}, "
-            f"bias {self.gates.bias.min().item():.2f} to {self.gates.bias.max().item():.2f}"
-            + ("" if closed is None else f", {int(closed.sum())} edges closed")
-            + ")"
-        )
+        return f"SparseTransformer({self.model.cfg.model_name}: {self.gates.extra_repr()})"
 
     def _attach(self) -> None:
         self._hooks_on = AttachedHooks(self.model, self.gates.hooks(self.model))
@@ -307,12 +296,3 @@ class SparseTransformer(nn.Module):
         finally:
             if was_on:
                 self._attach()
-
-    def _check_attached(self) -> None:
-        if self._hooks_on is None:
-            raise RuntimeError("this wrapper was unwrapped; wrap the model again to use its gates")
-        if not self._hooks_on.in_place:
-            raise RuntimeError(
-                "the gates' hooks were removed from the model (by "
-                "reset_hooks(including_permanent=True)?); unwrap and wrap the model again"
-            )

@@ -22,9 +22,7 @@ class HookedModel(Protocol):
         cfg: Any
         hook_dict: dict[str, HookPoint]
         tokenizer: Any
-        embed: Any
         blocks: Any
-        unembed: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 

@@ -20,20 +20,25 @@ from sparse_tl.metrics import logit_difference
 Build = Callable[..., Model]
 
 
-def _slow_scores(model: Model, graph: CircuitGraph, pairs: PromptPairs) -> Tensor:
-    """The formula of the paper, edge by edge, with every input and every head's output split."""
+def _slow_scores(
+    model: Model, graph: CircuitGraph, pairs: PromptPairs, share: float = 1.0
+) -> Tensor:
+    """The formula of the paper, edge by edge, with every input and every head's output split.
+
+    Gradients are taken at embeddings that lie so far on the way from corrupted to clean.
+    """
     for name in ("split_qkv_input", "hook_mlp_in", "attn_result"):
         if name != "hook_mlp_in" or graph.has_mlps:
             getattr(model, f"set_use_{name}")(True)
     try:
-        return _slow(model, graph, pairs)
+        return _slow(model, graph, pairs, share)
     finally:
         for name in ("split_qkv_input", "hook_mlp_in", "attn_result"):
             if name != "hook_mlp_in" or graph.has_mlps:
                 getattr(model, f"set_use_{name}")(False)
 
 
-def _slow(model: Model, graph: CircuitGraph, pairs: PromptPairs) -> Tensor:
+def _slow(model: Model, graph: CircuitGraph, pairs: PromptPairs, share: float) -> Tensor:
     written: dict[str, Tensor] = {}
     for prompt in ("clean", "corrupted"):
         _, cache = model.run_with_cache(getattr(pairs, prompt))
@@ -52,7 +57,15 @@ def _slow(model: Model, graph: CircuitGraph, pairs: PromptPairs) -> Tensor:
 
     last = f"blocks.{graph.n_layers - 1}.hook_resid_post"
     ends = ("hook_q_input", "hook_k_input", "hook_v_input", "hook_mlp_in")
-    with model.hooks(bwd_hooks=[(lambda name: name == last or name.endswith(ends), keep)]):
+    embedded = [written[f"input {prompt}"] for prompt in ("corrupted", "clean")]
+
+    def between(value: Tensor, hook: Any) -> Tensor:
+        return value - value.detach() + torch.lerp(*embedded, share)
+
+    with model.hooks(
+        fwd_hooks=[("blocks.0.hook_resid_pre", between)],
+        bwd_hooks=[(lambda name: name == last or name.endswith(ends), keep)],
+    ):
         logits = model(pairs.clean)
         logit_difference(pairs.read(logits), pairs).sum().backward()
     scores = torch.zeros(graph.exists.shape, dtype=torch.float64)
@@ -77,6 +90,18 @@ def test_fast_equals_slow(build_tiny: Build, kind: str) -> None:
     slow = _slow_scores(model, graph, pairs)
     assert slow[graph.exists].abs().min() > 0
     torch.testing.assert_close(fast.values, slow, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", MORE_KINDS)
+def test_integrated_gradients_are_those_of_eap_ig(build_tiny: Build, kind: str) -> None:
+    """EAP-IG's code takes k = 0..4 of 5 steps, ours 1..5: with the same k both agree."""
+    model = shaken(build_tiny(**MORE_KINDS[kind], dtype="float64"))
+    pairs, graph = random_pairs(), adapt(model).graph
+    slow = [_slow_scores(model, graph, pairs, k / 5) for k in range(6)]
+    fast = attribute_circuit_edges(model, pairs, logit_difference, method="eap-ig", steps=5).values
+    torch.testing.assert_close(fast, sum(slow[1:]) / 5, rtol=1e-9, atol=1e-12)
+    theirs = sum(slow[:5]) / 5
+    torch.testing.assert_close(fast + (slow[0] - slow[5]) / 5, theirs, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["sequential", "parallel", "grouped", "attention_only"])

@@ -1,0 +1,158 @@
+"""Numbers that were once wrong: what is possible, what is counted, and what autograd loses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from sparse_tl import SparseTransformer, evaluate_held_out
+from sparse_tl.data import TokenBatch
+from sparse_tl.lens import Model, adapt
+
+Build = Callable[..., Model]
+
+
+def _tokens(rows: int = 3, length: int = 7) -> torch.Tensor:
+    return torch.randint(13, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("ignored", [-torch.inf, -1e5, torch.finfo(torch.float32).min])
+def test_the_future_is_not_possible_whatever_it_is_masked_with(
+    build_tiny: Build, ignored: float
+) -> None:
+    """Checkpoints of older TransformerLens carry a buffer of -1e5."""
+    model = build_tiny()
+    for block in model.blocks:
+        block.attn.IGNORE = torch.tensor(ignored)
+    sparse = SparseTransformer(model)
+    counts = sparse.count_attention_edges(_tokens())
+    assert counts.possible.unique().tolist() == [7 * 8 / 2]
+    assert counts.tokens.tolist() == [7, 7, 7]
+    dense = evaluate_held_out(sparse.unwrap(), TokenBatch.next_token(_tokens()))
+    assert dense.possible_attention_edges == dense.active_attention_edges == 4 * 7 * 8 / 2
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_padding_masked_by_a_users_hook_is_not_possible(build_tiny: Build, left: bool) -> None:
+    model, tokens = build_tiny(), _tokens()
+    padding = torch.zeros_like(tokens, dtype=torch.bool)
+    padding[:, slice(0, 2) if left else slice(-2, None)] = True
+
+    def mask(scores: torch.Tensor, hook: Any) -> torch.Tensor:
+        apart = padding[:, None, :, None] | padding[:, None, None, :]
+        return scores.masked_fill(apart, -1e5)
+
+    for layer in range(2):
+        model.add_hook(f"blocks.{layer}.attn.hook_attn_scores", mask, is_permanent=True)
+    counts = SparseTransformer(model).count_attention_edges(tokens)
+    assert counts.possible.unique().tolist() == [5 * 6 / 2]
+    assert counts.tokens.tolist() == [5, 5, 5]
+
+
+def test_padding_on_either_side_counts_the_same(build_tiny: Build) -> None:
+    sparse, tokens = SparseTransformer(build_tiny(), initial_bias=0.0), _tokens()
+    pad = torch.zeros(3, 2, dtype=torch.long)
+    plain = sparse.count_attention_edges(tokens)
+    for padded in (torch.cat([pad, tokens], dim=1), torch.cat([tokens, pad], dim=1)):
+        real = torch.ones_like(padded)
+        real[:, slice(0, 2) if torch.equal(padded[:, :2], pad) else slice(-2, None)] = 0
+        counts = sparse.count_attention_edges(padded, attention_mask=real)
+        for name in ("active", "possible", "tokens"):
+            assert torch.equal(getattr(counts, name), getattr(plain, name)), name
+        torch.testing.assert_close(counts.expected, plain.expected)
+
+
+def test_left_padding_by_a_hook_is_seen_where_edges_are_closed_by_column(
+    build_tiny: Build,
+) -> None:
+    model = build_tiny()
+    closed = torch.zeros(2, 2, 16, 16, dtype=torch.bool)
+    model.add_hook(
+        "blocks.0.attn.hook_attn_scores",
+        lambda scores, hook: scores.index_fill(3, torch.tensor([0]), -1e5),
+        is_permanent=True,
+    )
+    with pytest.raises(ValueError, match="without padding on the left"):
+        SparseTransformer(model, closed=closed)(_tokens())
+
+
+def test_a_vanishing_weight_is_still_possible(build_tiny: Build) -> None:
+    """A sharp pattern has exact zeros; they are not the model's mask."""
+    model = build_tiny()
+    with torch.no_grad():
+        model.blocks[0].attn.W_Q.mul_(1e3)
+    assert SparseTransformer(model).count_attention_edges(_tokens()).possible.unique() == 28
+
+
+def test_one_prompt_is_one_prompt(build_tiny: Build) -> None:
+    sparse, tokens = SparseTransformer(build_tiny(), initial_bias=0.0), _tokens(1)
+    flat, rows = sparse.open_attention_edges(tokens[0]), sparse.open_attention_edges(tokens)
+    assert flat.equals(rows) and set(flat["share"]) == {1.0}
+    counts = [sparse.count_attention_edges(some) for some in (tokens[0], tokens)]
+    assert torch.equal(counts[0].active, counts[1].active)
+
+
+def test_moving_a_wrapped_model_moves_its_configuration(build_tiny: Build) -> None:
+    sparse = SparseTransformer(build_tiny())
+    sparse.to(torch.float64)
+    assert sparse.cfg.dtype == sparse.model.W_E.dtype == torch.float64
+    sparse.to("meta")
+    assert str(sparse.cfg.device) == str(sparse.model.W_E.device) == "meta"
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_checkpointed_activations_have_the_same_gradients(build_tiny: Build, pieces: int) -> None:
+    """Layers run again in the backward pass, when the block that sampled gates is left."""
+
+    def gradients(checkpointed: bool) -> list[torch.Tensor]:
+        sparse = SparseTransformer(build_tiny(dtype="float64"), initial_bias=0.0)
+        if checkpointed:
+            for block in sparse.blocks:
+                plain = block.forward
+                block.forward = lambda *args, plain=plain, **kwargs: checkpoint(
+                    plain, *args, use_reentrant=False, **kwargs
+                )
+        generator = torch.Generator().manual_seed(1)
+        for some in _tokens(4).split(4 // pieces):
+            with sparse.sampled(generator):
+                logits, counts = sparse.run_with_counts(some, pressure=0.1)
+            (logits.logsumexp(-1).sum() + counts.expected.sum()).backward()
+        return [p.grad for p in sparse.parameters() if p.grad is not None]
+
+    for found, expected in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_checkpointed_passes_that_are_mixed_up_are_refused(build_tiny: Build) -> None:
+    sparse = SparseTransformer(build_tiny(), initial_bias=0.0)
+    for block in sparse.blocks:
+        plain = block.forward
+        block.forward = lambda *args, plain=plain, **kwargs: checkpoint(
+            plain, *args, use_reentrant=False, **kwargs
+        )
+    first, second = (sparse(_tokens(2, length)).sum() for length in (5, 7))
+    with pytest.raises(RuntimeError, match="one backward pass after each forward pass"):
+        first.backward()
+    del second
+
+
+def test_a_model_that_ignores_its_hooks_is_not_wrapped(build_tiny: Build) -> None:
+    model = build_tiny()
+    attention = model.blocks[1].attn
+    plain = attention.forward
+    kept = {}
+
+    def deaf(*args: Any, **kwargs: Any) -> torch.Tensor:
+        """As attention that is handed to another library: hooks see it, and cannot move it."""
+        kept["out"] = plain(*args, **kwargs)
+        with torch.no_grad():
+            return model_twin.blocks[1].attn(*args, **kwargs)
+
+    model_twin = adapt(model).copy()
+    attention.forward = deaf
+    with pytest.raises(ValueError, match="layer 1 .* does not come from its heads"):
+        SparseTransformer(model)
