@@ -29,21 +29,14 @@ function weightsOf(panel, state) {
   return kind === "attention" ? panel.attention : panel.scores[kind].rows[state.target];
 }
 
-// Nodes from which (level, column) can be reached over the kept edges, itself included.
-function ancestors(panel, kept, column, level) {
-  const n = panel.shape[2];
-  const reached = new Uint8Array((panel.shape[0] + 1) * n);
-  reached[level * n + column] = 1;
-  for (let layer = level - 1; layer >= 0; layer--) {
-    for (let query = 0; query < n; query++) {
-      if (!reached[(layer + 1) * n + query]) continue;
-      reached[layer * n + query] = 1;
-      for (let key = 0; key < n; key++) {
-        if (kept[(layer * n + query) * n + key]) reached[layer * n + key] = 1;
-      }
-    }
-  }
-  return reached;
+const nodeName = (level, column) => `${level},${column}`;
+
+// The steps up the residual stream.
+function residualLines([nLayers, , n]) {
+  return Array.from({ length: nLayers * n }, (_, i) => {
+    const [layer, column] = [Math.floor(i / n), i % n];
+    return { source: nodeName(layer, column), reader: nodeName(layer + 1, column) };
+  });
 }
 
 // What a panel shows in the present state. Reachability is the model's, over all heads, also
@@ -51,18 +44,19 @@ function ancestors(panel, kept, column, level) {
 function selectEdges(panel, data, state) {
   const [nLayers, nHeads, n] = panel.shape;
   const weights = weightsOf(panel, state);
-  const kept = new Uint8Array(nLayers * n * n);
+  const kept = residualLines(panel.shape);
   const merged = new Map();
   let count = 0;
   panel.edges.forEach((edge, i) => {
     const size = Math.abs(weights[i]);
     if (size < state.limit) return;
-    const place = (edge.layer * n + edge.query) * n + edge.key;
-    kept[place] = 1;
+    const [source, reader] = [nodeName(edge.layer, edge.key), nodeName(edge.layer + 1, edge.query)];
+    kept.push({ source, reader });
     if (state.head >= 0 && edge.head !== state.head) return;
     count++;
+    const place = (edge.layer * n + edge.query) * n + edge.key;
     const line = merged.get(place);
-    if (!line) merged.set(place, { ...edge, value: weights[i], index: i, others: [] });
+    if (!line) merged.set(place, { ...edge, reader, value: weights[i], index: i, others: [] });
     else if (Math.abs(line.value) >= size) line.others.push(edge.head);
     else {
       line.others.push(line.head);
@@ -72,10 +66,10 @@ function selectEdges(panel, data, state) {
   const [column, readAt] = data.targets[state.target];
   const focus = state.focus && state.focus.panel === panel.index ? state.focus : null;
   const start = focus ?? { level: nLayers, column: readAt };
-  const reached = ancestors(panel, kept, start.column, start.level);
+  const reached = reach(kept, nodeName(start.level, start.column), false);
   const lines = [...merged.keys()].sort((a, b) => a - b).map((place) => merged.get(place));
   for (const line of lines) {
-    line.onPath = reached[(line.layer + 1) * n + line.query] === 1;
+    line.onPath = reached.has(line.reader);
     line.kind = line.onPath ? "path" : "open";
   }
   markMainEdges(lines, start, n, data);

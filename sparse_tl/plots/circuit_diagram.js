@@ -10,7 +10,6 @@
 function start(root, data, live) {
   "use strict";
   live ??= {};
-  const HOVER_DISTANCE = 7;
   const REMOVED = "#c2410c";
   const svg = root.querySelector("svg");
   const state = { ...data.state, focus: null, ...live.state };
@@ -24,19 +23,20 @@ function start(root, data, live) {
   // ---- drawing -------------------------------------------------------------------------------
 
   // A straight line, or an arc beside the residual line where an edge stays in its column.
-  function edgePath(panel, edge) {
-    const { startX, startY, endX, endY } = ends(panel, edge);
-    if (edge.query !== edge.key) return `M${startX} ${startY}L${endX} ${endY}`;
+  function edgePath(panel, { layer, query, key }) {
+    const [startX, startY] = [data.columns[key], panel.levels[layer]];
+    const [endX, endY] = [data.columns[query], panel.levels[layer + 1]];
+    if (query !== key) return `M${startX} ${startY}L${endX} ${endY}`;
     const side = startX + data.bow;
     return `M${startX} ${startY}C${side} ${startY - panel.bend} ` +
       `${side} ${endY + panel.bend} ${endX} ${endY}`;
   }
 
-  function ends(panel, edge) {
-    return {
-      startX: data.columns[edge.key], startY: panel.levels[edge.layer],
-      endX: data.columns[edge.query], endY: panel.levels[edge.layer + 1],
-    };
+  function place(panel, lines) {
+    for (const line of lines) {
+      line.d = edgePath(panel, line);
+      line.curves = curvesOf(line.d);
+    }
   }
 
   function gradeOf(value) {
@@ -46,7 +46,7 @@ function start(root, data, live) {
 
   function draw(panel) {
     const view = (panel.view = selectEdges(panel, data, state));
-    for (const line of view.lines) line.d = edgePath(panel, line);
+    place(panel, view.lines);
     drawEdges(panel, view);
     drawNodes(panel, view);
     drawPrediction(panel, view);
@@ -82,21 +82,21 @@ function start(root, data, live) {
   // Removed edges of a live figure stay where they were, as broken lines.
   function drawRemoved(panel) {
     if (!panel.removed.length) return;
+    place(panel, panel.removed);
     const path = document.createElementNS(SVG, "path");
     setAttributes(path, {
-      "data-role": "removed", d: panel.removed.map((line) => edgePath(panel, line)).join(""),
+      "data-role": "removed", d: panel.removed.map((line) => line.d).join(""),
       fill: "none", stroke: REMOVED, "stroke-width": 1.6, "stroke-dasharray": "5 4",
     });
     panel.hover.before(path);
   }
 
   function drawNodes(panel, view) {
-    const n = panel.shape[2];
     let residual = "";
     for (const circle of panel.part("nodes").children) {
       const level = Number(circle.dataset.level);
       const column = Number(circle.dataset.column);
-      const reached = view.reached[level * n + column] === 1;
+      const reached = view.reached.has(nodeName(level, column));
       const [fill, stroke] = data.paint[reached ? "reached" : "unreached"];
       const isFocus = view.focus && view.focus.level === level && view.focus.column === column;
       setAttributes(circle, {
@@ -112,12 +112,11 @@ function start(root, data, live) {
   }
 
   function drawPrediction(panel, view) {
-    const n = panel.shape[2];
     const [nLayers] = panel.shape;
     for (const role of ["input", "output"]) {
       const level = role === "input" ? 0 : nLayers;
       [...panel.part(role).children].forEach((text, column) => {
-        const dimmed = view.focus && !view.reached[level * n + column];
+        const dimmed = view.focus && !view.reached.has(nodeName(level, column));
         const predicted = role === "output" && column === view.column;
         setAttributes(text, {
           opacity: dimmed ? 0.3 : null, "font-weight": predicted ? "bold" : null,
@@ -200,14 +199,6 @@ function start(root, data, live) {
   function addNodes(panel) {
     const [nLayers, , n] = panel.shape;
     const circles = [...panel.part("nodes").children];
-    const at = (level, column) => circles[level * n + column];
-    const next = (level, column, key) => {
-      const step = {
-        ArrowUp: [1, 0], ArrowDown: [-1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1],
-      }[key];
-      const inRow = step && column + step[1] >= 0 && column + step[1] < n;
-      return inRow ? at(level + step[0], column + step[1]) : null;
-    };
     for (const circle of circles) {
       const level = Number(circle.dataset.level);
       const column = Number(circle.dataset.column);
@@ -217,30 +208,11 @@ function start(root, data, live) {
       };
       const label = nodeText(panel, level, column, live).join(", ");
       const last = level === nLayers && column === n - 1;
-      addButton(circle, label, last, press, (key) => next(level, column, key));
+      addButton(circle, label, last, press, circles);
     }
   }
 
   // ---- pointer -------------------------------------------------------------------------------
-
-  // The line nearest to a point; lines on the path win over light ones at about the same distance.
-  function nearestLine(panel, lines, x, y) {
-    let best = null;
-    let bestDistance = HOVER_DISTANCE;
-    for (const line of lines) {
-      const { startX, startY, endX, endY } = ends(panel, line);
-      if (y > startY + 3 || y < endY - 3) continue;
-      // The middle of an arc is three quarters of the way to its control points.
-      const aside = line.query === line.key ? 0.75 * data.bow : 0;
-      const [midX, midY] = [(startX + endX) / 2 + aside, (startY + endY) / 2];
-      const distance = Math.min(
-        distanceToSegment(x, y, startX, startY, midX, midY),
-        distanceToSegment(x, y, midX, midY, endX, endY),
-      ) - (line.onPath ? 2 : 0);
-      if (distance < bestDistance) [best, bestDistance] = [line, distance];
-    }
-    return best;
-  }
 
   // The panel under the pointer, and the drawn line or else the removed one beside it.
   function underPointer(event) {
@@ -248,9 +220,9 @@ function start(root, data, live) {
     if (!group) return {};
     const panel = panels[Number(group.dataset.panel)];
     if (event.target.tagName === "circle") return { panel, circle: event.target };
-    const { x, y } = pointIn(svg, event);
-    const line = nearestLine(panel, panel.view.lines, x, y);
-    return { panel, line, removed: line ? null : nearestLine(panel, panel.removed, x, y) };
+    const point = pointIn(svg, event);
+    const line = nearestLine(panel.view.lines, point);
+    return { panel, line, removed: line ? null : nearestLine(panel.removed, point) };
   }
 
   function onPointerMove(event) {
@@ -264,7 +236,7 @@ function start(root, data, live) {
       setAttributes(panel.hover, { d: line.d, "stroke-width": Math.max(2, width) });
       showTip(root, edgeText(panel, line, data, state, live), event);
     } else if (removed) {
-      setAttributes(panel.hover, { d: edgePath(panel, removed), "stroke-width": 2.4 });
+      setAttributes(panel.hover, { d: removed.d, "stroke-width": 2.4 });
       showTip(root, removedText(panel, removed), event);
     }
     svg.style.cursor = live.onEdges && (line || removed) ? "pointer" : "";

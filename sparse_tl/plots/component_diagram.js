@@ -1,117 +1,93 @@
 // Makes the static component diagram interactive: it shows fewer edges, or what is before and
-// after a node, as circuit_edges.js has it; all lines and coordinates are those of the static figure.
+// after a node. All lines are those of the static figure, whose elements say with how many of the
+// strongest edges they are drawn (data-drawn) and on a path from the input to the logits
+// (data-on-path).
 
 function start(root, data) {
   "use strict";
-  const HOVER_DISTANCE = 6;
   const LISTED = 6;
   const svg = root.querySelector("svg");
-  const nodeIndex = new Map(data.nodes.map((node, index) => [node.name, index]));
-  const LOGITS = nodeIndex.get("logits");
   const mostEdges = Math.max(...data.panels.map((panel) => panel.edges.length));
   const state = { edges: mostEdges, colour: data.colour, focus: null };
   const panels = findPanels(svg, data, data.pointed);
   for (const panel of panels) {
-    // For each edge its lines, one to each of its readers.
-    const drawn = new Map();
-    for (const path of panel.part("edges").children) {
-      drawn.set(`${path.dataset.edge} ${path.dataset.reader}`, path);
-    }
-    panel.paths = panel.edges.map((edge, rank) => edge.readers.map(
-      (reader) => drawn.get(`${rank} ${data.nodes[reader].name}`),
-    ));
     panel.nodes = [...panel.part("nodes").children];
-    panel.ports = panel.nodes.map((node) => [...node.querySelectorAll("circle")]);
+    panel.lines = [...panel.part("edges").children].map((path) => {
+      const { edge, source, reader } = path.dataset;
+      const [rank, curves] = [Number(edge), curvesOf(path.getAttribute("d"))];
+      return { path, rank, source, reader, edge: panel.edges[rank], curves };
+    });
   }
 
   // ---- drawing -------------------------------------------------------------------------------
 
-  // With thousands of lines it is the elements that cost: only what changes is written.
-  const written = new WeakMap();
-  function update(element, attributes) {
-    const old = written.get(element) ?? {};
-    for (const [name, value] of Object.entries(attributes)) {
-      if (old[name] !== value) setAttributes(element, { [name]: value });
-    }
-    written.set(element, attributes);
+  function stateOf({ dataset }) {
+    if (state.edges >= Number(dataset.onPath)) return "path";
+    return state.edges >= Number(dataset.drawn) ? "open" : "absent";
   }
 
   function draw(panel) {
-    const view = (panel.view = selectView(panel, data, state));
-    drawEdges(panel, view);
-    const entered = enteredPorts(view);
-    panel.nodes.forEach((_, node) => drawNode(panel, node, view, entered[node]));
-    const onPath = view.onPath.filter(Boolean).length;
-    panel.part("caption").textContent = caption(panel, view, onPath);
+    const shown = panel.lines.filter((line) => {
+      line.state = stateOf(line.path);
+      line.onPath = line.state === "path";
+      return line.state !== "absent";
+    });
+    const focus = state.focus?.panel === panel.index ? state.focus.node : null;
+    const before = focus && reach(shown, focus, false);
+    const after = focus && reach(shown, focus, true);
+    panel.shown = shown;
+    panel.near = shown.filter((line) => !focus || before.has(line.reader) || after.has(line.source));
+    drawLines(panel);
+    for (const group of panel.nodes) {
+      const { node } = group.dataset;
+      drawNode(group, node === focus, !focus || before.has(node) || after.has(node));
+    }
+    const edges = new Set(shown.map((line) => line.edge));
+    panel.onPath = new Set(shown.filter((line) => line.onPath).map((line) => line.edge));
+    panel.part("caption").textContent = caption(panel, edges);
     setAttributes(panel.group, {
-      "data-edges-shown": view.edges.length, "data-edges-on-path": onPath,
-      "data-focus": view.focus === null ? "" : data.nodes[view.focus].name,
+      "data-edges-shown": edges.size, "data-edges-on-path": panel.onPath.size,
+      "data-focus": focus ?? "",
     });
   }
 
-  function drawEdges(panel, view) {
-    const lines = view.edges.flatMap((edge, rank) => {
-      const opacity = view.nearEdge(edge) ? null : 0.13;
-      return panel.paths[rank].map((path, reader) => {
-        const onPath = view.linesOnPath[rank][reader];
-        update(path, {
-          "data-kind": onPath ? "path" : "open",
-          stroke: onPath ? edge.strokes[state.colour] : data.openStroke, opacity,
-        });
-        return { path, rank, onPath };
+  function drawLines(panel) {
+    const near = new Set(panel.near);
+    for (const line of panel.shown) {
+      setAttributes(line.path, {
+        "data-kind": line.state,
+        stroke: line.onPath ? line.edge.strokes[state.colour] : data.openStroke,
+        opacity: near.has(line) ? null : 0.13,
       });
-    });
+    }
     // Strong lines over weak ones, and lines on a path over all others.
-    lines.sort((a, b) => a.onPath - b.onPath || b.rank - a.rank);
-    arrange(panel.part("edges"), lines.map(({ path }) => path));
+    panel.shown.sort((a, b) => a.onPath - b.onPath || b.rank - a.rank);
+    panel.part("edges").replaceChildren(...panel.shown.map(({ path }) => path));
   }
 
-  // Gives an element these children and leaves those alone that are in place already.
-  function arrange(parent, children) {
-    const wanted = new Set(children);
-    for (const child of [...parent.children]) if (!wanted.has(child)) child.remove();
-    let next = parent.firstElementChild;
-    for (const child of children) {
-      if (child === next) next = next.nextElementSibling;
-      else parent.insertBefore(child, next);
-    }
-  }
-
-  // For each node, the slots that a shown line enters, each with whether one on a path does.
-  function enteredPorts(view) {
-    const entered = data.nodes.map(() => ({}));
-    view.edges.forEach((edge, rank) => edge.readers.forEach((reader, i) => {
-      entered[reader][edge.slot] ||= view.linesOnPath[rank][i];
-    }));
-    return entered;
-  }
-
-  function drawNode(panel, node, view, entered) {
-    const group = panel.nodes[node];
-    const paint = data.paint[data.nodes[node].kind][view.states[node]];
-    const isFocus = node === view.focus;
-    const [box, text] = group.children;
-    update(group, {
-      "data-state": view.states[node], "aria-pressed": isFocus,
-      opacity: view.nearNode(node) ? null : 0.3,
+  function drawNode(group, isFocus, isNear) {
+    const paint = data.paint[group.dataset.kind][stateOf(group)];
+    const [box, text, ...ports] = group.children;
+    setAttributes(group, {
+      "data-state": stateOf(group), "aria-pressed": isFocus, opacity: isNear ? null : 0.3,
     });
-    update(box, { fill: isFocus ? paint.stroke : paint.fill, stroke: paint.stroke });
-    update(text, { fill: isFocus ? data.ground : paint.ink });
-    for (const port of panel.ports[node]) {
-      const { slot } = port.dataset;
-      update(port, {
-        display: slot in entered ? null : "none",
-        fill: entered[slot] ? data.slots[slot] : data.openPort,
+    setAttributes(box, { fill: isFocus ? paint.stroke : paint.fill, stroke: paint.stroke });
+    setAttributes(text, { fill: isFocus ? data.ground : paint.ink });
+    for (const port of ports) {
+      const entered = stateOf(port);
+      setAttributes(port, {
+        display: entered === "absent" ? "none" : null,
+        fill: entered === "path" ? data.slots[port.dataset.slot] : data.openPort,
       });
     }
   }
 
-  function caption(panel, view, onPath) {
+  function caption(panel, edges) {
     const number = (value) => value.toLocaleString("en-US");
-    const words = `${number(view.edges.length)} of ${number(panel.nKept)} kept circuit edges ` +
-      `(model: ${number(panel.nExisting)}); ${number(onPath)} on a path from input to logits`;
-    const weakest = view.edges.at(-1);
-    return panel.scored ? `${words}; |score| \u2265 ${weakest.size}` : words;
+    const words = `${number(edges.size)} of ${number(panel.nKept)} kept circuit edges ` +
+      `(model: ${number(panel.nExisting)}); ${number(panel.onPath.size)} ` +
+      "on a path from input to logits";
+    return panel.scored ? `${words}; |score| \u2265 ${panel.edges[edges.size - 1].size}` : words;
   }
 
   function drawAll() {
@@ -140,90 +116,52 @@ function start(root, data) {
     });
   }
 
-  // ---- nodes: click or Enter to see what is before and after, arrow keys to move ---------------
-
+  // A click or Enter on a node shows what is before and after it.
   function addNodes(panel) {
-    panel.nodes.forEach((group, node) => {
+    for (const group of panel.nodes) {
+      const { node } = group.dataset;
       const press = (event) => {
         state.focus = toggled(state.focus, { panel: panel.index, node });
         drawAll();
-        if (event.type === "keydown") showNode(panel, node);
+        if (event.type === "keydown") showNode(panel, group);
       };
-      addButton(group, data.nodes[node].name, node === LOGITS, press, (key) => {
-        const next = neighbour(node, key);
-        return next === null ? null : panel.nodes[next];
-      });
+      addButton(group, node, node === "logits", press, panel.nodes);
       group.addEventListener("focus", () => {
-        if (group.matches(":focus-visible")) showNode(panel, node);
+        if (group.matches(":focus-visible")) showNode(panel, group);
       });
       group.addEventListener("blur", () => hideTip(root, panels));
-    });
-  }
-
-  // The next node in its row, or the nearest one in the next row.
-  function neighbour(node, key) {
-    const { x, y } = data.nodes[node];
-    const along = { ArrowLeft: -1, ArrowRight: 1 }[key];
-    const across = { ArrowUp: -1, ArrowDown: 1 }[key];
-    if (!along && !across) return null;
-    const ahead = data.nodes
-      .map((other, index) => ({ index, dx: other.x - x, dy: other.y - y }))
-      .filter(({ dx, dy }) => (along ? dy === 0 && along * dx > 0 : across * dy > 0));
-    const far = ({ dx, dy }) => (along ? Math.abs(dx) : 10000 * Math.abs(dy) + Math.abs(dx));
-    ahead.sort((a, b) => far(a) - far(b));
-    return ahead.length ? ahead[0].index : null;
+    }
   }
 
   // ---- tooltip -------------------------------------------------------------------------------
 
-  function edgeLine(edge) {
-    return edge.score === undefined ? edge.name : `${edge.name}  ${edge.score}`;
-  }
-
-  function edgeText(panel, edge) {
+  function edgeText(panel, { edge, rank }) {
     const text = [edge.name];
     if (edge.score !== undefined) {
       const effect = edge.sign < 0 ? " (helps)" : edge.sign > 0 ? " (hurts)" : "";
-      const rank = panel.edges.indexOf(edge) + 1;
-      text.push(`score ${edge.score}${effect}`, `rank ${rank} of ${panel.nKept} by |score|`);
+      text.push(`score ${edge.score}${effect}`, `rank ${rank + 1} of ${panel.nKept} by |score|`);
     }
-    if (!panel.view.onPath[panel.edges.indexOf(edge)]) text.push("on no path from input to logits");
+    if (!panel.onPath.has(edge)) text.push("on no path from input to logits");
     return text;
   }
 
   function nodeText(panel, node) {
-    const { edges } = panel.view;
-    const list = (heading, found) => {
-      if (!found.length) return [];
-      const more = found.length > LISTED ? [`and ${found.length - LISTED} weaker`] : [];
-      return [`${heading} (${found.length}):`, ...found.slice(0, LISTED).map(edgeLine), ...more];
+    const list = (heading, end) => {
+      const lines = panel.shown.filter((line) => line[end] === node);
+      const edges = panel.edges.filter((edge) => lines.some((line) => line.edge === edge));
+      if (!edges.length) return [];
+      const words = edges.slice(0, LISTED).map(({ name, score }) => score ? `${name}  ${score}` : name);
+      const more = edges.length > LISTED ? [`and ${edges.length - LISTED} weaker`] : [];
+      return [`${heading} (${edges.length}):`, ...words, ...more];
     };
-    const text = [
-      ...list("reads", edges.filter((edge) => edge.readers.includes(node))),
-      ...list("is read", edges.filter((edge) => edge.source === node)),
-    ];
-    return [data.nodes[node].name, ...(text.length ? text : ["no edge shown here"])];
+    const text = [...list("reads", "reader"), ...list("is read", "source")];
+    return [node, ...(text.length ? text : ["no edge shown here"])];
   }
 
-  function showNode(panel, node) {
-    const box = panel.nodes[node].getBoundingClientRect();
-    showTip(root, nodeText(panel, node), { clientX: box.right - 10, clientY: box.bottom - 8 });
-  }
-
-  function nearestEdge(panel, x, y) {
-    panel.curves ??= panel.paths.map((lines) => lines.flatMap(curvesOf)); // lines never move
-    let [best, bestDistance] = [null, HOVER_DISTANCE];
-    panel.view.edges.forEach((edge, rank) => {
-      if (!panel.view.nearEdge(edge)) return;
-      let distance = Infinity;
-      for (const curve of panel.curves[rank]) {
-        distance = Math.min(distance, distanceToCurve(x, y, HOVER_DISTANCE + 1, curve));
-      }
-      // Lines on a path win over light ones at about the same distance.
-      if (panel.view.onPath[rank]) distance -= 1;
-      if (distance < bestDistance) [best, bestDistance] = [rank, distance];
-    });
-    return best;
+  function showNode(panel, group) {
+    const box = group.getBoundingClientRect();
+    const point = { clientX: box.right - 10, clientY: box.bottom - 8 };
+    showTip(root, nodeText(panel, group.dataset.node), point);
   }
 
   function onPointerMove(event) {
@@ -231,19 +169,18 @@ function start(root, data) {
     hideTip(root, panels);
     if (!group) return;
     const panel = panels[Number(group.dataset.panel)];
-    const nodeGroup = event.target.closest("g[data-node]");
-    if (nodeGroup) {
-      showTip(root, nodeText(panel, nodeIndex.get(nodeGroup.dataset.node)), event);
+    const node = event.target.closest("g[data-node]");
+    if (node) {
+      showTip(root, nodeText(panel, node.dataset.node), event);
       return;
     }
-    const point = pointIn(panel.part("content"), event);
-    const rank = nearestEdge(panel, point.x, point.y);
-    if (rank === null) return;
-    const lines = panel.paths[rank];
-    const width = Number(lines[0].getAttribute("stroke-width")) + 0.8;
-    const d = lines.map((line) => line.getAttribute("d")).join("");
+    const line = nearestLine(panel.near, pointIn(panel.part("content"), event));
+    if (!line) return;
+    const paths = panel.lines.filter(({ edge }) => edge === line.edge).map(({ path }) => path);
+    const width = Number(paths[0].getAttribute("stroke-width")) + 0.8;
+    const d = paths.map((path) => path.getAttribute("d")).join("");
     setAttributes(panel.hover, { d, "stroke-width": width });
-    showTip(root, edgeText(panel, panel.edges[rank]), event);
+    showTip(root, edgeText(panel, line), event);
   }
 
   addControls();

@@ -117,12 +117,10 @@ def _check_options(
 def _script_data(
     panels: Sequence[DrawnCircuit], layout: ComponentLayout, colour: LineColour, unit: str
 ) -> dict[str, Any]:
-    """What the script needs to redraw the static figure with fewer edges."""
-    names = {node: place for place, node in enumerate(layout.boxes)}
+    """What the script cannot read from the static figure."""
     states = ("path", "open", "absent")
     return {
         "colour": colour,
-        "unit": unit,
         "openStroke": OPEN_EDGE,
         "openPort": OPEN_PORT,
         "pointed": INK,
@@ -130,12 +128,8 @@ def _script_data(
         "slots": {slot: slot_colour(slot) for slot in SLOTS},
         "paint": {
             kind: {state: node_paint(kind, state) for state in states}
-            for kind in sorted({node.kind for node in names})
+            for kind in sorted({node.kind for node in layout.boxes})
         },
-        "nodes": [
-            {"name": str(node), "kind": node.kind, "x": box.x, "y": box.y}
-            for node, box in layout.boxes.items()
-        ],
         "panels": [
             {
                 "nKept": panel.n_kept,
@@ -144,9 +138,6 @@ def _script_data(
                 "edges": [
                     {
                         "name": str(edge.edge),
-                        "source": names[edge.source],
-                        "readers": [names[reader] for reader in edge.readers],
-                        "slot": edge.slot or "",
                         **_score_data(edge, unit),
                         "strokes": {c: line_stroke(edge, c) for c in get_args(LineColour)},
                     }

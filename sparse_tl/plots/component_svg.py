@@ -5,7 +5,9 @@ Every group that the script of the interactive figure takes over carries ``data-
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from functools import reduce
 
 from sparse_tl.nodes import Node
 from sparse_tl.plots.component_curves import NodeBox, port_offset
@@ -27,7 +29,7 @@ from sparse_tl.plots.component_styles import (
     sign_colour,
     slot_colour,
 )
-from sparse_tl.plots.drawn_circuit import DrawnCircuit
+from sparse_tl.plots.drawn_circuit import DrawnCircuit, Seen
 from sparse_tl.plots.figure_frame import MARGIN, Surround, panel_frame, xml_text
 from sparse_tl.plots.palette import (
     BAND,
@@ -81,19 +83,12 @@ def caption(panel: DrawnCircuit, unit: str) -> str:
     shown = len(panel.edges)
     words = (
         f"{shown:,} of {panel.n_kept:,} kept circuit edges (model: {panel.n_existing:,}); "
-        f"{sum(panel.on_path):,} on a path from input to logits"
+        f"{panel.n_on_path:,} on a path from input to logits"
     )
     scores = [abs(edge.score) for edge in panel.edges if edge.score is not None]
     if not scores:
         return words
     return f"{words}; |score| \N{GREATER-THAN OR EQUAL TO} {score_text(scores[-1], unit)}"
-
-
-def node_state(node: Node, panel: DrawnCircuit) -> NodeState:
-    """How a panel shows a node."""
-    if node in panel.nodes_on_path:
-        return "path"
-    return "open" if node in panel.nodes else "absent"
 
 
 def _panel(
@@ -102,7 +97,7 @@ def _panel(
     frame = layout.frames[index]
     yield (
         f'<g data-panel="{index}" data-edges-shown="{len(panel.edges)}" '
-        f'data-edges-on-path="{sum(panel.on_path)}">'
+        f'data-edges-on-path="{panel.n_on_path}">'
     )
     yield from panel_frame(layout.left, layout.right, frame, panel.name, caption(panel, unit))
     yield f'<g data-role="content" transform="translate(0 {frame.top})">'
@@ -115,19 +110,30 @@ def _panel(
         )
     yield '<g data-role="edges" fill="none" stroke-linecap="round">'
     # Strong lines over weak ones, and lines on a path over all others.
-    lines = [(rank, edge, node) for rank, edge in enumerate(panel.edges) for node in edge.readers]
-    for rank, edge, reader in sorted(lines, key=lambda ln: (panel.line_on_path(*ln[1:]), -ln[0])):
-        on_path = panel.line_on_path(edge, reader)
-        stroke = line_stroke(edge, colour) if on_path else OPEN_EDGE
+    lines = sorted(panel.lines.items(), key=lambda ln: (ln[1].on_path < math.inf, -ln[0][0]))
+    for (rank, reader), seen in lines:
+        edge = panel.edges[rank]
+        state = _state(seen)
+        stroke = line_stroke(edge, colour) if state == "path" else OPEN_EDGE
         yield (
-            f'<path data-edge="{rank}" data-reader="{reader}" '
-            f'data-kind="{"path" if on_path else "open"}" '
-            f'd="{layout.path_data(edge, reader)}" stroke="{stroke}" '
-            f'stroke-width="{line_width(edge.strength):g}"/>'
+            f'<path data-edge="{rank}" data-source="{edge.source}" data-reader="{reader}" '
+            f'{_seen_data(seen)} data-kind="{state}" d="{layout.path_data(edge, reader)}" '
+            f'stroke="{stroke}" stroke-width="{line_width(edge.strength):g}"/>'
         )
     yield "</g>"
     yield from _nodes(panel, layout)
     yield "</g></g>"
+
+
+def _state(seen: Seen) -> NodeState:
+    if seen.on_path < math.inf:
+        return "path"
+    return "open" if seen.drawn < math.inf else "absent"
+
+
+def _seen_data(seen: Seen) -> str:
+    """How many edges have to be drawn for this to be drawn, and on a path: for the script."""
+    return f'data-drawn="{seen.drawn}" data-on-path="{seen.on_path}"'.replace("inf", "Infinity")
 
 
 def _nodes(panel: DrawnCircuit, layout: ComponentLayout) -> Iterator[str]:
@@ -136,11 +142,11 @@ def _nodes(panel: DrawnCircuit, layout: ComponentLayout) -> Iterator[str]:
         f'stroke-width="{FRAME_WEIGHT}">'
     )
     for node, box in layout.boxes.items():
-        state = node_state(node, panel)
-        paint = node_paint(node.kind, state)
+        seen = panel.nodes.get(node, Seen())
+        paint = node_paint(node.kind, _state(seen))
         yield (
-            f'<g data-node="{node}" data-state="{state}" '
-            f'transform="translate({box.x:g} {box.y:g})">'
+            f'<g data-node="{node}" data-kind="{node.kind}" data-state="{_state(seen)}" '
+            f'{_seen_data(seen)} transform="translate({box.x:g} {box.y:g})">'
             f'<rect x="{-box.width / 2:g}" y="{-NODE_HEIGHT / 2:g}" width="{box.width:g}" '
             f'height="{NODE_HEIGHT}" rx="{4 if node.kind == "mlp" else 9}" '
             f'fill="{paint["fill"]}" stroke="{paint["stroke"]}"/>'
@@ -152,14 +158,23 @@ def _nodes(panel: DrawnCircuit, layout: ComponentLayout) -> Iterator[str]:
 
 
 def _ports(node: Node, panel: DrawnCircuit, box: NodeBox) -> Iterator[str]:
-    """A dot for each slot that a drawn edge enters, in colour where that edge is on a path."""
-    for slot in SLOTS:
-        entering = panel.entering.get((node, slot))
-        if entering:
+    """A dot for each slot that a drawn line enters, in colour where that line is on a path."""
+    entered = {
+        slot: [
+            seen
+            for (rank, reader), seen in panel.lines.items()
+            if reader == node and panel.edges[rank].slot == slot
+        ]
+        for slot in SLOTS
+    }
+    for slot, lines in entered.items():
+        if lines:
+            seen = reduce(Seen.or_with, lines)
             yield (
-                f'<circle data-slot="{slot}" cx="{port_offset(box.width, slot):.1f}" '
-                f'cy="{NODE_HEIGHT / 2:g}" r="2.6" stroke="{GROUND}" stroke-width="0.8" '
-                f'fill="{slot_colour(slot) if any(entering) else OPEN_PORT}"/>'
+                f'<circle data-slot="{slot}" {_seen_data(seen)} '
+                f'cx="{port_offset(box.width, slot):.1f}" cy="{NODE_HEIGHT / 2:g}" r="2.6" '
+                f'stroke="{GROUND}" stroke-width="0.8" '
+                f'fill="{slot_colour(slot) if _state(seen) == "path" else OPEN_PORT}"/>'
             )
 
 

@@ -3,18 +3,21 @@
 1. Rank the kept edges by ``|score|``, the largest first; ties stay in the graph's order.
 2. Draw the first of them. The *strength* of an edge is ``|score| / max |score|`` over the kept
    edges of its panel, and 1 where there are no scores.
-3. An edge joins its source to every node that reads there: one, or under grouped-query attention
+3. An edge has a line to every node that reads there: one, or under grouped-query attention
    those heads of the group that take part in the drawn circuit.
-4. An edge is *on a path* if its source can be reached from the input, and the logits can be
-   reached from its end, over drawn edges. A head passes on what any of its three slots reads.
+4. A line is *on a path* if its source can be reached from the input, and the logits can be
+   reached from its end, over drawn lines. A head passes on what any of its three slots reads.
+
+The reader may draw fewer of the strongest edges. What is on a path with some of them stays on it
+with more, so that one number says when: the fewest edges with which it is. It is the smallest,
+over all paths, of the largest rank on the path.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from sparse_tl.circuits import Circuit, Scores
 from sparse_tl.graph import CircuitGraph
@@ -29,7 +32,7 @@ class DrawnEdge:
 
     Args:
         edge: what it joins.
-        readers: the nodes where its line ends; several under grouped-query attention.
+        readers: the nodes where its lines end; several under grouped-query attention.
         score: in units of the metric; ``None`` without scores.
         strength: 0..1, relative to the strongest kept edge.
     """
@@ -49,42 +52,46 @@ class DrawnEdge:
 
 
 @dataclass(frozen=True)
+class Seen:
+    """The fewest of the strongest edges with which something is drawn, and on a path.
+
+    Args:
+        drawn: from which number of edges on; infinite where it never is.
+        on_path: likewise.
+    """
+
+    drawn: float = math.inf
+    on_path: float = math.inf
+
+    def or_with(self, other: Seen) -> Seen:
+        """The same of what is seen where either of two things is."""
+        return Seen(min(self.drawn, other.drawn), min(self.on_path, other.on_path))
+
+
+@dataclass(frozen=True)
 class DrawnCircuit:
     """The drawn edges of one panel.
 
     Args:
         name: of the panel.
         edges: the strongest first.
-        on_path: for each edge, whether it is on a path from the input to the logits.
-        nodes_on_path: the ends of those edges.
+        lines: when each line, by the rank of its edge and by its reader, is seen.
+        nodes: when each end of a line is seen.
         n_kept: edges of the circuit, drawn or not.
         n_existing: edges of the model.
     """
 
     name: str
     edges: tuple[DrawnEdge, ...]
-    on_path: tuple[bool, ...]
-    nodes_on_path: frozenset[Node]
+    lines: dict[tuple[int, Node], Seen]
+    nodes: dict[Node, Seen]
     n_kept: int
     n_existing: int
 
-    @cached_property
-    def nodes(self) -> frozenset[Node]:
-        """The ends of all drawn edges."""
-        return frozenset(node for edge in self.edges for node in (edge.source, *edge.readers))
-
-    @cached_property
-    def entering(self) -> dict[tuple[Node, Slot | None], list[bool]]:
-        """The lines that enter each slot of each node: which are on a path."""
-        lines: dict[tuple[Node, Slot | None], list[bool]] = defaultdict(list)
-        for edge in self.edges:
-            for reader in edge.readers:
-                lines[reader, edge.slot].append(self.line_on_path(edge, reader))
-        return dict(lines)
-
-    def line_on_path(self, edge: DrawnEdge, reader: Node) -> bool:
-        """Whether this line of an edge is on a path; under grouped-query attention some may be."""
-        return edge.source in self.nodes_on_path and reader in self.nodes_on_path
+    @property
+    def n_on_path(self) -> int:
+        """Edges of which a line is on a path."""
+        return len({rank for (rank, _), seen in self.lines.items() if seen.on_path < math.inf})
 
     @property
     def has_scores(self) -> bool:
@@ -124,8 +131,7 @@ def draw_strongest(
         )
         for edge, score in chosen
     )
-    on_path, nodes = edges_on_path(edges)
-    return DrawnCircuit(name, edges, on_path, nodes, len(kept), graph.n_edges)
+    return DrawnCircuit(name, edges, *_seen(edges), len(kept), graph.n_edges)
 
 
 def _readers(graph: CircuitGraph, edge: CircuitEdge, taking_part: set[Node]) -> tuple[Node, ...]:
@@ -134,27 +140,38 @@ def _readers(graph: CircuitGraph, edge: CircuitEdge, taking_part: set[Node]) -> 
     return tuple(node for node in readers if node in taking_part) or tuple(readers)
 
 
-def edges_on_path(edges: Sequence[DrawnEdge]) -> tuple[tuple[bool, ...], frozenset[Node]]:
-    """Which edges are on a path from the input to the logits, and the nodes on such paths."""
-    downstream = _closure(INPUT, ((edge.source, edge.readers) for edge in edges))
-    upstream = _closure(
-        LOGITS, ((reader, (edge.source,)) for edge in edges for reader in edge.readers)
-    )
-    nodes = downstream & upstream
-    on_path = tuple(
-        edge.source in nodes and any(reader in nodes for reader in edge.readers) for edge in edges
-    )
-    return on_path, frozenset(nodes if any(on_path) else ())
+def _seen(
+    edges: Sequence[DrawnEdge],
+) -> tuple[dict[tuple[int, Node], Seen], dict[Node, Seen]]:
+    """When each line and each of its ends is seen."""
+    lines = [
+        (edge.source, reader, rank) for rank, edge in enumerate(edges, 1) for reader in edge.readers
+    ]
+    # Every line is met after all the lines through which its nearer end is reached.
+    above = _reached(INPUT, sorted(lines, key=lambda line: _height(line[0])))
+    upside_down = [(reader, source, rank) for source, reader, rank in lines]
+    below = _reached(LOGITS, sorted(upside_down, key=lambda line: -_height(line[0])))
+    seen: dict[tuple[int, Node], Seen] = {}
+    nodes: dict[Node, Seen] = {}
+    for source, reader, rank in lines:
+        on_path = max(rank, above.get(source, math.inf), below.get(reader, math.inf))
+        seen[rank - 1, reader] = Seen(rank, on_path)
+        for node in (source, reader):
+            nodes[node] = nodes.get(node, Seen()).or_with(seen[rank - 1, reader])
+    return seen, nodes
 
 
-def _closure(start: Node, steps: Iterable[tuple[Node, Iterable[Node]]]) -> set[Node]:
-    """All nodes that can be reached from one, itself included."""
-    following: dict[Node, list[Node]] = {}
-    for node, ends in steps:
-        following.setdefault(node, []).extend(ends)
-    reached, waiting = {start}, [start]
-    while waiting:
-        new = [node for node in following.get(waiting.pop(), ()) if node not in reached]
-        reached.update(new)
-        waiting.extend(new)
-    return reached
+def _reached(start: Node, lines: Iterable[tuple[Node, Node, int]]) -> dict[Node, float]:
+    """The fewest edges over which each node is reached from one."""
+    fewest: dict[Node, float] = {start: 0}
+    for near, far, rank in lines:
+        if near in fewest:
+            fewest[far] = min(fewest.get(far, math.inf), max(fewest[near], rank))
+    return fewest
+
+
+def _height(node: Node) -> float:
+    """The order in which nodes write to the residual stream."""
+    if node in (INPUT, LOGITS):
+        return -1 if node == INPUT else math.inf
+    return 2 * node.layer + (node.kind == "mlp")

@@ -41,15 +41,15 @@ function findPanels(svg, data, pointed) {
 }
 
 // Makes a node a button: a click, Enter or the space bar press it, and an arrow key leads on to the
-// element that next(key) gives. One node of a panel is reached by Tab.
-function addButton(element, label, reachedByTab, press, next) {
+// next of all nodes of its panel. One of them is reached by Tab.
+function addButton(element, label, reachedByTab, press, all) {
   setAttributes(element, {
     tabindex: reachedByTab ? 0 : -1, role: "button", "aria-label": label,
   });
   element.addEventListener("click", press);
   element.addEventListener("keydown", (event) => {
     const pressed = event.key === "Enter" || event.key === " ";
-    const other = pressed ? null : next(event.key);
+    const other = pressed ? null : neighbour(element, all, event.key);
     if (pressed) press(event);
     if (other) {
       element.setAttribute("tabindex", -1);
@@ -58,6 +58,35 @@ function addButton(element, label, reachedByTab, press, next) {
     }
     if (pressed || other) event.preventDefault();
   });
+}
+
+// The next element in the same row, or the nearest one in the next row.
+function neighbour(element, all, key) {
+  const SAME_ROW = 4;
+  const along = { ArrowLeft: -1, ArrowRight: 1 }[key];
+  const across = { ArrowUp: -1, ArrowDown: 1 }[key];
+  if (!along && !across) return null;
+  const [here, ...boxes] = [element, ...all].map((other) => other.getBoundingClientRect());
+  const ahead = boxes.map((box, index) => ({
+    other: all[index], dx: (box.left + box.right - here.left - here.right) / 2,
+    dy: Math.abs(box.top - here.top) < SAME_ROW ? 0 : Math.round(box.top - here.top),
+  })).filter(({ dx, dy }) => (along ? dy === 0 && along * dx > 0 : across * dy > 0));
+  const far = ({ dx, dy }) => 10000 * Math.abs(dy) + Math.abs(dx);
+  return ahead.sort((a, b) => far(a) - far(b))[0]?.other ?? null;
+}
+
+// All nodes that can be reached from one over lines, upwards or downwards, itself included.
+function reach(lines, start, upwards) {
+  const following = new Map();
+  for (const { source, reader } of lines) {
+    const [near, far] = upwards ? [source, reader] : [reader, source];
+    if (!following.has(near)) following.set(near, []);
+    following.get(near).push(far);
+  }
+  const reached = new Set([start]);
+  // A set that grows is walked to its new end.
+  for (const node of reached) following.get(node)?.forEach((next) => reached.add(next));
+  return reached;
 }
 
 // What is chosen after a click on something: that, or nothing where it was chosen before.
@@ -134,6 +163,21 @@ function pointIn(element, { clientX, clientY }) {
   return new DOMPoint(clientX, clientY).matrixTransform(element.getScreenCTM().inverse());
 }
 
+// The line nearest to a point within reach; lines on a path win over light ones at about the same
+// distance.
+function nearestLine(lines, { x, y }) {
+  const REACH = 6;
+  let [best, bestDistance] = [null, REACH];
+  for (const line of lines) {
+    const ease = line.onPath ? 1 : 0;
+    for (const curve of line.curves) {
+      const distance = distanceToCurve(x, y, REACH + ease, curve) - ease;
+      if (distance < bestDistance) [best, bestDistance] = [line, distance];
+    }
+  }
+  return best;
+}
+
 function distanceToSegment(x, y, x0, y0, x1, y1) {
   const [dx, dy] = [x1 - x0, y1 - y0];
   const along = ((x - x0) * dx + (y - y0) * dy) / (dx * dx + dy * dy || 1);
@@ -143,10 +187,11 @@ function distanceToSegment(x, y, x0, y0, x1, y1) {
 
 const CURVE_STEP = 6;
 
-// The cubic curves that a line is made of, each as [x0, y0, ..., x3, y3]. Asking the browser for
-// points along the lines takes a minute where there are thousands.
-function curvesOf(path) {
-  const numbers = path.getAttribute("d").match(/-?[\d.]+/g).map(Number);
+// The cubic curves that SVG path data is made of, each as [x0, y0, ..., x3, y3]; a straight line is
+// one too. Asking the browser for points along the lines takes a minute where there are thousands.
+function curvesOf(data) {
+  const numbers = data.match(/-?[\d.]+/g).map(Number);
+  if (numbers.length === 4) return [[...numbers.slice(0, 2), ...numbers, ...numbers.slice(2)]];
   const n = (numbers.length - 2) / 6;
   return Array.from({ length: n }, (_, i) => numbers.slice(6 * i, 6 * i + 8));
 }

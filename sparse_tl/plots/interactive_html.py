@@ -21,7 +21,7 @@ SCRIPTS = {
         "attention_texts",
         "circuit_diagram",
     ),
-    "component_diagram": ("interactive_figure", "circuit_edges", "component_diagram"),
+    "component_diagram": ("interactive_figure", "component_diagram"),
 }
 
 

@@ -87,22 +87,23 @@ def test_edges_off_the_path_are_open(make_circuit):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_paths_are_those_of_networkx(make_random_circuit, seed):
+def test_paths_are_those_of_networkx_with_any_number_of_edges(make_random_circuit, seed):
     circuit = make_random_circuit(n_edges=25, seed=seed)
-    network = circuit.circuit.graph.to_networkx(circuit.circuit.mask)
-    between = (nx.descendants(network, "input") | {"input"}) & (
-        nx.ancestors(network, "logits") | {"logits"}
-    )
     drawn = draw_strongest("m", *circuit, 25)
-    expected = {
-        str(edge.edge)
-        for edge in drawn.edges
-        if {str(edge.source), str(edge.edge.destination.node)} <= between
-    }
-    found = zip(drawn.edges, drawn.on_path, strict=True)
-    assert {str(edge.edge) for edge, on_path in found if on_path} == expected
-    assert 0 < len(expected) < 25
-    assert {str(node) for node in drawn.nodes_on_path} == between
+    counts = []
+    for n in range(1, 26):
+        network = nx.DiGraph([("input", "input"), ("logits", "logits")])
+        ends = [(str(e.source), str(e.edge.destination.node)) for e in drawn.edges[:n]]
+        network.add_edges_from(ends)
+        between = (nx.descendants(network, "input") | {"input"}) & (
+            nx.ancestors(network, "logits") | {"logits"}
+        )
+        expected = {rank for rank, pair in enumerate(ends) if set(pair) <= between}
+        assert {rank for (rank, _), seen in drawn.lines.items() if seen.on_path <= n} == expected
+        nodes = {str(node) for node, seen in drawn.nodes.items() if seen.on_path <= n}
+        assert nodes == (between if expected else set())
+        counts.append(len(expected))
+    assert 0 < counts[-1] == drawn.n_on_path < 25
 
 
 def test_an_edge_into_a_key_value_head_ends_at_the_heads_that_take_part(make_circuit):
@@ -111,7 +112,7 @@ def test_an_edge_into_a_key_value_head_ends_at_the_heads_that_take_part(make_cir
     drawn = draw_strongest("m", *make_circuit(edges, grouped), 10)
     readers = [[str(node) for node in edge.readers] for edge in drawn.edges]
     assert readers == [["a1.h1"], ["logits"], ["a0.h2", "a0.h3"]]
-    assert drawn.on_path == (True, True, False)
+    assert [rank for (rank, _), seen in drawn.lines.items() if seen.on_path <= 3] == [0, 1]
     (panel,) = panels_of(draw({"m": make_circuit(edges, grouped)}))
     lines = [e for e in panel.iter() if "data-edge" in e.attrib]
     ends = sorted((e.get("data-edge"), e.get("data-reader")) for e in lines)
