@@ -159,15 +159,12 @@ def _nodes(panel: DrawnCircuit, layout: ComponentLayout) -> Iterator[str]:
 
 def _ports(node: Node, panel: DrawnCircuit, box: NodeBox) -> Iterator[str]:
     """A dot for each slot that a drawn line enters, in colour where that line is on a path."""
-    entered = {
-        slot: [
+    for slot in SLOTS:
+        lines = [
             seen
             for (rank, reader), seen in panel.lines.items()
             if reader == node and panel.edges[rank].slot == slot
         ]
-        for slot in SLOTS
-    }
-    for slot, lines in entered.items():
         if lines:
             seen = reduce(Seen.or_with, lines)
             yield (
