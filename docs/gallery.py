@@ -84,7 +84,7 @@ def heads_kept(runs: Path) -> Figure:
 
 def edges_kept(runs: Path) -> Figure:
     """The same in circuit edges; the multiplier says how many times fewer sparse needs."""
-    return effect_figure(curves(runs / "circuits", "edges"), parts="circuit_edges")
+    return effect_figure(curves(runs / "circuits", "circuit_edges"), parts="circuit_edges")
 
 
 def circuit_ioi(runs: Path) -> Figure:
@@ -148,7 +148,7 @@ def measured_circuits(folder: Path) -> tuple[dict[str, Circuit], dict[str, Score
     """The circuits that `run_circuits` found for an explained effect of 0.9, and their scores."""
     circuits, scores = {}, {}
     for side, name in SIDES.items():
-        scores[name] = Scores.load(folder / side / "edge_scores")
+        scores[name] = Scores.load(folder / side / "circuit_edge_scores")
         kept = [said["edge"] for said in read_json(folder / f"{side}_circuit.json")]
         circuits[name] = scores[name].top(0).having(*kept)
     return circuits, scores

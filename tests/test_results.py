@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,9 @@ from sparse_tl.grids import AttentionGrid
 from sparse_tl.head_roles import AblationCurve, ContrastiveGates, HeadRoles
 from sparse_tl.models import build_addition_model
 from sparse_tl.results import Result, table_html
-from sparse_tl.runs import Check, Comparison, Diagnosis
+from sparse_tl.runs import Check, Comparison, Diagnosis, SparseRun
 from sparse_tl.runs.addition import AdditionRun, draw
 from sparse_tl.runs.head_roles import HeadRolesRun
-from sparse_tl.runs.text import TextRun
 from sparse_tl.tasks import AdditionTask
 from sparse_tl.training import HeldOut, PostTraining
 from sparse_tl.training.constraint import TargetLoss
@@ -238,29 +237,30 @@ def test_a_measurement_is_one_row():
 
 
 def test_runs_show_both_models():
-    sides = {"held_out_loss": 0.5, "active_heads": 3}
     base, sparse = build_addition_model(), SparseTransformer(build_addition_model())
-    diagram = draw(base, sparse, AdditionTask())
-    addition = AdditionRun({"dense": sides, "sparse": sides}, "Met.", base, sparse, diagram)
-    text = TextRun({"dense": sides, "sparse": sides}, "Met.", sparse)
-    assert repr(addition) == "AdditionRun(Met.)" and repr(text) == "TextRun(Met.)"
-    assert str(diagram) in addition._repr_html_()
-    for run, names in ((addition, ["dense", "sparse"]), (text, ["dense", "sparse"])):
-        assert cells(run._repr_html_().partition("</table>")[0] + "</table>") == [
-            ["", *names],
-            ["held_out_loss", "0.5", "0.5"],
-            ["active_heads", "3", "3"],
-        ]
+    metrics = {"verdict": "Met.", "dense": asdict(DENSE), "sparse": asdict(DENSE)}
+    text = SparseRun(metrics, sparse)
+    addition = AdditionRun(metrics, sparse, base, draw(base, sparse, AdditionTask()))
+    assert repr(addition) == "AdditionRun(Met.)" and repr(text) == "SparseRun(Met.)"
+    assert str(addition.diagram) in addition._repr_html_()
+    for run in (addition, text):
+        shown = cells(run._repr_html_().partition("</table>")[0] + "</table>")
+        assert shown[:2] == [["", "dense", "sparse"], ["loss", "0.25", "0.25"]]
 
 
 def test_a_comparison_has_a_row_per_task_and_kind_of_part():
-    side = {"heads_at_0.9": 4.0, "edges_at_0.9": None}
-    said = {"dense": side, "sparse": side, "multiplier_heads": 1.0, "multiplier_edges": None}
+    side = {"heads_at_0.9": 4.0, "circuit_edges_at_0.9": None}
+    said = {
+        "dense": side,
+        "sparse": side,
+        "multiplier_heads": 1.0,
+        "multiplier_circuit_edges": None,
+    }
     run = Comparison({"ioi": said}, pd.DataFrame())
     assert cells(run._repr_html_()) == [
         ["task", "parts", "dense", "sparse", "multiplier"],
         ["ioi", "heads", "4", "4", "1"],
-        ["ioi", "edges", "NaN", "NaN", "NaN"],
+        ["ioi", "circuit_edges", "NaN", "NaN", "NaN"],
     ]
 
 

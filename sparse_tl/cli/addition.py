@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from sparse_tl.cli.app import command
-from sparse_tl.cli.options import METHOD, MODEL, Device, Out, Quiet, Restart, Seed
-from sparse_tl.cli.printing import comparison, console, table
+from sparse_tl.cli.options import Device, Out, Quiet, Restart, Seed, setting, subject
+from sparse_tl.cli.printing import comparison, console, held_out
 
 
 @command(
@@ -24,29 +22,13 @@ from sparse_tl.cli.printing import comparison, console, table
 )
 def addition(
     form: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="autoregressive, or placeholder (answer columns carry '?').",
-            rich_help_panel=MODEL,
-        ),
+        str, subject("NAME", "autoregressive, or placeholder (answer columns carry '?').")
     ] = "placeholder",
     target_loss: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NATS",
-            help="Per answer character: 0.01, or +0.01 over the dense model.",
-            rich_help_panel=METHOD,
-        ),
+        str | None, setting("NATS", "Per answer character: 0.01, or +0.01 over the dense model.")
     ] = None,
-    dense_steps: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Steps of the dense model at most.", rich_help_panel=METHOD),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Steps of post-training.", rich_help_panel=METHOD),
-    ] = None,
+    dense_steps: Annotated[int | None, setting("N", "Steps of the dense model at most.")] = None,
+    steps: Annotated[int | None, setting("N", "Steps of post-training.")] = None,
     out: Out = Path("runs/addition"),
     seed: Seed = 0,
     device: Device = None,
@@ -73,21 +55,14 @@ def addition(
         progress=not quiet,
     )
     metrics = outcome.metrics
-    dense, sparse = metrics["dense"], metrics["sparse"]
-    possible = dense["possible_attention_edges"]
-    shown = {
-        "sums exactly right": lambda m: f"{m['held_out_accuracy']:.1%}",
-        "loss (nats per answer character)": lambda m: f"{m['held_out_loss']:.5f}",
-        "active attention edges per sum": lambda m: f"{m['active_attention_edges']:.2f}",
-        f"share of {possible:.0f} possible": lambda m: (
-            f"{m['active_attention_edges'] / possible:.2%}"
-        ),
-        "heads in use": lambda m: str(m["active_heads"]),
-    }
-    table(
+    held_out(
         f"Addition, {form}, seed {seed}: 1,000 held-out sums",
-        ["", "dense", "sparse"],
-        [[name, show(dense), show(sparse)] for name, show in shown.items()],
+        outcome.held_out,
+        {
+            "accuracy": "sums exactly right",
+            "loss": "loss (nats per answer character)",
+            "active_attention_edges": "active attention edges per sum",
+        },
     )
     console.print(outcome.verdict, markup=False)
     if metrics["circuits"]:

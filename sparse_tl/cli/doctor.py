@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from sparse_tl.cli.app import command
-from sparse_tl.cli.options import MODEL, Device
+from sparse_tl.cli.options import Device, subject
 from sparse_tl.cli.printing import console
 
 
@@ -18,12 +18,7 @@ from sparse_tl.cli.printing import console
 )
 def doctor(
     model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Also check this model: a hub name or a folder.",
-            rich_help_panel=MODEL,
-        ),
+        str | None, subject("NAME", "Also check this model: a hub name or a folder.")
     ] = None,
     device: Device = None,
 ) -> None:

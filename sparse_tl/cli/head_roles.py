@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from sparse_tl.cli.app import command
-from sparse_tl.cli.options import METHOD, MODEL, Device, Out, Quiet, Restart, Seed, split_names
+from sparse_tl.cli.options import Device, Out, Quiet, Restart, Seed, setting, split_names, subject
 from sparse_tl.cli.printing import console, table
 
 ROLES = ("facilitation", "irrelevance", "interference")
@@ -25,67 +23,28 @@ ROLES = ("facilitation", "irrelevance", "interference")
 )
 def head_roles(
     models: Annotated[
-        str,
-        typer.Option(
-            metavar="NAMES",
-            help="Hub names or folders, with commas. Default: the built-in models.",
-            rich_help_panel=MODEL,
-        ),
+        str, subject("NAMES", "Hub names or folders, with commas. Default: the built-in models.")
     ] = "",
     tasks: Annotated[
         str,
-        typer.Option(
-            metavar="NAMES",
-            help="With commas; all by default. Built-in models: addition, greater_than, ioi, "
+        subject(
+            "NAMES",
+            "With commas; all by default. Built-in models: addition, greater_than, ioi, "
             "docstring, ioi_long. Others: syntax, common_sense, math, each with =SOURCE for a "
             "file, a folder or another dataset; text=SOURCE.",
-            rich_help_panel=MODEL,
         ),
     ] = "",
-    prompts: Annotated[
-        int,
-        typer.Option(metavar="N", help="Per task; a quarter is held out.", rich_help_panel=METHOD),
-    ] = 256,
+    prompts: Annotated[int, setting("N", "Per task; a quarter is held out.")] = 256,
     seeds: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            help="Gate matrices that are fitted together; the paper has 10.",
-            rich_help_panel=METHOD,
-        ),
+        int, setting("N", "Gate matrices that are fitted together; the paper has 10.")
     ] = 4,
-    updates: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            help="Of each of the three stages; the paper has 500.",
-            rich_help_panel=METHOD,
-        ),
-    ] = 150,
-    lambda_: Annotated[
-        float,
-        typer.Option(
-            "--lambda", metavar="NATS", help="Pressure on the gates.", rich_help_panel=METHOD
-        ),
-    ] = 0.1,
-    batch_size: Annotated[
-        int,
-        typer.Option(
-            metavar="N", help="Prompts per update; the paper has 64.", rich_help_panel=METHOD
-        ),
-    ] = 32,
+    updates: Annotated[int, setting("N", "Of each of the three stages; the paper has 500.")] = 150,
+    lambda_: Annotated[float, setting("NATS", "Pressure on the gates.", "--lambda")] = 0.1,
+    batch_size: Annotated[int, setting("N", "Prompts per update; the paper has 64.")] = 32,
     accumulate: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            help="Pieces of a batch, one after the other, to save memory.",
-            rich_help_panel=METHOD,
-        ),
+        int, setting("N", "Pieces of a batch, one after the other, to save memory.")
     ] = 1,
-    max_heads: Annotated[
-        int,
-        typer.Option(metavar="N", help="Heads that are ablated at most.", rich_help_panel=METHOD),
-    ] = 50,
+    max_heads: Annotated[int, setting("N", "Heads that are ablated at most.")] = 50,
     out: Out = Path("runs/head-roles"),
     seed: Seed = 0,
     device: Device = None,

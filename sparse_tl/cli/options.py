@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-MODEL = "What it works on"
-METHOD = "How it is done"
 RUN = "The run"
+
+
+def subject(metavar: str, help: str) -> Any:
+    """An option that says what a command works on."""
+    return typer.Option(metavar=metavar, help=help, rich_help_panel="What it works on")
+
+
+def setting(metavar: str, help: str, *names: str) -> Any:
+    """An option that says how it is done; its name is the parameter's unless it has `names`."""
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="How it is done")
+
+
+def run(metavar: str, help: str, *names: str, **more: Any) -> Any:
+    """An option of the run itself."""
+    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=RUN, **more)
 
 
 def checked_device(device: str | None) -> str | None:
@@ -37,33 +50,15 @@ def split_names(names: str) -> list[str]:
     return [name.strip() for name in names.split(",") if name.strip()]
 
 
-Out = Annotated[
-    Path,
-    typer.Option(
-        metavar="FOLDER", help="Folder for everything that the run writes.", rich_help_panel=RUN
-    ),
-]
-Seed = Annotated[
-    int,
-    typer.Option(
-        metavar="N", help="Seed of weights, data order and gate noise.", rich_help_panel=RUN
-    ),
-]
+Out = Annotated[Path, run("FOLDER", "Folder for everything that the run writes.")]
+Seed = Annotated[int, run("N", "Seed of weights, data order and gate noise.")]
 Device = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME",
+    run(
+        "NAME",
+        "cpu, cuda, cuda:1, mps; a GPU if there is one when left out.",
         callback=checked_device,
-        help="cpu, cuda, cuda:1, mps; a GPU if there is one when left out.",
-        rich_help_panel=RUN,
     ),
 ]
-Restart = Annotated[
-    bool,
-    typer.Option(
-        "--restart", metavar="", help="Remove an earlier run in --out first.", rich_help_panel=RUN
-    ),
-]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", metavar="", help="No progress bars.", rich_help_panel=RUN)
-]
+Restart = Annotated[bool, run("", "Remove an earlier run in --out first.", "--restart")]
+Quiet = Annotated[bool, run("", "No progress bars.", "--quiet")]

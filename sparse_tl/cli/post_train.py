@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from sparse_tl.cli.app import command
-from sparse_tl.cli.options import METHOD, MODEL, Device, Out, Quiet, Restart, Seed
-from sparse_tl.cli.printing import console, table
+from sparse_tl.cli.options import Device, Out, Quiet, Restart, Seed, setting, subject
+from sparse_tl.cli.printing import console, held_out
 
 
 @command(
@@ -29,73 +27,25 @@ from sparse_tl.cli.printing import console, table
 )
 def post_train(
     model: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="A hub name, a local Hugging Face folder, or one of our folders.",
-            rich_help_panel=MODEL,
-        ),
+        str, subject("NAME", "A hub name, a local Hugging Face folder, or one of our folders.")
     ],
     text: Annotated[
-        str,
-        typer.Option(
-            metavar="SOURCE",
-            help="A text file, or a dataset's name (name or name:configuration).",
-            rich_help_panel=MODEL,
-        ),
+        str, subject("SOURCE", "A text file, or a dataset's name (name or name:configuration).")
     ],
-    target_loss: Annotated[
-        str,
-        typer.Option(
-            metavar="NATS",
-            help="Per token: 2.5, or +0.05 over the dense model.",
-            rich_help_panel=MODEL,
-        ),
-    ],
+    target_loss: Annotated[str, subject("NATS", "Per token: 2.5, or +0.05 over the dense model.")],
     held_out_text: Annotated[
         str | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="Other text to select and report on; else a tenth of --text is kept.",
-            rich_help_panel=MODEL,
-        ),
+        subject("SOURCE", "Other text to select and report on; else a tenth of --text is kept."),
     ] = None,
-    window: Annotated[
-        int, typer.Option(metavar="N", help="Tokens per training window.", rich_help_panel=METHOD)
-    ] = 128,
-    batch_size: Annotated[
-        int, typer.Option(metavar="N", help="Windows per step.", rich_help_panel=METHOD)
-    ] = 8,
-    accumulate: Annotated[
-        int, typer.Option(metavar="N", help="Micro-batches per step.", rich_help_panel=METHOD)
-    ] = 1,
-    steps: Annotated[
-        int, typer.Option(metavar="N", help="Steps of post-training.", rich_help_panel=METHOD)
-    ] = 2000,
-    learning_rate: Annotated[
-        float, typer.Option(metavar="RATE", help="At its peak.", rich_help_panel=METHOD)
-    ] = 1e-3,
-    trained: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Weights to train: all, qk, gates or evenly.",
-            rich_help_panel=METHOD,
-        ),
-    ] = "all",
-    initial_bias: Annotated[
-        float,
-        typer.Option(metavar="B", help="The gates' bias at the start.", rich_help_panel=METHOD),
-    ] = 4.0,
-    distillation: Annotated[
-        float,
-        typer.Option(
-            metavar="SHARE", help="Share of KL(dense || sparse), 0..1.", rich_help_panel=METHOD
-        ),
-    ] = 0.0,
-    precision: Annotated[
-        str, typer.Option(metavar="NAME", help="float32 or bf16.", rich_help_panel=METHOD)
-    ] = "float32",
+    window: Annotated[int, setting("N", "Tokens per training window.")] = 128,
+    batch_size: Annotated[int, setting("N", "Windows per step.")] = 8,
+    accumulate: Annotated[int, setting("N", "Micro-batches per step.")] = 1,
+    steps: Annotated[int, setting("N", "Steps of post-training.")] = 2000,
+    learning_rate: Annotated[float, setting("RATE", "At its peak.")] = 1e-3,
+    trained: Annotated[str, setting("NAME", "Weights to train: all, qk, gates or evenly.")] = "all",
+    initial_bias: Annotated[float, setting("B", "The gates' bias at the start.")] = 4.0,
+    distillation: Annotated[float, setting("SHARE", "Share of KL(dense || sparse), 0..1.")] = 0.0,
+    precision: Annotated[str, setting("NAME", "float32 or bf16.")] = "float32",
     out: Out = Path("runs/post-train"),
     seed: Seed = 0,
     device: Device = None,
@@ -129,19 +79,12 @@ def post_train(
         accumulate=accumulate,
         precision=precision,
     )
-    dense, sparse = outcome.metrics["dense"], outcome.metrics["sparse"]
-    shown = {
-        "loss (nats per token)": ("held_out_loss", ".4f"),
-        "active attention edges per token": ("active_attention_edges_per_token", ",.1f"),
-        "share of possible edges": ("active_share", ".2%"),
-        "heads in use": ("active_heads", "d"),
-    }
-    table(
+    held_out(
         f"{model}: {outcome.metrics['held_out_windows']} held-out windows",
-        ["", "dense", "sparse"],
-        [
-            [name, format(dense[key], form), format(sparse[key], form)]
-            for name, (key, form) in shown.items()
-        ],
+        outcome.held_out,
+        {
+            "loss": "loss (nats per token)",
+            "active_attention_edges_per_token": "active attention edges per token",
+        },
     )
     console.print(outcome.verdict, markup=False)

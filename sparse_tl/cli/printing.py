@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from sparse_tl.training import HeldOut  # seconds that help need not wait for
 
 console = Console()
 errors = Console(stderr=True)
@@ -32,6 +35,27 @@ def table(
     console.print(drawn)
 
 
+def held_out(title: str, measured: Mapping[str, HeldOut], shown: Mapping[str, str]) -> None:
+    """Print held-out measurements of the dense and the sparse model.
+
+    Args:
+        title: above the table.
+        measured: by the name of the model.
+        shown: the fields that have rows, with what the rows are called; the share of possible
+            attention edges and the heads in use have one everywhere.
+    """
+    models = list(measured.values())
+    possible = models[0].possible_attention_edges
+    rows = {**shown, "active_share": f"share of {possible:.0f} possible"}
+    rows |= {"active_heads": "heads in use"}
+    forms = {"accuracy": ".1%", "loss": ".5f", "active_share": ".2%", "active_heads": "d"}
+    cells = [
+        [name, *(format(getattr(found, field), forms.get(field, ",.2f")) for found in models)]
+        for field, name in rows.items()
+    ]
+    table(title, ["", *measured], cells)
+
+
 def comparison(metrics: Mapping[str, Any]) -> None:
     """Print what each task needs, dense and sparse."""
     rows = []
@@ -43,13 +67,13 @@ def comparison(metrics: Mapping[str, Any]) -> None:
                 f"{dense['accuracy']:.1%}, {sparse['accuracy']:.1%}",
                 f"{_size(dense['heads_at_0.9'])}, {_size(sparse['heads_at_0.9'])}",
                 _times(measured["multiplier_heads"]),
-                f"{_size(dense['edges_at_0.9'])}, {_size(sparse['edges_at_0.9'])}",
-                _times(measured["multiplier_edges"]),
+                f"{_size(dense['circuit_edges_at_0.9'])}, {_size(sparse['circuit_edges_at_0.9'])}",
+                _times(measured["multiplier_circuit_edges"]),
             ]
         )
     table(
         "Parts needed for an explained effect of 0.9, dense and sparse",
-        ["", "accuracy", "heads", "fewer", "edges", "fewer"],
+        ["", "accuracy", "heads", "fewer", "circuit edges", "fewer"],
         rows,
     )
 

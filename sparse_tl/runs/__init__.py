@@ -4,8 +4,9 @@ from sparse_tl.runs.addition import AdditionRun, run_addition
 from sparse_tl.runs.circuits import run_circuits
 from sparse_tl.runs.comparison import Comparison
 from sparse_tl.runs.doctor import Check, Diagnosis, run_doctor
+from sparse_tl.runs.folder import SparseRun
 from sparse_tl.runs.head_roles import HeadRolesRun, run_head_roles
-from sparse_tl.runs.text import TextRun, run_post_training
+from sparse_tl.runs.text import run_post_training
 
 __all__ = [
     "AdditionRun",
@@ -13,7 +14,7 @@ __all__ = [
     "Comparison",
     "Diagnosis",
     "HeadRolesRun",
-    "TextRun",
+    "SparseRun",
     "run_addition",
     "run_circuits",
     "run_doctor",

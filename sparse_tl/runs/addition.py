@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import pandas as pd
 
 from sparse_tl.explorer.figures import circuit_diagram
 from sparse_tl.files import digest, write_json
@@ -15,9 +13,8 @@ from sparse_tl.lens import Model
 from sparse_tl.metrics import NoEffectError
 from sparse_tl.models import addition_recipe, build_pair, read_pair
 from sparse_tl.plots import CircuitDiagram
-from sparse_tl.results import table_html
 from sparse_tl.runs.comparison import measure, report
-from sparse_tl.runs.folder import RunFolder
+from sparse_tl.runs.folder import RunFolder, SparseRun, save_figure
 from sparse_tl.tasks.addition import ANSWER, DIGITS, AdditionTask, Form, decode
 from sparse_tl.training import TargetLoss, evaluate_held_out
 
@@ -29,33 +26,19 @@ EXAMPLES = 1000
 
 
 @dataclass(frozen=True, repr=False)
-class AdditionRun:
+class AdditionRun(SparseRun):
     """What the run left behind.
 
     Args:
-        metrics: as in ``metrics.json``.
-        verdict: whether post-training met its target, and with how many edges.
         dense: the dense model.
-        sparse: the sparse model.
         diagram: the base-vs-sparse figure.
     """
 
-    metrics: dict[str, Any]
-    verdict: str
     dense: Model
-    sparse: SparseTransformer
     diagram: CircuitDiagram
 
-    def to_pandas(self) -> pd.DataFrame:
-        """Both models on held-out sums, side by side."""
-        return pd.DataFrame({side: self.metrics[side] for side in ("dense", "sparse")})
-
-    def __repr__(self) -> str:
-        return f"AdditionRun({self.verdict})"
-
     def _repr_html_(self) -> str:
-        table = table_html(self.to_pandas(), self.verdict)
-        return f"{table}\n{self.diagram}"
+        return f"{super()._repr_html_()}\n{self.diagram}"
 
 
 def run_addition(
@@ -107,24 +90,15 @@ def run_addition(
         dense, sparse, verdict, _ = read_pair(folder.path, device=device)
     with folder.stage("figure"):
         diagram = draw(dense, sparse, task)
-        for suffix in ("html", "svg", "png"):
-            diagram.save(folder / f"addition.{suffix}")
+        save_figure(diagram, folder.path, "addition")
     test = task.split(seed=seed)[2]
-    metrics: dict[str, Any] = {"seed": seed, "form": form}
     models: dict[str, Model | SparseTransformer] = {"dense": dense, "sparse": sparse}
-    for side, model in models.items():
-        measured = evaluate_held_out(model, test)
-        metrics[side] = {
-            "held_out_accuracy": measured.accuracy,
-            "held_out_loss": measured.loss,
-            "active_attention_edges": measured.active_attention_edges,
-            "possible_attention_edges": measured.possible_attention_edges,
-            "active_heads": measured.active_heads,
-        }
+    metrics: dict[str, Any] = {"seed": seed, "form": form, "verdict": verdict}
+    metrics |= {side: asdict(evaluate_held_out(model, test)) for side, model in models.items()}
     metrics["circuits"], metrics["no_circuits"] = _circuits(folder, task, seed, models, progress)
     metrics["seconds"] = round(folder.seconds, 1)
     write_json(folder / "metrics.json", metrics)
-    return AdditionRun(metrics, verdict, dense, sparse, diagram)
+    return AdditionRun(metrics, sparse, dense, diagram)
 
 
 def draw(dense: Model, sparse: SparseTransformer, task: AdditionTask) -> CircuitDiagram:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from sparse_tl.circuits.attribution import Method
-from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.files import digest
 from sparse_tl.gates import PatchName as Patch
 from sparse_tl.gates import SparseTransformer
@@ -74,7 +74,7 @@ def run_circuits(
     chosen = _chosen_tasks(tasks)
     settings = {
         "command": "circuits",
-        "format": 3,
+        "format": 4,
         "model": model,
         "sparse": None if sparse is None else str(sparse),
         "tasks": [task.name for task in chosen],
@@ -96,25 +96,21 @@ def run_circuits(
             for side, one in models.items():
                 folder.pin(f"{side} model", digest(one.state_dict()))
         for task, side in missing:
-            built_in = model is None
-            drawn = _pairs(task, models["dense"], pairs, seed, built_in=built_in)
-            examples = _pairs(task, models["dense"], EXAMPLES, seed, built_in=built_in)
+            own = partial(task.pairs, models["dense"])
+            draw = partial(task_pairs, task) if model is None else own
             name = f"{task.name}/{side}"
-            with folder.stage(name):
-                try:
-                    measure(
-                        models[side],
-                        drawn,
-                        examples,
-                        task.metric,
-                        folder / name,
-                        method=method,
-                        patch=patch,
-                        batch_size=batch_size,
-                        progress=progress,
-                    )
-                except ValueError as error:
-                    raise ValueError(f"{task.title}, {side} model: {error}") from error
+            with folder.stage(name, f"{task.title}, {side} model"):
+                measure(
+                    models[side],
+                    draw(pairs, seed=seed),
+                    draw(EXAMPLES, seed=seed),
+                    task.metric,
+                    folder / name,
+                    method=method,
+                    patch=patch,
+                    batch_size=batch_size,
+                    progress=progress,
+                )
     title = "Task Model" if model is None else model
     return report(folder.path, chosen, {"dense": title, "sparse": f"Sparse {title}"}, patch=patch)
 
@@ -131,10 +127,12 @@ def _models(
         return dict(zip(SIDES, pair, strict=True))
     dense = load_model(model, device=device)
     wrapped = SparseTransformer.from_pretrained(sparse, device=device)
-    if adapt(dense).graph != adapt(wrapped).graph or dense.cfg.d_vocab != wrapped.cfg.d_vocab:
+    graphs = [adapt(some).graph for some in (dense, wrapped)]
+    words = [some.cfg.d_vocab for some in (dense, wrapped)]
+    if graphs[0] != graphs[1] or words[0] != words[1]:
         raise ValueError(
-            f"expected a sparse model made from the dense one; got {adapt(dense).graph!r} over "
-            f"{dense.cfg.d_vocab} tokens and {adapt(wrapped).graph!r} over {wrapped.cfg.d_vocab}"
+            f"expected a sparse model made from the dense one; got {graphs[0]!r} over {words[0]} "
+            f"tokens and {graphs[1]!r} over {words[1]}"
         )
     return {"dense": dense, "sparse": wrapped}
 
@@ -145,9 +143,3 @@ def _chosen_tasks(names: Sequence[str]) -> list[Any]:
     if unknown:
         raise ValueError(f"expected tasks of {list(known)}; got {unknown}")
     return [known[name] for name in dict.fromkeys(names or ORDER)]
-
-
-def _pairs(task: Any, model: HookedModel, n: int, seed: int, *, built_in: bool) -> PromptPairs:
-    if built_in:
-        return task_pairs(task, n, seed=seed)
-    return task.pairs(model, n, seed=seed)

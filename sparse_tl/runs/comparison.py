@@ -28,16 +28,18 @@ from sparse_tl.circuits import (
     multiplier,
 )
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.files import atomic_file, atomic_folder, read_json, write_json
+from sparse_tl.files import atomic_folder, read_json, write_json
 from sparse_tl.lens import HookedModel
 from sparse_tl.metrics import Metric
 from sparse_tl.plots import component_diagram, effect_figure
+from sparse_tl.plots.curves import Parts
 from sparse_tl.results import table_html
+from sparse_tl.runs.folder import save_figure, save_table
 
 LEVEL = 0.9
 """The explained effect that models are compared at."""
 SIDES = ("dense", "sparse")
-PARTS = ("heads", "edges")
+PARTS: tuple[Parts, ...] = ("heads", "circuit_edges")
 
 
 @runtime_checkable
@@ -105,9 +107,9 @@ def measure(
     by_heads = evaluate_heads(model, held_out, metric, heads, **options)
     _ = by_edges.effect, by_heads.effect  # no effect to explain is an error here, not when drawn
     with atomic_folder(folder) as temporary:
-        edges.save(temporary / "edge_scores")
+        edges.save(temporary / "circuit_edge_scores")
         heads.save(temporary / "head_scores")
-        by_edges.save(temporary / "edges")
+        by_edges.save(temporary / "circuit_edges")
         by_heads.save(temporary / "heads")
         right = accuracy(model, examples, batch_size=batch_size)
         write_json(temporary / "accuracy.json", right)
@@ -138,26 +140,21 @@ def report(
             for side in SIDES:
                 found = Evaluation.load(folder / task.name / side / parts)
                 curves.append(found.curve(names[side]))
-                measured[side][f"{parts}_at_{LEVEL}"] = curves[-1].size_at(LEVEL)
-                measured[side][f"{parts}_cpr"], measured[side][f"{parts}_cmd"] = (
-                    found.cpr,
-                    found.cmd,
-                )
+                measured[side] |= {
+                    f"{parts}_at_{LEVEL}": curves[-1].size_at(LEVEL),
+                    f"{parts}_cpr": found.cpr,
+                    f"{parts}_cmd": found.cmd,
+                }
                 labels = {"task": task.name, "side": side, "parts": parts}
                 tables.append(pd.DataFrame({**labels, **found.to_pandas()}))
             multipliers[f"multiplier_{parts}"] = multiplier(*curves, level=LEVEL)
         metrics[task.name] = measured | multipliers
         _draw_circuits(folder, task, measured, names, patch)
     for parts in PARTS:
-        kind = "heads" if parts == "heads" else "circuit_edges"
-        figure = effect_figure(panels[parts], parts=kind, level=LEVEL)
-        for suffix in ("html", "svg", "png"):
-            figure.save(folder / f"{parts}_kept.{suffix}")
+        figure = effect_figure(panels[parts], parts=parts, level=LEVEL)
+        save_figure(figure, folder, f"{parts}_kept")
     table = pd.concat(tables, ignore_index=True)
-    with atomic_file(folder / "curves.csv") as temporary:
-        table.to_csv(temporary, index=False)
-    with atomic_file(folder / "curves.json") as temporary:
-        table.to_json(temporary, orient="records", indent=1)
+    save_table(table, folder / "curves.csv")
     write_json(folder / "metrics.json", metrics)
     return Comparison(metrics, table)
 
@@ -169,17 +166,16 @@ def _draw_circuits(
     drawn: dict[str, Circuit] = {}
     by_name: dict[str, Scores] = {}
     for side in SIDES:
-        scores = Scores.load(folder / task.name / side / "edge_scores")
-        size = measured[side][f"edges_at_{LEVEL}"]
+        scores = Scores.load(folder / task.name / side / "circuit_edge_scores")
+        size = measured[side][f"circuit_edges_at_{LEVEL}"]
         kept = scores.site.n_parts if size is None else min(math.ceil(size), scores.site.n_parts)
         circuit = _smallest(scores, kept, patch)
         drawn[names[side]], by_name[names[side]] = circuit, scores
         listed = [{"edge": str(edge), "score": scores[edge]} for edge in circuit.edges]
         write_json(folder / task.name / f"{side}_circuit.json", listed)
-    title = f"{task.title}: edges for an explained effect of {LEVEL}"
+    title = f"{task.title}: circuit edges for an explained effect of {LEVEL}"
     diagram = component_diagram(drawn, scores=by_name, title=title)
-    for suffix in ("html", "svg", "png"):
-        diagram.save(folder / task.name / f"circuit.{suffix}")
+    save_figure(diagram, folder / task.name, "circuit")
 
 
 def _smallest(scores: Scores, size: int, patch: str) -> Circuit:

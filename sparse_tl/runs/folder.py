@@ -1,4 +1,4 @@
-"""The output folder of a command: what it was made with, what is finished, how long it took."""
+"""The output folder of a command: what it was made with, what is finished, what is left in it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,64 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sparse_tl.files import check_writable, read_json, recover_folder, write_json
+import pandas as pd
+
+from sparse_tl.files import atomic_file, check_writable, read_json, recover_folder, write_json
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.plots.rendering import Figure
+from sparse_tl.results import table_html
+from sparse_tl.training import HeldOut
 
 RUN_FILE = "run.json"
+
+
+def save_figure(figure: Figure, folder: Path, name: str) -> None:
+    """Write a figure in every form: interactive, and as pictures."""
+    for suffix in ("html", "svg", "png"):
+        figure.save(folder / f"{name}.{suffix}")
+
+
+def save_table(table: pd.DataFrame, path: Path) -> None:
+    """Write a table as CSV, without the numbers of its rows."""
+    with atomic_file(path) as temporary:
+        table.to_csv(temporary, index=False)
+
+
+@dataclass(frozen=True, repr=False)
+class SparseRun:
+    """What a command that makes a model sparse left behind.
+
+    Args:
+        metrics: as in ``metrics.json``; ``dense`` and ``sparse`` are the fields of a `HeldOut`.
+        sparse: the sparse model.
+    """
+
+    metrics: dict[str, Any]
+    sparse: SparseTransformer
+
+    @property
+    def verdict(self) -> str:
+        """Whether post-training met its target, and with how many attention edges."""
+        return self.metrics["verdict"]
+
+    @property
+    def held_out(self) -> dict[str, HeldOut]:
+        """The dense and the sparse model on held-out examples."""
+        return {side: HeldOut(**self.metrics[side]) for side in ("dense", "sparse")}
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Both models on held-out examples, side by side."""
+        return pd.DataFrame({side: asdict(found) for side, found in self.held_out.items()})
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.verdict})"
+
+    def _repr_html_(self) -> str:
+        return table_html(self.to_pandas(), self.verdict)
 
 
 class RunFolder:
@@ -78,11 +130,19 @@ class RunFolder:
         self._write()
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Count the seconds of a block, also when it is interrupted."""
+    def stage(self, name: str, what: str = "") -> Iterator[None]:
+        """Count the seconds of a block, also when it is interrupted.
+
+        Raises:
+            ValueError: the block does; it then begins with `what`.
+        """
         started = time.monotonic()
         try:
             yield
+        except ValueError as error:
+            if not what:
+                raise
+            raise ValueError(f"{what}: {error}") from error
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - started
             self._write()

@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from sparse_tl.data.targets import TargetDataset
-from sparse_tl.files import atomic_file, atomic_folder, digest, read_json, write_json
+from sparse_tl.files import atomic_folder, digest, read_json, write_json
 from sparse_tl.head_roles import (
     ROLES,
     AblationCurve,
@@ -27,10 +27,10 @@ from sparse_tl.head_roles import (
     fit_head_gates,
 )
 from sparse_tl.lens import HookedModel
-from sparse_tl.plots import ablation_grid, gate_trajectories, head_roles_figure
+from sparse_tl.plots import ablation_grid, gate_trajectories
 from sparse_tl.results import table_html
 from sparse_tl.runs.cells import Cell, built_in_cells, cells_of
-from sparse_tl.runs.folder import RunFolder
+from sparse_tl.runs.folder import RunFolder, save_figure, save_table
 
 FEWEST = 8
 """Prompts of a task."""
@@ -132,21 +132,18 @@ def run_head_roles(
         name = f"{cell.task}/{cell.model}"
         if folder.finished(name):
             continue
-        with folder.stage(name):
-            try:
-                model = cell.load()
-                folder.pin(f"model of {name}", digest(model.state_dict()))
-                _measure(
-                    model,
-                    _checked(cell.prompts(model), prompts),
-                    folder,
-                    name,
-                    accumulate=accumulate,
-                    progress=progress,
-                    **fitting,
-                )
-            except ValueError as error:
-                raise ValueError(f"{cell.row}, {cell.column}: {error}") from error
+        with folder.stage(name, f"{cell.row}, {cell.column}"):
+            model = cell.load()
+            folder.pin(f"model of {name}", digest(model.state_dict()))
+            _measure(
+                model,
+                _checked(cell.prompts(model), prompts),
+                folder,
+                name,
+                accumulate=accumulate,
+                progress=progress,
+                **fitting,
+            )
             del model  # the next one may need its place
     return _report(folder, cells)
 
@@ -207,10 +204,8 @@ def _measure(
             curve.save(temporary / role)
         counts = {"fitted": len(fitted), "held_out": len(held_out)}
         write_json(temporary / "prompts.json", counts)
-        figures = {"heads": head_roles_figure(roles), "gates": gate_trajectories(roles)}
-        for stem, figure in figures.items():
-            for suffix in ("html", "svg", "png"):
-                figure.save(temporary / f"{stem}.{suffix}")
+        save_figure(roles.figure(), temporary, "heads")
+        save_figure(gate_trajectories(roles), temporary, "gates")
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 
@@ -237,14 +232,11 @@ def _report(folder: RunFolder, cells: Sequence[Cell]) -> HeadRolesRun:
             curve.to_pandas().drop(columns="control", errors="ignore").assign(**labels, by=by)
             for by, curve in {**curves, "random": random}.items()
         ]
-    figure = ablation_grid(panels)
-    for suffix in ("html", "svg", "png"):
-        figure.save(folder / f"ablation_grid.{suffix}")
+    save_figure(ablation_grid(panels), folder.path, "ablation_grid")
     all_scores = pd.concat(scores, ignore_index=True)
     all_curves = pd.concat(tables, ignore_index=True)
-    for name, table in {"scores": all_scores, "curves": all_curves}.items():
-        with atomic_file(folder / f"{name}.csv") as temporary:
-            table.to_csv(temporary, index=False)
+    save_table(all_scores, folder / "scores.csv")
+    save_table(all_curves, folder / "curves.csv")
     whole = {"tasks": metrics, "seconds": round(folder.seconds, 1)}
     write_json(folder / "metrics.json", whole)
     return HeadRolesRun(whole, all_scores, all_curves)

@@ -3,46 +3,25 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from torch import Tensor
 
 from sparse_tl.data import ShuffledStream, read_documents, token_windows
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.files import atomic_file, read_json, write_json
+from sparse_tl.files import read_json, write_json
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import load_model
-from sparse_tl.results import table_html
-from sparse_tl.runs.folder import RunFolder
-from sparse_tl.training import HeldOut, evaluate_held_out, post_train
+from sparse_tl.runs.folder import RunFolder, SparseRun, save_table
+from sparse_tl.training import evaluate_held_out, post_train
 
 VALIDATION_WINDOWS = 200
 """Windows that choose among the evaluations, at most; half of what is held out otherwise."""
 TEST_WINDOWS = 800
 """Windows that the result is reported on, at most; the other half otherwise."""
 HELD_OUT_WINDOWS = VALIDATION_WINDOWS + TEST_WINDOWS
-
-
-@dataclass(frozen=True, repr=False)
-class TextRun:
-    """What the run left behind: ``metrics.json``, its verdict and the sparse model."""
-
-    metrics: dict[str, Any]
-    verdict: str
-    sparse: SparseTransformer
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Both models on held-out text, side by side."""
-        return pd.DataFrame({name: self.metrics[name] for name in ("dense", "sparse")})
-
-    def __repr__(self) -> str:
-        return f"TextRun({self.verdict})"
-
-    def _repr_html_(self) -> str:
-        return table_html(self.to_pandas(), self.verdict)
 
 
 def run_post_training(
@@ -61,7 +40,7 @@ def run_post_training(
     restart: bool = False,
     progress: bool = True,
     **training: Any,
-) -> TextRun:
+) -> SparseRun:
     """Run what is not finished yet and return everything.
 
     Some held-out windows choose the weights, the others are reported on.
@@ -131,22 +110,20 @@ def run_post_training(
                 progress=progress,
                 **training,
             )
-        with atomic_file(folder / "history.csv") as temporary:
-            outcome.history.to_csv(temporary, index=False)
+        save_table(outcome.history, folder / "history.csv")
         sparse.save_pretrained(folder / "sparse")
         measured = {
             "seed": seed,
             "verdict": outcome.verdict,
             "feasible": outcome.feasible,
             "held_out_windows": len(test),
-            "dense": _metrics(dense),
-            "sparse": _metrics(evaluate_held_out(sparse, test)),
+            "dense": asdict(dense),
+            "sparse": asdict(evaluate_held_out(sparse, test)),
         }
         write_json(folder / "metrics.json", measured)
         shutil.rmtree(folder / "checkpoint", ignore_errors=True)
-    metrics = read_json(folder / "metrics.json")
     sparse = SparseTransformer.from_pretrained(folder / "sparse", device=device)
-    return TextRun(metrics, metrics["verdict"], sparse)
+    return SparseRun(read_json(folder / "metrics.json"), sparse)
 
 
 def _split(windows: Tensor, other: Tensor | None) -> tuple[TokenBatch, TokenBatch, TokenBatch]:
@@ -167,14 +144,3 @@ def _split(windows: Tensor, other: Tensor | None) -> tuple[TokenBatch, TokenBatc
         TokenBatch.next_token(other[:n_validation]),
         TokenBatch.next_token(other[n_validation:]),
     )
-
-
-def _metrics(measured: HeldOut) -> dict[str, float]:
-    return {
-        "held_out_loss": measured.loss,
-        "active_attention_edges": measured.active_attention_edges,
-        "active_attention_edges_per_token": measured.active_attention_edges_per_token,
-        "possible_attention_edges": measured.possible_attention_edges,
-        "active_share": measured.active_share,
-        "active_heads": measured.active_heads,
-    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import load_model
 from sparse_tl.metrics import NoEffectError
 from sparse_tl.tasks.addition import AdditionTask
-from sparse_tl.training import evaluate_held_out
+from sparse_tl.training import HeldOut, evaluate_held_out
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +45,12 @@ def test_addition_prints_a_table(addition: tuple[Path, Outcome]) -> None:
 def test_addition_writes_everything(addition: tuple[Path, Outcome]) -> None:
     out, _ = addition
     metrics = json.loads((out / "metrics.json").read_text())
-    assert set(metrics) == {"seed", "form", "seconds", "dense", "sparse", "circuits", "no_circuits"}
+    told = {"seed", "form", "verdict", "seconds", "dense", "sparse", "circuits", "no_circuits"}
+    assert set(metrics) == told
     assert (metrics["seed"], metrics["form"]) == (0, "placeholder")
     assert metrics["seconds"] > 0
     for name in ("dense", "sparse"):
-        assert set(metrics[name]) == {
-            "held_out_accuracy",
-            "held_out_loss",
-            "active_attention_edges",
-            "possible_attention_edges",
-            "active_heads",
-        }
+        assert set(metrics[name]) == {field.name for field in fields(HeldOut)}
     assert metrics["dense"]["active_attention_edges"] == 1056
     assert metrics["dense"]["possible_attention_edges"] == 4 * 4 * 11 * 12 / 2
     history = pd.read_csv(out / "history.csv")
@@ -75,11 +71,12 @@ def test_addition_tells_what_each_digit_needs(addition: tuple[Path, Outcome]) ->
     circuits = json.loads((out / "metrics.json").read_text())["circuits"]
     assert list(circuits) == ["tens", "units"]
     for digit, said in circuits.items():
-        assert 1 <= said["dense"]["edges_at_0.9"] <= 4 * 4 * 37, "of a graph of 4 x 4 heads"
+        assert 1 <= said["dense"]["circuit_edges_at_0.9"] <= 4 * 4 * 37, "of a graph of 4 x 4 heads"
         for side in ("dense", "sparse"):
-            assert (out / "circuits" / digit / side / "edge_scores" / "result.json").exists()
+            scores = out / "circuits" / digit / side / "circuit_edge_scores"
+            assert (scores / "result.json").exists()
     assert "Parts needed for an explained effect of 0.9" in outcome.out
-    assert (out / "circuits" / "edges_kept.html").exists()
+    assert (out / "circuits" / "circuit_edges_kept.html").exists()
 
 
 def test_a_digit_without_an_effect_is_told_and_the_others_are_drawn(
@@ -111,7 +108,7 @@ def test_the_written_models_give_the_written_numbers(addition: tuple[Path, Outco
     }
     for name, model in written.items():
         measured = evaluate_held_out(model, test)
-        assert measured.loss == metrics[name]["held_out_loss"]
+        assert measured.loss == metrics[name]["loss"]
         assert measured.active_attention_edges == metrics[name]["active_attention_edges"]
     assert written["dense"].to_tokens("36+28=").tolist() == [[3, 6, 10, 2, 8, 11]]
 

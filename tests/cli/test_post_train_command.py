@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pandas as pd
@@ -10,6 +11,7 @@ import pytest
 from command_line import Outcome, no_training, run_command
 
 from sparse_tl.gates import SparseTransformer
+from sparse_tl.training import HeldOut
 
 
 def _text_run(model: object, text: object, out: Path, *more: str, target: str = "+0.1") -> Outcome:
@@ -26,12 +28,7 @@ def test_post_train_writes_everything(tmp_path: Path, tiny: Path, story: Path) -
     metrics = json.loads((out / "metrics.json").read_text())
     assert {"seed", "verdict", "feasible", "held_out_windows", "dense", "sparse"} <= set(metrics)
     for name in ("dense", "sparse"):
-        assert {
-            "held_out_loss",
-            "active_attention_edges",
-            "possible_attention_edges",
-            "active_heads",
-        } <= set(metrics[name])
+        assert set(metrics[name]) == {field.name for field in fields(HeldOut)}
         assert metrics[name]["possible_attention_edges"] == 2 * 4 * 8 * 9 / 2
     assert metrics["dense"]["active_attention_edges"] == 288
     assert metrics["verdict"] in outcome.out
