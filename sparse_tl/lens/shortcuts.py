@@ -43,8 +43,9 @@ def _last_mlp_at(model: HookedModel, read: Bool[Tensor, "batch pos"]) -> Iterato
     block = model.blocks[-1]
     mlp = getattr(block, "mlp", None)
     # All that comes after: a hook there would see zeros at the other positions.
-    after = [mlp, block.hook_resid_post, getattr(model, "ln_final", None), model.unembed]
-    after += [getattr(block, "hook_mlp_out", None), getattr(block, "ln2_post", None)]
+    after = [mlp, block.hook_resid_post, getattr(model, "ln_final", None)]
+    after += [getattr(block, name, None) for name in ("hook_mlp_out", "ln2_post")]
+    after += [getattr(model, "unembed", None)]
     parts = [block, *(part for some in after if some is not None for part in some.modules())]
     if mlp is None or any(map(_hooked, parts)) or read.float().mean() > _MOSTLY:
         yield
