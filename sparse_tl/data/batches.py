@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,23 +58,11 @@ class TokenBatch:
 
     def to(self, device: torch.device | str) -> TokenBatch:
         """The batch on another device."""
-        return TokenBatch(
-            self.tokens.to(device),
-            self.labels.to(device),
-            self.loss_mask.to(device),
-            None if self.attention_mask is None else self.attention_mask.to(device),
-        )
+        return self._each(lambda tensor: tensor.to(device))
 
     def select(self, index: Tensor | slice) -> TokenBatch:
         """Some rows of the batch."""
-        mask = self.attention_mask
-        return replace(
-            self,
-            tokens=self.tokens[index],
-            labels=self.labels[index],
-            loss_mask=self.loss_mask[index],
-            attention_mask=None if mask is None else mask[index],
-        )
+        return self._each(lambda tensor: tensor[index])
 
     def split(self, size: int) -> list[TokenBatch]:
         """Consecutive pieces of `size` rows; more rows where a piece would have no label."""
@@ -102,13 +90,12 @@ class TokenBatch:
         stop = int(self.loss_mask.any(dim=0).nonzero()[-1]) + 1
         mask = self.attention_mask
         start = 0 if mask is None else int(mask.any(dim=0).nonzero()[0])
-        columns = slice(start, stop)
-        return TokenBatch(
-            self.tokens[:, columns],
-            self.labels[:, columns],
-            self.loss_mask[:, columns],
-            None if mask is None else mask[:, columns],
-        )
+        return self._each(lambda tensor: tensor[:, start:stop])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> TokenBatch:
+        mask = self.attention_mask
+        tokens, labels, loss_mask = map(change, (self.tokens, self.labels, self.loss_mask))
+        return TokenBatch(tokens, labels, loss_mask, None if mask is None else change(mask))
 
     @property
     def model_kwargs(self) -> dict[str, Any]:

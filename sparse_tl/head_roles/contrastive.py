@@ -78,7 +78,7 @@ def fit_contrastive_head_gates(
     *,
     lambda_: float = 0.0,
     seeds: Seeds = 10,
-    validation: float = 0.1,
+    held_out: float = 0.1,
     checkpoint: str | Path | None = None,
     progress: bool = True,
     **settings: Any,
@@ -97,7 +97,7 @@ def fit_contrastive_head_gates(
             of heads that neither sub-task needs stay near where they began. Pushed open, a fit may
             come to rest where both sub-tasks are likely.
         seeds: as of `fit_head_gates`.
-        validation: share of both datasets that is held out to report on.
+        held_out: share of both datasets to report on.
         checkpoint: a folder; found there, an interrupted fit goes on.
         progress: whether to show it.
         **settings: further fields of `GateFitting`.
@@ -112,7 +112,7 @@ def fit_contrastive_head_gates(
         raise ValueError("expected accumulate=1: the contrast is between means of whole batches")
     chosen = chosen_seeds(seeds)
     (kept, kept_held_out), (lost, lost_held_out) = (
-        checked_parts(model, dataset, validation, fitting.seed) for dataset in (retain, forget)
+        checked_parts(model, dataset, held_out, fitting.seed) for dataset in (retain, forget)
     )
     gated = GatedHeads(model, first_gates(model, chosen))
     stream = fitting.stream(lost.rows)

@@ -85,7 +85,7 @@ def fit_head_gates(
     dataset: TargetDataset,
     *,
     seeds: Seeds = 10,
-    validation: float | TargetDataset = 0.1,
+    held_out: float | TargetDataset = 0.1,
     checkpoint: str | Path | None = None,
     progress: bool = True,
     **settings: Any,
@@ -102,7 +102,7 @@ def fit_head_gates(
         dataset: prompts and their targets.
         seeds: of the first gates: so many, from 0 on, or the ones given. Each seed's gates are
             those of a fit by itself.
-        validation: share of the dataset that is held out to report on, or other prompts.
+        held_out: share of the dataset to report on, or other prompts.
         checkpoint: a folder; found there, an interrupted fit goes on.
         progress: whether to show it.
         **settings: fields of `GateFitting`; a negative ``lambda_`` swaps G+ and G-.
@@ -118,7 +118,7 @@ def fit_head_gates(
     if fitting.lambda_ == 0:
         raise ValueError("expected a lambda_ other than 0: without a penalty G+ and G- are G0")
     chosen = chosen_seeds(seeds)
-    training, held_out = checked_parts(model, dataset, validation, fitting.seed)
+    training, reported = checked_parts(model, dataset, held_out, fitting.seed)
     theta = first_gates(model, chosen)
     stages = {"g0": 0.0, "g_plus": fitting.lambda_, "g_minus": -fitting.lambda_}
     trajectories = []
@@ -142,7 +142,7 @@ def fit_head_gates(
         theta = trajectories[0][:, -1].to(theta.device)
     roles = measured_roles(
         model,
-        held_out.rows,
+        reported.rows,
         torch.stack(trajectories).sigmoid(),
         seeds=chosen,
         lambda_=fitting.lambda_,
@@ -239,13 +239,13 @@ def chosen_seeds(seeds: Seeds) -> tuple[int, ...]:
 
 
 def checked_parts(
-    model: HookedModel, dataset: TargetDataset, validation: float | TargetDataset, seed: int
+    model: HookedModel, dataset: TargetDataset, held_out: float | TargetDataset, seed: int
 ) -> tuple[TargetDataset, TargetDataset]:
     """What to fit on and what to report on, both readable by the model."""
-    if isinstance(validation, TargetDataset):
-        parts = dataset, validation
+    if isinstance(held_out, TargetDataset):
+        parts = dataset, held_out
     else:
-        parts = dataset.split(validation, seed=seed)
+        parts = dataset.split(held_out, seed=seed)
     for part in parts:
         check_fits(model, part)
     return parts

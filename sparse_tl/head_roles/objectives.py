@@ -23,6 +23,7 @@ from sparse_tl.data import TokenStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.head_roles.likelihood import target_losses
 from sparse_tl.lens import HookedModel
+from sparse_tl.training.objectives import Objective
 
 LARGEST_LOGIT = 4.0
 """Of theta, beyond which the penalty pushes no more: gates of 0.018 and 0.982."""
@@ -52,7 +53,7 @@ class GatedHeads(nn.Module):
         return self.theta.clamp(-LARGEST_LOGIT, LARGEST_LOGIT).mean(dim=(1, 2))
 
 
-class Likelihood:
+class Likelihood(Objective):
     """The likelihood of the targets; also keeps the gates' trajectories.
 
     Args:
@@ -86,9 +87,6 @@ class Likelihood:
     def load_state(self, state: dict[str, Any]) -> None:
         self.updates = state["updates"]
         self.recorded = list(state["recorded"])
-
-    def retreat(self, state: dict[str, Any]) -> None:
-        raise AssertionError("gates are never taken back")
 
 
 class Contrast(Likelihood):

@@ -20,7 +20,7 @@ from sparse_tl.gates.saving import is_sparse_folder
 from sparse_tl.lens import Model, adapt, check_circuits, check_gates, load_model
 from sparse_tl.models import build_addition_model
 from sparse_tl.models.pairs import cache_folder
-from sparse_tl.results import Result
+from sparse_tl.results import Result, table_html
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,9 @@ class Diagnosis(Result):
     def __repr__(self) -> str:
         lines = [f"{'✓' if c.works else '✗'} {c.name}: {c.found}" for c in self.checks]
         return "\n".join([*lines, self.verdict])
+
+    def _repr_html_(self) -> str:
+        return table_html(self.to_pandas(), self.verdict)
 
 
 def run_doctor(model: str | Path | None = None, *, device: str | None = None) -> Diagnosis:

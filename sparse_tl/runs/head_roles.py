@@ -179,7 +179,7 @@ def _measure(
     roles = fit_head_gates(
         model,
         fitted,
-        validation=held_out,
+        held_out=held_out,
         checkpoint=checkpoint,
         seed=seed,
         progress=progress,

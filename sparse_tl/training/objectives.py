@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -20,28 +21,37 @@ SLACK_UNTIL = 0.9
 BRAKE_FACTOR = 1.5
 
 
-@runtime_checkable
-class Objective(Protocol):
-    """A loss with state: measured on every micro-batch, updated once per step.
-
-    `measure` is told how much of the run is done, from 0 to 1.
-    """
+class Objective:
+    """A loss with state: measured on every micro-batch, updated once per step."""
 
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
-    ) -> tuple[Float[Tensor, ""], dict[str, float]]: ...
+    ) -> tuple[Float[Tensor, ""], dict[str, float]]:
+        """What is minimised, and what is logged of it.
 
-    def update(self, measured: dict[str, float]) -> None: ...
+        Args:
+            batch: examples.
+            generator: of all randomness.
+            fraction_done: how much of the run is done, from 0 to 1.
+        """
+        raise NotImplementedError
 
-    def state(self) -> dict[str, Any]: ...
+    def update(self, measured: dict[str, float]) -> None:
+        """Move what moves once per step, by the step's measurements."""
 
-    def load_state(self, state: dict[str, Any]) -> None: ...
+    def state(self) -> dict[str, Any]:
+        """What is carried from step to step: plain values and tensors."""
+        return {}
 
-    def retreat(self, state: dict[str, Any]) -> None: ...
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+
+    def retreat(self, state: dict[str, Any]) -> None:
+        """Go back to an earlier state."""
 
 
-class PlainLoss:
-    """Mean cross-entropy in nats over the loss positions; what a dense model is trained on."""
+class PlainLoss(Objective):
+    """Mean cross-entropy in nats over the loss positions; what a base model is trained on."""
 
     def __init__(self, model: HookedModel) -> None:
         self.model = model
@@ -54,20 +64,9 @@ class PlainLoss:
         loss = cross_entropy(logits, batch)
         return loss, {"loss": loss.item()}
 
-    def update(self, measured: dict[str, float]) -> None:
-        pass
 
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        pass
-
-    def retreat(self, state: dict[str, Any]) -> None:
-        pass
-
-
-class SparsityObjective:
+@dataclass(eq=False)
+class SparsityObjective(Objective):
     """Few attention edges at a bounded loss, with sampled gates.
 
     Minimises ``(log(1 + E) + lambda ((1 - w) loss + w KL(dense || sparse))) / (1 + lambda)``, with
@@ -99,38 +98,32 @@ class SparsityObjective:
             noise is full: beyond it lambda grows by `BRAKE_FACTOR` at every evaluation.
     """
 
-    def __init__(
-        self,
-        sparse: SparseTransformer,
-        dense: Model | None,
-        target: TargetLoss,
-        constraint: LossConstraint,
-        distillation: float = 0.0,
-        anneal_noise_from: float = 0.5,
-        pressure: float = 0.05,
-        slack: float = 1.0,
-        layer_costs: Sequence[float] | None = None,
-        self_cost: float = 1.0,
-        closing: float = 0.0,
-        brake: float | None = None,
-    ) -> None:
-        if dense is None and (target.reference == "dense" or distillation > 0):
+    sparse: SparseTransformer
+    dense: Model | None
+    target: TargetLoss
+    constraint: LossConstraint
+    distillation: float = 0.0
+    anneal_noise_from: float = 0.5
+    pressure: float = 0.05
+    slack: float = 1.0
+    layer_costs: Sequence[float] | None = None
+    self_cost: float = 1.0
+    closing: float = 0.0
+    brake: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.dense is None and (self.target.reference == "dense" or self.distillation > 0):
             raise ValueError("a target relative to the dense model and distillation need `dense`")
-        self.sparse = sparse
-        self.dense = dense
-        self.target = target
-        self.constraint = constraint
-        self.distillation = distillation
-        self.anneal_noise_from = anneal_noise_from
-        self.pressure = pressure
-        self.slack = slack
-        self.layer_costs = _layer_costs(sparse, layer_costs)
-        if not (math.isfinite(self_cost) and self_cost > 0):
-            raise ValueError(f"expected self_cost to be a number above 0; got {self_cost}")
-        self.self_cost = self_cost
-        self.closing = closing
-        self.brake = brake
+        if not (math.isfinite(self.self_cost) and self.self_cost > 0):
+            raise ValueError(f"expected self_cost to be a number above 0; got {self.self_cost}")
+        self._costs = _layer_costs(self.sparse, self.layer_costs)
         self._allowance, self._fraction_done = 1.0, 0.0
+
+    def settings(self) -> dict[str, Any]:
+        """What identifies it in a checkpoint, as JSON can hold it."""
+        numbers = {field.name: getattr(self, field.name) for field in fields(self)[4:]}
+        costs = None if self.layer_costs is None else list(self.layer_costs)
+        return {**numbers, "target": str(self.target), "layer_costs": costs}
 
     def allowance(self, fraction_done: float) -> float:
         """What the target is multiplied by: `slack` at first, 1 from `SLACK_UNTIL` on."""
@@ -190,7 +183,7 @@ class SparsityObjective:
     def _cost(self, counts: AttentionEdgeCounts) -> Float[Tensor, ""]:
         """Expected edges of all examples, each at its cost."""
         weighted = counts.expected + (self.self_cost - 1) * counts.expected_self
-        return weighted.sum(dim=(1, 2)) @ self.layer_costs.to(weighted.device)
+        return weighted.sum(dim=(1, 2)) @ self._costs.to(weighted.device)
 
     def update(self, measured: dict[str, float]) -> None:
         if self.pruning(self._fraction_done):

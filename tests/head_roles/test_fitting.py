@@ -274,7 +274,7 @@ def test_a_checkpoint_of_other_prompts_is_refused(build_tiny: Build, tmp_path: P
         ({"updates": 0}, "updates of at least 1"),
         ({"seeds": 0}, "at least one seed"),
         ({"seeds": [1, 1]}, "each once"),
-        ({"validation": 1.0}, "share between 0 and 1"),
+        ({"held_out": 1.0}, "share between 0 and 1"),
     ],
 )
 def test_bad_settings_are_refused(
@@ -289,7 +289,7 @@ def test_prompts_that_do_not_fit_are_refused(build_tiny: Build) -> None:
     rows = [[1] * 5, [1] * 20]
     with pytest.raises(ValueError, match="context of 16 tokens; row 1 has 20 tokens, 17 of them"):
         long = TargetDataset.from_tokens(rows, [(2, 3), (3, 20)])
-        fit_head_gates(model, long, seeds=1, validation=_dataset(), **SETTINGS)
+        fit_head_gates(model, long, seeds=1, held_out=_dataset(), **SETTINGS)
     # What comes after the target is never read, nor are rows that were left out.
     few = TargetDataset.from_tokens([[1] * 20, [1] * 5], [(2, 3)] * 2)
     check_fits(model, few)

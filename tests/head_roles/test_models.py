@@ -43,7 +43,7 @@ def test_bidirectional_models_see_what_follows_the_answers_position(
     expected = _own_losses(model, dataset.rows)
     assert expected.mean() < 0.1
     assert torch.allclose(target_losses(model, dataset.rows, torch.ones(1, 1, 2))[0], expected)
-    found = fit_head_gates(model, dataset, validation=dataset, **SETTINGS)
+    found = fit_head_gates(model, dataset, held_out=dataset, **SETTINGS)
     assert found.dense_loss == pytest.approx(expected.mean().item(), abs=1e-6)
     with pytest.raises(ValueError, match="of one length for a model with bidirectional attention"):
         check_fits(model, TargetDataset.from_tokens([[1, 2, 3], [1, 2]], [(1, 2)] * 2))
@@ -55,7 +55,7 @@ def test_answers_apart_from_each_other_and_models_of_other_outputs(
     model, dataset = build_tiny("float64", d_vocab_out=17), _random_rows()
     dataset.rows.labels[0, 1] = 16  # beyond the input's vocabulary
     assert model.tokenizer is None
-    found = fit_head_gates(model, dataset, validation=dataset, **SETTINGS)
+    found = fit_head_gates(model, dataset, held_out=dataset, **SETTINGS)
     assert found.dense_loss == pytest.approx(_own_losses(model, dataset.rows).mean().item())
 
 
@@ -66,7 +66,7 @@ def test_a_hook_of_the_users_own_is_part_of_the_model(build_tiny: Callable[..., 
     model.add_hook("blocks.0.hook_mlp_out", lambda out, hook: out.cumsum(dim=1), is_permanent=True)
     expected = _own_losses(model, dataset.rows)
     assert (expected - plain).abs().max() > 0.1
-    found = fit_head_gates(model, dataset, validation=dataset, **SETTINGS)
+    found = fit_head_gates(model, dataset, held_out=dataset, **SETTINGS)
     assert found.dense_loss == pytest.approx(expected.mean().item(), abs=1e-9)
 
 
