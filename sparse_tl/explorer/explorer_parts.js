@@ -1,18 +1,6 @@
 // The cards beside the diagram: output tokens, heads, what is removed, and what a node attends to.
 // Each function makes the content of a card from the numbers that the kernel sent.
 
-// An element with attributes, or with listeners where the name starts with "on", and children.
-function make(tag, attributes, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes ?? {})) {
-    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (value === true) element.setAttribute(name, "");
-    else if (value !== false && value !== null) element.setAttribute(name, String(value));
-  }
-  element.append(...children);
-  return element;
-}
-
 function signed(number, digits) {
   const text = Math.abs(number).toFixed(digits);
   if (Number(text) === 0) return text;

@@ -1,22 +1,17 @@
 // Which attention edges a circuit diagram shows, and which of them lead to the prediction, by the
 // rules of drawn_edges.py.
 
-// Edges are sent as runs of skipped and listed places in [layer, head, query, key].
-function unpackEdges(panel) {
-  const [, nHeads, n] = panel.shape;
-  const edges = [];
+// Edges are sent as the steps between their places in [layer, head, query, key].
+function unpackEdges({ shape: [, nHeads, n], steps }) {
   let place = 0;
-  panel.runs.forEach((length, run) => {
-    for (const end = place + length; place < end; place++) {
-      if (run % 2 === 0) continue;
-      const row = Math.floor(place / n);
-      const heads = Math.floor(row / n);
-      edges.push({
-        layer: Math.floor(heads / nHeads), head: heads % nHeads, query: row % n, key: place % n,
-      });
-    }
+  return steps.map((step) => {
+    place += step;
+    const row = Math.floor(place / n);
+    const heads = Math.floor(row / n);
+    return {
+      layer: Math.floor(heads / nHeads), head: heads % nHeads, query: row % n, key: place % n,
+    };
   });
-  return edges;
 }
 
 // Effects that are not known exactly are estimated to first order.

@@ -10,17 +10,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any, get_args
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight
 from sparse_tl.plots import palette
 from sparse_tl.plots.circuit_svg import Panel, draw_svg
 from sparse_tl.plots.diagram_layout import Layout, PanelLayout, lay_out, prediction_arrow
+from sparse_tl.plots.diagram_styles import N_GRADES, STEPS, EdgeKind, line_style
 from sparse_tl.plots.drawn_edges import (
     N_MAIN_EDGES,
     RoundedGraph,
@@ -28,7 +28,6 @@ from sparse_tl.plots.drawn_edges import (
     select_edges,
     threshold_steps,
 )
-from sparse_tl.plots.edge_styles import N_GRADES, STEPS, EdgeKind, line_style
 from sparse_tl.plots.figure_frame import Surround
 from sparse_tl.plots.interactive_html import PanelFigure, checked_panels
 from sparse_tl.plots.token_text import visible_text
@@ -223,8 +222,8 @@ def _panel_data(
     panel: Panel, rounded: RoundedGraph, floor: int, layout: Layout, place: PanelLayout
 ) -> dict[str, Any]:
     flow = panel.flow
-    # Edges are sent as runs of skipped and listed places in row-major order.
     listed = _largest(rounded) >= floor
+    places = listed.flatten().nonzero().squeeze(1)
     return {
         "name": visible_text(panel.name),
         "shape": [flow.n_layers, flow.n_heads, flow.n_columns],
@@ -235,7 +234,8 @@ def _panel_data(
         "arrows": [
             prediction_arrow(layout, place, column, read_at) for column, read_at in flow.targets
         ],
-        "runs": _runs(listed.flatten()),
+        # From each listed place to the next in [layer, head, query, key].
+        "steps": places.diff(prepend=torch.zeros(1, dtype=places.dtype)).tolist(),
         "nPairs": flow.n_pairs,
         "attention": rounded.attention[listed].tolist(),
         "scores": {
@@ -246,9 +246,3 @@ def _panel_data(
             for kind, scores in rounded.scores.items()
         },
     }
-
-
-def _runs(listed: Bool[Tensor, " place"]) -> list[int]:
-    """Lengths of alternating runs, the first of them skipped (and of length 0 if need be)."""
-    lengths = [] if not len(listed) or not listed[0] else [0]
-    return lengths + [len(list(run)) for _, run in groupby(listed.tolist())]

@@ -17,8 +17,8 @@ from sparse_tl.plots.diagram_layout import (
     edge_path,
     prediction_arrow,
 )
+from sparse_tl.plots.diagram_styles import STEPS, EdgeKind, grade, line_style
 from sparse_tl.plots.drawn_edges import EdgeSelection
-from sparse_tl.plots.edge_styles import STEPS, EdgeKind, grade, line_style
 from sparse_tl.plots.figure_frame import Surround, panel_frame, xml_text
 from sparse_tl.plots.palette import (
     ACCENT,

@@ -14,14 +14,14 @@ from typing import Any, get_args
 
 from sparse_tl.circuits import Circuit, Scores
 from sparse_tl.plots.component_layout import ComponentLayout, lay_out
-from sparse_tl.plots.component_styles import (
+from sparse_tl.plots.component_svg import draw_svg, score_text
+from sparse_tl.plots.diagram_styles import (
     SLOTS,
     LineColour,
     line_stroke,
     node_paint,
     slot_colour,
 )
-from sparse_tl.plots.component_svg import draw_svg, score_text
 from sparse_tl.plots.drawn_circuit import DrawnCircuit, DrawnEdge, draw_strongest
 from sparse_tl.plots.figure_frame import Surround
 from sparse_tl.plots.interactive_html import PanelFigure, checked_panels

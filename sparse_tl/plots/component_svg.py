@@ -17,7 +17,7 @@ from sparse_tl.plots.component_layout import (
     NODE_TEXT_SIZE,
     ComponentLayout,
 )
-from sparse_tl.plots.component_styles import (
+from sparse_tl.plots.diagram_styles import (
     SIGN_LEGEND,
     SLOT_LEGEND,
     SLOTS,

@@ -17,14 +17,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight, ancestors
-from sparse_tl.plots.edge_styles import STEPS, EdgeKind
-
-Place = tuple[int, int, int]
-"""Layer, query and key of an edge."""
+from sparse_tl.plots.diagram_styles import STEPS, EdgeKind
 
 N_MAIN_EDGES = 32
 """How many lines of a panel are dark at most."""
@@ -188,17 +185,18 @@ def select_edges(
     merged = values.gather(1, strongest_head).squeeze(1)
     kept = merged.abs() >= limit
     reached = ancestors(kept, read_at)
-    lines: dict[Place, int] = {
-        (layer, query, key): int(merged[layer, query, key])
-        for layer, query, key in kept.nonzero().tolist()
-    }
-    carried = _carried(lines, n_layers, n_columns, read_at)
-    path = {place for place in lines if reached[place[0] + 1, place[1]]}
-    moving = [(layer, query, key) for layer, query, key in path if query != key]
-    main = set(sorted(moving, key=lambda place: (-carried[place], place))[:N_MAIN_EDGES])
+    on_path = kept & reached[1:, :, None]
+    moving = (on_path & ~torch.eye(n_columns, dtype=torch.bool)).flatten().nonzero().squeeze(1)
+    carried = _carried(merged * kept, read_at).flatten()[moving]
+    # Of edges that carry the same, the first in the order of layer, query and key.
+    best = carried.argsort(descending=True, stable=True)[:N_MAIN_EDGES]
+    rank = on_path.int().flatten().index_fill(0, moving[best], 2).view_as(merged)
+    kinds: tuple[EdgeKind, ...] = ("open", "path", "main")
     edges = tuple(
-        DrawnEdge(*place, value, "main" if place in main else "path" if place in path else "open")
-        for place, value in lines.items()
+        DrawnEdge(layer, query, key, value, kinds[kind])
+        for (layer, query, key), value, kind in zip(
+            kept.nonzero().tolist(), merged[kept].tolist(), rank[kept].tolist(), strict=True
+        )
     )
     return EdgeSelection(
         edges,
@@ -209,19 +207,14 @@ def select_edges(
 
 
 def _carried(
-    lines: dict[Place, int], n_layers: int, n_columns: int, read_at: int
-) -> dict[Place, float]:
+    values: Int[Tensor, "layer query key"], read_at: int
+) -> Float[Tensor, "layer query key"]:
     """For each edge, the largest product of weights over the routes through it."""
-    # Python floats rather than tensors: the script does the same arithmetic to the last bit.
-    strength = [float(column == read_at) for column in range(n_columns)]
-    by_layer: list[dict[Place, int]] = [{} for _ in range(n_layers)]
-    for place, value in lines.items():
-        by_layer[place[0]][place] = value
-    carried: dict[Place, float] = {}
-    for edges in reversed(by_layer):
-        below = list(strength)
-        for (layer, query, key), value in edges.items():
-            carried[layer, query, key] = abs(value) / STEPS * strength[query]
-            below[key] = max(below[key], carried[layer, query, key])
-        strength = below
+    # In double precision, as the script does it: both come out alike to the last bit.
+    carried = values.abs().double() / STEPS
+    strength = torch.zeros(values.shape[-1], dtype=torch.float64)
+    strength[read_at] = 1.0
+    for layer in reversed(carried.unbind()):
+        layer *= strength[:, None]
+        strength = torch.maximum(strength, layer.amax(dim=0))
     return carried

@@ -19,6 +19,18 @@ function setAttributes(element, attributes) {
   }
 }
 
+// An element with attributes, or with listeners where the name starts with "on", and children.
+function make(tag, attributes, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes ?? {})) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== false && value !== null) element.setAttribute(name, String(value));
+  }
+  element.append(...children);
+  return element;
+}
+
 // An empty path over the lines of a panel, which shows the line under the pointer.
 function addHoverPath(nodes, stroke) {
   const path = document.createElementNS(SVG, "path");
@@ -94,35 +106,28 @@ function toggled(chosen, clicked) {
   return JSON.stringify(chosen) === JSON.stringify(clicked) ? null : clicked;
 }
 
-function addControl(root, text, control, ...rest) {
-  const label = document.createElement("label");
-  label.append(text, control, ...rest);
-  root.querySelector(".controls").append(label);
+function addControl(root, text, ...controls) {
+  root.querySelector(".controls").append(make("label", {}, text, ...controls));
 }
 
 // A choice among [value, label] pairs; onChange gets the value as text.
 function addSelect(root, text, name, options, value, onChange) {
-  const select = document.createElement("select");
-  select.name = name;
-  for (const [option, label] of options) select.append(new Option(label, option));
+  const choices = options.map(([option, label]) => new Option(label, option));
+  const select = make("select", { name, onchange: () => onChange(select.value) }, ...choices);
   select.value = String(value);
-  select.addEventListener("change", () => onChange(select.value));
   addControl(root, text, select);
   return select;
 }
 
 // A slider with its value beside it; onInput gets the number and returns the text to show.
-function addSlider(root, text, attributes, value, shown, onInput) {
-  const slider = document.createElement("input");
-  setAttributes(slider, { type: "range", ...attributes });
-  slider.value = String(value);
-  const output = document.createElement("output");
-  output.textContent = shown;
-  slider.addEventListener("input", () => {
-    output.textContent = onInput(Number(slider.value));
+function addSlider(root, text, range, value, shown, onInput) {
+  const output = make("output", {}, shown);
+  const slider = make("input", {
+    type: "range", ...range,
+    oninput: () => { output.textContent = onInput(Number(slider.value)); },
   });
+  slider.value = String(value);
   addControl(root, text, slider, output);
-  return slider;
 }
 
 // Listens to the pointer over the figure, and to Escape, which calls reset().
@@ -145,9 +150,7 @@ function hideTip(root, panels) {
 // Shows lines of text, the first of them bold, beside a point given as {clientX, clientY}.
 function showTip(root, lines, { clientX, clientY }) {
   const tip = root.querySelector(".tip");
-  const heading = document.createElement("strong");
-  heading.textContent = lines[0];
-  tip.replaceChildren(heading, "\n" + lines.slice(1).join("\n"));
+  tip.replaceChildren(make("strong", {}, lines[0]), "\n" + lines.slice(1).join("\n"));
   tip.hidden = false;
   const box = root.getBoundingClientRect();
   const x = clientX - box.left + 14;

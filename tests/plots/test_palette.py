@@ -14,7 +14,7 @@ import pytest
 
 import sparse_tl.plots
 from sparse_tl.plots import circuit_diagram, palette
-from sparse_tl.plots.edge_styles import N_GRADES, line_style
+from sparse_tl.plots.diagram_styles import N_GRADES, line_style
 from sparse_tl.plots.palette import dark_colour, dark_svg
 from sparse_tl.plots.rendering import html_page
 

@@ -1,13 +1,71 @@
-"""Colours and thickness in a component diagram: what a line or a node looks like by what it is."""
+"""What lines and nodes of circuit diagrams look like, by what they are and how strong."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from sparse_tl.nodes import Slot
 from sparse_tl.plots import palette
 from sparse_tl.plots.drawn_circuit import DrawnEdge
-from sparse_tl.plots.palette import Colour, blend
+
+# ---- attention edges: ten grades of weight -------------------------------------------------------
+
+STEPS = 1000
+"""Weights are whole numbers: the steps between a weight of 0 and a weight of 1."""
+
+N_GRADES = 10
+
+EdgeKind = Literal["open", "path", "main"]
+
+# (weakest, strongest); blue for positive and orange for negative weights.
+_COLOURS: dict[tuple[EdgeKind, bool], palette.Scale] = {
+    ("main", False): palette.MAIN,
+    ("main", True): palette.MAIN_NEGATIVE,
+    ("path", False): palette.ON_PATH,
+    ("path", True): palette.ON_PATH_NEGATIVE,
+    ("open", False): palette.OFF_PATH,
+    ("open", True): palette.OFF_PATH_NEGATIVE,
+}
+_WIDTHS: dict[EdgeKind, tuple[float, float]] = {
+    "main": (1.3, 4.2),
+    "path": (0.7, 2.0),
+    "open": (0.7, 1.6),
+}
+
+
+@dataclass(frozen=True)
+class LineStyle:
+    """Stroke colour and width of a line, in pixels at full size."""
+
+    stroke: str
+    width: float
+
+
+def grade(value: int) -> int:
+    """The grade, 0..9, of a weight in thousandths."""
+    return min(N_GRADES - 1, (abs(value) - 1) * N_GRADES // STEPS)
+
+
+def line_style(kind: EdgeKind, grade: int, negative: bool, scale: float = 1.0) -> LineStyle:
+    """How lines of a grade are drawn: darker and thicker with weight.
+
+    Args:
+        kind: of the edge.
+        grade: of its weight, 0..9.
+        negative: whether the weight is below 0.
+        scale: thickness relative to a figure with wide columns; what is dark stays thicker.
+    """
+    share = (grade + 0.5) / N_GRADES
+    weakest, strongest = _COLOURS[kind, negative]
+    thin, thick = _WIDTHS[kind]
+    # Most attention weights are small: the root keeps them apart from one another.
+    tint = share**0.6
+    width = (thin + (thick - thin) * share) * (max(scale, 0.6) if kind == "main" else scale)
+    return LineStyle(palette.blend(weakest, strongest, tint), round(width, 2))
+
+
+# ---- component diagrams --------------------------------------------------------------------------
 
 LineColour = Literal["slot", "sign"]
 NodeState = Literal["path", "open", "absent"]
@@ -15,7 +73,7 @@ NodeState = Literal["path", "open", "absent"]
 
 SLOTS: tuple[Slot, ...] = ("q", "k", "v")
 
-_SLOT_COLOURS: dict[Slot | None, Colour] = {
+_SLOT_COLOURS: dict[Slot | None, palette.Colour] = {
     "q": palette.QUERY,
     "k": palette.KEY,
     "v": palette.VALUE,
@@ -63,7 +121,7 @@ def line_stroke(edge: DrawnEdge, colour: LineColour) -> str:
         full = palette.RESIDUAL_READER
     else:
         full = sign_colour(edge.score > 0)
-    return blend(palette.GROUND, full, _WEAKEST + (1 - _WEAKEST) * edge.strength**0.5)
+    return palette.blend(palette.GROUND, full, _WEAKEST + (1 - _WEAKEST) * edge.strength**0.5)
 
 
 def node_paint(kind: str, state: NodeState) -> dict[str, str]:
