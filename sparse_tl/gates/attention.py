@@ -32,6 +32,7 @@ from sparse_tl.gates.distributions import (
     gate_values,
     press,
 )
+from sparse_tl.gates.patches import gate
 from sparse_tl.lens import HookedModel, HookFunction, Order, layer_points
 
 
@@ -180,7 +181,7 @@ class AttentionGates(nn.Module):
         if now.mode is GateMode.OPEN:
             return None
         gates = gate_values(self.distribution, drawn, now.mode, now.generator, now.noise)
-        return pattern * gates.to(pattern.dtype)
+        return gate(gates.to(pattern.dtype), pattern, None)
 
     def _settings_of(self, layer: int, scores: Tensor) -> tuple[GateSettings, bool]:
         """Those of this pass, and whether it is a repetition of the last one.
