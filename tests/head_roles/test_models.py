@@ -63,7 +63,7 @@ def test_a_hook_of_the_users_own_is_part_of_the_model(build_tiny: Callable[..., 
     model, dataset = build_tiny("float64"), _random_rows()
     plain = _own_losses(model, dataset.rows)
     model.add_hook("blocks.0.attn.hook_z", lambda z, hook: 3 * z, is_permanent=True)
-    model.add_hook("blocks.0.hook_mlp_out", lambda out, hook: out.cumsum(dim=1), is_permanent=True)
+    model.add_hook("blocks.1.hook_mlp_out", lambda out, hook: out.cumsum(dim=1), is_permanent=True)
     expected = _own_losses(model, dataset.rows)
     assert (expected - plain).abs().max() > 0.1
     found = fit_head_gates(model, dataset, held_out=dataset, **SETTINGS)
