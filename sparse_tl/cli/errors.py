@@ -66,12 +66,11 @@ def _explain(error: Exception, debug: bool) -> int:
     elif _foreseen(error):
         _say(str(error))
     else:
+        hint = "" if debug else "Run the same command with --debug to see where it happened. "
         _say(
             f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:600]}. This is a "
             "bug in sparse_tl or in a library that it uses, not in your command. "
-            + ("" if debug else "Run the same command with --debug to see where it happened, and ")
-            + ("Please " if debug else "please ")
-            + "report it with the traceback and the output of `sparse-tl doctor`."
+            f"{hint}Please report it with the traceback and the output of `sparse-tl doctor`."
         )
     return 1
 
