@@ -8,9 +8,9 @@ function unpackEdges({ shape: [, nHeads, n], steps }) {
     place += step;
     const row = Math.floor(place / n);
     const heads = Math.floor(row / n);
-    return {
-      layer: Math.floor(heads / nHeads), head: heads % nHeads, query: row % n, key: place % n,
-    };
+    const [layer, query, key] = [Math.floor(heads / nHeads), row % n, place % n];
+    const [source, reader] = [nodeName(layer, key), nodeName(layer + 1, query)];
+    return { layer, head: heads % nHeads, query, key, source, reader };
   });
 }
 
@@ -45,13 +45,12 @@ function selectEdges(panel, data, state) {
   panel.edges.forEach((edge, i) => {
     const size = Math.abs(weights[i]);
     if (size < state.limit) return;
-    const [source, reader] = [nodeName(edge.layer, edge.key), nodeName(edge.layer + 1, edge.query)];
-    kept.push({ source, reader });
+    kept.push(edge);
     if (state.head >= 0 && edge.head !== state.head) return;
     count++;
     const place = (edge.layer * n + edge.query) * n + edge.key;
     const line = merged.get(place);
-    if (!line) merged.set(place, { ...edge, reader, value: weights[i], index: i, others: [] });
+    if (!line) merged.set(place, { ...edge, value: weights[i], index: i, others: [] });
     else if (Math.abs(line.value) >= size) line.others.push(edge.head);
     else {
       line.others.push(line.head);
