@@ -13,6 +13,7 @@ import huggingface_hub.constants
 import jaxtyping
 import pytest
 import torch
+from type_checks import checks_begin_anew  # noqa: F401 - before the package is imported
 
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch

@@ -1,0 +1,15 @@
+"""The checks of shapes that pytest switches on are on, in every test anew."""
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+from type_checks import CALLS
+
+from sparse_tl.data.batches import TokenBatch
+
+
+@pytest.mark.parametrize("again", range(2))
+def test_wrong_shapes_are_refused(again: int) -> None:
+    for _ in range(CALLS):
+        with pytest.raises(TypeCheckError, match="next_token"):
+            TokenBatch.next_token(torch.zeros(2, 3, 4, dtype=torch.long))
