@@ -42,7 +42,7 @@ class ProgressBar:
         self.title, self.total, self.done, self.measured = title, total, done, ""
         self._display: _Terminal | _Notebook | None = None
         if shown:
-            self._display = (_Notebook if _in_notebook() else _Terminal)(self)
+            self._display = (_Notebook if in_notebook() else _Terminal)(self)
 
     def __enter__(self) -> ProgressBar:
         if self._display is not None:
@@ -114,7 +114,7 @@ class _Notebook:
         self._due = time.monotonic() + PAUSE
         bar, seconds = self._bar, time.monotonic() - self._started
         rate = (bar.done - self._before) / seconds
-        left = f"{_clock((bar.total - bar.done) / rate)} left" if rate > 0 else ""
+        left = f"{clock((bar.total - bar.done) / rate)} left" if rate > 0 else ""
         meter = (
             f'<progress value="{bar.done}" max="{bar.total}" style="width:10em;margin:0 0.8em;'
             'vertical-align:middle"></progress>'
@@ -127,7 +127,7 @@ class _Notebook:
             return
         bar = self._bar
         count = f"{bar.done:,} of {bar.total:,}"
-        self._show([f"stopped at {count}" if stopped else count, _clock(seconds), bar.measured])
+        self._show([f"stopped at {count}" if stopped else count, clock(seconds), bar.measured])
 
     def _show(self, parts: list[str], meter: str = " · ") -> None:
         from IPython.display import display  # only notebooks get here
@@ -144,11 +144,12 @@ class _Notebook:
             self._handle.update(data, raw=True)
 
 
-def _in_notebook() -> bool:
+def in_notebook() -> bool:
+    """Whether what is shown appears below a cell."""
     return Console().is_jupyter
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """As ``0:07``, ``12:30`` or ``1:02:03``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -6,19 +6,17 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
-import huggingface_hub.constants
 import jaxtyping
 import pytest
-import torch
 from type_checks import checks_begin_anew  # noqa: F401 - before the package is imported
 
-from sparse_tl.data import ShuffledStream
-from sparse_tl.data.batches import TokenBatch
-from sparse_tl.lens import Model, build_model
-from sparse_tl.training import pretrain
+if TYPE_CHECKING:  # the process that hands out tests to others needs nothing heavy
+    import torch
+
+    from sparse_tl.data.batches import TokenBatch
+    from sparse_tl.lens import Model
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -59,6 +57,7 @@ def build_tiny() -> Callable[..., Model]:
     Kinds: "plain", "float64", "grouped" (grouped-query attention, rotary positions, RMS
     normalisation, gated MLP) and "attention_only". Vocabulary 13, context 16.
     """
+    from sparse_tl.lens import build_model
 
     def build(kind: str = "plain", seed: int = 0, **overrides: Any) -> Model:
         config = {**TINY, **KINDS[kind], "seed": seed, **overrides}
@@ -81,6 +80,9 @@ def shared_data() -> Path:
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a network, and without its minutes of retries."""
+    import datasets
+    import huggingface_hub.constants
+
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
@@ -88,6 +90,9 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def echo_rows() -> Callable[..., TokenBatch]:
     """A task that needs attention: two random tokens in turn, so each repeats the last but one."""
+    import torch
+
+    from sparse_tl.data.batches import TokenBatch
 
     def rows(n: int = 96, length: int = 8, seed: int = 0) -> TokenBatch:
         generator = torch.Generator().manual_seed(seed)
@@ -103,6 +108,9 @@ def echo_rows() -> Callable[..., TokenBatch]:
 def _echo_weights(
     build_tiny: Callable[..., Model], echo_rows: Callable[..., TokenBatch]
 ) -> dict[str, torch.Tensor]:
+    from sparse_tl.data import ShuffledStream
+    from sparse_tl.training import pretrain
+
     model = build_tiny()
     pretrain(
         model,

@@ -59,7 +59,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     display_module = pytest.importorskip("IPython.display")
     monkeypatch.setattr(display_module, "display", display)
-    monkeypatch.setattr(progress, "_in_notebook", lambda: True)
+    monkeypatch.setattr(progress, "in_notebook", lambda: True)
     return texts
 
 
@@ -94,7 +94,7 @@ def test_fast_steps_do_not_flood_the_notebook(
     ("seconds", "said"), [(0.4, "0:00"), (59.7, "1:00"), (750, "12:30"), (3723, "1:02:03")]
 )
 def test_clock(seconds: float, said: str) -> None:
-    assert progress._clock(seconds) == said
+    assert progress.clock(seconds) == said
 
 
 def test_a_terminal_shows_it_beside_the_output(capsys: pytest.CaptureFixture[str]) -> None:
