@@ -49,7 +49,7 @@ HEAD_ROLES: dict[str, Any] = {
     "updates": 100,
     "prompts": 128,
 }
-_MOST_PICTURE, _MOST_PAGE, _MOST_ALL = 250_000, 300_000, 2_500_000
+_MOST_PICTURE, _MOST_PAGE, _MOST_ALL = 250_000, 300_000, 3_000_000
 
 
 # ---- the figures -------------------------------------------------------------------------------

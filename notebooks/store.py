@@ -6,6 +6,7 @@ whoever runs a notebook gets the interactive one.
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -54,6 +55,8 @@ def store(path: Path) -> None:
         for output in cell.outputs:
             if "execution_count" in output:
                 output.execution_count = number
+            if output.output_type == "stream":  # warnings begin with where the cell's code lay
+                output.text = re.sub(r"\S*ipykernel_\d+\S*:\d+: ", "", output.text)
             if "image/png" in output.get("data", {}):
                 output.data.pop("text/html", None)
     text = nbformat.writes(notebook)
