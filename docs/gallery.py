@@ -56,19 +56,18 @@ _MOST_PICTURE, _MOST_PAGE, _MOST_ALL = 250_000, 300_000, 3_000_000
 
 
 def addition(runs: Path) -> Figure:
-    """Where attention moves the digits of a sum: base model above, sparse model below."""
-    base, sparse = load_addition_models()
-    models = {"Base Model": base, "Sparse Model": sparse}
+    """Where attention moves the digits of a sum: dense model above, sparse model below."""
+    dense, sparse = load_addition_models()
+    models = {"Base Model": dense, "Sparse Model": sparse}
     return circuit_diagram(models, "36+28=?????", positions=range(6, 11), position=10)
 
 
 def addition_attribution(runs: Path) -> Figure:
-    """The same sum by the effect of removing each edge: blue edges help, orange ones hurt."""
-    base, sparse = load_addition_models()
-    models = {"Base Model": base, "Sparse Model": sparse}
-    return circuit_diagram(
-        models, "36+28=?????", position=9, weight="effect", threshold=0.05, transition=None
-    )
+    """The same sum by effect, exact for the sparse model: blue edges help, orange ones hurt."""
+    dense, sparse = load_addition_models()
+    models = {"Base Model": dense, "Sparse Model": sparse}
+    style = {"weight": "effect", "threshold": 0.05, "transition": None}
+    return circuit_diagram(models, "36+28=?????", position=9, **style)
 
 
 def attention_patterns(runs: Path) -> Figure:
