@@ -10,12 +10,15 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @contextmanager
@@ -124,6 +127,12 @@ def write_tensors(path: str | Path, tensors: dict[str, Tensor]) -> None:
         taken.add(place)
     with atomic_file(path) as temporary:
         save_file(whole, temporary)
+
+
+def write_csv(path: str | Path, table: pd.DataFrame) -> None:
+    """Write a table without the numbers of its rows; the file appears complete or not at all."""
+    with atomic_file(path) as temporary:
+        table.to_csv(temporary, index=False)
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:

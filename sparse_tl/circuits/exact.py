@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, islice
+from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,7 +75,9 @@ def patch_exactly(
                 in_order = sorted(indices, key=lambda i: _layer(graph, asked[i]))
                 size = max(1, rows // len(batch))
                 for _, layer in groupby(in_order, key=lambda i: _layer(graph, asked[i])):
-                    for some in batched(layer, size):
+                    together = list(layer)
+                    for start in range(0, len(together), size):
+                        some = together[start : start + size]
                         gates = _all_but_one(graph, [asked[i] for i in some])
                         for index, logits in zip(some, run.logits(gates), strict=True):
                             values = measure(metric, logits, batch)
@@ -88,20 +90,11 @@ def _all_but_one(
     graph: CircuitGraph, parts: Sequence[CircuitEdge | Node]
 ) -> Float[Tensor, "part ..."]:
     """Gates under which each part is closed alone."""
-    edges = isinstance(parts[0], CircuitEdge)
-    shape = graph.exists.shape if edges else (graph.n_layers, graph.n_heads)
-    gates = torch.ones(len(parts), *shape)
+    grid = graph if isinstance(parts[0], CircuitEdge) else graph.heads
+    gates = torch.ones(len(parts), *grid.exists.shape)
     for row, part in zip(gates, parts, strict=True):
-        place = graph.index(part) if isinstance(part, CircuitEdge) else (part.layer, part.head)
-        row[place] = 0
+        row[grid.index(str(part))] = 0
     return gates
-
-
-def batched(indices: Iterable[int], size: int) -> Iterator[list[int]]:
-    """Consecutive pieces of at most `size`."""
-    left = iter(indices)
-    while some := list(islice(left, size)):
-        yield some
 
 
 def _part(graph: CircuitGraph, part: CircuitEdge | Node | str) -> CircuitEdge | Node:

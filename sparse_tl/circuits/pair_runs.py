@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import GatedRun, Patch, PatchValues, Site
-from sparse_tl.gates.patches import check_patch
-from sparse_tl.lens import HookedModel, adapt, record
+from sparse_tl.gates.patches import mean_activations, needs_reference
+from sparse_tl.lens import HookedModel, adapt
 
 
 class PairRuns:
@@ -42,18 +42,21 @@ class PairRuns:
         batch_size: int,
         seed: int = 0,
     ) -> None:
+        needed = needs_reference(patch)
         self.model, self.site, self.patch = model, site, patch
         self.adapter = adapt(model)
-        check_patch(
-            patch, patch in ("corrupted", "mean", "resample") if isinstance(patch, str) else False
-        )
         self.adapter.check_tokens(torch.cat([pairs.clean, pairs.corrupted]))
-        drawn = torch.randint(
-            len(pairs), (len(pairs),), generator=torch.Generator().manual_seed(seed)
-        )
         self.batches = [piece.to(self.adapter.device) for piece in pairs.split(batch_size)]
-        self._others = pairs.clean[drawn].to(self.adapter.device).split(batch_size)
-        self._mean = self._mean_over(self.batches) if patch == "mean" else None
+        self._points = site.points(self.adapter)
+        # A mean is one for all batches; other prompts belong to a batch each.
+        self._shown = self._mean() if patch == "mean" else "corrupted" if needed else patch
+        self._others: Sequence[Tensor] = ()
+        if patch == "corrupted":
+            self._others = [batch.corrupted for batch in self.batches]
+        elif patch == "resample":
+            generator = torch.Generator().manual_seed(seed)
+            drawn = torch.randint(len(pairs), (len(pairs),), generator=generator)
+            self._others = pairs.clean[drawn].to(self.adapter.device).split(batch_size)
 
     def __iter__(self) -> Iterator[tuple[PromptPairs, GatedRun]]:
         for index, batch in enumerate(self.batches):
@@ -69,32 +72,17 @@ class PairRuns:
 
     def values(self, index: int) -> PatchValues:
         """What closed gates show on a batch."""
-        points = self.site.points(self.adapter)
-        if self._mean is not None:
-            return PatchValues(self.adapter, points, self._mean)
-        if self.patch == "corrupted":
-            reference = self.batches[index].corrupted
-        elif self.patch == "resample":
-            reference = self._others[index]
-        else:
-            return PatchValues(self.adapter, points, self.patch)
-        return PatchValues(self.adapter, points, "corrupted", reference)
+        other = self._others[index] if self._others else None
+        return PatchValues(self.adapter, self._points, self._shown, other)
 
-    @torch.no_grad()
-    def _mean_over(self, batches: Sequence[PromptPairs]) -> dict[str, Tensor]:
-        if len({int(p) for batch in batches for p in batch.positions}) > 1:
+    def _mean(self) -> dict[str, Tensor]:
+        if len({int(p) for batch in self.batches for p in batch.positions}) > 1:
             raise ValueError(
                 'expected prompts of one length for patch="mean", which averages position by '
                 "position; pad them to one template, or select those of one length"
             )
-        points = self.site.points(self.adapter)
-        total: dict[str, Tensor] = {}
-        for batch in batches:
-            kept, _ = record(self.adapter, batch.clean, points)
-            for name in points:
-                total[name] = total.get(name, 0) + kept[name].sum(dim=0, keepdim=True)
-        n_pairs = sum(len(batch) for batch in batches)
-        return {name: value / n_pairs for name, value in total.items()}
+        clean = [batch.clean for batch in self.batches]
+        return mean_activations(self.adapter, clean, self._points)
 
 
 def read_mask(batch: PromptPairs) -> Bool[Tensor, "pair pos"]:

@@ -109,15 +109,7 @@ def prompt_tokens(model: HookedModel, prompt: Prompt) -> Int[Tensor, " pos"]:
         tokens = prompt
     if tokens.ndim != 1 or len(tokens) == 0:
         raise ValueError(f"expected the tokens of one prompt; got shape {tuple(tokens.shape)}")
-    if len(tokens) > model.cfg.n_ctx:
-        raise ValueError(
-            f"expected a prompt of at most {model.cfg.n_ctx} tokens, the model's context; "
-            f"got {len(tokens)}"
-        )
-    d_vocab = model.cfg.d_vocab
-    outside = tokens[(tokens < 0) | (tokens >= d_vocab)].tolist()
-    if outside:
-        raise ValueError(f"expected tokens in 0..{d_vocab - 1}; got {outside[0]}")
+    adapt(model).check_tokens(tokens)
     return tokens.cpu()
 
 

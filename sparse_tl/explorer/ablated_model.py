@@ -118,14 +118,14 @@ class AblatedModel:
     @torch.no_grad()
     def _run(self, level: int | None) -> Float[Tensor, "pos vocab"]:
         """The logits, or those that a level of the residual stream gives."""
-        batch = self.tokens[None, : self.n_read].to(adapt(self.model).device)
+        batch = self.tokens[None, : self.n_read].to(self.adapter.device)
         if level is None:
             return self.model(batch)[0].cpu()
         streams: list[Tensor] = []
         name = [EMBEDDED, *layer_points(self.model, "hook_resid_post")][level]
         with attached(self.model, [(name, Order.LAST, streams.append)]):
             self.model(batch, return_type=None)
-        return adapt(self.model).logits(streams[0])[0].cpu()
+        return self.adapter.logits(streams[0])[0].cpu()
 
     @contextmanager
     def _ablated(self) -> Iterator[None]:

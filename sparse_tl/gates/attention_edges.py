@@ -107,10 +107,7 @@ class AttentionEdges:
         which = slice(None) if stack is None else stack[run].to(pattern.device)
         shown = patch.at(name, pattern, now.n_stack, start)
         gates = torch.ones_like(stacked)
-        if stack is None:
-            gates[:, :, head, query - start, key] = 0
-        else:
-            gates[which, :, head, query - start, key] = 0
+        gates[which, :, head, query - start, key] = 0
         return gate(gates.flatten(0, 1), pattern, shown)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -57,7 +57,12 @@ class PatchValues:
         self.patch, self.values = patch, {}
         self._generator = torch.Generator().manual_seed(seed)
         self._rows: Tensor | None = None
-        check_patch(patch, reference is not None)
+        if needs_reference(patch) != (reference is not None):
+            raise ValueError(
+                "expected reference prompts for the patches 'mean', 'corrupted' and 'resample', "
+                f"and for these alone; got patch={patch if isinstance(patch, str) else 'tensors'!r}"
+                f" {'without' if reference is None else 'with'} them"
+            )
         if not isinstance(patch, str):
             missing = [name for name in names if name not in patch]
             if missing:
@@ -66,10 +71,11 @@ class PatchValues:
         elif reference is not None and len(names):
             if not len(reference):
                 raise ValueError("expected at least one reference prompt; got none")
-            with torch.no_grad():
-                kept, _ = record(adapter, reference, names)
-            mean = patch == "mean"
-            self.values = {n: v.mean(0, keepdim=True) if mean else v for n, v in kept.items()}
+            if patch == "mean":
+                self.values = mean_activations(adapter, [reference], names)
+            else:
+                with torch.no_grad():
+                    self.values, _ = record(adapter, reference, names)
 
     def draw(self, n_prompts: int) -> None:
         """Choose reference prompts anew, for a pass over so many prompts."""
@@ -118,23 +124,32 @@ class PatchValues:
         return value if shown is None else value - shown
 
 
-def check_patch(patch: Patch, has_reference: bool) -> None:
-    """Make sure that a patch is one, with reference prompts if and only if it needs them.
+def needs_reference(patch: Patch) -> bool:
+    """Whether a patch is taken from reference prompts.
 
     Raises:
-        ValueError: it is not.
+        ValueError: an unknown name.
     """
     if isinstance(patch, str) and patch not in get_args(PatchName):
         raise ValueError(
             f"expected a patch of {get_args(PatchName)}, or tensors by hook point; got {patch!r}"
         )
-    wanted = isinstance(patch, str) and patch != "zero"
-    if wanted != has_reference:
-        raise ValueError(
-            f"expected reference prompts for the patches 'mean', 'corrupted' and 'resample', and "
-            f"for these alone; got patch={patch if isinstance(patch, str) else 'tensors'!r} "
-            f"{'with' if has_reference else 'without'} them"
-        )
+    return isinstance(patch, str) and patch != "zero"
+
+
+@torch.no_grad()
+def mean_activations(
+    adapter: Adapter, batches: Iterable[Int[Tensor, "prompt pos"]], names: Sequence[str]
+) -> dict[str, Float[Tensor, "1 ..."]]:
+    """The mean over all prompts at some hook points, position by position."""
+    total: dict[str, Tensor] = {}
+    n_prompts = 0
+    for tokens in batches:
+        kept, _ = record(adapter, tokens, names)
+        for name in names:
+            total[name] = total.get(name, 0) + kept[name].sum(dim=0, keepdim=True)
+        n_prompts += len(tokens)
+    return {name: value / n_prompts for name, value in total.items()}
 
 
 def _columns(name: str, value: Tensor, like: Tensor, start: int) -> Tensor:

@@ -16,7 +16,7 @@ from sparse_tl.files import (
 from sparse_tl.gates.attention import AttentionGates
 from sparse_tl.gates.distributions import DISTRIBUTIONS, GateDistribution
 from sparse_tl.gates.sparse_transformer import SparseTransformer
-from sparse_tl.lens import adapt, save_model
+from sparse_tl.lens import Model, adapt, load_model, save_model
 from sparse_tl.lens.loading import GATES_FILE, load_own_folder
 
 GATES_WEIGHTS = "gates.safetensors"
@@ -94,6 +94,18 @@ def load_sparse(folder: str | Path, *, device: str | None = None) -> SparseTrans
         raise ValueError(f"expected gates of this model in {folder}; {error}") from error
     gates.bias.data.copy_(bias)
     return SparseTransformer(model, gates=gates)
+
+
+def load_dense_or_sparse(
+    source: str | Path, *, device: str | None = None
+) -> Model | SparseTransformer:
+    """A model from wherever `load_model` takes one, with its gates where its folder holds them.
+
+    Raises:
+        ValueError: as of `load_model` and `load_sparse`.
+    """
+    load = load_sparse if is_sparse_folder(source) else load_model
+    return load(source, device=device)
 
 
 def _read_distribution(file: Path) -> GateDistribution:

@@ -72,7 +72,7 @@ def n_stacked(site: Site, adapter: Adapter, gates: Tensor) -> int | None:
     """How many settings the gates hold; None without a stack axis.
 
     Raises:
-        ValueError: gates of another shape, or outside [0, 1].
+        ValueError: gates of another shape.
     """
     shape = site.shape(adapter)
     found = tuple(gates.shape)

@@ -27,7 +27,8 @@ def check_fits(model: HookedModel, dataset: TargetDataset) -> None:
             when prompts pass several times in one batch.
     """
     layer_points(model, "attn.hook_z")
-    rows, context = dataset.rows.trimmed(causal=adapt(model).causal), model.cfg.n_ctx
+    adapter = adapt(model)
+    rows, context = dataset.rows.trimmed(causal=adapter.causal), adapter.n_ctx
     mask = torch.ones_like(rows.tokens) if rows.attention_mask is None else rows.attention_mask
     if rows.tokens.shape[1] > context:
         lengths = mask.sum(dim=1)
@@ -38,8 +39,8 @@ def check_fits(model: HookedModel, dataset: TargetDataset) -> None:
             f"{int(rows.loss_mask[longest].sum())} of them its target. Shorten it or leave it out."
         )
     checked = {
-        "tokens": (rows.tokens, model.cfg.d_vocab),
-        "targets": (rows.labels[rows.loss_mask], model.cfg.d_vocab_out),
+        "tokens": (rows.tokens, adapter.d_vocab),
+        "targets": (rows.labels[rows.loss_mask], adapter.d_vocab_out),
     }
     for name, (found, known) in checked.items():
         low, high = int(found.min()), int(found.max())
@@ -48,7 +49,7 @@ def check_fits(model: HookedModel, dataset: TargetDataset) -> None:
                 f"expected {name} of the model's own vocabulary, 0..{known - 1}; got "
                 f"{low if low < 0 else high}. Was the dataset made with another tokenizer?"
             )
-    if not adapt(model).causal and not mask.all():
+    if not adapter.causal and not mask.all():
         raise ValueError(
             "expected prompts of one length for a model with bidirectional attention, which "
             "attends to padding; got padded ones. Fit each length by itself."
@@ -59,10 +60,10 @@ def check_fits(model: HookedModel, dataset: TargetDataset) -> None:
 @torch.no_grad()
 def _check_stacks(model: HookedModel, dataset: TargetDataset) -> None:
     """The losses of two prompts in a stack are those that the model gives them by itself."""
-    batch = dataset.rows.select(slice(0, 2)).to(adapt(model).device)
-    if batch.tokens.shape[1] > model.cfg.n_ctx:
-        batch = batch.trimmed(causal=True)
     adapter = adapt(model)
+    batch = dataset.rows.select(slice(0, 2)).to(adapter.device)
+    if batch.tokens.shape[1] > adapter.n_ctx:
+        batch = batch.trimmed(causal=True)
     ones = adapter.weight.new_ones(2, adapter.n_layers, adapter.n_heads)
     cause = (
         "Is there a hook of your own on it that is meant for one batch size or position? Take it "

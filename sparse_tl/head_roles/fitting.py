@@ -165,9 +165,7 @@ def first_gates(model: HookedModel, seeds: Sequence[int]) -> Float[Tensor, "seed
         )
         for seed in seeds
     ]
-    weight = adapt(model).weight
-    precise = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    return torch.stack(drawn).logit(eps=1e-6).to(weight.device, precise)
+    return torch.stack(drawn).logit(eps=1e-6).to(adapter.device, adapter.gate_dtype)
 
 
 def fit_stage(

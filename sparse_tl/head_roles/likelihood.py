@@ -97,8 +97,8 @@ def target_log_probabilities(
 
 
 def _fitting_rows(model: HookedModel, length: int) -> int:
-    cfg = model.cfg
-    per_token = cfg.n_heads * length + 4 * cfg.d_model + (cfg.d_mlp or 0)
+    adapter = adapt(model)
+    per_token = adapter.n_heads * length + adapter.activations_per_token
     return max(1, ACTIVATIONS_AT_ONCE // (length * per_token))
 
 

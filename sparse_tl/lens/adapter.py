@@ -154,10 +154,11 @@ class Adapter:
                 there: a hook at its ``hook_z`` makes the copies.
             attention_mask: 0 at padding.
         """
-        masked = {} if attention_mask is None else {"attention_mask": attention_mask}
-        masked = {name: _repeated(mask, copies) for name, mask in masked.items()}
+        options: dict[str, Any] = {"stop_at_layer": self.n_layers}
+        if attention_mask is not None:
+            options["attention_mask"] = _repeated(attention_mask, copies)
         if inputs.is_floating_point():
-            masked["start_at_layer"] = from_layer  # type: ignore[assignment]
+            options["start_at_layer"] = from_layer
         elif from_layer:
             raise ValueError("expected the residual stream to start from a layer above 0")
         n_rows = len(inputs)
@@ -165,7 +166,7 @@ class Adapter:
         with only_at(self.model, _repeated(everywhere, copies)):
             attention = self.model.blocks[from_layer].attn
             with _sees_first(attention, n_rows if attend_once and copies > 1 else None):
-                return self.model(_repeated(inputs, copies), stop_at_layer=self.n_layers, **masked)
+                return self.model(_repeated(inputs, copies), **options)
 
     def logits(self, final: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
         """Logits of whatever stands in the residual stream after the last layer."""
@@ -186,15 +187,10 @@ class Adapter:
 
     # ---- weights ---------------------------------------------------------------------------------
 
-    def norm(self, layer: int, which: Literal["attn", "mlp", "final"]) -> Norm:
-        """A normalisation: before a layer's attention or MLP, or before the unembedding."""
-        return Norm.of(self.model.cfg, self.norm_module(layer, which))
-
-    def norm_module(self, layer: int, which: Literal["attn", "mlp", "final"]) -> nn.Module | None:
-        """The module of a normalisation; None where the model has none."""
-        if which == "final":
-            return getattr(self.model, "ln_final", None)
-        return getattr(self.model.blocks[layer], "ln1" if which == "attn" else "ln2", None)
+    def norm(self, layer: int, which: Literal["attn", "mlp"]) -> Norm:
+        """The normalisation before a layer's attention or MLP."""
+        module = getattr(self.model.blocks[layer], "ln1" if which == "attn" else "ln2", None)
+        return Norm.of(self.model.cfg, module)
 
     def qkv(
         self, layer: int, slot: Slot

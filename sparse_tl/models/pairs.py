@@ -19,11 +19,11 @@ from filelock import FileLock, Timeout
 
 from sparse_tl import __version__
 from sparse_tl.files import (
-    atomic_file,
     atomic_folder,
     check_writable,
     read_json,
     recover_folder,
+    write_csv,
     write_json,
 )
 from sparse_tl.gates import SparseTransformer
@@ -186,8 +186,7 @@ def _write_history(folder: Path, phase: pd.DataFrame) -> None:
     if path.exists():
         found = pd.read_csv(path)
         earlier = [found[found["phase"] != phase["phase"].iloc[0]]]
-    with atomic_file(path) as temporary:
-        pd.concat([*earlier, phase]).to_csv(temporary, index=False)
+    write_csv(path, pd.DataFrame(pd.concat([*earlier, phase])))
 
 
 def _finished(folder: Path) -> bool:

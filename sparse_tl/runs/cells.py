@@ -10,9 +10,8 @@ from pathlib import Path
 
 from sparse_tl.data import read_documents, token_windows
 from sparse_tl.data.targets import TargetDataset
-from sparse_tl.gates import SparseTransformer
-from sparse_tl.gates.saving import is_sparse_folder
-from sparse_tl.lens import HookedModel, load_model
+from sparse_tl.gates.saving import load_dense_or_sparse
+from sparse_tl.lens import HookedModel
 from sparse_tl.models import TASKS, load_addition_models, load_task_models, task_pairs
 from sparse_tl.tasks import AdditionTask
 from sparse_tl.tasks.questions import QUESTION_SETS
@@ -124,9 +123,7 @@ def cells_of(
     def load(model: str) -> HookedModel:
         if model not in held:
             held.clear()  # the one before may fill the device
-            sparse = is_sparse_folder(model)
-            read = SparseTransformer.from_pretrained if sparse else load_model
-            held[model] = read(model, device=device)
+            held[model] = load_dense_or_sparse(model, device=device)
         return held[model]
 
     return [

@@ -28,13 +28,13 @@ from sparse_tl.circuits import (
     multiplier,
 )
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.files import atomic_folder, read_json, write_json
+from sparse_tl.files import atomic_folder, read_json, write_csv, write_json
 from sparse_tl.lens import HookedModel
 from sparse_tl.metrics import Metric
 from sparse_tl.plots import component_diagram, effect_figure
 from sparse_tl.plots.curves import Parts
 from sparse_tl.results import table_html
-from sparse_tl.runs.folder import save_figure, save_table
+from sparse_tl.runs.folder import save_figure
 
 LEVEL = 0.9
 """The explained effect that models are compared at."""
@@ -154,7 +154,7 @@ def report(
         figure = effect_figure(panels[parts], parts=parts, level=LEVEL)
         save_figure(figure, folder, f"{parts}_kept")
     table = pd.concat(tables, ignore_index=True)
-    save_table(table, folder / "curves.csv")
+    write_csv(folder / "curves.csv", table)
     write_json(folder / "metrics.json", metrics)
     return Comparison(metrics, table)
 

@@ -15,9 +15,8 @@ from packaging.requirements import Requirement
 
 from sparse_tl import __version__
 from sparse_tl.files import check_writable
-from sparse_tl.gates import SparseTransformer
-from sparse_tl.gates.saving import is_sparse_folder
-from sparse_tl.lens import Model, adapt, check_circuits, check_gates, load_model
+from sparse_tl.gates.saving import load_dense_or_sparse
+from sparse_tl.lens import HookedModel, adapt, check_circuits, check_gates
 from sparse_tl.models import build_addition_model
 from sparse_tl.models.pairs import cache_folder
 from sparse_tl.results import Result, table_html
@@ -81,7 +80,11 @@ def run_doctor(model: str | Path | None = None, *, device: str | None = None) ->
             _tried("small model", lambda: _described(build_addition_model(device="cpu"))),
         ]
         if model is not None:
-            checks.append(_tried(f"model {model}", lambda: _described(_dense(model, device))))
+            checks.append(
+                _tried(
+                    f"model {model}", lambda: _described(load_dense_or_sparse(model, device=device))
+                )
+            )
     return Diagnosis(tuple(checks))
 
 
@@ -117,17 +120,11 @@ def _cache() -> str:
     return f"{folder}, writable, {_size(shutil.disk_usage(folder).free)} free"
 
 
-def _dense(source: str | Path, device: str | None) -> Model:
-    if is_sparse_folder(source):
-        return SparseTransformer.from_pretrained(source, device=device).unwrap()
-    return load_model(source, device=device)
-
-
-def _described(model: Model) -> str:
+def _described(model: HookedModel) -> str:
     adapter = adapt(model)
     check_gates(adapter)
     check_circuits(adapter)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    weights = sum(p.numel() * p.element_size() for p in adapter.model.parameters())
     return (
         f"{adapter.n_layers} layers of {adapter.n_heads} heads on {adapter.device}; gates act, and "
         f"its heads and MLPs add up. Post-training all weights takes {_size(6 * weights)} for "

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from sparse_tl.files import atomic_file, check_writable, read_json, recover_folder, write_json
+from sparse_tl.files import check_writable, read_json, recover_folder, write_json
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.plots.rendering import Figure
 from sparse_tl.results import table_html
@@ -25,12 +25,6 @@ def save_figure(figure: Figure, folder: Path, name: str) -> None:
     """Write a figure in every form: interactive, and as pictures."""
     for suffix in ("html", "svg", "png"):
         figure.save(folder / f"{name}.{suffix}")
-
-
-def save_table(table: pd.DataFrame, path: Path) -> None:
-    """Write a table as CSV, without the numbers of its rows."""
-    with atomic_file(path) as temporary:
-        table.to_csv(temporary, index=False)
 
 
 @dataclass(frozen=True, repr=False)

@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from sparse_tl.data.targets import TargetDataset
-from sparse_tl.files import atomic_folder, digest, read_json, write_json
+from sparse_tl.files import atomic_folder, digest, read_json, write_csv, write_json
 from sparse_tl.head_roles import (
     ROLES,
     AblationCurve,
@@ -30,7 +30,7 @@ from sparse_tl.lens import HookedModel
 from sparse_tl.plots import ablation_grid, gate_trajectories
 from sparse_tl.results import table_html
 from sparse_tl.runs.cells import Cell, built_in_cells, cells_of
-from sparse_tl.runs.folder import RunFolder, save_figure, save_table
+from sparse_tl.runs.folder import RunFolder, save_figure
 
 FEWEST = 8
 """Prompts of a task."""
@@ -235,8 +235,8 @@ def _report(folder: RunFolder, cells: Sequence[Cell]) -> HeadRolesRun:
     save_figure(ablation_grid(panels), folder.path, "ablation_grid")
     all_scores = pd.concat(scores, ignore_index=True)
     all_curves = pd.concat(tables, ignore_index=True)
-    save_table(all_scores, folder / "scores.csv")
-    save_table(all_curves, folder / "curves.csv")
+    write_csv(folder / "scores.csv", all_scores)
+    write_csv(folder / "curves.csv", all_curves)
     whole = {"tasks": metrics, "seconds": round(folder.seconds, 1)}
     write_json(folder / "metrics.json", whole)
     return HeadRolesRun(whole, all_scores, all_curves)

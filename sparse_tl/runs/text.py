@@ -11,10 +11,10 @@ from torch import Tensor
 
 from sparse_tl.data import ShuffledStream, read_documents, token_windows
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.files import read_json, write_json
+from sparse_tl.files import read_json, write_csv, write_json
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import load_model
-from sparse_tl.runs.folder import RunFolder, SparseRun, save_table
+from sparse_tl.runs.folder import RunFolder, SparseRun
 from sparse_tl.training import evaluate_held_out, post_train
 
 VALIDATION_WINDOWS = 200
@@ -110,7 +110,7 @@ def run_post_training(
                 progress=progress,
                 **training,
             )
-        save_table(outcome.history, folder / "history.csv")
+        write_csv(folder / "history.csv", outcome.history)
         sparse.save_pretrained(folder / "sparse")
         measured = {
             "seed": seed,

@@ -30,7 +30,7 @@ from sparse_tl.training.outcome import PostTraining
 
 TRAINED: dict[str, dict[str, float]] = {
     "all": {"gates": 10.0, "qk": 1.0, "all": 0.1},
-    "evenly": {"gates": 1.0, "all": 1.0},
+    "evenly": {"all": 1.0},
     "qk": {"gates": 10.0, "qk": 1.0},
     "gates": {"gates": 10.0},
 }
