@@ -16,8 +16,7 @@ from sparse_tl.circuits import Evaluation, Scores, multiplier
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import load_model, save_model
 from sparse_tl.models import load_task_models
-from sparse_tl.runs import circuits as run_module
-from sparse_tl.runs import run_circuits
+from sparse_tl.runs import circuits as run_module, run_circuits
 
 TASKS = ["greater_than"]
 

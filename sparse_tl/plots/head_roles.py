@@ -10,8 +10,7 @@ from torch import Tensor
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
 from sparse_tl.plots.grid import Axis, Cells, Grid, Line, Panel, round_ticks
 from sparse_tl.plots.grid_figure import GridFigure
-from sparse_tl.plots.palette import ROLES as ROLE_COLOURS
-from sparse_tl.plots.palette import THIN_CURVE_WEIGHT
+from sparse_tl.plots.palette import ROLES as ROLE_COLOURS, THIN_CURVE_WEIGHT
 
 _PALE = 0.35
 

@@ -9,8 +9,7 @@ from typing import Any, get_args
 
 from sparse_tl.circuits.attribution import Method
 from sparse_tl.files import digest
-from sparse_tl.gates import PatchName as Patch
-from sparse_tl.gates import SparseTransformer
+from sparse_tl.gates import PatchName as Patch, SparseTransformer
 from sparse_tl.lens import HookedModel, adapt, load_model
 from sparse_tl.models import TASKS, load_task_models, task_pairs
 from sparse_tl.runs.comparison import SIDES, Comparison, measure, report

@@ -15,11 +15,11 @@ from torch import Tensor
 from sparse_tl.circuits import (
     Circuit,
     acdc,
+    acdc as acdc_function,
     attribute_circuit_edges,
     evaluate,
     prune_circuit_edges,
 )
-from sparse_tl.circuits import acdc as acdc_function
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.lens import Model, adapt

@@ -11,8 +11,7 @@ import pytest
 from sparse_tl import runs
 from sparse_tl.cli import addition, circuits, doctor, head_roles, post_train
 from sparse_tl.cli.options import split_names
-from sparse_tl.training import TrainingConfig
-from sparse_tl.training import post_train as train
+from sparse_tl.training import TrainingConfig, post_train as train
 
 COMMANDS = {
     "addition": (addition.addition, runs.run_addition),
