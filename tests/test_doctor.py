@@ -102,7 +102,7 @@ def test_a_model_with_attention_that_ignores_gates(
     monkeypatch.setattr(
         attention, "calculate_z_scores", lambda v, pattern: plain(v, pattern.softmax(dim=-1))
     )
-    monkeypatch.setattr(doctor, "load_model", lambda source, device: model)
+    monkeypatch.setattr(doctor, "load_dense_or_sparse", lambda source, device: model)
     (failed,) = run_doctor(tmp_path).failed
     assert "can be gated by hooks; in layer 1" in failed.found
     assert not any(point._forward_hooks for point in model.hook_dict.values())
