@@ -32,13 +32,6 @@ function start(root, data, live) {
       `${side} ${endY + panel.bend} ${endX} ${endY}`;
   }
 
-  function place(panel, lines) {
-    for (const line of lines) {
-      line.d = edgePath(panel, line);
-      line.curves = curvesOf(line.d);
-    }
-  }
-
   function gradeOf(value) {
     const grades = data.styles["path+"].length;
     return Math.min(grades - 1, Math.floor(((Math.abs(value) - 1) * grades) / data.steps));
@@ -46,7 +39,7 @@ function start(root, data, live) {
 
   function draw(panel) {
     const view = (panel.view = selectEdges(panel, data, state));
-    place(panel, view.lines);
+    for (const line of view.lines) line.d = edgePath(panel, line);
     drawEdges(panel, view);
     drawNodes(panel, view);
     drawPrediction(panel, view);
@@ -82,7 +75,7 @@ function start(root, data, live) {
   // Removed edges of a live figure stay where they were, as broken lines.
   function drawRemoved(panel) {
     if (!panel.removed.length) return;
-    place(panel, panel.removed);
+    for (const line of panel.removed) line.d = edgePath(panel, line);
     const path = document.createElementNS(SVG, "path");
     setAttributes(path, {
       "data-role": "removed", d: panel.removed.map((line) => line.d).join(""),

@@ -13,16 +13,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight
 from sparse_tl.plots import palette
-from sparse_tl.plots.circuit_svg import Panel, draw_svg
+from sparse_tl.plots.circuit_svg import N_GRADES, draw_svg, line_style
 from sparse_tl.plots.diagram_layout import Layout, PanelLayout, lay_out, prediction_arrow
-from sparse_tl.plots.diagram_styles import N_GRADES, STEPS, EdgeKind, line_style
 from sparse_tl.plots.drawn_edges import (
     N_MAIN_EDGES,
+    STEPS,
+    EdgeKind,
     RoundedGraph,
     round_graph,
     select_edges,
@@ -84,23 +83,15 @@ def circuit_diagram(
     check_options(weight, threshold)
     target = _checked_target(flows, target)
     rounded = [round_graph(flow, name) for name, flow in flows.items()]
-    _check_scores(weight, dict(zip(flows, rounded, strict=True)))
+    _check_scores(weight, rounded)
     limit = threshold_steps(threshold)
-    _, read_at = next(iter(flows.values())).targets[target]
-    drawn = [
-        Panel(
-            name,
-            flow,
-            select_edges(values.values(weight, target), limit, read_at, flow.n_pairs),
-            values.shown(weight),
-        )
-        for (name, flow), values in zip(flows.items(), rounded, strict=True)
-    ]
+    _, read_at = rounded[0].graph.targets[target]
+    drawn = [(r, select_edges(r.values(weight, target), limit, read_at)) for r in rounded]
     surround = Surround(tuple(flows), title, transition)
     layout = lay_out(list(flows.values()), surround)
-    svg = draw_svg(drawn, layout, surround, target=target, limit=limit)
+    svg = draw_svg(drawn, layout, surround, target=target, weight=weight, limit=limit)
     state = {"target": target, "weight": weight, "limit": limit, "head": -1}
-    return CircuitDiagram(svg, _script_data(drawn, rounded, layout, state), surround)
+    return CircuitDiagram(svg, _script_data(rounded, layout, state), surround)
 
 
 def _checked_panels(panels: Mapping[str, AttentionGraph]) -> dict[str, AttentionGraph]:
@@ -139,12 +130,12 @@ def check_options(weight: str, threshold: float) -> None:
         )
 
 
-def _check_scores(weight: EdgeWeight, panels: Mapping[str, RoundedGraph]) -> None:
-    for name, values in panels.items():
-        if weight != "attention" and values.shown(weight) not in values.scores:
+def _check_scores(weight: EdgeWeight, panels: Sequence[RoundedGraph]) -> None:
+    for panel in panels:
+        if weight != "attention" and panel.shown(weight) not in panel.scores:
             raise ValueError(
-                f"expected {weight} scores in every panel; got none in {name!r}; trace the model "
-                "with attribution=True or max_effects=..., or draw weight='attention'"
+                f"expected {weight} scores in every panel; got none in {panel.name!r}; trace the "
+                "model with attribution=True or max_effects=..., or draw weight='attention'"
             )
 
 
@@ -160,21 +151,10 @@ def _checked_target(flows: Mapping[str, AttentionGraph], target: int) -> int:
 
 
 def _script_data(
-    panels: Sequence[Panel],
-    rounded: Sequence[RoundedGraph],
-    layout: Layout,
-    state: dict[str, Any],
+    panels: Sequence[RoundedGraph], layout: Layout, state: dict[str, Any]
 ) -> dict[str, Any]:
     """What the script needs to redraw the lines of the static figure."""
-    styles: dict[str, list[list[str | float]]] = {}
-    kinds: tuple[EdgeKind, ...] = ("open", "path", "main")
-    for kind in kinds:
-        for negative in (False, True):
-            grades = (
-                line_style(kind, grade, negative, layout.line_scale) for grade in range(N_GRADES)
-            )
-            styles[f"{kind}{'-' if negative else '+'}"] = [[s.stroke, s.width] for s in grades]
-    floor = _smallest_threshold(rounded, state["limit"])
+    floor = _smallest_threshold(panels, state["limit"])
     return {
         "state": state,
         "floor": floor,
@@ -182,67 +162,58 @@ def _script_data(
         "nMain": N_MAIN_EDGES,
         "columns": layout.columns,
         "bow": layout.bow,
-        "styles": styles,
+        "styles": {
+            kind + sign: [
+                line_style(kind, grade, sign == "-", layout.line_scale) for grade in range(N_GRADES)
+            ]
+            for kind in get_args(EdgeKind)
+            for sign in "+-"
+        },
         "paint": {
-            "reached": list(palette.NODE_REACHED),
-            "unreached": list(palette.NODE_UNREACHED),
+            "reached": palette.NODE_REACHED,
+            "unreached": palette.NODE_UNREACHED,
             "predicted": palette.ACCENT,
         },
-        "targets": panels[0].flow.targets,
+        "targets": panels[0].graph.targets,
         "panels": [
-            _panel_data(panel, values, floor, layout, place)
-            for panel, values, place in zip(panels, rounded, layout.panels, strict=True)
+            _panel_data(panel, floor, layout, place)
+            for panel, place in zip(panels, layout.panels, strict=True)
         ],
     }
 
 
-def _views(rounded: RoundedGraph) -> list[Int[Tensor, "layer head query key"]]:
-    """Every weight that the reader can choose."""
-    return [rounded.attention, *(row for s in rounded.scores.values() for row in s.values)]
-
-
-def _largest(rounded: RoundedGraph) -> Int[Tensor, "layer head query key"]:
-    """The largest weight that each edge has in any of the views."""
-    return torch.stack(_views(rounded)).abs().amax(dim=0)
-
-
-def _smallest_threshold(rounded: Sequence[RoundedGraph], limit: int) -> int:
+def _smallest_threshold(panels: Sequence[RoundedGraph], limit: int) -> int:
     """The threshold, in thousandths, down to which a figure of bounded size can show every edge."""
-    counts = torch.zeros(STEPS + 1, dtype=torch.int64)
-    for graph in rounded:
-        n_views = len(_views(graph))
-        counts += n_views * torch.bincount(_largest(graph).flatten(), minlength=STEPS + 1)
-    n_numbers = counts.flip(0).cumsum(0).flip(0)  # at index i: of edges with a weight of i or more
-    within = (n_numbers[1:] <= _MAX_NUMBERS).nonzero()
-    smallest = int(within[0]) + 1 if len(within) else STEPS
-    return min(smallest, limit)
+    weights = torch.cat([panel.largest.flatten().repeat(panel.n_views) for panel in panels])
+    beyond = weights.sort(descending=True).values[_MAX_NUMBERS:]
+    return min(int(beyond[0]) + 1, limit) if len(beyond) else 1
 
 
 def _panel_data(
-    panel: Panel, rounded: RoundedGraph, floor: int, layout: Layout, place: PanelLayout
+    panel: RoundedGraph, floor: int, layout: Layout, place: PanelLayout
 ) -> dict[str, Any]:
-    flow = panel.flow
-    listed = _largest(rounded) >= floor
+    graph = panel.graph
+    listed = panel.largest >= floor
     places = listed.flatten().nonzero().squeeze(1)
     return {
         "name": visible_text(panel.name),
-        "shape": [flow.n_layers, flow.n_heads, flow.n_columns],
+        "shape": [graph.n_layers, graph.n_heads, graph.n_columns],
         "levels": place.levels,
         "bend": place.bend,
-        "input": [visible_text(token) for token in flow.input_tokens],
-        "output": [visible_text(token) for token in flow.output_tokens],
+        "input": [visible_text(token) for token in graph.input_tokens],
+        "output": [visible_text(token) for token in graph.output_tokens],
         "arrows": [
-            prediction_arrow(layout, place, column, read_at) for column, read_at in flow.targets
+            prediction_arrow(layout, place, column, read_at) for column, read_at in graph.targets
         ],
         # From each listed place to the next in [layer, head, query, key].
         "steps": places.diff(prepend=torch.zeros(1, dtype=places.dtype)).tolist(),
-        "nPairs": flow.n_pairs,
-        "attention": rounded.attention[listed].tolist(),
+        "nPairs": graph.n_pairs,
+        "attention": panel.attention[listed].tolist(),
         "scores": {
             kind: {
-                "rows": [row[listed].tolist() for row in scores.values],
-                "scales": [float(f"{scale:.4g}") for scale in scores.scales],
+                "rows": [row[listed].tolist() for row in values],
+                "scales": [float(f"{scale:.4g}") for scale in panel.scales[kind]],
             }
-            for kind, scores in rounded.scores.items()
+            for kind, values in panel.scores.items()
         },
     }

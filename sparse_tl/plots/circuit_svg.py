@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import get_args
 
-from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight
+from sparse_tl.circuits.attention_graph import EdgeWeight
+from sparse_tl.plots import palette
 from sparse_tl.plots.diagram_layout import (
     LABEL_SIZE,
     Layout,
@@ -17,84 +18,115 @@ from sparse_tl.plots.diagram_layout import (
     edge_path,
     prediction_arrow,
 )
-from sparse_tl.plots.diagram_styles import STEPS, EdgeKind, grade, line_style
-from sparse_tl.plots.drawn_edges import EdgeSelection
+from sparse_tl.plots.drawn_edges import STEPS, EdgeKind, EdgeSelection, RoundedGraph
 from sparse_tl.plots.figure_frame import Surround, panel_frame, xml_text
-from sparse_tl.plots.palette import (
-    ACCENT,
-    INK,
-    NODE_REACHED,
-    NODE_UNREACHED,
-    RESIDUAL,
-    RESIDUAL_ON_PATH,
-    RULE_WEIGHT,
-)
+from sparse_tl.plots.palette import ACCENT, INK, NODE_REACHED, NODE_UNREACHED, RULE_WEIGHT
 from sparse_tl.plots.token_text import clip_text, visible_text
 
-SCORE_NAMES = {"effect": "effect", "first-order": "first-order attribution"}
+N_GRADES = 10
+"""Of the weight of an edge."""
+
+# (weakest, strongest); blue for positive and orange for negative weights.
+_COLOURS: dict[EdgeKind, tuple[palette.Scale, palette.Scale]] = {
+    "main": (palette.MAIN, palette.MAIN_NEGATIVE),
+    "path": (palette.ON_PATH, palette.ON_PATH_NEGATIVE),
+    "open": (palette.OFF_PATH, palette.OFF_PATH_NEGATIVE),
+}
+_WIDTHS: dict[EdgeKind, tuple[float, float]] = {
+    "main": (1.3, 4.2),
+    "path": (0.7, 2.0),
+    "open": (0.7, 1.6),
+}
+_SCORE_NAMES = {"effect": "effect", "first-order": "first-order attribution"}
 
 
-@dataclass(frozen=True, eq=False)
-class Panel:
-    """One frame with what it shows."""
+def line_style(
+    kind: EdgeKind, grade: int, negative: bool, scale: float = 1.0
+) -> tuple[palette.Colour, float]:
+    """The colour and the width of a line: darker and thicker with weight.
 
-    name: str
-    flow: AttentionGraph
-    selection: EdgeSelection
-    weight: EdgeWeight
+    Args:
+        kind: of the edge.
+        grade: of its weight, 0..9.
+        negative: whether the weight is below 0.
+        scale: thickness relative to a figure with wide columns; what is dark stays thicker.
+    """
+    share = (grade + 0.5) / N_GRADES
+    weakest, strongest = _COLOURS[kind][negative]
+    thin, thick = _WIDTHS[kind]
+    width = (thin + (thick - thin) * share) * (max(scale, 0.6) if kind == "main" else scale)
+    # Most attention weights are small: the root keeps them apart from one another.
+    return palette.blend(weakest, strongest, share**0.6), round(width, 2)
 
 
 def draw_svg(
-    panels: Sequence[Panel], layout: Layout, surround: Surround, *, target: int, limit: int
+    panels: Sequence[tuple[RoundedGraph, EdgeSelection]],
+    layout: Layout,
+    surround: Surround,
+    *,
+    target: int,
+    weight: EdgeWeight,
+    limit: int,
 ) -> str:
     """The figure as an SVG element.
 
     Args:
-        panels: from top to bottom.
+        panels: from top to bottom: what is drawn, and the edges of it.
         layout: of these panels.
         surround: of the panels.
         target: index of the predicted character.
-        limit: the threshold in thousandths, for the caption of each panel.
+        weight: that lines show.
+        limit: the threshold in thousandths.
     """
-    content = (
-        part
-        for index, panel in enumerate(panels)
-        for part in _panel(index, panel, layout, target, limit)
-    )
+    content: list[str] = []
+    for index, (rounded, selection) in enumerate(panels):
+        words = _caption(rounded, selection, weight, limit)
+        content += _panel(index, rounded, selection, layout, target, words)
     return surround.svg(layout.width, layout.height, layout.panels, content)
 
 
-def caption(selection: EdgeSelection, weight: EdgeWeight, limit: int) -> str:
-    """How many attention edges a panel shows, in words."""
-    shown = f"{selection.n_attention_edges:,} of {selection.n_possible_edges:,} attention edges"
-    threshold = f"\N{GREATER-THAN OR EQUAL TO} {limit / STEPS:.{3 if limit % 10 else 2}f}"
-    if weight == "attention":
-        return f"{shown} {threshold}"
-    return f"{shown} {threshold} of the largest {SCORE_NAMES[weight]}; orange: hurts"
+def _caption(
+    rounded: RoundedGraph, selection: EdgeSelection, weight: EdgeWeight, limit: int
+) -> str:
+    graph, shown = rounded.graph, rounded.shown(weight)
+    n_possible = graph.n_layers * graph.n_heads * graph.n_pairs
+    words = (
+        f"{selection.n_attention_edges:,} of {n_possible:,} attention edges "
+        f"\N{GREATER-THAN OR EQUAL TO} {limit / STEPS:.{3 if limit % 10 else 2}f}"
+    )
+    if shown == "attention":
+        return words
+    return f"{words} of the largest {_SCORE_NAMES[shown]}; orange: hurts"
 
 
-def _panel(index: int, panel: Panel, layout: Layout, target: int, limit: int) -> Iterator[str]:
-    place, selection = layout.panels[index], panel.selection
+def _panel(
+    index: int,
+    rounded: RoundedGraph,
+    selection: EdgeSelection,
+    layout: Layout,
+    target: int,
+    caption: str,
+) -> Iterator[str]:
+    place, graph = layout.panels[index], rounded.graph
     yield (
         f'<g data-panel="{index}" data-edges-shown="{len(selection.edges)}" '
         f'data-edges-on-path="{selection.n_on_path}" '
         f'data-attention-edges="{selection.n_attention_edges}">'
     )
-    words = caption(selection, panel.weight, limit)
-    yield from panel_frame(layout.left, layout.right, place, panel.name, words)
-    for layer in range(panel.flow.n_layers):
+    yield from panel_frame(layout.left, layout.right, place, rounded.name, caption)
+    for layer in range(graph.n_layers):
         yield (
             f'<text x="{layout.columns[0] - 30}" y="{place.levels[layer + 1] + 4.5:g}" '
             f'text-anchor="end" font-size="{LABEL_SIZE:g}">Layer {layer}</text>'
         )
-    yield from _residual_stream(panel, layout, place)
+    yield from _residual_stream(selection, layout, place)
     yield '<g data-role="edges" fill="none" stroke-linecap="round">'
     yield from _edges(selection, layout, place)
     yield "</g>"
     yield from _nodes(selection, layout, place)
-    column, read_at = panel.flow.targets[target]
-    yield from _tokens("input", panel.flow.input_tokens, layout, place.input_y)
-    yield from _tokens("output", panel.flow.output_tokens, layout, place.output_y, column)
+    column, read_at = graph.targets[target]
+    yield from _tokens("input", graph.input_tokens, layout, place.input_y)
+    yield from _tokens("output", graph.output_tokens, layout, place.output_y, column)
     line, head = prediction_arrow(layout, place, column, read_at)
     yield (
         f'<path data-role="arrow" d="{line}" fill="none" stroke="{INK}" stroke-width="1.8"/>'
@@ -103,35 +135,35 @@ def _panel(index: int, panel: Panel, layout: Layout, target: int, limit: int) ->
     yield "</g>"
 
 
-def _residual_stream(panel: Panel, layout: Layout, place: PanelLayout) -> Iterator[str]:
+def _residual_stream(selection: EdgeSelection, layout: Layout, place: PanelLayout) -> Iterator[str]:
     bottom, top = place.levels[0], place.levels[-1]
     every = "".join(f"M{x} {bottom}V{top}" for x in layout.columns)
-    yield f'<path d="{every}" fill="none" stroke="{RESIDUAL}" stroke-width="{RULE_WEIGHT}"/>'
     on_path = "".join(
-        f"M{layout.columns[column]} {place.levels[level - 1]}V{place.levels[level]}"
-        for level, column in panel.selection.reached.nonzero().tolist()
-        if level > 0
+        f"M{layout.columns[column]} {place.levels[below]}V{place.levels[below + 1]}"
+        for below, column in selection.reached[1:].nonzero().tolist()
     )
+    style = f'fill="none" stroke-width="{RULE_WEIGHT}"'
     yield (
-        f'<path data-role="residual-path" d="{on_path}" fill="none" '
-        f'stroke="{RESIDUAL_ON_PATH}" stroke-width="{RULE_WEIGHT}"/>'
+        f'<path d="{every}" {style} stroke="{palette.RESIDUAL}"/>'
+        f'<path data-role="residual-path" d="{on_path}" {style} '
+        f'stroke="{palette.RESIDUAL_ON_PATH}"/>'
     )
 
 
 def _edges(selection: EdgeSelection, layout: Layout, place: PanelLayout) -> Iterator[str]:
     """One path for all the lines of a style: thousands of lines stay a small file."""
-    curves: dict[tuple[EdgeKind, int, bool], list[str]] = defaultdict(list)
-    for edge in selection.edges:
-        curves[edge.kind, grade(edge.value), edge.value < 0].append(
-            edge_path(layout, place, edge.layer, edge.query, edge.key)
-        )
     # Light lines first, then from the weakest to the strongest.
-    order: dict[EdgeKind, int] = {"open": 0, "path": 1, "main": 2}
-    for kind, strength, negative in sorted(curves, key=lambda style: (order[style[0]], *style[1:])):
-        style = line_style(kind, strength, negative, layout.line_scale)
+    kinds = get_args(EdgeKind)
+    curves: dict[tuple[int, int, bool], str] = defaultdict(str)
+    for edge in selection.edges:
+        grade = (abs(edge.value) - 1) * N_GRADES // STEPS
+        style = kinds.index(edge.kind), grade, edge.value < 0
+        curves[style] += edge_path(layout, place, edge.layer, edge.query, edge.key)
+    for (kind, grade, negative), data in sorted(curves.items()):
+        stroke, width = line_style(kinds[kind], grade, negative, layout.line_scale)
         yield (
-            f'<path data-kind="{kind}" d="{"".join(curves[kind, strength, negative])}" '
-            f'stroke="{style.stroke}" stroke-width="{style.width:g}"/>'
+            f'<path data-kind="{kinds[kind]}" d="{data}" stroke="{stroke}" '
+            f'stroke-width="{width:g}"/>'
         )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from sparse_tl.nodes import Node, Slot
+from sparse_tl.plots.drawn_circuit import Line
 
 _MAX_SPREAD_STEP = 7.0
 
@@ -31,15 +32,6 @@ class NodeBox:
     def port(self, slot: Slot | None) -> float:
         """The x coordinate at which the slot is read."""
         return self.x + port_offset(self.width, slot)
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line from a source, at its lower end, to one of the nodes that read from it."""
-
-    source: Node
-    reader: Node
-    slot: Slot | None
 
 
 def port_offset(width: float, slot: Slot | None) -> float:

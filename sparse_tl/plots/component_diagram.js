@@ -1,7 +1,5 @@
 // Makes the static component diagram interactive: it shows fewer edges, or what is before and
-// after a node. All lines are those of the static figure, whose elements say with how many of the
-// strongest edges they are drawn (data-drawn) and on a path from the input to the logits
-// (data-on-path).
+// after a node. All lines are those of the static figure.
 
 function start(root, data) {
   "use strict";
@@ -13,34 +11,32 @@ function start(root, data) {
   for (const panel of panels) {
     panel.nodes = [...panel.part("nodes").children];
     panel.lines = [...panel.part("edges").children].map((path) => {
-      const { edge, source, reader } = path.dataset;
-      const [rank, curves] = [Number(edge), curvesOf(path.getAttribute("d"))];
-      return { path, rank, source, reader, edge: panel.edges[rank], curves };
+      const { edge, source, reader, slot } = path.dataset;
+      const [rank, d] = [Number(edge), path.getAttribute("d")];
+      return { path, rank, source, reader, slot, edge: panel.edges[rank], d };
     });
   }
 
   // ---- drawing -------------------------------------------------------------------------------
 
-  function stateOf({ dataset }) {
-    if (state.edges >= Number(dataset.onPath)) return "path";
-    return state.edges >= Number(dataset.drawn) ? "open" : "absent";
+  // On a path from the input to the logits, drawn at least, or not: that to which these lines belong.
+  function stateOf(lines) {
+    if (!lines.length) return "absent";
+    return lines.some((line) => line.onPath) ? "path" : "open";
   }
 
   function draw(panel) {
-    const shown = panel.lines.filter((line) => {
-      line.state = stateOf(line.path);
-      line.onPath = line.state === "path";
-      return line.state !== "absent";
-    });
+    const shown = panel.shown = panel.lines.filter((line) => line.rank < state.edges);
+    const [above, below] = [reach(shown, "input", true), reach(shown, "logits", false)];
+    for (const line of shown) line.onPath = above.has(line.source) && below.has(line.reader);
     const focus = state.focus?.panel === panel.index ? state.focus.node : null;
     const before = focus && reach(shown, focus, false);
     const after = focus && reach(shown, focus, true);
-    panel.shown = shown;
     panel.near = shown.filter((line) => !focus || before.has(line.reader) || after.has(line.source));
     drawLines(panel);
     for (const group of panel.nodes) {
       const { node } = group.dataset;
-      drawNode(group, node === focus, !focus || before.has(node) || after.has(node));
+      drawNode(panel, group, node === focus, !focus || before.has(node) || after.has(node));
     }
     const edges = new Set(shown.map((line) => line.edge));
     panel.onPath = new Set(shown.filter((line) => line.onPath).map((line) => line.edge));
@@ -55,7 +51,7 @@ function start(root, data) {
     const near = new Set(panel.near);
     for (const line of panel.shown) {
       setAttributes(line.path, {
-        "data-kind": line.state,
+        "data-kind": stateOf([line]),
         stroke: line.onPath ? line.edge.strokes[state.colour] : data.openStroke,
         opacity: near.has(line) ? null : 0.13,
       });
@@ -65,19 +61,23 @@ function start(root, data) {
     panel.part("edges").replaceChildren(...panel.shown.map(({ path }) => path));
   }
 
-  function drawNode(group, isFocus, isNear) {
-    const paint = data.paint[group.dataset.kind][stateOf(group)];
+  function drawNode(panel, group, isFocus, isNear) {
+    const { node, kind } = group.dataset;
+    const entering = panel.shown.filter((line) => line.reader === node);
+    const found = stateOf([...entering, ...panel.shown.filter((line) => line.source === node)]);
+    const paint = data.paint[kind][found];
     const [box, text, ...ports] = group.children;
     setAttributes(group, {
-      "data-state": stateOf(group), "aria-pressed": isFocus, opacity: isNear ? null : 0.3,
+      "data-state": found, "aria-pressed": isFocus, opacity: isNear ? null : 0.3,
     });
     setAttributes(box, { fill: isFocus ? paint.stroke : paint.fill, stroke: paint.stroke });
     setAttributes(text, { fill: isFocus ? data.ground : paint.ink });
     for (const port of ports) {
-      const entered = stateOf(port);
+      const { slot } = port.dataset;
+      const entered = stateOf(entering.filter((line) => line.slot === slot));
       setAttributes(port, {
         display: entered === "absent" ? "none" : null,
-        fill: entered === "path" ? data.slots[port.dataset.slot] : data.openPort,
+        fill: entered === "path" ? data.slots[slot] : data.openPort,
       });
     }
   }
@@ -87,7 +87,8 @@ function start(root, data) {
     const words = `${number(edges.size)} of ${number(panel.nKept)} kept circuit edges ` +
       `(model: ${number(panel.nExisting)}); ${number(panel.onPath.size)} ` +
       "on a path from input to logits";
-    return panel.scored ? `${words}; |score| \u2265 ${panel.edges[edges.size - 1].size}` : words;
+    if (!panel.scored) return words;
+    return `${words}; |score| \u2265 ${panel.edges[edges.size - 1].score.replace("\u2212", "")}`;
   }
 
   function drawAll() {
@@ -137,7 +138,7 @@ function start(root, data) {
 
   function edgeText(panel, { edge, rank }) {
     const text = [edge.name];
-    if (edge.score !== undefined) {
+    if (edge.score) {
       const effect = edge.sign < 0 ? " (helps)" : edge.sign > 0 ? " (hurts)" : "";
       text.push(`score ${edge.score}${effect}`, `rank ${rank + 1} of ${panel.nKept} by |score|`);
     }

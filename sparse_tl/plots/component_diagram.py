@@ -13,19 +13,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from sparse_tl.circuits import Circuit, Scores
+from sparse_tl.plots import palette
 from sparse_tl.plots.component_layout import ComponentLayout, lay_out
-from sparse_tl.plots.component_svg import draw_svg, score_text
-from sparse_tl.plots.diagram_styles import (
-    SLOTS,
+from sparse_tl.plots.component_svg import (
+    SLOT_COLOURS,
     LineColour,
+    draw_svg,
     line_stroke,
     node_paint,
-    slot_colour,
+    score_text,
 )
-from sparse_tl.plots.drawn_circuit import DrawnCircuit, DrawnEdge, draw_strongest
+from sparse_tl.plots.drawn_circuit import DrawnCircuit, LineState, draw_strongest
 from sparse_tl.plots.figure_frame import Surround
 from sparse_tl.plots.interactive_html import PanelFigure, checked_panels
-from sparse_tl.plots.palette import GROUND, INK, OPEN_EDGE, OPEN_PORT
 from sparse_tl.plots.token_text import visible_text
 
 
@@ -118,16 +118,15 @@ def _script_data(
     panels: Sequence[DrawnCircuit], layout: ComponentLayout, colour: LineColour, unit: str
 ) -> dict[str, Any]:
     """What the script cannot read from the static figure."""
-    states = ("path", "open", "absent")
     return {
         "colour": colour,
-        "openStroke": OPEN_EDGE,
-        "openPort": OPEN_PORT,
-        "pointed": INK,
-        "ground": GROUND,
-        "slots": {slot: slot_colour(slot) for slot in SLOTS},
+        "openStroke": palette.OPEN_EDGE,
+        "openPort": palette.OPEN_PORT,
+        "pointed": palette.INK,
+        "ground": palette.GROUND,
+        "slots": {slot: full for slot, full in SLOT_COLOURS.items() if slot},
         "paint": {
-            kind: {state: node_paint(kind, state) for state in states}
+            kind: {state: node_paint(kind, state) for state in get_args(LineState)}
             for kind in sorted({node.kind for node in layout.boxes})
         },
         "panels": [
@@ -138,7 +137,8 @@ def _script_data(
                 "edges": [
                     {
                         "name": str(edge.edge),
-                        **_score_data(edge, unit),
+                        "score": None if edge.score is None else score_text(edge.score, unit),
+                        "sign": 0 if edge.score is None else (edge.score > 0) - (edge.score < 0),
                         "strokes": {c: line_stroke(edge, c) for c in get_args(LineColour)},
                     }
                     for edge in panel.edges
@@ -146,14 +146,4 @@ def _script_data(
             }
             for panel in panels
         ],
-    }
-
-
-def _score_data(edge: DrawnEdge, unit: str) -> dict[str, Any]:
-    if edge.score is None:
-        return {}
-    return {
-        "sign": (edge.score > 0) - (edge.score < 0),
-        "score": score_text(edge.score, unit),
-        "size": score_text(abs(edge.score), unit),
     }

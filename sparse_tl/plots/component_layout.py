@@ -12,13 +12,13 @@ Nodes, bands and curves are given relative to the top of their panel's frame.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from sparse_tl.nodes import Node
-from sparse_tl.plots.component_curves import Line, NodeBox, line_curves, port_offset
-from sparse_tl.plots.drawn_circuit import INPUT, LOGITS, DrawnCircuit, DrawnEdge
+from sparse_tl.plots.component_curves import NodeBox, line_curves, port_offset
+from sparse_tl.plots.drawn_circuit import INPUT, LOGITS, DrawnCircuit, Line
 from sparse_tl.plots.figure_frame import (
     FIGURE_WIDTH,
     MARGIN,
@@ -91,17 +91,11 @@ class ComponentLayout:
     bands: tuple[Band, ...]
     legend_y: float
 
-    def path_data(self, edge: DrawnEdge, reader: Node) -> str:
-        """The line of an edge to one of its readers as SVG path data."""
-        return self.curves[Line(edge.source, reader, edge.slot)]
-
 
 def lay_out(panels: Sequence[DrawnCircuit], surround: Surround) -> ComponentLayout:
     """Place the nodes and lines of these panels."""
-    edges = [edge for panel in panels for edge in panel.edges]
-    drawn = (Line(edge.source, reader, edge.slot) for edge in edges for reader in edge.readers)
-    lines = list(dict.fromkeys(drawn))
-    rows = node_rows({INPUT, LOGITS}.union(*(panel.nodes for panel in panels)), lines)
+    lines = list(dict.fromkeys(line for panel in panels for line in panel.lines))
+    rows = node_rows(lines)
     heights = _row_heights(rows)
     widths = {node: _node_width(node, lines) for row in rows for node in row.nodes}
 
@@ -133,8 +127,8 @@ def lay_out(panels: Sequence[DrawnCircuit], surround: Surround) -> ComponentLayo
     )
 
 
-def node_rows(nodes: Iterable[Node], lines: Sequence[Line]) -> list[Row]:
-    """The rows of these nodes, from the lowest to the highest."""
+def node_rows(lines: Sequence[Line]) -> list[Row]:
+    """The rows of the nodes that these lines join, from the lowest to the highest."""
     # An MLP that reads from a head of its layer has to be above it.
     raised = {
         line.reader
@@ -143,7 +137,7 @@ def node_rows(nodes: Iterable[Node], lines: Sequence[Line]) -> list[Row]:
         and line.source.kind == "head"
         and line.source.layer == line.reader.layer
     }
-    inner = set(nodes) - {INPUT, LOGITS}
+    inner = {node for line in lines for node in (line.source, line.reader)} - {INPUT, LOGITS}
     rows = [Row("", (INPUT,))]
     for layer in sorted({node.layer for node in inner}):
         inside = [node for node in inner if node.layer == layer]

@@ -15,42 +15,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight, ancestors
-from sparse_tl.plots.diagram_styles import STEPS, EdgeKind
 
+STEPS = 1000
+"""Weights are whole numbers: the steps between a weight of 0 and a weight of 1."""
 N_MAIN_EDGES = 32
 """How many lines of a panel are dark at most."""
 
-
-@dataclass(frozen=True, eq=False)
-class RoundedScores:
-    """Effects of removing edges in thousandths, positive where the edge helps.
-
-    Args:
-        values: -1000..1000 for each target, relative to ``scales``.
-        scales: the largest absolute effect of each target, in logits.
-    """
-
-    values: Int[Tensor, "target layer head query key"]
-    scales: tuple[float, ...]
+EdgeKind = Literal["open", "path", "main"]
 
 
 @dataclass(frozen=True, eq=False)
 class RoundedGraph:
-    """The weights of an attention graph in thousandths.
+    """An attention graph with its weights in thousandths.
 
     Args:
+        name: of its panel.
+        graph: as it was traced.
         attention: gate times attention, 0..1000.
-        scores: "effect" and "first-order", as far as they are known.
+        scores: "effect" and "first-order", as far as they are known: of removing an edge, positive
+            where the edge helps, -1000..1000 for each target, relative to `scales`.
+        scales: the largest absolute effect of each target, in logits.
     """
 
+    name: str
+    graph: AttentionGraph
     attention: Int[Tensor, "layer head query key"]
-    scores: dict[str, RoundedScores]
+    scores: dict[str, Int[Tensor, "target layer head query key"]]
+    scales: dict[str, list[float]]
 
     def shown(self, weight: EdgeWeight) -> EdgeWeight:
         """What is drawn where a weight is asked for: effects that are not known exactly are
@@ -60,7 +58,18 @@ class RoundedGraph:
     def values(self, weight: EdgeWeight, target: int) -> Int[Tensor, "layer head query key"]:
         """The weight of each edge in thousandths, of one target."""
         kind = self.shown(weight)
-        return self.attention if kind == "attention" else self.scores[kind].values[target]
+        return self.attention if kind == "attention" else self.scores[kind][target]
+
+    @property
+    def largest(self) -> Int[Tensor, "layer head query key"]:
+        """The largest absolute weight that each edge has, of all that can be shown."""
+        scores = [values.abs().amax(dim=0) for values in self.scores.values()]
+        return torch.stack([self.attention, *scores]).amax(dim=0)
+
+    @property
+    def n_views(self) -> int:
+        """How many weights an edge has."""
+        return 1 + len(self.graph.targets) * len(self.scores)
 
 
 @dataclass(frozen=True)
@@ -82,14 +91,11 @@ class EdgeSelection:
         edges: the lines, in the order of layer, query and key.
         reached: the nodes from which the predicted character can be reached.
         n_attention_edges: edges at or above the threshold, each head counted for itself.
-        n_possible_edges: all the edges that there could be, ``L * H * T (T + 1) / 2``, or
-            ``L * H * T^2`` where attention is bidirectional.
     """
 
     edges: tuple[DrawnEdge, ...]
     reached: Bool[Tensor, "level column"]
     n_attention_edges: int
-    n_possible_edges: int
 
     @property
     def n_on_path(self) -> int:
@@ -133,31 +139,23 @@ def round_graph(graph: AttentionGraph, name: str) -> RoundedGraph:
             f"expected attention 0 where the gate is closed in panel {name!r}; got other weights; "
             "multiply the attention probabilities by the gates first"
         )
-    rounded_attention = (attention.clamp(max=1) * STEPS).round().to(torch.int32)
-    given = {"effect": graph.effect, "first-order": graph.attribution}
-    return RoundedGraph(
-        rounded_attention,
-        {
-            kind: _rounded_scores(scores, (len(graph.targets), *attention.shape), kind, name)
-            for kind, scores in given.items()
-            if scores is not None
-        },
-    )
-
-
-def _rounded_scores(
-    scores: Tensor, expected: tuple[int, ...], kind: str, name: str
-) -> RoundedScores:
-    scores = scores.detach().double().cpu()
-    _check_finite(scores, f"{kind} scores of panel {name!r}")
-    if tuple(scores.shape) != expected:
-        raise ValueError(
-            f"expected {kind} scores of shape {expected} in panel {name!r}, one per target "
-            f"and attention edge; got {tuple(scores.shape)}"
-        )
-    scales = scores.abs().flatten(start_dim=1).amax(dim=1)
-    helps = -scores / scales.clamp(min=1e-30)[:, None, None, None, None]
-    return RoundedScores((helps * STEPS).round().to(torch.int32), tuple(scales.tolist()))
+    rounded = (attention.clamp(max=1) * STEPS).round().to(torch.int32)
+    scores, scales = {}, {}
+    for kind, given in {"effect": graph.effect, "first-order": graph.attribution}.items():
+        if given is None:
+            continue
+        values = given.detach().double().cpu()
+        _check_finite(values, f"{kind} scores of panel {name!r}")
+        expected = (len(graph.targets), *attention.shape)
+        if values.shape != expected:
+            raise ValueError(
+                f"expected {kind} scores of shape {expected} in panel {name!r}, one per target "
+                f"and attention edge; got {tuple(values.shape)}"
+            )
+        largest = values.abs().flatten(start_dim=1).amax(dim=1)
+        helps = -values / largest.clamp(min=1e-30)[:, None, None, None, None]
+        scores[kind], scales[kind] = (helps * STEPS).round().to(torch.int32), largest.tolist()
+    return RoundedGraph(name, graph, rounded, scores, scales)
 
 
 def _check_finite(values: Tensor, what: str) -> None:
@@ -170,7 +168,7 @@ def _check_finite(values: Tensor, what: str) -> None:
 
 
 def select_edges(
-    values: Int[Tensor, "layer head query key"], limit: int, read_at: int, n_pairs: int
+    values: Int[Tensor, "layer head query key"], limit: int, read_at: int
 ) -> EdgeSelection:
     """The edges to draw, and those among them that lead to the prediction.
 
@@ -178,32 +176,25 @@ def select_edges(
         values: signed weights in thousandths.
         limit: draw edges whose absolute weight is at least this, in thousandths.
         read_at: the column at which the prediction is read, at the last level.
-        n_pairs: pairs of columns that a head can join.
     """
-    n_layers, n_heads, n_columns, _ = values.shape
     strongest_head = values.abs().argmax(dim=1, keepdim=True)
     merged = values.gather(1, strongest_head).squeeze(1)
     kept = merged.abs() >= limit
     reached = ancestors(kept, read_at)
     on_path = kept & reached[1:, :, None]
-    moving = (on_path & ~torch.eye(n_columns, dtype=torch.bool)).flatten().nonzero().squeeze(1)
+    moving = (on_path & ~torch.eye(values.shape[-1], dtype=torch.bool)).flatten().nonzero()[:, 0]
     carried = _carried(merged * kept, read_at).flatten()[moving]
     # Of edges that carry the same, the first in the order of layer, query and key.
     best = carried.argsort(descending=True, stable=True)[:N_MAIN_EDGES]
     rank = on_path.int().flatten().index_fill(0, moving[best], 2).view_as(merged)
-    kinds: tuple[EdgeKind, ...] = ("open", "path", "main")
+    kinds = get_args(EdgeKind)
     edges = tuple(
         DrawnEdge(layer, query, key, value, kinds[kind])
         for (layer, query, key), value, kind in zip(
             kept.nonzero().tolist(), merged[kept].tolist(), rank[kept].tolist(), strict=True
         )
     )
-    return EdgeSelection(
-        edges,
-        reached,
-        n_attention_edges=int((values.abs() >= limit).sum()),
-        n_possible_edges=n_layers * n_heads * n_pairs,
-    )
+    return EdgeSelection(edges, reached, int((values.abs() >= limit).sum()))
 
 
 def _carried(

@@ -166,53 +166,19 @@ function pointIn(element, { clientX, clientY }) {
   return new DOMPoint(clientX, clientY).matrixTransform(element.getScreenCTM().inverse());
 }
 
-// The line nearest to a point within reach; lines on a path win over light ones at about the same
-// distance.
+const PEN = document.createElement("canvas").getContext("2d");
+
+// The line nearest to a point within six pixels; lines on a path win over light ones there.
 function nearestLine(lines, { x, y }) {
-  const REACH = 6;
-  let [best, bestDistance] = [null, REACH];
-  for (const line of lines) {
-    const ease = line.onPath ? 1 : 0;
-    for (const curve of line.curves) {
-      const distance = distanceToCurve(x, y, REACH + ease, curve) - ease;
-      if (distance < bestDistance) [best, bestDistance] = [line, distance];
-    }
+  let found = lines;
+  for (const reach of [6, 4, 3, 2]) {
+    PEN.lineWidth = 2 * reach;
+    const nearer = found.filter((line) => {
+      line.shape ??= new Path2D(line.d);
+      return PEN.isPointInStroke(line.shape, x, y);
+    });
+    if (!nearer.length) break;
+    found = nearer;
   }
-  return best;
-}
-
-function distanceToSegment(x, y, x0, y0, x1, y1) {
-  const [dx, dy] = [x1 - x0, y1 - y0];
-  const along = ((x - x0) * dx + (y - y0) * dy) / (dx * dx + dy * dy || 1);
-  const t = Math.max(0, Math.min(1, along));
-  return Math.hypot(x - x0 - t * dx, y - y0 - t * dy);
-}
-
-const CURVE_STEP = 6;
-
-// The cubic curves that SVG path data is made of, each as [x0, y0, ..., x3, y3]; a straight line is
-// one too. Asking the browser for points along the lines takes a minute where there are thousands.
-function curvesOf(data) {
-  const numbers = data.match(/-?[\d.]+/g).map(Number);
-  if (numbers.length === 4) return [[...numbers.slice(0, 2), ...numbers, ...numbers.slice(2)]];
-  const n = (numbers.length - 2) / 6;
-  return Array.from({ length: n }, (_, i) => numbers.slice(6 * i, 6 * i + 8));
-}
-
-function distanceToCurve(x, y, furthest, [x0, y0, x1, y1, x2, y2, x3, y3]) {
-  // A curve stays between its four points.
-  const [left, right] = [Math.min(x0, x1, x2, x3), Math.max(x0, x1, x2, x3)];
-  const [top, bottom] = [Math.min(y0, y1, y2, y3), Math.max(y0, y1, y2, y3)];
-  const outside = Math.max(left - x, x - right, top - y, y - bottom);
-  if (outside > furthest) return Infinity;
-  const n = Math.max(4, Math.ceil((right - left + bottom - top) / CURVE_STEP));
-  let [distance, fromX, fromY] = [Infinity, x0, y0];
-  for (let i = 1; i <= n; i++) {
-    const [t, s] = [i / n, 1 - i / n];
-    const [a, b, c, d] = [s * s * s, 3 * s * s * t, 3 * s * t * t, t * t * t];
-    const [toX, toY] = [a * x0 + b * x1 + c * x2 + d * x3, a * y0 + b * y1 + c * y2 + d * y3];
-    distance = Math.min(distance, distanceToSegment(x, y, fromX, fromY, toX, toY));
-    [fromX, fromY] = [toX, toY];
-  }
-  return distance;
+  return found === lines ? null : found.find((line) => line.onPath) ?? found[0];
 }

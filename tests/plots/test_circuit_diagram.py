@@ -135,7 +135,7 @@ def test_an_autoregressive_prediction_is_followed_from_where_it_is_read(make_flo
 
 def test_heads_are_merged_by_their_largest_weight(make_flow):
     flow = make_flow({(0, 0, 10, 3): 0.2, (0, 1, 10, 3): 0.7, (0, 2, 10, 3): 0.4})
-    selection = select_edges(round_graph(flow, "model").attention, 100, read_at=10, n_pairs=66)
+    selection = select_edges(round_graph(flow, "model").attention, 100, read_at=10)
     assert [(edge.query, edge.key, edge.value) for edge in selection.edges] == [(10, 3, 700)]
     assert selection.n_attention_edges == 3
 
@@ -145,7 +145,7 @@ def test_merging_keeps_the_sign_of_the_strongest_head(make_flow):
     attribution[4, 0, 1, 10, 3], attribution[4, 0, 2, 10, 3] = -2.0, 1.0
     flow = make_flow({(0, 1, 10, 3): 0.5, (0, 2, 10, 3): 0.5}, attribution=attribution)
     values = round_graph(flow, "model").values("first-order", 4)
-    (edge,) = select_edges(values, 100, read_at=10, n_pairs=66).edges
+    (edge,) = select_edges(values, 100, read_at=10).edges
     assert edge.value == 1000  # it helps: removing it lowers the logit
 
 
@@ -175,7 +175,7 @@ def test_main_edges_carry_the_most(make_flow):
     }
     crowd |= {(2, 0, 10, key): 0.5 for key in range(10)} | {(3, 1, 10, 9): 0.5, (3, 1, 10, 8): 0.5}
     flow = make_flow(crowd | weak)
-    selection = select_edges(round_graph(flow, "model").attention, 100, read_at=10, n_pairs=66)
+    selection = select_edges(round_graph(flow, "model").attention, 100, read_at=10)
     kinds = {(edge.layer, edge.query, edge.key): edge.kind for edge in selection.edges}
     assert sum(kind == "main" for kind in kinds.values()) == len(crowd) == N_MAIN_EDGES
     assert kinds[2, 5, 1] == kinds[3, 10, 5] == "path"  # carries 1.0 * 0.1

@@ -14,7 +14,7 @@ import pytest
 
 import sparse_tl.plots
 from sparse_tl.plots import circuit_diagram, palette
-from sparse_tl.plots.diagram_styles import N_GRADES, line_style
+from sparse_tl.plots.circuit_svg import N_GRADES, line_style
 from sparse_tl.plots.palette import dark_colour, dark_svg
 from sparse_tl.plots.rendering import html_page
 
@@ -138,7 +138,7 @@ class TestReadable:
         turned = THEMES[theme]
         for negative in (False, True):
             for grade in range(N_GRADES):
-                stroke = line_style("main", grade, negative).stroke
+                stroke, _ = line_style("main", grade, negative)
                 assert contrast(turned(stroke), turned(palette.GROUND)) >= 3
 
 
