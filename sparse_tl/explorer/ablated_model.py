@@ -6,9 +6,10 @@ is all of its edges removed, so that a diagram shows none of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from jaxtyping import Bool, Float
@@ -19,21 +20,27 @@ from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.circuits.removal import AttentionEdge, Head, RemovalEffects, removal_effects
 from sparse_tl.circuits.trace import MAX_EFFECTS, Prompt, prompt_tokens
 from sparse_tl.gates import AttentionEdges, gated
-from sparse_tl.lens import (
-    EMBEDDED,
-    HookedModel,
-    Order,
-    adapt,
-    attached,
-    layer_points,
-)
+from sparse_tl.grids import AttentionGrid
+from sparse_tl.lens import EMBEDDED, HookedModel, Order, adapt, attached, layer_points
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What a run of the prompt shows.
+
+    Args:
+        graph: of its attention edges.
+        logits: at every column that is read.
+        streams: the residual stream, first of the input and then after each layer.
+    """
+
+    graph: AttentionGraph
+    logits: Float[Tensor, "pos vocab"]
+    streams: Float[Tensor, "level pos d_model"]
 
 
 class AblatedModel:
-    """A model on a prompt, with all that is computed there.
-
-    `whole` and `before` are the graph and the logits with nothing removed, `graph` and `logits`
-    those under the removals.
+    """A model on a prompt: what is seen of it whole (`whole`) and under the removals (`now`).
 
     Args:
         model: dense or sparse.
@@ -54,59 +61,51 @@ class AblatedModel:
         self.tokens = prompt_tokens(model, prompt)
         self.heads: set[Head] = set()
         self.edges: set[AttentionEdge] = set()
-        self.graph = self.whole = self._trace(positions)
-        self.positions = [column for column, _ in self.whole.targets]
-        self.n_read = self.whole.n_read
-        self.logits = self.before = self._run(None)
+        self.now = self.whole = self._look(positions)
+        graph = self.whole.graph
+        self.targets, self.n_read = graph.targets, graph.n_read
+        self.grid = AttentionGrid(graph.n_layers, graph.n_heads, graph.n_read, graph.causal)
+
+    @property
+    def positions(self) -> list[int]:
+        return [column for column, _ in self.targets]
 
     def remove(self, heads: set[Head], edges: set[AttentionEdge]) -> None:
         """From now on just these are removed; where that cannot be run, all stays as it was."""
         old = self.heads, self.edges
         self.heads, self.edges = heads, edges
-        graph, logits = self.whole, self.before
+        seen = self.whole
         try:
             if heads or edges:
                 with self._ablated():
-                    graph, logits = self._trace(self.positions), self._run(None)
+                    seen = self._look(self.positions)
         except BaseException:
             self.heads, self.edges = old
             raise
-        self.graph = replace(graph, gates=graph.gates & ~self.removed())
-        self.logits = logits
+        graph = replace(seen.graph, gates=seen.graph.gates & ~self.removed())
+        self.now = replace(seen, graph=graph)
 
     def removed(self) -> Bool[Tensor, "layer head query key"]:
         """Which attention edges are removed, by themselves or with their head."""
-        removed = torch.zeros(self.whole.attention.shape, dtype=torch.bool)
+        removed = torch.zeros(self.whole.graph.attention.shape, dtype=torch.bool)
         for place in (*self.heads, *self.edges):
             removed[place] = True
         return removed
 
     def head_effects(self) -> RemovalEffects:
         """What each head does for each predicted token, beside what is removed."""
-        heads = [(i, j) for i in range(self.adapter.n_layers) for j in range(self.adapter.n_heads)]
-        read_at = [column for _, column in self.whole.targets]
+        read_at = [column for _, column in self.targets]
+        heads = list(product(range(self.adapter.n_layers), range(self.adapter.n_heads)))
         with self._ablated():
             return removal_effects(self.model, self.tokens[: self.n_read], read_at, heads=heads)
 
+    @torch.no_grad()
     def logit_lens(self, level: int) -> Float[Tensor, "pos vocab"]:
         """What a level of the residual stream says if no later layer writes anything."""
-        with self._ablated():
-            return self._run(level)
+        return self.adapter.logits(self.now.streams[level, None])[0].cpu()
 
-    def check_edge(self, edge: AttentionEdge) -> None:
-        """Make sure that there is such an edge; a ValueError says that there is not."""
-        layer, head, query, key = edge
-        self.adapter.check_head(layer, head)
-        last_key = query if self.whole.causal else self.n_read - 1
-        if not (0 <= query < self.n_read and 0 <= key <= last_key):
-            which = "a query at or after it" if self.whole.causal else "a query"
-            raise ValueError(
-                f"expected an attention edge from a key to {which}, in columns "
-                f"0..{self.n_read - 1}; got query {query}, key {key}"
-            )
-
-    def _trace(self, positions: Sequence[int] | None) -> AttentionGraph:
-        return trace_attention(
+    def _look(self, positions: Sequence[int] | None) -> Seen:
+        graph = trace_attention(
             self.model,
             self.tokens,
             positions=positions,
@@ -114,25 +113,16 @@ class AblatedModel:
             max_effects=MAX_EFFECTS,
             labels=self.labels,
         )
-
-    @torch.no_grad()
-    def _run(self, level: int | None) -> Float[Tensor, "pos vocab"]:
-        """The logits, or those that a level of the residual stream gives."""
-        batch = self.tokens[None, : self.n_read].to(self.adapter.device)
-        if level is None:
-            return self.model(batch)[0].cpu()
         streams: list[Tensor] = []
-        name = [EMBEDDED, *layer_points(self.model, "hook_resid_post")][level]
-        with attached(self.model, [(name, Order.LAST, streams.append)]):
-            self.model(batch, return_type=None)
-        return self.adapter.logits(streams[0])[0].cpu()
+        points = [EMBEDDED, *layer_points(self.model, "hook_resid_post")]
+        hooks = [(point, Order.LAST, streams.append) for point in points]
+        with attached(self.model, hooks), torch.no_grad():
+            logits = self.model(self.tokens[None, : graph.n_read].to(self.adapter.device))
+        return Seen(graph, logits[0].cpu(), torch.cat(streams))
 
-    @contextmanager
-    def _ablated(self) -> Iterator[None]:
+    def _ablated(self) -> AbstractContextManager[None]:
         """Inside the block the model runs without what is removed."""
         if not (self.heads or self.edges):
-            yield
-            return
+            return nullcontext()
         kept = ~self.removed()[..., : self.n_read, : self.n_read]
-        with gated(self.model, AttentionEdges(), kept):
-            yield
+        return gated(self.model, AttentionEdges(), kept)

@@ -27,12 +27,7 @@ class Exploration:
     Nothing stays on the models between calls.
 
     Args:
-        models: a model for each panel of the diagram, by title; dense or sparse.
-        prompt: text, or its tokens.
-        position: the predicted column to start with; the last one if left out.
-        positions: the columns to predict; every mask token of the prompt or the token after it,
-            and `position`, if left out.
-        labels: texts of the columns, where they are not the tokenizer's.
+        models, prompt, position, positions, labels: as in `CircuitExplorer`.
 
     Raises:
         ValueError: no model, a model without attention patterns to hook, a prompt that is empty,
@@ -54,21 +49,19 @@ class Exploration:
         self._models = {str(title): model for title, model in models.items()}
         self._prompt, self._labels = prompt, labels
         self._ablated = self._start(prompt, positions, labels)
-        self.first_target = len(self.targets) - 1
-        if position is not None:
-            self.first_target = self._place(position, positions)
-
-    def _place(self, position: int, positions: Sequence[int] | None) -> int:
-        """The index of a position among the targets; it becomes the only one if need be."""
+        columns = self._first.positions
+        self.first_target = len(columns) - 1
+        if position is None:
+            return
         n_tokens = len(self._first.tokens)
         column = position + n_tokens if position < 0 else position
-        columns = [column for column, _ in self.targets]
         if column in columns:
-            return columns.index(column)
-        if positions is not None:
+            self.first_target = columns.index(column)
+        elif positions is not None:
             raise ValueError(f"expected position to be one of {list(positions)}; got {position}")
-        self._ablated = self._start(self._prompt, [position], self._labels)
-        return 0
+        else:
+            self._ablated = self._start(prompt, [position], labels)
+            self.first_target = 0
 
     def _start(
         self, prompt: Prompt, positions: Sequence[int] | None, labels: Sequence[str] | None
@@ -79,13 +72,14 @@ class Exploration:
             for title, model in self._models.items()
         }
         title, first = next(iter(ablated.items()))
-        expected = first.whole.n_columns, first.whole.targets
+        expected = first.whole.graph
         for other, model in ablated.items():
-            if (model.whole.n_columns, model.whole.targets) != expected:
+            found = model.whole.graph
+            if (found.n_columns, found.targets) != (expected.n_columns, expected.targets):
                 raise ValueError(
                     f"expected models that see the prompt in the same columns; {title!r} has "
-                    f"{first.whole.n_columns} and {other!r} {model.whole.n_columns}; explore "
-                    "models of different tokenizers one by one"
+                    f"{expected.n_columns} and {other!r} {found.n_columns}; explore models of "
+                    "different tokenizers one by one"
                 )
         return ablated
 
@@ -106,7 +100,7 @@ class Exploration:
     @property
     def targets(self) -> tuple[tuple[int, int], ...]:
         """The predicted columns, each with the column at which it is read."""
-        return self._first.whole.targets
+        return self._first.targets
 
     @property
     def n_read(self) -> int:
@@ -175,7 +169,7 @@ class Exploration:
         """
         model, given = self._of(title), set(edges)
         for edge in given:
-            model.check_edge(edge)
+            model.grid.index(edge)
         left = model.edges - given if given <= model.edges else model.edges | given
         model.remove(model.heads, left)
 
@@ -188,7 +182,7 @@ class Exploration:
 
     def graph(self, title: str) -> AttentionGraph:
         """The attention edges that are left, with their effects."""
-        return self._of(title).graph
+        return self._of(title).now.graph
 
     def head_effects(self, title: str) -> RemovalEffects:
         """What each head does for each predicted token: removed alone, beside the removals."""
@@ -208,7 +202,8 @@ class Exploration:
         """
         model = self._of(title)
         _, read_at = self.targets[target]
-        before, after = model.before[read_at].double(), model.logits[read_at].double()
+        before = model.whole.logits[read_at].double()
+        after = model.now.logits[read_at].double()
         largest = torch.maximum(before.softmax(dim=-1), after.softmax(dim=-1))
         largest[before.argmax()] = largest[after.argmax()] = 2.0
         tokens = largest.topk(min(top, len(largest))).indices
@@ -248,7 +243,7 @@ class Exploration:
 
     def logits(self, title: str) -> Float[Tensor, "pos vocab"]:
         """The logits under the removals, at every column that the model reads."""
-        return self._of(title).logits
+        return self._of(title).now.logits
 
     @property
     def _first(self) -> AblatedModel:

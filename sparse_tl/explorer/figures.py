@@ -1,23 +1,23 @@
-"""Models in, pictures out: a measurement and the plot of its result in one call."""
+"""Models in, pictures out: the attention of a prompt, traced and drawn in one call."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
-
-from jaxtyping import Int
-from torch import Tensor
 
 from sparse_tl import plots
 from sparse_tl.circuits import trace_attention
 from sparse_tl.circuits.attention_graph import EdgeWeight
-from sparse_tl.circuits.trace import MAX_EFFECTS
-from sparse_tl.lens import HookedModel
+from sparse_tl.circuits.removal import Head
+from sparse_tl.circuits.trace import MAX_EFFECTS, Prompt
+from sparse_tl.lens import HookedModel, adapt
+from sparse_tl.nodes import Node
 
 
 def circuit_diagram(
     models: Mapping[str, HookedModel],
-    prompt: str | Int[Tensor, " pos"],
+    prompt: Prompt,
     *,
     position: int | None = None,
     positions: Sequence[int] | None = None,
@@ -59,3 +59,53 @@ def circuit_diagram(
     }
     target = -1 if positions is None or position is None else list(positions).index(position)
     return plots.circuit_diagram(graphs, target=target, weight=weight, **style)
+
+
+def attention_view(
+    model: HookedModel,
+    prompt: Prompt,
+    *,
+    layer: int | None = None,
+    heads: Sequence[Head] | None = None,
+    labels: Sequence[str] | None = None,
+    title: str | None = None,
+) -> plots.AttentionView:
+    """Browse attention patterns with circuitsvis: gate times attention, query by key.
+
+    The figure holds all that it needs, so that it works with the network off; without JavaScript
+    it shows every pattern as a small heat map.
+
+    Args:
+        model: a dense model or a SparseTransformer.
+        prompt: text, or its tokens. Columns are shown up to the last one at which the model is
+            read: all of them, or, where the prompt has mask tokens, up to the last of these.
+        layer: the layer whose heads are shown; all layers if left out.
+        heads: (layer, head) of each head that is shown, in place of a layer.
+        labels: texts of the columns, where they are not the tokenizer's.
+        title: above the patterns.
+
+    Raises:
+        ValueError: a layer or head that the model lacks, a layer and heads at once, a prompt that
+            is empty, too long or holds what the tokenizer does not know, or more than 200,000
+            attention weights.
+    """
+    adapter = adapt(model)
+    if layer is not None and heads is not None:
+        raise ValueError(f"expected a layer or heads; got layer={layer} and heads={list(heads)}")
+    if heads is None:
+        layers = range(adapter.n_layers) if layer is None else [layer]
+        heads = list(product(layers, range(adapter.n_heads)))
+    if not heads:
+        raise ValueError("expected at least one head (layer, head); got none")
+    for head in heads:
+        adapter.check_head(*head)
+    # A bidirectional model runs the whole prompt, wherever it is read.
+    positions = None if adapter.causal else [0]
+    graph = trace_attention(model, prompt, positions=positions, labels=labels)
+    n_read = graph.n_read
+    return plots.attention_view(
+        graph.attention[*zip(*heads, strict=True)][:, :n_read, :n_read],
+        graph.input_tokens[:n_read],
+        [str(Node("head", *head)) for head in heads],
+        title=title,
+    )

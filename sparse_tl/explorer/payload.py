@@ -14,9 +14,6 @@ from sparse_tl.plots.token_text import visible_text
 MAX_KEYS = 48
 """Columns of the heat map of a node at most."""
 
-Node = tuple[str, int, int]
-"""Title of a panel, level and column."""
-
 
 def panels_payload(exploration: Exploration) -> list[dict[str, Any]]:
     """For each panel the likely tokens of each predicted column, its heads, and what is removed."""
@@ -29,10 +26,8 @@ def panels_payload(exploration: Exploration) -> list[dict[str, Any]]:
                 "name": visible_text(title),
                 "shape": [graph.n_layers, graph.n_heads],
                 "headEffects": {
-                    "logits": [[_short(x) for x in row] for row in effects.logits.tolist()],
-                    "probabilities": [
-                        [_short(x) for x in row] for row in effects.probabilities.tolist()
-                    ],
+                    name: [[_short(x) for x in row] for row in getattr(effects, name).tolist()]
+                    for name in ("logits", "probabilities")
                 },
                 "removedHeads": exploration.removed_heads(title),
                 "removedEdges": exploration.removed_attention_edges(title),
@@ -42,9 +37,8 @@ def panels_payload(exploration: Exploration) -> list[dict[str, Any]]:
     return panels
 
 
-def node_payload(exploration: Exploration, node: Node) -> dict[str, Any]:
+def node_payload(exploration: Exploration, title: str, level: int, column: int) -> dict[str, Any]:
     """What one node attends to and would predict."""
-    title, level, column = node
     tokens = exploration.logit_lens(title, level, column)  # first: it checks the node
     graph = exploration.graph(title)
     n_keys = column + 1 if graph.causal else exploration.n_read

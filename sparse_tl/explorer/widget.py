@@ -24,14 +24,22 @@ import traitlets
 from sparse_tl.circuits.attention_graph import EdgeWeight
 from sparse_tl.circuits.removal import AttentionEdge
 from sparse_tl.circuits.trace import Prompt
-from sparse_tl.explorer.assets import NO_LIVE_VIEW, SCRIPT, STYLE
 from sparse_tl.explorer.exploration import Exploration
-from sparse_tl.explorer.payload import Node, node_payload, panels_payload
+from sparse_tl.explorer.payload import node_payload, panels_payload
 from sparse_tl.lens import HookedModel
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.circuit_diagram import check_options
+from sparse_tl.plots.interactive_html import SCRIPTS, STYLE, read_assets
+from sparse_tl.plots.palette import DARK_FILTER
 
 Ground = Literal["light", "dark"]
+
+_PACKAGE = "sparse_tl.explorer"
+# JupyterLab writes "model not found" where the live view was.
+_NO_LIVE_VIEW = (
+    ".jp-OutputArea-child:has([data-saved-explorer]) + "
+    ".jp-OutputArea-child:not(:has(.sparse-tl-explorer)) { display: none; }"
+)
 
 
 class CircuitExplorer(anywidget.AnyWidget):
@@ -61,8 +69,14 @@ class CircuitExplorer(anywidget.AnyWidget):
         TypeError: an argument that `plots.circuit_diagram` does not know.
     """
 
-    _esm = SCRIPT
-    _css = STYLE
+    _esm = read_assets(*SCRIPTS["circuit_diagram"]) + read_assets(
+        "explorer_parts.js", "explorer.js", package=_PACKAGE
+    )
+    _css = (
+        read_assets(STYLE)
+        + read_assets("explorer.css", package=_PACKAGE)
+        + f".sparse-tl-explorer[data-dark] {{ filter: {DARK_FILTER}; }}\n"
+    )
 
     _prompt = traitlets.Unicode().tag(sync=True)
     _figure = traitlets.Dict().tag(sync=True)
@@ -96,7 +110,6 @@ class CircuitExplorer(anywidget.AnyWidget):
         self._models = models
         self._exploration: Exploration | None = None
         self._style = style
-        self._selected: Node | None = None
         self._saved: Any = None
         super().__init__(
             _state={"target": 0, "weight": weight, "threshold": threshold},
@@ -158,7 +171,7 @@ class CircuitExplorer(anywidget.AnyWidget):
         exploration = self._exploration
         had_edges = any(exploration.removed_attention_edges(title) for title in exploration.titles)
         same = exploration.show_prompt(prompt, labels)
-        self._selected = None
+        self._node = None
         if self._state["target"] >= len(exploration.targets):
             self._state = {**self._state, "target": len(exploration.targets) - 1}
         self._refresh()
@@ -167,9 +180,7 @@ class CircuitExplorer(anywidget.AnyWidget):
 
     def select(self, title: str, level: int, column: int) -> None:
         """Show what a node attends to and would predict; level 0 is the input."""
-        node = (title, level, column)
-        self._node = node_payload(self.exploration, node)
-        self._selected = node
+        self._node = node_payload(self.exploration, title, level, column)
         self._message = None
 
     # ---- what is kept ----------------------------------------------------------------------------
@@ -209,7 +220,10 @@ class CircuitExplorer(anywidget.AnyWidget):
         exploration = self.exploration
         diagram = self._diagram({title: title for title in exploration.titles})
         panels = panels_payload(exploration)
-        node = None if self._selected is None else node_payload(exploration, self._selected)
+        node = self._node
+        if node is not None:
+            title = exploration.titles[node["panel"]]
+            node = node_payload(exploration, title, node["level"], node["column"])
         with self.hold_sync():
             self._prompt = exploration.prompt
             self._panels = panels
@@ -236,14 +250,13 @@ class CircuitExplorer(anywidget.AnyWidget):
             case {"action": "head", "panel": panel, "head": [int(layer), int(head)]}:
                 self.toggle_head(self._title(panel), layer, head)
             case {"action": "edges", "panel": panel, "edges": [*edges]}:
-                places = [(layer, head, query, key) for layer, head, query, key in edges]
-                self.toggle_attention_edges(self._title(panel), places)
+                self.toggle_attention_edges(self._title(panel), map(tuple, edges))
             case {"action": "restore"}:
                 self.restore()
             case {"action": "node", "panel": panel, "level": int(level), "column": int(column)}:
                 self.select(self._title(panel), level, column)
             case {"action": "close"}:
-                self._selected, self._node = None, None
+                self._node = None
             case {"action": "settle"}:
                 self._update_saved()
             case _:
@@ -270,7 +283,7 @@ class CircuitExplorer(anywidget.AnyWidget):
             seen = f'<p role="alert">{escape(self._problem)}</p>'
         else:
             seen = str(self.figure())
-        start = f'<div data-saved-explorer="{self._saved_id}">\n<style>{NO_LIVE_VIEW}</style>'
+        start = f'<div data-saved-explorer="{self._saved_id}">\n<style>{_NO_LIVE_VIEW}</style>'
         return {"text/html": f"{start}\n{seen}\n</div>", "text/plain": repr(self)}
 
     def _update_saved(self) -> None:

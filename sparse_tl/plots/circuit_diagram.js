@@ -32,56 +32,49 @@ function start(root, data, live) {
       `${side} ${endY + panel.bend} ${endX} ${endY}`;
   }
 
-  function gradeOf(value) {
-    const grades = data.styles["path+"].length;
-    return Math.min(grades - 1, Math.floor(((Math.abs(value) - 1) * grades) / data.steps));
-  }
-
   function draw(panel) {
     const view = (panel.view = selectEdges(panel, data, state));
-    for (const line of view.lines) line.d = edgePath(panel, line);
     drawEdges(panel, view);
     drawNodes(panel, view);
     drawPrediction(panel, view);
     panel.part("caption").textContent = captionText(panel, view, data, state);
-    const onPath = view.lines.filter((line) => line.onPath).length;
     setAttributes(panel.group, {
-      "data-edges-shown": view.lines.length, "data-edges-on-path": onPath,
+      "data-edges-shown": view.lines.length,
+      "data-edges-on-path": view.lines.filter((line) => line.onPath).length,
       "data-attention-edges": view.count,
-      "data-focus": view.focus ? `${view.focus.level},${view.focus.column}` : "",
+      "data-focus": view.focus ? nodeName(view.focus.level, view.focus.column) : "",
     });
   }
 
+  // One path for all the lines of a style; styles are listed in the order of drawing, the grades of
+  // a kind and both signs of a grade next to each other.
   function drawEdges(panel, view) {
-    const groups = new Map();
+    const paths = data.styles.map(() => "");
+    const nGrades = data.styles.length / 6;
     for (const line of view.lines) {
-      const grade = gradeOf(line.value);
-      const negative = line.value < 0 ? 1 : 0;
-      const rank = 100 * ["open", "path", "main"].indexOf(line.kind) + 2 * grade + negative;
-      if (!groups.has(rank)) groups.set(rank, { kind: line.kind, grade, negative, d: "" });
-      groups.get(rank).d += line.d;
+      const grade = Math.floor(((Math.abs(line.value) - 1) * nGrades) / data.steps);
+      const kind = ["open", "path", "main"].indexOf(line.kind);
+      line.style = 2 * (kind * nGrades + grade) + (line.value < 0);
+      line.d = edgePath(panel, line);
+      paths[line.style] += line.d;
     }
-    const paths = [...groups.keys()].sort((a, b) => a - b).map((rank) => {
-      const { kind, grade, negative, d } = groups.get(rank);
-      const [stroke, width] = data.styles[kind + (negative ? "-" : "+")][grade];
-      const path = document.createElementNS(SVG, "path");
-      setAttributes(path, { "data-kind": kind, d, stroke, "stroke-width": width });
-      if (view.focus && kind === "open") path.setAttribute("opacity", "0.35");
-      return path;
-    });
-    panel.part("edges").replaceChildren(...paths);
+    const drawn = data.styles.map(([kind, stroke, width], style) => makePath({
+      "data-kind": kind, d: paths[style], stroke, "stroke-width": width,
+      opacity: view.focus && kind === "open" ? 0.35 : null,
+    }));
+    panel.part("edges").replaceChildren(...drawn.filter((_, style) => paths[style]));
   }
 
   // Removed edges of a live figure stay where they were, as broken lines.
   function drawRemoved(panel) {
-    if (!panel.removed.length) return;
     for (const line of panel.removed) line.d = edgePath(panel, line);
-    const path = document.createElementNS(SVG, "path");
-    setAttributes(path, {
-      "data-role": "removed", d: panel.removed.map((line) => line.d).join(""),
-      fill: "none", stroke: REMOVED, "stroke-width": 1.6, "stroke-dasharray": "5 4",
-    });
-    panel.hover.before(path);
+    const d = panel.removed.map((line) => line.d).join("");
+    if (d) {
+      panel.hover.before(makePath({
+        "data-role": "removed", d, fill: "none", stroke: REMOVED, "stroke-width": 1.6,
+        "stroke-dasharray": "5 4",
+      }));
+    }
   }
 
   function drawNodes(panel, view) {
@@ -91,11 +84,11 @@ function start(root, data, live) {
       const column = Number(circle.dataset.column);
       const reached = view.reached.has(nodeName(level, column));
       const [fill, stroke] = data.paint[reached ? "reached" : "unreached"];
-      const isFocus = view.focus && view.focus.level === level && view.focus.column === column;
+      const isFocus = view.focus?.level === level && view.focus.column === column;
       setAttributes(circle, {
         "data-reached": reached, fill: isFocus ? stroke : fill, stroke,
         opacity: view.focus && !reached ? 0.35 : 1,
-        "aria-pressed": Boolean(isFocus),
+        "aria-pressed": isFocus,
       });
       if (reached && level > 0) {
         residual += `M${data.columns[column]} ${panel.levels[level - 1]}V${panel.levels[level]}`;
@@ -207,47 +200,41 @@ function start(root, data, live) {
 
   // ---- pointer -------------------------------------------------------------------------------
 
-  // The panel under the pointer, and the drawn line or else the removed one beside it.
-  function underPointer(event) {
-    const group = event.target.closest("g[data-panel]");
-    if (!group) return {};
-    const panel = panels[Number(group.dataset.panel)];
-    if (event.target.tagName === "circle") return { panel, circle: event.target };
+  // The drawn line beside the pointer, or else the removed one.
+  function lineAt(panel, event) {
     const point = pointIn(svg, event);
-    const line = nearestLine(panel.view.lines, point);
-    return { panel, line, removed: line ? null : nearestLine(panel.removed, point) };
+    return nearestLine(panel.view.lines, point) ?? nearestLine(panel.removed, point);
   }
 
-  function onPointerMove(event) {
-    hideTip(root, panels);
-    const { panel, circle, line, removed } = underPointer(event);
-    if (circle) {
-      const { level, column } = circle.dataset;
-      showTip(root, nodeText(panel, Number(level), Number(column), live), event);
-    } else if (line) {
-      const [, width] = data.styles["path+"][gradeOf(line.value)];
-      setAttributes(panel.hover, { d: line.d, "stroke-width": Math.max(2, width) });
-      showTip(root, edgeText(panel, line, data, state, live), event);
-    } else if (removed) {
-      setAttributes(panel.hover, { d: removed.d, "stroke-width": 2.4 });
-      showTip(root, removedText(panel, removed), event);
+  function tell(panel, event) {
+    svg.style.cursor = "";
+    if (event.target.tagName === "circle") {
+      const { level, column } = event.target.dataset;
+      return nodeText(panel, Number(level), Number(column), live);
     }
-    svg.style.cursor = live.onEdges && (line || removed) ? "pointer" : "";
+    const line = lineAt(panel, event);
+    if (!line) return null;
+    if (live.onEdges) svg.style.cursor = "pointer";
+    const isRemoved = panel.removed.includes(line);
+    const width = isRemoved ? 2.4 : Math.max(2, data.styles[line.style][2]);
+    setAttributes(panel.hover, { d: line.d, "stroke-width": width });
+    return isRemoved ? removedText(panel, line) : edgeText(panel, line, data, state, live);
   }
 
   // A line stands for the edge in every head at or above the threshold.
   function onClick(event) {
-    const { panel, line, removed } = underPointer(event);
-    const found = line ? { ...line, heads: [line.head, ...line.others] } : removed;
-    if (!found) return;
-    const { layer, query, key } = found;
-    live.onEdges(panel.index, found.heads.map((head) => [layer, head, query, key]));
+    const panel = panelAt(panels, event);
+    const line = panel && event.target.tagName !== "circle" && lineAt(panel, event);
+    if (!line) return;
+    const { layer, query, key } = line;
+    const heads = line.heads ?? [line.head, ...line.others];
+    live.onEdges(panel.index, heads.map((head) => [layer, head, query, key]));
   }
 
   addTargetClicks(addControls());
   panels.forEach(addNodes);
   if (live.onEdges) svg.addEventListener("click", onClick);
-  listen(root, svg, onPointerMove, () => hideTip(root, panels), () => {
+  listen(root, svg, panels, tell, () => {
     state.focus = null;
     drawAll();
   });

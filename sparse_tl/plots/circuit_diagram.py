@@ -16,12 +16,11 @@ import torch
 
 from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight
 from sparse_tl.plots import palette
-from sparse_tl.plots.circuit_svg import N_GRADES, draw_svg, line_style
+from sparse_tl.plots.circuit_svg import draw_svg, line_styles
 from sparse_tl.plots.diagram_layout import Layout, PanelLayout, lay_out, prediction_arrow
 from sparse_tl.plots.drawn_edges import (
     N_MAIN_EDGES,
     STEPS,
-    EdgeKind,
     RoundedGraph,
     round_graph,
     select_edges,
@@ -162,13 +161,7 @@ def _script_data(
         "nMain": N_MAIN_EDGES,
         "columns": layout.columns,
         "bow": layout.bow,
-        "styles": {
-            kind + sign: [
-                line_style(kind, grade, sign == "-", layout.line_scale) for grade in range(N_GRADES)
-            ]
-            for kind in get_args(EdgeKind)
-            for sign in "+-"
-        },
+        "styles": line_styles(layout.line_scale),
         "paint": {
             "reached": palette.NODE_REACHED,
             "unreached": palette.NODE_UNREACHED,

@@ -5,7 +5,6 @@ Every group that the script of the interactive figure takes over carries ``data-
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import get_args
 
@@ -23,8 +22,7 @@ from sparse_tl.plots.figure_frame import Surround, panel_frame, xml_text
 from sparse_tl.plots.palette import ACCENT, INK, NODE_REACHED, NODE_UNREACHED, RULE_WEIGHT
 from sparse_tl.plots.token_text import clip_text, visible_text
 
-N_GRADES = 10
-"""Of the weight of an edge."""
+_N_GRADES = 10  # of the weight of an edge
 
 # (weakest, strongest); blue for positive and orange for negative weights.
 _COLOURS: dict[EdgeKind, tuple[palette.Scale, palette.Scale]] = {
@@ -40,23 +38,24 @@ _WIDTHS: dict[EdgeKind, tuple[float, float]] = {
 _SCORE_NAMES = {"effect": "effect", "first-order": "first-order attribution"}
 
 
-def line_style(
-    kind: EdgeKind, grade: int, negative: bool, scale: float = 1.0
-) -> tuple[palette.Colour, float]:
-    """The colour and the width of a line: darker and thicker with weight.
+def line_styles(scale: float = 1.0) -> list[tuple[EdgeKind, palette.Colour, float]]:
+    """Kind, colour and width of all lines, in the order of drawing: the light kind first, and of
+    each kind the weakest grade first, in blue and in orange. Darker and thicker is more weight.
 
     Args:
-        kind: of the edge.
-        grade: of its weight, 0..9.
-        negative: whether the weight is below 0.
         scale: thickness relative to a figure with wide columns; what is dark stays thicker.
     """
-    share = (grade + 0.5) / N_GRADES
-    weakest, strongest = _COLOURS[kind][negative]
-    thin, thick = _WIDTHS[kind]
-    width = (thin + (thick - thin) * share) * (max(scale, 0.6) if kind == "main" else scale)
-    # Most attention weights are small: the root keeps them apart from one another.
-    return palette.blend(weakest, strongest, share**0.6), round(width, 2)
+    styles: list[tuple[EdgeKind, palette.Colour, float]] = []
+    for kind in get_args(EdgeKind):
+        thin, thick = _WIDTHS[kind]
+        for grade in range(_N_GRADES):
+            share = (grade + 0.5) / _N_GRADES
+            width = (thin + (thick - thin) * share) * (max(scale, 0.6) if kind == "main" else scale)
+            for weakest, strongest in _COLOURS[kind]:
+                # Most attention weights are small: the root keeps them apart from one another.
+                stroke = palette.blend(weakest, strongest, share**0.6)
+                styles.append((kind, stroke, round(width, 2)))
+    return styles
 
 
 def draw_svg(
@@ -152,19 +151,18 @@ def _residual_stream(selection: EdgeSelection, layout: Layout, place: PanelLayou
 
 def _edges(selection: EdgeSelection, layout: Layout, place: PanelLayout) -> Iterator[str]:
     """One path for all the lines of a style: thousands of lines stay a small file."""
-    # Light lines first, then from the weakest to the strongest.
-    kinds = get_args(EdgeKind)
-    curves: dict[tuple[int, int, bool], str] = defaultdict(str)
+    styles = line_styles(layout.line_scale)
+    curves = [""] * len(styles)
     for edge in selection.edges:
-        grade = (abs(edge.value) - 1) * N_GRADES // STEPS
-        style = kinds.index(edge.kind), grade, edge.value < 0
+        grade = (abs(edge.value) - 1) * _N_GRADES // STEPS
+        kind = get_args(EdgeKind).index(edge.kind)
+        style = 2 * (kind * _N_GRADES + grade) + (edge.value < 0)
         curves[style] += edge_path(layout, place, edge.layer, edge.query, edge.key)
-    for (kind, grade, negative), data in sorted(curves.items()):
-        stroke, width = line_style(kinds[kind], grade, negative, layout.line_scale)
-        yield (
-            f'<path data-kind="{kinds[kind]}" d="{data}" stroke="{stroke}" '
-            f'stroke-width="{width:g}"/>'
-        )
+    for (kind, stroke, width), data in zip(styles, curves, strict=True):
+        if data:
+            yield (
+                f'<path data-kind="{kind}" d="{data}" stroke="{stroke}" stroke-width="{width:g}"/>'
+            )
 
 
 def _nodes(selection: EdgeSelection, layout: Layout, place: PanelLayout) -> Iterator[str]:

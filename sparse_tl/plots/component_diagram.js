@@ -165,28 +165,20 @@ function start(root, data) {
     showTip(root, nodeText(panel, group.dataset.node), point);
   }
 
-  function onPointerMove(event) {
-    const group = event.target.closest("g[data-panel]");
-    hideTip(root, panels);
-    if (!group) return;
-    const panel = panels[Number(group.dataset.panel)];
+  function tell(panel, event) {
     const node = event.target.closest("g[data-node]");
-    if (node) {
-      showTip(root, nodeText(panel, node.dataset.node), event);
-      return;
-    }
+    if (node) return nodeText(panel, node.dataset.node);
     const line = nearestLine(panel.near, pointIn(panel.part("content"), event));
-    if (!line) return;
-    const paths = panel.lines.filter(({ edge }) => edge === line.edge).map(({ path }) => path);
-    const width = Number(paths[0].getAttribute("stroke-width")) + 0.8;
-    const d = paths.map((path) => path.getAttribute("d")).join("");
-    setAttributes(panel.hover, { d, "stroke-width": width });
-    showTip(root, edgeText(panel, line), event);
+    if (!line) return null;
+    const lines = panel.lines.filter(({ edge }) => edge === line.edge);
+    const width = Number(line.path.getAttribute("stroke-width")) + 0.8;
+    setAttributes(panel.hover, { d: lines.map(({ d }) => d).join(""), "stroke-width": width });
+    return edgeText(panel, line);
   }
 
   addControls();
   panels.forEach(addNodes);
-  listen(root, svg, onPointerMove, () => hideTip(root, panels), () => {
+  listen(root, svg, panels, tell, () => {
     state.focus = null;
     drawAll();
   });

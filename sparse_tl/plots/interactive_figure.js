@@ -10,8 +10,6 @@ function startFigures(id, start, data) {
   }
 }
 
-const SVG = "http://www.w3.org/2000/svg";
-
 function setAttributes(element, attributes) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null) element.removeAttribute(name);
@@ -31,24 +29,24 @@ function make(tag, attributes, ...children) {
   return element;
 }
 
-// An empty path over the lines of a panel, which shows the line under the pointer.
-function addHoverPath(nodes, stroke) {
-  const path = document.createElementNS(SVG, "path");
-  setAttributes(path, {
-    "data-role": "hover", fill: "none", stroke, "stroke-linecap": "round",
-    "pointer-events": "none",
-  });
-  nodes.before(path);
+function makePath(attributes) {
+  const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+  setAttributes(path, attributes);
   return path;
 }
 
-// The panels of a figure, each with its group in the SVG, the parts of that by their role, and the
-// path that shows what is under the pointer.
+// The panels of a figure, each with its group in the SVG, the parts of that by their role, and an
+// empty path over its lines, which shows the one under the pointer.
 function findPanels(svg, data, pointed) {
   return data.panels.map((panel, index) => {
     const group = svg.querySelector(`g[data-panel="${index}"]`);
     const part = (role) => group.querySelector(`[data-role="${role}"]`);
-    return { ...panel, index, group, part, hover: addHoverPath(part("nodes"), pointed), view: null };
+    const hover = makePath({
+      "data-role": "hover", fill: "none", stroke: pointed, "stroke-linecap": "round",
+      "pointer-events": "none",
+    });
+    part("nodes").before(hover);
+    return { ...panel, index, group, part, hover };
   });
 }
 
@@ -130,16 +128,26 @@ function addSlider(root, text, range, value, shown, onInput) {
   addControl(root, text, slider, output);
 }
 
-// Listens to the pointer over the figure, and to Escape, which calls reset().
-function listen(root, svg, onMove, onLeave, reset) {
+// Shows what tell(panel, event) says of the place under the pointer, if it says anything; Escape
+// calls reset().
+function listen(root, svg, panels, tell, reset) {
   svg.setAttribute("role", "group");
-  svg.addEventListener("pointermove", onMove);
-  svg.addEventListener("pointerleave", onLeave);
+  svg.addEventListener("pointermove", (event) => {
+    hideTip(root, panels);
+    const panel = panelAt(panels, event);
+    const lines = panel && tell(panel, event);
+    if (lines) showTip(root, lines, event);
+  });
+  svg.addEventListener("pointerleave", () => hideTip(root, panels));
   document.addEventListener("keydown", function listener(event) {
     // A notebook removes the figure when its cell runs again.
     if (!root.isConnected) document.removeEventListener("keydown", listener);
     else if (event.key === "Escape") reset();
   });
+}
+
+function panelAt(panels, { target }) {
+  return panels[target.closest("g[data-panel]")?.dataset.panel];
 }
 
 function hideTip(root, panels) {

@@ -16,13 +16,14 @@ Content = TypeVar("Content")
 
 SCRIPTS = {
     "circuit_diagram": (
-        "interactive_figure",
-        "attention_edges",
-        "attention_texts",
-        "circuit_diagram",
+        "interactive_figure.js",
+        "attention_edges.js",
+        "attention_texts.js",
+        "circuit_diagram.js",
     ),
-    "component_diagram": ("interactive_figure", "component_diagram"),
+    "component_diagram": ("interactive_figure.js", "component_diagram.js"),
 }
+STYLE = "interactive_figure.css"
 
 
 class PanelFigure(SelfContainedFigure):
@@ -83,26 +84,27 @@ def interactive_html(script: str, svg: str, data: Mapping[str, Any]) -> str:
         svg: the static figure.
         data: what the script gets.
     """
-    folder = resources.files("sparse_tl.plots")
-    style = (folder / "interactive_figure.css").read_text(encoding="utf-8")
-    scripts = "\n".join(
-        (folder / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS[script]
-    )
     payload = script_json(data)
     # The same figure always has the same id; the script takes every copy on the page that has not
     # been started yet, so that showing a figure twice works too.
     digest = hashlib.sha256((script + svg + payload).encode()).hexdigest()[:12]
     return (
         f'<div class="sparse-tl-circuit" data-figure="{digest}">\n'
-        f"<style>\n{style}</style>\n"
+        f"<style>\n{read_assets(STYLE)}</style>\n"
         f'<div class="controls"></div>\n'
         f'<div class="canvas">\n{svg}\n</div>\n'
         f'<div class="tip" role="tooltip" hidden></div>\n'
         f"</div>\n"
-        f"<script>\n(() => {{\n{scripts}\n"
+        f"<script>\n(() => {{\n{read_assets(*SCRIPTS[script])}\n"
         f'startFigures("{digest}", start, {payload});\n'
         f"}})();\n</script>"
     )
+
+
+def read_assets(*names: str, package: str = "sparse_tl.plots") -> str:
+    """Scripts or styles of a package, one after the other."""
+    folder = resources.files(package)
+    return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
 
 
 def script_json(data: Any) -> str:

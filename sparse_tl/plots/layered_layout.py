@@ -107,7 +107,7 @@ def count_crossings(rows: Rows, segments: Sequence[Segment]) -> int:
     total = 0
     for gap in map(np.array, gaps.values()):
         apart = gap[:, None] - gap  # at the lower end, and at the upper end
-        total += np.count_nonzero(apart.prod(axis=-1) < 0) // 2
+        total += int(np.count_nonzero(apart.prod(axis=-1) < 0)) // 2
     return total
 
 

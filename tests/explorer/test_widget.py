@@ -174,8 +174,8 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"action": "prompt", "text": "36x28="}, "it has no token for 'x'"),
     ({"action": "head", "panel": 0, "head": [0, 9]}, "of 2 layers of 2 heads; got (0, 9)"),
     ({"action": "head", "panel": 5, "head": [0, 0]}, "a panel in 0..1; got 5"),
-    ({"action": "edges", "panel": 0, "edges": [[0, 0, 3, 4]]}, "query 3, key 4"),
-    ({"action": "edges", "panel": 0, "edges": [[0]]}, "not enough values"),
+    ({"action": "edges", "panel": 0, "edges": [[0, 0, 3, 4]]}, "it has no (0, 0, 3, 4)"),
+    ({"action": "edges", "panel": 0, "edges": [[0]]}, "it has no (0,)"),
     ({"action": "node", "panel": 0, "level": 9, "column": 0}, "a level in 0..2; got 9"),
     ({"action": "dance"}, "expected a known request"),
 ]
