@@ -29,7 +29,7 @@ from sparse_tl.grids import AttentionGrid
 from sparse_tl.head_roles import AblationCurve, ContrastiveGates, HeadRoles
 from sparse_tl.models import build_addition_model
 from sparse_tl.results import Result, table_html
-from sparse_tl.runs import Check, Comparison, Diagnosis, SparseRun
+from sparse_tl.runs import Comparison, SparseRun
 from sparse_tl.runs.addition import AdditionRun, draw
 from sparse_tl.runs.head_roles import HeadRolesRun
 from sparse_tl.tasks import AdditionTask
@@ -71,7 +71,6 @@ RESULTS: dict[str, Any] = {
         COUNTS, COUNTS * 0.5, COUNTS * 0.1, COUNTS * 3, torch.tensor([3, 3, 3])
     ),
     "held out": DENSE,
-    "diagnosis": Diagnosis((Check("cpu", True, "2 threads"), Check("gates", False, "none"))),
     "post-training": PostTraining(True, TargetLoss(0.1, "dense"), 0.0, DENSE, DENSE, 5, STEPS),
     "roles": HeadRoles(
         seeds=(3, 4),

@@ -29,7 +29,11 @@ def doctor(
     """
     from sparse_tl.runs import run_doctor
 
-    found = run_doctor(model, device=device)
-    console.print(repr(found), markup=False, highlight=False, soft_wrap=True)
-    if found.failed:
+    checks = run_doctor(model, device=device)
+    failed = [check.name for check in checks if not check.works]
+    lines = [f"{'✓' if check.works else '✗'} {check.name}: {check.found}" for check in checks]
+    verdict = f"{len(failed)} of {len(checks)} checks failed: {', '.join(failed)}."
+    lines.append(verdict if failed else "All that is needed works.")
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    if failed:
         raise typer.Exit(1)

@@ -3,7 +3,7 @@
 from sparse_tl.runs.addition import AdditionRun, run_addition
 from sparse_tl.runs.circuits import run_circuits
 from sparse_tl.runs.comparison import Comparison
-from sparse_tl.runs.doctor import Check, Diagnosis, run_doctor
+from sparse_tl.runs.doctor import Check, run_doctor
 from sparse_tl.runs.folder import SparseRun
 from sparse_tl.runs.head_roles import HeadRolesRun, run_head_roles
 from sparse_tl.runs.text import run_post_training
@@ -12,7 +12,6 @@ __all__ = [
     "AdditionRun",
     "Check",
     "Comparison",
-    "Diagnosis",
     "HeadRolesRun",
     "SparseRun",
     "run_addition",

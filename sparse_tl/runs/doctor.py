@@ -5,13 +5,13 @@ from __future__ import annotations
 import platform
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
-import pandas as pd
 import torch
 from packaging.requirements import Requirement
+from rich.filesize import decimal
 
 from sparse_tl import __version__
 from sparse_tl.files import check_writable
@@ -19,11 +19,9 @@ from sparse_tl.gates.saving import load_dense_or_sparse
 from sparse_tl.lens import HookedModel, adapt, check_circuits, check_gates
 from sparse_tl.models import build_addition_model
 from sparse_tl.models.pairs import cache_folder
-from sparse_tl.results import Result, table_html
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One thing that was looked at: whether it works, and what was found."""
 
     name: str
@@ -31,61 +29,20 @@ class Check:
     found: str
 
 
-@dataclass(frozen=True, repr=False)
-class Diagnosis(Result):
-    """All checks, in the order in which they were made."""
-
-    checks: tuple[Check, ...]
-
-    @property
-    def failed(self) -> tuple[Check, ...]:
-        """The checks that failed."""
-        return tuple(check for check in self.checks if not check.works)
-
-    @property
-    def verdict(self) -> str:
-        """What came out, in a sentence."""
-        if not self.failed:
-            return "All that is needed works."
-        names = ", ".join(check.name for check in self.failed)
-        return f"{len(self.failed)} of {len(self.checks)} checks failed: {names}."
-
-    def to_pandas(self) -> pd.DataFrame:
-        """One row per check."""
-        return pd.DataFrame(self.checks)
-
-    def __repr__(self) -> str:
-        lines = [f"{'✓' if c.works else '✗'} {c.name}: {c.found}" for c in self.checks]
-        return "\n".join([*lines, self.verdict])
-
-    def _repr_html_(self) -> str:
-        return table_html(self.to_pandas(), self.verdict)
-
-
-def run_doctor(model: str | Path | None = None, *, device: str | None = None) -> Diagnosis:
-    """Look at everything that the package needs, and say what to do where something is amiss.
+def run_doctor(model: str | Path | None = None, *, device: str | None = None) -> list[Check]:
+    """Look at everything that the package needs; what is amiss is told, not raised.
 
     Args:
         model: also check this one: a hub name, a Hugging Face folder, or one of our own folders.
         device: where it is loaded; a GPU if there is one when left out.
-
-    Returns:
-        The checks. Nothing is raised for what is amiss: it is one of them.
     """
     with torch.random.fork_rng(devices=[]):
-        checks = [
-            *_versions(),
-            *_devices(),
-            _tried("cache folder", _cache),
-            _tried("small model", lambda: _described(build_addition_model(device="cpu"))),
-        ]
+        checks = [*_versions(), *_devices(), _tried("cache folder", _cache)]
+        checks.append(_tried("small model", lambda: _gates(build_addition_model(device="cpu"))))
         if model is not None:
-            checks.append(
-                _tried(
-                    f"model {model}", lambda: _described(load_dense_or_sparse(model, device=device))
-                )
-            )
-    return Diagnosis(tuple(checks))
+            load = load_dense_or_sparse
+            checks.append(_tried(f"model {model}", lambda: _gates(load(model, device=device))))
+    return checks
 
 
 def _versions() -> Iterator[Check]:
@@ -108,26 +65,26 @@ def _versions() -> Iterator[Check]:
 def _devices() -> Iterator[Check]:
     yield Check("cpu", True, f"{platform.machine()}, {torch.get_num_threads()} threads")
     for place in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(place)
+        free, total = map(decimal, torch.cuda.mem_get_info(place))
         name = torch.cuda.get_device_name(place)
-        yield Check(f"cuda:{place}", True, f"{name}, {_size(free)} of {_size(total)} free")
+        yield Check(f"cuda:{place}", True, f"{name}, {free} of {total} free")
     if torch.backends.mps.is_available():
         yield Check("mps", True, "Apple GPU; used where --device mps asks for it")
 
 
 def _cache() -> str:
     folder = check_writable(cache_folder())
-    return f"{folder}, writable, {_size(shutil.disk_usage(folder).free)} free"
+    return f"{folder}, writable, {decimal(shutil.disk_usage(folder).free)} free"
 
 
-def _described(model: HookedModel) -> str:
+def _gates(model: HookedModel) -> str:
     adapter = adapt(model)
     check_gates(adapter)
     check_circuits(adapter)
-    weights = sum(p.numel() * p.element_size() for p in adapter.model.parameters())
+    weights = sum(weight.nbytes for weight in adapter.model.parameters())
     return (
         f"{adapter.n_layers} layers of {adapter.n_heads} heads on {adapter.device}; gates act, and "
-        f"its heads and MLPs add up. Post-training all weights takes {_size(6 * weights)} for "
+        f"its heads and MLPs add up. Post-training all weights takes {decimal(6 * weights)} for "
         "weights, gradients, Adam, the dense and the best model, beside the activations of a batch"
     )
 
@@ -138,8 +95,3 @@ def _tried(name: str, check: Callable[[], str]) -> Check:
     except Exception as error:  # whatever stops it is what is asked for here
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         return Check(name, False, kind + " ".join(str(error).split())[:600])
-
-
-def _size(n_bytes: float) -> str:
-    """In GB or MB, as disks and GPUs are sold."""
-    return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.0f} MB"
