@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from sparse_tl.cli.app import command
+from sparse_tl.cli.app import call, command
 from sparse_tl.cli.options import Device, Out, Quiet, Restart, Seed, setting, subject
 from sparse_tl.cli.printing import comparison, console, held_out
 
@@ -41,19 +41,7 @@ def addition(
     (addition.html, .svg, .png) and what each digit needs (circuits/). Called again, it goes on
     where it stopped or reuses what is done.
     """
-    from sparse_tl.runs import run_addition
-
-    outcome = run_addition(
-        out,
-        form=form,  # type: ignore[arg-type]
-        seed=seed,
-        dense_steps=dense_steps,
-        steps=steps,
-        target_loss=target_loss,
-        device=device,
-        restart=restart,
-        progress=not quiet,
-    )
+    outcome = call("run_addition", locals())
     metrics = outcome.metrics
     held_out(
         f"Addition, {form}, seed {seed}: 1,000 held-out sums",

@@ -83,6 +83,14 @@ def command(name: str, *examples: tuple[str, str]) -> Callable[[Any], Any]:
     return register
 
 
+def call(job: str, options: dict[str, Any]) -> Any:
+    """The outcome of a job of `runs`, with all options of its command."""
+    from sparse_tl import runs  # seconds that help and mistyped options need not wait for
+
+    progress = not options.pop("quiet")
+    return getattr(runs, job)(progress=progress, **options)
+
+
 def _unwrapped(text: str) -> str:
     """Paragraphs of one line each, for a terminal of any width."""
     return "\n\n".join(" ".join(part.split()) for part in escape(text).split("\n\n"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from sparse_tl.cli.app import command
+from sparse_tl.cli.app import call, command
 from sparse_tl.cli.options import Device, Out, Quiet, Restart, Seed, setting, split_names, subject
 from sparse_tl.cli.printing import comparison, console
 
@@ -45,21 +45,6 @@ def circuits(
     built-in task models; seeds that do not come with the package are trained first, and kept in
     the user's cache folder. Called again, it goes on where it stopped.
     """
-    from sparse_tl.runs import run_circuits
-
-    outcome = run_circuits(
-        out,
-        model=model,
-        sparse=sparse,
-        tasks=split_names(tasks),
-        pairs=pairs,
-        method=method,
-        patch=patch,
-        batch_size=batch_size,
-        seed=seed,
-        device=device,
-        restart=restart,
-        progress=not quiet,
-    )
+    outcome = call("run_circuits", locals() | {"tasks": split_names(tasks)})
     comparison(outcome.metrics)
     console.print(f"See heads_kept.html and circuit_edges_kept.html in {out}", markup=False)

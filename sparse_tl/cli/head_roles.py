@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from sparse_tl.cli.app import command
+from sparse_tl.cli.app import call, command
 from sparse_tl.cli.options import Device, Out, Quiet, Restart, Seed, setting, split_names, subject
 from sparse_tl.cli.printing import console, table
 
@@ -59,24 +59,8 @@ def head_roles(
     it takes the built-in models; seeds that do not come with the package are trained first, and
     kept in the user's cache folder. Called again, it goes on where it stopped.
     """
-    from sparse_tl.runs import run_head_roles
-
-    outcome = run_head_roles(
-        out,
-        models=split_names(models),
-        tasks=split_names(tasks),
-        seeds=seeds,
-        updates=updates,
-        lambda_=lambda_,
-        prompts=prompts,
-        batch_size=batch_size,
-        accumulate=accumulate,
-        max_heads=max_heads,
-        seed=seed,
-        device=device,
-        restart=restart,
-        progress=not quiet,
-    )
+    given = locals() | {"models": split_names(models), "tasks": split_names(tasks)}
+    outcome = call("run_head_roles", given)
     table(
         f"Heads of each role, and nats per response when they (at most {max_heads}) are ablated",
         ["", "", *ROLES],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from sparse_tl.cli.app import command
+from sparse_tl.cli.app import call, command
 from sparse_tl.cli.options import Device, Out, Quiet, Restart, Seed, setting, subject
 from sparse_tl.cli.printing import console, held_out
 
@@ -57,28 +57,7 @@ def post_train(
     Writes the sparse model (sparse/), metrics.json and history.csv. Called again, it goes on
     where it stopped.
     """
-    from sparse_tl.runs import run_post_training
-
-    outcome = run_post_training(
-        out,
-        model=model,
-        text=text,
-        target_loss=target_loss,
-        held_out_text=held_out_text,
-        window=window,
-        batch_size=batch_size,
-        initial_bias=initial_bias,
-        seed=seed,
-        device=device,
-        restart=restart,
-        progress=not quiet,
-        steps=steps,
-        learning_rate=learning_rate,
-        trained=trained,
-        distillation=distillation,
-        accumulate=accumulate,
-        precision=precision,
-    )
+    outcome = call("run_post_training", locals())
     held_out(
         f"{model}: {outcome.metrics['held_out_windows']} held-out windows",
         outcome.held_out,

@@ -60,27 +60,16 @@ def comparison(metrics: Mapping[str, Any]) -> None:
     """Print what each task needs, dense and sparse."""
     rows = []
     for task, measured in metrics.items():
-        dense, sparse = measured["dense"], measured["sparse"]
-        rows.append(
-            [
-                task,
-                f"{dense['accuracy']:.1%}, {sparse['accuracy']:.1%}",
-                f"{_size(dense['heads_at_0.9'])}, {_size(sparse['heads_at_0.9'])}",
-                _times(measured["multiplier_heads"]),
-                f"{_size(dense['circuit_edges_at_0.9'])}, {_size(sparse['circuit_edges_at_0.9'])}",
-                _times(measured["multiplier_circuit_edges"]),
-            ]
-        )
+        sides = (measured["dense"], measured["sparse"])
+        row = [task, ", ".join(f"{side['accuracy']:.1%}" for side in sides)]
+        for parts in ("heads", "circuit_edges"):
+            sizes = [side[f"{parts}_at_0.9"] for side in sides]
+            row.append(", ".join("not reached" if n is None else f"{n:.1f}" for n in sizes))
+            factor = measured[f"multiplier_{parts}"]
+            row.append("-" if factor is None else f"{factor:.1f}x")
+        rows.append(row)
     table(
         "Parts needed for an explained effect of 0.9, dense and sparse",
         ["", "accuracy", "heads", "fewer", "circuit edges", "fewer"],
         rows,
     )
-
-
-def _size(size: float | None) -> str:
-    return "not reached" if size is None else f"{size:.1f}"
-
-
-def _times(factor: float | None) -> str:
-    return "-" if factor is None else f"{factor:.1f}x"
