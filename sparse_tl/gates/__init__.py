@@ -7,7 +7,7 @@ from sparse_tl.gates.attention_edges import (
     closed_attention_edges,
 )
 from sparse_tl.gates.circuit_edges import CircuitEdges
-from sparse_tl.gates.counting import AttentionEdgeCounts, possible_attention_edges
+from sparse_tl.gates.counting import AttentionEdgeCounts
 from sparse_tl.gates.distributions import (
     BernoulliGate,
     GateDistribution,
@@ -48,5 +48,4 @@ __all__ = [
     "expected_size",
     "gated",
     "hook_points",
-    "possible_attention_edges",
 ]

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from sparse_tl.gates.counting import LayerCounts, possible_attention_edges
+from sparse_tl.gates.counting import AttentionEdgeCounts, possible_attention_edges
 from sparse_tl.gates.distributions import (
     BernoulliGate,
     GateDistribution,
@@ -55,7 +55,7 @@ class GateSettings:
     generator: torch.Generator | None = None
     noise: float = 1.0
     closed_share: float = 1.0
-    counts: list[LayerCounts] | None = None
+    counts: list[AttentionEdgeCounts] | None = None
     keep_gates: bool = False
     pressure: float = 0.0
     real: Tensor | None = None
@@ -231,21 +231,23 @@ class AttentionGates(nn.Module):
 
     def _count(
         self, now: GateSettings, scores: Tensor, pattern: Tensor, logits: Tensor
-    ) -> LayerCounts:
+    ) -> AttentionEdgeCounts:
         """The edges of one layer."""
         valid = possible_attention_edges(scores, pattern)
         if now.real is not None:
             # Models mask what is read at padding, not what padding reads.
             valid = valid & now.real.to(valid.device).bool()[:, None, -scores.shape[2] :, None]
         if now.mode is GateMode.OPEN:
-            return LayerCounts.of(valid, valid, valid.to(logits.dtype), now.keep_gates)
+            return AttentionEdgeCounts.of_layer(
+                valid, valid, valid.to(logits.dtype), now.keep_gates
+            )
         probability = self.distribution.open_probability(logits)
         if now.pressure > 0:
             probability = press(probability, logits, now.pressure)
         if now.real is not None:
             probability = probability * valid
         is_open = self.distribution.is_open(logits) & valid
-        return LayerCounts.of(valid, is_open, probability, now.keep_gates)
+        return AttentionEdgeCounts.of_layer(valid, is_open, probability, now.keep_gates)
 
 
 def _within(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
 import torch
@@ -31,38 +30,6 @@ def possible_attention_edges(
     best = scores.amax(dim=-1, keepdim=True)
     masked = (pattern == 0) & (scores < best - _FAR_BELOW)
     return ~(masked | (best < -_FAR_BELOW))
-
-
-@dataclass(frozen=True, eq=False)
-class LayerCounts:
-    """The edges of one layer in one forward pass."""
-
-    active: Int[Tensor, "prompt head"]
-    expected: Float[Tensor, "prompt head"]
-    expected_self: Float[Tensor, "prompt head"]
-    possible: Int[Tensor, "prompt head"]
-    tokens: Int[Tensor, " prompt"]
-    gates: Bool[Tensor, "prompt head query key"] | None
-
-    @staticmethod
-    def of(
-        valid: Bool[Tensor, "prompt head query key"],
-        is_open: Bool[Tensor, "prompt head query key"],
-        probability: Float[Tensor, "prompt head query key"],
-        keep_gates: bool,
-    ) -> LayerCounts:
-        """Counted over queries and keys."""
-        # With a key-value cache the queries are the last of the keys.
-        own = probability.diagonal(probability.shape[-1] - probability.shape[-2], -2, -1)
-        return LayerCounts(
-            active=is_open.sum(dim=(-2, -1)),
-            expected=probability.sum(dim=(-2, -1)),
-            expected_self=own.sum(dim=-1),
-            possible=valid.sum(dim=(-2, -1)),
-            # A real token attends at least to itself; a padding token has no valid pair.
-            tokens=valid[:, 0].any(dim=-1).sum(dim=-1),
-            gates=is_open if keep_gates else None,
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,51 +111,39 @@ class AttentionEdgeCounts(Result):
         return pd.DataFrame(self.by_head().tolist()).rename_axis(index="layer", columns="head")
 
     @staticmethod
-    def of(layers: Sequence[LayerCounts]) -> AttentionEdgeCounts:
-        """From the counts of all layers."""
-
-        def stacked(name: str) -> Tensor:
-            return torch.stack([getattr(layer, name) for layer in layers])
-
+    def of_layer(
+        valid: Bool[Tensor, "prompt head query key"],
+        is_open: Bool[Tensor, "prompt head query key"],
+        probability: Float[Tensor, "prompt head query key"],
+        keep_gates: bool,
+    ) -> AttentionEdgeCounts:
+        """Counted over the queries and keys of one layer."""
+        # With a key-value cache the queries are the last of the keys.
+        own = probability.diagonal(probability.shape[-1] - probability.shape[-2], -2, -1)
         return AttentionEdgeCounts(
-            **{name: stacked(name) for name in ("active", "expected", "expected_self", "possible")},
-            tokens=layers[0].tokens,
-            gates=None if layers[0].gates is None else stacked("gates"),
+            active=is_open.sum(dim=(-2, -1))[None],
+            expected=probability.sum(dim=(-2, -1))[None],
+            expected_self=own.sum(dim=-1)[None],
+            possible=valid.sum(dim=(-2, -1))[None],
+            # A real token attends at least to itself; a padding token has no valid pair.
+            tokens=valid[:, 0].any(dim=-1).sum(dim=-1),
+            gates=is_open[None] if keep_gates else None,
         )
 
     @staticmethod
-    def concatenate(parts: list[AttentionEdgeCounts]) -> AttentionEdgeCounts:
-        """Counts of several batches of prompts as one.
+    def concatenate(
+        parts: Sequence[AttentionEdgeCounts], *, layers: bool = False
+    ) -> AttentionEdgeCounts:
+        """Counts of several batches of prompts, or of several layers, as one.
 
         Raises:
-            ValueError: there is no batch.
+            ValueError: there is none.
         """
         if not parts:
             raise ValueError("expected at least one batch of prompts to count edges on; got none")
-        return AttentionEdgeCounts(
-            active=torch.cat([p.active for p in parts], dim=1),
-            expected=torch.cat([p.expected for p in parts], dim=1),
-            expected_self=torch.cat([p.expected_self for p in parts], dim=1),
-            possible=torch.cat([p.possible for p in parts], dim=1),
-            tokens=torch.cat([p.tokens for p in parts]),
-        )
-
-
-def pieces(
-    tokens: Int[Tensor, "*prompt pos"], size: int, kwargs: dict[str, Any]
-) -> Iterator[tuple[Int[Tensor, "prompt pos"], dict[str, Any]]]:
-    """So many prompts at a time, with what belongs to them of a model's arguments."""
-    if tokens.ndim == 1:
-        yield tokens[None], kwargs
-        return
-    for start in range(0, len(tokens), size):
-        rows = slice(start, start + size)
-        some = {k: v[rows] if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-        yield tokens[rows], some
-
-
-def table_of_shares(share: Float[Tensor, "layer head query key"]) -> pd.DataFrame:
-    """One row per attention edge with a share above 0, the largest first."""
-    found = pd.DataFrame(share.nonzero().tolist(), columns=["layer", "head", "query", "key"])
-    found["share"] = share[share > 0].tolist()
-    return found.sort_values("share", ascending=False, kind="stable").reset_index(drop=True)
+        names = ["active", "expected", "expected_self", "possible"]
+        names += ["gates"] * all(part.gates is not None for part in parts)
+        dim = 0 if layers else 1
+        joined = {name: torch.cat([getattr(part, name) for part in parts], dim) for name in names}
+        tokens = parts[0].tokens if layers else torch.cat([part.tokens for part in parts])
+        return AttentionEdgeCounts(**joined, tokens=tokens)

@@ -1,13 +1,5 @@
 """How a gate's logit becomes a gate in [0, 1]: sampled while training, deterministic otherwise.
 
-Every distribution answers the same four questions about a tensor of logits, elementwise:
-
-- `sample`: a random gate whose gradient reaches the logit; its noise can be scaled, down to the
-  mode at 0;
-- `mode`: the deterministic gate that evaluation uses;
-- `open_probability`: P(gate > 0), differentiable, the summand of the expected size;
-- `is_open`: which deterministic gates are not 0.
-
 A logit of minus infinity is a gate that is always 0.
 """
 
@@ -16,33 +8,43 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+Gates = Float[Tensor, "*gate"]
 
-@runtime_checkable
-class GateDistribution(Protocol):
-    """The behaviour that masks need of a distribution."""
+
+class GateDistribution:
+    """Gates that are open with probability ``sigmoid(logit)``, unless a kind of them is not."""
+
+    def squash(self, noisy: Gates) -> Gates:
+        """The gate of a logit to which its noise is added."""
+        raise NotImplementedError
 
     def sample(
-        self,
-        logits: Float[Tensor, "*gate"],
-        generator: torch.Generator | None = None,
-        noise: float = 1.0,
-    ) -> Float[Tensor, "*gate"]: ...
+        self, logits: Gates, generator: torch.Generator | None = None, noise: float = 1.0
+    ) -> Gates:
+        """A random gate whose gradient reaches the logit; `noise` scales what is added to that."""
+        return self.squash(logits + noise * _logistic_noise(logits, generator))
 
-    def mode(self, logits: Float[Tensor, "*gate"]) -> Float[Tensor, "*gate"]: ...
+    def mode(self, logits: Gates) -> Gates:
+        """The deterministic gate that evaluation uses."""
+        return self.squash(logits)
 
-    def open_probability(self, logits: Float[Tensor, "*gate"]) -> Float[Tensor, "*gate"]: ...
+    def open_probability(self, logits: Gates) -> Gates:
+        """P(gate > 0), differentiable; the summand of the expected size."""
+        return torch.sigmoid(logits)
 
-    def is_open(self, logits: Float[Tensor, "*gate"]) -> Bool[Tensor, "*gate"]: ...
+    def is_open(self, logits: Gates) -> Bool[Tensor, "*gate"]:
+        """Which deterministic gates are not 0."""
+        return logits > 0
 
 
 @dataclass(frozen=True)
-class BernoulliGate:
+class BernoulliGate(GateDistribution):
     """Binary gates: ``A ~ Bernoulli(sigmoid(logit))``, straight-through.
 
     The sample is ``[logit + noise > 0]`` with logistic noise, which has exactly the Bernoulli
@@ -54,29 +56,17 @@ class BernoulliGate:
 
     temperature: float = 1.0
 
-    def sample(
-        self,
-        logits: Float[Tensor, "*gate"],
-        generator: torch.Generator | None = None,
-        noise: float = 1.0,
-    ) -> Float[Tensor, "*gate"]:
-        noisy = logits + noise * _logistic_noise(logits, generator)
+    def squash(self, noisy: Gates) -> Gates:
         sample = _HardSample.apply(noisy, self.temperature)
         assert isinstance(sample, Tensor)
         return sample
 
-    def mode(self, logits: Float[Tensor, "*gate"]) -> Float[Tensor, "*gate"]:
+    def mode(self, logits: Gates) -> Gates:
         return self.is_open(logits).to(logits.dtype)
-
-    def open_probability(self, logits: Float[Tensor, "*gate"]) -> Float[Tensor, "*gate"]:
-        return torch.sigmoid(logits)
-
-    def is_open(self, logits: Float[Tensor, "*gate"]) -> Bool[Tensor, "*gate"]:
-        return logits > 0
 
 
 @dataclass(frozen=True)
-class HardConcreteGate:
+class HardConcreteGate(GateDistribution):
     """Gates in [0, 1] with mass at both ends: ``clamp(s (zeta - gamma) + gamma, 0, 1)``.
 
     ``s = sigmoid((logit + noise) / beta)`` with logistic noise; the mode has no noise. Open with
@@ -90,56 +80,34 @@ class HardConcreteGate:
     gamma: float = -0.1
     zeta: float = 1.1
 
-    def sample(
-        self,
-        logits: Float[Tensor, "*gate"],
-        generator: torch.Generator | None = None,
-        noise: float = 1.0,
-    ) -> Float[Tensor, "*gate"]:
-        return self._stretch(logits + noise * _logistic_noise(logits, generator))
-
-    def mode(self, logits: Float[Tensor, "*gate"]) -> Float[Tensor, "*gate"]:
-        return self._stretch(logits)
-
-    def open_probability(self, logits: Float[Tensor, "*gate"]) -> Float[Tensor, "*gate"]:
-        return torch.sigmoid(logits - self.beta * math.log(-self.gamma / self.zeta))
-
-    def is_open(self, logits: Float[Tensor, "*gate"]) -> Bool[Tensor, "*gate"]:
-        return self.mode(logits) > 0
-
-    def _stretch(self, noisy: Float[Tensor, "*gate"]) -> Float[Tensor, "*gate"]:
+    def squash(self, noisy: Gates) -> Gates:
         concrete = torch.sigmoid(noisy / self.beta)
         return (concrete * (self.zeta - self.gamma) + self.gamma).clamp(0, 1)
 
+    def open_probability(self, logits: Gates) -> Gates:
+        return torch.sigmoid(logits - self.beta * math.log(-self.gamma / self.zeta))
+
+    def is_open(self, logits: Gates) -> Bool[Tensor, "*gate"]:
+        return self.mode(logits) > 0
+
 
 @dataclass(frozen=True)
-class SigmoidGate:
+class SigmoidGate(GateDistribution):
     """Soft gates without noise: ``sigmoid(logit)``; open counts those above one half.
 
     Reference: causal head gating, arXiv 2505.13737.
     """
 
     def sample(
-        self,
-        logits: Float[Tensor, "*gate"],
-        generator: torch.Generator | None = None,
-        noise: float = 1.0,
-    ) -> Float[Tensor, "*gate"]:
-        return torch.sigmoid(logits)
+        self, logits: Gates, generator: torch.Generator | None = None, noise: float = 1.0
+    ) -> Gates:
+        return self.mode(logits)  # nothing is drawn
 
-    def mode(self, logits: Float[Tensor, "*gate"]) -> Float[Tensor, "*gate"]:
-        return torch.sigmoid(logits)
-
-    def open_probability(self, logits: Float[Tensor, "*gate"]) -> Float[Tensor, "*gate"]:
-        return torch.sigmoid(logits)
-
-    def is_open(self, logits: Float[Tensor, "*gate"]) -> Bool[Tensor, "*gate"]:
-        return logits > 0
+    def squash(self, noisy: Gates) -> Gates:
+        return torch.sigmoid(noisy)
 
 
-def press(
-    probability: Float[Tensor, "*gate"], logits: Float[Tensor, "*gate"], strength: float
-) -> Float[Tensor, "*gate"]:
+def press(probability: Gates, logits: Gates, strength: float) -> Gates:
     """The same probabilities, with a gradient of at least about `strength` where a gate is open.
 
     The derivative of ``sigmoid(logit)`` vanishes for a confident gate, so an expected size puts no
@@ -160,11 +128,11 @@ class GateMode(Enum):
 
 def gate_values(
     distribution: GateDistribution,
-    logits: Float[Tensor, "*gate"],
+    logits: Gates,
     mode: GateMode,
     generator: torch.Generator | None = None,
     noise: float = 1.0,
-) -> Float[Tensor, "*gate"]:
+) -> Gates:
     """The gates of these logits in one mode; `noise` scales that of sampled ones."""
     if mode is GateMode.OPEN:
         return torch.ones_like(logits)
@@ -179,16 +147,12 @@ DISTRIBUTIONS: dict[str, type[BernoulliGate | HardConcreteGate | SigmoidGate]] =
 """By name, for saved gates."""
 
 
-def expected_size(
-    distribution: GateDistribution, logits: Float[Tensor, "*gate"]
-) -> Float[Tensor, ""]:
+def expected_size(distribution: GateDistribution, logits: Gates) -> Float[Tensor, ""]:
     """The expected number of open gates, ``sum P(gate > 0)``; differentiable."""
     return distribution.open_probability(logits).sum()
 
 
-def _logistic_noise(
-    logits: Float[Tensor, "*gate"], generator: torch.Generator | None
-) -> Float[Tensor, "*gate"]:
+def _logistic_noise(logits: Gates, generator: torch.Generator | None) -> Gates:
     # The open interval (0, 1): an exact 0 or 1 would make the noise infinite.
     tiny = torch.finfo(torch.float32).tiny
     uniform = torch.rand(

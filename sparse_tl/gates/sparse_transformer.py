@@ -14,12 +14,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from sparse_tl.gates.attention import AttentionGates
-from sparse_tl.gates.counting import (
-    AttentionEdgeCounts,
-    LayerCounts,
-    pieces,
-    table_of_shares,
-)
+from sparse_tl.gates.counting import AttentionEdgeCounts
 from sparse_tl.gates.distributions import GateDistribution, GateMode
 from sparse_tl.lens import AttachedHooks, Model, adapt, check_gates
 
@@ -126,11 +121,11 @@ class SparseTransformer(nn.Module):
         Returns:
             What the model returns, and the counts; the expected ones are differentiable.
         """
-        layers: list[LayerCounts] = []
+        layers: list[AttentionEdgeCounts] = []
         settings = {"counts": layers, "keep_gates": keep_gates, "pressure": pressure}
         with self.gates.using(**settings, real=kwargs.get("attention_mask")):
             output = self(*args, **kwargs)
-        return output, AttentionEdgeCounts.of(layers)
+        return output, AttentionEdgeCounts.concatenate(layers, layers=True)
 
     def to_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """`to_tokens` of the model."""
@@ -179,11 +174,7 @@ class SparseTransformer(nn.Module):
         Raises:
             ValueError: there is no prompt.
         """
-        parts = [
-            self.run_with_counts(some, return_type=None, **more)[1]
-            for some, more in pieces(tokens, batch_size, kwargs)
-        ]
-        return AttentionEdgeCounts.concatenate(parts)
+        return AttentionEdgeCounts.concatenate(list(self._counted(tokens, batch_size, kwargs)))
 
     @torch.no_grad()
     def open_attention_edges(
@@ -205,13 +196,25 @@ class SparseTransformer(nn.Module):
         """
         if not len(tokens):
             raise ValueError("expected at least one prompt to count attention edges on; got none")
-        counts, n_prompts = [], 0
-        for some, more in pieces(tokens, batch_size, kwargs):
-            _, counted = self.run_with_counts(some, keep_gates=True, return_type=None, **more)
-            assert counted.gates is not None
-            counts.append(counted.gates.sum(dim=1))
-            n_prompts += len(some)
-        return table_of_shares(torch.stack(counts).sum(dim=0) / n_prompts)
+        counts = self._counted(tokens, batch_size, {**kwargs, "keep_gates": True})
+        opened = [part.gates.sum(dim=1) for part in counts if part.gates is not None]
+        share = torch.stack(opened).sum(dim=0) / (1 if tokens.ndim == 1 else len(tokens))
+        found = pd.DataFrame(share.nonzero().tolist(), columns=["layer", "head", "query", "key"])
+        found["share"] = share[share > 0].tolist()
+        return found.sort_values("share", ascending=False, kind="stable").reset_index(drop=True)
+
+    def _counted(
+        self, tokens: Int[Tensor, "*prompt pos"], size: int, kwargs: dict[str, Any]
+    ) -> Iterator[AttentionEdgeCounts]:
+        """The counts of so many prompts at a time."""
+        prompts = tokens[None] if tokens.ndim == 1 else tokens
+        for start in range(0, len(prompts), size):
+            rows = slice(start, start + size)
+            some = {
+                name: value[rows] if isinstance(value, Tensor) and tokens.ndim > 1 else value
+                for name, value in kwargs.items()
+            }
+            yield self.run_with_counts(prompts[rows], return_type=None, **some)[1]
 
     def unwrap(self) -> Model:
         """Take the gates off and give the model back; nothing of the wrapper is left on it."""
