@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import GatedRun, Patch, PatchValues, Site
-from sparse_tl.gates.patches import mean_activations, needs_reference
+from sparse_tl.gates.patches import drawn, mean_activations, needs_reference
 from sparse_tl.lens import HookedModel, adapt
 
 
@@ -54,9 +54,8 @@ class PairRuns:
         if patch == "corrupted":
             self._others = [batch.corrupted for batch in self.batches]
         elif patch == "resample":
-            generator = torch.Generator().manual_seed(seed)
-            drawn = torch.randint(len(pairs), (len(pairs),), generator=generator)
-            self._others = pairs.clean[drawn].to(self.adapter.device).split(batch_size)
+            others = drawn(pairs.clean, len(pairs), seed)
+            self._others = others.to(self.adapter.device).split(batch_size)
 
     def __iter__(self) -> Iterator[tuple[PromptPairs, GatedRun]]:
         for index, batch in enumerate(self.batches):

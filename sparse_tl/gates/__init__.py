@@ -1,11 +1,6 @@
 """Gates on sites: ``gate * clean + (1 - gate) * patch``. 1 keeps, 0 patches, everywhere."""
 
 from sparse_tl.gates.attention import AttentionGates
-from sparse_tl.gates.attention_edges import (
-    AttentionEdges,
-    ClosedAttentionEdges,
-    closed_attention_edges,
-)
 from sparse_tl.gates.circuit_edges import CircuitEdges
 from sparse_tl.gates.counting import AttentionEdgeCounts
 from sparse_tl.gates.distributions import (
@@ -19,7 +14,7 @@ from sparse_tl.gates.distributions import (
 from sparse_tl.gates.learned import LearnedGates, hook_points
 from sparse_tl.gates.patches import Patch, PatchName, PatchValues
 from sparse_tl.gates.run import GatedRun, ablate_attention_edges, ablate_heads, gated
-from sparse_tl.gates.sites import Heads, HookPoints, Site
+from sparse_tl.gates.sites import AttentionEdges, ClosedAttentionEdges, Heads, HookPoints, Site
 from sparse_tl.gates.sparse_transformer import SparseTransformer
 
 __all__ = [
@@ -44,7 +39,6 @@ __all__ = [
     "SparseTransformer",
     "ablate_attention_edges",
     "ablate_heads",
-    "closed_attention_edges",
     "expected_size",
     "gated",
     "hook_points",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -91,17 +90,14 @@ def hook_points(
     check_hook_points(model, chosen)
     if sample is None:
         sample = torch.zeros(1, 1, dtype=torch.long, device=adapt(model).device)
-    shapes: dict[str, torch.Size] = {}
-
-    def note(name: str, activation: Tensor) -> None:
-        shapes[name] = activation.shape
-
-    notes = [(name, Order.FIRST, partial(note, name)) for name in chosen]
+    seen: dict[str, list[Tensor]] = {name: [] for name in chosen}
+    notes = [(name, Order.FIRST, seen[name].append) for name in chosen]
     with attached(model, notes), torch.no_grad():
         model(sample, return_type=None)
-    silent = [name for name in chosen if name not in shapes]
+    silent = [name for name in chosen if not seen[name]]
     if silent:
         raise ValueError(f"expected every hook point to fire; {silent} did not")
+    shapes = {name: tuple(values[-1].shape) for name, values in seen.items()}
     ranks = {len(shape) for shape in shapes.values()}
     if len(ranks) != 1:
         raise ValueError(f"expected hook points of one rank; got {shapes}")
@@ -110,7 +106,7 @@ def hook_points(
     if not positive or positive[0] < 1 or positive[-1] >= rank or len(set(positive)) < len(wanted):
         raise ValueError(
             f"expected distinct axes in 1..{rank - 1} (axis 0 is the batch); got {wanted} for "
-            f"activations of shape {tuple(next(iter(shapes.values())))}"
+            f"activations of shape {shapes[chosen[0]]}"
         )
     sizes = {tuple(shape[axis] for axis in positive) for shape in shapes.values()}
     if len(sizes) != 1:

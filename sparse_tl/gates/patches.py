@@ -25,24 +25,10 @@ def gate(
 
 
 class PatchValues:
-    """The values of a patch, hook point by hook point.
-
-    - "zero": nothing;
-    - "mean": the mean over the reference prompts, position by position;
-    - "corrupted": for each prompt that is run, what the reference prompt of the same row shows;
-    - "resample": for each prompt that is run, what a reference prompt drawn at random shows, the
-      same one at all hook points;
-    - tensors that broadcast to the activation.
-
-    Args:
-        adapter: of the model.
-        names: the hook points that are patched.
-        patch: a name, or tensors by hook point.
-        reference: prompts for all names but "zero"; without padding on the left.
-        seed: of the draws.
+    """The values of a patch, as of `gated`, at the hook points of some names.
 
     Raises:
-        ValueError: an unknown name, a hook point without a tensor, or a reference that is missing
+        ValueError: an unknown patch, a hook point without a tensor, or a reference that is missing
             or not asked for.
     """
 
@@ -135,6 +121,14 @@ def needs_reference(patch: Patch) -> bool:
             f"expected a patch of {get_args(PatchName)}, or tensors by hook point; got {patch!r}"
         )
     return isinstance(patch, str) and patch != "zero"
+
+
+def drawn(
+    prompts: Int[Tensor, "prompt pos"], n_prompts: int, seed: int
+) -> Int[Tensor, "drawn pos"]:
+    """So many of some prompts, at random."""
+    generator = torch.Generator().manual_seed(seed)
+    return prompts[torch.randint(len(prompts), (n_prompts,), generator=generator)]
 
 
 @torch.no_grad()

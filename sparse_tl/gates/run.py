@@ -11,14 +11,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparse_tl.gates.attention_edges import (
-    AttentionEdges,
-    ClosedAttentionEdges,
-    closed_attention_edges,
-)
 from sparse_tl.gates.circuit_edges import CircuitEdges, CircuitPass
-from sparse_tl.gates.patches import Patch, PatchValues
-from sparse_tl.gates.sites import Heads, Pass, Site, n_stacked
+from sparse_tl.gates.patches import Patch, PatchValues, drawn
+from sparse_tl.gates.sites import AttentionEdges, ClosedAttentionEdges, Heads, Pass, Site
 from sparse_tl.lens import (
     Adapter,
     HookedModel,
@@ -113,7 +108,19 @@ def ablate_attention_edges(
         ValueError: no edge, an edge that the model lacks or that leads backwards, or, when the
             model is run, an edge beyond the end of the prompts.
     """
-    closed = closed_attention_edges(adapt(model), edges)
+    adapter = adapt(model)
+    if not len(edges):
+        raise ValueError("expected at least one attention edge to ablate; got none")
+    for layer, head, query, key in edges:
+        adapter.check_head(layer, head)
+        inside = 0 <= query < adapter.n_ctx and 0 <= key < adapter.n_ctx
+        if not inside or (adapter.causal and key > query):
+            raise ValueError(
+                "expected attention edges (layer, head, query, key)"
+                + (" with the key at or before the query" if adapter.causal else "")
+                + f", in columns 0..{adapter.n_ctx - 1}; got {(layer, head, query, key)}"
+            )
+    closed = ClosedAttentionEdges(torch.tensor([tuple(edge) for edge in edges]))
     with gated(model, AttentionEdges(), closed):
         yield
 
@@ -149,14 +156,11 @@ class GatedRun:
     ) -> None:
         self.adapter, self.site, self.tokens, self.read = adapt(model), site, tokens, read
         self.attention_mask = attention_mask
-        points = site.points(self.adapter)
         if patch == "resample" and reference is not None:
             # Drawn once: all settings are compared under the same patch.
-            generator = torch.Generator().manual_seed(seed)
-            drawn = torch.randint(len(reference), (len(tokens),), generator=generator)
-            patch, reference = "corrupted", reference[drawn]
+            patch, reference = "corrupted", drawn(reference, len(tokens), seed)
         if not isinstance(patch, PatchValues):
-            patch = PatchValues(self.adapter, points, patch, reference)
+            patch = PatchValues(self.adapter, site.points(self.adapter), patch, reference)
         self.patch = patch
         self._clean: Tensor | None = None
         self._base: Tensor | None = None
@@ -166,26 +170,22 @@ class GatedRun:
     @property
     def clean_logits(self) -> Float[Tensor, "label vocab"]:
         """Those of the whole model; its state is kept, unless another is."""
-        if self._clean is None:
-            if self._base is None:
-                self._clean = self.start_from(None)
-            else:
-                with torch.no_grad():
-                    final = self.adapter.final(
-                        self.tokens, read=self.read, attention_mask=self.attention_mask
-                    )
-                    self._clean = self.adapter.logits_at(final, self.read)
+        if self._clean is None and self._base is None:
+            self._clean = self.start_from(None)
+        elif self._clean is None:
+            mask = self.attention_mask
+            with torch.no_grad():
+                final = self.adapter.final(self.tokens, read=self.read, attention_mask=mask)
+                self._clean = self.adapter.logits_at(final, self.read)
         return self._clean
 
     @torch.no_grad()
     def start_from(self, gates: Tensor | None) -> Float[Tensor, "label vocab"]:
         """Logits under one setting, or of the whole model, whose state later passes start from."""
-        adapter = self.adapter
-        shape = [max(size, 1) for size in self.site.shape(adapter)]
-        whole = torch.ones(shape, device=adapter.device)
-        setting = whole if gates is None else gates.to(adapter.device)
-        stack, _ = _stacked(adapter, self.site, setting)
-        edges = isinstance(self.site, CircuitEdges)
+        adapter, edges = self.adapter, isinstance(self.site, CircuitEdges)
+        if gates is None:
+            gates = torch.ones([max(size, 1) for size in self.site.shape(adapter)])
+        stack, _ = _stacked(adapter, self.site, gates)
         points = self.site.points(adapter) if edges else []
         entering = [f"blocks.{layer}.hook_resid_pre" for layer in range(adapter.n_layers)]
         run = stack.clone()
@@ -200,7 +200,7 @@ class GatedRun:
         if edges:
             changes = {name: self.patch.change(name, kept[name]) for name in points}
             self._changes = source_outputs(adapter, changes)
-        return self.logits(setting)
+        return self.logits(gates)
 
     def logits(self, gates: Tensor | ClosedAttentionEdges) -> Float[Tensor, "*stack label vocab"]:
         """Logits at the read positions, row by row, under one setting of gates or a stack of them.
@@ -262,5 +262,13 @@ def _stacked(
     if not gates.is_floating_point():
         gates = gates.to(adapter.gate_dtype)
     gates = gates.to(adapter.device)
-    n_stack = n_stacked(site, adapter, gates)
-    return (gates[None], ()) if n_stack is None else (gates, (n_stack,))
+    shape, found = site.shape(adapter), tuple(gates.shape)
+    stack, inner = found[: -len(shape)], found[-len(shape) :]
+    fits = len(inner) == len(shape) and all(s in (-1, f) for s, f in zip(shape, inner, strict=True))
+    if not fits or len(stack) > 1 or 0 in found:
+        said = ", ".join("any" if size < 0 else str(size) for size in shape)
+        raise ValueError(
+            f"expected gates of shape [{said}] at {site}, or with a stack axis before these; got "
+            f"{list(found)}"
+        )
+    return gates if stack else gates[None], stack

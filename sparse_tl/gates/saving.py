@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sparse_tl.files import (
     atomic_folder,
+    check_replaceable,
     read_json,
     read_tensors,
     recover_folder,
@@ -37,12 +38,8 @@ def save_sparse(sparse: SparseTransformer, folder: str | Path) -> Path:
             "which could not be loaded again"
         )
     folder = Path(folder)
-    if folder.is_dir() and any(folder.iterdir()) and not is_sparse_folder(folder):
-        # The folder is replaced as a whole: what else is in it would be lost.
-        raise ValueError(
-            f"expected an empty folder or an earlier SparseTransformer to replace; {folder} holds "
-            f"{sorted(p.name for p in folder.iterdir())[:5]}"
-        )
+    if not is_sparse_folder(folder):
+        check_replaceable(folder, GATES_FILE)
     with atomic_folder(folder) as temporary:
         save_model(sparse.model, temporary)
         fields = dataclasses.asdict(distribution)  # type: ignore[call-overload]

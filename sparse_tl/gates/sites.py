@@ -1,16 +1,7 @@
 """Where a gate can sit, and what closes there: ``gate * clean + (1 - gate) * patch``.
 
-| site             | gates                         | hook points                                   |
-|------------------|-------------------------------|-----------------------------------------------|
-| `Heads`          | ``[layer, head]``             | ``attn.hook_z``                               |
-| `AttentionEdges` | ``[layer, head, query, key]`` | ``attn.hook_pattern``                         |
-| `CircuitEdges`   | ``[source, destination]``     | reads what sources write, writes what         |
-|                  |                               | destinations read                             |
-| `HookPoints`     | ``[hook point, *axes]``       | those that a user names                       |
-
-1 keeps, 0 patches. Gates may have one more axis before these, the *stack*: then the batch holds as
-many copies of the prompts as the stack has entries, one copy after the other, each under its own
-gates.
+Gates may have one more axis before those of their site, the *stack*: then the batch holds as many
+copies of the prompts as the stack has entries, one after the other, each under its own gates.
 """
 
 from __future__ import annotations
@@ -19,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.gates.patches import PatchValues, gate
@@ -68,42 +59,98 @@ class Site(Protocol):
         ...
 
 
-def n_stacked(site: Site, adapter: Adapter, gates: Tensor) -> int | None:
-    """How many settings the gates hold; None without a stack axis.
+@dataclass(frozen=True)
+class ClosedAttentionEdges:
+    """Gates that are all 1 but for some attention edges.
 
-    Raises:
-        ValueError: gates of another shape.
+    Args:
+        edges: layer, head, query and key of each.
+        stack: the entry of the stack in which it is closed; None for gates without a stack.
+        n_stack: how many entries the stack has.
     """
-    shape = site.shape(adapter)
-    found = tuple(gates.shape)
-    inner = found[-len(shape) :]
-    fits = len(inner) == len(shape) and all(s in (-1, f) for s, f in zip(shape, inner, strict=True))
-    if not fits or len(found) > len(shape) + 1 or 0 in found:
-        said = ", ".join("any" if size < 0 else str(size) for size in shape)
-        raise ValueError(
-            f"expected gates of shape [{said}] at {site}, or with a stack axis before these; got "
-            f"{list(found)}"
-        )
-    return found[0] if len(found) > len(shape) else None
+
+    edges: Int[Tensor, "edge 4"]
+    stack: Int[Tensor, " edge"] | None = None
+    n_stack: int = 1
+
+    def in_layer(self, layer: int) -> ClosedAttentionEdges:
+        """Those of one layer."""
+        here = self.edges[:, 0] == layer
+        stack = None if self.stack is None else self.stack[here]
+        return ClosedAttentionEdges(self.edges[here], stack, self.n_stack)
+
+    def on(
+        self, pattern: Float[Tensor, "rows head query key"]
+    ) -> Float[Tensor, "stack head query key"]:
+        """As a tensor, for the pattern of a layer."""
+        n_heads, n_queries, n_keys = pattern.shape[1:]
+        if int(self.edges[:, 2].max()) >= n_keys:
+            raise ValueError(
+                f"expected attention edges within the prompt of {n_keys} tokens; got query "
+                f"{int(self.edges[:, 2].max())}"
+            )
+        start = n_keys - n_queries  # with a key-value cache only the last queries run
+        run = self.edges[:, 2] >= start
+        _, head, query, key = self.edges[run].to(pattern.device).unbind(dim=1)
+        gates = pattern.new_ones(self.n_stack, n_heads, n_queries, n_keys)
+        entry = 0 if self.stack is None else self.stack[run].to(pattern.device)
+        gates[entry, head, query - start, key] = 0
+        return gates
+
+
+class _Activations:
+    """Gates over some axes of what stands at hook points, one after the other in the model."""
+
+    axes: tuple[int, ...]
+
+    def first_layer(self, adapter: Adapter, differ: Tensor) -> int:
+        found = differ.transpose(0, 1).flatten(1).any(dim=1).nonzero()
+        return int(found[0]) if len(found) else adapter.n_layers
+
+    def _close(
+        self,
+        name: str,
+        gates: Float[Tensor, "stack ..."],
+        patch: PatchValues,
+        now: Pass,
+        clean: Float[Tensor, "rows ..."],
+    ) -> Float[Tensor, "stacked ..."]:
+        shape = [len(gates), *[1] * (clean.ndim - 1)]
+        for axis, size in zip(self.axes, gates.shape[1:], strict=True):
+            if clean.shape[axis] != size:
+                raise ValueError(
+                    f"the gates on {name} have {size} entries along axis {axis}, where this run "
+                    f"has {clean.shape[axis]}; gated prompts need the length that the gates are for"
+                )
+            shape[axis] = size
+        if now.n_prompts == len(clean) and now.n_stack > 1:
+            clean = clean.repeat(now.n_stack, *[1] * (clean.ndim - 1))
+        if len(clean) % len(gates):
+            raise ValueError(
+                f"expected as many copies of the prompts as there are settings of gates, "
+                f"{len(gates)}; got {len(clean)} rows"
+            )
+        gates = gates.to(clean.dtype).reshape(shape)
+        if len(gates) > 1:
+            gates = gates.repeat_interleave(len(clean) // len(gates), dim=0)
+        return gate(gates, clean, patch.at(name, clean, now.n_stack, now.start))
 
 
 @dataclass(frozen=True)
-class Heads:
-    """One gate for each head, ``[layer, head]``, on what it writes."""
+class Heads(_Activations):
+    """One gate for each head, ``[layer, head]``, on what it writes at ``attn.hook_z``."""
+
+    axes = (2,)
 
     def shape(self, adapter: Adapter) -> tuple[int, ...]:
         return adapter.n_layers, adapter.n_heads
 
     def points(self, adapter: Adapter, gates: Any = None) -> list[str]:
-        layers = range(adapter.n_layers)
         return [
             f"blocks.{layer}.attn.hook_z"
-            for layer in layers
-            if gates is None or gates.requires_grad or acts(gates[:, layer])
+            for layer in range(adapter.n_layers)
+            if gates is None or _acts(gates[:, layer])
         ]
-
-    def first_layer(self, adapter: Adapter, differ: Tensor) -> int:
-        return first_of(differ.any(dim=-1).any(dim=0))
 
     def hooks(
         self,
@@ -112,40 +159,78 @@ class Heads:
         patch: PatchValues,
         now: Pass,
     ) -> Hooks:
-        layers = [
-            layer
-            for layer in range(now.from_layer, adapter.n_layers)
-            if gates.requires_grad
-            or acts(gates[:, layer])
-            or (layer == now.from_layer and now.n_prompts is not None)  # it makes the copies
-        ]
         hooks: Hooks = []
-        for layer in layers:
-            name = f"blocks.{layer}.attn.hook_z"
+        for layer in range(now.from_layer, adapter.n_layers):
+            makes_copies = layer == now.from_layer and now.n_prompts is not None
+            if not (makes_copies or _acts(gates[:, layer])):
+                continue
+            block = f"blocks.{layer}.attn"
+            if patch.values and not hooks:
+                hooks.append((f"{block}.hook_pattern", Order.FIRST, partial(_start, patch, now)))
             # First, so that a cache and the user's own hooks see what the heads write now.
-            close = partial(self._close, name, gates[:, layer], patch, now)
-            hooks.append((name, Order.FIRST, close))
-        if patch.values and layers:
-            pattern = f"blocks.{layers[0]}.attn.hook_pattern"
-            hooks.append((pattern, Order.FIRST, partial(note_start, patch, now)))
+            close = partial(self._close, f"{block}.hook_z", gates[:, layer], patch, now)
+            hooks.append((f"{block}.hook_z", Order.FIRST, close))
         return hooks
 
-    @staticmethod
-    def _close(
-        name: str,
-        gates: Float[Tensor, "stack head"],
-        patch: PatchValues,
-        now: Pass,
-        z: Float[Tensor, "rows pos head d_head"],
-    ) -> Float[Tensor, "stacked pos head d_head"]:
-        if now.n_prompts == len(z) and now.n_stack > 1:
-            z = z.repeat(now.n_stack, 1, 1, 1)
-        shown = patch.at(name, z, now.n_stack, now.start)
-        return gate(by_row(gates, z)[:, None, :, None], z, shown)
+
+def _start(patch: PatchValues, now: Pass, pattern: Float[Tensor, "rows head query key"]) -> None:
+    """Note where a pass starts, and draw what its prompts are patched with."""
+    now.start = pattern.shape[3] - pattern.shape[2]
+    if not now.start:
+        patch.draw(now.n_prompts or len(pattern) // now.n_stack)
 
 
 @dataclass(frozen=True)
-class HookPoints:
+class AttentionEdges(_Activations):
+    """One gate for each attention edge, ``[layer, head, query, key]``; nothing is renormalised.
+
+    Gates fit prompts of one length, or are `ClosedAttentionEdges`.
+    """
+
+    axes = (1, 2, 3)
+
+    def shape(self, adapter: Adapter) -> tuple[int, ...]:
+        return adapter.n_layers, adapter.n_heads, -1, -1
+
+    def points(self, adapter: Adapter, gates: Any = None) -> list[str]:
+        return [f"blocks.{layer}.attn.hook_pattern" for layer in range(adapter.n_layers)]
+
+    def hooks(
+        self,
+        adapter: Adapter,
+        gates: Float[Tensor, "stack layer head query key"] | ClosedAttentionEdges,
+        patch: PatchValues,
+        now: Pass,
+    ) -> Hooks:
+        hooks: Hooks = []
+        for layer, name in enumerate(self.points(adapter)):
+            if isinstance(gates, ClosedAttentionEdges):
+                here = gates.in_layer(layer)
+                acts = len(here.edges) > 0
+            else:
+                here = gates[:, layer]
+                acts = layer >= now.from_layer and _acts(here)
+            if acts:
+                # Last, so that learned gates, which come first, cannot open an edge again.
+                hooks.append((name, Order.LAST, partial(self._close, name, here, patch, now)))
+        return hooks
+
+    def _close(
+        self,
+        name: str,
+        gates: Float[Tensor, "stack head query key"] | ClosedAttentionEdges,
+        patch: PatchValues,
+        now: Pass,
+        clean: Float[Tensor, "rows head query key"],
+    ) -> Float[Tensor, "rows head query key"]:
+        now.start = clean.shape[3] - clean.shape[2]
+        if isinstance(gates, ClosedAttentionEdges):
+            gates = gates.on(clean)
+        return super()._close(name, gates, patch, now, clean)
+
+
+@dataclass(frozen=True)
+class HookPoints(_Activations):
     """Gates over chosen axes of the activations at some hook points, ``[hook point, *axes]``.
 
     Args:
@@ -176,49 +261,7 @@ class HookPoints:
             for index, name in enumerate(self.names)
         ]
 
-    def _close(
-        self, name: str, gates: Tensor, patch: PatchValues, now: Pass, clean: Tensor
-    ) -> Tensor:
-        shape = [len(gates), *[1] * (clean.ndim - 1)]
-        for axis, size in zip(self.axes, self.sizes, strict=True):
-            if clean.shape[axis] != size:
-                raise ValueError(
-                    f"the gates on {name} have {size} entries along axis {axis}, where this run "
-                    f"has {clean.shape[axis]}; gated prompts need the length that the gates are for"
-                )
-            shape[axis] = size
-        shown = patch.at(name, clean, now.n_stack)
-        return gate(by_row(gates.reshape(shape), clean), clean, shown)
 
-
-def note_start(
-    patch: PatchValues, now: Pass, pattern: Float[Tensor, "rows head query key"]
-) -> None:
-    """Note where a pass starts, and draw what its prompts are patched with."""
-    now.start = pattern.shape[3] - pattern.shape[2]
-    if not now.start:
-        patch.draw(now.n_prompts or len(pattern) // now.n_stack)
-
-
-def by_row(gates: Float[Tensor, "stack ..."], rows: Tensor) -> Float[Tensor, "rows ..."]:
-    """Each setting's gates for all of its prompts."""
-    gates = gates.to(rows.dtype)
-    if len(gates) == 1:
-        return gates
-    if len(rows) % len(gates):
-        raise ValueError(
-            f"expected as many copies of the prompts as there are settings of gates, "
-            f"{len(gates)}; got {len(rows)} rows"
-        )
-    return gates.repeat_interleave(len(rows) // len(gates), dim=0)
-
-
-def acts(gates: Tensor) -> bool:
-    """Whether some gate is not 1."""
-    return bool((gates != 1).any())
-
-
-def first_of(differs: Tensor) -> int:
-    """The first layer in which something differs; the number of layers if nothing does."""
-    found = differs.nonzero()
-    return int(found[0]) if len(found) else len(differs)
+def _acts(gates: Tensor) -> bool:
+    """Whether some gate is not 1, or may be moved."""
+    return gates.requires_grad or bool((gates != 1).any())

@@ -210,8 +210,8 @@ class SparseTransformer(nn.Module):
         prompts = tokens[None] if tokens.ndim == 1 else tokens
         for start in range(0, len(prompts), size):
             rows = slice(start, start + size)
-            some = {
-                name: value[rows] if isinstance(value, Tensor) and tokens.ndim > 1 else value
+            some: dict[str, Any] = {
+                name: value[rows] if isinstance(value, Tensor) else value
                 for name, value in kwargs.items()
             }
             yield self.run_with_counts(prompts[rows], return_type=None, **some)[1]

@@ -1,9 +1,10 @@
 """The only part of the package that knows TransformerLens: adapters, hooks, checks, loading."""
 
 from sparse_tl.lens.adapter import Adapter, adapt
+from sparse_tl.lens.architecture import model_config
 from sparse_tl.lens.attaching import AttachedHooks, HookFunction, Order, attached
 from sparse_tl.lens.checks import check_circuits, check_gates
-from sparse_tl.lens.loading import build_model, load_model, model_config, save_model
+from sparse_tl.lens.loading import build_model, load_model, save_model
 from sparse_tl.lens.norms import Norm
 from sparse_tl.lens.points import (
     HookedModel,

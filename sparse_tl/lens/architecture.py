@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from sparse_tl.files import read_json
+from sparse_tl.lens.points import Model
 
 CONFIG_FILE = "tl_config.json"
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -51,23 +52,10 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 }
 _REQUIRED = ("n_layers", "n_ctx", "d_model", "d_head")
 # In folders of earlier versions; they say nothing about what the model computes.
-_IGNORED = frozenset(
-    [
-        "seed",
-        "device",
-        "n_devices",
-        "init_mode",
-        "initializer_range",
-        "uses_rms_norm",
-        "layer_norm_folding",
-        "from_checkpoint",
-        "checkpoint_index",
-        "checkpoint_label_type",
-        "checkpoint_value",
-        "load_in_4bit",
-        "quantization_method",
-        "trust_remote_code",
-    ]
+_IGNORED = (
+    "seed device n_devices init_mode initializer_range uses_rms_norm layer_norm_folding "
+    "from_checkpoint checkpoint_index checkpoint_label_type checkpoint_value load_in_4bit "
+    "quantization_method trust_remote_code"
 )
 
 
@@ -83,10 +71,10 @@ def dtype_named(name: Any) -> torch.dtype:
     return getattr(torch, plain)
 
 
-def written_architecture(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a configuration that describe the architecture, as JSON holds them."""
+def model_config(model: Model) -> dict[str, Any]:
+    """The model's architecture as JSON can hold it."""
     kept: dict[str, Any] = {}
-    for name, value in fields.items():
+    for name, value in model.cfg.to_dict().items():
         known = name in _TYPES or name in _CHOICES or name == "attn_types"
         # None is TransformerLens's default but for the normalisation, where it means: there is none
         if not known or (value is None and name != "normalization_type"):
@@ -107,7 +95,7 @@ def read_architecture(file: Path) -> dict[str, Any]:
     config = read_json(file)
     if not isinstance(config, dict):
         raise ValueError(f"expected a JSON object in {file}; got a {type(config).__name__}")
-    fields = {name: value for name, value in config.items() if name not in _IGNORED}
+    fields = {name: value for name, value in config.items() if name not in _IGNORED.split()}
     for name, value in fields.items():
         expected = _expected(name, value)
         if expected is not None:

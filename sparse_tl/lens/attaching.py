@@ -3,10 +3,6 @@
 Beside TransformerLens's hook points there are two more in every layer with an MLP, since not every
 kind of model has them: ``blocks.{layer}.mlp_input``, what its normalisation reads, and
 ``blocks.{layer}.mlp_normalized``, what the MLP reads.
-
-TransformerLens runs the hooks of a point in the order of registration. A gate needs more: it must
-read the scores *after* every edit by a user's hooks, and must write the pattern *before* any of
-them reads it. `Order` says which; it holds whatever is registered before or after.
 """
 
 from __future__ import annotations
@@ -27,7 +23,11 @@ HookFunction = Callable[[Tensor], Tensor | None]
 
 
 class Order(Enum):
-    """When a hook runs among all hooks of its point."""
+    """When a hook runs among all hooks of its point, whatever is registered before or after.
+
+    A gate must read the scores after every edit by a user's hooks, and must write the pattern
+    before any of them reads it.
+    """
 
     FIRST = "first"
     LAST = "last"
@@ -51,42 +51,39 @@ class AttachedHooks:
     ) -> None:
         # All of them are looked up before anything is attached.
         points = [_place(model, name) for name, _, _ in hooks]
-        self._attached: list[tuple[HookPoint, LensHandle, Callable[[], None]]] = []
-        self._norms: list[RemovableHandle] = []
+        self._attached: list[tuple[HookPoint, LensHandle]] = []
+        self._handles: list[RemovableHandle] = []
         for point, (name, order, function) in zip(points, hooks, strict=True):
             if isinstance(point, HookPoint):
-                self._attached.append(self._attach(point, order, function))
+                self._attach(point, order, function)
             else:
-                self._norms.append(_attach_to_norm(point, name, function))
+                self._handles.append(_attach_to_norm(point, name, function))
 
-    @staticmethod
-    def _attach(
-        point: HookPoint, order: Order, function: HookFunction
-    ) -> tuple[HookPoint, LensHandle, Callable[[], None]]:
+    def _attach(self, point: HookPoint, order: Order, function: HookFunction) -> None:
         point.add_hook(lambda tensor, *, hook: function(tensor), is_permanent=True)
         handle = point.fwd_hooks[-1]
+        self._attached.append((point, handle))
         # Pre-hooks run before the hooks of the point are listed, so moving our own entry there
         # settles its place for that very call.
         ordering = point.register_forward_pre_hook(partial(_take_place, handle, order))
-        return point, handle, ordering.remove
+        self._handles.append(ordering)
 
     @property
     def in_place(self) -> bool:
         """Whether every hook is still registered (somebody may have reset permanent hooks)."""
         return bool(self._attached) and all(
-            handle.hook.id in point._forward_hooks for point, handle, _ in self._attached
+            handle.hook.id in point._forward_hooks for point, handle in self._attached
         )
 
     def remove(self) -> None:
         """Take the hooks off; hooks of others stay. Calling it again does nothing."""
-        for point, handle, remove_ordering in self._attached:
+        for point, handle in self._attached:
             handle.hook.remove()
             if handle in point.fwd_hooks:
                 point.fwd_hooks.remove(handle)
-            remove_ordering()
-        for handle in self._norms:
+        for handle in self._handles:
             handle.remove()
-        self._attached, self._norms = [], []
+        self._attached, self._handles = [], []
 
 
 def _place(model: HookedModel, name: str) -> HookPoint | nn.Module:

@@ -13,8 +13,7 @@ This catches what no list of architectures can, and turns a wrong number into a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -22,7 +21,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sparse_tl.lens.attaching import Order, attached, others_off
+from sparse_tl.lens.attaching import HookFunction, Order, attached, others_off
 from sparse_tl.lens.points import Model, layer_points
 from sparse_tl.lens.recording import (
     EMBEDDED,
@@ -74,48 +73,37 @@ def _few_tokens(adapter: Adapter) -> Int[Tensor, "1 pos"]:
 
 
 def _gates_act(adapter: Adapter, tokens: Tensor) -> None:
-    model, layers = adapter.model, range(adapter.n_layers)
-    seen: dict[str, list[Tensor]] = {}
+    model = adapter.model
+    suffixes = ("attn.hook_attn_scores", "attn.hook_pattern", "attn.hook_z", "hook_attn_out")
+    scores, patterns, heads, written = (layer_points(model, suffix) for suffix in suffixes)
 
-    def note(name: str, value: Tensor) -> None:
-        seen.setdefault(name, []).append(value)
+    def seen(
+        names: Sequence[str], edited: Sequence[str] = (), edit: HookFunction = torch.clone
+    ) -> dict[str, list[Tensor]]:
+        """What stands at some hook points while others are edited."""
+        found: dict[str, list[Tensor]] = {name: [] for name in names}
+        hooks = [(name, Order.FIRST, edit) for name in edited]
+        with attached(model, [*hooks, *((name, Order.LAST, found[name].append) for name in names)]):
+            model(tokens, return_type=None)
+        return found
 
-    names = {
-        suffix: layer_points(model, suffix)
-        for suffix in ("attn.hook_attn_scores", "attn.hook_pattern", "attn.hook_z", "hook_attn_out")
-    }
-    notes = [(name, Order.LAST, partial(note, name)) for some in names.values() for name in some]
-    with attached(model, notes):
-        model(tokens, return_type=None)
-    for name in (name for some in names.values() for name in some):
-        if len(seen.get(name, ())) != 1:
+    plain = seen([*scores, *patterns, *heads, *written])
+    for name, values in plain.items():
+        if len(values) != 1:
             raise ValueError(
                 f"expected {name} to fire once in a forward pass of {adapter.name!r}; it fired "
-                f"{len(seen.get(name, ()))} times. Gates cannot sit on this model as it is "
-                "configured."
+                f"{len(values)} times. Gates cannot sit on this model as it is configured."
             )
-    plain = {name: values[0] for name, values in seen.items()}
-    seen.clear()
     ramp = torch.arange(tokens.shape[1], device=tokens.device).to(adapter.dtype)
-    edits = [
-        (name, Order.FIRST, lambda scores: scores + ramp) for name in names["attn.hook_attn_scores"]
-    ]
-    edits += [(name, Order.LAST, partial(note, name)) for name in names["attn.hook_pattern"]]
-    with attached(model, edits):
-        model(tokens, return_type=None)
-    for layer, name in enumerate(names["attn.hook_pattern"]):
-        if tokens.shape[1] > 1 and torch.equal(seen[name][0], plain[name]):
+    moved = seen(patterns, scores, lambda values: values + ramp)
+    for layer, name in enumerate(patterns):
+        if tokens.shape[1] > 1 and torch.equal(moved[name][0], plain[name][0]):
             _refuse(adapter, layer, "edits to its attention scores do not reach the pattern")
-    seen.clear()
-    edits = [(name, Order.FIRST, torch.zeros_like) for name in names["attn.hook_pattern"]]
-    edits += [(name, Order.LAST, partial(note, name)) for name in names["attn.hook_z"]]
-    edits += [(name, Order.LAST, partial(note, name)) for name in names["hook_attn_out"]]
-    with attached(model, edits):
-        model(tokens, return_type=None)
-    for layer in layers:
-        if bool(seen[names["attn.hook_z"][layer]][0].any()):
+    closed = seen([*heads, *written], patterns, torch.zeros_like)
+    for layer in range(adapter.n_layers):
+        if bool(closed[heads[layer]][0].any()):
             _refuse(adapter, layer, "edits to its attention pattern do not reach its heads")
-        left = seen[names["hook_attn_out"][layer]][0]
+        left = closed[written[layer]][0]
         if not torch.allclose(left, left[:, :1].expand_as(left)):
             _refuse(adapter, layer, "what it writes does not come from its heads alone")
 

@@ -22,49 +22,18 @@ _INDEX = "model.safetensors.index.json"
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
 _PLAIN = (*_VOCABULARIES, "merges.txt", "vocab.txt", "added_tokens.json")
 # Fields of config.json, at any depth, that name code or another place.
-_POINTERS = frozenset(
-    [
-        "auto_map",
-        "_name_or_path",
-        "trust_remote_code",
-        "attn_implementation",
-        "_attn_implementation",
-        "experts_implementation",
-        "_experts_implementation",
-        "transformers_weights",
-        "custom_pipelines",
-    ]
+_POINTERS = (
+    "auto_map _name_or_path trust_remote_code attn_implementation _attn_implementation "
+    "experts_implementation _experts_implementation transformers_weights custom_pipelines"
 )
-_TOKENIZER_FIELDS = frozenset(
-    [
-        "tokenizer_class",
-        "backend",
-        "bos_token",
-        "eos_token",
-        "unk_token",
-        "sep_token",
-        "pad_token",
-        "cls_token",
-        "mask_token",
-        "additional_special_tokens",
-        "extra_special_tokens",
-        "added_tokens_decoder",
-        "model_specific_special_tokens",
-        "add_bos_token",
-        "add_eos_token",
-        "add_prefix_space",
-        "legacy",
-        "errors",
-        "do_lower_case",
-        "clean_up_tokenization_spaces",
-        "split_special_tokens",
-        "model_max_length",
-        "padding_side",
-        "truncation_side",
-        "model_input_names",
-    ]
+_TOKENIZER_FIELDS = (
+    "tokenizer_class backend bos_token eos_token unk_token sep_token pad_token cls_token "
+    "mask_token additional_special_tokens extra_special_tokens added_tokens_decoder "
+    "model_specific_special_tokens add_bos_token add_eos_token add_prefix_space legacy errors "
+    "do_lower_case clean_up_tokenization_spaces split_special_tokens model_max_length "
+    "padding_side truncation_side model_input_names"
 )
-_PICKLES = frozenset((".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack"))
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack")
 # transformers asks on standard input where this is left out, and fetches where it may.
 _LOCAL = {"trust_remote_code": False, "local_files_only": True}
 
@@ -149,7 +118,7 @@ def _data_alone(folder: Path) -> Iterator[Path]:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             if (folder / name).is_file():
                 fields = _json_object(folder / name)
-                kept = {k: v for k, v in fields.items() if k in _TOKENIZER_FIELDS}
+                kept = {k: v for k, v in fields.items() if k in _TOKENIZER_FIELDS.split()}
                 write_json(data / name, kept)
         yield data
 
@@ -203,7 +172,7 @@ def _checked_config(folder: Path) -> dict[str, Any]:
 
 def _without_pointers(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _without_pointers(v) for k, v in value.items() if k not in _POINTERS}
+        return {k: _without_pointers(v) for k, v in value.items() if k not in _POINTERS.split()}
     return [_without_pointers(item) for item in value] if isinstance(value, list) else value
 
 

@@ -11,23 +11,26 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
 from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformer_lens.loading_from_pretrained import (
+    NEED_REMOTE_CODE_MODELS,
+    get_official_model_name,
+)
 
 from sparse_tl.files import read_tensors, write_json, write_tensors
-from sparse_tl.lens.architecture import (
-    CONFIG_FILE,
-    dtype_named,
-    read_architecture,
-    written_architecture,
-)
-from sparse_tl.lens.hub import download, needs_code, official_name
+from sparse_tl.lens.architecture import CONFIG_FILE, dtype_named, model_config, read_architecture
 from sparse_tl.lens.hugging_face import has_tokenizer, read_model, read_tokenizer
 from sparse_tl.lens.points import Model
 
 WEIGHTS_FILE = "model.safetensors"
 GATES_FILE = "gates.json"  # what a SparseTransformer's folder has beside its model
 _BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
+# TransformerLens unpickles what these authors published, with all that a pickle can do.
+_PICKLED = ("NeelNanda/", "ArthurConmy/", "Baidicoot/")
+_DATA = ["*.json", "*.txt", "*.safetensors"]
+_PATIENCE = 5.0  # seconds until the hub counts as out of reach
 
 
 def build_model(
@@ -52,11 +55,6 @@ def build_model(
         return _hooked(HookedTransformerConfig.from_dict(fields), tokenizer)
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"expected fields of HookedTransformerConfig; {error}") from error
-
-
-def model_config(model: Model) -> dict[str, Any]:
-    """The model's architecture as JSON can hold it."""
-    return written_architecture(model.cfg.to_dict())
 
 
 def save_model(model: Model, folder: str | Path) -> None:
@@ -176,9 +174,12 @@ def _unprocessed(
 
 
 def _from_hub(name: str, dtype: torch.dtype, device: str | None) -> Model:
-    official = official_name(name)
-    if needs_code(official):
-        cfg, weights, tokenizer = read_model(download(official), dtype, device)
+    official = _official_name(name)
+    _check_reachable(official)
+    if official.startswith(NEED_REMOTE_CODE_MODELS):
+        # TransformerLens would run the code that is published with it: take none but its data.
+        folder = huggingface_hub.snapshot_download(official, allow_patterns=_DATA)
+        cfg, weights, tokenizer = read_model(Path(folder), dtype, device)
         cfg.model_name = official.rpartition("/")[2]
         return _unprocessed(cfg, weights, tokenizer)
     try:
@@ -189,3 +190,36 @@ def _from_hub(name: str, dtype: torch.dtype, device: str | None) -> Model:
             )
     except (OSError, ValueError) as error:
         raise ValueError(f"expected a model of the hub by the name {name}; {error}") from error
+
+
+def _official_name(name: str) -> str:
+    """The hub's name for a model that TransformerLens knows, and can load without unpickling."""
+    try:
+        official = get_official_model_name(name)
+    except ValueError as error:
+        # TransformerLens lists every model that it knows; the first sentence says what is wrong.
+        reason = str(error).partition(" Valid official model names")[0]
+        raise ValueError(
+            f"expected a folder, or the name of a model on the hub; {name} is no folder, and "
+            f"loading it by name failed: {reason}"
+        ) from error
+    if official.startswith(_PICKLED):
+        raise ValueError(
+            f"expected a model that is published as safetensors; {official} is a pickle, which can "
+            "run code. Where you trust it, load it with HookedTransformer.from_pretrained and give "
+            "that model, or save it with save_model."
+        )
+    return official
+
+
+def _check_reachable(official: str) -> None:
+    """One request without retries: transformers would try for half a minute, file by file."""
+    if isinstance(huggingface_hub.try_to_load_from_cache(official, "config.json"), str):
+        return
+    try:
+        huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=_PATIENCE)
+    except Exception as error:  # of whatever library huggingface_hub speaks with
+        raise ValueError(
+            f"expected a folder, or a name on a hub that can be reached; {official} is not on this "
+            f"machine, and {huggingface_hub.constants.ENDPOINT} does not answer ({error})"
+        ) from error

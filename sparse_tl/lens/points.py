@@ -11,6 +11,16 @@ from transformer_lens.hook_points import HookPoint
 Model = HookedTransformer
 """A dense model: what can be wrapped, trained and saved."""
 
+_SWITCHES = {
+    "hook_result": "use_attn_result",
+    "hook_q_input": "use_split_qkv_input",
+    "hook_k_input": "use_split_qkv_input",
+    "hook_v_input": "use_split_qkv_input",
+    "hook_mlp_in": "use_hook_mlp_in",
+    "hook_attn_in": "use_attn_in",
+}
+"""The configuration flags without which TransformerLens skips a hook point silently."""
+
 
 @runtime_checkable
 class HookedModel(Protocol):
@@ -67,23 +77,10 @@ def hook_point(model: HookedModel, name: str) -> HookPoint:
             f"({model.cfg.n_layers} layers) lacks. "
             + (f"Did you mean one of {alike}?" if alike else "See `model.hook_dict` for all names.")
         )
-    switch = _switch_of(name)
+    switch = _SWITCHES.get(name.rsplit(".", 1)[-1])
     if switch is not None and not getattr(model.cfg, switch):
         raise ValueError(
             f"hook point {name!r} never fires while `cfg.{switch}` is off; "
             f"switch it on with `model.set_{switch}(True)`"
         )
     return point
-
-
-def _switch_of(name: str) -> str | None:
-    """The configuration flag without which TransformerLens skips a hook point silently."""
-    switches = {
-        "hook_result": "use_attn_result",
-        "hook_q_input": "use_split_qkv_input",
-        "hook_k_input": "use_split_qkv_input",
-        "hook_v_input": "use_split_qkv_input",
-        "hook_mlp_in": "use_hook_mlp_in",
-        "hook_attn_in": "use_attn_in",
-    }
-    return switches.get(name.rsplit(".", 1)[-1])

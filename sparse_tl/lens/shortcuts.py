@@ -1,9 +1,5 @@
-"""Forward passes that leave out what nobody reads, with the same result where somebody does.
-
-TransformerLens computes every position of every layer, and each normalisation in six operations
-with a hook point in between. A loss at a few positions needs neither: what the last MLP writes
-elsewhere is never read, and a normalisation that nobody hooks inside is one operation.
-"""
+"""Forward passes that leave out what nobody reads: the last MLP at some positions, and the hook
+points between the six operations of a normalisation."""
 
 from __future__ import annotations
 
