@@ -7,7 +7,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 OUT ?= runs/addition
 FORM ?= placeholder
 
-.PHONY: demo lab test check lint docs gallery notebooks clean
+# Where this is set, every process compiles torch and all else that it imports anew: 7 seconds each.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo lab test check lint docs doctor gallery notebooks clean
 
 demo: $(VENV)/.installed
 	$(BIN)/sparse-tl addition --form $(FORM) --out $(OUT)
@@ -22,7 +25,7 @@ test: $(VENV)/.installed
 
 # The tests, and the notebooks from end to end; these come first, as they take longest.
 check: $(VENV)/.installed
-	$(PYTEST) --nbmake notebooks tests
+	$(PYTEST) notebooks tests
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check
@@ -33,6 +36,9 @@ lint: $(VENV)/.installed
 # The site is in site/; open site/index.html, or look at it while writing with `mkdocs serve`.
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+doctor: $(VENV)/.installed
+	$(BIN)/sparse-tl doctor
 
 # All figures, from real runs of the built-in models.
 gallery: $(VENV)/.installed

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import nbformat
-
 TOKEN = "a-token-for-tests"
 # Nothing may ask the internet for news, and no dialog may cover the notebook.
 QUIET = {
@@ -37,6 +35,8 @@ class Lab:
 
     def write(self, name: str, *cells: str) -> Path:
         """A notebook of code cells, not yet run."""
+        import nbformat
+
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
         notebook.metadata |= {
             "kernelspec": {

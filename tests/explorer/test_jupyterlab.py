@@ -6,14 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import nbformat
 import pytest
-
-pytest.importorskip("jupyterlab", reason="JupyterLab is not installed (pip install jupyterlab)")
-pytest.importorskip("nbconvert", reason="nbconvert is not installed (pip install nbconvert)")
-
-from lab import Lab, command, open_notebook, running_lab, wait_for_kernel  # noqa: E402
-from nbconvert import HTMLExporter  # noqa: E402
+from lab import Lab, command, open_notebook, running_lab, wait_for_kernel
 
 SETUP = """
 import warnings; warnings.simplefilter("ignore")
@@ -27,6 +21,7 @@ SHOW = "explore(models, '36+28=?????', threshold=0.1)"
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    pytest.importorskip("jupyterlab", reason="JupyterLab is not installed (pip install jupyterlab)")
     with running_lab(tmp_path_factory.mktemp("lab")) as lab:
         yield lab
 
@@ -77,6 +72,8 @@ def lines(page: Any, panel: int) -> int:
 
 def test_a_session_in_jupyterlab(lab, lab_page, offline_page):
     """One long session, since starting a kernel is what takes time."""
+    nbformat = pytest.importorskip("nbformat")
+    nbconvert = pytest.importorskip("nbconvert", reason="pip install nbconvert")
     tab = lab_page
     path = lab.write("session.ipynb", SETUP, SHOW)
     open_notebook(tab, lab, "session.ipynb")
@@ -167,7 +164,7 @@ def test_a_session_in_jupyterlab(lab, lab_page, offline_page):
     assert not tab.get_by_text("model not found").is_visible()
 
     # And so does its export, with the network off.
-    html, _ = HTMLExporter().from_notebook_node(nbformat.read(path, as_version=4))
+    html, _ = nbconvert.HTMLExporter().from_notebook_node(nbformat.read(path, as_version=4))
     export = path.with_suffix(".html")
     export.write_text(html, encoding="utf-8")
     offline_page.goto(export.as_uri(), wait_until="commit")
