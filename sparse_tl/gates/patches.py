@@ -95,12 +95,12 @@ class PatchValues:
             value = value[self._rows.repeat(len(like) // len(self._rows)).to(value.device)]
         if isinstance(self.patch, str):
             value = _columns(name, value, like, start)
-        if value.ndim == like.ndim and len(value) not in (1, n_prompts, len(like)):
-            raise ValueError(
-                f"expected a patch of one row, or of one for each of {n_prompts} prompts; got "
-                f"{len(value)} at {name}"
-            )
-        if value.ndim == like.ndim and len(value) == n_prompts and n_stack > 1:
+        if value.ndim == like.ndim and len(value) not in (1, len(like)):
+            if len(value) != n_prompts:
+                raise ValueError(
+                    f"expected a patch of one row, or of one for each of {n_prompts} prompts; got "
+                    f"{len(value)} at {name}"
+                )
             value = value.repeat(n_stack, *[1] * (value.ndim - 1))
         return value.to(like)
 

@@ -6,6 +6,7 @@ fetch and code to trust, devices and seeds; none of that is read from a file.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,20 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "positional_embedding_type": ("standard", "rotary", "shortformer", "alibi"),
     "attention_dir": ("causal", "bidirectional"),
 }
-_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    **dict.fromkeys(_INTEGERS.split(), ((int,), "a whole number from 1")),
-    **dict.fromkeys(_NUMBERS.split(), ((int, float), "a number")),
-    **dict.fromkeys(_BOOLEANS.split(), ((bool,), "true or false")),
-    **dict.fromkeys(_STRINGS.split(), ((str,), "a string")),
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        _INTEGERS.split(), (lambda v: type(v) is int and v > 0, "a whole number from 1")
+    ),
+    **dict.fromkeys(_NUMBERS.split(), (lambda v: type(v) in (int, float), "a number")),
+    **dict.fromkeys(_BOOLEANS.split(), (lambda v: type(v) is bool, "true or false")),
+    **dict.fromkeys(_STRINGS.split(), (lambda v: type(v) is str, "a string")),
+    **{name: (known.__contains__, f"one of {known}") for name, known in _CHOICES.items()},
+    "attn_types": (
+        lambda v: type(v) is list and all(kind in ("global", "local") for kind in v),
+        "a list of 'global' and 'local'",
+    ),
 }
+"""What a field holds: a test, and in words."""
 _REQUIRED = ("n_layers", "n_ctx", "d_model", "d_head")
 # In folders of earlier versions; they say nothing about what the model computes.
 _IGNORED = (
@@ -75,9 +84,8 @@ def model_config(model: Model) -> dict[str, Any]:
     """The model's architecture as JSON can hold it."""
     kept: dict[str, Any] = {}
     for name, value in model.cfg.to_dict().items():
-        known = name in _TYPES or name in _CHOICES or name == "attn_types"
         # None is TransformerLens's default but for the normalisation, where it means: there is none
-        if not known or (value is None and name != "normalization_type"):
+        if name not in _FIELDS or (value is None and name != "normalization_type"):
             continue
         if isinstance(value, torch.dtype):
             kept[name] = str(value).removeprefix("torch.")
@@ -97,25 +105,11 @@ def read_architecture(file: Path) -> dict[str, Any]:
         raise ValueError(f"expected a JSON object in {file}; got a {type(config).__name__}")
     fields = {name: value for name, value in config.items() if name not in _IGNORED.split()}
     for name, value in fields.items():
-        expected = _expected(name, value)
-        if expected is not None:
-            raise ValueError(f"expected {expected} in {file}; got {name} = {str(value)[:60]!r}")
+        fits, kind = _FIELDS.get(name, (None, ""))
+        if fits is None or not fits(value):
+            said = f"{kind} as {name}" if fits else "only fields that describe the architecture"
+            raise ValueError(f"expected {said} in {file}; got {name} = {str(value)[:60]!r}")
     missing = [name for name in _REQUIRED if name not in fields]
     if missing:
         raise ValueError(f"expected all fields of an architecture in {file}; it lacks {missing}")
     return fields
-
-
-def _expected(name: str, value: Any) -> str | None:
-    """What the field should have held; None where it does."""
-    if name in _CHOICES:
-        fine = isinstance(value, str | None) and value in _CHOICES[name]
-        return None if fine else f"one of {_CHOICES[name]} as {name}"
-    if name == "attn_types":
-        fine = isinstance(value, list) and all(kind in ("global", "local") for kind in value)
-        return None if fine else "a list of 'global' and 'local' as attn_types"
-    if name not in _TYPES:
-        return "only fields that describe the architecture"
-    types, said = _TYPES[name]
-    fine = type(value) in types and (types != (int,) or value >= 1)
-    return None if fine else f"{said} as {name}"

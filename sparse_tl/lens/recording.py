@@ -105,12 +105,8 @@ def source_outputs(
     out[0] = embedded
     for layer in range(adapter.n_layers):
         first = graph.source_index(f"a{layer}.h0")
-        heads_written(
-            adapter,
-            layer,
-            values[f"blocks.{layer}.attn.hook_z"],
-            out=out[first : first + graph.n_heads],
-        )
+        z = values[f"blocks.{layer}.attn.hook_z"]
+        out[first : first + graph.n_heads] = heads_written(adapter, layer, z)
         if graph.has_mlps:
             out[graph.source_index(f"m{layer}")] = values[f"blocks.{layer}.hook_mlp_out"]
     return out
@@ -122,14 +118,10 @@ def heads_written(
     z: Float[Tensor, "batch pos head d_head"],
     *,
     heads: Sequence[int] | None = None,
-    out: Float[Tensor, "some batch pos d_model"] | None = None,
 ) -> Float[Tensor, "some batch pos d_model"]:
     """What all heads of a layer, or some, add to the residual stream, without the bias."""
     weight = adapter.W_O(layer).to(z.dtype)
     if heads is not None and len(heads) < len(weight):
         weight, z = weight[list(heads)], z[:, :, list(heads)]
     flat = rearrange(z, "batch pos head d_head -> head (batch pos) d_head")
-    if out is None:
-        return torch.bmm(flat, weight).view(len(weight), *z.shape[:2], -1)
-    torch.bmm(flat, weight, out=out.view(len(weight), -1, out.shape[-1]))
-    return out
+    return torch.bmm(flat, weight).view(len(weight), *z.shape[:2], -1)

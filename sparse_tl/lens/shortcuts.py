@@ -1,5 +1,4 @@
-"""Forward passes that leave out what nobody reads: the last MLP at some positions, and the hook
-points between the six operations of a normalisation."""
+"""Forward passes that leave out what nobody reads, with the same result where somebody does."""
 
 from __future__ import annotations
 
