@@ -19,9 +19,6 @@ from typing import Annotated, Any
 import typer
 
 from sparse_tl import (
-    AblationCurve,
-    Evaluation,
-    HeadRoles,
     Scores,
     ablation_grid,
     attention_view,
@@ -31,9 +28,9 @@ from sparse_tl import (
     load_addition_models,
     plots,
 )
-from sparse_tl.circuits import Circuit, EffectCurve
+from sparse_tl.circuits import Circuit, EffectCurve, Evaluation
 from sparse_tl.files import read_json
-from sparse_tl.head_roles import ROLES
+from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
 from sparse_tl.models import TASKS
 from sparse_tl.plots import Figure
 from sparse_tl.runs import run_circuits

@@ -1,10 +1,5 @@
 from .circuits import (
-    Acdc as Acdc,
     Circuit as Circuit,
-    Evaluation as Evaluation,
-    Overlap as Overlap,
-    Pruning as Pruning,
-    Roc as Roc,
     Scores as Scores,
     acdc as acdc,
     attribute_attention_edges as attribute_attention_edges,
@@ -22,7 +17,6 @@ from .circuits import (
     to_eap_ig as to_eap_ig,
     trace_attention as trace_attention,
 )
-from .circuits.attention_graph import AttentionGraph as AttentionGraph
 from .data import (
     PromptPairs as PromptPairs,
     ShuffledStream as ShuffledStream,
@@ -32,24 +26,17 @@ from .data import (
     token_windows as token_windows,
 )
 from .explorer import (
-    CircuitExplorer as CircuitExplorer,
-    Exploration as Exploration,
     attention_view as attention_view,
     explore as explore,
 )
 from .explorer.figures import circuit_diagram as circuit_diagram
 from .gates import (
-    AttentionEdgeCounts as AttentionEdgeCounts,
     AttentionEdges as AttentionEdges,
-    AttentionGates as AttentionGates,
-    BernoulliGate as BernoulliGate,
     CircuitEdges as CircuitEdges,
     GatedRun as GatedRun,
-    HardConcreteGate as HardConcreteGate,
     Heads as Heads,
     HookPoints as HookPoints,
     LearnedGates as LearnedGates,
-    SigmoidGate as SigmoidGate,
     SparseTransformer as SparseTransformer,
     ablate_attention_edges as ablate_attention_edges,
     ablate_heads as ablate_heads,
@@ -58,9 +45,6 @@ from .gates import (
 )
 from .graph import CircuitGraph as CircuitGraph
 from .head_roles import (
-    AblationCurve as AblationCurve,
-    ContrastiveGates as ContrastiveGates,
-    HeadRoles as HeadRoles,
     ablation_curve as ablation_curve,
     fit_contrastive_head_gates as fit_contrastive_head_gates,
     fit_head_gates as fit_head_gates,
@@ -72,7 +56,6 @@ from .metrics import (
     probability_difference as probability_difference,
 )
 from .models import (
-    build_addition_model as build_addition_model,
     load_addition_models as load_addition_models,
     load_task_models as load_task_models,
 )
@@ -90,7 +73,6 @@ from .tasks import (
     IOITask as IOITask,
 )
 from .training import (
-    PostTraining as PostTraining,
     evaluate_held_out as evaluate_held_out,
     post_train as post_train,
 )

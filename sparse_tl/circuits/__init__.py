@@ -2,6 +2,7 @@
 
 from sparse_tl.circuits.acdc import acdc
 from sparse_tl.circuits.attention_edges import attribute_attention_edges
+from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.circuits.attribution import attribute_circuit_edges, attribute_heads
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.comparison import Overlap, Roc, overlap, roc
@@ -22,6 +23,7 @@ from sparse_tl.circuits.trace import trace_attention
 
 __all__ = [
     "Acdc",
+    "AttentionGraph",
     "Circuit",
     "EffectCurve",
     "Evaluation",

@@ -6,10 +6,10 @@ import torch
 from sparse_tl import (
     SparseTransformer,
     ablate_attention_edges,
-    build_addition_model,
     load_addition_models,
     trace_attention,
 )
+from sparse_tl.models import build_addition_model
 from sparse_tl.tasks.addition import addition_tokenizer
 
 

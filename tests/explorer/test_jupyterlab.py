@@ -11,7 +11,8 @@ from lab import Lab, command, open_notebook, running_lab, wait_for_kernel
 
 SETUP = """
 import warnings; warnings.simplefilter("ignore")
-from sparse_tl import SparseTransformer, build_addition_model
+from sparse_tl import SparseTransformer
+from sparse_tl.models import build_addition_model
 from sparse_tl.explorer import explore
 dense, other = build_addition_model(0, "cpu"), build_addition_model(1, "cpu")
 models = {"Dense": dense, "Sparse": SparseTransformer(other, initial_bias=0.0)}

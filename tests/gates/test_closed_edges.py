@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sparse_tl import AttentionGates, SparseTransformer
-from sparse_tl.gates import GateDistribution, HardConcreteGate, SigmoidGate
+from sparse_tl import SparseTransformer
+from sparse_tl.gates import AttentionGates, GateDistribution, HardConcreteGate, SigmoidGate
 from sparse_tl.lens import Model, adapt
 
 Build = Callable[..., Model]

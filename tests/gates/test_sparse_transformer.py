@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from sparse_tl import AttentionGates, BernoulliGate, SparseTransformer
-from sparse_tl.gates import HardConcreteGate
+from sparse_tl import SparseTransformer
+from sparse_tl.gates import AttentionGates, BernoulliGate, HardConcreteGate
 from sparse_tl.lens import Model
 
 KINDS = ["plain", "grouped", "attention_only", "float64"]
