@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
+import plotly.graph_objects as go
 
 from sparse_tl.circuits.effect import EffectCurve, check_level, multiplier
-from sparse_tl.plots.grid import Axis, Grid, Line, Note, Panel
 from sparse_tl.plots.grid_figure import GridFigure
-from sparse_tl.plots.palette import INK, MODEL_PAIRS
+from sparse_tl.plots.palette import INK, MODEL_PAIRS, PANEL_TITLE_SIZE, RULE_WEIGHT
+from sparse_tl.plots.panels import add_legend, add_line, panel_figure, ticks
 
 Parts = Literal["heads", "circuit_edges"]
 
@@ -62,74 +62,66 @@ def effect_figure(
     """
     check_level(level)
     pairs = _checked_pairs(panels, parts, colours)
-    scale = _Scale(parts == "circuit_edges")
+    log = parts == "circuit_edges"
     # The legend of a pair stands in its first panel only.
     first = {names: title for title, names in reversed(pairs.items())}
     order = list(dict.fromkeys(pairs.values()))
-    span = _effect_span(panels, first.values(), scale)
+    span = _effect_span(panels, [panels[title] for title in first.values()], log)
     height = min(_UNIT * (span[1] - span[0]), _MAX_HEIGHT)
-    drawn = []
-    for title, curves in panels.items():
-        own = colours[order.index(pairs[title])]
-        listed = first[pairs[title]] == title
-        lines = [
-            _line(curve, colour, scale, parts, listed)
-            for curve, colour in zip(curves, own, strict=False)
-        ]
-        x = scale.axis(curves)
-        ratio = multiplier(*curves, level=level) if len(curves) == 2 else None
-        note = None
-        if ratio is not None:
-            ends = sorted(s for curve in curves if (s := curve.size_at(level)) is not None)
-            said = f"multiplier at {level:g}"
-            lines.append(Line(said, ends, [level] * 2, INK, width=1.4, dashed=True))
-            note = Note(f"{ratio:.1f}x", *_note_place(curves, scale, x, span, height, ends, level))
-        y = Axis("Explained Effect", span, {0: "0.0", 0.5: "0.5", 1: "1.0"})
-        drawn.append(Panel(x, y, title, tuple(lines), note=note))
-    said = f"Explained Effect in {', '.join(panels)}"
-    return GridFigure(
-        Grid([drawn], said, width=_WIDTH, height=round(height), gap=_GAP, side_legend=False)
+    figure = panel_figure(
+        list(panels),
+        x=f"Number of {'Edges' if log else 'Heads'} Kept",
+        y="Explained Effect",
+        width=_WIDTH,
+        height=round(height),
+        gap=_GAP,
+        shared=False,
     )
-
-
-@dataclass(frozen=True)
-class _Scale:
-    """How sizes are spread over the axis."""
-
-    log: bool
-
-    def value(self, size: float) -> float:
-        """The size as it is drawn."""
-        return max(size, 1) if self.log else size
-
-    def place(self, size: float) -> float:
-        """Where a size stands, in the unit of the axis's span."""
-        return math.log10(max(size, 1)) if self.log else float(size)
-
-    def ends(self, curves: Curves) -> tuple[float, float]:
-        """Of the axis, without margins."""
-        sizes = [size for curve in curves for size in curve.sizes]
-        if not self.log:
-            return 0.0, float(max(*sizes, 1))
-        low = math.floor(self.place(min(sizes)))
-        return low, max(self.place(max(sizes)), low + 1)
-
-    def axis(self, curves: Curves) -> Axis:
-        """Of a panel with these curves; a little room at its ends, where no line is cut in half."""
-        start, stop = self.ends(curves)
+    figure.update_yaxes(range=span, **ticks(0, 1, 2))
+    for column, (title, curves) in enumerate(panels.items(), start=1):
+        start, stop = _ends(curves, log)
+        # A little room at both ends, where no line is cut in half.
         margin = 0.02 * (stop - start)
-        ticks = _log_ticks(start, stop) if self.log else _linear_ticks(round(stop))
-        title = f"Number of {'Edges' if self.log else 'Heads'} Kept"
-        return Axis(title, (start - margin, stop + margin), ticks, log=self.log)
+        figure.update_xaxes(
+            type="log" if log else "linear",
+            range=(start - margin, stop + margin),
+            **(_log_ticks(start, stop) if log else ticks(start, stop, 5, whole=True)),
+            col=column,
+        )
+        for curve, colour in zip(curves, colours[order.index(pairs[title])], strict=False):
+            _add_curve(figure, column, curve, colour, parts)
+        if first[pairs[title]] == title:
+            add_legend(figure, column)
+        ratio = multiplier(*curves, level=level) if len(curves) == 2 else None
+        if ratio is not None:
+            sizes = sorted(s for curve in curves if (s := curve.size_at(level)) is not None)
+            line = {"x": sizes, "y": [level] * 2, "width": RULE_WEIGHT, "dashed": True}
+            add_line(figure, 1, column, colour=INK, **line)
+            half = _LABEL_WIDTH / _WIDTH / 2 * (stop - start)
+            middle = min(max(_places(sizes, log).mean(), start + half), stop - half)
+            figure.add_annotation(
+                text=f"{ratio:.1f}x",
+                font={"size": PANEL_TITLE_SIZE - 1},
+                x=middle,
+                xanchor="center",
+                y=span[1] - _LABEL_HEIGHT / _UNIT,
+                yanchor="bottom",
+                row=1,
+                col=column,
+            )
+    return GridFigure(figure, f"Explained Effect in {', '.join(panels)}")
 
-    def between(
-        self, curve: EffectCurve, effects: Sequence[float], start: float, stop: float
-    ) -> list[float]:
-        """The effects that a line has between two places, where it is drawn at all."""
-        places = [self.place(size) for size in curve.sizes]
-        wanted = np.linspace(start, stop, 33)
-        drawn = wanted[(wanted >= places[0]) & (wanted <= places[-1])]
-        return np.interp(drawn, places, effects).tolist()
+
+def _places(sizes: Sequence[float], log: bool) -> np.ndarray:
+    """Where sizes stand on an axis, in the unit of its range."""
+    return np.log10(np.maximum(sizes, 1)) if log else np.asarray(sizes, dtype=float)
+
+
+def _ends(curves: Curves, log: bool) -> tuple[float, float]:
+    """Of the axis, without margins."""
+    places = np.concatenate([_places(curve.sizes, log) for curve in curves])
+    low = math.floor(places.min()) if log else 0
+    return low, max(float(places.max()), low + 1)
 
 
 def _checked_pairs(
@@ -161,45 +153,26 @@ def _checked_pairs(
 
 
 def _effect_span(
-    panels: Mapping[str, Curves], with_legend: Iterable[str], scale: _Scale
+    panels: Mapping[str, Curves], with_legend: Iterable[Curves], log: bool
 ) -> tuple[float, float]:
+    """Of all panels: room for the multiplier and, where it would hide a curve, for the legend."""
     effects = [effect for curves in panels.values() for curve in curves for effect in curve.mean]
     low, high = min(0, *effects), max(1, *effects)
     # What stands where a legend at the lower right would stand.
     lowest = 1.0
-    for curves in (panels[title] for title in with_legend):
-        start, stop = scale.ends(curves)
-        left = stop - _LEGEND_WIDTH / _WIDTH * (stop - start)
+    for curves in with_legend:
+        start, stop = _ends(curves, log)
+        behind = np.linspace(stop - _LEGEND_WIDTH / _WIDTH * (stop - start), stop, 33)
         for curve in curves:
-            lowest = min(lowest, *scale.between(curve, curve.low, left, stop), 1.0)
+            lowest = min(lowest, *np.interp(behind, _places(curve.sizes, log), curve.low))
     hidden = lowest < low - 0.05 + _LEGEND_HEIGHT / _UNIT
     room = _LEGEND_HEIGHT / _UNIT if hidden else 0.05
     return low - room, high + 0.03 + _LABEL_HEIGHT / _UNIT
 
 
-def _note_place(
-    curves: Curves,
-    scale: _Scale,
-    x: Axis,
-    span: tuple[float, float],
-    height: float,
-    ends: Sequence[float],
-    level: float,
-) -> tuple[float, float]:
-    """Where the multiplier stands: over the middle of its dashed line, clear of the curves."""
-    start, stop = x.span
-    half = _LABEL_WIDTH / _WIDTH / 2 * (stop - start)
-    middle = sum(map(scale.place, ends)) / len(ends)
-    middle = min(max(middle, start + half), stop - half)
-    heights = [level]
-    for curve in curves:
-        for effects in (curve.mean, curve.high):
-            heights += scale.between(curve, effects, middle - half, middle + half)
-    unit = height / (span[1] - span[0])
-    return middle, min(max(heights) + 2 / unit, span[1] - _LABEL_HEIGHT / unit)
-
-
-def _line(curve: EffectCurve, colour: str, scale: _Scale, parts: Parts, listed: bool) -> Line:
+def _add_curve(
+    figure: go.Figure, column: int, curve: EffectCurve, colour: str, parts: Parts
+) -> None:
     what = parts.replace("_", " ")
     rows = zip(curve.sizes, curve.mean, curve.low, curve.high, strict=True)
     hover = [
@@ -211,22 +184,21 @@ def _line(curve: EffectCurve, colour: str, scale: _Scale, parts: Parts, listed: 
         )
         for size, mean, low, high in rows
     ]
-    x = [scale.value(size) for size in curve.sizes]
-    return Line(curve.name, x, curve.mean, colour, curve.low, curve.high, hover, listed=listed)
-
-
-def _linear_ticks(largest: int) -> dict[float, str]:
-    # 1, 2, 2.5 and 5 times a power of ten, but no half of a head.
-    steps = (
-        factor * 10**power // 10
-        for power in range(len(str(largest)) + 1)
-        for factor in (10, 20, 25, 50)
-        if power or factor != 25
+    add_line(
+        figure,
+        1,
+        column,
+        x=[max(size, 1) for size in curve.sizes] if parts == "circuit_edges" else curve.sizes,
+        y=curve.mean,
+        colour=colour,
+        name=curve.name,
+        low=curve.low,
+        high=curve.high,
+        hover=hover,
     )
-    step = next(step for step in steps if largest <= 5 * step)
-    return {tick: str(tick) for tick in range(0, largest + 1, step)}
 
 
-def _log_ticks(start: float, stop: float) -> dict[float, str]:
+def _log_ticks(start: float, stop: float) -> dict[str, Any]:
     powers = range(math.floor(start), math.floor(stop + 1e-9) + 1)
-    return {10**power: "10" + str(power).translate(_SUPERSCRIPTS) for power in powers}
+    texts = ["10" + str(power).translate(_SUPERSCRIPTS) for power in powers]
+    return {"tickvals": [10**power for power in powers], "ticktext": texts}

@@ -13,17 +13,15 @@ import hashlib
 import json
 from collections.abc import Callable
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sparse_tl.plots.grid import Grid
+import plotly.graph_objects as go
+import plotly.io as pio
+
 from sparse_tl.plots.palette import dark_colour
-from sparse_tl.plots.plotly_drawing import draw_plotly
 from sparse_tl.plots.rendering import Figure, Theme
 from sparse_tl.plots.static_drawing import draw_svg
 from sparse_tl.plots.token_text import visible_text
-
-if TYPE_CHECKING:
-    import plotly.graph_objects as go
 
 PLOTLY_DATA = "application/vnd.plotly.v1+json"
 # The buttons would cover the last title; dragging zooms, a double click resets.
@@ -38,27 +36,23 @@ class GridFigure(Figure):
 
     page_margin = 0
 
-    def __init__(self, grid: Grid) -> None:
-        super().__init__(visible_text(grid.said))
-        self.grid = grid
+    def __init__(self, drawn: go.Figure, said: str) -> None:
+        super().__init__(visible_text(said))
+        self._drawn = drawn
 
     @property
     def plotly(self) -> go.Figure:
         """A new plotly figure."""
-        import plotly.graph_objects as go
-
-        figure = draw_plotly(self.grid)
-        return go.Figure(_turned(json.loads(str(figure.to_json())))) if self.is_dark else figure
+        return go.Figure(_turned(self._drawn.to_dict()) if self.is_dark else self._drawn)
 
     @property
     def light_svg(self) -> str:
-        return draw_svg(self.grid)
+        return draw_svg(self._drawn, self.title)
 
     @property
     def light_html(self) -> str:
-        figure = draw_plotly(self.grid)
-        digest = hashlib.sha256(str(figure.to_json()).encode()).hexdigest()[:12]
-        return figure.to_html(
+        digest = hashlib.sha256(str(self._drawn.to_json()).encode()).hexdigest()[:12]
+        return self._drawn.to_html(
             full_html=False,
             include_plotlyjs=True,
             div_id=f"figure-{digest}",  # else random: the same figure is the same file
@@ -90,7 +84,7 @@ class GridFigure(Figure):
     def _repr_html_(self) -> str:
         # A picture of its own, which shares neither names nor styles with others on the page.
         data = base64.b64encode(self.svg.encode()).decode()
-        label, (width, _) = escape(self.title, quote=True), self.grid.size
+        label, width = escape(self.title, quote=True), self._drawn.layout.width
         style = f"display: block; width: {width}px; max-width: 100%; height: auto"
         return f'<img src="data:image/svg+xml;base64,{data}" alt="{label}" style="{style}">'
 
@@ -100,8 +94,6 @@ class GridFigure(Figure):
 
 def _in_notebook() -> bool:
     """Whether plotly would show its data in a notebook: nobody has chosen another way."""
-    import plotly.io as pio
-
     return "plotly_mimetype" in (pio.renderers.default or "")
 
 
@@ -109,7 +101,7 @@ def _turned(value: Any, key: str = "") -> Any:
     """A part of a figure with its colours turned: what stands under the name of a colour."""
     if isinstance(value, dict):
         return {name: _turned(part, name) for name, part in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_turned(part, key) for part in value]
     if isinstance(value, str) and (key.endswith("color") or key == "colorscale"):
         return dark_colour(value)

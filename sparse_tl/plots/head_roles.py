@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+import plotly.graph_objects as go
 from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
-from sparse_tl.plots.grid import Axis, Cells, Grid, Line, Panel, round_ticks
 from sparse_tl.plots.grid_figure import GridFigure
-from sparse_tl.plots.palette import ROLES as ROLE_COLOURS, THIN_CURVE_WEIGHT
+from sparse_tl.plots.palette import EMPTY_CELL, ROLES as ROLE_COLOURS, THIN_CURVE_WEIGHT
+from sparse_tl.plots.panels import add_line, add_side_legend, hover_text, panel_figure, ticks
 
 _PALE = 0.35
 
@@ -38,23 +39,24 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
         raise ValueError(
             f"expected at least one task with one model, and curves in each panel; got {dict(rows)}"
         )
-    last = max(max(curve.values.shape[1] for curve in every) - 1, 1)
-    listed: set[str] = set()
-    panels = []
-    for index, row in enumerate(rows.values()):
+    figure = panel_figure(
+        columns,
+        list(rows),
+        x="Number of Ablated Heads",
+        y="\N{GREEK CAPITAL LETTER DELTA} log-probability",
+    )
+    _span_updates(figure, max(curve.values.shape[1] for curve in every) - 1)
+    for number, row in enumerate(rows.values(), start=1):
         span = _vertical_span([curve for curves in row.values() for curve in curves])
-        y = Axis("\N{GREEK CAPITAL LETTER DELTA} log-probability", span, round_ticks(*span))
-        x = _update_axis("Number of Ablated Heads", last)
-        panels.append(
-            _row(
-                [tuple(_panel_lines(row.get(name, ()), listed)) for name in columns],
-                columns if index == 0 else [""] * len(columns),
-                x if index == len(rows) - 1 else _unlabelled(x),
-                y,
-            )
-        )
+        figure.update_yaxes(range=span, **ticks(*span), row=number)
+        for column, name in enumerate(columns, start=1):
+            if name in row:
+                _add_curves(figure, number, column, row[name])
+            else:  # axes without a trace would not be drawn
+                figure.add_scatter(x=[], y=[], showlegend=False, row=number, col=column)
+    add_side_legend(figure)
     said = f"Effect of ablating heads in {', '.join([*columns, *filter(None, rows)])}"
-    return GridFigure(Grid(panels, said, row_titles=list(rows)))
+    return GridFigure(figure, said)
 
 
 def head_roles_figure(roles: HeadRoles) -> GridFigure:
@@ -64,98 +66,100 @@ def head_roles_figure(roles: HeadRoles) -> GridFigure:
     target token; a tooltip, what it costs to remove the head alone.
     """
     costs = roles.classes()["removed"]
-    scores = dict(zip(ROLES, roles.mean_scores(), strict=True))
-    n_layers, n_heads = scores[ROLES[0]].shape
+    scores = dict(zip(ROLES, roles.mean_scores().tolist(), strict=True))
+    n_layers, n_heads = roles.removed.shape
     cell = max(8, min(26, 420 // max(n_layers, n_heads)))
-    x = Axis("Head", (-0.5, n_heads - 0.5), _whole_ticks(n_heads))
-    y = Axis("Layer", (-0.5, n_layers - 0.5), _whole_ticks(n_layers))
-    panels = []
-    for place, (role, values) in enumerate(scores.items()):
-        hover = [
+    figure = panel_figure(
+        [f"{role.capitalize()}, {costs[role]:+.2f} nats" for role in ROLES],
+        x="Head",
+        y="Layer",
+        width=max(cell * n_heads, 150),
+        height=max(cell * n_layers, 60),
+    )
+    for column, (role, rows) in enumerate(scores.items(), start=1):
+        said = [
             [
-                (
-                    f"a{layer}.h{head}",
-                    f"{role} {score:.3f}",
-                    f"removed {roles.removed[layer, head]:+.3g} nats",
+                hover_text(
+                    (
+                        f"a{layer}.h{head}",
+                        f"{role} {score:.3f}",
+                        f"removed {roles.removed[layer, head]:+.3g} nats",
+                    )
                 )
                 for head, score in enumerate(row)
             ]
-            for layer, row in enumerate(values.tolist())
+            for layer, row in enumerate(rows)
         ]
-        cells = Cells(values.tolist(), ROLE_COLOURS[role], hover)
-        title = f"{role.capitalize()}, {costs[role]:+.2f} nats"
-        panels.append(Panel(x, y if place == 0 else _unlabelled(y), title, cells=cells))
-    width, height = max(cell * n_heads, 150), max(cell * n_layers, 60)
-    return GridFigure(Grid([panels], "Roles of heads", width=width, height=height))
+        figure.add_heatmap(
+            z=rows,
+            zmin=0,
+            zmax=1,
+            colorscale=[(0, EMPTY_CELL), (1, ROLE_COLOURS[role])],
+            showscale=False,
+            xgap=1,
+            ygap=1,
+            text=said,
+            hoverinfo="text",
+            row=1,
+            col=column,
+        )
+    for update, count in ((figure.update_xaxes, n_heads), (figure.update_yaxes, n_layers)):
+        update(range=(-0.5, count - 0.5), **ticks(0, count - 1, 16, whole=True))
+    return GridFigure(figure, "Roles of heads")
 
 
 def gate_trajectories(roles: HeadRoles) -> GridFigure:
     """Every head's gate, mean over seeds, through the three stages, by its strongest role."""
     strongest = roles.mean_scores().argmax(dim=0)
-    by_role = sorted(
-        (int(strongest[layer, head]), layer, head)
-        for layer in range(strongest.shape[0])
-        for head in range(strongest.shape[1])
-    )
-    listed: set[str] = set()
-    stages = []
-    for gates in roles.trajectories[:, roles.fitted].mean(dim=1):
-        lines = []
-        for role, layer, head in by_role:
-            values = gates[:, layer, head].tolist()
-            hover = [(f"a{layer}.h{head}", f"gate {gate:.3f}") for gate in values]
-            name = ROLES[role].capitalize()
-            lines.append(
-                Line(
-                    name,
-                    roles.recorded_at,
-                    values,
-                    ROLE_COLOURS[ROLES[role]],
-                    hover=hover,
-                    width=THIN_CURVE_WEIGHT,
-                    listed=name not in listed,
-                )
-            )
-            listed.add(name)
-        stages.append(tuple(lines))
-    x = _update_axis("Update", max(*roles.recorded_at, 1))
-    y = Axis("Gate", (-0.03, 1.03), round_ticks(0, 1, 2))
     titles = ["G0", "G+, pushed open", "G\N{MINUS SIGN}, pushed shut"]
-    return GridFigure(Grid([_row(stages, titles, x, y)], "Gates of heads by update"))
+    figure = panel_figure(titles, x="Update", y="Gate")
+    _span_updates(figure, max(roles.recorded_at))
+    figure.update_yaxes(range=(-0.03, 1.03), **ticks(0, 1, 2))
+    for column, gates in enumerate(roles.trajectories[:, roles.fitted].mean(dim=1), start=1):
+        for place, role in enumerate(ROLES):
+            for layer, head in (strongest == place).nonzero().tolist():
+                values = gates[:, layer, head].tolist()
+                add_line(
+                    figure,
+                    1,
+                    column,
+                    x=roles.recorded_at,
+                    y=values,
+                    colour=ROLE_COLOURS[role],
+                    name=role.capitalize(),
+                    hover=[(f"a{layer}.h{head}", f"gate {gate:.3f}") for gate in values],
+                    width=THIN_CURVE_WEIGHT,
+                )
+    add_side_legend(figure)
+    return GridFigure(figure, "Gates of heads by update")
 
 
-def _update_axis(title: str, last: int) -> Axis:
-    return Axis(title, (-0.02 * last, 1.02 * last), round_ticks(0, last))
+def _span_updates(figure: go.Figure, last: int) -> None:
+    """Horizontal axes from 0 to the last, with a little room at both ends."""
+    last = max(last, 1)
+    figure.update_xaxes(range=(-0.02 * last, 1.02 * last), **ticks(0, last, whole=True))
 
 
-def _unlabelled(axis: Axis) -> Axis:
-    return Axis(axis.title, axis.span, axis.ticks, labelled=False)
-
-
-def _row(lines: Sequence[tuple[Line, ...]], titles: Sequence[str], x: Axis, y: Axis) -> list[Panel]:
-    """Panels that share their axes; the vertical one is labelled in the first of them."""
-    return [
-        Panel(x, y if place == 0 else _unlabelled(y), title, some)
-        for place, (some, title) in enumerate(zip(lines, titles, strict=True))
-    ]
-
-
-def _panel_lines(curves: Sequence[AblationCurve], listed: set[str]) -> Iterator[Line]:
+def _add_curves(figure: go.Figure, row: int, column: int, curves: Sequence[AblationCurve]) -> None:
     order = list(ROLE_COLOURS)
     for curve in sorted(curves, key=lambda curve: order.index(curve.by)):
         in_role = sum(curve.in_role) / len(curve.in_role)
-        yield from _ablation_lines(curve.by, curve.values, round(in_role), listed)
+        _add_curve(figure, row, column, curve.by, curve.values, round(in_role))
     control = next((curve.control for curve in curves if curve.control is not None), None)
     if control is not None:
-        yield from _ablation_lines("random", control, control.shape[1], listed)
+        _add_curve(figure, row, column, "random", control, control.shape[1])
 
 
-def _ablation_lines(
-    order: str, values: Float[Tensor, "seed count"], in_role: int, listed: set[str]
-) -> Iterator[Line]:
+def _add_curve(
+    figure: go.Figure,
+    row: int,
+    column: int,
+    order: str,
+    values: Float[Tensor, "seed count"],
+    in_role: int,
+) -> None:
     """The mean in full colour as far as there are heads of the role, and then pale."""
-    name, colour = order.capitalize(), ROLE_COLOURS[order]
-    x = list(range(values.shape[1]))
+    name = order.capitalize()
     mean, low, high = (
         over_seeds.tolist()
         for over_seeds in (values.mean(dim=0), values.amin(dim=0), values.amax(dim=0))
@@ -167,25 +171,28 @@ def _ablation_lines(
             f"{mean[count]:+.3f} nats",
             f"Range over seeds {low[count]:+.3f} to {high[count]:+.3f}",
         )
-        for count in x
+        for count in range(len(mean))
     ]
-    end, dashed = min(in_role, x[-1]), order == "random"
-    for part, alpha in ((slice(0, end + 1), 1.0), (slice(end, None), _PALE)):
-        if part.start == x[-1]:
+    last = len(mean) - 1
+    end = min(in_role, last)
+    for first, stop, opacity in ((0, end, 1.0), (end, last, _PALE)):
+        if first == last:
             continue
-        yield Line(
-            name,
-            x[part],
-            mean[part],
-            colour,
-            low[part],
-            high[part],
-            hover[part],
-            alpha=alpha,
-            dashed=dashed,
-            listed=name not in listed,
+        part = slice(first, stop + 1)
+        add_line(
+            figure,
+            row,
+            column,
+            x=range(first, stop + 1),
+            y=mean[part],
+            colour=ROLE_COLOURS[order],
+            name=name,
+            low=low[part],
+            high=high[part],
+            hover=hover[part],
+            opacity=opacity,
+            dashed=order == "random",
         )
-        listed.add(name)
 
 
 def _vertical_span(curves: Sequence[AblationCurve]) -> tuple[float, float]:
@@ -199,8 +206,3 @@ def _vertical_span(curves: Sequence[AblationCurve]) -> tuple[float, float]:
     lowest = min(some.min().item() for some in values)
     highest = max(0.0, *(some.max().item() for some in values))
     return max(lowest, low - more) - room, min(highest, high + more) + room
-
-
-def _whole_ticks(count: int) -> dict[float, str]:
-    step = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128) if count <= 16 * step)
-    return {value: str(value) for value in range(0, count, step)}

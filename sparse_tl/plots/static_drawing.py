@@ -1,5 +1,8 @@
-"""A grid of panels as static SVG, by matplotlib: no browser, no script, and text as outlines, so
-that it looks the same on every machine.
+"""A plotly figure of panels as static SVG, by matplotlib: no browser, no script, and text as
+outlines, so that it looks the same on every machine.
+
+It draws what `panels` makes: lines, areas and heat maps, axes with given ranges and ticks,
+annotations and legends.
 """
 
 from __future__ import annotations
@@ -7,27 +10,24 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from html import escape
+from collections import defaultdict
+from html import escape, unescape
 from typing import TYPE_CHECKING, Any
 
-from sparse_tl.plots.grid import LEGEND_ROW, LEGEND_SAMPLE, ROW_TITLE_WIDTH, Box, Grid, Panel
 from sparse_tl.plots.palette import (
     AXIS,
     DASHES,
-    EMPTY_CELL,
     GRID,
     GROUND,
     INK,
-    INTERVAL_ALPHA,
     LABEL_SIZE,
     LEGEND_SIZE,
     MUTED,
-    PANEL_TITLE_SIZE,
     TICK_SIZE,
 )
-from sparse_tl.plots.token_text import fit_text, visible_text
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -35,127 +35,142 @@ if TYPE_CHECKING:
 _DOTS = 72
 # Between a plot and the middle of its vertical axis's title.
 _TITLE_ASIDE = 44
+# How far letters reach below their line, as a share of their size.
+_DESCENT = 0.22
 
 
-def draw_svg(grid: Grid) -> str:
-    """The grid as an SVG document; always the same for the same grid."""
+def draw_svg(figure: Any, said: str) -> str:
+    """The figure as an SVG element; always the same for the same figure.
+
+    Args:
+        figure: plotly's.
+        said: what it shows, in words.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
-    width, height = grid.size
+    traces, layout = figure.data, figure.layout
     # Whatever style the user has set for figures of their own stays as it is, and out of ours.
     with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update({"svg.hashsalt": "sparse_tl", "lines.scale_dashes": False})
         # Of letters that DejaVu Sans lacks, boxes are drawn.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        figure = Figure((width / _DOTS, height / _DOTS), dpi=_DOTS, facecolor=GROUND)
-        for box, panel in grid.panels():
-            _draw_panel(figure, box, panel)
-        for row, title in enumerate(grid.row_titles):
-            box = grid.box(row, len(grid.rows[row]) - 1)
-            middle = (box.right + 0.6 * ROW_TITLE_WIDTH, (box.top + box.bottom) / 2)
-            _write(figure, title, *middle, box.height, rotation=-90, ha="center", va="center")
-        _draw_legends(figure, grid)
+        size = (layout.width / _DOTS, layout.height / _DOTS)
+        page = Figure(size, dpi=_DOTS, facecolor=GROUND)
+        panels: dict[str, Axes] = {}
+        listed: dict[str, dict[str, Artist]] = defaultdict(dict)
+        for trace in traces:
+            if trace.xaxis not in panels:
+                panels[trace.xaxis] = _add_axes(page, layout, trace.xaxis, trace.yaxis)
+            drawn = _draw_trace(panels[trace.xaxis], trace)
+            if trace.showlegend:
+                listed[trace.legend or "legend"][trace.name] = drawn
+        for text in layout.annotations:
+            _write(panels[text.xref.removesuffix(" domain")], text)
+        for name, samples in listed.items():
+            _draw_legend(page, layout, layout[name], samples)
         file = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(file, format="svg", metadata=nothing)
-    return _as_element(file.getvalue(), grid.said)
+        page.savefig(file, format="svg", metadata=nothing)
+    return _as_element(file.getvalue(), said)
 
 
-def _draw_panel(figure: Figure, box: Box, panel: Panel) -> None:
-    width, height = figure.bbox.size
-    place = (box.left / width, 1 - box.bottom / height, box.width / width, box.height / height)
-    axes = figure.add_axes(place, facecolor="none")
-    _prepare_axes(axes, panel, box.width)
-    if panel.cells is not None:
-        _draw_cells(axes, panel)
-    for line in panel.lines:
-        if len(line.low):
-            alpha = INTERVAL_ALPHA
-            axes.fill_between(line.x, line.low, line.high, color=line.colour, alpha=alpha, lw=0)
-    for line in panel.lines:
-        dashes = (0, DASHES) if line.dashed else "solid"
-        axes.plot(line.x, line.y, color=line.colour, alpha=line.alpha, lw=line.width, ls=dashes)
-    if panel.note is not None:
-        at = [
-            10**value if axis.log else value
-            for value, axis in ((panel.note.x, panel.x), (panel.note.y, panel.y))
-        ]
-        size = PANEL_TITLE_SIZE - 1
-        axes.text(at[0], at[1], panel.note.text, ha="center", va="bottom", size=size, color=INK)
-    _write(figure, panel.title, box.left, box.top - 8, box.width + 12, ha="left", va="baseline")
+def _on_page(layout: Any, x: float, y: float) -> tuple[float, float]:
+    """A place between plotly's margins, in the unit of the page."""
+    margin, width, height = layout.margin, layout.width, layout.height
+    return (
+        (margin.l + x * (width - margin.l - margin.r)) / width,
+        (margin.b + y * (height - margin.b - margin.t)) / height,
+    )
 
 
-def _prepare_axes(axes: Axes, panel: Panel, width: float) -> None:
-    for side in ("left", "right", "top"):
-        axes.spines[side].set_visible(False)
+def _add_axes(page: Figure, layout: Any, x: str, y: str) -> Axes:
+    across, upwards = layout[x.replace("x", "xaxis")], layout[y.replace("y", "yaxis")]
+    left, bottom = _on_page(layout, across.domain[0], upwards.domain[0])
+    right, top = _on_page(layout, across.domain[1], upwards.domain[1])
+    axes = page.add_axes((left, bottom, right - left, top - bottom), facecolor="none")
+    axes.spines[["left", "right", "top"]].set_visible(False)
     axes.spines["bottom"].set(color=AXIS, linewidth=1)
     axes.set_axisbelow(True)
     axes.grid(axis="y", color=GRID, linewidth=1)
     for axis, drawn, scale, limit in (
-        (panel.x, axes.xaxis, axes.set_xscale, axes.set_xlim),
-        (panel.y, axes.yaxis, axes.set_yscale, axes.set_ylim),
+        (across, axes.xaxis, axes.set_xscale, axes.set_xlim),
+        (upwards, axes.yaxis, axes.set_yscale, axes.set_ylim),
     ):
-        if axis.log:
+        is_log = axis.type == "log"
+        if is_log:
             scale("log")
-        texts = list(axis.ticks.values()) if axis.labelled else [""] * len(axis.ticks)
+        hidden = axis.showticklabels is False
         drawn.set_ticks([], minor=True)
-        drawn.set_ticks(list(axis.ticks), texts)
-        limit(*(10**end if axis.log else end for end in axis.span))
+        drawn.set_ticks(axis.tickvals, [""] * len(axis.tickvals) if hidden else axis.ticktext)
+        limit(*(10**end if is_log else end for end in axis.range))
         drawn.set_tick_params(color=AXIS, labelcolor=MUTED, labelsize=TICK_SIZE)
-        if axis.labelled:
-            drawn.set_label_text(axis.title, size=LABEL_SIZE, color=INK)
-            drawn.labelpad = 6
+        drawn.set_label_text(axis.title.text or "", size=LABEL_SIZE, color=INK)
+        drawn.labelpad = 6
     # At one place in all rows, whatever their ticks are.
-    axes.yaxis.set_label_coords(-_TITLE_ASIDE / width, 0.5)
+    axes.yaxis.set_label_coords(-_TITLE_ASIDE / axes.bbox.width, 0.5)
     axes.tick_params("y", length=0)
     axes.tick_params("x", length=4)
+    return axes
 
 
-def _draw_cells(axes: Axes, panel: Panel) -> None:
-    from matplotlib.colors import LinearSegmentedColormap
+def _draw_trace(axes: Axes, trace: Any) -> Artist:
+    if trace.type == "heatmap":
+        from matplotlib.colors import LinearSegmentedColormap
 
-    assert panel.cells is not None
-    values = [list(row) for row in panel.cells.values]
-    colours = LinearSegmentedColormap.from_list("", [EMPTY_CELL, panel.cells.colour])
-    edges = ([place - 0.5 for place in range(n + 1)] for n in (len(values[0]), len(values)))
-    axes.pcolormesh(*edges, values, cmap=colours, vmin=0, vmax=1, edgecolors=GROUND, linewidth=1)
-
-
-def _write(figure: Figure, text: str, x: float, y: float, room: float, **options: Any) -> None:
-    """A title at a place in pixels, as large as it fits; whatever it holds is no formula."""
-    width, height = figure.bbox.size
-    shown, size = fit_text(visible_text(text), PANEL_TITLE_SIZE, room)
-    at = x / width, 1 - y / height
-    figure.text(*at, shown, size=size, color=INK, parse_math=False, **options)
-
-
-def _draw_legends(figure: Figure, grid: Grid) -> None:
-    from matplotlib.lines import Line2D
-
-    width, height = figure.bbox.size
-    for legend in grid.legends():
-        samples = [
-            Line2D([], [], color=line.colour, lw=line.width, ls=(0, DASHES) if line.dashed else "-")
-            for line in legend.lines
-        ]
-        drawn = figure.legend(
-            samples,
-            [""] * len(samples),
-            loc="lower right",
-            bbox_to_anchor=(legend.right / width, 1 - legend.bottom / height),
-            frameon=False,
-            fontsize=LEGEND_SIZE,
-            labelcolor=INK,
-            borderaxespad=0,
-            handlelength=0.45 * LEGEND_SAMPLE / LEGEND_SIZE,
-            handletextpad=0.5,
-            labelspacing=(LEGEND_ROW - LEGEND_SIZE) / LEGEND_SIZE - 0.2,
+        colours = LinearSegmentedColormap.from_list("", [colour for _, colour in trace.colorscale])
+        edges = ([place - 0.5 for place in range(n + 1)] for n in (len(trace.z[0]), len(trace.z)))
+        ends = {"vmin": trace.zmin, "vmax": trace.zmax}
+        return axes.pcolormesh(
+            *edges, trace.z, cmap=colours, **ends, edgecolors=GROUND, linewidth=trace.xgap
         )
-        # Set later: a label that begins with an underscore is left out, one with $ is a formula.
-        for written, line in zip(drawn.get_texts(), legend.lines, strict=True):
-            written.set(text=grid.legend_text(line), parse_math=False)
+    if trace.fill:
+        return axes.fill(trace.x, trace.y, color=trace.fillcolor, alpha=trace.opacity, lw=0)[0]
+    line, dashes = trace.line, (0, DASHES) if trace.line.dash else "solid"
+    style = {"color": line.color, "alpha": trace.opacity, "lw": line.width, "ls": dashes}
+    return axes.plot(trace.x, trace.y, **style)[0]
+
+
+def _write(axes: Axes, text: Any) -> None:
+    """An annotation; whatever it holds is no formula."""
+    at, unit = (text.x, text.y), "axes fraction"
+    if not text.xref.endswith("domain"):
+        # Places on plotly's logarithmic axes are powers of ten.
+        at, unit = (10**text.x if axes.get_xscale() == "log" else text.x, text.y), "data"
+    above = text.yanchor == "bottom"
+    axes.annotate(
+        unescape(text.text),
+        at,
+        xycoords=unit,
+        xytext=(text.xshift or 0, (text.yshift or 0) + above * _DESCENT * text.font.size),
+        textcoords="offset points",
+        rotation=-(text.textangle or 0),
+        ha=text.xanchor,
+        va="baseline" if above else "center",
+        size=text.font.size,
+        color=INK,
+        parse_math=False,
+    )
+
+
+def _draw_legend(page: Figure, layout: Any, legend: Any, samples: dict[str, Artist]) -> None:
+    drawn = page.legend(
+        list(samples.values()),
+        [""] * len(samples),
+        loc="upper left" if legend.yanchor == "top" else "lower right",
+        bbox_to_anchor=_on_page(layout, legend.x, legend.y),
+        frameon=False,
+        fontsize=LEGEND_SIZE,
+        labelcolor=INK,
+        borderaxespad=0.2,
+        handlelength=1.6,
+        handletextpad=0.5,
+        labelspacing=0.3,
+    )
+    # Set later: a label that begins with an underscore is left out, one with $ is a formula.
+    for written, name in zip(drawn.get_texts(), samples, strict=True):
+        written.set(text=unescape(name), parse_math=False)
 
 
 def _as_element(document: str, said: str) -> str:
@@ -164,6 +179,5 @@ def _as_element(document: str, said: str) -> str:
     svg = re.sub(r"\s*<style type=\"text/css\">.*?</style>", "", svg, flags=re.DOTALL)
     head, rest = svg.split(">", 1)
     head = re.sub(r'(width|height)="([\d.]+)pt"', r'\1="\2"', head)
-    label = escape(visible_text(said), quote=True)
     joins = 'stroke-linejoin="round" stroke-linecap="butt"'
-    return f'{head} role="img" aria-label="{label}" {joins}>{rest}'
+    return f'{head} role="img" aria-label="{escape(said, quote=True)}" {joins}>{rest}'

@@ -117,10 +117,10 @@ class TestFigure:
         assert [(t.name, t.legend, t.xaxis) for t in shown] == [
             ("GPT-2", "legend", "x"),
             ("Sparse GPT-2", "legend", "x"),
-            ("OLMo-7B", "legend2", "x3"),
-            ("Sparse OLMo-7B", "legend2", "x3"),
+            ("OLMo-7B", "legend3", "x3"),
+            ("Sparse OLMo-7B", "legend3", "x3"),
         ]
-        assert figure.layout.legend2.x == pytest.approx(figure.layout.xaxis3.domain[1])
+        assert figure.layout.legend3.x == pytest.approx(figure.layout.xaxis3.domain[1])
         assert [t.line.color for t in shown] == [*MODEL_PAIRS[0], *MODEL_PAIRS[1]]
 
     def test_legend_has_room_of_its_own_where_it_would_cover_a_curve(self) -> None:
@@ -168,7 +168,7 @@ class TestFigure:
             {"IOI": [DENSE]}, parts="heads", colours=[("#102030", "#ffffff")]
         ).plotly
         assert figure.data[1].line.color == "#102030"
-        assert figure.data[0].fillcolor == "rgba(16,32,48,0.18)"
+        assert (figure.data[0].fillcolor, figure.data[0].opacity) == ("#102030", 0.18)
 
     @pytest.mark.parametrize(
         ("panels", "options", "message"),
@@ -204,7 +204,8 @@ class TestFiles:
         found = [float(number) for number in re.findall(r"[\d.]+", line.get("d", ""))]
         layout = figure.plotly.layout
         (start, stop), (low, high) = layout.xaxis.range, layout.yaxis.range
-        left, right = (share * layout.width for share in layout.xaxis.domain)
+        inner = layout.width - layout.margin.l - layout.margin.r
+        left, right = (layout.margin.l + share * inner for share in layout.xaxis.domain)
         bottom, top = layout.height - layout.margin.b, layout.margin.t
         expected = []
         for size, effect in zip((0, 1, 2), (0.0, 0.1, 0.9), strict=False):

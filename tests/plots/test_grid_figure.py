@@ -142,7 +142,7 @@ class TestDark:
     def test_every_colour_is_turned_and_nothing_else(self, name: str) -> None:
         figure = FIGURES[name]()
         light, dark = figure.plotly, figure.dark().plotly
-        assert dark.layout.paper_bgcolor == dark_colour(GROUND)
+        assert dark.layout.template.layout.paper_bgcolor == dark_colour(GROUND)
         before, after = (dict(leaves(json.loads(str(f.to_json())))) for f in (light, dark))
         assert before.keys() == after.keys()
         changed = {place for place in before if before[place] != after[place]}
@@ -150,7 +150,7 @@ class TestDark:
         assert changed == {p for p in painted if isinstance(before[p], str)}
         for place in changed:
             assert after[place] == dark_colour(before[place])
-        assert figure.plotly.layout.paper_bgcolor == GROUND
+        assert figure.plotly.layout.template.layout.paper_bgcolor == GROUND
 
     def test_a_name_that_is_a_colour_stays(self) -> None:
         dark = effects("#0072b2").dark().plotly

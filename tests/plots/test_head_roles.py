@@ -10,8 +10,8 @@ import torch
 
 from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.plots import ablation_grid, gate_trajectories, head_roles_figure
-from sparse_tl.plots.grid import round_ticks
-from sparse_tl.plots.palette import EMPTY_CELL, ROLES, translucent
+from sparse_tl.plots.palette import EMPTY_CELL, ROLES
+from sparse_tl.plots.panels import ticks
 
 ENDS = {"facilitation": -3, "irrelevance": -0.01, "interference": 0.6}
 
@@ -68,7 +68,7 @@ def test_lines_are_green_blue_red_and_grey(grid: go.Figure) -> None:
     titles = [annotation.text for annotation in grid.layout.annotations]
     assert titles == ["Dense", "Sparse", "Syntax", "Math"]
     assert grid.layout.xaxis3.title.text == "Number of Ablated Heads"
-    assert grid.layout.xaxis.title.text == ""
+    assert grid.layout.xaxis.title.text is None and grid.layout.xaxis.showticklabels is False
 
 
 def test_a_line_is_pale_where_no_head_of_its_role_is_left() -> None:
@@ -76,8 +76,8 @@ def test_a_line_is_pale_where_no_head_of_its_role_is_left() -> None:
     for in_role, solid, pale in ((2, [0, 1, 2], list(range(2, 11))), (0, [0], list(range(11)))):
         curve = curves(in_role=in_role, control=False)[2]
         traces = ablation_grid({"Math": {"Dense": [curve]}}).plotly.data
-        found = {trace.line.color: list(trace.x) for trace in traces if trace.line.width}
-        assert found == {red: solid, translucent(red, 0.35): pale}
+        found = {trace.opacity: list(trace.x) for trace in traces if trace.line.color == red}
+        assert found == {1: solid, 0.35: pale}
         assert [trace.showlegend for trace in traces if trace.line.width] == [True, False]
     whole = curves(in_role=11, control=False)[2]
     assert len(ablation_grid({"Math": {"Dense": [whole]}}).plotly.data) == 2
@@ -94,7 +94,7 @@ def test_a_heat_map_is_drawn_in_its_colours(roles: HeadRoles) -> None:
 def test_a_result_makes_its_own_figure(roles: HeadRoles, tmp_path: Path) -> None:
     assert roles.figure().svg == head_roles_figure(roles).svg
     curve = curves()[0]
-    assert curve.figure(title="IOI").grid == ablation_grid({"": {"IOI": [curve]}}).grid
+    assert curve.figure(title="IOI").plotly == ablation_grid({"": {"IOI": [curve]}}).plotly
     for suffix in ("html", "svg", "png", "json"):
         path = gate_trajectories(roles).save(tmp_path / f"gates.{suffix}")
         assert path.stat().st_size > 500
@@ -115,4 +115,4 @@ def test_empty_grids_are_refused() -> None:
     ],
 )
 def test_ticks_are_round(low: float, high: float, texts: list[str]) -> None:
-    assert list(round_ticks(low, high).values()) == texts
+    assert ticks(low, high)["ticktext"] == texts

@@ -1,0 +1,250 @@
+"""Plotly figures of panels in rows and columns, in this package's look.
+
+Lengths are pixels. Every range, tick and place is explicit, so that `static_drawing` agrees. Rows
+and columns are counted from 1, as plotly does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from sparse_tl.plots.palette import (
+    AXIS,
+    CURVE_WEIGHT,
+    DASHES,
+    FONT_FAMILY,
+    GRID,
+    GROUND,
+    INK,
+    INTERVAL_ALPHA,
+    LABEL_SIZE,
+    LEGEND_SIZE,
+    MUTED,
+    PANEL_TITLE_SIZE,
+    TICK_SIZE,
+    Colour,
+    translucent,
+)
+from sparse_tl.plots.token_text import clip_text, fit_text, text_width, visible_text
+
+_TOP, _BOTTOM, _LEFT, _RIGHT = 34, 52, 62, 12
+_ROW_GAP, _ROW_TITLE_WIDTH = 20, 26
+# The line beside a name in a legend, with the gaps around it; the most that a name takes.
+_LEGEND_SAMPLE, _LONGEST_NAME = 40, 144
+
+_AXIS: dict[str, Any] = {
+    "zeroline": False,
+    "tickangle": 0,
+    "tickfont": {"size": TICK_SIZE, "color": MUTED},
+}
+_AXIS_TITLE = {"size": LABEL_SIZE, "color": INK}
+_LEGEND = {
+    "bgcolor": translucent(GROUND, 0),
+    "font": {"size": LEGEND_SIZE, "color": INK},
+    "itemwidth": 30,
+    "tracegroupgap": 0,
+}
+_TEMPLATE = go.layout.Template(
+    layout={
+        "font": {"family": FONT_FAMILY, "color": INK, "size": TICK_SIZE},
+        "paper_bgcolor": GROUND,
+        "plot_bgcolor": GROUND,
+        "hovermode": "closest",
+        "hoverlabel": {"bgcolor": GROUND, "font": {"size": LABEL_SIZE, "color": INK}},
+        "xaxis": _AXIS
+        | {
+            "title": {"font": _AXIS_TITLE, "standoff": 8},
+            "showgrid": False,
+            "showline": True,
+            "linecolor": AXIS,
+            "ticks": "outside",
+            "ticklen": 4,
+            "tickcolor": AXIS,
+        },
+        "yaxis": _AXIS
+        | {
+            "title": {"font": _AXIS_TITLE, "standoff": 6},
+            "gridcolor": GRID,
+            "ticks": "",
+        },
+        "annotationdefaults": {"showarrow": False, "font": {"color": INK}},
+    }
+)
+
+
+def panel_figure(
+    titles: Sequence[str],
+    row_titles: Sequence[str] = ("",),
+    *,
+    x: str,
+    y: str,
+    width: float = 200,
+    height: float = 140,
+    gap: float = 18,
+    shared: bool = True,
+) -> go.Figure:
+    """A figure of panels without content.
+
+    Args:
+        titles: above the columns.
+        row_titles: at the right of the rows; empty ones take no room.
+        x, y: titles of the axes.
+        width, height: of one plot.
+        gap: between two plots of a row.
+        shared: whether the plots of a row share their vertical axis, and those of a column their
+            horizontal one; only the outer ones are then labelled.
+    """
+    n_rows, n_columns = len(row_titles), len(titles)
+    inner_width = n_columns * (width + gap) - gap
+    inner_height = n_rows * (height + _ROW_GAP) - _ROW_GAP
+    figure = make_subplots(
+        n_rows,
+        n_columns,
+        shared_xaxes=shared,
+        shared_yaxes=shared,
+        horizontal_spacing=gap / inner_width,
+        vertical_spacing=_ROW_GAP / inner_height,
+    )
+    right = _RIGHT + (_ROW_TITLE_WIDTH if any(row_titles) else 0)
+    figure.layout.template = _TEMPLATE
+    figure.update_layout(
+        width=round(_LEFT + inner_width + right),
+        height=round(_TOP + inner_height + _BOTTOM),
+        margin={"l": _LEFT, "r": right, "t": _TOP, "b": _BOTTOM, "autoexpand": False},
+    )
+    figure.update_xaxes(title_text=x, row=n_rows if shared else None)
+    figure.update_yaxes(title_text=y, col=1 if shared else None)
+    for column, title in enumerate(titles, start=1):
+        place = {"x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "yshift": 5}
+        _add_title(figure, 1, column, title, width + 12, place)
+    for row, title in enumerate(row_titles, start=1):
+        place = {"x": 1, "xanchor": "center", "xshift": 0.6 * _ROW_TITLE_WIDTH}
+        place |= {"y": 0.5, "yanchor": "middle", "textangle": 90}
+        _add_title(figure, row, n_columns, title, height, place)
+    return figure
+
+
+def _add_title(
+    figure: go.Figure, row: int, column: int, title: str, room: float, place: dict[str, Any]
+) -> None:
+    """A title as large as it fits, at a place in the unit of the panel."""
+    if not title:
+        return
+    shown, size = fit_text(visible_text(title), PANEL_TITLE_SIZE, room)
+    place = place | {"xref": "x domain", "yref": "y domain", "font": {"size": size}}
+    figure.add_annotation(text=_shown(shown), row=row, col=column, **place)
+
+
+def add_line(
+    figure: go.Figure,
+    row: int,
+    column: int,
+    *,
+    x: Sequence[float],
+    y: Sequence[float],
+    colour: Colour,
+    name: str = "",
+    low: Sequence[float] = (),
+    high: Sequence[float] = (),
+    hover: Sequence[Sequence[str]] = (),
+    width: float = CURVE_WEIGHT,
+    opacity: float = 1.0,
+    dashed: bool = False,
+) -> None:
+    """A line with, perhaps, intervals around it.
+
+    Args:
+        figure: that gets it.
+        row, column: of its panel.
+        x, y: its points.
+        colour: of the line and, paler, of its intervals.
+        name: of what it shows; lines of one name are switched on and off together, where a legend
+            lists it.
+        low, high: the ends of the interval of each point; none if empty.
+        hover: for each point the words of its tooltip, the first of them bold.
+        width: in pixels.
+        opacity: below 1 for a pale line.
+        dashed: whether it is broken.
+    """
+    style = {"row": row, "col": column, "mode": "lines", "legendgroup": name, "showlegend": False}
+    if len(low):
+        # Along the upper ends and back along the lower ones.
+        figure.add_scatter(
+            x=[*x, *reversed(x)],
+            y=[*high, *reversed(low)],
+            line={"width": 0},
+            fill="toself",
+            fillcolor=colour,
+            opacity=INTERVAL_ALPHA,
+            hoverinfo="skip",
+            **style,
+        )
+    dash = {"dash": ",".join(f"{length}px" for length in DASHES)} if dashed else {}
+    # No hovertemplate: it would fill in whatever %{...} a name holds.
+    figure.add_scatter(
+        x=list(x),
+        y=list(y),
+        line={"color": colour, "width": width, **dash},
+        opacity=opacity,
+        name=_shown(clip_text(visible_text(name), LEGEND_SIZE, _LONGEST_NAME)),
+        hoverinfo="text" if len(hover) else "skip",
+        hovertext=[hover_text(words) for words in hover],
+        **style,
+    )
+
+
+def add_legend(figure: go.Figure, column: int) -> None:
+    """A legend of its own for a panel of the first row, at its lower right."""
+    panel: Any = figure.get_subplot(1, column)
+    name = f"legend{column}" if column > 1 else "legend"
+    place = {"x": panel.xaxis.domain[1], "y": panel.yaxis.domain[0]}
+    figure.update_layout({name: _LEGEND | place | {"xanchor": "right", "yanchor": "bottom"}})
+    listed = {"legend": name, "showlegend": True}
+    figure.update_traces(listed, lambda trace: bool(trace.name), row=1, col=column)
+
+
+def add_side_legend(figure: Any) -> None:
+    """One legend at the right of all panels, which lists each name once."""
+    layout, left, right = figure.layout, figure.layout.margin.l, figure.layout.margin.r
+    first = {trace.name: trace for trace in figure.data[::-1] if trace.name}
+    for trace in first.values():
+        trace.showlegend = True
+    x = 1 + (right - 6) / (layout.width - left - right)
+    place = {"x": x, "xanchor": "left", "y": 1, "yanchor": "top"}
+    room = max(text_width(name, LEGEND_SIZE) for name in first) + _LEGEND_SAMPLE + 6
+    width = round(layout.width + room)
+    figure.update_layout(legend=_LEGEND | place, width=width, margin_r=right + room)
+
+
+def hover_text(words: Sequence[str]) -> str:
+    """A tooltip of several lines, the first of them bold."""
+    first, *rest = map(_shown, map(visible_text, words))
+    return "<br>".join([f"<b>{first}</b>", *rest])
+
+
+def _shown(text: str) -> str:
+    """A text that plotly, which reads some HTML, shows as it is."""
+    return escape(text, quote=False)
+
+
+def ticks(low: float, high: float, most: int = 4, *, whole: bool = False) -> dict[str, Any]:
+    """Ticks at round numbers within a range, as plotly's axes take them.
+
+    Args:
+        low, high: ends of the range.
+        most: how many intervals they make at most.
+        whole: whether fractions are left out.
+    """
+    from matplotlib.ticker import MaxNLocator, ScalarFormatter
+
+    places = MaxNLocator(most, steps=[1, 2, 2.5, 5, 10], integer=whole).tick_values(low, high)
+    shown = [float(place) for place in places if low <= place <= high]
+    formatter = ScalarFormatter(useOffset=False)
+    formatter.set_scientific(False)
+    formatter.create_dummy_axis()
+    return {"tickvals": shown, "ticktext": formatter.format_ticks(shown)}
