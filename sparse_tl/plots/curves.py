@@ -18,7 +18,7 @@ import plotly.graph_objects as go
 
 from sparse_tl.circuits.effect import EffectCurve, check_level, multiplier
 from sparse_tl.plots.grid_figure import GridFigure
-from sparse_tl.plots.palette import INK, MODEL_PAIRS, PANEL_TITLE_SIZE, RULE_WEIGHT
+from sparse_tl.plots.palette import INK, MODEL_PAIRS, PANEL_TITLE_SIZE, RULE_WEIGHT, channels
 from sparse_tl.plots.panels import add_legend, add_line, panel_figure, ticks
 
 Parts = Literal["heads", "circuit_edges"]
@@ -145,10 +145,9 @@ def _checked_pairs(
             f"expected colours for {n_pairs} pairs of models; got {len(colours)}; pass "
             "colours=[(dense, sparse), ...] or draw fewer models"
         )
-    for colour in (colour for pair in colours for colour in pair):
-        digits = colour[1:].lower()
-        if len(colour) != 7 or colour[0] != "#" or set(digits) - set("0123456789abcdef"):
-            raise ValueError(f"expected colours like '#0072b2'; got {colour!r}")
+    for pair in colours:
+        for colour in pair:
+            channels(colour)  # raises where it is none
     return pairs
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import plotly.graph_objects as go
 import plotly.io as pio
 
-from sparse_tl.plots.palette import dark_colour
+from sparse_tl.plots.palette import CLEAR, dark_colour
 from sparse_tl.plots.rendering import Figure, Theme
 from sparse_tl.plots.static_drawing import draw_svg
 from sparse_tl.plots.token_text import visible_text
@@ -103,6 +103,5 @@ def _turned(value: Any, key: str = "") -> Any:
         return {name: _turned(part, name) for name, part in value.items()}
     if isinstance(value, list | tuple):
         return [_turned(part, key) for part in value]
-    if isinstance(value, str) and (key.endswith("color") or key == "colorscale"):
-        return dark_colour(value)
-    return value
+    is_colour = key.endswith(("color", "colorscale")) and isinstance(value, str)
+    return dark_colour(value) if is_colour and value != CLEAR else value

@@ -48,6 +48,8 @@ INTERVAL_ALPHA = 0.18
 # ---- ground and ink ----------------------------------------------------------------------------
 
 GROUND: Colour = "#ffffff"
+CLEAR = "rgba(0,0,0,0)"
+"""What lies behind a legend within a plot: nothing, in light and in dark."""
 BAND: Colour = "#f6f7f9"
 """Behind the nodes of one layer."""
 INK: Colour = "#16181d"
@@ -120,7 +122,13 @@ OPEN_NODE_INK, ABSENT_NODE_INK = CONTROL_INK, "#6b7380"
 
 
 def channels(colour: Colour) -> tuple[int, int, int]:
-    """Red, green and blue, 0..255."""
+    """Red, green and blue, 0..255.
+
+    Raises:
+        ValueError: not a colour of six hexadecimal digits.
+    """
+    if not re.fullmatch(r"#[0-9a-fA-F]{6}", colour):
+        raise ValueError(f"expected a colour like '#0072b2'; got {colour!r}")
     red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
     return red, green, blue
 
@@ -131,12 +139,6 @@ def blend(start: Colour, end: Colour, share: float) -> Colour:
     return _hex(round(a + (b - a) * share) for a, b in ends)
 
 
-def translucent(colour: Colour, alpha: float) -> str:
-    """A colour, seen through."""
-    red, green, blue = channels(colour)
-    return f"rgba({red},{green},{blue},{alpha:g})"
-
-
 # ---- dark --------------------------------------------------------------------------------------
 
 _TURNED = 0.92
@@ -144,20 +146,10 @@ DARK_FILTER = f"invert({_TURNED}) hue-rotate(180deg)"
 """What turns a page dark, as CSS."""
 _HALF_CIRCLE = ((-0.574, 1.43, 0.144), (0.426, 0.43, 0.144), (0.426, 1.43, -0.856))
 _SVG_PAINT = re.compile(r'\b(fill|stroke)(="|: )(#[0-9a-fA-F]{6})(?=["; ])')
-_SOLID = re.compile(r"#[0-9a-fA-F]{6}")
-_TRANSLUCENT = re.compile(r"rgba\((\d+), ?(\d+), ?(\d+), ?([\d.]+)\)")
 
 
-def dark_colour(colour: str) -> str:
-    """What a colour, solid or translucent, becomes on a dark ground."""
-    seen_through = _TRANSLUCENT.fullmatch(colour)
-    if seen_through:
-        red, green, blue, alpha = seen_through.groups()
-        return translucent(dark_colour(_hex(map(int, (red, green, blue)))), float(alpha))
-    if not _SOLID.fullmatch(colour):
-        raise ValueError(
-            f"expected a colour like '#0072b2' or 'rgba(0,114,178,0.2)'; got {colour!r}"
-        )
+def dark_colour(colour: Colour) -> Colour:
+    """What a colour becomes on a dark ground."""
     negative = [255 * _TURNED + part * (1 - 2 * _TURNED) for part in channels(colour)]
     turned = (sum(w * part for w, part in zip(row, negative, strict=True)) for row in _HALF_CIRCLE)
     return _hex(min(max(round(part), 0), 255) for part in turned)

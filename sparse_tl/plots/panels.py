@@ -15,6 +15,7 @@ from plotly.subplots import make_subplots
 
 from sparse_tl.plots.palette import (
     AXIS,
+    CLEAR,
     CURVE_WEIGHT,
     DASHES,
     FONT_FAMILY,
@@ -28,7 +29,6 @@ from sparse_tl.plots.palette import (
     PANEL_TITLE_SIZE,
     TICK_SIZE,
     Colour,
-    translucent,
 )
 from sparse_tl.plots.token_text import clip_text, fit_text, text_width, visible_text
 
@@ -44,7 +44,7 @@ _AXIS: dict[str, Any] = {
 }
 _AXIS_TITLE = {"size": LABEL_SIZE, "color": INK}
 _LEGEND = {
-    "bgcolor": translucent(GROUND, 0),
+    "bgcolor": CLEAR,
     "font": {"size": LEGEND_SIZE, "color": INK},
     "itemwidth": 30,
     "tracegroupgap": 0,

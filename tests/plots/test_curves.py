@@ -178,7 +178,7 @@ class TestFigure:
             ({"IOI": [DENSE, DENSE]}, {}, "of different names"),
             ({"IOI": [DENSE, SPARSE, LARGE]}, {}, "expected a dense and a sparse curve"),
             (FOUR, {"colours": MODEL_PAIRS[:1]}, "expected colours for 2 pairs of models; got 1"),
-            (FOUR, {"colours": [("red", "#00ff00")] * 2}, "expected colours like"),
+            (FOUR, {"colours": [("red", "#00ff00")] * 2}, "expected a colour like"),
             (FOUR, {"colours": [("#12345g", "#00ff00")] * 2}, "got '#12345g'"),
         ],
     )

@@ -147,7 +147,7 @@ class TestDark:
         assert before.keys() == after.keys()
         changed = {place for place in before if before[place] != after[place]}
         painted = {place for place in before if re.search(r"color(scale|/|$)", place)}
-        assert changed == {p for p in painted if isinstance(before[p], str)}
+        assert changed == {p for p in painted if str(before[p]).startswith("#")}
         for place in changed:
             assert after[place] == dark_colour(before[place])
         assert figure.plotly.layout.template.layout.paper_bgcolor == GROUND

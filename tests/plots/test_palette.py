@@ -160,7 +160,6 @@ class TestDark:
     def test_light_and_dark_change_places(self) -> None:
         assert dark_colour("#ffffff") == "#141414"
         assert dark_colour("#000000") == "#ebebeb"
-        assert dark_colour("rgba(255,255,255,0.5)") == "rgba(20,20,20,0.5)"
 
     def test_a_hue_stays(self) -> None:
         for colour, largest in {"#c02020": 0, "#206020": 1, "#2020c0": 2}.items():
