@@ -1,9 +1,12 @@
 """Which parts do a task: measurements on dense and sparse models alike."""
 
 from sparse_tl.circuits.acdc import acdc
-from sparse_tl.circuits.attention_edges import attribute_attention_edges
 from sparse_tl.circuits.attention_graph import AttentionGraph
-from sparse_tl.circuits.attribution import attribute_circuit_edges, attribute_heads
+from sparse_tl.circuits.attribution import (
+    attribute_attention_edges,
+    attribute_circuit_edges,
+    attribute_heads,
+)
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.comparison import Overlap, Roc, overlap, roc
 from sparse_tl.circuits.effect import EffectCurve, Evaluation, multiplier

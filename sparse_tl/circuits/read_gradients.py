@@ -12,13 +12,12 @@ all: ``x V`` is q, k or v without its biases.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.circuits.gradient_passes import GradientPass
 from sparse_tl.lens import Adapter, destination_points, residual_points
 
 
@@ -30,54 +29,53 @@ class ReadGradients:
     """
 
     def __init__(self, adapter: Adapter) -> None:
-        self.adapter, self.has_mlps = adapter, adapter.graph.has_mlps
-        self._heads: list[list[Tensor]] = [[] for _ in range(adapter.n_layers)]
+        self.adapter, self._has_mlps = adapter, adapter.graph.has_mlps
+        self._sums: dict[str, Tensor] = {}
         self._along: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(adapter.n_layers)]
-        self._mlps: list[Tensor | None] = [None] * adapter.n_layers
-        self.final: Tensor | None = None
+
+    @property
+    def final(self) -> Float[Tensor, "batch pos d_model"]:
+        """The gradient at the final residual stream, which the logits read."""
+        return self._sums["final"]
 
     @torch.no_grad()
-    def add(
-        self,
-        kept: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
-        final: Float[Tensor, "batch pos d_model"],
-        share: float,
-    ) -> None:
-        """One pass.
-
-        Args:
-            kept: what stood at the destination and residual points of every layer.
-            gradients: at the destination points.
-            final: the gradient at the final residual stream.
-            share: what the pass counts.
-        """
-        for layer in range(self.adapter.n_layers):
-            points = destination_points(layer, self.has_mlps)
-            residuals = residual_points(layer, self.has_mlps)
-            values = [kept[name] for name in points[:3]]
-            slots = [share * gradients[name] for name in points[:3]]
-            self._add_heads(layer, kept[residuals[0]], values, slots)
-            if self.has_mlps:
+    def add(self, one: GradientPass) -> None:
+        """Add the gradients of a pass at every destination."""
+        layers = range(self.adapter.n_layers)
+        points = [destination_points(layer, self._has_mlps) for layer in layers]
+        gradients = one.gradients([*sum(points, []), "final"])
+        for layer, names in enumerate(points):
+            residuals = residual_points(layer, self._has_mlps)
+            self._add_heads(layer, one, names[:3], one.kept[residuals[0]], gradients)
+            for name in names[3:]:
                 norm = self.adapter.norm(layer, "mlp")
-                back = share * norm.pulled_back(kept[residuals[1]], gradients[points[3]])
-                self._mlps[layer] = _plus(self._mlps[layer], back)
-        self.final = _plus(self.final, share * final)
+                back = norm.pulled_back(one.kept[residuals[1]], gradients[name])
+                self._add(name, one.share * back)
+        self._add("final", one.share * gradients["final"])
 
     def _add_heads(
-        self, layer: int, residual: Tensor, values: list[Tensor], gradients: list[Tensor]
+        self,
+        layer: int,
+        one: GradientPass,
+        names: list[str],
+        residual: Float[Tensor, "batch pos d_model"],
+        gradients: dict[str, Tensor],
     ) -> None:
         norm = self.adapter.norm(layer, "attn")
+        found = {name: one.share * gradients[name] for name in names}
         if norm.kind is not None:
             x, scale = norm.standardised(residual)
-            gradients = [gradient / scale[..., None] for gradient in gradients]
+            found = {name: gradient / scale[..., None] for name, gradient in found.items()}
             along = [
-                ((value.detach() - self._constant(layer, slot)) * gradient).sum(dim=-1)
-                for slot, value, gradient in zip("qkv", values, gradients, strict=True)
+                ((one.kept[name].detach() - self._constant(layer, slot)) * gradient).sum(dim=-1)
+                for slot, (name, gradient) in zip("qkv", found.items(), strict=True)
             ]
             self._along[layer].append((torch.cat(along, dim=-1) / x.shape[-1], x))
-        found = self._heads[layer] or [None] * len(gradients)
-        self._heads[layer] = [_plus(*some) for some in zip(found, gradients, strict=True)]
+        for name, gradient in found.items():
+            self._add(name, gradient)
+
+    def _add(self, name: str, more: Tensor) -> None:
+        self._sums[name] = self._sums[name] + more if name in self._sums else more
 
     @torch.no_grad()
     def layer(
@@ -86,17 +84,17 @@ class ReadGradients:
         """One layer's destinations in the graph's order, written into a buffer: q of every head,
         k and v of every key-value head, the MLP."""
         done = 0
-        for slot, gradient in zip("qkv", self._heads[layer], strict=True):
-            flat = rearrange(gradient, "batch pos head d_head -> head (batch pos) d_head")
+        names = destination_points(layer, self._has_mlps)
+        for slot, name in zip("qkv", names, strict=False):
+            flat = rearrange(self._sums[name], "batch pos head d_head -> head (batch pos) d_head")
             through = self._through(layer, slot).to(flat.dtype)
             torch.bmm(flat, through.mT, out=out[done : done + len(flat)].flatten(1, 2))
             done += len(flat)
         for along, x in self._along[layer]:
             heads = rearrange(along, "batch pos head -> head batch pos 1")
             out[:done].addcmul_(heads, x, value=-1)
-        mlp = self._mlps[layer]
-        if mlp is not None:
-            out[done] = mlp
+        for name in names[3:]:
+            out[done] = self._sums[name]
             done += 1
         return out[:done]
 
@@ -113,7 +111,3 @@ class ReadGradients:
         weight, bias = self.adapter.qkv(layer, slot)  # type: ignore[arg-type]
         shift = self.adapter.norm(layer, "attn").bias
         return bias if shift is None else bias + einsum(weight, shift, "head d e, d -> head e")
-
-
-def _plus(total: Tensor | None, more: Tensor) -> Tensor:
-    return more if total is None else total + more
