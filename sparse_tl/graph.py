@@ -10,6 +10,7 @@ Arrays over edges are indexed ``[source, destination]``, both in topological ord
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -160,6 +161,11 @@ class CircuitGraph(PartGrid):
         if not self.exists[index]:
             raise ValueError(f"expected an edge of {self!r}; {edge.source} is too late for {edge}")
         return index
+
+    def layer(self, place: Sequence[int]) -> int:
+        """The layer in which an edge ends; the number of layers for the logits."""
+        node = self.destinations[place[1]].node
+        return self.n_layers if node.kind == "logits" else node.layer
 
     def readers(self, node: Node) -> tuple[int, ...]:
         """The columns through which a node reads; a head reads k and v through its group."""

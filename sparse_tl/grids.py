@@ -45,6 +45,14 @@ class PartGrid(ABC):
     def columns(self, places: Int[Tensor, "part axis"]) -> dict[str, Any]:
         """The columns of a table of the parts at these places; the first holds their names."""
 
+    def names(self, places: Int[Tensor, "part axis"]) -> list[str]:
+        """The names of the parts at these places."""
+        return list(next(iter(self.columns(places).values())))
+
+    def layer(self, place: Sequence[int]) -> int:
+        """The first layer that changes with a part; the number of layers for the logits."""
+        return place[0]
+
     @cached_property
     def n_parts(self) -> int:
         """How many parts there are."""

@@ -37,14 +37,14 @@ Kind = TypeVar("Kind", bound="Result")
 SCHEMA = 1
 """The version of the layout of saved results."""
 
-_FILES = ("result.json", "result.safetensors")
+RESULT_FILE, _TENSORS_FILE = "result.json", "result.safetensors"
 
 
 class Result:
     """The base of every frozen dataclass that an analysis returns.
 
-    Fields may be tensors, numbers, strings, None, tuples and dictionaries of them, DataFrames, and
-    further dataclasses; their types must be known at run time (pandas may be imported for type
+    Fields may be tensors, numbers, strings, None, sequences and dictionaries of them, DataFrames,
+    and further dataclasses; their types must be known at run time (pandas may be imported for type
     checkers only, as ``pd``).
     """
 
@@ -56,14 +56,14 @@ class Result:
         """
         folder, kind = Path(folder), type(self)
         recover_folder(folder)
-        check_replaceable(folder, *_FILES)
-        if (folder / _FILES[0]).exists():
+        check_replaceable(folder, RESULT_FILE, _TENSORS_FILE)
+        if (folder / RESULT_FILE).exists():
             _content(folder, kind)
         tensors: dict[str, Tensor] = {}
         content = _as_json(self, "", tensors)
         with atomic_folder(folder) as temporary:
-            write_json(temporary / _FILES[0], {"schema": SCHEMA, **content})
-            write_tensors(temporary / _FILES[1], tensors)
+            write_json(temporary / RESULT_FILE, {"schema": SCHEMA, **content})
+            write_tensors(temporary / _TENSORS_FILE, tensors)
         return folder
 
     @classmethod
@@ -76,7 +76,7 @@ class Result:
         folder = Path(folder)
         recover_folder(folder)
         content = _content(folder, cls)
-        tensors = read_tensors(folder / _FILES[1])
+        tensors = read_tensors(folder / _TENSORS_FILE)
         try:
             return _restored(cls, content, "", tensors)
         except ValueError as error:
@@ -123,9 +123,9 @@ def table_html(table: pd.DataFrame, said: str = "") -> str:
 
 def _content(folder: Path, kind: type) -> dict[str, Any]:
     """What a folder's JSON says, if it is of that kind."""
-    if not (folder / _FILES[0]).is_file():
-        raise ValueError(f"expected a saved {kind.__name__} in {folder}; there is no {_FILES[0]}")
-    content = read_json(folder / _FILES[0])
+    if not (folder / RESULT_FILE).is_file():
+        raise ValueError(f"expected a saved {kind.__name__} in {folder}; there is no {RESULT_FILE}")
+    content = read_json(folder / RESULT_FILE)
     found = content.get("kind") if isinstance(content, dict) else None
     if found != kind.__name__:
         raise ValueError(
@@ -173,11 +173,12 @@ def _restored(declared: Any, value: Any, name: str, tensors: Mapping[str, Tensor
         return _restored(_chosen(of, value), value, name, tensors)
     if _is_kind(declared, value):
         return _dataclass(declared, value["fields"], name, tensors)
-    if origin in (tuple, Sequence) and isinstance(value, list):
-        kinds = of[:1] * len(value) if origin is Sequence or of[-1] is Ellipsis else of
+    if origin in (tuple, list, Sequence) and isinstance(value, list):
+        kinds = of if origin is tuple and of[-1] is not Ellipsis else of[:1] * len(value)
         if len(kinds) == len(value):
-            found = zip(kinds, value, range(len(value)), strict=True)
-            return tuple(_restored(kind, v, _under(name, i), tensors) for kind, v, i in found)
+            parts = enumerate(zip(kinds, value, strict=True))
+            found = [_restored(kind, v, _under(name, i), tensors) for i, (kind, v) in parts]
+            return found if origin is list else tuple(found)
     if origin in (dict, Mapping) and isinstance(value, dict):
         return {key: _restored(of[1], v, _under(name, key), tensors) for key, v in value.items()}
     if origin is Literal and value in of:

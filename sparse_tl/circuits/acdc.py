@@ -17,13 +17,13 @@ Reference: Conmy et al., arXiv 2304.14997, algorithm 1.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import dataclass, field, fields
+from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor
@@ -31,13 +31,14 @@ from torch import Tensor
 from sparse_tl.circuits.circuit import Circuit, reaches_logits
 from sparse_tl.circuits.outcomes import Acdc
 from sparse_tl.circuits.pair_runs import PairRuns
-from sparse_tl.circuits.search_checkpoint import SearchCheckpoint, SearchState
 from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.files import digest, recover_folder
 from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.metrics import Metric, divergence, measure
 from sparse_tl.progress import tracked
+from sparse_tl.results import RESULT_FILE, Result
 
 SAVE_EVERY = 200
 """Tests between two checkpoints."""
@@ -86,56 +87,69 @@ def acdc(
         raise ValueError(f"expected a size in 0..{len(begin)}, what is started from; got {size}")
     edges = begin.site == graph
     runs = PairRuns(model, CircuitEdges() if edges else Heads(), pairs, patch, batch_size)
-    state = SearchState(begin.mask.cpu().clone(), threshold or 1e-4)
-    search = _Search(graph, runs, metric, state, edges=edges)
+    search = _Search(begin, runs, metric, threshold or 1e-4)
     if checkpoint is not None:
-        search.save_to(Path(checkpoint), {"size": size, "threshold": threshold}, pairs)
+        search.save_to(Path(checkpoint), f"{size} {threshold}", pairs)
     with torch.no_grad():
         while True:
             search.run_pass(size, progress)
             if size is None or len(search.circuit) <= size:
                 return search.outcome()
-            state.threshold *= 2
-            state.position = 0
+            search.state.threshold *= 2
+            search.state.position = 0
+
+
+@dataclass
+class _State(Result):
+    """Where a search stands; a checkpoint is nothing else.
+
+    Args:
+        mask: the parts that are left.
+        threshold: how far one part may move the metric.
+        position: of the next part to be tested.
+        value: the metric under the mask.
+        tested: parts that were tested.
+        layers_run: layers that ran for the tests.
+        history: part, how far the metric moved, and whether it was kept.
+        asked: what the search was asked.
+        measured: what its model and metric give on its prompts.
+    """
+
+    mask: Bool[Tensor, ...]
+    threshold: float
+    position: int = 0
+    value: float = math.nan
+    tested: int = 0
+    layers_run: int = 0
+    history: list[tuple[str, float, bool]] = field(default_factory=list)
+    asked: str = ""
+    measured: tuple[float, ...] = ()
 
 
 class _Search:
     def __init__(
-        self,
-        graph: CircuitGraph,
-        runs: PairRuns,
-        metric: Metric | Literal["kl"],
-        state: SearchState,
-        *,
-        edges: bool,
+        self, begin: Circuit, runs: PairRuns, metric: Metric | Literal["kl"], threshold: float
     ) -> None:
-        self.graph, self.metric, self.state, self.edges = graph, metric, state, edges
-        self.patch = runs.patch
+        self.site, self.metric, self.patch = begin.site, metric, runs.patch
+        self.n_layers = runs.adapter.n_layers
         self.runs = list(runs)
-        self.parts = list(self._edges() if edges else self._heads())
+        self.state = _State(begin.mask.cpu().clone(), threshold)
+        # Parts in the order in which they are tested, the last first; those of one group together.
+        exists = self.site.exists
+        edges = isinstance(self.site, CircuitGraph)
+        places = exists.T.nonzero().flip(0, 1) if edges else exists.nonzero().flip(0)
+        self.parts: list[tuple[int, ...]] = [tuple(place) for place in places.tolist()]
+        self._names = self.site.names(places)
+        self._groups = places[:, 1 if edges else 0].tolist()
         self._most = max(1, ROWS // max(len(batch) for batch in runs.batches))
         self._ahead, self._last_kept = 1, False
-        self._checkpoint: SearchCheckpoint | None = None
+        self._folder: Path | None = None
 
     @property
     def circuit(self) -> Circuit:
-        mask = self.state.mask
-        if not self.edges:
-            return Circuit(self.graph.heads, mask)
-        return Circuit(self.graph, mask).connected(patch=self.patch)
-
-    def _edges(self) -> Iterator[tuple[tuple[int, int], int]]:
-        """Edges, last first, each with the first layer that it changes."""
-        for column in reversed(range(len(self.graph.destinations))):
-            node = self.graph.destinations[column].node
-            layer = self.graph.n_layers if node.kind == "logits" else node.layer
-            for row in reversed(range(self.graph.n_sources_before(node))):
-                yield (row, column), layer
-
-    def _heads(self) -> Iterator[tuple[tuple[int, int], int]]:
-        for layer in reversed(range(self.graph.n_layers)):
-            for head in reversed(range(self.graph.n_heads)):
-                yield (layer, head), layer
+        circuit = Circuit(self.site, self.state.mask)
+        edges = isinstance(self.site, CircuitGraph)
+        return circuit.connected(patch=self.patch) if edges else circuit
 
     def run_pass(self, size: int | None, progress: bool) -> None:
         """Test every part that is left, until the circuit has the size asked for."""
@@ -155,34 +169,30 @@ class _Search:
                     break
                 for _ in range(self._test_some(size)):
                     step()
-                if self._checkpoint is not None and state.tested - saved >= SAVE_EVERY:
+                if state.tested - saved >= SAVE_EVERY:
                     saved = state.tested
-                    self._checkpoint.save(state)
-        if self._checkpoint is not None:
-            self._checkpoint.save(state)
+                    self._save()
+        self._save()
 
     def _test_some(self, size: int | None) -> int:
         """Settle the next parts of one destination; how many."""
-        state, start = self.state, self.state.position
-        index, layer = self.parts[start]
-        if self.edges and not reaches_logits(self.graph, state.mask, index[1]):
+        state, site, start = self.state, self.site, self.state.position
+        index = self.parts[start]
+        if isinstance(site, CircuitGraph) and not reaches_logits(site, state.mask, index[1]):
             state.mask[index] = False
         if not state.mask[index]:
             state.position += 1
             return 1
         ahead = self._ahead if size is None else min(self._ahead, int(state.mask.sum()) - size)
-        chosen: list[int] = []
-        for place in range(start, len(self.parts)):
-            other, its_layer = self.parts[place]
-            if its_layer != layer or (self.edges and other[1] != index[1]) or len(chosen) == ahead:
-                break
-            if state.mask[other]:
-                chosen.append(place)
+        together = takewhile(
+            lambda place: self._groups[place] == self._groups[start], range(start, len(self.parts))
+        )
+        chosen = list(islice((p for p in together if state.mask[self.parts[p]]), ahead))
         masks = state.mask.repeat(len(chosen), *[1] * state.mask.ndim)
         for row, place in enumerate(chosen):
             # If parts are kept, each is closed alone; if not, all before it are closed too.
-            masks[row if self._last_kept else slice(row, None)][..., *self.parts[place][0]] = False
-        state.layers_run += len(chosen) * (self.graph.n_layers - layer)
+            masks[row if self._last_kept else slice(row, None)][..., *self.parts[place]] = False
+        state.layers_run += len(chosen) * (self.n_layers - site.layer(index))
         assumed = self._last_kept
         for row, (place, value) in enumerate(zip(chosen, self._measure(masks), strict=True)):
             self._settle(place, value)
@@ -194,14 +204,14 @@ class _Search:
 
     def _settle(self, place: int, value: float) -> None:
         """Keep a part, or patch it for good."""
-        state, (index, _) = self.state, self.parts[place]
+        state, index = self.state, self.parts[place]
         moved = value - state.value
         kept = (moved if self.metric == "kl" else abs(moved)) >= state.threshold
         state.mask[index] = kept
         if not kept:
             state.value = value
         state.tested += 1
-        state.history.append((self._name(index), moved, kept))
+        state.history.append((self._names[place], moved, kept))
         state.position, self._last_kept = place + 1, kept
 
     def _measure(self, masks: Bool[Tensor, "test ..."]) -> list[float]:
@@ -224,36 +234,47 @@ class _Search:
             )
         return means
 
-    def _name(self, index: tuple[int, int]) -> str:
-        if not self.edges:
-            return f"a{index[0]}.h{index[1]}"
-        return f"{self.graph.sources[index[0]]}->{self.graph.destinations[index[1]]}"
-
     def outcome(self) -> Acdc:
         import pandas as pd
 
         state = self.state
         table = pd.DataFrame(state.history, columns=["part", "moved", "kept"])
-        passes = state.layers_run / self.graph.n_layers
+        passes = state.layers_run / self.n_layers
         return Acdc(self.circuit, state.threshold, state.value, state.tested, passes, table)
 
     @torch.no_grad()
-    def save_to(self, folder: Path, asked: dict[str, Any], pairs: PromptPairs) -> None:
-        """Keep checkpoints there, and go on from the one that is found."""
-        said = repr([getattr(pairs, some.name).tolist() for some in fields(pairs)])
+    def save_to(self, folder: Path, asked: str, pairs: PromptPairs) -> None:
+        """Keep checkpoints there, and go on from the one that is found.
+
+        Raises:
+            ValueError: the folder holds other files, or the checkpoint of another search.
+        """
+        state, self._folder = self.state, folder
+        tensors = {one.name: getattr(pairs, one.name) for one in fields(pairs)}
+        patch = self.patch if isinstance(self.patch, str) else sorted(self.patch)
+        kind = "divergence" if self.metric == "kl" else "metric"
+        what = digest({**tensors, "start": state.mask})
+        state.asked = f"{self.site!r} {patch} {kind} {asked} {what}"
         # Another model or metric shows in what it measures; a name or an address would not do.
         clean = [run.clean_logits.mean().item() for _, run in self.runs]
-        identity = {
-            **asked,
-            "graph": asdict(self.graph),
-            "patch": self.patch if isinstance(self.patch, str) else sorted(self.patch),
-            "divergence": self.metric == "kl",
-            "start": hashlib.sha256(self.state.mask.numpy().tobytes()).hexdigest(),
-            "pairs": hashlib.sha256(said.encode()).hexdigest(),
-        }
-        measured = [*self._measure(self.state.mask[None]), *clean]
-        self._checkpoint = SearchCheckpoint(folder, identity, measured)
-        self._checkpoint.load_into(self.state)
+        state.measured = (*self._measure(state.mask[None]), *clean)
+        recover_folder(folder)
+        if not (folder / RESULT_FILE).exists():
+            return self._save()
+        found = _State.load(folder)
+        alike = len(found.measured) == len(state.measured) and np.allclose(
+            found.measured, state.measured, rtol=1e-3, atol=1e-4
+        )
+        if found.asked != state.asked or not alike:
+            raise ValueError(
+                f"{folder} holds a checkpoint of another search (model, prompts, metric, "
+                "start, threshold or size differ). Remove it, or choose another folder."
+            )
+        self.state = found
+
+    def _save(self) -> None:
+        if self._folder is not None:
+            self.state.save(self._folder)
 
 
 def _starting_point(

@@ -7,13 +7,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
-from sparse_tl.graph import CircuitEdge, CircuitGraph, Node
+from sparse_tl.graph import CircuitEdge, Node
 from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.metrics import Metric, measure
 from sparse_tl.progress import tracked
@@ -58,58 +56,31 @@ def patch_exactly(
     import pandas as pd
 
     graph = adapt(model).graph
-    asked = [_part(graph, part) for part in (graph.edges if parts is None else parts)]
-    changes = torch.zeros(len(asked), dtype=torch.float64)
-    by_site = {
-        CircuitEdges(): [i for i, part in enumerate(asked) if isinstance(part, CircuitEdge)],
-        Heads(): [i for i, part in enumerate(asked) if isinstance(part, Node)],
-    }
-    total = len(asked) * len(pairs.split(batch_size))
+    names = [str(part) for part in (graph.edges if parts is None else parts)]
+    changes = torch.zeros(len(names), dtype=torch.float64)
+    in_edges = [i for i, name in enumerate(names) if "->" in name]
+    heads = [i for i, name in enumerate(names) if "->" not in name]
+    wanted = [(CircuitEdges(), graph, in_edges), (Heads(), graph.heads, heads)]
+    places = {i: grid.index(names[i]) for _, grid, asked in wanted for i in asked}
+    total = len(names) * len(pairs.split(batch_size))
     with torch.no_grad(), tracked("patching", total, progress) as step:
-        for site, indices in by_site.items():
-            if not indices:
+        for site, grid, asked in wanted:
+            if not asked:
                 continue
+            # Parts of one layer together: a pass starts at the first layer that differs.
+            in_order = sorted(asked, key=lambda i: grid.layer(places[i]))
             for batch, run in PairRuns(model, site, pairs, patch, batch_size):
                 clean = measure(metric, run.clean_logits, batch)
-                # Parts of one layer together: a pass starts at the first layer that differs.
-                in_order = sorted(indices, key=lambda i: _layer(graph, asked[i]))
                 size = max(1, rows // len(batch))
-                for _, layer in groupby(in_order, key=lambda i: _layer(graph, asked[i])):
+                for _, layer in groupby(in_order, key=lambda i: grid.layer(places[i])):
                     together = list(layer)
                     for start in range(0, len(together), size):
                         some = together[start : start + size]
-                        gates = _all_but_one(graph, [asked[i] for i in some])
+                        gates = torch.ones(len(some), *grid.exists.shape)
+                        for gate, index in zip(gates, some, strict=True):
+                            gate[places[index]] = 0
                         for index, logits in zip(some, run.logits(gates), strict=True):
                             values = measure(metric, logits, batch)
                             changes[index] += (values - clean).sum().cpu().double()
                             step()
-    return pd.Series((changes / len(pairs)).tolist(), index=[str(part) for part in asked])
-
-
-def _all_but_one(
-    graph: CircuitGraph, parts: Sequence[CircuitEdge | Node]
-) -> Float[Tensor, "part ..."]:
-    """Gates under which each part is closed alone."""
-    grid = graph if isinstance(parts[0], CircuitEdge) else graph.heads
-    gates = torch.ones(len(parts), *grid.exists.shape)
-    for row, part in zip(gates, parts, strict=True):
-        row[grid.index(str(part))] = 0
-    return gates
-
-
-def _part(graph: CircuitGraph, part: CircuitEdge | Node | str) -> CircuitEdge | Node:
-    if isinstance(part, str):
-        part = CircuitEdge.parse(part) if "->" in part else Node.parse(part)
-    if isinstance(part, CircuitEdge):
-        graph.index(part)
-    elif part.kind != "head":
-        raise ValueError(f"expected circuit edges or heads to patch; got {part}")
-    else:
-        graph.source_index(part)
-    return part
-
-
-def _layer(graph: CircuitGraph, part: CircuitEdge | Node) -> int:
-    """The first layer that a patched part changes; the number of layers for the logits."""
-    node = part.destination.node if isinstance(part, CircuitEdge) else part
-    return graph.n_layers if node.kind == "logits" else node.layer
+    return pd.Series((changes / len(pairs)).tolist(), index=names)

@@ -13,8 +13,20 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+class _Search(Result):
+    circuit: Circuit
+    history: pd.DataFrame
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The history."""
+        return self.history
+
+    def _repr_html_(self) -> str:
+        return f"<p>{self!r}</p>" + self.circuit._repr_html_()
+
+
 @dataclass(frozen=True, eq=False)
-class Acdc(Result):
+class Acdc(_Search):
     """The outcome of ACDC.
 
     Args:
@@ -34,13 +46,6 @@ class Acdc(Result):
     forward_equivalents: float
     history: pd.DataFrame
 
-    def to_pandas(self) -> pd.DataFrame:
-        """One row per test."""
-        return self.history
-
-    def _repr_html_(self) -> str:
-        return f"<p>{self!r}</p>" + self.circuit._repr_html_()
-
     def __repr__(self) -> str:
         return (
             f"Acdc({self.circuit!r} at threshold {self.threshold:.3g}; {self.tested:,} tests at "
@@ -49,7 +54,7 @@ class Acdc(Result):
 
 
 @dataclass(frozen=True, eq=False)
-class Pruning(Result):
+class Pruning(_Search):
     """The outcome of learned edge pruning.
 
     Args:
@@ -61,13 +66,6 @@ class Pruning(Result):
     circuit: Circuit
     scores: Scores
     history: pd.DataFrame
-
-    def to_pandas(self) -> pd.DataFrame:
-        """One row per step."""
-        return self.history
-
-    def _repr_html_(self) -> str:
-        return f"<p>{self!r}</p>" + self.circuit._repr_html_()
 
     def __repr__(self) -> str:
         last = self.history.iloc[-1]

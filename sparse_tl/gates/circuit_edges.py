@@ -46,10 +46,7 @@ class CircuitEdges:
     def first_layer(self, adapter: Adapter, differ: Tensor) -> int:
         graph = adapter.graph
         columns = (differ & graph.exists.to(differ.device)).any(dim=-2).any(dim=0).nonzero()
-        if not len(columns):
-            return graph.n_layers
-        node = graph.destinations[int(columns[0])].node
-        return graph.n_layers if node.kind == "logits" else node.layer
+        return graph.layer((0, int(columns[0]))) if len(columns) else graph.n_layers
 
     def hooks(
         self,
