@@ -131,10 +131,9 @@ class CircuitGraph(PartGrid):
         Raises:
             ValueError: the graph has no such source.
         """
-        node = Node.parse(node) if isinstance(node, str) else node
-        if node not in self._rows:
+        if str(node) not in self._rows:
             raise ValueError(f"expected a source of {self!r}; it has no {node}")
-        return self._rows[node]
+        return self._rows[str(node)]
 
     def destination_index(self, destination: Destination | str) -> int:
         """The column of a destination.
@@ -142,11 +141,9 @@ class CircuitGraph(PartGrid):
         Raises:
             ValueError: the graph has no such destination.
         """
-        if isinstance(destination, str):
-            destination = Destination.parse(destination)
-        if destination not in self._columns:
+        if str(destination) not in self._columns:
             raise ValueError(f"expected a destination of {self!r}; it has no {destination}")
-        return self._columns[destination]
+        return self._columns[str(destination)]
 
     def index(self, part: CircuitEdge | str | tuple[int, ...]) -> tuple[int, ...]:
         """Row and column of an edge.
@@ -224,9 +221,9 @@ class CircuitGraph(PartGrid):
         return [Node("head", destination.node.layer, h) for h in range(first, first + size)]
 
     @cached_property
-    def _rows(self) -> dict[Node, int]:
-        return {node: row for row, node in enumerate(self.sources)}
+    def _rows(self) -> dict[str, int]:
+        return {str(node): row for row, node in enumerate(self.sources)}
 
     @cached_property
-    def _columns(self) -> dict[Destination, int]:
-        return {destination: column for column, destination in enumerate(self.destinations)}
+    def _columns(self) -> dict[str, int]:
+        return {str(destination): column for column, destination in enumerate(self.destinations)}

@@ -15,8 +15,13 @@ _NAME = re.compile(
 _DESTINATION = re.compile(r"(?P<node>[^<]+)(?:<(?P<slot>[qkv])>)?")
 
 
+class _Named:
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self})"
+
+
 @dataclass(frozen=True, repr=False)
-class Node:
+class Node(_Named):
     """A part of the model: ``input``, ``a3.h2``, ``m3`` or ``logits``.
 
     Args:
@@ -35,9 +40,6 @@ class Node:
         if self.kind in ("head", "kv_head"):
             return f"a{self.layer}.{'h' if self.kind == 'head' else 'kv'}{self.head}"
         return self.kind
-
-    def __repr__(self) -> str:
-        return f"Node({self})"
 
     @staticmethod
     def parse(name: str) -> Node:
@@ -61,7 +63,7 @@ class Node:
 
 
 @dataclass(frozen=True, repr=False)
-class Destination:
+class Destination(_Named):
     """An input that reads from the residual stream: ``a3.h2<q>``, ``m3``, ``logits``."""
 
     node: Node
@@ -69,9 +71,6 @@ class Destination:
 
     def __str__(self) -> str:
         return str(self.node) if self.slot is None else f"{self.node}<{self.slot}>"
-
-    def __repr__(self) -> str:
-        return f"Destination({self})"
 
     @staticmethod
     def parse(name: str) -> Destination:
@@ -83,7 +82,7 @@ class Destination:
 
 
 @dataclass(frozen=True, repr=False)
-class CircuitEdge:
+class CircuitEdge(_Named):
     """A circuit edge: ``a0.h1->a3.h2<q>``."""
 
     source: Node
@@ -91,9 +90,6 @@ class CircuitEdge:
 
     def __str__(self) -> str:
         return f"{self.source}->{self.destination}"
-
-    def __repr__(self) -> str:
-        return f"CircuitEdge({self})"
 
     @staticmethod
     def parse(name: str) -> CircuitEdge:

@@ -10,9 +10,9 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -151,22 +151,25 @@ class EffectCurve(Result):
     high: Sequence[float]
 
     def __post_init__(self) -> None:
-        # Unlike arrays and tensors, these compare, print and serialise.
-        object.__setattr__(self, "sizes", _checked_sizes(self.name, self.sizes))
+        sizes = tuple(int(size) for size in self.sizes)
+        whole = all(size == given for size, given in zip(sizes, self.sizes, strict=True))
+        rising = all(first < second for first, second in pairwise((-1, *sizes)))
+        if not (sizes and whole and rising):
+            raise ValueError(
+                "expected at least one size, whole numbers from 0, increasing, in the curve "
+                f"{self.name!r}; got {list(self.sizes)}; count the parts that each circuit keeps, "
+                "sort the circuits by size, and keep one of each size"
+            )
+        # Unlike arrays and tensors, tuples compare, print and serialise.
+        object.__setattr__(self, "sizes", sizes)
         for field in ("mean", "low", "high"):
             values = tuple(float(value) for value in getattr(self, field))
-            if len(values) != len(self.sizes):
+            if len(values) != len(sizes) or not all(map(math.isfinite, values)):
                 raise ValueError(
-                    f"expected one value per size in the curve {self.name!r}; got {len(values)} "
-                    f"in {field!r} for {len(self.sizes)} sizes; measure {field!r} at every size"
+                    f"expected one finite number per size in {field!r} of the curve "
+                    f"{self.name!r}; got {list(values)} for {len(sizes)} sizes; an effect is "
+                    "undefined where clean and corrupted metric are equal: leave such prompts out"
                 )
-            for size, value in zip(self.sizes, values, strict=True):
-                if not math.isfinite(value):
-                    raise ValueError(
-                        f"expected finite effects in the curve {self.name!r}; got {value} in "
-                        f"{field!r} at size {size}; an effect is undefined where clean and "
-                        "corrupted metric are equal: leave such prompts out"
-                    )
             object.__setattr__(self, field, values)
         for size, low, high in zip(self.sizes, self.low, self.high, strict=True):
             if low > high:
@@ -239,25 +242,3 @@ def check_level(level: float) -> None:
         raise ValueError(
             f"expected a level above 0 and at most 1; got {level}; 0.9 is the usual one"
         )
-
-
-def _checked_sizes(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
-    try:
-        whole = tuple(operator.index(size) for size in sizes)
-    except TypeError as error:
-        raise ValueError(
-            f"expected whole numbers as sizes of the curve {name!r}; got {list(sizes)}; count the "
-            "parts that each circuit keeps"
-        ) from error
-    if not whole or whole[0] < 0:
-        raise ValueError(
-            f"expected at least one size, none below 0, in the curve {name!r}; got {list(whole)}; "
-            "count the parts that each circuit keeps"
-        )
-    for first, second in zip(whole[:-1], whole[1:], strict=True):
-        if first >= second:
-            raise ValueError(
-                f"expected increasing sizes in the curve {name!r}; got {first} before {second}; "
-                "sort the circuits by size and keep one of each size"
-            )
-    return whole

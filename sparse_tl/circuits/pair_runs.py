@@ -26,7 +26,6 @@ class PairRuns:
             over the clean prompts position by position; "resample", another clean prompt's, drawn
             at random; "zero", nothing; or tensors by hook point.
         batch_size: pairs per pass.
-        seed: of the draws of "resample".
 
     Raises:
         ValueError: an unknown patch, no batch size, a prompt that does not fit the model, or a mean
@@ -34,13 +33,7 @@ class PairRuns:
     """
 
     def __init__(
-        self,
-        model: HookedModel,
-        site: Site,
-        pairs: PromptPairs,
-        patch: Patch,
-        batch_size: int,
-        seed: int = 0,
+        self, model: HookedModel, site: Site, pairs: PromptPairs, patch: Patch, batch_size: int
     ) -> None:
         needed = needs_reference(patch)
         self.model, self.site, self.patch = model, site, patch
@@ -54,7 +47,7 @@ class PairRuns:
         if patch == "corrupted":
             self._others = [batch.corrupted for batch in self.batches]
         elif patch == "resample":
-            others = drawn(pairs.clean, len(pairs), seed)
+            others = drawn(pairs.clean, len(pairs), seed=0)
             self._others = others.to(self.adapter.device).split(batch_size)
 
     def __iter__(self) -> Iterator[tuple[PromptPairs, GatedRun]]:

@@ -78,7 +78,8 @@ def removal_effects(
     whole = runs[0].clean_logits[columns].double()
     predicted = whole.argmax(dim=-1)
     found = [_of(predicted, whole[None])[:0]]
-    size = max(1, _MOST_NUMBERS // _numbers_per_row(adapter, len(tokens)))
+    per_token = adapter.activations_per_token + 3 * adapter.n_heads * len(tokens)
+    size = max(1, _MOST_NUMBERS // (len(tokens) * per_token))
     for run, parts in zip(runs, (heads, attention_edges), strict=True):
         # Passes start at the first layer that differs from this run.
         alone = run.clean_logits[columns].double() if parts else whole
@@ -101,10 +102,6 @@ def _leave_one_out(
     gates = torch.ones(len(parts) + 1, adapter.n_layers, adapter.n_heads)
     gates[rows, places[:, 0], places[:, 1]] = 0
     return gates
-
-
-def _numbers_per_row(adapter: Adapter, length: int) -> int:
-    return length * (adapter.activations_per_token + 3 * adapter.n_heads * length)
 
 
 def _of(

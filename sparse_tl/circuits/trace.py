@@ -9,10 +9,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.circuits.attention_graph import AttentionGraph
@@ -67,8 +66,13 @@ def trace_attention(
     n_read = max(read_at for _, read_at in targets) + 1 if causal else len(tokens)
     read = tokens[:n_read]
     attention, gates, logits, estimates = _run(model, read, targets, attribution)
-    few = max_effects > 0 and int(gates.sum()) <= max_effects
-    effect = _effects(model, read, targets, gates) if few else None
+    effect = None
+    if max_effects > 0 and int(gates.sum()) <= max_effects:
+        edges = [(layer, head, query, key) for layer, head, query, key in gates.nonzero().tolist()]
+        read_at = [column for _, column in targets]
+        found = removal_effects(model, read, read_at, attention_edges=edges).logits
+        effect = found.new_zeros(len(targets), *gates.shape)  # a closed edge has none
+        effect[:, gates] = found
     predicted = {column: int(logits[read_at].argmax()) for column, read_at in targets}
     texts = _labels(model, tokens, labels)
     known = [i < n_read and int(tokens[i]) != mask_id for i in range(n_columns)]
@@ -164,33 +168,28 @@ def _run(
     attribution: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Attention, gates, logits and attributions, on the CPU."""
-    patterns: dict[int, Tensor] = {}
-    nudges: dict[int, Tensor] = {}
+    patterns: list[Tensor] = []
+    nudges: list[Tensor] = []
 
-    def keep(layer: int, pattern: Float[Tensor, "one head query key"]) -> Tensor | None:
-        patterns[layer] = pattern.detach()
+    def keep(pattern: Float[Tensor, "one head query key"]) -> Tensor | None:
+        patterns.append(pattern.detach())
         if not attribution:
             return None
         # A zero that requires a gradient collects d logit / d pattern, through every later layer,
         # also where the model's own weights are frozen.
-        nudges[layer] = torch.zeros_like(pattern, requires_grad=True)
-        return pattern + nudges[layer]
+        nudges.append(torch.zeros_like(pattern, requires_grad=True))
+        return pattern + nudges[-1]
 
-    names = layer_points(model, "attn.hook_pattern")
-    hooks = [(name, Order.LAST, partial(keep, layer)) for layer, name in enumerate(names)]
+    hooks = [(name, Order.LAST, keep) for name in layer_points(model, "attn.hook_pattern")]
     batch = tokens[None].to(adapt(model).device)
     with attached(model, hooks), torch.set_grad_enabled(attribution):
         logits, gates = _forward(model, batch)
-    layers = range(len(names))
-    attention = torch.cat([patterns[layer] for layer in layers])
+    attention = torch.cat(patterns)
     estimates = None
     if attribution:
         rows = []
         for _, read_at in targets:
-            best = logits[read_at].max()
-            gradients = torch.autograd.grad(
-                best, [nudges[layer] for layer in layers], retain_graph=True
-            )
+            gradients = torch.autograd.grad(logits[read_at].max(), nudges, retain_graph=True)
             rows.append(-attention * torch.cat(gradients))
         estimates = torch.stack(rows).cpu()
     return attention.cpu(), gates.cpu(), logits.detach().cpu(), estimates
@@ -207,21 +206,6 @@ def _forward(model: HookedModel, batch: Tensor) -> tuple[Tensor, Tensor]:
     joined = torch.ones(pos, pos, dtype=torch.bool, device=batch.device)
     joined = joined.tril() if adapt(model).causal else joined
     return logits, joined.expand(model.cfg.n_layers, model.cfg.n_heads, pos, pos)
-
-
-def _effects(
-    model: HookedModel,
-    tokens: Int[Tensor, " pos"],
-    targets: Sequence[tuple[int, int]],
-    gates: Bool[Tensor, "layer head query key"],
-) -> Float[Tensor, "target layer head query key"]:
-    """Of every open edge; a closed one has none."""
-    edges = [(layer, head, query, key) for layer, head, query, key in gates.nonzero().tolist()]
-    read_at = [column for _, column in targets]
-    found = removal_effects(model, tokens, read_at, attention_edges=edges).logits
-    effects = found.new_zeros(len(targets), *gates.shape)
-    effects[:, gates] = found
-    return effects
 
 
 def _widen(edges: Tensor, n_columns: int) -> Tensor:
