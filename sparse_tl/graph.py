@@ -166,14 +166,15 @@ class CircuitGraph(PartGrid):
 
     def readers(self, node: Node) -> tuple[int, ...]:
         """The columns through which a node reads; a head reads k and v through its group."""
-        if node.kind in ("mlp", "logits"):
-            return (self.destination_index(Destination(node)),)
-        if node.kind != "head":
-            return ()
-        group = node.head // (self.n_heads // self.n_kv_heads)
-        start = self.destination_index(Destination(Node("head", node.layer, 0), "q"))
-        k = start + self.n_heads + group
-        return start + node.head, k, k + self.n_kv_heads
+        return tuple(self._readers.get(node, ()))
+
+    def readers_of(self, destination: Destination) -> list[Node]:
+        """The nodes that read there: all heads of the group, for a key-value head."""
+        if destination.node.kind != "kv_head":
+            return [destination.node]
+        size = self.n_heads // self.n_kv_heads
+        first = destination.node.head * size
+        return [Node("head", destination.node.layer, h) for h in range(first, first + size)]
 
     def to_networkx(
         self, mask: Bool[Tensor, "source destination"] | None = None
@@ -212,14 +213,6 @@ class CircuitGraph(PartGrid):
             f"{self.n_edges:,} edges)"
         )
 
-    def readers_of(self, destination: Destination) -> list[Node]:
-        """The nodes that read there: all heads of the group, for a key-value head."""
-        if destination.node.kind != "kv_head":
-            return [destination.node]
-        size = self.n_heads // self.n_kv_heads
-        first = destination.node.head * size
-        return [Node("head", destination.node.layer, h) for h in range(first, first + size)]
-
     @cached_property
     def _rows(self) -> dict[str, int]:
         return {str(node): row for row, node in enumerate(self.sources)}
@@ -227,3 +220,11 @@ class CircuitGraph(PartGrid):
     @cached_property
     def _columns(self) -> dict[str, int]:
         return {str(destination): column for column, destination in enumerate(self.destinations)}
+
+    @cached_property
+    def _readers(self) -> dict[Node, list[int]]:
+        found: dict[Node, list[int]] = {node: [] for node in self.nodes}
+        for column, destination in enumerate(self.destinations):
+            for node in self.readers_of(destination):
+                found[node].append(column)
+        return found

@@ -87,11 +87,7 @@ class HeadGrid(PartGrid):
         return torch.ones(self.n_layers, self.n_heads, dtype=torch.bool)
 
     def index(self, part: Node | str | tuple[int, ...]) -> tuple[int, ...]:
-        """Layer and head of a head.
-
-        Raises:
-            ValueError: the model has no such head.
-        """
+        """Layer and head of a head."""
         if isinstance(part, tuple):
             return self._checked(part, part)
         node = Node.parse(part) if isinstance(part, str) else part
@@ -130,11 +126,7 @@ class AttentionGrid(PartGrid):
         return pairs.expand(self.n_layers, self.n_heads, -1, -1)
 
     def index(self, part: str | tuple[int, ...]) -> tuple[int, ...]:
-        """Layer, head, query and key of an attention edge.
-
-        Raises:
-            ValueError: there is no such edge.
-        """
+        """Layer, head, query and key of an attention edge."""
         if isinstance(part, tuple):
             return self._checked(part, part)
         match = _ATTENTION_EDGE.fullmatch(part)

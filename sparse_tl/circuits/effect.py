@@ -1,11 +1,4 @@
-"""The explained effect of circuits of growing size: what evaluation returns, and what it says.
-
-1. A curve holds, for each measured size of the circuit, the explained effect and its interval.
-2. The *size at a level* is where the mean reaches the level and stays there:
-   ``log n = log n_i + (level - e_i) / (e_j - e_i) * (log n_j - log n_i)``, where n_i is the largest
-   size whose effect e_i is below the level, and n_j the next size. A size of 0 counts as 1 here.
-3. The *multiplier* is the dense model's size at the level over the sparse model's.
-"""
+"""The explained effect of circuits of growing size: what evaluation returns, and what it says."""
 
 from __future__ import annotations
 
@@ -181,8 +174,9 @@ class EffectCurve(Result):
     def size_at(self, level: float = 0.9) -> float | None:
         """The size at which the mean reaches a level and stays at or above it.
 
-        Between measured sizes the effect is interpolated linearly in log(max(size, 1)). Where
-        already the smallest measured size is enough, the answer is that size, or 1 if it is 0.
+        With n_i the largest size whose effect e_i is below the level, and n_j the next size,
+        ``log n = log n_i + (level - e_i) / (e_j - e_i) * (log n_j - log n_i)``; a size of 0 counts
+        as 1. Where already the smallest measured size is enough, the answer is that size.
 
         Args:
             level: explained effect, above 0 and at most 1.

@@ -4,8 +4,6 @@ The explained effect of a circuit C is ``(m(C) - m(none)) / (m(clean) - m(none))
 over pairs first, where *none* is the model with everything patched: with corrupted patches the
 corrupted run. Circuits of edges patch every other circuit edge; circuits of heads patch the outputs
 of all other heads (at ``hook_z``), while MLPs are computed anew.
-
-Clean and patched runs are shared by all circuits; each circuit then costs one forward pass.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from sparse_tl.circuits.pair_runs import PairRuns, read_mask
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
-from sparse_tl.graph import CircuitGraph
 from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.metrics import Metric, is_right, measure
 from sparse_tl.progress import tracked
@@ -39,7 +36,7 @@ def evaluate(
     batch_size: int = 32,
     progress: bool = True,
 ) -> Evaluation:
-    """The metric under circuits: everything outside of one is patched.
+    """The metric under circuits: everything outside of one is patched; a forward pass for each.
 
     Args:
         model: dense or sparse; it is not changed.
@@ -56,7 +53,14 @@ def evaluate(
     """
     graph = adapt(model).graph
     asked = [circuits] if isinstance(circuits, Circuit) else list(circuits)
-    _check(asked, graph)
+    if not asked or len({type(circuit.site) for circuit in asked}) > 1:
+        raise ValueError("expected one circuit or more, all of edges or all of heads")
+    for circuit in asked:
+        if circuit.site not in (graph, graph.heads):
+            raise ValueError(
+                f"expected circuits of the model's own {graph!r}, or of its heads; got one of "
+                f"{circuit.site!r}"
+            )
     edges = asked[0].site == graph
     runs = PairRuns(model, CircuitEdges() if edges else Heads(), pairs, patch, batch_size)
     values: list[list[Tensor]] = [[] for _ in asked]
@@ -150,15 +154,3 @@ def log_sizes(total: int, per_doubling: int = 2) -> tuple[int, ...]:
     steps = math.ceil(math.log2(total) * per_doubling) if total > 1 else 0
     between = {round(2 ** (step / per_doubling)) for step in range(steps)}
     return tuple(sorted({0, total} | {size for size in between if size < total}))
-
-
-def _check(circuits: Sequence[Circuit], graph: CircuitGraph) -> None:
-    """One kind of circuit, of this model."""
-    if not circuits or len({type(circuit.site) for circuit in circuits}) > 1:
-        raise ValueError("expected one circuit or more, all of edges or all of heads")
-    for circuit in circuits:
-        if circuit.site not in (graph, graph.heads):
-            raise ValueError(
-                f"expected circuits of the model's own {graph!r}, or of its heads; got one of "
-                f"{circuit.site!r}"
-            )

@@ -1,9 +1,4 @@
-"""The differentiable passes of attribution: gradients of a metric at any hook points.
-
-"eap" takes the gradient at the clean prompt; "eap-ig" its mean over inputs
-``corrupted + k / steps (clean - corrupted)``, k = 1..steps, of the embeddings;
-"eap-ig-activations" moves one layer's outputs at a time instead.
-"""
+"""The differentiable passes of attribution: gradients of a metric at any hook points."""
 
 from __future__ import annotations
 
@@ -28,7 +23,7 @@ class Passes:
 
     Args:
         metric: one value per pair.
-        method: as above.
+        method: as of `attribute_circuit_edges`.
         steps: of the interpolation.
         runs: the prompts, and what circuit edges are patched with.
         also: hook points to be kept beside those of sources and destinations.

@@ -1,10 +1,4 @@
-"""Follow attention through one prompt: the weights, gates and effects of every edge.
-
-1. Tokenize, and run once with the (gated) patterns kept.
-2. Where asked for, one backward pass per predicted position gives the first-order estimate
-   ``-attention * d logit(predicted) / d attention`` of what removing each edge changes.
-3. Where asked for, the exact change: each open edge removed alone (`removal`).
-"""
+"""Follow attention through one prompt: the weights, gates and effects of every edge."""
 
 from __future__ import annotations
 
@@ -48,7 +42,7 @@ def trace_attention(
         positions: the columns to predict; negative ones count from the end of the prompt. Left
             out: every mask token, or else the token after the prompt.
         attribution: also estimate to first order how the predicted logit changes when an edge is
-            removed, in logits.
+            removed, ``-attention * d logit / d attention``, by one backward pass per position.
         max_effects: also compute that change exactly, where no more edges than this are open; one
             run of the prompt each.
         labels: texts of the columns; left out, the tokenizer's, or the tokens' numbers where the
