@@ -115,7 +115,7 @@ class _State(Result):
         measured: what its model and metric give on its prompts.
     """
 
-    mask: Bool[Tensor, ...]
+    mask: Bool[Tensor, "*axes"]
     threshold: float
     position: int = 0
     value: float = math.nan
