@@ -57,11 +57,7 @@ class Circuit(Result):
 
     @property
     def edges(self) -> tuple[CircuitEdge, ...]:
-        """The circuit edges that are kept.
-
-        Raises:
-            ValueError: the circuit consists of heads or of attention edges.
-        """
+        """The circuit edges that are kept; errors as of `graph`."""
         return self.graph.edges_of(self.mask)
 
     @property

@@ -12,6 +12,7 @@ from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.circuits.removal import removal_effects
 from sparse_tl.data.known_text import check_known
 from sparse_tl.gates import SparseTransformer
+from sparse_tl.grids import AttentionGrid
 from sparse_tl.lens import HookedModel, Order, adapt, attached, layer_points
 
 UNKNOWN = "?"
@@ -195,11 +196,9 @@ def _forward(model: HookedModel, batch: Tensor) -> tuple[Tensor, Tensor]:
         logits, counts = model.run_with_counts(batch, keep_gates=True)
         assert counts.gates is not None
         return logits[0], counts.gates[:, 0]
-    logits = model(batch)[0]
-    pos = batch.shape[1]
-    joined = torch.ones(pos, pos, dtype=torch.bool, device=batch.device)
-    joined = joined.tril() if adapt(model).causal else joined
-    return logits, joined.expand(model.cfg.n_layers, model.cfg.n_heads, pos, pos)
+    adapter = adapt(model)
+    joined = AttentionGrid(adapter.n_layers, adapter.n_heads, batch.shape[1], adapter.causal)
+    return model(batch)[0], joined.exists
 
 
 def _widen(edges: Tensor, n_columns: int) -> Tensor:
