@@ -216,10 +216,9 @@ def _chosen(kinds: tuple[Any, ...], value: Any) -> Any:
     """The member of a union that a value was written from."""
     if value is None:
         return NoneType
-    kinds = tuple(kind for kind in kinds if kind is not NoneType)
-    of_kind = [kind for kind in kinds if _is_kind(kind, value)]
-    same = [kind for kind in kinds if isinstance(kind, type) and isinstance(value, kind)]
-    return (of_kind or same or kinds)[0]
+    others = [kind for kind in kinds if kind is not NoneType]
+    same = [kind for kind in others if isinstance(kind, type) and isinstance(value, kind)]
+    return next((kind for kind in others if _is_kind(kind, value)), (same or others)[0])
 
 
 def _is_kind(declared: Any, value: Any) -> bool:

@@ -100,7 +100,7 @@ def acdc(
 
 
 @dataclass
-class _State(Result):
+class SearchState(Result):
     """Where a search stands; a checkpoint is nothing else.
 
     Args:
@@ -133,7 +133,7 @@ class _Search:
         self.site, self.metric, self.patch = begin.site, metric, runs.patch
         self.n_layers = runs.adapter.n_layers
         self.runs = list(runs)
-        self.state = _State(begin.mask.cpu().clone(), threshold)
+        self.state = SearchState(begin.mask.cpu().clone(), threshold)
         # Parts in the order in which they are tested, the last first; those of one group together.
         exists = self.site.exists
         edges = isinstance(self.site, CircuitGraph)
@@ -261,7 +261,7 @@ class _Search:
         recover_folder(folder)
         if not (folder / RESULT_FILE).exists():
             return self._save()
-        found = _State.load(folder)
+        found = SearchState.load(folder)
         alike = len(found.measured) == len(state.measured) and np.allclose(
             found.measured, state.measured, rtol=1e-3, atol=1e-4
         )
