@@ -99,7 +99,7 @@ def test_the_error_of_attribution_shrinks_quadratically(build_tiny: Build) -> No
 
 def test_parts_that_do_not_exist(build_tiny: Build, pairs: PromptPairs) -> None:
     model = build_tiny()
-    for part, said in {"a0.h9": "it has no a0.h9", "m0": "heads to patch; got m0"}.items():
+    for part, said in {"a0.h9": "it has no a0.h9", "m0": "it has no m0"}.items():
         with pytest.raises(ValueError, match=said):
             patch_exactly(model, pairs, logit_difference, [part], progress=False)
     with pytest.raises(ValueError, match="too late"):
