@@ -1,45 +1,33 @@
 """Gates on sites: ``gate * clean + (1 - gate) * patch``. 1 keeps, 0 patches, everywhere."""
 
-from sparse_tl.gates.attention import AttentionGates
-from sparse_tl.gates.circuit_edges import CircuitEdges
-from sparse_tl.gates.counting import AttentionEdgeCounts
+from sparse_tl.gates.attention import AttentionGates as AttentionGates
+from sparse_tl.gates.circuit_edges import CircuitEdges as CircuitEdges
+from sparse_tl.gates.counting import AttentionEdgeCounts as AttentionEdgeCounts
 from sparse_tl.gates.distributions import (
-    BernoulliGate,
-    GateDistribution,
-    GateMode,
-    HardConcreteGate,
-    SigmoidGate,
-    expected_size,
+    BernoulliGate as BernoulliGate,
+    GateDistribution as GateDistribution,
+    GateMode as GateMode,
+    HardConcreteGate as HardConcreteGate,
+    SigmoidGate as SigmoidGate,
+    expected_size as expected_size,
 )
-from sparse_tl.gates.learned import LearnedGates, hook_points
-from sparse_tl.gates.patches import Patch, PatchName, PatchValues
-from sparse_tl.gates.run import GatedRun, ablate_attention_edges, ablate_heads, gated
-from sparse_tl.gates.sites import AttentionEdges, ClosedAttentionEdges, Heads, HookPoints, Site
-from sparse_tl.gates.sparse_transformer import SparseTransformer
-
-__all__ = [
-    "AttentionEdges",
-    "AttentionGates",
-    "BernoulliGate",
-    "CircuitEdges",
-    "ClosedAttentionEdges",
-    "AttentionEdgeCounts",
-    "GateDistribution",
-    "GateMode",
-    "GatedRun",
-    "HardConcreteGate",
-    "Heads",
-    "HookPoints",
-    "LearnedGates",
-    "Patch",
-    "PatchName",
-    "PatchValues",
-    "SigmoidGate",
-    "Site",
-    "SparseTransformer",
-    "ablate_attention_edges",
-    "ablate_heads",
-    "expected_size",
-    "gated",
-    "hook_points",
-]
+from sparse_tl.gates.learned import LearnedGates as LearnedGates, hook_points as hook_points
+from sparse_tl.gates.patches import (
+    Patch as Patch,
+    PatchName as PatchName,
+    PatchValues as PatchValues,
+)
+from sparse_tl.gates.run import (
+    GatedRun as GatedRun,
+    ablate_attention_edges as ablate_attention_edges,
+    ablate_heads as ablate_heads,
+    gated as gated,
+)
+from sparse_tl.gates.sites import (
+    AttentionEdges as AttentionEdges,
+    ClosedAttentionEdges as ClosedAttentionEdges,
+    Heads as Heads,
+    HookPoints as HookPoints,
+    Site as Site,
+)
+from sparse_tl.gates.sparse_transformer import SparseTransformer as SparseTransformer

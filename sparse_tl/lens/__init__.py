@@ -1,56 +1,35 @@
 """The only part of the package that knows TransformerLens: adapters, hooks, checks, loading."""
 
-from sparse_tl.lens.adapter import Adapter, adapt
-from sparse_tl.lens.architecture import model_config
-from sparse_tl.lens.attaching import AttachedHooks, HookFunction, Order, attached
-from sparse_tl.lens.checks import check_circuits, check_gates
-from sparse_tl.lens.loading import build_model, load_model, save_model
-from sparse_tl.lens.norms import Norm
+from sparse_tl.lens.adapter import Adapter as Adapter, adapt as adapt
+from sparse_tl.lens.architecture import model_config as model_config
+from sparse_tl.lens.attaching import (
+    AttachedHooks as AttachedHooks,
+    HookFunction as HookFunction,
+    Order as Order,
+    attached as attached,
+)
+from sparse_tl.lens.checks import check_circuits as check_circuits, check_gates as check_gates
+from sparse_tl.lens.loading import (
+    build_model as build_model,
+    load_model as load_model,
+    save_model as save_model,
+)
+from sparse_tl.lens.norms import Norm as Norm
 from sparse_tl.lens.points import (
-    HookedModel,
-    Model,
-    check_hook_points,
-    hook_point,
-    layer_points,
+    HookedModel as HookedModel,
+    Model as Model,
+    check_hook_points as check_hook_points,
+    hook_point as hook_point,
+    layer_points as layer_points,
 )
 from sparse_tl.lens.recording import (
-    EMBEDDED,
-    Activations,
-    destination_points,
-    heads_written,
-    record,
-    residual_points,
-    source_outputs,
-    source_points,
+    EMBEDDED as EMBEDDED,
+    Activations as Activations,
+    destination_points as destination_points,
+    heads_written as heads_written,
+    record as record,
+    residual_points as residual_points,
+    source_outputs as source_outputs,
+    source_points as source_points,
 )
-from sparse_tl.lens.shortcuts import only_at
-
-__all__ = [
-    "EMBEDDED",
-    "Activations",
-    "Adapter",
-    "AttachedHooks",
-    "HookFunction",
-    "HookedModel",
-    "Model",
-    "Norm",
-    "Order",
-    "adapt",
-    "attached",
-    "build_model",
-    "check_circuits",
-    "check_gates",
-    "check_hook_points",
-    "destination_points",
-    "heads_written",
-    "hook_point",
-    "layer_points",
-    "load_model",
-    "model_config",
-    "only_at",
-    "record",
-    "residual_points",
-    "save_model",
-    "source_outputs",
-    "source_points",
-]
+from sparse_tl.lens.shortcuts import only_at as only_at
