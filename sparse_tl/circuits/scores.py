@@ -117,8 +117,7 @@ class Scores(Result):
 
     def __repr__(self) -> str:
         best = self._largest(3)
-        names = next(iter(self.site.columns(best).values()))
-        scored = zip(names, self._at(best).tolist(), strict=True)
+        scored = zip(self.site.names(best), self._at(best).tolist(), strict=True)
         listed = ", ".join(f"{name} {score:.3g}" for name, score in scored)
         pairs = f" of {len(self.values)} pairs" if self._by_pair else ""
         return (
