@@ -14,7 +14,7 @@ Reference: arXiv 2512.05865, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -114,13 +114,15 @@ class AttentionGates(nn.Module):
         self._scores: dict[int, Tensor] = {}
         self._last: dict[int, _LayerPass] = {}
 
-    def hooks(self, model: HookedModel) -> Sequence[tuple[str, Order, HookFunction]]:
+    def hooks(self, model: HookedModel) -> list[tuple[str, Order, HookFunction]]:
         """The hooks that put these gates on a model: scores are read last, patterns set first."""
         hooks: list[tuple[str, Order, HookFunction]] = []
-        for layer, name in enumerate(layer_points(model, "attn.hook_attn_scores")):
-            hooks.append((name, Order.LAST, partial(self._keep_scores, layer)))
-        for layer, name in enumerate(layer_points(model, "attn.hook_pattern")):
-            hooks.append((name, Order.FIRST, partial(self._gate_pattern, layer)))
+        scores, patterns = (
+            layer_points(model, f"attn.hook_{n}") for n in ("attn_scores", "pattern")
+        )
+        for layer, (score, pattern) in enumerate(zip(scores, patterns, strict=True)):
+            hooks.append((score, Order.LAST, partial(self._scores.__setitem__, layer)))
+            hooks.append((pattern, Order.FIRST, partial(self._gate_pattern, layer)))
         return hooks
 
     @contextmanager
@@ -132,18 +134,6 @@ class AttentionGates(nn.Module):
             yield
         finally:
             self.settings = before
-
-    def check_fits(self, n_layers: int, n_heads: int) -> None:
-        """Make sure that these are the gates of a model of this size.
-
-        Raises:
-            ValueError: they are not.
-        """
-        if tuple(self.bias.shape) != (n_layers, n_heads):
-            raise ValueError(
-                f"expected gates for {n_layers} layers of {n_heads} heads; got biases of shape "
-                f"{tuple(self.bias.shape)}"
-            )
 
     def extra_repr(self) -> str:
         """Size, distribution and biases."""
@@ -157,9 +147,6 @@ class AttentionGates(nn.Module):
     def forget(self) -> None:
         """Drop what is kept of the last pass."""
         self._last.clear()
-
-    def _keep_scores(self, layer: int, scores: Float[Tensor, "prompt head query key"]) -> None:
-        self._scores[layer] = scores
 
     def _gate_pattern(
         self, layer: int, pattern: Float[Tensor, "prompt head query key"]

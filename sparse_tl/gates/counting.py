@@ -58,11 +58,6 @@ class AttentionEdgeCounts(Result):
         return self.active.sum(dim=(0, 2)).double().mean().item()
 
     @property
-    def expected_per_prompt(self) -> float:
-        """Expected edges of one prompt, summed over layers and heads; mean over prompts."""
-        return self.expected.detach().sum(dim=(0, 2)).double().mean().item()
-
-    @property
     def possible_per_prompt(self) -> float:
         """Causal edges of one prompt, summed over layers and heads; mean over prompts."""
         return self.possible.sum(dim=(0, 2)).double().mean().item()

@@ -67,21 +67,20 @@ class SparseTransformer(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(model, Model):
-            raise TypeError(
-                f"expected a HookedTransformer to wrap; got {type(model).__name__}"
-                + (" (it is wrapped already)" if isinstance(model, SparseTransformer) else "")
-            )
+            raise TypeError(f"expected a HookedTransformer to wrap; got a {type(model).__name__}")
         if getattr(model, "_sparse_tl_wrapped", False):
             raise ValueError("this model is wrapped already; call .unwrap() on its wrapper first")
         adapter = adapt(model)
         shape = adapter.n_layers, adapter.n_heads
-        if gates is not None:
-            gates.check_fits(*shape)
-            if closed is not None:
-                raise ValueError(
-                    "expected either `gates` or `closed`: leave `gates` out, or give them their "
-                    "closed edges by AttentionGates(..., closed=...)"
-                )
+        if gates is not None and tuple(gates.bias.shape) != shape:
+            raise ValueError(
+                f"expected gates for {shape[0]} layers of {shape[1]} heads; got biases of shape "
+                f"{tuple(gates.bias.shape)}"
+            )
+        if gates is not None and closed is not None:
+            raise ValueError(
+                "expected either `gates` or `closed`; AttentionGates(..., closed=...) has both"
+            )
         check_gates(adapter)
         self.model = model
         self.gates = gates or AttentionGates(

@@ -120,11 +120,11 @@ def _take_place(handle: LensHandle, order: Order, point: HookPoint, _args: objec
 @contextmanager
 def attached(
     model: HookedModel, hooks: Sequence[tuple[str, Order, HookFunction]]
-) -> Iterator[AttachedHooks]:
+) -> Iterator[None]:
     """Hooks for the length of a ``with`` block; they come off also after an exception."""
     handles = AttachedHooks(model, hooks)
     try:
-        yield handles
+        yield
     finally:
         handles.remove()
 

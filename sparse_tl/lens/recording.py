@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.lens.attaching import HookFunction, Order, attached
@@ -54,7 +54,6 @@ def record(
     tokens: Int[Tensor, "batch pos"],
     names: Sequence[str],
     *,
-    read: Bool[Tensor, "batch pos"] | None = None,
     replaced: Activations | None = None,
     differentiable: bool = False,
     attention_mask: Int[Tensor, "batch pos"] | None = None,
@@ -65,7 +64,6 @@ def record(
         adapter: of the model.
         tokens: the prompts.
         names: of the hook points.
-        read: the positions that matter, as of `Adapter.final`.
         replaced: values to put in the place of the model's own.
         differentiable: keep the autograd graph, from the first replaced value or the input node on:
             these are leaves, so that weights may be frozen and nothing before needs a gradient.
@@ -87,7 +85,7 @@ def record(
         (name, Order.LAST, partial(keep, name)) for name in dict.fromkeys(every)
     ]
     with attached(adapter.model, hooks), torch.set_grad_enabled(differentiable):
-        return kept, adapter.final(tokens, read=read, attention_mask=attention_mask)
+        return kept, adapter.final(tokens, attention_mask=attention_mask)
 
 
 @torch.no_grad()
