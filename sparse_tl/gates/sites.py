@@ -102,19 +102,37 @@ class _Activations:
     """Gates over some axes of what stands at hook points, one after the other in the model."""
 
     axes: tuple[int, ...]
+    order = Order.FIRST  # so that a cache and the user's own hooks see what is left
+
+    def points(self, adapter: Adapter, gates: Any = None) -> list[str]:
+        raise NotImplementedError
 
     def first_layer(self, adapter: Adapter, differ: Tensor) -> int:
         found = differ.transpose(0, 1).flatten(1).any(dim=1).nonzero()
         return int(found[0]) if len(found) else adapter.n_layers
 
+    def hooks(self, adapter: Adapter, gates: Any, patch: PatchValues, now: Pass) -> Hooks:
+        hooks: Hooks = []
+        for index, name in enumerate(self.points(adapter)):
+            closed = isinstance(gates, ClosedAttentionEdges)
+            here = gates.in_layer(index) if closed else gates[:, index]
+            makes_copies = index == now.from_layer and now.n_prompts is not None
+            if index >= now.from_layer and (makes_copies or _acts(here)):
+                hooks.append((name, self.order, partial(self._close, name, here, patch, now)))
+        return hooks
+
     def _close(
         self,
         name: str,
-        gates: Float[Tensor, "stack ..."],
+        gates: Float[Tensor, "stack ..."] | ClosedAttentionEdges,
         patch: PatchValues,
         now: Pass,
         clean: Float[Tensor, "rows ..."],
     ) -> Float[Tensor, "stacked ..."]:
+        if name.endswith("hook_pattern"):
+            now.start = clean.shape[3] - clean.shape[2]  # above 0 with a key-value cache
+        if isinstance(gates, ClosedAttentionEdges):
+            gates = gates.on(clean)
         shape = [len(gates), *[1] * (clean.ndim - 1)]
         for axis, size in zip(self.axes, gates.shape[1:], strict=True):
             if clean.shape[axis] != size:
@@ -152,24 +170,11 @@ class Heads(_Activations):
             if gates is None or _acts(gates[:, layer])
         ]
 
-    def hooks(
-        self,
-        adapter: Adapter,
-        gates: Float[Tensor, "stack layer head"],
-        patch: PatchValues,
-        now: Pass,
-    ) -> Hooks:
-        hooks: Hooks = []
-        for layer in range(now.from_layer, adapter.n_layers):
-            makes_copies = layer == now.from_layer and now.n_prompts is not None
-            if not (makes_copies or _acts(gates[:, layer])):
-                continue
-            block = f"blocks.{layer}.attn"
-            if patch.values and not hooks:
-                hooks.append((f"{block}.hook_pattern", Order.FIRST, partial(_start, patch, now)))
-            # First, so that a cache and the user's own hooks see what the heads write now.
-            close = partial(self._close, f"{block}.hook_z", gates[:, layer], patch, now)
-            hooks.append((f"{block}.hook_z", Order.FIRST, close))
+    def hooks(self, adapter: Adapter, gates: Any, patch: PatchValues, now: Pass) -> Hooks:
+        hooks = super().hooks(adapter, gates, patch, now)
+        if patch.values and hooks:
+            pattern = hooks[0][0].replace("hook_z", "hook_pattern")
+            hooks.append((pattern, Order.FIRST, partial(_start, patch, now)))
         return hooks
 
 
@@ -188,45 +193,13 @@ class AttentionEdges(_Activations):
     """
 
     axes = (1, 2, 3)
+    order = Order.LAST  # so that learned gates, which come first, cannot open an edge again
 
     def shape(self, adapter: Adapter) -> tuple[int, ...]:
         return adapter.n_layers, adapter.n_heads, -1, -1
 
     def points(self, adapter: Adapter, gates: Any = None) -> list[str]:
         return [f"blocks.{layer}.attn.hook_pattern" for layer in range(adapter.n_layers)]
-
-    def hooks(
-        self,
-        adapter: Adapter,
-        gates: Float[Tensor, "stack layer head query key"] | ClosedAttentionEdges,
-        patch: PatchValues,
-        now: Pass,
-    ) -> Hooks:
-        hooks: Hooks = []
-        for layer, name in enumerate(self.points(adapter)):
-            if isinstance(gates, ClosedAttentionEdges):
-                here = gates.in_layer(layer)
-                acts = len(here.edges) > 0
-            else:
-                here = gates[:, layer]
-                acts = layer >= now.from_layer and _acts(here)
-            if acts:
-                # Last, so that learned gates, which come first, cannot open an edge again.
-                hooks.append((name, Order.LAST, partial(self._close, name, here, patch, now)))
-        return hooks
-
-    def _close(
-        self,
-        name: str,
-        gates: Float[Tensor, "stack head query key"] | ClosedAttentionEdges,
-        patch: PatchValues,
-        now: Pass,
-        clean: Float[Tensor, "rows head query key"],
-    ) -> Float[Tensor, "rows head query key"]:
-        now.start = clean.shape[3] - clean.shape[2]
-        if isinstance(gates, ClosedAttentionEdges):
-            gates = gates.on(clean)
-        return super()._close(name, gates, patch, now, clean)
 
 
 @dataclass(frozen=True)
@@ -253,15 +226,9 @@ class HookPoints(_Activations):
     def first_layer(self, adapter: Adapter, differ: Tensor) -> int:
         return 0
 
-    def hooks(
-        self, adapter: Adapter, gates: Float[Tensor, "stack ..."], patch: PatchValues, now: Pass
-    ) -> Hooks:
-        return [
-            (name, Order.FIRST, partial(self._close, name, gates[:, index], patch, now))
-            for index, name in enumerate(self.names)
-        ]
 
-
-def _acts(gates: Tensor) -> bool:
+def _acts(gates: Tensor | ClosedAttentionEdges) -> bool:
     """Whether some gate is not 1, or may be moved."""
+    if isinstance(gates, ClosedAttentionEdges):
+        return len(gates.edges) > 0
     return gates.requires_grad or bool((gates != 1).any())
