@@ -16,7 +16,7 @@ from sparse_tl.gates.distributions import (
     gate_values,
 )
 from sparse_tl.gates.sites import HookPoints, Site
-from sparse_tl.lens import HookedModel, Order, adapt, attached, check_hook_points
+from sparse_tl.lens import HookedModel, Order, adapt, attached
 
 
 class LearnedGates(nn.Module):
@@ -87,7 +87,6 @@ def hook_points(
     """
     chosen = (names,) if isinstance(names, str) else tuple(names)
     wanted = [axes] if isinstance(axes, int) else list(axes)
-    check_hook_points(model, chosen)
     if sample is None:
         sample = torch.zeros(1, 1, dtype=torch.long, device=adapt(model).device)
     seen: dict[str, list[Tensor]] = {name: [] for name in chosen}

@@ -64,7 +64,7 @@ def _check_stacks(model: HookedModel, dataset: TargetDataset) -> None:
     batch = dataset.rows.select(slice(0, 2)).to(adapter.device)
     if batch.tokens.shape[1] > adapter.n_ctx:
         batch = batch.trimmed(causal=True)
-    ones = adapter.weight.new_ones(2, adapter.n_layers, adapter.n_heads)
+    ones = torch.ones(2, adapter.n_layers, adapter.n_heads)
     cause = (
         "Is there a hook of your own on it that is meant for one batch size or position? Take it "
         "off, or write it so that it treats every row and every column alike."

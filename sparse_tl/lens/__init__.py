@@ -18,8 +18,6 @@ from sparse_tl.lens.norms import Norm as Norm
 from sparse_tl.lens.points import (
     HookedModel as HookedModel,
     Model as Model,
-    check_hook_points as check_hook_points,
-    hook_point as hook_point,
     layer_points as layer_points,
 )
 from sparse_tl.lens.recording import (

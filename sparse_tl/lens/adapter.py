@@ -60,26 +60,17 @@ class Adapter:
     # ---- facts -----------------------------------------------------------------------------------
 
     @property
-    def weight(self) -> Tensor:
-        """A weight of the model, for its device and dtype."""
-        return self.model.embed.W_E
-
-    @property
     def device(self) -> torch.device:
-        return self.weight.device
+        return self.model.embed.W_E.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.weight.dtype
+        return self.model.embed.W_E.dtype
 
     @property
     def gate_dtype(self) -> torch.dtype:
         """What gates are computed in: float64 for float64 models, float32 for all others."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.model.tokenizer
 
     @cached_property
     def graph(self) -> CircuitGraph:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from transformer_lens import HookedTransformer
@@ -48,18 +47,9 @@ def layer_points(model: HookedModel, suffix: str) -> list[str]:
         ValueError: a layer lacks that hook point.
     """
     names = [f"blocks.{layer}.{suffix}" for layer in range(model.cfg.n_layers)]
-    check_hook_points(model, names)
-    return names
-
-
-def check_hook_points(model: HookedModel, names: Iterable[str]) -> None:
-    """Make sure that the model has these hook points, before any work starts.
-
-    Raises:
-        ValueError: a name is unknown, or belongs to a hook point that is switched off.
-    """
     for name in names:
         hook_point(model, name)
+    return names
 
 
 def hook_point(model: HookedModel, name: str) -> HookPoint:
