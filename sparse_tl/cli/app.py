@@ -13,9 +13,6 @@ from typer.core import TyperCommand, TyperGroup
 from sparse_tl.cli.options import RUN
 from sparse_tl.cli.printing import console
 
-ORDER = ("addition", "post-train", "circuits", "head-roles", "doctor")
-"""As the help lists the commands."""
-
 _EXAMPLES: dict[str | None, str] = {
     None: """
  [bold]First steps[/]
@@ -27,7 +24,7 @@ _EXAMPLES: dict[str | None, str] = {
 
 class _Group(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*ORDER]
+        return [*self.commands]  # as they were registered
 
     def get_help_option(self, ctx: Any) -> Any:
         return _plain(super().get_help_option(ctx))

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from sparse_tl import runs
-from sparse_tl.cli import addition, circuits, doctor, head_roles, post_train
+from sparse_tl.cli import commands
 from sparse_tl.cli.options import split_names
 from sparse_tl.training import TrainingConfig, post_train as train
 
 COMMANDS = {
-    "addition": (addition.addition, runs.run_addition),
-    "post-train": (post_train.post_train, runs.run_post_training),
-    "circuits": (circuits.circuits, runs.run_circuits),
-    "head-roles": (head_roles.head_roles, runs.run_head_roles),
-    "doctor": (doctor.doctor, runs.run_doctor),
+    "addition": (commands.addition, runs.run_addition),
+    "post-train": (commands.post_train, runs.run_post_training),
+    "circuits": (commands.circuits, runs.run_circuits),
+    "head-roles": (commands.head_roles, runs.run_head_roles),
+    "doctor": (commands.doctor, runs.run_doctor),
 }
 
 

@@ -1,0 +1,255 @@
+"""The commands, each on top of one function of `runs`, in the order of the help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparse_tl.cli.app import call, command
+from sparse_tl.cli.options import Device, Out, Quiet, Restart, Seed, setting, split_names, subject
+from sparse_tl.cli.printing import comparison, console, held_out, table
+
+ROLES = ("facilitation", "irrelevance", "interference")
+
+
+@command(
+    "addition",
+    ("the form that the README's figure shows", ""),
+    ("the form that reads its own answer", "--form autoregressive --out runs/autoregressive"),
+    ("another seed, in a folder of its own", "--seed 1 --out runs/addition-1"),
+    (
+        "a quick look, in a minute",
+        "--dense-steps 40 --steps 40 --target-loss +0.5\n--out runs/quick",
+    ),
+)
+def addition(
+    form: Annotated[
+        str, subject("NAME", "autoregressive, or placeholder (answer columns carry '?').")
+    ] = "placeholder",
+    target_loss: Annotated[
+        str | None, setting("NATS", "Per answer character: 0.01, or +0.01 over the dense model.")
+    ] = None,
+    dense_steps: Annotated[int | None, setting("N", "Steps of the dense model at most.")] = None,
+    steps: Annotated[int | None, setting("N", "Steps of post-training.")] = None,
+    out: Out = Path("runs/addition"),
+    seed: Seed = 0,
+    device: Device = None,
+    restart: Restart = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a model that adds two-digit numbers, make its attention sparse, and draw both.
+
+    Writes the models (dense/, sparse/), metrics.json, history.csv, the base-vs-sparse figure
+    (addition.html, .svg, .png) and what each digit needs (circuits/). Called again, it goes on
+    where it stopped or reuses what is done.
+    """
+    outcome = call("run_addition", locals())
+    metrics = outcome.metrics
+    held_out(
+        f"Addition, {form}, seed {seed}: 1,000 held-out sums",
+        outcome.held_out,
+        {
+            "accuracy": "sums exactly right",
+            "loss": "loss (nats per answer character)",
+            "active_attention_edges": "active attention edges per sum",
+        },
+    )
+    console.print(outcome.verdict, markup=False)
+    if metrics["circuits"]:
+        comparison(metrics["circuits"])
+    for reason in metrics["no_circuits"]:
+        console.print(f"No circuit: {reason}", markup=False)
+    console.print(f"{metrics['seconds']:.0f} seconds; see {out / 'addition.html'}", markup=False)
+
+
+@command(
+    "post-train",
+    (
+        "a model and a text by name",
+        "--model gpt2 --text wikitext:wikitext-103-raw-v1\n--target-loss +0.05 --out runs/gpt2",
+    ),
+    (
+        "from this machine alone",
+        "--model models/mine --text story.txt --target-loss +0.02",
+    ),
+    (
+        "in less memory",
+        "--model gpt2 --text story.txt --target-loss +0.05\n--accumulate 4 --precision bf16",
+    ),
+)
+def post_train(
+    model: Annotated[
+        str, subject("NAME", "A hub name, a local Hugging Face folder, or one of our folders.")
+    ],
+    text: Annotated[
+        str, subject("SOURCE", "A text file, or a dataset's name (name or name:configuration).")
+    ],
+    target_loss: Annotated[str, subject("NATS", "Per token: 2.5, or +0.05 over the dense model.")],
+    held_out_text: Annotated[
+        str | None,
+        subject("SOURCE", "Other text to select and report on; else a tenth of --text is kept."),
+    ] = None,
+    window: Annotated[int, setting("N", "Tokens per training window.")] = 128,
+    batch_size: Annotated[int, setting("N", "Windows per step.")] = 8,
+    accumulate: Annotated[int, setting("N", "Micro-batches per step.")] = 1,
+    steps: Annotated[int, setting("N", "Steps of post-training.")] = 2000,
+    learning_rate: Annotated[float, setting("RATE", "At its peak.")] = 1e-3,
+    trained: Annotated[str, setting("NAME", "Weights to train: all, qk, gates or evenly.")] = "all",
+    initial_bias: Annotated[float, setting("B", "The gates' bias at the start.")] = 4.0,
+    distillation: Annotated[float, setting("SHARE", "Share of KL(dense || sparse), 0..1.")] = 0.0,
+    precision: Annotated[str, setting("NAME", "float32 or bf16.")] = "float32",
+    out: Out = Path("runs/post-train"),
+    seed: Seed = 0,
+    device: Device = None,
+    restart: Restart = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make the attention of any model sparse on any text, at a loss of your choice.
+
+    Writes the sparse model (sparse/), metrics.json and history.csv. Called again, it goes on
+    where it stopped.
+    """
+    outcome = call("run_post_training", locals())
+    held_out(
+        f"{model}: {outcome.metrics['held_out_windows']} held-out windows",
+        outcome.held_out,
+        {
+            "loss": "loss (nats per token)",
+            "active_attention_edges_per_token": "active attention edges per token",
+        },
+    )
+    console.print(outcome.verdict, markup=False)
+
+
+@command(
+    "circuits",
+    ("the built-in models, all four tasks", ""),
+    ("two tasks only", "--tasks ioi,greater_than --out runs/two"),
+    ("your own pair", "--model gpt2 --sparse runs/gpt2/sparse\n--tasks ioi --out runs/gpt2-ioi"),
+)
+def circuits(
+    model: Annotated[
+        str | None,
+        subject("NAME", "The dense model: a hub name or a folder. Default: the built-in pair."),
+    ] = None,
+    sparse: Annotated[
+        Path | None, subject("FOLDER", "Of the sparse model that was made from it.")
+    ] = None,
+    tasks: Annotated[
+        str,
+        subject("NAMES", "Of greater_than, ioi, docstring, ioi_long, with commas. Default: all."),
+    ] = "",
+    pairs: Annotated[int, setting("N", "Prompt pairs per task: half score, half evaluate.")] = 128,
+    method: Annotated[str, setting("NAME", "eap, eap-ig or eap-ig-activations.")] = "eap-ig",
+    patch: Annotated[str, setting("NAME", "corrupted, mean or zero.")] = "corrupted",
+    batch_size: Annotated[int, setting("N", "Prompt pairs per pass.")] = 32,
+    out: Out = Path("runs/circuits"),
+    seed: Seed = 0,
+    device: Device = None,
+    restart: Restart = False,
+    quiet: Quiet = False,
+) -> None:
+    """Find which heads and circuit edges do a task, in a dense model and in its sparse one.
+
+    Writes metrics.json, curves.csv, evaluations, scores, circuits, their diagrams, and
+    the figures heads_kept and circuit_edges_kept (.html, .svg, .png). Without --model it takes the
+    built-in task models; seeds that do not come with the package are trained first, and kept in
+    the user's cache folder. Called again, it goes on where it stopped.
+    """
+    outcome = call("run_circuits", locals() | {"tasks": split_names(tasks)})
+    comparison(outcome.metrics)
+    console.print(f"See heads_kept.html and circuit_edges_kept.html in {out}", markup=False)
+
+
+@command(
+    "head-roles",
+    ("the built-in models on their tasks", ""),
+    ("one task, as thoroughly as the paper", "--tasks ioi --seeds 10 --updates 500"),
+    (
+        "your own models",
+        "--models gpt2,runs/gpt2/sparse\n--tasks syntax,math=gsm8k.jsonl --out runs/roles",
+    ),
+)
+def head_roles(
+    models: Annotated[
+        str, subject("NAMES", "Hub names or folders, with commas. Default: the built-in models.")
+    ] = "",
+    tasks: Annotated[
+        str,
+        subject(
+            "NAMES",
+            "With commas; all by default. Built-in models: addition, greater_than, ioi, "
+            "docstring, ioi_long. Others: syntax, common_sense, math, each with =SOURCE for a "
+            "file, a folder or another dataset; text=SOURCE.",
+        ),
+    ] = "",
+    prompts: Annotated[int, setting("N", "Per task; a quarter is held out.")] = 256,
+    seeds: Annotated[
+        int, setting("N", "Gate matrices that are fitted together; the paper has 10.")
+    ] = 4,
+    updates: Annotated[int, setting("N", "Of each of the three stages; the paper has 500.")] = 150,
+    lambda_: Annotated[float, setting("NATS", "Pressure on the gates.", "--lambda")] = 0.1,
+    batch_size: Annotated[int, setting("N", "Prompts per update; the paper has 64.")] = 32,
+    accumulate: Annotated[
+        int, setting("N", "Pieces of a batch, one after the other, to save memory.")
+    ] = 1,
+    max_heads: Annotated[int, setting("N", "Heads that are ablated at most.")] = 50,
+    out: Out = Path("runs/head-roles"),
+    seed: Seed = 0,
+    device: Device = None,
+    restart: Restart = False,
+    quiet: Quiet = False,
+) -> None:
+    """Find which heads help, do not matter, or harm, and what ablating them does.
+
+    Fits causal head gates for every task and model. Writes the grid of ablation curves
+    (ablation_grid.html, .svg, .png), metrics.json, scores.csv, curves.csv, and for each task and
+    model its roles, the heatmap of its heads and the trajectories of their gates. Without --models
+    it takes the built-in models; seeds that do not come with the package are trained first, and
+    kept in the user's cache folder. Called again, it goes on where it stopped.
+    """
+    given = locals() | {"models": split_names(models), "tasks": split_names(tasks)}
+    outcome = call("run_head_roles", given)
+    table(
+        f"Heads of each role, and nats per response when they (at most {max_heads}) are ablated",
+        ["", "", *ROLES],
+        [
+            [task, side]
+            + [f"{found[r]['heads']:.1f}, {found[r]['change_when_ablated']:+.2f}" for r in ROLES]
+            for task, sides in outcome.metrics["tasks"].items()
+            for side, found in sides.items()
+        ],
+        names=2,
+    )
+    seconds = outcome.metrics["seconds"]
+    console.print(f"{seconds:.0f} seconds; see {out / 'ablation_grid.html'}", markup=False)
+
+
+@command(
+    "doctor",
+    ("this machine", ""),
+    ("a model, before work on it begins", "--model gpt2"),
+)
+def doctor(
+    model: Annotated[
+        str | None, subject("NAME", "Also check this model: a hub name or a folder.")
+    ] = None,
+    device: Device = None,
+) -> None:
+    """Check that this machine, and a model of your choice, can do what the other commands need.
+
+    Shows versions, devices, the cache of built-in models, and whether gates work on a small model
+    and on yours. The exit code is 1 where something that is needed fails.
+    """
+    from sparse_tl.runs import run_doctor
+
+    checks = run_doctor(model, device=device)
+    failed = [check.name for check in checks if not check.works]
+    lines = [f"{'✓' if check.works else '✗'} {check.name}: {check.found}" for check in checks]
+    verdict = f"{len(failed)} of {len(checks)} checks failed: {', '.join(failed)}."
+    lines.append(verdict if failed else "All that is needed works.")
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    if failed:
+        raise typer.Exit(1)
