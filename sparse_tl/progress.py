@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from html import escape
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -22,122 +21,94 @@ DELAY, PAUSE = 0.5, 0.2
 
 
 @contextmanager
-def tracked(title: str, total: int, shown: bool = True) -> Iterator[Callable[[], None]]:
-    """A bar with the time that is left; the block calls what it gets once per piece of work."""
-    with ProgressBar(title, total, shown=shown) as bar:
-        yield lambda: bar.update(bar.done + 1)
+def tracked(
+    title: str, total: int, shown: bool = True, *, done: int = 0
+) -> Iterator[Callable[..., None]]:
+    """A bar with the time that is left.
 
-
-class ProgressBar:
-    """How much of some work is done, and what was measured last.
+    The block calls what it gets once per piece of work, with what was measured last, if anything.
 
     Args:
         title: what is running.
         total: pieces of work.
-        done: pieces done before, when work is resumed.
         shown: False to stay silent.
+        done: pieces done before, when work is resumed.
     """
+    if not shown:
+        yield lambda measured="": None
+    elif in_notebook():
+        line = _Line(title, total, done)
+        try:
+            yield line.step
+        except BaseException:
+            line.end("stopped at ")
+            raise
+        line.end()
+    else:
+        with _terminal_bar() as bar:
+            task = bar.add_task(title, total=total, completed=done, measured="")
 
-    def __init__(self, title: str, total: int, *, done: int = 0, shown: bool = True) -> None:
-        self.title, self.total, self.done, self.measured = title, total, done, ""
-        self._display: _Terminal | _Notebook | None = None
-        if shown:
-            self._display = (_Notebook if in_notebook() else _Terminal)(self)
+            def step(measured: str = "") -> None:
+                latest = measured or bar.tasks[0].fields["measured"]
+                bar.update(task, advance=1, measured=latest)
 
-    def __enter__(self) -> ProgressBar:
-        if self._display is not None:
-            self._display.start()
-        return self
-
-    def update(self, done: int, measured: str = "") -> None:
-        """Show how many pieces are done, and what was measured."""
-        self.done, self.measured = done, measured or self.measured
-        if self._display is not None:
-            self._display.renew()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._display is not None:
-            self._display.stop(stopped=kind is not None)
+            yield step
 
 
-class _Terminal:
+def _terminal_bar() -> Progress:
     """On standard error, so that a command's output can be kept in a file."""
-
-    def __init__(self, bar: ProgressBar) -> None:
-        self._bar = bar
-        self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=12),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[measured]}", table_column=Column(no_wrap=True)),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-        )
-        self._task = self._progress.add_task(
-            bar.title, total=bar.total, completed=bar.done, measured=""
-        )
-
-    def start(self) -> None:
-        self._progress.start()
-
-    def renew(self) -> None:
-        self._progress.update(self._task, completed=self._bar.done, measured=self._bar.measured)
-
-    def stop(self, *, stopped: bool) -> None:
-        self._progress.stop()
+    return Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=12),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[measured]}", table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
 
 
-class _Notebook:
-    """One output, replaced in place: needs no widgets, and is small in the saved notebook.
+class _Line:
+    """One output of a notebook, replaced in place: needs no widgets, and is small when saved.
 
     rich's own display leaves a widget that is gone when the notebook is opened again, and an empty
     box.
     """
 
-    def __init__(self, bar: ProgressBar) -> None:
-        self._bar = bar
-        self._before = bar.done
-        self._handle: Any = None
-
-    def start(self) -> None:
+    def __init__(self, title: str, total: int, done: int) -> None:
+        self.title, self.total, self.done, self.measured = title, total, done, ""
+        self._before = done
         self._started = time.monotonic()
         self._due = self._started + DELAY
+        self._handle: Any = None
 
-    def renew(self) -> None:
-        if time.monotonic() < self._due:
+    def step(self, measured: str = "") -> None:
+        self.done, self.measured = self.done + 1, measured or self.measured
+        now = time.monotonic()
+        if now < self._due:
             return
-        self._due = time.monotonic() + PAUSE
-        bar, seconds = self._bar, time.monotonic() - self._started
-        rate = (bar.done - self._before) / seconds
-        left = f"{clock((bar.total - bar.done) / rate)} left" if rate > 0 else ""
+        self._due = now + PAUSE
+        each = (now - self._started) / (self.done - self._before)
         meter = (
-            f'<progress value="{bar.done}" max="{bar.total}" style="width:10em;margin:0 0.8em;'
+            f'<progress value="{self.done}" max="{self.total}" style="width:10em;margin:0 0.8em;'
             'vertical-align:middle"></progress>'
         )
-        self._show([f"{bar.done:,} of {bar.total:,}", left, bar.measured], meter)
+        self._show("", f"{clock((self.total - self.done) * each)} left", meter)
 
-    def stop(self, *, stopped: bool) -> None:
+    def end(self, how: str = "") -> None:
         seconds = time.monotonic() - self._started
-        if self._handle is None and seconds < DELAY:
-            return
-        bar = self._bar
-        count = f"{bar.done:,} of {bar.total:,}"
-        self._show([f"stopped at {count}" if stopped else count, clock(seconds), bar.measured])
+        if self._handle is not None or seconds >= DELAY:
+            self._show(how, clock(seconds))
 
-    def _show(self, parts: list[str], meter: str = " · ") -> None:
+    def _show(self, how: str, when: str, meter: str = " · ") -> None:
         from IPython.display import display  # only notebooks get here
 
+        parts = (f"{how}{self.done:,} of {self.total:,}", when, self.measured)
         said = " · ".join(part for part in parts if part)
         html = (
             '<div style="font-size:0.9em;opacity:0.8;font-variant-numeric:tabular-nums">'
-            f"{escape(self._bar.title)}{meter}{escape(said)}</div>"
+            f"{escape(self.title)}{meter}{escape(said)}</div>"
         )
-        data = {"text/html": html, "text/plain": f"{self._bar.title} · {said}"}
+        data = {"text/html": html, "text/plain": f"{self.title} · {said}"}
         if self._handle is None:
             self._handle = display(data, raw=True, display_id=True)
         else:

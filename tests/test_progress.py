@@ -7,11 +7,11 @@ import json
 import pytest
 
 from sparse_tl import progress
-from sparse_tl.progress import ProgressBar, tracked
+from sparse_tl.progress import tracked
 
 CELL = """
 import time
-from sparse_tl.progress import ProgressBar, tracked
+from sparse_tl.progress import tracked
 
 with tracked("scoring <b>edges</b>", 30) as step:
     for _ in range(30):
@@ -19,10 +19,10 @@ with tracked("scoring <b>edges</b>", 30) as step:
         step()
 with tracked("too short to show", 3) as step:
     step()
-with ProgressBar("stopped", 9, done=2) as bar:
+with tracked("stopped", 9, done=2) as step:
     for done in range(3, 7):
         time.sleep(0.2)
-        bar.update(done, f"loss {done}")
+        step(f"loss {done}")
     raise KeyboardInterrupt
 """
 
@@ -68,12 +68,12 @@ def test_time_left_counts_what_this_run_has_done(
 ) -> None:
     now = 100.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
-    with ProgressBar("training", 4000, done=1000) as bar:
-        for step in range(1, 11):
+    with tracked("training", 4000, done=3970) as step:
+        for number in range(1, 11):
             now += 30
-            bar.update(1000 + 100 * step, f"loss {step}")
-    assert shown[0] == "training · 1,100 of 4,000 · 14:30 left · loss 1"
-    assert shown[-1] == "training · 2,000 of 4,000 · 5:00 · loss 10"
+            step(f"loss {number}")
+    assert shown[0] == "training · 3,971 of 4,000 · 14:30 left · loss 1"
+    assert shown[-1] == "training · 3,980 of 4,000 · 5:00 · loss 10"
 
 
 def test_fast_steps_do_not_flood_the_notebook(

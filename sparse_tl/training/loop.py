@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from sparse_tl.data.streams import TokenStream
-from sparse_tl.progress import ProgressBar
+from sparse_tl.progress import tracked
 from sparse_tl.training.checkpoints import (
     TrainingState,
     fingerprint,
@@ -91,13 +91,17 @@ def train(
     else:
         objective.load_state(state.objective)
     run = _Run(model, objective, stream, selection, config, weights, optimizer, state)
-    bar = ProgressBar(title, config.steps, done=state.step, shown=progress)
-    with _only_trained(model, weights), _repeatable(), _interrupt_noted() as interrupted, bar:
+    with (
+        _only_trained(model, weights),
+        _repeatable(),
+        _interrupt_noted() as interrupted,
+        tracked(title, config.steps, progress, done=state.step) as show,
+    ):
         if state.step == 0:
             run.evaluate()
         while state.step < config.steps and not run.finished():
             run.step()
-            bar.update(state.step, state.latest())
+            show(state.latest())
             if state.step % config.evaluate_every == 0 or state.step == config.steps:
                 run.evaluate()
             due = state.step % config.checkpoint_every == 0 or state.step == config.steps
