@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from sparse_tl.explorer.figures import circuit_diagram
 from sparse_tl.files import digest, write_json
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model
-from sparse_tl.metrics import NoEffectError
+from sparse_tl.metrics import NoEffectError, logit_difference
 from sparse_tl.models import addition_recipe, build_pair, read_pair
 from sparse_tl.plots import CircuitDiagram
 from sparse_tl.runs.comparison import measure, report
 from sparse_tl.runs.folder import RunFolder, SparseRun, save_figure
-from sparse_tl.tasks.addition import ANSWER, DIGITS, AdditionTask, Form, decode
+from sparse_tl.tasks.addition import ANSWER, AdditionTask, Digit, Form, decode
 from sparse_tl.training import TargetLoss, evaluate_held_out
 
 PROMPT = "36+28"
+DIGITS: tuple[Digit, ...] = get_args(Digit)
 PAIRS = 128
 """Sums per digit, half to score its circuit edges, half to evaluate them."""
 EXAMPLES = 1000
@@ -122,23 +123,23 @@ def _circuits(
     """Which heads and circuit edges each digit needs, dense and sparse; and why some have none."""
     for side, model in models.items():
         folder.pin(f"{side} model", digest(model.state_dict()))
-    measured, failed = [], []
+    titles, failed = {}, []
     for digit in DIGITS:
-        pairs = task.pairs(digit.name, PAIRS, seed=seed)
-        every = task.pairs(digit.name, EXAMPLES, seed=seed)
-        names = {side: f"circuits/{digit.name}/{side}" for side in models}
-        for side, model in models.items():
-            if folder.finished(names[side]):
+        title = f"Addition, {digit}"
+        names = {side: f"circuits/{digit}/{side}" for side in models}
+        for side, name in names.items():
+            if folder.finished(name):
                 continue
+            pairs, every = (task.pairs(digit, n, seed=seed) for n in (PAIRS, EXAMPLES))
             try:
-                with folder.stage(names[side]):
-                    place = folder / names[side]
-                    measure(model, pairs, every, digit.metric, place, progress=progress)
+                with folder.stage(name):
+                    place = folder / name
+                    measure(models[side], pairs, every, logit_difference, place, progress=progress)
             except NoEffectError as error:  # of a model that has not learned the sums
-                failed.append(f"{digit.title}, {side} model: {error}")
+                failed.append(f"{title}, {side} model: {error}")
         if all(map(folder.finished, names.values())):
-            measured.append(digit)
-    if not measured:
+            titles[digit] = title
+    if not titles:
         return {}, failed
-    titles = {"dense": "Base Model", "sparse": "Sparse Model"}
-    return report(folder / "circuits", measured, titles).metrics, failed
+    shown = {"dense": "Base Model", "sparse": "Sparse Model"}
+    return report(folder / "circuits", titles, shown).metrics, failed

@@ -24,16 +24,7 @@ N_SUMS = 1000
 
 @dataclass(frozen=True)
 class Cell:
-    """One model on one task.
-
-    Args:
-        task: a row's name, for files.
-        row: its title.
-        model: a column's name, for files.
-        column: its title.
-        load: the model.
-        prompts: those of the task in a model's tokens.
-    """
+    """One model on one task: their names for files, and their titles as column and row."""
 
     task: str
     row: str
@@ -46,18 +37,7 @@ class Cell:
 def built_in_cells(
     tasks: Sequence[str], prompts: int, seed: int, device: str | None, progress: bool
 ) -> list[Cell]:
-    """The built-in models, dense and sparse, on their tasks.
-
-    Args:
-        tasks: names; all when empty.
-        prompts: of each task.
-        seed: of models and prompts.
-        device: where the models go.
-        progress: whether to show how they are built, where they are absent.
-
-    Raises:
-        ValueError: an unknown task, or more prompts than there are held-out sums.
-    """
+    """The built-in models, dense and sparse, on their tasks; on all when none is named."""
     known = {"addition": "Addition", **{task.name: task.title for task in TASKS}}
     unknown = [name for name in tasks if name not in known]
     if unknown:
@@ -75,21 +55,19 @@ def built_in_cells(
         if name == "addition":
             sums = AdditionTask("placeholder").split(seed=seed)[2]
             return TargetDataset(sums).select(slice(0, prompts))
-        (task,) = (task for task in TASKS if task.name == name)
+        task = next(task for task in TASKS if task.name == name)
         return TargetDataset.from_pairs(task_pairs(task, prompts, seed=seed), seed=seed)
 
-    def loaded(name: str, side: int) -> HookedModel:
-        return pair(name == "addition")[side]
+    def loaded(name: str, side: str) -> HookedModel:
+        dense, sparse = pair(name == "addition")
+        return dense if side == "dense" else sparse
 
-    return [
-        Cell(
-            *(name, known[name], column.lower(), column),
-            load=partial(loaded, name, side),
-            prompts=partial(drawn, name),
-        )
-        for side, column in enumerate(("Dense", "Sparse"))
-        for name in chosen
-    ]
+    cells = []
+    for side in ("dense", "sparse"):
+        for name in chosen:
+            load, draw = partial(loaded, name, side), partial(drawn, name)
+            cells.append(Cell(name, known[name], side, side.title(), load, draw))
+    return cells
 
 
 def cells_of(
@@ -97,16 +75,7 @@ def cells_of(
 ) -> list[Cell]:
     """Models by name or folder on question sets and text, one model in memory at a time.
 
-    Args:
-        models: hub names or folders, dense or sparse.
-        tasks: question sets, each with its source after ``=`` where it is not the published
-            dataset, and ``text=SOURCE``; all question sets when empty.
-        prompts: of each task.
-        device: where the models go.
-
-    Raises:
-        ValueError: an unknown kind of task, one given twice, a source that cannot be read, or a
-            model given twice.
+    Without tasks, all question sets.
     """
     rows = [_row(name, prompts) for name in dict.fromkeys(tasks or QUESTION_SETS)]
     if len({kind for kind, *_ in rows}) < len(rows):
@@ -127,7 +96,7 @@ def cells_of(
         return held[model]
 
     return [
-        Cell(kind, title, _file_name(column), column, load=partial(load, model), prompts=drawn)
+        Cell(kind, title, _file_name(column), column, partial(load, model), drawn)
         for column, model in columns.items()
         for kind, title, drawn in rows
     ]

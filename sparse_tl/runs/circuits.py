@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from sparse_tl.circuits.attribution import Method
 from sparse_tl.files import digest
@@ -70,7 +70,11 @@ def run_circuits(
             f"expected a method of {get_args(Method)}, a patch of {get_args(Patch)} and a batch "
             f"size of at least 1; got {method!r}, {patch!r} and {batch_size}"
         )
-    chosen = _chosen_tasks(tasks)
+    known = {task.name: task for task in TASKS}
+    unknown = [name for name in tasks if name not in known]
+    if unknown:
+        raise ValueError(f"expected tasks of {list(known)}; got {unknown}")
+    chosen = [known[name] for name in dict.fromkeys(tasks or ORDER)]
     settings = {
         "command": "circuits",
         "format": 4,
@@ -111,7 +115,8 @@ def run_circuits(
                     progress=progress,
                 )
     title = "Task Model" if model is None else model
-    return report(folder.path, chosen, {"dense": title, "sparse": f"Sparse {title}"}, patch=patch)
+    names = {"dense": title, "sparse": f"Sparse {title}"}
+    return report(folder.path, {task.name: task.title for task in chosen}, names, patch=patch)
 
 
 def _models(
@@ -134,11 +139,3 @@ def _models(
             f"tokens and {graphs[1]!r} over {words[1]}"
         )
     return {"dense": dense, "sparse": wrapped}
-
-
-def _chosen_tasks(names: Sequence[str]) -> list[Any]:
-    known = {task.name: task for task in TASKS}
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ValueError(f"expected tasks of {list(known)}; got {unknown}")
-    return [known[name] for name in dict.fromkeys(names or ORDER)]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import pandas as pd
 
@@ -40,20 +40,6 @@ LEVEL = 0.9
 """The explained effect that models are compared at."""
 SIDES = ("dense", "sparse")
 PARTS: tuple[Parts, ...] = ("heads", "circuit_edges")
-
-
-@runtime_checkable
-class Task(Protocol):
-    """What is compared: a name for files, a title for panels, a metric."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def metric(self) -> Metric: ...
 
 
 @dataclass(frozen=True)
@@ -116,40 +102,43 @@ def measure(
 
 
 def report(
-    folder: Path, tasks: Sequence[Task], names: Mapping[str, str], *, patch: str = "corrupted"
+    folder: Path,
+    tasks: Mapping[str, str],
+    names: Mapping[str, str],
+    *,
+    patch: str = "corrupted",
 ) -> Comparison:
     """Write figures, tables, circuits and ``metrics.json`` from what is measured.
 
     Args:
         folder: with what `measure` wrote for each task and side, as ``<task>/<side>``.
-        tasks: one panel each, in this order.
+        tasks: titles of the panels by the name of the task.
         names: of the models, by side.
         patch: that was measured with.
     """
     metrics: dict[str, Any] = {}
     tables: list[pd.DataFrame] = []
     panels: dict[str, dict[str, list[EffectCurve]]] = {parts: {} for parts in PARTS}
-    for task in tasks:
+    for task, title in tasks.items():
         measured: dict[str, Any] = {
-            side: {"accuracy": read_json(folder / task.name / side / "accuracy.json")}
-            for side in SIDES
+            side: {"accuracy": read_json(folder / task / side / "accuracy.json")} for side in SIDES
         }
         multipliers = {}
         for parts in PARTS:
-            curves = panels[parts][task.title] = []
+            curves = panels[parts][title] = []
             for side in SIDES:
-                found = Evaluation.load(folder / task.name / side / parts)
+                found = Evaluation.load(folder / task / side / parts)
                 curves.append(found.curve(names[side]))
                 measured[side] |= {
                     f"{parts}_at_{LEVEL}": curves[-1].size_at(LEVEL),
                     f"{parts}_cpr": found.cpr,
                     f"{parts}_cmd": found.cmd,
                 }
-                labels = {"task": task.name, "side": side, "parts": parts}
+                labels = {"task": task, "side": side, "parts": parts}
                 tables.append(pd.DataFrame({**labels, **found.to_pandas()}))
             multipliers[f"multiplier_{parts}"] = multiplier(*curves, level=LEVEL)
-        metrics[task.name] = measured | multipliers
-        _draw_circuits(folder, task, measured, names, patch)
+        metrics[task] = measured | multipliers
+        _draw_circuits(folder / task, title, measured, names, patch)
     for parts in PARTS:
         figure = effect_figure(panels[parts], parts=parts, level=LEVEL)
         save_figure(figure, folder, f"{parts}_kept")
@@ -160,22 +149,21 @@ def report(
 
 
 def _draw_circuits(
-    folder: Path, task: Task, measured: dict[str, Any], names: Mapping[str, str], patch: str
+    folder: Path, title: str, measured: dict[str, Any], names: Mapping[str, str], patch: str
 ) -> None:
     """The circuit that explains enough, of both models, as a diagram and as a list of edges."""
-    drawn: dict[str, Circuit] = {}
+    circuits: dict[str, Circuit] = {}
     by_name: dict[str, Scores] = {}
     for side in SIDES:
-        scores = Scores.load(folder / task.name / side / "circuit_edge_scores")
+        scores = Scores.load(folder / side / "circuit_edge_scores")
         size = measured[side][f"circuit_edges_at_{LEVEL}"]
         kept = scores.site.n_parts if size is None else min(math.ceil(size), scores.site.n_parts)
         circuit = _smallest(scores, kept, patch)
-        drawn[names[side]], by_name[names[side]] = circuit, scores
+        circuits[names[side]], by_name[names[side]] = circuit, scores
         listed = [{"edge": str(edge), "score": scores[edge]} for edge in circuit.edges]
-        write_json(folder / task.name / f"{side}_circuit.json", listed)
-    title = f"{task.title}: circuit edges for an explained effect of {LEVEL}"
-    diagram = component_diagram(drawn, scores=by_name, title=title)
-    save_figure(diagram, folder / task.name, "circuit")
+        write_json(folder / f"{side}_circuit.json", listed)
+    title = f"{title}: circuit edges for an explained effect of {LEVEL}"
+    save_figure(component_diagram(circuits, scores=by_name, title=title), folder, "circuit")
 
 
 def _smallest(scores: Scores, size: int, patch: str) -> Circuit:

@@ -79,35 +79,30 @@ class RunFolder:
         self, path: str | Path, settings: dict[str, Any], *, restart: bool = False
     ) -> None:
         self.path = check_writable(path)
-        self.settings = settings
         found = self._found()
         if found is not None and (restart or self._nothing_done()):
             self._clear()
             found = None
-        if found is None:
-            self._seconds: dict[str, float] = {}
-            self._pinned: dict[str, Any] = {}
-            self._write()
-            return
-        there = found["settings"]
-        different = [k for k in {**there, **settings} if there.get(k) != settings.get(k)]
+        self._said = {"settings": settings, "seconds": {}, "pinned": {}, **(found or {})}
+        there = self._said["settings"]
+        different = [
+            f"{name} {there.get(name)!r} there, {settings.get(name)!r} here"
+            for name in {**there, **settings}
+            if there.get(name) != settings.get(name)
+        ]
         if different:
             raise ValueError(
-                f"{self.path} holds a run with other settings ("
-                + ", ".join(
-                    f"{k} {there.get(k)!r} there, {settings.get(k)!r} here" for k in different
-                )
-                + "). Choose another --out, or begin anew with --restart."
+                f"{self.path} holds a run with other settings ({', '.join(different)}). "
+                "Choose another --out, or begin anew with --restart."
             )
-        self._seconds, self._pinned = found["seconds"], found.get("pinned", {})
+        self._write()
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
 
     def finished(self, name: str) -> bool:
         """Whether a stage's result is there."""
-        recover_folder(self.path / name)
-        return (self.path / name).exists()
+        return recover_folder(self.path / name)
 
     def pin(self, name: str, value: Any) -> None:
         """Note what the run was made from, where that is known only once it is loaded.
@@ -115,7 +110,7 @@ class RunFolder:
         Raises:
             ValueError: an earlier call of the command was made from something else.
         """
-        earlier = self._pinned.setdefault(name, value)
+        earlier = self._said["pinned"].setdefault(name, value)
         if earlier != value:
             raise ValueError(
                 f"{self.path} holds results of another {name} ({earlier} there, {value} here). "
@@ -138,13 +133,14 @@ class RunFolder:
                 raise
             raise ValueError(f"{what}: {error}") from error
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - started
+            seconds = self._said["seconds"]
+            seconds[name] = seconds.get(name, 0.0) + time.monotonic() - started
             self._write()
 
     @property
     def seconds(self) -> float:
         """Seconds spent on all stages, over all calls of the command."""
-        return sum(self._seconds.values())
+        return sum(self._said["seconds"].values())
 
     def _found(self) -> dict[str, Any] | None:
         if (self.path / RUN_FILE).exists():
@@ -171,7 +167,4 @@ class RunFolder:
                 entry.unlink()
 
     def _write(self) -> None:
-        write_json(
-            self.path / RUN_FILE,
-            {"settings": self.settings, "seconds": self._seconds, "pinned": self._pinned},
-        )
+        write_json(self.path / RUN_FILE, self._said)

@@ -135,31 +135,22 @@ def run_head_roles(
         with folder.stage(name, f"{cell.row}, {cell.column}"):
             model = cell.load()
             folder.pin(f"model of {name}", digest(model.state_dict()))
-            _measure(
-                model,
-                _checked(cell.prompts(model), prompts),
-                folder,
-                name,
-                accumulate=accumulate,
-                progress=progress,
-                **fitting,
-            )
+            dataset = cell.prompts(model)
+            if len(dataset) < FEWEST:
+                raise ValueError(
+                    f"expected at least {FEWEST} prompts that fit the model; its source has "
+                    f"{len(dataset)}"
+                )
+            if len(dataset) < prompts:
+                warnings.warn(
+                    f"{prompts} prompts were asked for; the source has {len(dataset)} that fit "
+                    "the model",
+                    stacklevel=2,
+                )
+            options = {**fitting, "accumulate": accumulate, "progress": progress}
+            _measure(model, dataset, folder, name, **options)
             del model  # the next one may need its place
     return _report(folder, cells)
-
-
-def _checked(dataset: TargetDataset, wanted: int) -> TargetDataset:
-    """Refuse too few prompts, and say so where there are fewer than asked for."""
-    if len(dataset) < FEWEST:
-        raise ValueError(
-            f"expected at least {FEWEST} prompts that fit the model; its source has {len(dataset)}"
-        )
-    if len(dataset) < wanted:
-        warnings.warn(
-            f"{wanted} prompts were asked for; the source has {len(dataset)} that fit the model",
-            stacklevel=3,
-        )
-    return dataset
 
 
 def _measure(
@@ -176,31 +167,18 @@ def _measure(
     """One cell: roles from most prompts, curves from the others."""
     fitted, held_out = dataset.split(HELD_OUT, seed=seed)
     checkpoint = folder / "checkpoints" / name
-    roles = fit_head_gates(
-        model,
-        fitted,
-        held_out=held_out,
-        checkpoint=checkpoint,
-        seed=seed,
-        progress=progress,
-        **fitting,
-    )
-    curves = {
-        role: ablation_curve(
-            model,
-            roles,
-            held_out,
-            role,
-            max_heads=max_heads,
-            control=role == ROLES[0],
-            seed=seed,
-            progress=progress,
-        )
-        for role in ROLES
-    }
+    fitting |= {"held_out": held_out, "checkpoint": checkpoint}
+    roles = fit_head_gates(model, fitted, seed=seed, progress=progress, **fitting)
     with atomic_folder(folder / name) as temporary:
         roles.save(temporary / "roles")
-        for role, curve in curves.items():
+        for role in ROLES:
+            curve = ablation_curve(
+                *(model, roles, held_out, role),
+                max_heads=max_heads,
+                control=role == ROLES[0],
+                seed=seed,
+                progress=progress,
+            )
             curve.save(temporary / role)
         counts = {"fitted": len(fitted), "held_out": len(held_out)}
         write_json(temporary / "prompts.json", counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,17 +86,13 @@ def run_post_training(
                 f"expected a window of at most {dense_model.cfg.n_ctx} tokens, the model's "
                 f"context; got {window}"
             )
-        needed = steps * batch_size + HELD_OUT_WINDOWS
-        windows = token_windows(read_documents(text), dense_model.tokenizer, window, limit=needed)
+        cut = partial(token_windows, tokenizer=dense_model.tokenizer, window=window)
+        windows = cut(read_documents(text), limit=steps * batch_size + HELD_OUT_WINDOWS)
         other = None
         if held_out_text is not None:
-            other = token_windows(
-                read_documents(held_out_text, split="validation"),
-                dense_model.tokenizer,
-                window,
-                limit=HELD_OUT_WINDOWS,
-            )
-        train, validation, test = _split(windows, other)
+            documents = read_documents(held_out_text, split="validation")
+            other = cut(documents, limit=HELD_OUT_WINDOWS)
+        train, validation, test = map(TokenBatch.next_token, _split(windows, other))
         with folder.stage("post-training"):
             dense = evaluate_held_out(dense_model, test)
             sparse = SparseTransformer(dense_model, initial_bias=initial_bias)
@@ -126,7 +123,7 @@ def run_post_training(
     return SparseRun(read_json(folder / "metrics.json"), sparse)
 
 
-def _split(windows: Tensor, other: Tensor | None) -> tuple[TokenBatch, TokenBatch, TokenBatch]:
+def _split(windows: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Training, validation and test windows."""
     if other is None:
         kept = min(HELD_OUT_WINDOWS, len(windows) // 10)
@@ -139,8 +136,4 @@ def _split(windows: Tensor, other: Tensor | None) -> tuple[TokenBatch, TokenBatc
     elif len(other) < 2:
         raise ValueError("expected at least two windows of held-out text; got one")
     n_validation = min(VALIDATION_WINDOWS, len(other) // 2)
-    return (
-        TokenBatch.next_token(windows),
-        TokenBatch.next_token(other[:n_validation]),
-        TokenBatch.next_token(other[n_validation:]),
-    )
+    return windows, other[:n_validation], other[n_validation:]

@@ -7,7 +7,8 @@ character is read at its own column.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.metrics import Metric, logit_difference
 
 Form = Literal["autoregressive", "placeholder"]
 Digit = Literal["hundreds", "tens", "units"]
@@ -27,22 +27,6 @@ ANSWER = slice(6, 11)
 """The columns of the sum's five digits."""
 COLUMNS: dict[str, int] = {"hundreds": 8, "tens": 9, "units": 10}
 """The columns of the digits that are not always 0."""
-
-
-@dataclass(frozen=True)
-class DigitTask:
-    """One digit of the sum, to be told from another sum's: what its circuit is found by."""
-
-    name: Digit
-    metric: Metric = field(default=logit_difference, repr=False)
-
-    @property
-    def title(self) -> str:
-        """For a panel of a figure."""
-        return f"Addition, {self.name}"
-
-
-DIGITS = tuple(DigitTask(name) for name in get_args(Digit))
 
 
 @dataclass(frozen=True)
@@ -59,8 +43,8 @@ class AdditionTask:
     form: Form = "placeholder"
 
     def __post_init__(self) -> None:
-        if self.form not in ("autoregressive", "placeholder"):
-            raise ValueError(f'expected form "autoregressive" or "placeholder"; got {self.form!r}')
+        if self.form not in get_args(Form):
+            raise ValueError(f"expected form of {get_args(Form)}; got {self.form!r}")
 
     def batch(self, left: Int[Tensor, " sum"], right: Int[Tensor, " sum"]) -> TokenBatch:
         """Sums as tokens, labels and loss positions.
@@ -158,16 +142,11 @@ class AdditionTask:
         Raises:
             ValueError: not two numbers of at most two digits joined by a plus sign.
         """
-        left, plus, right = text.replace(" ", "").partition("+")
-        if (
-            not plus
-            or not left.isdecimal()
-            or not right.isdecimal()
-            or len(left) > 2
-            or len(right) > 2
-        ):
+        found = re.fullmatch(r"(\d\d?)\+(\d\d?)", text.replace(" ", ""))
+        if found is None:
             raise ValueError(f'expected a sum such as "36+28"; got {text!r}')
-        return self.batch(torch.tensor([int(left)]), torch.tensor([int(right)]))
+        left, right = map(int, found.groups())
+        return self.batch(torch.tensor([left]), torch.tensor([right]))
 
 
 def _digits(numbers: Int[Tensor, " sum"], count: int) -> Int[Tensor, "sum digit"]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from sparse_tl.metrics import Metric, margin
@@ -66,9 +67,11 @@ class DocstringTask(WordTask):
 
         def draw() -> Prompt:
             function, *drawn = rng.sample(list(spelled), needed)
-            prefix, suffix = _take(drawn, PREFIX), _take(drawn, SUFFIX)
-            matching, other = _take(drawn, MATCHING), _take(drawn, MATCHING)
-            undefined = drawn
+            rest = iter(drawn)
+            prefix, suffix, matching, other = (
+                list(islice(rest, count)) for count in (PREFIX, SUFFIX, MATCHING, MATCHING)
+            )
+            undefined = list(rest)
             summary = " ".join(rng.sample(nouns, SUMMARY))
             texts = [" ".join(rng.sample(nouns, DESCRIPTION)) for _ in undefined]
             answer = matching[-1]
@@ -81,12 +84,6 @@ class DocstringTask(WordTask):
             )
 
         return draw
-
-
-def _take(drawn: list[str], count: int) -> list[str]:
-    taken = drawn[:count]
-    del drawn[:count]
-    return taken
 
 
 def _write(

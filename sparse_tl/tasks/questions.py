@@ -31,46 +31,34 @@ Question = tuple[str, str]
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """One kind of prompts with targets.
-
-    Args:
-        name: for files and the command line.
-        title: for panels.
-        source: the Hugging Face dataset, with its configuration after a colon.
-        split: of that dataset.
-        build: all questions of some rows.
-    """
+    """One kind of prompts with targets, from a Hugging Face dataset unless told otherwise."""
 
     name: str
     title: str
     source: str
     split: str
     build: Callable[[Sequence[Record]], list[Question]]
+    """All questions of some rows."""
 
     def load(
         self, model: HookedModel, n: int, *, source: str | Path | None = None
     ) -> TargetDataset:
-        """The first questions of a file or of a Hugging Face dataset, as prompts with targets.
+        """The first `n` questions that fit the model's context, as prompts with targets.
 
         Args:
-            model: whose tokens the prompts are in, behind the BOS token where it prepends one;
-                prompts that are longer than its context are left out.
+            model: whose tokens the prompts are in, behind the BOS token where it prepends one.
             n: how many questions at most.
             source: a file with one JSON object per line, a folder of such files, or a dataset's
                 name; the set's own dataset when left out.
-
-        Raises:
-            ValueError: no such file or dataset, rows of another kind, or no prompt that is short
-                enough.
         """
         if n < 1:
             raise ValueError(f"expected at least one question; got {n}")
         tokenizer, bos, room = model.tokenizer, prepends_bos(model), model.cfg.n_ctx
-        questions = self.questions(source, 4 * n + 1)
-        if questions:
-            encoded = tokenizer([t + a for t, a in questions], add_special_tokens=False)
-            fits = [int(bos) + len(tokens) <= room for tokens in encoded["input_ids"]]
-            questions = [question for question, fit in zip(questions, fits, strict=True) if fit]
+        questions = [
+            (text, answer)
+            for text, answer in self.questions(source, 4 * n + 1)
+            if bos + len(tokenizer.encode(text + answer, add_special_tokens=False)) <= room
+        ]
         if not questions:
             raise ValueError(
                 f"expected questions of {self.title} of at most {room} tokens in "
@@ -80,11 +68,7 @@ class QuestionSet:
         return TargetDataset.from_texts(tokenizer, texts, answers, prepend_bos=bos)
 
     def questions(self, source: str | Path | None, n_rows: int) -> list[Question]:
-        """The questions in the first rows of a source, as of `load`.
-
-        Raises:
-            ValueError: no such file or dataset, or rows of another kind.
-        """
+        """The questions in the first rows of a source, as of `load`."""
         rows = read_rows(self.source if source is None else source, self.split, n_rows)
         try:
             return self.build(rows)
@@ -96,11 +80,7 @@ class QuestionSet:
 
 
 def read_rows(source: str | Path, split: str = "train", limit: int | None = None) -> list[Record]:
-    """The rows of a file, of all such files in a folder in turn, or of a Hugging Face dataset.
-
-    Raises:
-        ValueError: no such file or dataset, or no row.
-    """
+    """The rows of a file, of all such files in a folder in turn, or of a Hugging Face dataset."""
     path = Path(source)
     rows: Iterable[Record]
     if path.is_file():

@@ -60,11 +60,7 @@ class WordTask:
 
 
 def prepends_bos(model: HookedModel) -> bool:
-    """Whether the model itself puts a BOS token before every text that it reads.
-
-    Raises:
-        ValueError: a model without a tokenizer.
-    """
+    """Whether the model itself puts a BOS token before every text that it reads."""
     if model.tokenizer is None:
         raise ValueError(
             "expected a model with a tokenizer; this one has none. Build it with one, or make "
@@ -89,15 +85,7 @@ def single_words(tokenizer: Any, words: Iterable[str], needed: int, what: str) -
 
     Mostly that is " Mary". Tokenizers of the SentencePiece kind begin every text with a space
     themselves: there " Mary" alone is two tokens, and "Mary" the one that follows in a prompt.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        words: candidates.
-        needed: how many there must be.
-        what: what the words are, in the plural: the name of the task's field.
-
-    Raises:
-        ValueError: fewer words than needed.
+    Fewer than `needed` are refused; `what` is the name of the task's field.
     """
     encode, words = encoder(tokenizer), tuple(dict.fromkeys(words))
     before, found = encode("to"), {}
@@ -119,11 +107,7 @@ def single_words(tokenizer: Any, words: Iterable[str], needed: int, what: str) -
 
 
 def draw_distinct(draw: Callable[[], Prompt], n: int) -> list[Prompt]:
-    """`n` draws with distinct clean prompts, as far as there are as many.
-
-    Raises:
-        ValueError: fewer than one prompt is asked for.
-    """
+    """`n` draws with distinct clean prompts, as far as there are as many."""
     if n < 1:
         raise ValueError(f"expected to draw at least 1 prompt pair; got n={n}")
     found: dict[str, Prompt] = {}
@@ -137,12 +121,7 @@ def draw_distinct(draw: Callable[[], Prompt], n: int) -> list[Prompt]:
 
 
 def to_pairs(tokenizer: Any, prompts: Sequence[Prompt], *, prepend_bos: bool) -> PromptPairs:
-    """Prompts as tokens.
-
-    Raises:
-        ValueError: a word that the tokenizer does not know, or clean and corrupted prompts of
-            unequal length.
-    """
+    """Prompts as tokens; one with a word that the tokenizer does not know is refused."""
     encode = encoder(tokenizer)
     for text in (text for prompt in prompts for text in (prompt.clean, prompt.corrupted)):
         if not _is_known(tokenizer, encode(text), text):

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sparse_tl.lens import Model, save_model
-from sparse_tl.tasks.addition import DIGITS, AdditionTask
+from sparse_tl.tasks.addition import AdditionTask
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,7 +28,7 @@ def few_sums() -> Iterator[None]:
         patch.setattr(AdditionTask, "split", small)
         patch.setattr("sparse_tl.runs.addition.PAIRS", 8)
         patch.setattr("sparse_tl.runs.addition.EXAMPLES", 8)
-        patch.setattr("sparse_tl.runs.addition.DIGITS", DIGITS[1:])
+        patch.setattr("sparse_tl.runs.addition.DIGITS", ("tens", "units"))
         yield
 
 
