@@ -76,24 +76,20 @@ def check_replaceable(folder: str | Path, marker: str, *others: str) -> None:
     """
     folder = Path(folder)
     found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    strange = [name for name in found if name not in (marker, *others)]
-    if marker in found and strange:
+    strange = [name for name in found if marker not in found or name not in (marker, *others)]
+    if strange:
         raise ValueError(
-            f"expected a folder with nothing but an earlier {marker} to write to; {folder} also "
-            f"holds {strange[:5]}, which would be deleted. Choose another folder."
-        )
-    if found and marker not in found:
-        raise ValueError(
-            f"expected an empty folder, or one with an earlier {marker}, to write to; {folder} "
-            f"holds {found[:5]}, which would be deleted. Choose another folder."
+            f"expected an empty folder, or one with nothing but an earlier {marker}, to write to; "
+            f"{folder} holds {strange[:5]}, which would be deleted. Choose another folder."
         )
 
 
-def recover_folder(path: str | Path) -> None:
-    """Put back the folder that a killed `atomic_folder` had moved aside; else do nothing."""
+def recover_folder(path: str | Path) -> bool:
+    """Put back the folder that a killed `atomic_folder` had moved aside; whether there is one."""
     path = Path(path).resolve()
     if not path.exists() and _aside(path).exists():
         os.replace(_aside(path), path)
+    return path.exists()
 
 
 def write_json(path: str | Path, content: Any) -> None:

@@ -192,7 +192,7 @@ def test_another_kind_is_neither_read_nor_replaced(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no result\.json"):
         Scores.load(tmp_path)
     (folder / "notes.md").write_text("mine")
-    with pytest.raises(ValueError, match=r"also holds \['notes.md'\], which would be deleted"):
+    with pytest.raises(ValueError, match=r"holds \['notes.md'\], which would be deleted"):
         SCORES.save(folder)
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("years of work")

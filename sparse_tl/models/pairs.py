@@ -64,14 +64,14 @@ def build_pair(
         KeyboardInterrupt: after Ctrl-C, once the state is saved; called again, it goes on.
     """
     folder = Path(folder)
-    if not _finished(folder / "dense"):
+    if not recover_folder(folder / "dense"):
         checkpoint = folder / "checkpoint-dense"
         model, history = recipe.train(seed, checkpoint=checkpoint, device=device, progress=progress)
         _write_history(folder, history.assign(phase="dense"))
         with atomic_folder(folder / "dense") as temporary:
             save_model(model, temporary)
         shutil.rmtree(checkpoint)
-    if not _finished(folder / "sparse"):
+    if not recover_folder(folder / "sparse"):
         checkpoint = folder / "checkpoint-sparse"
         dense = load_model(folder / "dense", device=device)
         sparse, outcome = recipe.sparsify(dense, seed, checkpoint=checkpoint, progress=progress)
@@ -114,11 +114,7 @@ def load_built_in(
 ) -> tuple[Model, SparseTransformer]:
     """The pair of a seed: the one that comes with the package, or else built in the cache folder.
 
-    Raises:
-        ValueError: a folder that cannot be written, or that holds damaged models.
-        UserWarning: a warning, where the sparse model misses the target of its post-training, or
-            another job builds this pair already and is waited for.
-        KeyboardInterrupt: after Ctrl-C, once the state is saved; called again, it goes on.
+    It warns where the sparse model misses the target of its post-training.
     """
     folder = SHIPPED / recipe.name
     if seed or not folder.is_dir():
@@ -147,12 +143,8 @@ def build_cached(
     """The folder of a pair in the cache, built unless it is there, of this recipe and version."""
     folder = cache_folder(cache) / recipe.name / f"seed-{seed}"
     made_by = {"version": __version__, **recipe.settings(seed)}
-
-    def is_there() -> bool:
-        whole = _finished(folder / "dense") and _finished(folder / "sparse")
-        return whole and _made_by(folder) == made_by
-
-    if is_there():
+    whole = recover_folder(folder / "dense") and recover_folder(folder / "sparse")
+    if whole and _made_by(folder) == made_by:
         return folder
     check_writable(folder.parent)
     # The jobs of a cluster share the user's cache folder: one builds, the others wait.
@@ -187,8 +179,3 @@ def _write_history(folder: Path, phase: pd.DataFrame) -> None:
         found = pd.read_csv(path)
         earlier = [found[found["phase"] != phase["phase"].iloc[0]]]
     write_csv(path, pd.DataFrame(pd.concat([*earlier, phase])))
-
-
-def _finished(folder: Path) -> bool:
-    recover_folder(folder)
-    return folder.exists()

@@ -14,7 +14,7 @@ import random
 import re
 import zlib
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -133,18 +133,18 @@ def task_rows(n: int, *, part: Part | str, text: float, seed: int = 0) -> TokenB
         prompts = _draw(task, tokenizer, n, part, rng)
         words = _encode(tokenizer, [prompt.clean for prompt in prompts])
         answers = _encode(tokenizer, [rng.choice(prompt.answers) for prompt in prompts])
-        rows += [
-            _Row(prompt, answer, is_text=index < text * n)
-            for index, (prompt, (answer,)) in enumerate(zip(words, answers, strict=True))
-        ]
+        is_text = [index < text * n for index in range(n)]
+        rows += zip(words, answers, is_text, strict=True)
     rng.shuffle(rows)
-    return _to_batch(rows)
-
-
-class _Row(NamedTuple):
-    tokens: list[int]
-    answer: int
-    is_text: bool
+    tokens = torch.zeros(len(rows), WIDTH, dtype=torch.long)
+    labels = torch.zeros_like(tokens)
+    loss_mask = torch.zeros_like(tokens, dtype=torch.bool)
+    for row, (words, (answer,), is_text) in enumerate(rows):
+        end = len(words)
+        tokens[row, :end] = torch.tensor(words)
+        labels[row, :end] = torch.tensor([*words[1:], answer])
+        loss_mask[row, 0 if is_text else end - 1 : end] = True
+    return TokenBatch(tokens, labels, loss_mask)
 
 
 def _draw(
@@ -169,15 +169,3 @@ def _draw(
 
 def _encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     return tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-
-
-def _to_batch(rows: Sequence[_Row]) -> TokenBatch:
-    tokens = torch.zeros(len(rows), WIDTH, dtype=torch.long)
-    labels = torch.zeros_like(tokens)
-    loss_mask = torch.zeros_like(tokens, dtype=torch.bool)
-    for index, row in enumerate(rows):
-        end = len(row.tokens)
-        tokens[index, :end] = torch.tensor(row.tokens)
-        labels[index, :end] = torch.tensor([*row.tokens[1:], row.answer])
-        loss_mask[index, 0 if row.is_text else end - 1 : end] = True
-    return TokenBatch(tokens, labels, loss_mask)
