@@ -21,7 +21,7 @@ import torch
 
 from sparse_tl.data.batches import TokenBatch, cross_entropy
 from sparse_tl.head_roles.fitting import first_gates
-from sparse_tl.head_roles.objectives import GatedHeads, Likelihood
+from sparse_tl.head_roles.likelihood import GatedHeads, Likelihood
 from sparse_tl.lens import Model, build_model
 from sparse_tl.models import build_addition_model
 from sparse_tl.tasks import AdditionTask

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+Kind = TypeVar("Kind", bound="Rows")
+
+
+class Rows:
+    """What frozen dataclasses of tensors with a row per prompt share."""
+
+    def __len__(self) -> int:
+        first: Any = next(iter(vars(self).values()))
+        return len(first)
+
+    def to(self: Kind, device: torch.device | str) -> Kind:
+        """The same on another device."""
+        return self._each(lambda tensor: tensor.to(device))
+
+    def select(self: Kind, index: Tensor | slice) -> Kind:
+        """Some of the rows."""
+        return self._each(lambda tensor: tensor[index])
+
+    def _each(self: Kind, change: Callable[[Tensor], Tensor]) -> Kind:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return type(self)(**{name: change(tensor) for name, tensor in given.items()})
+
 
 @dataclass(frozen=True, eq=False)
-class TokenBatch:
+class TokenBatch(Rows):
     """Tokens with the label of every position and the positions that count.
 
     The logits at position ``p`` predict ``labels[:, p]``; the loss is the mean cross-entropy in
@@ -53,28 +76,13 @@ class TokenBatch:
         loss_mask[:, -1] = False
         return TokenBatch(tokens, labels, loss_mask)
 
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def to(self, device: torch.device | str) -> TokenBatch:
-        """The batch on another device."""
-        return self._each(lambda tensor: tensor.to(device))
-
-    def select(self, index: Tensor | slice) -> TokenBatch:
-        """Some rows of the batch."""
-        return self._each(lambda tensor: tensor[index])
-
     def split(self, size: int) -> list[TokenBatch]:
         """Consecutive pieces of `size` rows; more rows where a piece would have no label."""
-        ends = []
+        bounds = [0]
         for end in range(size, len(self), size):
-            start = ends[-1] if ends else 0
-            if self.loss_mask[start:end].any() and self.loss_mask[end:].any():
-                ends.append(end)
-        return [
-            self.select(slice(start, end))
-            for start, end in zip([0, *ends], [*ends, len(self)], strict=True)
-        ]
+            if self.loss_mask[bounds[-1] : end].any() and self.loss_mask[end:].any():
+                bounds.append(end)
+        return [self.select(slice(*some)) for some in pairwise([*bounds, len(self)])]
 
     def trimmed(self, *, causal: bool) -> TokenBatch:
         """The batch without columns that cannot matter to the loss.
@@ -92,28 +100,10 @@ class TokenBatch:
         start = 0 if mask is None else int(mask.any(dim=0).nonzero()[0])
         return self._each(lambda tensor: tensor[:, start:stop])
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> TokenBatch:
-        mask = self.attention_mask
-        tokens, labels, loss_mask = map(change, (self.tokens, self.labels, self.loss_mask))
-        return TokenBatch(tokens, labels, loss_mask, None if mask is None else change(mask))
-
     @property
     def model_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of a forward pass beside the tokens."""
         return {} if self.attention_mask is None else {"attention_mask": self.attention_mask}
-
-
-def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
-    """Several batches of one length as one; the opposite of `TokenBatch.split`."""
-    masks = [b.attention_mask for b in batches if b.attention_mask is not None]
-    if masks and len(masks) != len(batches):
-        raise ValueError("expected an attention mask in every batch or in none")
-    return TokenBatch(
-        torch.cat([b.tokens for b in batches]),
-        torch.cat([b.labels for b in batches]),
-        torch.cat([b.loss_mask for b in batches]),
-        torch.cat(masks) if masks else None,
-    )
 
 
 def cross_entropy(logits: Float[Tensor, "batch pos vocab"], batch: TokenBatch) -> Float[Tensor, ""]:
@@ -125,9 +115,15 @@ def per_label_loss(
     logits: Float[Tensor, "batch pos vocab"], batch: TokenBatch
 ) -> Float[Tensor, " label"]:
     """Cross-entropy in nats at each loss position, in row-major order."""
-    chosen = logits[batch.loss_mask]
-    precise = chosen if chosen.dtype == torch.float64 else chosen.float()
-    return F.cross_entropy(precise, batch.labels[batch.loss_mask], reduction="none")
+    return token_losses(logits[batch.loss_mask], batch.labels[batch.loss_mask])
+
+
+def token_losses(
+    logits: Float[Tensor, "label vocab"], labels: Int[Tensor, " label"]
+) -> Float[Tensor, " label"]:
+    """Cross-entropy in nats of each label, in float32 at least."""
+    precise = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(precise, labels, reduction="none")
 
 
 def exact_rows(

@@ -15,19 +15,21 @@ def check_known(tokenizer: Any, text: str) -> None:
         ValueError: it has not; names the part.
     """
     try:
-        unknown = unknown_part(tokenizer, text)
+        unknown = _unknown_part(tokenizer, text)
     except Exception as error:  # tokenizers without an unknown token raise a bare Exception
         raise ValueError(
             f"expected a prompt that the tokenizer can encode; got {text!r}: {error}"
         ) from error
     if unknown is not None:
+        known = sorted(tokenizer.get_vocab())
+        listed = f"; it knows {' '.join(known)}" if len(known) <= 40 else ""
         raise ValueError(
             f"expected a prompt that the tokenizer can encode; it has no token for {unknown!r}"
-            + _vocabulary_of(tokenizer)
+            + listed
         )
 
 
-def unknown_part(tokenizer: Any, text: str) -> str | None:
+def _unknown_part(tokenizer: Any, text: str) -> str | None:
     """The first part of a text for which the tokenizer has no token; ``None`` if there is none."""
     if not getattr(tokenizer, "is_fast", False):
         return _first_unknown_piece(tokenizer, text)
@@ -51,9 +53,3 @@ def _first_unknown_piece(tokenizer: Any, text: str) -> str | None:
         return None
     pieces = tokenizer.tokenize(text)
     return next((p for p in pieces if tokenizer.convert_tokens_to_ids(p) == unknown), text)
-
-
-def _vocabulary_of(tokenizer: Any) -> str:
-    """The whole vocabulary, where it is short enough to read."""
-    tokens = sorted(tokenizer.get_vocab())
-    return f"; it knows {' '.join(tokens)}" if len(tokens) <= 40 else ""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from sparse_tl.data.batches import Rows
 
 NO_TOKEN = -1
 """Fills rows of answers that are shorter than the longest."""
 
 
 @dataclass(frozen=True, eq=False)
-class PromptPairs:
+class PromptPairs(Rows):
     """Clean prompts and, row by row, their corrupted counterparts of the same length.
 
     Prompts of different lengths are padded *on the right*: in a causal model nothing after the
@@ -101,15 +104,13 @@ class PromptPairs:
                         f"{some!r}, whose characters would be taken for {name}. Write [{some!r}]."
                     )
         lists = (clean, corrupted, answers, wrong)
-        if len({len(some) for some in lists}) != 1:
+        if len({len(some) for some in lists}) != 1 or not clean:
             raise ValueError(
-                f"expected as many clean as corrupted prompts, answers and wrong answers; got "
-                f"{[len(some) for some in lists]}"
+                f"expected as many clean as corrupted prompts, answers and wrong answers, at least "
+                f"one of each; got {[len(some) for some in lists]}"
             )
-        pairs = [
-            (list(tokenize(c)), list(tokenize(d))) for c, d in zip(clean, corrupted, strict=True)
-        ]
-        for row, (one, other) in enumerate(pairs):
+        first, second = ([list(tokenize(text)) for text in texts] for texts in (clean, corrupted))
+        for row, (one, other) in enumerate(zip(first, second, strict=True)):
             if len(one) != len(other):
                 raise ValueError(
                     f"expected clean and corrupted prompts of equal token length; pair {row} has "
@@ -121,19 +122,12 @@ class PromptPairs:
             return [single_token(tokenize, text, start) for text in texts]
 
         return PromptPairs(
-            _padded([one for one, _ in pairs], 0),
-            _padded([other for _, other in pairs], 0),
-            _padded([tokens_of(texts) for texts in answers], NO_TOKEN),
-            _padded([tokens_of(texts) for texts in wrong], NO_TOKEN),
-            torch.tensor([len(one) - 1 for one, _ in pairs]),
+            padded(first, 0),
+            padded(second, 0),
+            padded([tokens_of(texts) for texts in answers], NO_TOKEN),
+            padded([tokens_of(texts) for texts in wrong], NO_TOKEN),
+            torch.tensor([len(one) - 1 for one in first]),
         )
-
-    def __len__(self) -> int:
-        return len(self.clean)
-
-    def select(self, index: Tensor | slice) -> PromptPairs:
-        """Some of the pairs."""
-        return PromptPairs(*(getattr(self, field.name)[index] for field in fields(self)))
 
     def split(self, size: int) -> list[PromptPairs]:
         """Consecutive pieces of at most `size` pairs.
@@ -144,10 +138,6 @@ class PromptPairs:
         if size < 1:
             raise ValueError(f"expected a batch size of at least 1; got {size}")
         return [self.select(slice(start, start + size)) for start in range(0, len(self), size)]
-
-    def to(self, device: torch.device | str) -> PromptPairs:
-        """The pairs on another device."""
-        return PromptPairs(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def read(self, logits: Float[Tensor, "pair pos vocab"]) -> Float[Tensor, "pair vocab"]:
         """The logits at each pair's position."""
@@ -186,10 +176,7 @@ def single_token(tokenize: Callable[[str], Sequence[int]], text: str, start: int
     return tokens[0]
 
 
-def _padded(rows: Sequence[Sequence[int]], fill: int) -> Int[Tensor, "row column"]:
-    width = max((len(row) for row in rows), default=0)
-    return (
-        torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows])
-        .reshape(-1, width)
-        .long()
-    )
+def padded(rows: Sequence[Sequence[int]] | Tensor, fill: int) -> Int[Tensor, "row column"]:
+    """Rows of any lengths, the shorter ones filled at their ends."""
+    tensors = [torch.as_tensor(row, dtype=torch.long) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=fill)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -38,7 +40,7 @@ class ShuffledStream:
         self.examples = examples
         self.batch_size = batch_size
         self.seed = seed
-        self._orders: dict[int, Tensor] = {}
+        self._order = lru_cache(maxsize=2)(self._shuffled)  # a batch may span two epochs
 
     def batch(self, step: int) -> TokenBatch:
         """Rows ``step * batch_size ...`` of the endless sequence of shuffled epochs."""
@@ -48,14 +50,9 @@ class ShuffledStream:
         rows = torch.stack([self._order(place // n)[place % n] for place in places])
         return self.examples.select(rows)
 
-    def _order(self, epoch: int) -> Tensor:
-        if epoch not in self._orders:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            self._orders = {
-                **{e: o for e, o in self._orders.items() if e == epoch - 1},
-                epoch: torch.randperm(len(self.examples), generator=generator),
-            }
-        return self._orders[epoch]
+    def _shuffled(self, epoch: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        return torch.randperm(len(self.examples), generator=generator)
 
 
 class IterableStream:
@@ -132,11 +129,7 @@ def read_documents(
 
 
 def dataset_rows(source: str | Path, split: str) -> Iterator[dict[str, Any]]:
-    """The rows of a Hugging Face dataset, streamed.
-
-    Args:
-        source: its name, with its configuration after a colon if it has one.
-        split: of the dataset.
+    """The rows of a Hugging Face dataset, streamed; it is named as for `read_documents`.
 
     Raises:
         ValueError: no such dataset, or no network.
@@ -179,14 +172,14 @@ def token_windows(
     if window < 2:
         raise ValueError(f"expected a window of at least 2 tokens; got {window}")
     tokens: list[int] = []
-    needed = None if limit is None else limit * window
+    needed = sys.maxsize if limit is None else limit * window
     for document in documents:
         if tokenizer.bos_token_id is not None:
             tokens.append(tokenizer.bos_token_id)
         tokens.extend(tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"])
-        if needed is not None and len(tokens) >= needed:
+        if len(tokens) >= needed:
             break
-    n_windows = len(tokens) // window if needed is None else min(len(tokens), needed) // window
+    n_windows = min(len(tokens), needed) // window
     if n_windows == 0:
         raise ValueError(
             f"expected text of at least one window of {window} tokens; got {len(tokens)} tokens. "

@@ -6,19 +6,17 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
+from sparse_tl.data.pairs import NO_TOKEN, PromptPairs, padded
 
 if TYPE_CHECKING:
     import pandas as pd
-
-Side = Literal["left", "right"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +55,6 @@ class TargetDataset:
         spans: Sequence[tuple[int, int]],
         *,
         pad_token: int | None = None,
-        padding_side: Side | str = "right",
     ) -> TargetDataset:
         """Rows from token ids, each with the span of its target.
 
@@ -66,40 +63,33 @@ class TargetDataset:
             spans: ``(start, stop)`` of each target in its row; the first token cannot be predicted.
             pad_token: a token that is no text: it is not attended to at the ends of a row, and
                 refused in a target. It also fills shorter rows.
-            padding_side: where shorter rows are filled; either gives the same results.
 
         Raises:
             ValueError: no row, a span that does not fit its row, or a target with padding in it.
         """
-        if padding_side not in get_args(Side):
-            raise ValueError(f"expected padding_side of {get_args(Side)}; got {padding_side!r}")
         if len(tokens) != len(spans) or len(tokens) == 0:
             raise ValueError(
                 f"expected one span per row and at least one row; got {len(tokens)} rows and "
                 f"{len(spans)} spans"
             )
-        width = max(map(len, tokens))
-        shape = (len(tokens), width)
-        filled = torch.full(shape, 0 if pad_token is None else pad_token)
-        labels, attention = torch.zeros(shape, dtype=torch.long), torch.zeros(shape).long()
-        loss_mask = torch.zeros(shape, dtype=torch.bool)
-        for row, (some, (start, stop)) in enumerate(zip(tokens, spans, strict=True)):
-            given = torch.tensor([int(token) for token in some])
-            if not 0 < start < stop <= len(given):
+        filled = padded(tokens, 0 if pad_token is None else pad_token)
+        labels, attention = torch.zeros_like(filled), torch.zeros_like(filled)
+        loss_mask = torch.zeros_like(filled, dtype=torch.bool)
+        for row, (start, stop) in enumerate(spans):
+            length = len(tokens[row])
+            if not 0 < start < stop <= length:
                 raise ValueError(
-                    f"expected a target span in 1..{len(given)} of row {row}, with at least one "
+                    f"expected a target span in 1..{length} of row {row}, with at least one "
                     f"token and one before it; got ({start}, {stop})"
                 )
-            is_text = given != (NO_TOKEN if pad_token is None else pad_token)
+            is_text = filled[row, :length] != (NO_TOKEN if pad_token is None else pad_token)
             if not is_text[start:stop].all():
                 what = "partly" if is_text[start:stop].any() else "all"
                 raise ValueError(f"expected a target of text in row {row}; it is {what} padding")
-            left = width - len(given) if padding_side == "left" else 0
-            filled[row, left : left + len(given)] = given
-            text = is_text.nonzero()[:, 0]
-            attention[row, left + int(text[0]) : left + int(text[-1]) + 1] = 1
-            labels[row, left + start - 1 : left + stop - 1] = given[start:stop]
-            loss_mask[row, left + start - 1 : left + stop - 1] = True
+            text = is_text.nonzero()[:, 0].tolist()
+            attention[row, text[0] : text[-1] + 1] = 1
+            labels[row, start - 1 : stop - 1] = filled[row, start:stop]
+            loss_mask[row, start - 1 : stop - 1] = True
         same = bool(attention.all())
         return TargetDataset(TokenBatch(filled, labels, loss_mask, None if same else attention))
 
@@ -110,7 +100,6 @@ class TargetDataset:
         targets: Sequence[str],
         *,
         prepend_bos: bool = False,
-        padding_side: Side | str = "right",
     ) -> TargetDataset:
         """Rows from texts and the targets that follow them.
 
@@ -122,7 +111,6 @@ class TargetDataset:
             texts: prompts.
             targets: what follows each.
             prepend_bos: whether rows begin with the BOS token.
-            padding_side: as of `from_tokens`.
 
         Raises:
             ValueError: an empty target, or a token that holds the end of the text and the start of
@@ -150,7 +138,7 @@ class TargetDataset:
             first = _first_of_target(text, whole[row], encoded["offset_mapping"][row], row)
             rows.append([*start, *encoded["input_ids"][row]])
             spans.append((len(start) + first, len(rows[-1])))
-        return TargetDataset.from_tokens(rows, spans, padding_side=padding_side)
+        return TargetDataset.from_tokens(rows, spans)
 
     @staticmethod
     def from_records(

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
+import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -24,15 +25,12 @@ from torch import Tensor
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles.checks import check_fits
 from sparse_tl.head_roles.likelihood import target_log_probabilities
-from sparse_tl.head_roles.roles import HeadRoles
+from sparse_tl.head_roles.roles import HeadRoles, Role
 from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-Order = Literal["facilitation", "irrelevance", "interference", "random"]
+Order = Literal[Role, "random"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +58,6 @@ class AblationCurve(Result):
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per number of ablated heads: mean, smallest and largest over seeds, control."""
-        import pandas as pd
-
         columns = {
             "ablated": range(self.values.shape[1]),
             "mean": self.values.mean(dim=0),
@@ -89,7 +85,6 @@ def ablation_curve(
     max_heads: int = 50,
     control: bool = True,
     seed: int = 0,
-    rows_at_once: int | None = None,
     progress: bool = True,
 ) -> AblationCurve:
     """Ablate more and more heads, the first of a role first.
@@ -102,8 +97,6 @@ def ablation_curve(
         max_heads: how many heads are ablated at most; the model's number of heads ends it too.
         control: whether to measure a random order beside it.
         seed: of random orders.
-        rows_at_once: prompts times gate matrices of one forward pass: many points of the curve
-            pass together, as many as fit in little memory when left out.
         progress: whether to show it.
 
     Raises:
@@ -133,7 +126,7 @@ def ablation_curve(
     with tracked(f"ablation by {by}", len(wanted) * len(baselines), progress) as step:
         for name, measured in curves.items():
             for baseline, order in zip(baselines, orders[name], strict=True):
-                measured.append(_curve(model, dataset, baseline, order[:max_heads], rows_at_once))
+                measured.append(_curve(model, dataset, baseline, order[:max_heads]))
                 step()
     values = {name: torch.stack(measured) for name, measured in curves.items()}
     return AblationCurve(
@@ -155,7 +148,6 @@ def _curve(
     dataset: TargetDataset,
     baseline: Float[Tensor, "layer head"],
     order: Sequence[tuple[int, int]],
-    rows_at_once: int | None,
 ) -> Float[Tensor, " count"]:
     """Delta log P for 0 to all heads of an order, every point in the same passes."""
     retained = baseline.repeat(len(order), 1, 1)
@@ -163,8 +155,7 @@ def _curve(
     for place, (layer, head) in enumerate(order):
         retained[place:, layer, head] = 1.0
         ablated[place:, layer, head] = 0.0
-    found = target_log_probabilities(
-        model, dataset.rows, torch.cat([retained, ablated]), rows_at_once=rows_at_once
-    ).mean(dim=1)
-    difference = found[len(order) :] - found[: len(order)]
+    found = target_log_probabilities(model, dataset.rows, torch.cat([retained, ablated]))
+    given, without = found.mean(dim=1).split(len(order))
+    difference = without - given
     return torch.cat([difference.new_zeros(1), difference])  # nothing ablated, nothing changed

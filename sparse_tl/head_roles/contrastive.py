@@ -1,14 +1,12 @@
-"""Contrastive head gating: gates that keep one sub-task and lose another.
-
-Reference: arXiv 2505.13737.
-"""
+"""Contrastive head gating: gates that keep one sub-task and lose another."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -24,14 +22,10 @@ from sparse_tl.head_roles.fitting import (
     fit_stage,
     row_digest,
 )
-from sparse_tl.head_roles.likelihood import target_log_probabilities
-from sparse_tl.head_roles.objectives import Contrast, GatedHeads
+from sparse_tl.head_roles.likelihood import Contrast, GatedHeads, target_log_probabilities
 from sparse_tl.head_roles.roles import head_table, mean_table
 from sparse_tl.lens import HookedModel
 from sparse_tl.results import Result
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,12 +117,11 @@ def fit_contrastive_head_gates(
         rates=SECOND_RATES,
         settings={
             "stage": "contrast",
-            "lambda": fitting.lambda_,
             "seeds": list(chosen),
             "retain": row_digest(kept.rows),
             "forget": row_digest(lost.rows),
         },
-        checkpoint=None if checkpoint is None else Path(checkpoint),
+        checkpoint=checkpoint,
         title="contrastive head gates",
         progress=progress,
     )

@@ -1,13 +1,6 @@
 """Causal head gating: three fits of the same gates, without pressure, pushed open, pushed shut.
 
-1. Check the model, the dataset and the settings; split the dataset.
-2. G0: from uniform gates, no penalty.
-3. G+ and G-: from copies of G0, pushed open and pushed shut.
-4. Measure all gates, and the model without them, on the held-out part.
-
 Every seed is one matrix of a stack that is fitted on the same batches, in the same passes.
-
-Reference: arXiv 2505.13737.
 """
 
 from __future__ import annotations
@@ -30,10 +23,10 @@ from sparse_tl.data.targets import TargetDataset
 from sparse_tl.files import digest
 from sparse_tl.head_roles.checks import check_fits
 from sparse_tl.head_roles.held_out import measured_roles
-from sparse_tl.head_roles.objectives import GatedHeads, Likelihood
+from sparse_tl.head_roles.likelihood import GatedHeads, Likelihood
 from sparse_tl.head_roles.roles import HeadRoles
 from sparse_tl.lens import HookedModel, adapt
-from sparse_tl.training import Selection, Trained, TrainingConfig, train
+from sparse_tl.training import Selection, TrainingConfig, train
 
 FIRST_RATES, SECOND_RATES = (0.1, 0.01), (0.5, 0.1)
 """Learning rates at the start and the end of G0, and of G+ and G-."""
@@ -130,7 +123,6 @@ def fit_head_gates(
             rates=SECOND_RATES if trajectories else FIRST_RATES,
             settings={
                 "stage": name,
-                "lambda": lambda_,
                 "seeds": list(chosen),
                 "dataset": row_digest(training.rows),
             },
@@ -175,21 +167,14 @@ def fit_stage(
     *,
     rates: tuple[float, float],
     settings: dict[str, Any],
-    checkpoint: Path | None,
+    checkpoint: str | Path | None,
     title: str,
     progress: bool,
 ) -> Float[Tensor, "seed record layer head"]:
     """One stage: the gates' logits at `GateFitting.recorded_at`, those after the last update last.
 
-    Args:
-        objective: what is minimised, with the gates to begin from.
-        stream: training batches.
-        fitting: how gates are fitted.
-        rates: learning rates at the start and the end.
-        settings: what else identifies this stage in its checkpoint.
-        checkpoint: its folder; found there, an interrupted stage goes on.
-        title: shown beside the progress bar.
-        progress: whether to show it.
+    The objective has the gates to begin from; the learning rate falls from the first of the rates
+    to the second. All else is as of `train`.
     """
     theta, (first, last) = objective.gated.theta, rates
     train(
@@ -211,8 +196,8 @@ def fit_stage(
             evaluate_every=fitting.updates,
             checkpoint_every=fitting.checkpoint_every,
         ),
-        trained={"theta": Trained(theta, 1.0)},
-        settings={"batch_size": fitting.batch_size, **settings},
+        trained={"theta": 1.0},
+        settings={"batch_size": fitting.batch_size, "lambda": objective.lambda_, **settings},
         checkpoint=checkpoint,
         title=title,
         progress=progress,

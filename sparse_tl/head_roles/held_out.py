@@ -1,11 +1,8 @@
 """What fitted gates do on held-out prompts, all of it in one stack of gate matrices.
 
-1. The loss of every stage and seed, and that of the model without gates.
-2. Whether a seed has fitted at all.
-3. Removal, exactly: the loss when one head alone is gone, and when all heads of a role are gone,
-   from the model and from the fitted G+. Gates are no measure of that: where a normalisation undoes
-   scale, a gate of 0.2 may do as well as one of 1, and a head that nothing can do without ends with
-   a small gate when pushed shut.
+What removing a head costs is measured, too: gates are no measure of that. Where a normalisation
+undoes scale, a gate of 0.2 may do as well as one of 1, and a head that nothing can do without ends
+with a small gate when pushed shut.
 """
 
 from __future__ import annotations
@@ -17,8 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.head_roles.likelihood import target_log_probabilities
-from sparse_tl.head_roles.objectives import LARGEST_LOGIT
+from sparse_tl.head_roles.likelihood import LARGEST_LOGIT, target_log_probabilities
 from sparse_tl.head_roles.roles import THRESHOLD, HeadRoles, role_scores
 from sparse_tl.lens import HookedModel
 
@@ -32,16 +28,7 @@ def measured_roles(
     lambda_: float,
     recorded_at: tuple[int, ...],
 ) -> HeadRoles:
-    """The roles that fitted gates give the heads, and what they are worth on held-out prompts.
-
-    Args:
-        model: dense or sparse.
-        rows: held-out prompts with their targets.
-        trajectories: gates of G0, G+ and G- on the way, those after the last update last.
-        seeds: of the first gates.
-        lambda_: of the penalty.
-        recorded_at: updates before each gate of a trajectory.
-    """
+    """The roles that fitted gates give the heads, and what they are worth on held-out prompts."""
     gates = trajectories[:, :, -1]
     _, g_plus, g_minus = gates
     n_stages, n_seeds, n_layers, n_heads = gates.shape

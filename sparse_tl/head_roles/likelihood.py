@@ -1,26 +1,44 @@
-"""How likely the targets are under gated heads: logits where a target is predicted, nowhere else.
+"""How likely the targets are under gated heads, and what the gates are fitted to.
+
+With gates ``G = sigmoid(theta)`` and frozen weights, for each matrix of the stack by itself,
+
+    NLL(G) - lambda mean(clamp(theta, -4, 4))                                     (likelihood)
+    NLL_retain + max(logP_forget - sg(logP_retain), -5) - lambda mean(clamp(...))  (contrastive)
+
+with the mean NLL of a target token in nats. A lambda above 0 pushes gates open, below 0 shut; the
+means over heads and tokens make lambda mean the same for every model and batch.
 
 Memory does not grow with the vocabulary times the length of the prompts: of all positions only
 those of the targets are unembedded, and no more than `LOGITS_AT_ONCE` logits exist at a time, with
 or without gradients.
+
+Reference: arXiv 2505.13737, which sums where this takes means: with sums G- collapses.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sparse_tl.data.batches import TokenBatch
+from sparse_tl.data import TokenStream
+from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import GatedRun, Heads
 from sparse_tl.lens import HookedModel, adapt
+from sparse_tl.training.objectives import Objective
 
 LOGITS_AT_ONCE = 2**24
 """64 MB in float32."""
 ACTIVATIONS_AT_ONCE = 2**25
 """Of one layer, in a pass without gradients: 128 MB in float32."""
+LARGEST_LOGIT = 4.0
+"""Of theta, beyond which the penalty pushes no more: gates of 0.018 and 0.982."""
+LARGEST_MARGIN = 5.0
+"""Nats by which the forgotten targets need be less likely than the retained ones, no more."""
 
 
 def target_losses(
@@ -28,10 +46,7 @@ def target_losses(
 ) -> Float[Tensor, "stack label"]:
     """Negative log-probability in nats of every target token under every matrix of gates.
 
-    Args:
-        model: dense or sparse.
-        batch: prompts; their loss positions predict the targets, row by row.
-        gates: on heads; the result is differentiable in them.
+    Differentiable in the gates.
     """
     batch = batch.trimmed(causal=adapt(model).causal)
     final = GatedRun(
@@ -64,23 +79,16 @@ def target_log_probabilities(
     model: HookedModel,
     rows: TokenBatch,
     gates: Float[Tensor, "stack layer head"],
-    *,
-    rows_at_once: int | None = None,
 ) -> Float[Tensor, "stack row"]:
     """Log-probability in nats of every row's whole target under every matrix of gates, on the CPU.
 
-    Args:
-        model: dense or sparse.
-        rows: prompts with their targets.
-        gates: on heads.
-        rows_at_once: prompts times matrices of one forward pass; as many as keep one layer's
-            activations below `ACTIVATIONS_AT_ONCE` when left out.
+    As many prompts and matrices pass together as keep one layer's activations below
+    `ACTIVATIONS_AT_ONCE`.
     """
-    if rows_at_once is None:
-        rows_at_once = _fitting_rows(model, rows.tokens.shape[1])
-    if rows_at_once < 1:
-        raise ValueError(f"expected rows_at_once of at least 1; got {rows_at_once}")
-    device = adapt(model).device
+    adapter, length = adapt(model), rows.tokens.shape[1]
+    per_row = length * (adapter.n_heads * length + adapter.activations_per_token)
+    rows_at_once = max(1, ACTIVATIONS_AT_ONCE // per_row)
+    device = adapter.device
     n_rows = min(len(rows), 64, rows_at_once)
     n_gates = max(1, rows_at_once // n_rows)
     parts = []
@@ -96,17 +104,93 @@ def target_log_probabilities(
     return torch.cat(parts, dim=1)
 
 
-def _fitting_rows(model: HookedModel, length: int) -> int:
-    adapter = adapt(model)
-    per_token = adapter.n_heads * length + adapter.activations_per_token
-    return max(1, ACTIVATIONS_AT_ONCE // (length * per_token))
-
-
 def _losses(
     model: HookedModel, final: Float[Tensor, "stack label d_model"], labels: Int[Tensor, " label"]
 ) -> Float[Tensor, "stack label"]:
-    logits = adapt(model).logits(final)
-    precise = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(precise.flatten(0, 1), labels.repeat(len(final)), reduction="none").view(
-        len(final), -1
-    )
+    logits = adapt(model).logits(final).flatten(0, 1)
+    return token_losses(logits, labels.repeat(len(final))).view(len(final), -1)
+
+
+class GatedHeads(nn.Module):
+    """A model with a stack of trainable head gates; its own weights stay as they are.
+
+    Args:
+        model: dense or sparse.
+        theta: the gates' logits.
+    """
+
+    def __init__(self, model: HookedModel, theta: Float[Tensor, "stack layer head"]) -> None:
+        super().__init__()
+        self.model = model
+        self.theta = nn.Parameter(theta.clone())
+
+    def forward(self, batch: TokenBatch) -> Float[Tensor, "stack label"]:
+        """Negative log-probability in nats of every target token."""
+        return target_losses(self.model, batch, self.theta.sigmoid())
+
+    def mean_theta(self) -> Float[Tensor, " stack"]:
+        """The mean over heads of theta, clamped."""
+        return self.theta.clamp(-LARGEST_LOGIT, LARGEST_LOGIT).mean(dim=(1, 2))
+
+
+@dataclass
+class Likelihood(Objective):
+    """The likelihood of the targets; also keeps the gates' trajectories.
+
+    Args:
+        gated: the model and its gates.
+        lambda_: of the penalty; 0 for none.
+        record_every: updates between two recorded gates.
+    """
+
+    gated: GatedHeads
+    lambda_: float
+    record_every: int
+
+    def __post_init__(self) -> None:
+        self.updates = 0
+        # On the CPU, where a checkpoint has them too.
+        self.recorded = [self.gated.theta.detach().cpu().clone()]
+
+    def measure(
+        self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
+    ) -> tuple[Float[Tensor, ""], dict[str, float]]:
+        losses = self.gated(batch).mean(dim=1)
+        # Gates of different seeds share no term: the sum has the gradients of each by itself.
+        objective = losses - self.lambda_ * self.gated.mean_theta()
+        return objective.sum(), {"loss": losses.mean().item()}
+
+    def update(self, measured: dict[str, float]) -> None:
+        self.updates += 1
+        if self.updates % self.record_every == 0:
+            self.recorded.append(self.gated.theta.detach().cpu().clone())
+
+    def state(self) -> dict[str, Any]:
+        return {"updates": self.updates, "recorded": torch.stack(self.recorded)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.updates = state["updates"]
+        self.recorded = list(state["recorded"])
+
+
+@dataclass
+class Contrast(Likelihood):
+    """The likelihood of some targets, and the unlikelihood of others.
+
+    Args:
+        forget: the other targets; the training stream has those to retain.
+    """
+
+    forget: TokenStream
+
+    def measure(
+        self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
+    ) -> tuple[Float[Tensor, ""], dict[str, float]]:
+        others = self.forget.batch(self.updates).to(batch.tokens.device)
+        retained, forgotten = -self.gated(batch).mean(dim=1), -self.gated(others).mean(dim=1)
+        margin = (forgotten - retained.detach()).clamp(min=-LARGEST_MARGIN)
+        objective = -retained + margin - self.lambda_ * self.gated.mean_theta()
+        return objective.sum(), {
+            "loss": -retained.mean().item(),
+            "forgotten": -forgotten.mean().item(),
+        }

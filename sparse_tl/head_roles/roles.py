@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
+import pandas as pd
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sparse_tl.head_roles.objectives import LARGEST_LOGIT
+from sparse_tl.head_roles.likelihood import LARGEST_LOGIT
 from sparse_tl.results import Result, table_html
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 Role = Literal["facilitation", "irrelevance", "interference"]
 ROLES: tuple[Role, ...] = get_args(Role)
-STAGES = ("g0", "g_plus", "g_minus")
 THRESHOLD = 0.5
 """Score from which on a head belongs to a class."""
 MOST_NAMED = 5
@@ -124,7 +121,7 @@ class HeadRoles(Result):
     def to_pandas(self) -> pd.DataFrame:
         """One row per seed and head: gates, scores (NaN where the seed did not fit), and `removed`,
         what it costs to remove this head alone from the model, in nats per target token."""
-        columns = {name: getattr(self, name) for name in STAGES}
+        columns = {name: getattr(self, name) for name in ("g0", "g_plus", "g_minus")}
         unknown = ~self.fitted[:, None, None]
         for role, score in role_scores(self.g_plus, self.g_minus).items():
             columns[role] = score.masked_fill(unknown, torch.nan)
@@ -134,8 +131,6 @@ class HeadRoles(Result):
     def classes(self) -> pd.DataFrame:
         """One row per role, mean over seeds: its heads, and what it costs to remove all of them
         from the model and from the fitted G+, in nats per target token."""
-        import pandas as pd
-
         heads = [self.members(role).sum(dim=(1, 2)).double().mean().item() for role in ROLES]
         from_model, from_g_plus = self.removed_together[:, :, self.fitted].mean(dim=2).tolist()
         columns = {"heads": heads, "removed": from_model, "removed_from_g_plus": from_g_plus}
@@ -235,8 +230,6 @@ def role_scores(
 
 def head_table(first: str, labels: Sequence[Any], columns: Mapping[str, Tensor]) -> pd.DataFrame:
     """One row per label, layer and head, of tensors with these three axes."""
-    import pandas as pd
-
     _, n_layers, n_heads = next(iter(columns.values())).shape
     index = pd.MultiIndex.from_product(
         [labels, range(n_layers), range(n_heads)], names=[first, "layer", "head"]

@@ -1,13 +1,12 @@
 """The finetuning phase: loss constraint, loop, checkpoints, validation evaluation."""
 
-from sparse_tl.training.config import (
-    Selection as Selection,
-    Trained as Trained,
-    TrainingConfig as TrainingConfig,
-)
+from sparse_tl.training.config import Selection as Selection, TrainingConfig as TrainingConfig
 from sparse_tl.training.constraint import LossConstraint as LossConstraint, TargetLoss as TargetLoss
-from sparse_tl.training.evaluation import HeldOut as HeldOut, evaluate_held_out as evaluate_held_out
+from sparse_tl.training.evaluation import (
+    HeldOut as HeldOut,
+    PostTraining as PostTraining,
+    evaluate_held_out as evaluate_held_out,
+)
 from sparse_tl.training.loop import NonFiniteLossError as NonFiniteLossError, train as train
-from sparse_tl.training.outcome import PostTraining as PostTraining
 from sparse_tl.training.post_train import post_train as post_train
 from sparse_tl.training.pretrain import pretrain as pretrain

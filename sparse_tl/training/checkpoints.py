@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from sparse_tl.files import (
     atomic_folder,
+    check_replaceable,
     check_writable,
     read_json,
     read_tensors,
@@ -21,6 +23,7 @@ from sparse_tl.files import (
 )
 
 FORMAT = 1
+_FILES = ("state.json", "tensors.safetensors")
 _SHOWN = {"loss": "loss", "violation": "over", "lambda": "λ", "expected_per_token": "edges/token"}
 
 
@@ -100,9 +103,9 @@ def save_checkpoint(
         tensors |= {f"{kind}/{name}": tensor for name, tensor in carried.items()}
         plain[kind] = {k: v for k, v in plain[kind].items() if k not in carried}
     with atomic_folder(folder) as temporary:
-        write_tensors(temporary / "tensors.safetensors", tensors)
         content = {"format": FORMAT, "identity": identity, "state": plain}
-        write_json(temporary / "state.json", content)
+        write_json(temporary / _FILES[0], content)
+        write_tensors(temporary / _FILES[1], tensors)
 
 
 def load_checkpoint(
@@ -110,67 +113,50 @@ def load_checkpoint(
     trained: dict[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
     identity: dict[str, Any],
-) -> TrainingState | None:
-    """Put weights and optimizer back and return the rest; ``None`` where there is no checkpoint.
+) -> TrainingState:
+    """Put weights and optimizer back and return the rest; a fresh state where nothing is there.
 
     Raises:
         ValueError: the folder holds something else, is damaged, or belongs to another run.
     """
     recover_folder(folder)
-    if not folder.exists():
-        check_writable(folder.parent)
-        return None
-    found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else "a file"
-    if not found:
-        check_writable(folder)
-        return None
-    if "state.json" not in found:
-        raise ValueError(
-            f"expected a training checkpoint in {folder}; found {found[:6]}. Choose another folder."
-        )
-    content = read_json(folder / "state.json")
+    check_replaceable(folder, *_FILES)
+    if not (folder / _FILES[0]).exists():
+        check_writable(folder if folder.exists() else folder.parent)
+        return TrainingState()
+    content = read_json(folder / _FILES[0])
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"expected a checkpoint of format {FORMAT} in {folder}")
-    tensors = read_tensors(folder / "tensors.safetensors")
+    groups: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+    for key, tensor in read_tensors(folder / _FILES[1]).items():
+        kind, _, name = key.rpartition("/")
+        groups[kind][name] = tensor
     try:
         _check_identity(folder, content["identity"], identity)
-        state, weights, moments = _assembled(content["state"], tensors, trained)
+        state = _restored(content["state"])
+        weights = {name: groups["weights"][name] for name in trained}
+        for name, tensor in groups["best"].items():
+            state.best_weights[name] = tensor.to(trained[name].device)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"expected a whole checkpoint in {folder}; {error!r}") from error
+    for kind in _OBJECTIVES:
+        getattr(state, kind).update(groups[kind])
+    moments = {kind[len("optimizer/") :]: groups[kind] for kind in groups if "optimizer/" in kind}
+    given = [{key: of[name] for key, of in moments.items() if name in of} for name in trained]
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(given))})
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(weights[name])
-            optimizer.state[parameter] = moments[name]
     return state
 
 
-def _assembled(
-    plain: dict[str, Any], tensors: dict[str, Tensor], trained: dict[str, nn.Parameter]
-) -> tuple[TrainingState, dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """State, weights and the optimizer's moments of each weight, where the weights are.
-
-    Raises:
-        AttributeError, KeyError, TypeError: something lacks, is too much, or of another kind.
-    """
+def _restored(plain: dict[str, Any]) -> TrainingState:
+    """The state without its tensors, if nothing lacks, is too much, or of another type."""
     start = TrainingState()
     wrong = [name for name, found in plain.items() if type(found) is not type(getattr(start, name))]
     if wrong:
         raise TypeError(f"{wrong[:3]} are of another type")
-    state = TrainingState(**plain)
-    weights: dict[str, Tensor] = {}
-    moments: dict[str, dict[str, Tensor]] = {name: {} for name in trained}
-    groups = {"weights": weights, "best": state.best_weights}
-    groups |= {kind: getattr(state, kind) for kind in _OBJECTIVES}
-    for key, tensor in tensors.items():
-        kind, _, name = key.partition("/")
-        if kind == "optimizer":
-            moment, _, name = name.partition("/")
-            moments[name][moment] = tensor if moment == "step" else tensor.to(trained[name].device)
-        else:
-            groups[kind][name] = tensor.to(trained[name].device) if kind == "best" else tensor
-    if missing := trained.keys() - weights.keys():
-        raise KeyError(f"no weights of {sorted(missing)[:3]}")
-    return state, weights, moments
+    return TrainingState(**plain)
 
 
 def _check_identity(folder: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -52,14 +52,7 @@ class TrainingConfig:
     patience: int | None = None
 
     def __post_init__(self) -> None:
-        positive = (
-            "steps",
-            "learning_rate",
-            "accumulate",
-            "evaluate_every",
-            "checkpoint_every",
-        )
-        for name in positive:
+        for name in ("steps", "learning_rate", "accumulate", "evaluate_every", "checkpoint_every"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"expected {name} above 0; got {getattr(self, name)}")
         if self.clip is not None and not self.clip > 0:
@@ -111,33 +104,20 @@ class Selection:
     near: Callable[[Metrics, Metrics], bool] = lambda best, now: True
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A parameter that is trained, and its learning rate as a multiple of the run's."""
-
-    parameter: nn.Parameter
-    scale: float
-
-
-def choose_trained(model: nn.Module, patterns: Mapping[str, float]) -> dict[str, Trained]:
-    """The parameters to train, by name; all others are frozen by the loop while it runs.
-
-    Args:
-        model: whose parameters are chosen.
-        patterns: of names, each with its multiple of the learning rate; the first match counts.
+def choose_trained(model: nn.Module, patterns: Mapping[str, float]) -> dict[str, float]:
+    """The parameters whose names match a pattern, with the first such pattern's multiple.
 
     Raises:
         ValueError: a pattern matches no parameter.
     """
-    parameters = dict(model.named_parameters())
-    chosen: dict[str, Trained] = {}
+    names = [name for name, _ in model.named_parameters()]
+    chosen: dict[str, float] = {}
     for pattern, scale in patterns.items():
-        matching = [name for name in parameters if fnmatchcase(name, pattern)]
+        matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
             raise ValueError(
-                f"expected patterns of parameter names; {pattern!r} matches none of "
-                f"{list(parameters)[:8]}..."
+                f"expected patterns of parameter names; {pattern!r} matches none of {names[:8]}..."
             )
         for name in matching:
-            chosen.setdefault(name, Trained(parameters[name], scale))
+            chosen.setdefault(name, scale)
     return chosen

@@ -95,13 +95,3 @@ class LossConstraint:
     def ease(self, factor: float = 1.3) -> None:
         """Weigh the loss more, by a factor on lambda."""
         self.log_lambda = min(self.bounds[1], self.log_lambda + math.log(factor))
-
-    def state(self) -> dict[str, float | None]:
-        """What a checkpoint keeps."""
-        return {"log_lambda": self.log_lambda, "average": self.average}
-
-    def load_state(self, state: dict[str, float | None]) -> None:
-        """Go on from a checkpoint."""
-        log_lambda = state["log_lambda"]
-        assert log_lambda is not None
-        self.log_lambda, self.average = log_lambda, state["average"]

@@ -7,6 +7,7 @@ step, so a resumed run draws what an uninterrupted one would have drawn.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from sparse_tl.training.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
-from sparse_tl.training.config import Metrics, Selection, Trained, TrainingConfig
+from sparse_tl.training.config import Metrics, Selection, TrainingConfig
 from sparse_tl.training.objectives import Objective
 
 RETREAT_RATE = 0.7
@@ -47,11 +48,11 @@ def train(
     selection: Selection,
     config: TrainingConfig,
     *,
-    trained: Mapping[str, Trained],
+    trained: Mapping[str, float],
     settings: dict[str, Any],
-    checkpoint: Path | None = None,
-    title: str = "training",
-    progress: bool = True,
+    checkpoint: str | Path | None,
+    title: str,
+    progress: bool,
 ) -> TrainingState:
     """Run the loop; on return the model holds the best weights that an evaluation saw.
 
@@ -61,7 +62,8 @@ def train(
         stream: training batches by step.
         selection: evaluation, and what counts as better.
         config: how weights are moved.
-        trained: the parameters to train, as `choose_trained` gives them.
+        trained: names of the parameters to train, with multiples of the learning rate; all others
+            are frozen meanwhile.
         settings: what else identifies this run in its checkpoints.
         checkpoint: folder of the run's checkpoint; an interrupted run found there goes on.
         title: shown beside the progress bar.
@@ -72,25 +74,23 @@ def train(
         ValueError: the checkpoint belongs to another run.
         KeyboardInterrupt: after Ctrl-C, once the state is saved.
     """
-    weights = {name: chosen.parameter for name, chosen in trained.items()}
+    parameters = dict(model.named_parameters())
+    weights = {name: parameters[name] for name in trained}
     optimizer = torch.optim.AdamW(
-        [{"params": [chosen.parameter], "scale": chosen.scale} for chosen in trained.values()],
+        [{"params": [weights[name]], "scale": scale} for name, scale in trained.items()],
         lr=config.learning_rate,
         betas=config.betas,
         weight_decay=config.weight_decay,
     )
-    scales = {name: chosen.scale for name, chosen in trained.items()}
-    identity = fingerprint(
-        model, {**settings, "trained": scales, "config": _jsonable(asdict(config))}
-    )
-    state = None
+    as_read_back = json.loads(json.dumps(asdict(config)))  # so that both compare equal
+    identity = fingerprint(model, {**settings, "trained": dict(trained), "config": as_read_back})
+    state, folder = TrainingState(), None
     if checkpoint is not None:
-        state = load_checkpoint(checkpoint, weights, optimizer, identity)
-    if state is None:
-        state = TrainingState()
-    else:
+        folder = Path(checkpoint)
+        state = load_checkpoint(folder, weights, optimizer, identity)
+    if state.step > 0:
         objective.load_state(state.objective)
-    run = _Run(model, objective, stream, selection, config, weights, optimizer, state)
+    run = _Run(objective, stream, selection, config, weights, optimizer, state)
     with (
         _only_trained(model, weights),
         _repeatable(),
@@ -105,37 +105,31 @@ def train(
             if state.step % config.evaluate_every == 0 or state.step == config.steps:
                 run.evaluate()
             due = state.step % config.checkpoint_every == 0 or state.step == config.steps
-            if checkpoint is not None and (due or interrupted()):
+            if folder is not None and (due or interrupted()):
                 state.objective = objective.state()
-                save_checkpoint(checkpoint, state, weights, optimizer, identity)
+                save_checkpoint(folder, state, weights, optimizer, identity)
             if interrupted():
                 raise KeyboardInterrupt
-    with torch.no_grad():
-        for name, best in state.best_weights.items():
-            weights[name].copy_(best)
+    run.restore_best()
     return state
 
 
+@dataclass
 class _Run:
     """One run's moving parts, so that a step and an evaluation each fit a screen."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        objective: Objective,
-        stream: TokenStream,
-        selection: Selection,
-        config: TrainingConfig,
-        trained: dict[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        state: TrainingState,
-    ) -> None:
-        self.model, self.objective, self.stream = model, objective, stream
-        self.selection, self.config, self.trained = selection, config, trained
-        self.optimizer, self.state = optimizer, state
-        self.device = next(iter(trained.values())).device
-        self.before = state.history[-1]["seconds"] if state.history else 0.0
-        self.started = time.monotonic()
+    objective: Objective
+    stream: TokenStream
+    selection: Selection
+    config: TrainingConfig
+    trained: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    state: TrainingState
+
+    def __post_init__(self) -> None:
+        self.device = next(iter(self.trained.values())).device
+        before = self.state.history[-1]["seconds"] if self.state.history else 0.0
+        self.started = time.monotonic() - before
 
     def step(self) -> None:
         step, config = self.state.step, self.config
@@ -169,8 +163,7 @@ class _Run:
         self.optimizer.step()
         self.objective.update(measured)
         self.state.step += 1
-        row = {"step": self.state.step, "seconds": self._seconds(), "rate": rate}
-        self.state.history.append({**row, **measured})
+        self.state.history.append({**self._now(), "rate": rate, **measured})
 
     def evaluate(self) -> None:
         measured = self.selection.evaluate()
@@ -193,34 +186,34 @@ class _Run:
         if limit is not None and self.state.misses >= limit:
             self.retreat(metrics)
         if not self.state.history:
-            self.state.history.append({"step": self.state.step, "seconds": self._seconds()})
+            self.state.history.append(self._now())
         named = {f"validation_{name}": value for name, value in measured.items()}
         self.state.history[-1].update(named)
 
     def retreat(self, now: Metrics) -> None:
         """Go back to the best weights, if acceptable and near, and move on more carefully."""
         self.state.misses = 0
-        found = self.state.best
-        if not self.selection.acceptable(found) or not self.selection.near(found, now):
+        best = self.state.best
+        if not self.selection.acceptable(best) or not self.selection.near(best, now):
             return
-        with torch.no_grad():
-            for name, best in self.state.best_weights.items():
-                self.trained[name].copy_(best)
+        self.restore_best()
         self.objective.retreat(self.state.best_objective)
         self.state.best_objective = self.objective.state()
         self.state.retreats += 1
 
+    @torch.no_grad()
+    def restore_best(self) -> None:
+        for name, best in self.state.best_weights.items():
+            self.trained[name].copy_(best)
+
     def finished(self) -> bool:
-        if not self.state.best:
-            return False
-        config = self.config
         since = max(self.state.best["step"], self.selection.from_step)
-        waited = (self.state.step - since) // config.evaluate_every
-        too_long = config.patience is not None and waited >= config.patience
+        waited = (self.state.step - since) // self.config.evaluate_every
+        too_long = self.config.patience is not None and waited >= self.config.patience
         return too_long or self.selection.finished(self.state.best)
 
-    def _seconds(self) -> float:
-        return self.before + time.monotonic() - self.started
+    def _now(self) -> dict[str, float]:
+        return {"step": self.state.step, "seconds": time.monotonic() - self.started}
 
 
 @contextmanager
@@ -279,8 +272,3 @@ def _interrupt_noted() -> Iterator[Callable[[], bool]]:
         yield noted.is_set
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _jsonable(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings as they read back from JSON, so that both compare equal."""
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from sparse_tl.data.batches import TokenBatch, cross_entropy
-from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
+from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import HookedModel, Model, only_at
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
 
@@ -81,21 +81,8 @@ class SparsityObjective(Objective):
         dense: the frozen dense model; needed when the target is relative to it, or to distil.
         target: the allowed loss.
         constraint: lambda, and how it moves.
-        distillation: share w of ``KL(dense || sparse)`` in what lambda weighs; the constraint
-            itself stays on the loss.
-        anneal_noise_from: part of the run after which the gates' noise falls to 0 along a cosine,
-            so that in the end the constraint holds for the gates that are evaluated.
-        slack: multiple of the target that is allowed at first; it shrinks to 1 as training goes on.
-        pressure: gradient on gates that are confidently open; 0 for that of the sigmoid alone.
-        layer_costs: what one edge of each layer counts in E; 1 everywhere when left out. Dearer
-            early layers favour circuits that gather once and hand on what they gathered.
-        self_cost: what an edge from a position to itself counts, in edges to another one. The
-            residual stream carries a position's own content anyway.
-        closing: part of the run over which the gates' closed edges are taken away, in none of the
-            draws at first, in all of them at its end. Until then the loss alone is minimised and
-            lambda rests, so that the model learns to do without them before it is pruned.
-        brake: multiple of the allowed loss above which deterministic gates must not get while
-            noise is full: beyond it lambda grows by `BRAKE_FACTOR` at every evaluation.
+
+    The other fields are parameters of `post_train`.
     """
 
     sparse: SparseTransformer
@@ -116,7 +103,14 @@ class SparsityObjective(Objective):
             raise ValueError("a target relative to the dense model and distillation need `dense`")
         if not (math.isfinite(self.self_cost) and self.self_cost > 0):
             raise ValueError(f"expected self_cost to be a number above 0; got {self.self_cost}")
-        self._costs = _layer_costs(self.sparse, self.layer_costs)
+        n_layers = len(self.sparse.gates.bias)
+        costs = torch.tensor([1.0] * n_layers if self.layer_costs is None else self.layer_costs)
+        if costs.shape != (n_layers,) or not bool((costs.isfinite() & (costs > 0)).all()):
+            raise ValueError(
+                f"expected layer_costs to be {n_layers} numbers above 0, one for each layer; got "
+                f"{self.layer_costs}"
+            )
+        self._costs = costs.to(self.sparse.gates.bias)
         self._allowance, self._fraction_done = 1.0, 0.0
 
     def settings(self) -> dict[str, Any]:
@@ -157,7 +151,8 @@ class SparsityObjective(Objective):
                 batch.tokens, pressure=self.pressure, **batch.model_kwargs
             )
         loss = cross_entropy(logits, batch)
-        edges = self._cost(counts) / len(batch)
+        weighted = counts.expected + (self.self_cost - 1) * counts.expected_self
+        edges = weighted.sum(dim=(1, 2)) @ self._costs.to(weighted.device) / len(batch)
         self._allowance, self._fraction_done = self.allowance(fraction_done), fraction_done
         violation = loss.item() - self.target.nats * self._allowance
         task = loss
@@ -180,11 +175,6 @@ class SparsityObjective(Objective):
             "expected_per_token": counts.expected.sum().item() / counts.tokens.sum().item(),
         }
 
-    def _cost(self, counts: AttentionEdgeCounts) -> Float[Tensor, ""]:
-        """Expected edges of all examples, each at its cost."""
-        weighted = counts.expected + (self.self_cost - 1) * counts.expected_self
-        return weighted.sum(dim=(1, 2)) @ self._costs.to(weighted.device)
-
     def update(self, measured: dict[str, float]) -> None:
         if self.pruning(self._fraction_done):
             self.constraint.update(measured["violation"] / self._allowance)
@@ -201,28 +191,15 @@ class SparsityObjective(Objective):
             self.constraint.ease(BRAKE_FACTOR)
 
     def state(self) -> dict[str, Any]:
-        return dict(self.constraint.state())
+        return {"log_lambda": self.constraint.log_lambda, "average": self.constraint.average}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.constraint.load_state(state)
+        self.constraint = replace(self.constraint, **state)
 
     def retreat(self, state: dict[str, Any]) -> None:
         """Go back to an earlier state that met the target, and press less hard from there."""
-        self.constraint.load_state(state)
+        self.load_state(state)
         self.constraint.ease()
-
-
-def _layer_costs(
-    sparse: SparseTransformer, costs: Sequence[float] | None
-) -> Float[Tensor, " layer"]:
-    n_layers, _ = sparse.gates.bias.shape
-    given = torch.ones(n_layers) if costs is None else torch.tensor(costs, dtype=torch.float)
-    if given.shape != (n_layers,) or not bool((given.isfinite() & (given > 0)).all()):
-        raise ValueError(
-            f"expected layer_costs to be {n_layers} numbers above 0, one for each layer; got "
-            f"{costs}"
-        )
-    return given.to(sparse.gates.bias)
 
 
 def _divergence(

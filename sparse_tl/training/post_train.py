@@ -1,10 +1,4 @@
-"""Sparsity post-training: finetune a model under its attention gates until few edges are left.
-
-Phases: measure the dense model, train weights and gates together under the loss constraint, keep
-the best feasible evaluation (fewest active edges among those that meet the target).
-
-Reference: arXiv 2512.05865, section 3.
-"""
+"""Sparsity post-training: finetune a model under its attention gates until few edges are left."""
 
 from __future__ import annotations
 
@@ -23,10 +17,9 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import adapt
 from sparse_tl.training.config import Metrics, Selection, TrainingConfig, choose_trained
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
-from sparse_tl.training.evaluation import evaluate_held_out
+from sparse_tl.training.evaluation import PostTraining, evaluate_held_out
 from sparse_tl.training.loop import train
 from sparse_tl.training.objectives import SparsityObjective
-from sparse_tl.training.outcome import PostTraining
 
 TRAINED: dict[str, dict[str, float]] = {
     "all": {"gates": 10.0, "qk": 1.0, "all": 0.1},
@@ -248,7 +241,7 @@ def post_train(
             "lambda_rise": lambda_rise,
             "violation_scale": constraint.scale,
         },
-        checkpoint=None if checkpoint is None else Path(checkpoint),
+        checkpoint=checkpoint,
         title="post-training",
         progress=progress,
     )

@@ -62,7 +62,7 @@ def pretrain(
         TrainingConfig(steps=steps, learning_rate=learning_rate, **config),
         trained=choose_trained(model, {"*": 1.0}),
         settings={"good_enough": good_enough},
-        checkpoint=None if checkpoint is None else Path(checkpoint),
+        checkpoint=checkpoint,
         title="dense model",
         progress=progress,
     )

@@ -18,8 +18,7 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.head_roles import HeadRoles, fit_head_gates, likelihood, target_log_probabilities
 from sparse_tl.head_roles.checks import check_fits
 from sparse_tl.head_roles.fitting import first_gates
-from sparse_tl.head_roles.likelihood import target_losses
-from sparse_tl.head_roles.objectives import GatedHeads, Likelihood
+from sparse_tl.head_roles.likelihood import GatedHeads, Likelihood, target_losses
 from sparse_tl.lens import Model
 from sparse_tl.plots import gate_trajectories
 
@@ -74,13 +73,16 @@ def test_few_logits_at_a_time_change_nothing(
         assert torch.allclose(one, other, atol=1e-12)
 
 
-def test_log_probabilities_are_summed_over_each_target(build_tiny: Build) -> None:
+@pytest.mark.parametrize("at_once", [1, 1_000, 2**25])
+def test_log_probabilities_are_summed_over_each_target(
+    build_tiny: Build, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr(likelihood, "ACTIVATIONS_AT_ONCE", at_once)
     model, rows = build_tiny("float64"), _dataset(7).rows
     gates = torch.rand(5, 2, 2, dtype=torch.float64)
     expected = torch.stack([-_nll(model, rows, one).view(7, 2).sum(dim=1) for one in gates])
-    for rows_at_once in (1, 6, 1024):
-        found = target_log_probabilities(model, rows, gates, rows_at_once=rows_at_once)
-        assert torch.allclose(found, expected, atol=1e-12)
+    found = target_log_probabilities(model, rows, gates)
+    assert torch.allclose(found, expected, atol=1e-12)
 
 
 def test_gradients_agree_with_finite_differences(build_tiny: Build) -> None:
@@ -208,17 +210,13 @@ def test_the_model_is_not_changed(build_tiny: Build) -> None:
 
 def test_left_and_right_padding_give_the_same_fit(build_tiny: Build) -> None:
     generator = torch.Generator().manual_seed(2)
-    rows = [torch.randint(13, (4 + n % 4,), generator=generator).tolist() for n in range(30)]
-    spans = [(2, len(row)) for row in rows]
-    fits = [
-        fit_head_gates(
-            build_tiny("float64"),
-            TargetDataset.from_tokens(rows, spans, padding_side=side),
-            seeds=2,
-            **SETTINGS,
-        )
-        for side in ("left", "right")
-    ]
+    rows = [torch.randint(1, 13, (4 + n % 4,), generator=generator).tolist() for n in range(30)]
+    fits = []
+    for width in (0, 7):
+        left = [[0] * (width - len(row)) + row for row in rows]
+        spans = [(max(width - len(row), 0) + 2, max(width, len(row))) for row in rows]
+        dataset = TargetDataset.from_tokens(left, spans, pad_token=0)
+        fits.append(fit_head_gates(build_tiny("float64"), dataset, seeds=2, **SETTINGS))
     for name in ("trajectories", "losses", "removed"):
         assert torch.allclose(getattr(fits[0], name), getattr(fits[1], name), atol=1e-9)
 

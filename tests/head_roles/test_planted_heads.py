@@ -10,7 +10,13 @@ import torch
 from planted_heads import DEAD, INTERFERER
 
 from sparse_tl.data.targets import TargetDataset
-from sparse_tl.head_roles import AblationCurve, HeadRoles, ablation_curve, fit_head_gates
+from sparse_tl.head_roles import (
+    AblationCurve,
+    HeadRoles,
+    ablation_curve,
+    fit_head_gates,
+    likelihood,
+)
 from sparse_tl.head_roles.likelihood import target_log_probabilities
 from sparse_tl.lens import Model
 
@@ -89,13 +95,15 @@ def test_each_role_moves_the_likelihood_its_own_way(
 
 
 def test_points_in_one_pass_equal_points_alone(
-    planted: Model, roles: HeadRoles, echo_targets: TargetDataset
+    planted: Model,
+    roles: HeadRoles,
+    echo_targets: TargetDataset,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     few = echo_targets.select(slice(0, 3))
-    together, alone = (
-        _curve(planted, roles, few, "facilitation", control=False, rows_at_once=rows)
-        for rows in (1024, 1)
-    )
+    together = _curve(planted, roles, few, "facilitation", control=False)
+    monkeypatch.setattr(likelihood, "ACTIVATIONS_AT_ONCE", 1)
+    alone = _curve(planted, roles, few, "facilitation", control=False)
     assert torch.allclose(together.values, alone.values, atol=1e-4)
     assert together.control is None
 
@@ -126,7 +134,6 @@ def test_curves_are_saved_and_shown(
     [
         ("helpful", {}, "expected an order by"),
         ("facilitation", {"max_heads": 0}, "max_heads of at least 1"),
-        ("facilitation", {"rows_at_once": 0}, "rows_at_once of at least 1"),
     ],
 )
 def test_bad_settings_are_refused(

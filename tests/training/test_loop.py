@@ -563,7 +563,7 @@ def _file(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (_foreign, r"expected a training checkpoint in .*holiday\.jpg"),
+        (_foreign, r"an earlier state.json.*holiday\.jpg"),
         (_rewrite("state.json", "{"), r"expected valid JSON in .*state\.json"),
         (_rewrite("state.json", "[]"), "expected a checkpoint of format 1"),
         (_rewrite("state.json", '{"format": 99}'), "expected a checkpoint of format 1"),
@@ -628,7 +628,7 @@ def test_an_empty_checkpoint_folder(build_tiny: Build, echo_rows: Rows, tmp_path
     try:
         _pretrain(build_tiny(), stream, validation, checkpoint=tmp_path / "c", steps=2)
     except ValueError as error:
-        assert "expected a training checkpoint" in str(error)
+        assert "an earlier state.json" in str(error)
     else:
         assert (tmp_path / "c" / "state.json").exists()
 
@@ -701,7 +701,7 @@ def test_tensors_of_an_objective_are_kept(build_tiny: Build, tmp_path: Path) -> 
     )
     save_checkpoint(tmp_path / "c", state, trained, optimizer, {"settings": {}})
     found = load_checkpoint(tmp_path / "c", trained, optimizer, {"settings": {}})
-    assert found is not None and found.objective["lambda"] == 2.0
+    assert found.objective["lambda"] == 2.0
     assert torch.equal(found.objective["recorded"], state.objective["recorded"])
     assert torch.equal(found.best_objective["recorded"], torch.ones(1))
     assert isinstance(state.objective["recorded"], torch.Tensor)
