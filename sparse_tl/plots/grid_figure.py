@@ -12,6 +12,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable
+from functools import cache, partial
 from html import escape
 from typing import Any
 
@@ -39,6 +40,8 @@ class GridFigure(Figure):
     def __init__(self, drawn: go.Figure, said: str) -> None:
         super().__init__(visible_text(said))
         self._drawn = drawn
+        # Once for the pictures of all kinds: what `save` writes is a copy, which has this too.
+        self._draw_svg = cache(partial(draw_svg, drawn, self.title))
 
     @property
     def plotly(self) -> go.Figure:
@@ -47,7 +50,7 @@ class GridFigure(Figure):
 
     @property
     def light_svg(self) -> str:
-        return draw_svg(self._drawn, self.title)
+        return self._draw_svg()
 
     @property
     def light_html(self) -> str:
