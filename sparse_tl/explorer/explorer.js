@@ -28,19 +28,8 @@ function render({ model, el }) {
 
   // ---- the kernel ----------------------------------------------------------------------------
 
-  // What Python should know of the reader's choices, before it computes or saves anything.
-  function sendState() {
-    if (!state) return; // nothing is drawn yet
-    const threshold = state.limit / model.get("_figure").data.steps;
-    const choices = { target: state.target, weight: state.weight, threshold };
-    if (JSON.stringify(choices) === JSON.stringify(model.get("_state"))) return;
-    model.set("_state", choices);
-    model.save_changes();
-  }
-
   function request(content) {
     if (!alive) return;
-    sendState();
     pending++;
     showPending();
     model.send({ ...content, id: ++requests });
@@ -66,10 +55,7 @@ function render({ model, el }) {
   function settleLater() {
     clearTimeout(settling);
     if (!alive) return;
-    settling = setTimeout(() => {
-      sendState();
-      model.send({ action: "settle" });
-    }, 700);
+    settling = setTimeout(() => model.send({ action: "settle" }), 700);
   }
 
   // Without a kernel nothing can be recomputed; the diagram itself still works.
@@ -132,7 +118,7 @@ function render({ model, el }) {
     if (state) state = { ...state, ...choicesIn(data) };
     diagram.replaceChildren(figure);
     start(figure, data, {
-      state: state ?? {},
+      state,
       removed: model.get("_panels").map((panel) => removedLines(panel.removedEdges)),
       onState,
       onEdges: (panel, edges) => request({ action: "edges", panel, edges }),
@@ -173,11 +159,14 @@ function render({ model, el }) {
     state = { ...now };
     if (!before) return;
     if (before.target !== now.target) drawSide();
-    const [old, focus] = [JSON.stringify(before.focus), JSON.stringify(now.focus)];
-    if (old !== focus && now.focus) request({ action: "node", ...now.focus });
-    else if (old !== focus) request({ action: "close" });
-    const choices = ["target", "weight", "limit"];
-    if (choices.some((name) => before[name] !== now[name])) settleLater();
+    if (JSON.stringify(before.focus) !== JSON.stringify(now.focus)) {
+      request(now.focus ? { action: "node", ...now.focus } : { action: "close" });
+    }
+    if (!alive) return;
+    // What Python should know of the reader's choices, before it computes or saves anything.
+    const threshold = now.limit / model.get("_figure").data.steps;
+    model.set("_state", { target: now.target, weight: now.weight, threshold });
+    model.save_changes();
   }
 
   // The diagram marks the node of the card, also where Python chose it.
@@ -250,6 +239,7 @@ function render({ model, el }) {
       drawAll();
       settleLater();
     },
+    "change:_state": settleLater,
     "change:_node": onNode,
     "change:_prompt": () => { top.querySelector("input").value = model.get("_prompt"); },
     "change:_message": () => showMessage(model.get("_message")),

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from inspect import signature
 from pathlib import Path
@@ -187,38 +187,34 @@ class CircuitExplorer(anywidget.AnyWidget):
 
     def figure(self) -> CircuitDiagram:
         """The diagram as it is now, to show or save; the names of panels tell what is removed."""
-        titles = self.exploration.titles
-        figure = self._diagram({title: title + self._removed_words(title) for title in titles})
+        figure = self._diagram(self._name)
         return figure.dark() if self._dark else figure
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write `figure()` to a path that ends in ``.html``, ``.svg`` or ``.png``."""
         return self.figure().save(path, **options)
 
-    def _diagram(self, names: Mapping[str, str]) -> CircuitDiagram:
-        state = self._state
-        return circuit_diagram(
-            {name: self.exploration.graph(title) for title, name in names.items()},
-            target=state["target"],
-            weight=state["weight"],
-            threshold=state["threshold"],
-            **self._style,
-        )
+    def _diagram(self, name: Callable[[str], str]) -> CircuitDiagram:
+        """The diagram under the reader's choices, with panels named after their titles."""
+        graph = self.exploration.graph
+        panels = {name(title): graph(title) for title in self.exploration.titles}
+        return circuit_diagram(panels, **self._state, **self._style)
 
-    def _removed_words(self, title: str) -> str:
+    def _name(self, title: str) -> str:
+        """A title, and how many heads and edges are removed there."""
         counts = {
             "head": len(self.exploration.removed_heads(title)),
             "edge": len(self.exploration.removed_attention_edges(title)),
         }
         words = [f"{n} {what}{'s' * (n > 1)}" for what, n in counts.items() if n]
-        return f" without {' and '.join(words)}" if words else ""
+        return f"{title} without {' and '.join(words)}" if words else title
 
     # ---- to and from the front end ---------------------------------------------------------------
 
     def _refresh(self) -> None:
         """Send everything anew, in one message."""
         exploration = self.exploration
-        diagram = self._diagram({title: title for title in exploration.titles})
+        diagram = self._diagram(str)
         panels = panels_payload(exploration)
         node = self._node
         if node is not None:
@@ -258,7 +254,8 @@ class CircuitExplorer(anywidget.AnyWidget):
             case {"action": "close"}:
                 self._node = None
             case {"action": "settle"}:
-                self._update_saved()
+                if self._saved is not None:  # what is saved with the notebook follows what is seen
+                    self._saved.update(self._saved_bundle(), raw=True)
             case _:
                 raise ValueError(f"expected a known request; got {dict(content)}")
 
@@ -285,11 +282,6 @@ class CircuitExplorer(anywidget.AnyWidget):
             seen = str(self.figure())
         start = f'<div data-saved-explorer="{self._saved_id}">\n<style>{_NO_LIVE_VIEW}</style>'
         return {"text/html": f"{start}\n{seen}\n</div>", "text/plain": repr(self)}
-
-    def _update_saved(self) -> None:
-        """What is saved with the notebook follows what is seen."""
-        if self._saved is not None:
-            self._saved.update(self._saved_bundle(), raw=True)
 
     def __repr__(self) -> str:
         if self._exploration is None:

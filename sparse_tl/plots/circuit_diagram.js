@@ -200,10 +200,12 @@ function start(root, data, live) {
 
   // ---- pointer -------------------------------------------------------------------------------
 
-  // The drawn line beside the pointer, or else the removed one.
+  // The drawn line beside the pointer, or else the removed one, among those of the layer there.
   function lineAt(panel, event) {
     const point = pointIn(svg, event);
-    return nearestLine(panel.view.lines, point) ?? nearestLine(panel.removed, point);
+    const layer = panel.levels.findLastIndex((level) => level >= point.y);
+    const nearest = (lines) => nearestLine(lines.filter((line) => line.layer === layer), point);
+    return nearest(panel.view.lines) ?? nearest(panel.removed);
   }
 
   function tell(panel, event) {

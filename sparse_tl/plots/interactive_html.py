@@ -15,12 +15,7 @@ from sparse_tl.plots.token_text import visible_text
 Content = TypeVar("Content")
 
 SCRIPTS = {
-    "circuit_diagram": (
-        "interactive_figure.js",
-        "attention_edges.js",
-        "attention_texts.js",
-        "circuit_diagram.js",
-    ),
+    "circuit_diagram": ("interactive_figure.js", "attention_edges.js", "circuit_diagram.js"),
     "component_diagram": ("interactive_figure.js", "component_diagram.js"),
 }
 STYLE = "interactive_figure.css"
