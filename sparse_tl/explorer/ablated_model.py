@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import torch
@@ -22,6 +23,9 @@ from sparse_tl.circuits.trace import MAX_EFFECTS, Prompt, prompt_tokens
 from sparse_tl.gates import AttentionEdges, gated
 from sparse_tl.grids import AttentionGrid
 from sparse_tl.lens import EMBEDDED, HookedModel, Order, adapt, attached, layer_points
+
+# With every weight that a diagram can show.
+trace_weights = partial(trace_attention, attribution=True, max_effects=MAX_EFFECTS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,14 +109,7 @@ class AblatedModel:
         return self.adapter.logits(self.now.streams[level, None])[0].cpu()
 
     def _look(self, positions: Sequence[int] | None) -> Seen:
-        graph = trace_attention(
-            self.model,
-            self.tokens,
-            positions=positions,
-            attribution=True,
-            max_effects=MAX_EFFECTS,
-            labels=self.labels,
-        )
+        graph = trace_weights(self.model, self.tokens, positions=positions, labels=self.labels)
         streams: list[Tensor] = []
         points = [EMBEDDED, *layer_points(self.model, "hook_resid_post")]
         hooks = [(point, Order.LAST, streams.append) for point in points]

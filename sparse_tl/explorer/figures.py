@@ -10,7 +10,8 @@ from sparse_tl import plots
 from sparse_tl.circuits import trace_attention
 from sparse_tl.circuits.attention_graph import EdgeWeight
 from sparse_tl.circuits.removal import Head
-from sparse_tl.circuits.trace import MAX_EFFECTS, Prompt
+from sparse_tl.circuits.trace import Prompt
+from sparse_tl.explorer.ablated_model import trace_weights
 from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.nodes import Node
 
@@ -47,14 +48,7 @@ def circuit_diagram(
     elif position is not None and position not in positions:
         raise ValueError(f"expected position to be one of {list(positions)}; got {position}")
     graphs = {
-        title: trace_attention(
-            model,
-            prompt,
-            positions=positions,
-            attribution=True,
-            max_effects=MAX_EFFECTS,
-            labels=labels,
-        )
+        title: trace_weights(model, prompt, positions=positions, labels=labels)
         for title, model in models.items()
     }
     target = -1 if positions is None or position is None else list(positions).index(position)
