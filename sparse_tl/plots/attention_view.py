@@ -14,13 +14,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
-from importlib import resources
 
 from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.plots.figure_frame import FIGURE_WIDTH, MARGIN, TITLE_HEIGHT, figure_start, xml_text
-from sparse_tl.plots.interactive_html import script_json
+from sparse_tl.plots.interactive_html import read_assets, script_json
 from sparse_tl.plots.palette import (
     ATTENTION,
     BORDER,
@@ -182,7 +181,7 @@ def _html(
     }
     payload = script_json(properties)
     digest = hashlib.sha256((svg + payload).encode()).hexdigest()[:12]
-    start = (resources.files("sparse_tl.plots") / "attention_view.js").read_text(encoding="utf-8")
+    start = read_assets("attention_view.js")
     return (
         f'<div class="sparse-tl-attention" data-figure="{digest}" '
         f'style="max-width: {FIGURE_WIDTH}px; background: {GROUND}; color: {INK}; '
@@ -200,8 +199,7 @@ def _html(
 @cache
 def _circuitsvis() -> str:
     """The local build of circuitsvis, as it can stand inside a script element."""
-    path = resources.files("circuitsvis") / "dist" / "cdn" / "iife.js"
-    source = path.read_text(encoding="utf-8")
+    source = read_assets("dist/cdn/iife.js", package="circuitsvis")
     source = re.sub(r"^//# sourceMappingURL=.*$", "", source, flags=re.MULTILINE)
     # Only inside strings, where a backslash before these letters means nothing.
     return source.replace("</script", r"<\/script").replace("<!--", r"<\!--")

@@ -104,7 +104,7 @@ def effect_figure(
                 font={"size": PANEL_TITLE_SIZE - 1},
                 x=middle,
                 xanchor="center",
-                y=span[1] - _LABEL_HEIGHT / _UNIT,
+                y=span[1] - _LABEL_HEIGHT * (span[1] - span[0]) / height,
                 yanchor="bottom",
                 row=1,
                 col=column,

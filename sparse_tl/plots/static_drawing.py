@@ -94,17 +94,12 @@ def _add_axes(page: Figure, layout: Any, x: str, y: str) -> Axes:
     axes.spines["bottom"].set(color=AXIS, linewidth=1)
     axes.set_axisbelow(True)
     axes.grid(axis="y", color=GRID, linewidth=1)
-    for axis, drawn, scale, limit in (
-        (across, axes.xaxis, axes.set_xscale, axes.set_xlim),
-        (upwards, axes.yaxis, axes.set_yscale, axes.set_ylim),
-    ):
-        is_log = axis.type == "log"
-        if is_log:
-            scale("log")
-        hidden = axis.showticklabels is False
+    for name, axis, drawn in (("x", across, axes.xaxis), ("y", upwards, axes.yaxis)):
+        hidden, is_log = axis.showticklabels is False, axis.type == "log"
+        axes.set(**{f"{name}scale": axis.type or "linear"})
         drawn.set_ticks([], minor=True)
         drawn.set_ticks(axis.tickvals, [""] * len(axis.tickvals) if hidden else axis.ticktext)
-        limit(*(10**end if is_log else end for end in axis.range))
+        axes.set(**{f"{name}lim": [10**end if is_log else end for end in axis.range]})
         drawn.set_tick_params(color=AXIS, labelcolor=MUTED, labelsize=TICK_SIZE)
         drawn.set_label_text(axis.title.text or "", size=LABEL_SIZE, color=INK)
         drawn.labelpad = 6
