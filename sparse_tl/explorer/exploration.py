@@ -24,10 +24,7 @@ from sparse_tl.lens import HookedModel
 class Exploration:
     """Models on one prompt, from which heads and attention edges can be removed and put back.
 
-    Nothing stays on the models between calls.
-
-    Args:
-        models, prompt, position, positions, labels: as in `CircuitExplorer`.
+    Nothing stays on the models between calls. The parameters are those of `CircuitExplorer`.
 
     Raises:
         ValueError: no model, a model without attention patterns to hook, a prompt that is empty,
