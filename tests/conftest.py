@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jaxtyping
 import pytest
+from tiny import learn_echo, tiny_model
 from type_checks import checks_begin_anew  # noqa: F401 - before the package is imported
 
 if TYPE_CHECKING:  # the process that hands out tests to others needs nothing heavy
@@ -20,51 +21,11 @@ if TYPE_CHECKING:  # the process that hands out tests to others needs nothing he
 
 ROOT = Path(__file__).resolve().parent.parent
 
-TINY: dict[str, Any] = {
-    "model_name": "tiny",
-    "n_layers": 2,
-    "n_heads": 2,
-    "d_model": 16,
-    "d_head": 8,
-    "d_mlp": 32,
-    "n_ctx": 16,
-    "d_vocab": 13,
-    "act_fn": "gelu",
-    "normalization_type": "LN",
-}
-KINDS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "float64": {"dtype": "float64"},
-    "grouped": {
-        "n_heads": 4,
-        "n_key_value_heads": 2,
-        "d_head": 4,
-        "act_fn": "silu",
-        "gated_mlp": True,
-        "normalization_type": "RMS",
-        "final_rms": True,
-        "positional_embedding_type": "rotary",
-        "rotary_dim": 4,
-    },
-    "attention_only": {"attn_only": True, "d_mlp": None},
-}
-
 
 @pytest.fixture(scope="session")
 def build_tiny() -> Callable[..., Model]:
-    """A model of two layers with random weights: ``build_tiny(kind, seed, **config)``.
-
-    Kinds: "plain", "float64", "grouped" (grouped-query attention, rotary positions, RMS
-    normalisation, gated MLP) and "attention_only". Vocabulary 13, context 16.
-    """
-    from sparse_tl.lens import build_model
-
-    def build(kind: str = "plain", seed: int = 0, **overrides: Any) -> Model:
-        config = {**TINY, **KINDS[kind], "seed": seed, **overrides}
-        tokenizer = config.pop("tokenizer", None)
-        return build_model(config, tokenizer=tokenizer, device="cpu")
-
-    return build
+    """Makes a model of two layers with random weights; see `tiny.tiny_model`."""
+    return tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -108,19 +69,8 @@ def echo_rows() -> Callable[..., TokenBatch]:
 def _echo_weights(
     build_tiny: Callable[..., Model], echo_rows: Callable[..., TokenBatch]
 ) -> dict[str, torch.Tensor]:
-    from sparse_tl.data import ShuffledStream
-    from sparse_tl.training import pretrain
-
     model = build_tiny()
-    pretrain(
-        model,
-        ShuffledStream(echo_rows(), 32),
-        validation=echo_rows(seed=1),
-        steps=120,
-        learning_rate=1e-2,
-        warmup=10,
-        progress=False,
-    )
+    learn_echo(model, echo_rows)
     return model.state_dict()
 
 

@@ -77,7 +77,7 @@ def paths_model() -> Known:
     edges are kept: effects are sums of 1, 2, 4, 8 over 15. An edge's score is minus the sum of the
     paths through it. Nothing is nonlinear, so patching and integrated gradients say the same.
     """
-    model = _scalar_model(n_layers=2, n_ctx=2, attn_only=True)
+    model = _scalar_model(n_layers=2, n_ctx=2)
     with torch.no_grad():
         for layer, gain in enumerate((2.0, 4.0)):
             model.blocks[layer].attn.W_V[:] = 1.0
@@ -172,9 +172,7 @@ def attending_model() -> Known:
     The score's slope is ``p (1 - p) v = 3/2``: by q it is ``3/2 ln 3``, by k it is 3/2.
     """
     log3 = math.log(3)
-    model = blank_model(
-        n_layers=1, n_heads=1, d_model=4, d_head=1, d_vocab=4, n_ctx=2, attn_only=True
-    )
+    model = blank_model(n_layers=1, n_heads=1, d_model=4, d_head=4, d_vocab=4, n_ctx=2)
     attn = model.blocks[0].attn
     with torch.no_grad():
         # Tokens 0 and 1 come first, clean and corrupted; tokens 2 and 3 come last.

@@ -1,15 +1,15 @@
-"""The slow, obviously right way to run a model under a circuit: every input and output split.
+"""The slow, obviously right way to run a model under a circuit: one destination after the other.
 
-TransformerLens materialises each head's inputs and output (``use_split_qkv_input``,
-``use_attn_result``, ``use_hook_mlp_in``), and plain hooks exchange at each input what patched
-sources wrote there. Nothing of `sparse_tl.lens` is used: this is what fast paths are tested by.
+Each destination reads a residual stream of its own. It is put in the place of the model's in a
+whole forward pass, of which nothing is kept but what that destination makes of it: the q of a head,
+say. Attention then runs with the q, k and v that were collected so. Nothing of `sparse_tl.lens` is
+used, and nothing but plain hooks that every kind of model has: this is what fast paths are tested
+by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,9 +17,62 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.graph import CircuitEdge, CircuitGraph, Node
+from sparse_tl.graph import CircuitEdge, CircuitGraph, Destination
 from sparse_tl.lens import Model
 from sparse_tl.metrics import Metric, explained_effect
+
+Reading = Callable[[Destination, Tensor], Tensor]
+
+
+def run_split(
+    model: Model,
+    graph: CircuitGraph,
+    tokens: Int[Tensor, "batch pos"],
+    read: Reading,
+    embedded: Tensor | None = None,
+) -> Float[Tensor, "batch pos vocab"]:
+    """Logits when every destination reads what `read` makes of the sources before it.
+
+    Biases ``b_O`` of earlier layers, which belong to no source, are added to that. Differentiable.
+
+    Args:
+        model: dense.
+        graph: its graph.
+        tokens: the prompts.
+        read: given a destination and what the earlier sources wrote *in this very run*, ``[source,
+            batch, pos, d_model]``, the ``[batch, pos, d_model]`` that the destination reads.
+        embedded: what the input node writes, if not the tokens' embeddings.
+    """
+    with torch.no_grad():
+        streams = [_place(graph, to) for to in graph.destinations]
+        plain = _pass(model, tokens, keep=[*streams, *_source_points(graph)])
+        own = _written(model, graph, plain)
+    written = [own[0] if embedded is None else embedded]
+
+    def read_by(destination: Destination) -> Tensor:
+        n = graph.n_sources_before(destination.node)
+        biases = plain[_place(graph, destination)] - own[:n].sum(0)
+        return biases + read(destination, torch.stack(written[:n]))
+
+    for layer in range(graph.n_layers):
+        here = [to for to in graph.destinations[:-1] if to.node.layer == layer]
+        entering = f"blocks.{layer}.hook_resid_pre"
+        slots: dict[str, Tensor] = {}
+        for slot in "qkv":
+            heads = [to for to in here if to.slot == slot]
+            inputs = torch.cat([read_by(to) for to in heads])
+            point = f"blocks.{layer}.attn.hook_{slot}"
+            every = tokens.repeat(len(heads), 1)
+            found = _pass(model, every, keep=[point], put={entering: inputs})[point]
+            parts = zip(found.chunk(len(heads)), heads, strict=True)
+            slots[point] = torch.stack([part[:, :, to.node.head] for part, to in parts], dim=2)
+        z = f"blocks.{layer}.attn.hook_z"
+        written += [*_by_head(model, layer, _pass(model, tokens, keep=[z], put=slots)[z])]
+        if graph.has_mlps:
+            out, put = f"blocks.{layer}.hook_mlp_out", {_place(graph, here[-1]): read_by(here[-1])}
+            written.append(_pass(model, tokens, keep=[out], put=put)[out])
+    last = graph.destinations[-1]
+    return _pass(model, tokens, put={_place(graph, last): read_by(last)})["logits"]
 
 
 @torch.no_grad()
@@ -38,7 +91,7 @@ def run_patched(
     Normalisations are computed anew from that sum.
 
     Args:
-        model: dense; its weights and flags are as before afterwards.
+        model: dense.
         graph: its graph.
         pairs: the prompts.
         mask: ``[source, destination]``, 1 (True) keeps and 0 (False) patches; gates between
@@ -46,18 +99,18 @@ def run_patched(
         patch: the corrupted prompt's own run, the mean over the clean prompts position by
             position, or 0.
     """
-    with _split(model, graph):
-        if patch == "corrupted":
-            patched = written_by(model, graph, pairs.corrupted)
-        else:
-            patched = written_by(model, graph, pairs.clean).mean(dim=1, keepdim=True)
-            patched = patched * (patch == "mean")
-        closed = (1 - mask.to(patched.dtype)) * graph.exists
-        written = torch.zeros_like(patched).expand(-1, *pairs.clean.shape, -1).clone()
-        hooks: list[Any] = [*_recording(model, graph, written)]
-        hooks += _exchanging(model, graph, written, patched, closed)
-        logits = model.run_with_hooks(pairs.clean, fwd_hooks=hooks)
-    return pairs.read(logits)
+    if patch == "corrupted":
+        patches = written_by(model, graph, pairs.corrupted)
+    else:
+        patches = written_by(model, graph, pairs.clean).mean(dim=1, keepdim=True)
+        patches = patches * (patch == "mean")
+
+    def read(destination: Destination, written: Tensor) -> Tensor:
+        n = len(written)
+        kept = mask[:n, graph.destination_index(destination), None, None, None].to(written.dtype)
+        return (patches[:n] + kept * (written - patches[:n])).sum(0)
+
+    return pairs.read(run_split(model, graph, pairs.clean, read))
 
 
 def explained(
@@ -85,74 +138,53 @@ def written_by(
     model: Model, graph: CircuitGraph, tokens: Int[Tensor, "batch pos"]
 ) -> Float[Tensor, "source batch pos d_model"]:
     """What every source writes to the residual stream in a plain run; heads without ``b_O``."""
-    shape = (len(graph.sources), *tokens.shape, model.cfg.d_model)
-    written = torch.zeros(shape, dtype=model.W_E.dtype, device=model.W_E.device)
-    with _split(model, graph):
-        hooks: list[Any] = [*_recording(model, graph, written)]
-        model.run_with_hooks(tokens, fwd_hooks=hooks)
-    return written
+    return _written(model, graph, _pass(model, tokens, keep=_source_points(graph)))
 
 
-@contextmanager
-def _split(model: Model, graph: CircuitGraph) -> Iterator[None]:
-    """TransformerLens's flags on, and afterwards as they were."""
-    flags = ["use_split_qkv_input", "use_attn_result"] + ["use_hook_mlp_in"] * graph.has_mlps
-    before = {flag: getattr(model.cfg, flag) for flag in flags}
-    for flag in flags:
-        getattr(model, f"set_{flag}")(True)
-    try:
-        yield
-    finally:
-        for flag, value in before.items():
-            getattr(model, f"set_{flag}")(value)
+def _pass(
+    model: Any, tokens: Tensor, keep: Sequence[str] = (), put: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """A whole forward pass: its logits, and what stood at some hook points; others are replaced."""
+    kept: dict[str, Tensor] = {}
+
+    def hook_at(name: str) -> Any:
+        def hook(value: Tensor, hook: Any) -> Tensor:
+            kept[name] = put[name] if put and name in put else value
+            return kept[name]
+
+        return name, hook
+
+    hooks = [hook_at(name) for name in dict.fromkeys([*keep, *(put or ())])]
+    kept["logits"] = model.run_with_hooks(tokens, fwd_hooks=hooks)
+    return kept
 
 
-def _recording(model: Model, graph: CircuitGraph, written: Tensor) -> Iterator[tuple[str, Any]]:
-    """Hooks that fill `written` as the sources write."""
+def _place(graph: CircuitGraph, destination: Destination) -> str:
+    """The hook point of the residual stream from which a destination reads."""
+    node = destination.node
+    if node.kind == "logits":
+        return f"blocks.{graph.n_layers - 1}.hook_resid_post"
+    after_attention = node.kind == "mlp" and not graph.parallel
+    return f"blocks.{node.layer}.hook_resid_{'mid' if after_attention else 'pre'}"
 
-    def keep(value: Tensor, hook: Any, rows: slice, heads: bool) -> None:
-        written[rows] = value.permute(2, 0, 1, 3) if heads else value
 
-    def rows_of(node: Node, n: int = 1) -> slice:
-        first = graph.source_index(node)
-        return slice(first, first + n)
-
-    yield "blocks.0.hook_resid_pre", partial(keep, rows=rows_of(Node("input")), heads=False)
+def _source_points(graph: CircuitGraph) -> list[str]:
+    points = ["blocks.0.hook_resid_pre"]
     for layer in range(graph.n_layers):
-        heads = rows_of(Node("head", layer), graph.n_heads)
-        yield f"blocks.{layer}.attn.hook_result", partial(keep, rows=heads, heads=True)
-        if graph.has_mlps:
-            mlp = rows_of(Node("mlp", layer))
-            yield f"blocks.{layer}.hook_mlp_out", partial(keep, rows=mlp, heads=False)
+        points.append(f"blocks.{layer}.attn.hook_z")
+        points += [f"blocks.{layer}.hook_mlp_out"] * graph.has_mlps
+    return points
 
 
-def _exchanging(
-    model: Model, graph: CircuitGraph, written: Tensor, patched: Tensor, closed: Tensor
-) -> Iterator[tuple[str, Any]]:
-    """Hooks that exchange, at every input, a patched source's write for its patch.
+def _written(model: Model, graph: CircuitGraph, found: dict[str, Tensor]) -> Tensor:
+    """``[source, batch, pos, d_model]`` of what stood at the source points."""
+    written: list[Tensor] = []
+    for name in _source_points(graph):
+        by_head = name.endswith("hook_z")
+        layer = int(name.split(".")[1])
+        written += [*_by_head(model, layer, found[name])] if by_head else [found[name]]
+    return torch.stack(written)
 
-    ``residual + closed (patch - written)``: the residual already holds all that was written.
-    """
 
-    def change_at(columns: list[int]) -> Tensor:
-        return torch.einsum("sbpm,sc->bpcm", patched - written, closed[:, columns])
-
-    def at_heads(value: Tensor, hook: Any, columns: list[int]) -> Tensor:
-        return value + change_at(columns)
-
-    def at_whole(value: Tensor, hook: Any, columns: list[int]) -> Tensor:
-        return value + change_at(columns)[:, :, 0]
-
-    for layer in range(graph.n_layers):
-        for slot in "qkv":
-            columns = [
-                column
-                for column, destination in enumerate(graph.destinations)
-                if destination.slot == slot and destination.node.layer == layer
-            ]
-            yield f"blocks.{layer}.hook_{slot}_input", partial(at_heads, columns=columns)
-        if graph.has_mlps:
-            columns = [graph.destination_index(f"m{layer}")]
-            yield f"blocks.{layer}.hook_mlp_in", partial(at_whole, columns=columns)
-    last = f"blocks.{graph.n_layers - 1}.hook_resid_post"
-    yield last, partial(at_whole, columns=[graph.destination_index("logits")])
+def _by_head(model: Any, layer: int, z: Tensor) -> Tensor:
+    return torch.einsum("bphe,hed->hbpd", z, model.blocks[layer].attn.W_O)

@@ -22,6 +22,7 @@ from wiring import (
     distract,
     embed,
     move,
+    normalise,
     plant_sign,
     spaces,
 )
@@ -64,21 +65,21 @@ class Planted:
 def induction() -> Planted:
     """``x a b y z a`` is continued by b: a previous-token head feeds an induction head's keys.
 
-    Two layers of three heads, attention only. ``a0.h0`` copies to each place the token before it;
+    Two layers of three heads and an MLP. ``a0.h0`` copies to each place the token before it;
     ``a1.h0`` looks for places whose previous token is the present one, and copies what stands
     there to the output. Corrupted prompts have the same form with other tokens, so that no edge
     can do without the others: a patched query or key finds no match, a patched value is wrong.
     """
     vocab, length = 10, 6
-    space = spaces(token=vocab, place=length, before=vocab, output=vocab, unread=8)
+    space = spaces(token=vocab, place=length, before=vocab, output=vocab, unread=9)
     model = blank_model(
         n_layers=2,
         n_heads=3,
         d_model=space["unread"].stop,
-        d_head=vocab,
+        d_head=space["unread"].stop // 3,
+        d_mlp=12,
         d_vocab=vocab,
         n_ctx=length,
-        attn_only=True,
     )
     with torch.no_grad():
         distract(model, space["unread"])
@@ -129,13 +130,13 @@ def inhibition() -> Planted:
     """
     names, length = 6, 4
     space = spaces(
-        token=names + 1, place=length, first=length, avoid=length, output=names + 1, unread=8
+        token=names + 1, place=length, first=length, avoid=length, output=names + 1, unread=10
     )
     model = blank_model(
         n_layers=3,
         n_heads=3,
         d_model=space["unread"].stop,
-        d_head=names + 1 + length,
+        d_head=space["unread"].stop // 3,
         d_mlp=12,
         act_fn="gelu",
         d_vocab=names + 1,
@@ -221,18 +222,19 @@ def lock() -> Planted:
 def _lock_model(clean: Tensor) -> Model:
     """Tokens: x right and wrong, y right and wrong, the end; the answers open and shut."""
     names = ["anchor", "end", "x", "y", "x_there", "y_there", "both", "open"]
-    along = dict(zip(names + [*"abcd"], centred_directions(len(names) + 4), strict=True))
+    # Two more directions that nobody writes make the residual stream as wide as all heads together.
+    along = dict(zip(names + [*"abcdef"], centred_directions(len(names) + 6), strict=True))
     model = blank_model(
         n_layers=2,
         n_heads=3,
         d_model=len(along) + 1,
-        d_head=1,
-        d_mlp=1,
+        d_head=(len(along) + 1) // 3,
         d_vocab=7,
         n_ctx=3,
         normalization_type="LN",
     )
     with torch.no_grad():
+        normalise(model)
         meanings = [along["x"], -along["x"], along["y"], -along["y"], along["end"]]
         # The anchor holds the scale: without it a normalised +1 would have no slope towards -1.
         model.embed.W_E[:5] = torch.stack(meanings) + 4 * along["anchor"]

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import run_split, written_by
 from random_models import KINDS, MORE_KINDS, random_pairs, shaken
 from torch import Tensor
 
 from sparse_tl.circuits import attribute_circuit_edges, attribute_heads
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.graph import CircuitGraph
+from sparse_tl.graph import CircuitGraph, Destination
 from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import logit_difference
 
@@ -23,62 +24,26 @@ Build = Callable[..., Model]
 def _slow_scores(
     model: Model, graph: CircuitGraph, pairs: PromptPairs, share: float = 1.0
 ) -> Tensor:
-    """The formula of the paper, edge by edge, with every input and every head's output split.
+    """The formula of the paper, edge by edge, with what every destination reads a leaf of its own.
 
     Gradients are taken at embeddings that lie so far on the way from corrupted to clean.
     """
-    for name in ("split_qkv_input", "hook_mlp_in", "attn_result"):
-        if name != "hook_mlp_in" or graph.has_mlps:
-            getattr(model, f"set_use_{name}")(True)
-    try:
-        return _slow(model, graph, pairs, share)
-    finally:
-        for name in ("split_qkv_input", "hook_mlp_in", "attn_result"):
-            if name != "hook_mlp_in" or graph.has_mlps:
-                getattr(model, f"set_use_{name}")(False)
+    clean, corrupted = (written_by(model, graph, some) for some in (pairs.clean, pairs.corrupted))
+    embedded = torch.lerp(corrupted[0], clean[0], share)
+    leaves: dict[Destination, Tensor] = {}
 
+    def read(destination: Destination, written: Tensor) -> Tensor:
+        leaves[destination] = torch.zeros_like(embedded, requires_grad=True)
+        return written.sum(0) + leaves[destination]
 
-def _slow(model: Model, graph: CircuitGraph, pairs: PromptPairs, share: float) -> Tensor:
-    written: dict[str, Tensor] = {}
-    for prompt in ("clean", "corrupted"):
-        _, cache = model.run_with_cache(getattr(pairs, prompt))
-        for node in graph.sources:
-            if node.kind == "head":
-                value = cache[f"blocks.{node.layer}.attn.hook_result"][:, :, node.head]
-            elif node.kind == "mlp":
-                value = cache[f"blocks.{node.layer}.hook_mlp_out"]
-            else:
-                value = cache["blocks.0.hook_resid_pre"]
-            written[f"{node} {prompt}"] = value.detach()
-    gradients: dict[str, Tensor] = {}
-
-    def keep(gradient: Tensor, hook: Any) -> None:
-        gradients[hook.name] = gradient
-
-    last = f"blocks.{graph.n_layers - 1}.hook_resid_post"
-    ends = ("hook_q_input", "hook_k_input", "hook_v_input", "hook_mlp_in")
-    embedded = [written[f"input {prompt}"] for prompt in ("corrupted", "clean")]
-
-    def between(value: Tensor, hook: Any) -> Tensor:
-        return value - value.detach() + torch.lerp(*embedded, share)
-
-    with model.hooks(
-        fwd_hooks=[("blocks.0.hook_resid_pre", between)],
-        bwd_hooks=[(lambda name: name == last or name.endswith(ends), keep)],
-    ):
-        logits = model(pairs.clean)
-        logit_difference(pairs.read(logits), pairs).sum().backward()
+    logits = run_split(model, graph, pairs.clean, read, embedded)
+    logit_difference(pairs.read(logits), pairs).sum().backward()
     scores = torch.zeros(graph.exists.shape, dtype=torch.float64)
     for edge in graph.edges:
-        node, slot = edge.destination.node, edge.destination.slot
-        if node.kind == "logits":
-            gradient = gradients[last]
-        elif node.kind == "mlp":
-            gradient = gradients[f"blocks.{node.layer}.hook_mlp_in"]
-        else:
-            gradient = gradients[f"blocks.{node.layer}.hook_{slot}_input"][:, :, node.head]
-        change = written[f"{edge.source} corrupted"] - written[f"{edge.source} clean"]
-        scores[graph.index(edge)] = (change * gradient).sum()
+        index = graph.index(edge)
+        gradient = leaves[edge.destination].grad
+        assert gradient is not None
+        scores[index] = ((corrupted - clean)[index[0]] * gradient).sum()
     return scores / len(pairs)
 
 

@@ -69,10 +69,7 @@ def test_the_slope_at_a_gate_is_attribution_patching(
         assert (ends[1] - ends[0]) / 2e-4 == pytest.approx(scores[edge], rel=1e-4, abs=1e-7)
 
 
-def test_flags_and_hooks_are_as_before(model: Model, pairs: PromptPairs) -> None:
+def test_no_hook_stays(model: Model, pairs: PromptPairs) -> None:
     graph = adapt(model).graph
-    model.set_use_attn_result(True)
     run_patched(model, graph, pairs, mask_of(graph, ["input->logits"]))
-    assert model.cfg.use_attn_result
-    assert not model.cfg.use_split_qkv_input and not model.cfg.use_hook_mlp_in
     assert not any(point.fwd_hooks for point in model.hook_dict.values())

@@ -9,25 +9,35 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from tiny import small_model
 from torch import Tensor
 
-from sparse_tl.lens import Model, build_model
+from sparse_tl.lens import Model
 
 
-def blank_model(**config: Any) -> Model:
-    """A float64 model, unscaled attention, all weights 0 (and 1 in normalisations)."""
+def blank_model(**description: Any) -> Model:
+    """A float64 model, unscaled attention, all weights 0: MLPs write nothing unless told to."""
     defaults = {
         "model_name": "hand_made",
+        "d_mlp": 1,
         "act_fn": "relu",
         "normalization_type": None,
         "use_attn_scale": False,
         "dtype": "float64",
     }
-    model = build_model({**defaults, **config}, device="cpu")
+    model = small_model(**{**defaults, **description})
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.fill_(float(name.endswith(("ln1.w", "ln2.w", "ln_final.w"))))
+        for parameter in model.parameters():
+            parameter.zero_()
     return model
+
+
+def normalise(model: Model) -> None:
+    """Normalisations with weight 1 and bias 0."""
+    for part in (*model.blocks, model):
+        for name in ("ln1", "ln2", "ln_final"):
+            if hasattr(part, name):
+                getattr(part, name).w.fill_(1.0)
 
 
 def spaces(**sizes: int) -> dict[str, slice]:
@@ -73,9 +83,8 @@ def distract(model: Model, unread: slice) -> None:
         for weight in (attn.W_Q, attn.W_K, attn.W_V):
             weight[1:] = 0.3 * draw(weight[1:])
         attn.W_O[1:, :, unread] = 0.2 * draw(attn.W_O[1:, :, unread])
-        if not model.cfg.attn_only:
-            block.mlp.W_in[:] = 0.3 * draw(block.mlp.W_in)
-            block.mlp.W_out[:, unread] = 0.2 * draw(block.mlp.W_out[:, unread])
+        block.mlp.W_in[:] = 0.3 * draw(block.mlp.W_in)
+        block.mlp.W_out[:, unread] = 0.2 * draw(block.mlp.W_out[:, unread])
 
 
 def centred_directions(n: int) -> Tensor:
@@ -87,7 +96,7 @@ def centred_directions(n: int) -> Tensor:
 
 
 def carry(model: Model, layer: int, head: int, read: Tensor, write: Tensor) -> None:
-    """A head of one dimension: from one direction, wherever attention goes, to another."""
+    """From one direction, wherever attention goes, to another, by one dimension of a head."""
     model.blocks[layer].attn.W_V[head, :, 0] = read
     model.blocks[layer].attn.W_O[head, 0] = write
 

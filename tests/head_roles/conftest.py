@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from planted_heads import INTERFERER, WRONG
+from tiny import learn_echo
 
+from sparse_tl import ablate_heads
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.lens import Model
@@ -22,28 +24,23 @@ def echo_targets(echo_rows: Callable[..., TokenBatch]) -> TargetDataset:
 
 
 @pytest.fixture(scope="session")
-def planted(build_tiny: Callable[..., Model], build_echo: Callable[[], Model]) -> Model:
-    """The trained echo model with two heads more in each layer.
+def planted(build_tiny: Callable[..., Model], echo_rows: Callable[..., TokenBatch]) -> Model:
+    """The echo model with four heads in each layer, of which the first two are trained.
 
     Heads 2 and 3 of both layers write nothing but for the interferer, which always writes the same
     vector: the one that raises the wrong token's logit.
     """
-    trained, model = build_echo(), build_tiny(n_heads=4)
-    weights = trained.state_dict()
+    model = build_tiny(seed=2, n_heads=4, d_head=4)
+    with ablate_heads(model, [(layer, head) for layer in range(2) for head in (2, 3)]):
+        learn_echo(model, echo_rows)
     with torch.no_grad():
-        for name, parameter in model.state_dict().items():
-            given = weights[name]
-            if given.shape == parameter.shape:
-                parameter.copy_(given)
-                continue
-            parameter[:2] = given
-            if name.endswith("W_O"):
-                parameter[2:] = 0
+        for block in model.blocks:
+            block.attn.W_O[2:] = 0
         layer, head = INTERFERER
         attention = model.blocks[layer].attn
         attention.W_V[head] = 0
         attention.b_V[head] = 1
-        push = model.W_U[:, WRONG] - model.W_U.mean(dim=1)
+        push = model.unembed.W_U[:, WRONG] - model.unembed.W_U.mean(dim=1)
         attention.W_O[head] = 5 * push / push.norm() / attention.b_V.shape[1]
     return model
 
@@ -57,15 +54,14 @@ def build_looking_up(build_tiny: Callable[..., Model]) -> Callable[..., Model]:
     With ``split=6``, head 0 knows the tokens below 6 only, and head 1 the others.
     """
 
-    def build(split: int = 13, **config: Any) -> Model:
-        model = build_tiny("attention_only", n_layers=1, d_model=26, d_head=13, **config)
-        one = torch.eye(13)
+    def build(split: int = 13, **description: Any) -> Model:
+        model = build_tiny(n_layers=1, d_model=26, d_head=13, **description)
+        one, block = torch.eye(13), model.blocks[0]
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-            model.ln_final.w += 1
-            block = model.blocks[0]
-            block.ln1.w += 1
+            for norm in (block.ln1, block.ln2, model.ln_final):
+                norm.w.fill_(1.0)
             model.embed.W_E[:, :13] = one
             model.embed.W_E[12] = 0  # the last token is no question
             block.attn.W_V[0, :split] = one[:split]

@@ -1,0 +1,193 @@
+"""Tiny random models of the newest kind that is installed, from one description for all kinds.
+
+A description holds fields of HookedTransformer's configuration, whatever kind is made of it. Where
+TransformerLens has no HookedTransformer any more (4.x), it is a TransformerBridge around a Hugging
+Face model of the architecture that has these features; where there is none, the test is skipped.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:  # the process that hands out tests to others needs nothing heavy
+    from sparse_tl.data.batches import TokenBatch
+    from sparse_tl.lens import Model
+
+HAS_HOOKED = version("transformer-lens").startswith("3.")
+hooked_alone = pytest.mark.skipif(
+    not HAS_HOOKED, reason="about HookedTransformer, which TransformerLens 4 has no more"
+)
+
+TINY: dict[str, Any] = {
+    "model_name": "tiny",
+    "n_layers": 2,
+    "n_heads": 2,
+    "d_model": 16,
+    "d_head": 8,
+    "d_mlp": 32,
+    "n_ctx": 16,
+    "d_vocab": 13,
+    "act_fn": "gelu",
+    "normalization_type": "LN",
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "float64": {"dtype": "float64"},
+    "grouped": {
+        "n_heads": 4,
+        "n_key_value_heads": 2,
+        "d_head": 4,
+        "act_fn": "silu",
+        "gated_mlp": True,
+        "normalization_type": "RMS",
+        "final_rms": True,
+        "positional_embedding_type": "rotary",
+        "rotary_dim": 4,
+    },
+    "attention_only": {"attn_only": True, "d_mlp": None},
+}
+
+_GROUPED = (
+    "gated_mlp",
+    "normalization_type",
+    "final_rms",
+    "positional_embedding_type",
+    "rotary_dim",
+)
+_LLAMA = {name: KINDS["grouped"][name] for name in _GROUPED}
+_ARCHITECTURES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    ({"normalization_type": "LN"}, "GPT2Config", {}),
+    (
+        {"normalization_type": "LN", "use_attn_scale": False},
+        "GPT2Config",
+        {"scale_attn_weights": False},
+    ),
+    ({"normalization_type": "LN", "parallel_attn_mlp": True}, "GPTNeoXConfig", {}),
+    ({"normalization_type": "LNPre"}, "OlmoConfig", {}),
+    (_LLAMA, "LlamaConfig", {}),
+    ({**_LLAMA, "use_qk_norm": True}, "Qwen3Config", {}),
+]
+"""Features, the Hugging Face architecture that has them, and its settings."""
+_FREE_HEADS = ("LlamaConfig", "Qwen3Config")
+"""Heads of any size, and fewer of keys and values."""
+
+
+def tiny_model(kind: str = "plain", seed: int = 0, **overrides: Any) -> Model:
+    """A model of two layers with random weights, vocabulary 13 and context 16.
+
+    Kinds: "plain", "float64", "grouped" (grouped-query attention, rotary positions, RMS
+    normalisation, gated MLP) and "attention_only".
+    """
+    return small_model(seed=seed, **{**TINY, **KINDS[kind], **overrides})
+
+
+def small_model(*, seed: int = 0, tokenizer: Any = None, **description: Any) -> Model:
+    """A model with random weights; the test is skipped where no installed kind can be it."""
+    if HAS_HOOKED:
+        return _hooked(description, seed, tokenizer)
+    return _bridge(description, seed, tokenizer)
+
+
+def _hooked(description: dict[str, Any], seed: int, tokenizer: Any) -> Any:
+    import torch
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    dtype = getattr(torch, description.get("dtype", "float32"))
+    fields = {**description, "seed": seed, "dtype": dtype, "device": "cpu"}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
+        return HookedTransformer(HookedTransformerConfig.from_dict(fields), tokenizer=tokenizer)
+
+
+def _bridge(description: dict[str, Any], seed: int, tokenizer: Any) -> Any:
+    import torch
+
+    from sparse_tl.lens import boot
+
+    fields = dict(description)
+    name, dtype = fields.pop("model_name"), fields.pop("dtype", "float32")
+    prepends_bos = fields.pop("default_prepend_bos", True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        hf_model = _hugging_face(fields)
+        _randomise(hf_model)
+    model = boot(hf_model.to(getattr(torch, dtype)), tokenizer)
+    model.cfg.model_name, model.cfg.default_prepend_bos = name, prepends_bos
+    for module in model.modules():
+        if isinstance(getattr(module, "original_component", None), torch.nn.Identity):
+            # A bridge computes GPT-2's normalisations by itself unless it is told to call them.
+            module.__dict__["use_native_layernorm_autograd"] = True
+    return model
+
+
+def _hugging_face(fields: dict[str, Any]) -> Any:
+    """A model of the architecture that has just these features."""
+    import transformers
+    from torch import nn
+
+    d_model, n_heads, d_head = (fields.pop(name) for name in ("d_model", "n_heads", "d_head"))
+    activation, d_mlp = fields.pop("act_fn"), fields.pop("d_mlp", None)
+    sizes: dict[str, Any] = {
+        "vocab_size": fields.pop("d_vocab"),
+        "hidden_size": d_model,
+        "num_hidden_layers": fields.pop("n_layers"),
+        "num_attention_heads": n_heads,
+        "max_position_embeddings": fields.pop("n_ctx"),
+        "intermediate_size": d_mlp,
+        "hidden_act": activation,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        # GPT-2's own words
+        "n_inner": d_mlp,
+        "activation_function": activation,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    }
+    if d_head * n_heads != d_model or "n_key_value_heads" in fields:
+        kv_heads = fields.pop("n_key_value_heads", n_heads)
+        sizes |= {"head_dim": d_head, "num_key_value_heads": kv_heads}
+    unnormalised = fields["normalization_type"] is None
+    features = fields | {"normalization_type": "LN"} if unnormalised else fields
+    for known, config, settings in _ARCHITECTURES:
+        if known == features and ("head_dim" in sizes) <= (config in _FREE_HEADS):
+            config = getattr(transformers, config)(**sizes, **settings)
+            break
+    else:
+        pytest.skip(f"of HookedTransformer alone: {fields}, heads of {d_head} in {d_model}")
+    hf_model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    for parent in list(hf_model.modules()) if unnormalised else ():
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.LayerNorm):
+                setattr(parent, name, nn.Identity())
+    return hf_model.eval()
+
+
+def _randomise(hf_model: Any) -> None:
+    """Matrices as large as HookedTransformer's at the start; Hugging Face's are smaller."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in hf_model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 0.8 / hf_model.config.hidden_size**0.5)
+
+
+def learn_echo(model: Model, rows: Callable[..., TokenBatch]) -> None:
+    """Train a tiny model on `echo_rows`, to about 0.05 nats held out."""
+    from sparse_tl.data import ShuffledStream
+    from sparse_tl.training import pretrain
+
+    pretrain(
+        model,
+        ShuffledStream(rows(), 32),
+        validation=rows(seed=1),
+        steps=120,
+        learning_rate=1e-2,
+        warmup=10,
+        progress=False,
+    )
