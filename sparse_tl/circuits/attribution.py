@@ -32,10 +32,10 @@ from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.read_gradients import ReadGradients
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.gates import AttentionEdges, CircuitEdges, Heads, Patch, PatchValues
+from sparse_tl.gates import AttentionEdges, CircuitEdges, Heads, HookPoints, Patch, PatchValues
 from sparse_tl.graph import CircuitGraph, Node
 from sparse_tl.grids import AttentionGrid
-from sparse_tl.lens import HookedModel, source_outputs
+from sparse_tl.lens import EMBEDDED, HookedModel, adapt, source_outputs
 from sparse_tl.metrics import Metric
 from sparse_tl.progress import tracked
 
@@ -106,9 +106,9 @@ def attribute_heads(
     Arguments and errors as of `attribute_circuit_edges`; "eap-ig-activations" moves the heads of
     one layer at a time.
     """
-    runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size)
-    graph = runs.adapter.graph
-    names = Heads().points(runs.adapter)
+    adapter = adapt(model)
+    graph, names = adapter.graph, Heads().points(adapter)
+    runs = PairRuns(model, HookPoints((EMBEDDED, *names), (), ()), pairs, patch, batch_size)
     scores = torch.zeros(graph.n_layers, graph.n_heads, dtype=torch.float64)
     plan = Passes(metric, method, steps, runs, heads_only=True)
     with tracked("scoring heads", plan.count, progress) as step:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sparse_tl.circuits.pair_runs import PairRuns, read_mask
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.gates import PatchValues
-from sparse_tl.lens import EMBEDDED, destination_points, record, residual_points, source_points
+from sparse_tl.gates import Heads, PatchValues
+from sparse_tl.lens import EMBEDDED, record
 from sparse_tl.metrics import Metric, measure
 
 Method = Literal["eap", "eap-ig", "eap-ig-activations"]
@@ -27,7 +27,7 @@ class Passes:
         steps: of the interpolation.
         runs: the prompts, and what circuit edges are patched with.
         also: hook points to be kept beside those of sources and destinations.
-        heads_only: leave out what says nothing about heads.
+        heads_only: leave out what says nothing about heads; these write at ``hook_z``.
 
     Raises:
         ValueError: an unknown method, or no steps.
@@ -49,17 +49,21 @@ class Passes:
             )
         self.metric, self.method, self.steps, self.runs = metric, method, steps, runs
         self.adapter, self.also = runs.adapter, also
-        graph = runs.adapter.graph
-        self.sources = source_points(graph.n_layers, graph.has_mlps)
+        layers = range(self.adapter.n_layers)
+        heads = [self.adapter.heads_point(layer) for layer in layers]
+        self.sources = self.adapter.source_points()
+        if heads_only:
+            heads = Heads().points(self.adapter)
+            self.sources = [EMBEDDED, *heads]
         self.names = [*self.sources, *also]
-        for layer in range(graph.n_layers):
-            self.names += destination_points(layer, graph.has_mlps)
-            self.names += residual_points(layer, graph.has_mlps)
+        for layer in () if heads_only else layers:
+            self.names += self.adapter.destination_points(layer)
+            self.names += self.adapter.residual_points(layer)
         self.rows: dict[str, slice] = {}
         """The sources that write at a hook point."""
         row = 0
         for name in self.sources:
-            n_sources = graph.n_heads if name.endswith("hook_z") else 1
+            n_sources = self.adapter.n_heads if name in heads else 1
             self.rows[name] = slice(row, row + n_sources)
             row += n_sources
         self._moved: list[str] = []
@@ -67,7 +71,7 @@ class Passes:
         if method == "eap-ig":
             self._moved = [EMBEDDED]
         elif method == "eap-ig-activations":
-            self._moved = [n for n in self.sources if n.endswith("hook_z") or not heads_only]
+            self._moved = heads if heads_only else self.sources
 
     @property
     def count(self) -> int:

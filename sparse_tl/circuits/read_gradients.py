@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.circuits.gradient_passes import GradientPass
-from sparse_tl.lens import Adapter, destination_points, residual_points
+from sparse_tl.lens import Adapter
 
 
 class ReadGradients:
@@ -29,7 +29,7 @@ class ReadGradients:
     """
 
     def __init__(self, adapter: Adapter) -> None:
-        self.adapter, self._has_mlps = adapter, adapter.graph.has_mlps
+        self.adapter = adapter
         self._sums: dict[str, Tensor] = {}
         self._along: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(adapter.n_layers)]
 
@@ -42,10 +42,10 @@ class ReadGradients:
     def add(self, one: GradientPass) -> None:
         """Add the gradients of a pass at every destination."""
         layers = range(self.adapter.n_layers)
-        points = [destination_points(layer, self._has_mlps) for layer in layers]
+        points = [self.adapter.destination_points(layer) for layer in layers]
         gradients = one.gradients([*sum(points, []), "final"])
         for layer, names in enumerate(points):
-            residuals = residual_points(layer, self._has_mlps)
+            residuals = self.adapter.residual_points(layer)
             self._add_heads(layer, one, names[:3], one.kept[residuals[0]], gradients)
             for name in names[3:]:
                 norm = self.adapter.norm(layer, "mlp")
@@ -84,7 +84,7 @@ class ReadGradients:
         """One layer's destinations in the graph's order, written into a buffer: q of every head,
         k and v of every key-value head, the MLP."""
         done = 0
-        names = destination_points(layer, self._has_mlps)
+        names = self.adapter.destination_points(layer)
         for slot, name in zip("qkv", names, strict=False):
             flat = rearrange(self._sums[name], "batch pos head d_head -> head (batch pos) d_head")
             through = self._through(layer, slot).to(flat.dtype)

@@ -13,7 +13,7 @@ from sparse_tl.circuits.removal import removal_effects
 from sparse_tl.data.known_text import check_known
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.grids import AttentionGrid
-from sparse_tl.lens import HookedModel, Order, adapt, attached, layer_points
+from sparse_tl.lens import HookedModel, Order, adapt, attached
 
 UNKNOWN = "?"
 MAX_EFFECTS = 500
@@ -114,7 +114,8 @@ def prompt_tokens(model: HookedModel, prompt: Prompt) -> Int[Tensor, " pos"]:
 
 def output_text(model: HookedModel, output: int) -> str:
     """The text of an output of the model: a token, or a number where outputs are no tokens."""
-    if model.tokenizer is None or model.cfg.d_vocab_out != model.cfg.d_vocab:
+    adapter = adapt(model)
+    if model.tokenizer is None or adapter.d_vocab_out != adapter.d_vocab:
         return str(output)
     return model.tokenizer.decode([output])
 
@@ -175,9 +176,10 @@ def _run(
         nudges.append(torch.zeros_like(pattern, requires_grad=True))
         return pattern + nudges[-1]
 
-    hooks = [(name, Order.LAST, keep) for name in layer_points(model, "attn.hook_pattern")]
-    batch = tokens[None].to(adapt(model).device)
-    with attached(model, hooks), torch.set_grad_enabled(attribution):
+    adapter = adapt(model)
+    hooks = [(name, Order.LAST, keep) for name in adapter.layer_points("attn.hook_pattern")]
+    batch = tokens[None].to(adapter.device)
+    with attached(adapter, hooks), torch.set_grad_enabled(attribution):
         logits, gates = _forward(model, batch)
     attention = torch.cat(patterns)
     estimates = None

@@ -22,7 +22,7 @@ from sparse_tl.circuits.removal import AttentionEdge, Head, RemovalEffects, remo
 from sparse_tl.circuits.trace import MAX_EFFECTS, Prompt, prompt_tokens
 from sparse_tl.gates import AttentionEdges, gated
 from sparse_tl.grids import AttentionGrid
-from sparse_tl.lens import EMBEDDED, HookedModel, Order, adapt, attached, layer_points
+from sparse_tl.lens import EMBEDDED, HookedModel, Order, adapt, attached
 
 # With every weight that a diagram can show.
 trace_weights = partial(trace_attention, attribution=True, max_effects=MAX_EFFECTS)
@@ -111,9 +111,9 @@ class AblatedModel:
     def _look(self, positions: Sequence[int] | None) -> Seen:
         graph = trace_weights(self.model, self.tokens, positions=positions, labels=self.labels)
         streams: list[Tensor] = []
-        points = [EMBEDDED, *layer_points(self.model, "hook_resid_post")]
+        points = [EMBEDDED, *self.adapter.layer_points("hook_resid_post")]
         hooks = [(point, Order.LAST, streams.append) for point in points]
-        with attached(self.model, hooks), torch.no_grad():
+        with attached(self.adapter, hooks), torch.no_grad():
             logits = self.model(self.tokens[None, : graph.n_read].to(self.adapter.device))
         return Seen(graph, logits[0].cpu(), torch.cat(streams))
 

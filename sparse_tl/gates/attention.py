@@ -33,7 +33,7 @@ from sparse_tl.gates.distributions import (
     press,
 )
 from sparse_tl.gates.patches import gate
-from sparse_tl.lens import HookedModel, HookFunction, Order, layer_points
+from sparse_tl.lens import Adapter, HookFunction, Order
 
 
 @dataclass
@@ -114,12 +114,11 @@ class AttentionGates(nn.Module):
         self._scores: dict[int, Tensor] = {}
         self._last: dict[int, _LayerPass] = {}
 
-    def hooks(self, model: HookedModel) -> list[tuple[str, Order, HookFunction]]:
+    def hooks(self, adapter: Adapter) -> list[tuple[str, Order, HookFunction]]:
         """The hooks that put these gates on a model: scores are read last, patterns set first."""
         hooks: list[tuple[str, Order, HookFunction]] = []
-        scores, patterns = (
-            layer_points(model, f"attn.hook_{n}") for n in ("attn_scores", "pattern")
-        )
+        scores = adapter.layer_points("attn.hook_attn_scores")
+        patterns = adapter.layer_points("attn.hook_pattern")
         for layer, (score, pattern) in enumerate(zip(scores, patterns, strict=True)):
             hooks.append((score, Order.LAST, partial(self._scores.__setitem__, layer)))
             hooks.append((pattern, Order.FIRST, partial(self._gate_pattern, layer)))

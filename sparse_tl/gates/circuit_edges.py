@@ -26,7 +26,7 @@ from torch import Tensor
 from sparse_tl.gates.patches import PatchValues
 from sparse_tl.gates.sites import Hooks, Pass
 from sparse_tl.graph import Destination
-from sparse_tl.lens import EMBEDDED, Adapter, Order, heads_written, source_points
+from sparse_tl.lens import EMBEDDED, Adapter, Order
 from sparse_tl.nodes import Node
 
 _FEW = 0.5
@@ -41,7 +41,7 @@ class CircuitEdges:
         return tuple(adapter.graph.exists.shape)
 
     def points(self, adapter: Adapter, gates: Any = None) -> list[str]:
-        return source_points(adapter.n_layers, adapter.graph.has_mlps)
+        return adapter.source_points()
 
     def first_layer(self, adapter: Adapter, differ: Tensor) -> int:
         graph = adapter.graph
@@ -108,7 +108,7 @@ class CircuitPass:
             heads = self._heads_of(layer)
             if heads:
                 note = partial(self._note_heads, layer, heads)
-                hooks.append((f"{block}.attn.hook_z", Order.LAST, note))
+                hooks.append((self.adapter.heads_point(layer), Order.LAST, note))
             if graph.has_mlps:
                 mlp = graph.destination_index(f"m{layer}")
                 if self._closes(mlp, 1):
@@ -158,8 +158,11 @@ class CircuitPass:
         """How far the edges from the sources that are taken apart are closed."""
         return self._compact[:, : bisect_left(self._rows, before), column : column + count]
 
-    def _keep_residual(self, residual: Float[Tensor, "rows pos d_model"]) -> None:
+    def _keep_residual(
+        self, residual: Float[Tensor, "rows pos d_model"]
+    ) -> Float[Tensor, "rows pos d_model"]:
         self._residual = residual
+        return residual
 
     def _reads(
         self, weights: Float[Tensor, "stack some n"], residual: Float[Tensor, "rows pos d_model"]
@@ -219,14 +222,18 @@ class CircuitPass:
 
     # ---- what is written -------------------------------------------------------------------------
 
-    def _note(self, name: str, value: Float[Tensor, "rows pos d_model"]) -> None:
+    def _note(
+        self, name: str, value: Float[Tensor, "rows pos d_model"]
+    ) -> Float[Tensor, "rows pos d_model"]:
         self._changes.append(self.patch.change(name, value, self.now.n_stack)[None])
+        return value  # what is noted is what the model goes on with, also for autograd
 
     def _note_heads(
         self, layer: int, heads: list[int], z: Float[Tensor, "rows pos head d_head"]
-    ) -> None:
-        change = self.patch.change(f"blocks.{layer}.attn.hook_z", z, self.now.n_stack)
-        self._changes.append(heads_written(self.adapter, layer, change, heads=heads))
+    ) -> Float[Tensor, "rows pos head d_head"]:
+        change = self.patch.change(self.adapter.heads_point(layer), z, self.now.n_stack)
+        self._changes.append(self.adapter.heads_written(layer, change, heads=heads))
+        return z
 
 
 class _Changes:

@@ -87,11 +87,12 @@ def hook_points(
     """
     chosen = (names,) if isinstance(names, str) else tuple(names)
     wanted = [axes] if isinstance(axes, int) else list(axes)
+    adapter = adapt(model)
     if sample is None:
-        sample = torch.zeros(1, 1, dtype=torch.long, device=adapt(model).device)
+        sample = torch.zeros(1, 1, dtype=torch.long, device=adapter.device)
     seen: dict[str, list[Tensor]] = {name: [] for name in chosen}
     notes = [(name, Order.FIRST, seen[name].append) for name in chosen]
-    with attached(model, notes), torch.no_grad():
+    with attached(adapter, notes), torch.no_grad():
         model(sample, return_type=None)
     silent = [name for name in chosen if not seen[name]]
     if silent:

@@ -56,7 +56,7 @@ def gated(
     adapter = adapt(model)
     stack, shape = _stacked(adapter, site, gates)
     values = PatchValues(adapter, site.points(adapter, stack), patch, reference, seed)
-    with attached(model, site.hooks(adapter, stack, values, Pass(math.prod(shape)))):
+    with attached(adapter, site.hooks(adapter, stack, values, Pass(math.prod(shape)))):
         yield
 
 
@@ -192,7 +192,7 @@ class GatedRun:
         if edges:
             run[..., -1] = 1  # what the logits read is not what stands in the residual stream
         # Hooks of the setting come first: what is recorded is what the gates leave.
-        with attached(adapter.model, self.site.hooks(adapter, run, self.patch, Pass(1))):
+        with attached(adapter, self.site.hooks(adapter, run, self.patch, Pass(1))):
             kept, final = record(
                 adapter, self.tokens, [*entering, *points], attention_mask=self.attention_mask
             )
@@ -224,7 +224,7 @@ class GatedRun:
         else:
             once = isinstance(self.site, Heads)
             now.n_prompts = len(self.tokens) if once and n_stack > 1 else None
-            with attached(adapter.model, self.site.hooks(adapter, stack, self.patch, now)):
+            with attached(adapter, self.site.hooks(adapter, stack, self.patch, now)):
                 final = adapter.final(
                     self._entering[first] if first else self.tokens,
                     from_layer=first,

@@ -20,7 +20,7 @@ from sparse_tl.lens import AttachedHooks, Model, adapt, check_gates
 
 
 class SparseTransformer(nn.Module):
-    """A HookedTransformer whose attention edges pass through learnable gates.
+    """A model whose attention edges pass through learnable gates.
 
     Everything that the model can do it can still do, by the same names: calling it, `generate`,
     `run_with_cache`, `run_with_hooks`, `hooks`, `to_tokens`, `cfg`, `tokenizer`. Gates are
@@ -31,7 +31,7 @@ class SparseTransformer(nn.Module):
     that were trained meanwhile stay trained.
 
     Args:
-        model: the model to wrap.
+        model: the model to wrap: a TransformerBridge or a HookedTransformer.
         initial_bias: the gates' bias b at the start, in logits; larger is denser. 4.0 leaves a
             language model's loss nearly as it was.
         distribution: how gates are sampled and evaluated; straight-through Bernoulli by default.
@@ -41,7 +41,7 @@ class SparseTransformer(nn.Module):
         gates: gates to use instead of new ones.
 
     Raises:
-        TypeError: `model` is not a HookedTransformer.
+        TypeError: `model` is no model of TransformerLens.
         ValueError: the model is wrapped already, lacks a hook point, or drops edits to its
             attention; gates or closed edges of another model's shape.
 
@@ -67,10 +67,13 @@ class SparseTransformer(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(model, Model):
-            raise TypeError(f"expected a HookedTransformer to wrap; got a {type(model).__name__}")
-        if getattr(model, "_sparse_tl_wrapped", False):
-            raise ValueError("this model is wrapped already; call .unwrap() on its wrapper first")
+            raise TypeError(
+                "expected a TransformerBridge or a HookedTransformer to wrap; got a "
+                f"{type(model).__name__}"
+            )
         adapter = adapt(model)
+        if getattr(adapter.core, "_sparse_tl_wrapped", False):
+            raise ValueError("this model is wrapped already; call .unwrap() on its wrapper first")
         shape = adapter.n_layers, adapter.n_heads
         if gates is not None and tuple(gates.bias.shape) != shape:
             raise ValueError(
@@ -220,7 +223,7 @@ class SparseTransformer(nn.Module):
         if self._hooks_on is not None:
             self._hooks_on.remove()
             self._hooks_on = None
-            del self.model._sparse_tl_wrapped
+            del adapt(self.model).core._sparse_tl_wrapped
         return self.model
 
     def model_under_gates(self) -> Model:
@@ -278,15 +281,16 @@ class SparseTransformer(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseTransformer:
         # Hooks are closures over these very gates: copy without them, then attach to the copy.
         with self._detached():
-            model, gates = copy.deepcopy((self.model, self.gates), memo)
+            model, gates = adapt(self.model).copy(), copy.deepcopy(self.gates, memo)
         return SparseTransformer(model, gates=gates)
 
     def __repr__(self) -> str:
         return f"SparseTransformer({self.model.cfg.model_name}: {self.gates.extra_repr()})"
 
     def _attach(self) -> None:
-        self._hooks_on = AttachedHooks(self.model, self.gates.hooks(self.model))
-        self.model._sparse_tl_wrapped = True  # type: ignore[assignment]
+        adapter = adapt(self.model)
+        self._hooks_on = AttachedHooks(adapter, self.gates.hooks(adapter))
+        adapter.core._sparse_tl_wrapped = True  # type: ignore[assignment]
 
     @contextmanager
     def _detached(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ import torch
 
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles.likelihood import label_losses, target_losses
-from sparse_tl.lens import HookedModel, adapt, layer_points
+from sparse_tl.lens import HookedModel, adapt
 
 TOLERANCE = 0.01
 """Relative difference of losses between both ways of passing prompts: far more than rounding."""
@@ -26,8 +26,8 @@ def check_fits(model: HookedModel, dataset: TargetDataset) -> None:
             model lacks, padding where attention is bidirectional, or a model whose losses change
             when prompts pass several times in one batch.
     """
-    layer_points(model, "attn.hook_z")
     adapter = adapt(model)
+    adapter.layer_points("attn.hook_z")
     rows, context = dataset.rows.trimmed(causal=adapter.causal), adapter.n_ctx
     mask = torch.ones_like(rows.tokens) if rows.attention_mask is None else rows.attention_mask
     if rows.tokens.shape[1] > context:

@@ -61,7 +61,7 @@ def label_losses(
     labels: Int[Tensor, " label"],
 ) -> Float[Tensor, "stack label"]:
     """Negative log-probability in nats of labels after these final residual streams."""
-    n_labels = max(1, LOGITS_AT_ONCE // (len(final) * model.cfg.d_vocab_out))
+    n_labels = max(1, LOGITS_AT_ONCE // (len(final) * adapt(model).d_vocab_out))
     losses = []
     for some, of in zip(final.split(n_labels, dim=1), labels.split(n_labels), strict=True):
         if torch.is_grad_enabled() and n_labels < len(labels):

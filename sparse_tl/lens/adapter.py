@@ -1,61 +1,49 @@
 """The seam to TransformerLens: all that the package asks of a model, in the model's own terms.
 
 Everything else asks an `Adapter` and never reads a parameter, starts at a layer or copies a model
-by itself. There is one for HookedTransformer.
+by itself. There is one for each kind of model; what does not depend on the kind is here.
 """
 
 from __future__ import annotations
 
-import copy
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
 
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.lens.checks import check_circuits
 from sparse_tl.lens.norms import Norm
-from sparse_tl.lens.points import HookedModel, Model
-from sparse_tl.lens.shortcuts import only_at
+from sparse_tl.lens.places import Place
+from sparse_tl.lens.points import Model, hook_point
+from sparse_tl.lens.recording import EMBEDDED
+from sparse_tl.lens.shortcuts import mlp_only_at, sees_first
 
 Slot = Literal["q", "k", "v"]
 
 
-def adapt(model: HookedModel) -> Adapter:
-    """The adapter of a model, by its class; a SparseTransformer's is that of the model inside.
-
-    Raises:
-        TypeError: a model of a kind that is not supported.
-    """
-    under_gates = getattr(model, "model_under_gates", None)
-    inner = model if under_gates is None else under_gates()
-    if not isinstance(inner, Model):
-        raise TypeError(
-            f"expected a HookedTransformer, or a SparseTransformer around one; got "
-            f"{type(model).__name__}"
-        )
-    return Adapter(inner)
-
-
-class Adapter:
-    """A HookedTransformer as the package sees it. It holds no state beside the model."""
+class Adapter(ABC):
+    """A model as the package sees it. It holds no state beside the model."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        cfg = model.cfg
+        cfg: Any = model.cfg
         self.name: str = cfg.model_name
         self.n_layers: int = cfg.n_layers
         self.n_heads: int = cfg.n_heads
         self.n_kv_heads: int = cfg.n_key_value_heads or cfg.n_heads
         self.n_ctx: int = cfg.n_ctx
         self.d_vocab: int = cfg.d_vocab
-        self.d_vocab_out: int = cfg.d_vocab_out
+        self.d_vocab_out: int = cfg.d_vocab_out if cfg.d_vocab_out > 0 else cfg.d_vocab
         self.causal: bool = cfg.attention_dir == "causal"
+        self.has_mlps: bool = getattr(model.blocks[0], "mlp", None) is not None
 
     # ---- facts -----------------------------------------------------------------------------------
 
@@ -80,20 +68,38 @@ class Adapter:
             ValueError: a model whose parts do not read and write the residual stream as they are.
         """
         check_circuits(self)
-        cfg = self.model.cfg
         return CircuitGraph(
             n_layers=self.n_layers,
             n_heads=self.n_heads,
             n_kv_heads=self.n_kv_heads,
-            has_mlps=not cfg.attn_only,
-            parallel=cfg.parallel_attn_mlp,
+            has_mlps=self.has_mlps,
+            parallel=self.parallel,
         )
+
+    @property
+    def parallel(self) -> bool:
+        """Whether an MLP reads beside its layer's heads, not after them."""
+        return bool(self.model.cfg.parallel_attn_mlp)
+
+    @property
+    def prepends_bos(self) -> bool:
+        """Whether the model itself puts a BOS token before every text, where it has one."""
+        return bool(self.model.cfg.default_prepend_bos)
 
     @property
     def activations_per_token(self) -> int:
         """Numbers that one layer keeps of a token, without its attention; a rough size."""
         cfg = self.model.cfg
         return 4 * cfg.d_model + (cfg.d_mlp or 0)
+
+    @property
+    def core(self) -> nn.Module:
+        """What is one and the same for all objects that run this very model."""
+        return self.model
+
+    def unsupported(self) -> str | None:
+        """Why circuits are not defined on the model as it is configured, if they are not."""
+        return None if self.causal else "its attention is not causal"
 
     def check_head(self, layer: int, head: int) -> None:
         """Make sure that there is such a head.
@@ -122,6 +128,52 @@ class Adapter:
         if len(outside):
             raise ValueError(f"expected tokens in 0..{self.d_vocab - 1}; got {int(outside[0])}")
 
+    # ---- hook points -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def place(self, name: str) -> HookPoint | Place:
+        """Where a function goes that is attached by this name.
+
+        That of a hook point of TransformerLens, or in a layer ``blocks.{layer}.``: ``mlp_input``,
+        what the normalisation before its MLP reads; ``mlp_normalized``, what the MLP reads;
+        `heads_point`, what its heads write with.
+
+        Raises:
+            ValueError: the model lacks the hook point, or it is switched off and never fires.
+        """
+
+    def layer_points(self, suffix: str) -> list[str]:
+        """Names ``blocks.{layer}.{suffix}`` of one hook point in every layer.
+
+        Raises:
+            ValueError: a layer lacks that hook point.
+        """
+        names = [f"blocks.{layer}.{suffix}" for layer in range(self.n_layers)]
+        for name in names:
+            hook_point(self.model, name)
+        return names
+
+    def heads_point(self, layer: int) -> str:
+        """The name of what the heads of a layer write with: their write is linear in it."""
+        return f"blocks.{layer}.attn.hook_z"
+
+    def source_points(self) -> list[str]:
+        """The hook points at which the sources of a circuit graph write; heads before ``W_O``."""
+        names = [EMBEDDED]
+        for layer in range(self.n_layers):
+            names.append(self.heads_point(layer))
+            names += [f"blocks.{layer}.hook_mlp_out"] * self.has_mlps
+        return names
+
+    def destination_points(self, layer: int) -> list[str]:
+        """What the destinations of a layer read: q, k, v before rotary embeddings, and the MLP."""
+        names = [f"blocks.{layer}.attn.hook_{slot}" for slot in "qkv"]
+        return names + [f"blocks.{layer}.mlp_normalized"] * self.has_mlps
+
+    def residual_points(self, layer: int) -> list[str]:
+        """The residual stream at the places where a layer reads it."""
+        return [f"blocks.{layer}.hook_resid_pre"] + [f"blocks.{layer}.mlp_input"] * self.has_mlps
+
     # ---- running ---------------------------------------------------------------------------------
 
     def final(
@@ -145,30 +197,47 @@ class Adapter:
                 there: a hook at its ``hook_z`` makes the copies.
             attention_mask: 0 at padding.
         """
-        options: dict[str, Any] = {"stop_at_layer": self.n_layers}
-        if attention_mask is not None:
-            options["attention_mask"] = _repeated(attention_mask, copies)
-        if inputs.is_floating_point():
-            options["start_at_layer"] = from_layer
-        elif from_layer:
+        if from_layer and not inputs.is_floating_point():
             raise ValueError("expected the residual stream to start from a layer above 0")
-        n_rows = len(inputs)
+        mask = None if attention_mask is None else _repeated(attention_mask, copies)
         everywhere = inputs.new_ones(inputs.shape[:2], dtype=torch.bool) if read is None else read
-        with only_at(self.model, _repeated(everywhere, copies)):
-            attention = self.model.blocks[from_layer].attn
-            with _sees_first(attention, n_rows if attend_once and copies > 1 else None):
-                return self.model(_repeated(inputs, copies), **options)
+        once = len(inputs) if attend_once and copies > 1 else None
+        with (
+            self.only_at(_repeated(everywhere, copies)),
+            sees_first(self.model.blocks[from_layer].attn, once),
+        ):
+            return self._final(_repeated(inputs, copies), from_layer, mask)
 
+    @contextmanager
+    def only_at(self, read: Bool[Tensor, "batch pos"]) -> Iterator[None]:
+        """Inside the block, passes over prompts of this shape compute what `read` needs, no more.
+
+        Logits at the other positions are meaningless. Everything before the last MLP, the attention
+        of all layers among it, is computed everywhere. Where somebody hooks what would be left out,
+        it is computed too: hooks see what a plain pass shows them.
+
+        Args:
+            read: the positions whose logits or final residual stream are read.
+        """
+        last = mlp_only_at(*self._last_mlp(), read) if self.has_mlps else nullcontext()
+        with last, self._fused():
+            yield
+
+    @abstractmethod
+    def _final(self, rows: Tensor, from_layer: int, attention_mask: Tensor | None) -> Tensor:
+        """The final residual stream, from tokens or from what enters a layer."""
+
+    @abstractmethod
+    def _last_mlp(self) -> tuple[nn.Module, Sequence[nn.Module], set[int]]:
+        """What `mlp_only_at` asks."""
+
+    def _fused(self) -> AbstractContextManager[None]:
+        """Inside the block, what the model computes in many small operations is done in fewer."""
+        return nullcontext()
+
+    @abstractmethod
     def logits(self, final: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
         """Logits of whatever stands in the residual stream after the last layer."""
-        model = self.model
-        if model.cfg.normalization_type is not None:
-            final = getattr(model, "ln_final")(final)  # noqa: B009 - absent without normalisation
-        # The model's own unembedding copies its whole matrix anew in every pass.
-        unembed = model.unembed
-        logits = unembed.hook_out(F.linear(unembed.hook_in(final), unembed.W_U.T, unembed.b_U))
-        cap = model.cfg.output_logits_soft_cap
-        return cap * torch.tanh(logits / cap) if cap > 0 else logits
 
     def logits_at(
         self, final: Float[Tensor, "batch pos d_model"], read: Bool[Tensor, "batch pos"]
@@ -178,36 +247,49 @@ class Adapter:
 
     # ---- weights ---------------------------------------------------------------------------------
 
+    @abstractmethod
     def norm(self, layer: int, which: Literal["attn", "mlp"]) -> Norm:
         """The normalisation before a layer's attention or MLP."""
-        module = getattr(self.model.blocks[layer], "ln1" if which == "attn" else "ln2", None)
-        return Norm.of(self.model.cfg, module)
 
+    @abstractmethod
     def qkv(
         self, layer: int, slot: Slot
     ) -> tuple[Float[Tensor, "head d_model d_head"], Float[Tensor, "head d_head"]]:
         """A projection and its bias; k and v of key-value heads."""
-        attention, upper = self.model.blocks[layer].attn, slot.upper()
-        grouped = getattr(attention, f"_W_{upper}", None)  # without the copies for each query head
-        if grouped is not None:
-            return grouped, getattr(attention, f"_b_{upper}")
-        return getattr(attention, f"W_{upper}"), getattr(attention, f"b_{upper}")
 
+    @abstractmethod
     def W_O(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
-        """What takes each head's z to the residual stream."""
-        return self.model.blocks[layer].attn.W_O
+        """What takes what stands at `heads_point` to the residual stream."""
+
+    def heads_written(
+        self,
+        layer: int,
+        z: Float[Tensor, "batch pos head d_head"],
+        *,
+        heads: Sequence[int] | None = None,
+    ) -> Float[Tensor, "some batch pos d_model"]:
+        """What all heads of a layer, or some, add to the residual stream, without the bias.
+
+        Args:
+            layer: theirs.
+            z: what stood at `heads_point`, or the difference of two such values.
+            heads: which; all when left out.
+        """
+        weight = self.W_O(layer).to(z.dtype)
+        if heads is not None and len(heads) < len(weight):
+            weight, z = weight[list(heads)], z[:, :, list(heads)]
+        flat = rearrange(z, "batch pos head d_head -> head (batch pos) d_head")
+        return torch.bmm(flat, weight).view(len(weight), *z.shape[:2], -1)
 
     # ---- as a whole ------------------------------------------------------------------------------
 
+    @abstractmethod
     def copy(self) -> Model:
         """A copy of the model, with no parameter in common."""
-        return copy.deepcopy(self.model)
 
-    def parameter_groups(self, name: Literal["qk", "all"]) -> tuple[str, ...]:
-        """Patterns of the model's parameter names: those of queries and keys, or all."""
-        return (
-            ("*.attn.*W_Q", "*.attn.*W_K", "*.attn.*b_Q", "*.attn.*b_K") if name == "qk" else ("*",)
-        )
+    @abstractmethod
+    def parameters(self, group: Literal["qk", "all"]) -> list[nn.Parameter]:
+        """The parameters of queries and keys, or all that a pass reads."""
 
     def sync_config(self) -> None:
         """Let the configuration say where the weights are now, and in which dtype."""
@@ -217,23 +299,3 @@ class Adapter:
 
 def _repeated(rows: Tensor, copies: int) -> Tensor:
     return rows if copies == 1 else rows.repeat(copies, *[1] * (rows.ndim - 1))
-
-
-@contextmanager
-def _sees_first(attention: nn.Module, n_rows: int | None) -> Iterator[None]:
-    """The attention layer sees the first `n_rows` rows of what it is called with."""
-    if n_rows is None:
-        yield
-        return
-
-    def first(value: Any) -> Any:
-        return value[:n_rows] if isinstance(value, Tensor) else value
-
-    def shorten(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return tuple(map(first, args)), {name: first(value) for name, value in kwargs.items()}
-
-    handle = attention.register_forward_pre_hook(shorten, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -1,25 +1,21 @@
-"""Hooks that stay until they are taken off, run in a stated order, and leave nothing behind.
-
-Beside TransformerLens's hook points there are two more in every layer with an MLP, since not every
-kind of model has them: ``blocks.{layer}.mlp_input``, what its normalisation reads, and
-``blocks.{layer}.mlp_normalized``, what the MLP reads.
-"""
+"""Hooks that stay until they are taken off, run in a stated order, and leave nothing behind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
-from sparse_tl.lens.points import HookedModel, hook_point
+from sparse_tl.lens.places import HookFunction
+from sparse_tl.lens.points import HookedModel
 
-HookFunction = Callable[[Tensor], Tensor | None]
+if TYPE_CHECKING:
+    from sparse_tl.lens.adapter import Adapter
 
 
 class Order(Enum):
@@ -37,27 +33,27 @@ class AttachedHooks:
     """Hooks on a model that survive `reset_hooks()` and come off with `remove()`, exactly once.
 
     Args:
-        model: the model that is hooked.
-        hooks: (hook point, order, function); the function takes the activation and returns its
-            replacement, or None to leave it. Names are bound by closure: what a hook is told
-            about its own name differs between kinds of model.
+        adapter: of the model that is hooked.
+        hooks: (hook point, order, function), by the names that `Adapter.place` knows. The function
+            takes the activation and returns its replacement, or None to leave it. At q, k, v and z
+            it returns what it keeps where gradients are wanted there: bridges show views that
+            nothing else reads. Names are bound by closure: what a hook is told about its own name
+            differs between kinds of model.
 
     Raises:
         ValueError: the model lacks a hook point; nothing is attached then.
     """
 
-    def __init__(
-        self, model: HookedModel, hooks: Sequence[tuple[str, Order, HookFunction]]
-    ) -> None:
+    def __init__(self, adapter: Adapter, hooks: Sequence[tuple[str, Order, HookFunction]]) -> None:
         # All of them are looked up before anything is attached.
-        points = [_place(model, name) for name, _, _ in hooks]
+        places = [adapter.place(name) for name, _, _ in hooks]
         self._attached: list[tuple[HookPoint, LensHandle]] = []
         self._handles: list[RemovableHandle] = []
-        for point, (name, order, function) in zip(points, hooks, strict=True):
-            if isinstance(point, HookPoint):
-                self._attach(point, order, function)
+        for place, (_, order, function) in zip(places, hooks, strict=True):
+            if isinstance(place, HookPoint):
+                self._attach(place, order, function)
             else:
-                self._handles.append(_attach_to_norm(point, name, function))
+                self._handles += place.attach(function)
 
     def _attach(self, point: HookPoint, order: Order, function: HookFunction) -> None:
         point.add_hook(lambda tensor, *, hook: function(tensor), is_permanent=True)
@@ -86,31 +82,6 @@ class AttachedHooks:
         self._attached, self._handles = [], []
 
 
-def _place(model: HookedModel, name: str) -> HookPoint | nn.Module:
-    """The hook point of a name, or the normalisation of a layer's MLP."""
-    layer, _, what = name.removeprefix("blocks.").partition(".")
-    if what not in ("mlp_input", "mlp_normalized"):
-        return hook_point(model, name)
-    return model.blocks[int(layer)].ln2
-
-
-def _attach_to_norm(norm: nn.Module, name: str, function: HookFunction) -> RemovableHandle:
-    def before(module: nn.Module, args: Any) -> Any:
-        changed = function(args[0])
-        return None if changed is None else (changed, *args[1:])
-
-    def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        # Without normalisation the output is the input itself: a view of it has the MLP as its
-        # only reader, and a gradient of its own.
-        output = output.view_as(output)
-        changed = function(output)
-        return output if changed is None else changed
-
-    if name.endswith("mlp_input"):
-        return norm.register_forward_pre_hook(before)
-    return norm.register_forward_hook(after)
-
-
 def _take_place(handle: LensHandle, order: Order, point: HookPoint, _args: object) -> None:
     """Move a hook before or behind all others of its point."""
     if handle.hook.id in point._forward_hooks:
@@ -118,11 +89,9 @@ def _take_place(handle: LensHandle, order: Order, point: HookPoint, _args: objec
 
 
 @contextmanager
-def attached(
-    model: HookedModel, hooks: Sequence[tuple[str, Order, HookFunction]]
-) -> Iterator[None]:
+def attached(adapter: Adapter, hooks: Sequence[tuple[str, Order, HookFunction]]) -> Iterator[None]:
     """Hooks for the length of a ``with`` block; they come off also after an exception."""
-    handles = AttachedHooks(model, hooks)
+    handles = AttachedHooks(adapter, hooks)
     try:
         yield
     finally:

@@ -21,16 +21,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sparse_tl.lens.attaching import HookFunction, Order, attached, others_off
-from sparse_tl.lens.points import Model, layer_points
-from sparse_tl.lens.recording import (
-    EMBEDDED,
-    destination_points,
-    heads_written,
-    record,
-    residual_points,
-    source_points,
-)
+from sparse_tl.lens.attaching import Order, attached, others_off
+from sparse_tl.lens.places import HookFunction
+from sparse_tl.lens.points import Model
+from sparse_tl.lens.recording import EMBEDDED, record
 
 if TYPE_CHECKING:
     from sparse_tl.lens.adapter import Adapter
@@ -75,15 +69,17 @@ def _few_tokens(adapter: Adapter) -> Int[Tensor, "1 pos"]:
 def _gates_act(adapter: Adapter, tokens: Tensor) -> None:
     model = adapter.model
     suffixes = ("attn.hook_attn_scores", "attn.hook_pattern", "attn.hook_z", "hook_attn_out")
-    scores, patterns, heads, written = (layer_points(model, suffix) for suffix in suffixes)
+    scores, patterns, heads, written = map(adapter.layer_points, suffixes)
 
     def seen(
         names: Sequence[str], edited: Sequence[str] = (), edit: HookFunction = torch.clone
     ) -> dict[str, list[Tensor]]:
         """What stands at some hook points while others are edited."""
         found: dict[str, list[Tensor]] = {name: [] for name in names}
+        hooks: list[tuple[str, Order, HookFunction]]
         hooks = [(name, Order.FIRST, edit) for name in edited]
-        with attached(model, [*hooks, *((name, Order.LAST, found[name].append) for name in names)]):
+        hooks += [(name, Order.LAST, found[name].append) for name in names]
+        with attached(adapter, hooks):
             model(tokens, return_type=None)
         return found
 
@@ -116,22 +112,16 @@ def _refuse(adapter: Adapter, layer: int, why: str) -> None:
 
 
 def _parts_add_up(adapter: Adapter, tokens: Tensor) -> None:
-    cfg = adapter.model.cfg
-    odd = {
-        "positional_embedding_type": cfg.positional_embedding_type == "shortformer",
-        "attention_dir": not adapter.causal,
-        "ungroup_grouped_query_attention": cfg.ungroup_grouped_query_attention,
-    }
-    for name, unsupported in odd.items():
-        if unsupported:
-            raise ValueError(
-                f"expected a causal model whose inputs are the residual stream alone; circuits do "
-                f"not support cfg.{name}={getattr(cfg, name)!r} of {adapter.name!r}"
-            )
-    has_mlps, layers = not cfg.attn_only, range(adapter.n_layers)
-    names = source_points(adapter.n_layers, has_mlps)
+    why = adapter.unsupported()
+    if why is not None:
+        raise ValueError(
+            f"expected a causal model whose parts read the residual stream alone; circuits do not "
+            f"support {adapter.name!r}: {why}"
+        )
+    has_mlps, layers = adapter.has_mlps, range(adapter.n_layers)
+    names = adapter.source_points()
     for layer in layers:
-        names += destination_points(layer, has_mlps) + residual_points(layer, has_mlps)
+        names += adapter.destination_points(layer) + adapter.residual_points(layer)
         names.append(f"blocks.{layer}.hook_attn_out")
     kept, final = record(adapter, tokens, names)
     total = kept[EMBEDDED]
@@ -142,17 +132,23 @@ def _parts_add_up(adapter: Adapter, tokens: Tensor) -> None:
             weight, bias = adapter.qkv(layer, slot)  # type: ignore[arg-type]
             rebuilt = torch.einsum("bpd,hde->bphe", normed, weight.to(normed.dtype)) + bias
             _same(adapter, kept[f"{block}.attn.hook_{slot}"], rebuilt, f"{slot} of layer {layer}")
-        if has_mlps:
-            rebuilt = adapter.norm(layer, "mlp")(kept[f"{block}.mlp_input"])
-            _same(adapter, kept[f"{block}.mlp_normalized"], rebuilt, f"what MLP {layer} reads")
-        heads = heads_written(adapter, layer, kept[f"{block}.attn.hook_z"]).sum(dim=0)
+        heads = adapter.heads_written(layer, kept[adapter.heads_point(layer)]).sum(dim=0)
         written = kept[f"{block}.hook_attn_out"]
         # The bias belongs to no head; it is the same at every position.
         rest = written - heads
         _same(adapter, written, heads + rest[:, :1], f"what the heads of layer {layer} write")
-        total = total + written + (kept[f"{block}.hook_mlp_out"] if has_mlps else 0)
+        if has_mlps:
+            reads = total if adapter.parallel else total + written
+            _same(adapter, kept[f"{block}.mlp_input"], reads, f"what MLP {layer} reads")
+            rebuilt = adapter.norm(layer, "mlp")(kept[f"{block}.mlp_input"])
+            _same(adapter, kept[f"{block}.mlp_normalized"], rebuilt, f"what MLP {layer} reads")
+            total = total + kept[f"{block}.hook_mlp_out"]
+        total = total + written
     _same(adapter, final, total, "the final residual stream")
     _same(adapter, adapter.model(tokens), adapter.logits(final), "the logits")
+    if adapter.n_layers > 1:
+        entered = adapter.final(kept["blocks.1.hook_resid_pre"], from_layer=1)
+        _same(adapter, final, entered, "the final residual stream of a pass that starts at layer 1")
 
 
 def _same(adapter: Adapter, found: Tensor, rebuilt: Tensor, what: str) -> None:

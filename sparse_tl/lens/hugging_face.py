@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformer_lens import HookedTransformerConfig
+
+with suppress(ImportError):
+    from transformer_lens import HookedTransformerConfig
 
 from sparse_tl.files import read_json, write_json
 

@@ -5,19 +5,24 @@ names and, where the model has one, its tokenizer's files. Weights are loaded as
 folding, no centring, so that the model can be trained on. Nothing that a folder says is run.
 """
 
+# pyright: reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import torch
-from transformer_lens import HookedTransformer, HookedTransformerConfig
-from transformer_lens.loading_from_pretrained import (
-    NEED_REMOTE_CODE_MODELS,
-    get_official_model_name,
-)
+
+with suppress(ImportError):  # what is here needs TransformerLens 3
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+    from transformer_lens.loading_from_pretrained import (
+        NEED_REMOTE_CODE_MODELS,
+        get_official_model_name,
+    )
 
 from sparse_tl.files import read_tensors, write_json, write_tensors
 from sparse_tl.lens.architecture import CONFIG_FILE, dtype_named, model_config, read_architecture

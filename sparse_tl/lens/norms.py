@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,6 @@ class Norm:
     weight: Float[Tensor, " d_model"] | None
     bias: Float[Tensor, " d_model"] | None
     eps: float
-
-    @staticmethod
-    def of(cfg: Any, module: nn.Module | None) -> Norm:
-        """The normalisation that a module of a HookedTransformer computes."""
-        name = cfg.normalization_type
-        kind = None if name is None else "layer" if name.startswith("LN") else "rms"
-        return Norm(kind, getattr(module, "w", None), getattr(module, "b", None), cfg.eps)
 
     def __call__(self, residual: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
         """In one operation, without the model's hook points."""

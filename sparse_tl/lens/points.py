@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from transformer_lens import HookedTransformer
+from torch import nn
 from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge import TransformerBridge
 
-Model = HookedTransformer
+if TYPE_CHECKING:
+    from transformer_lens import HookedTransformer
+else:
+    try:
+        from transformer_lens import HookedTransformer
+    except ImportError:  # there is none from version 4 on
+
+        class HookedTransformer(nn.Module):
+            """In the place of the class that is not there: no model is one."""
+
+
+Model = HookedTransformer | TransformerBridge
 """A dense model: what can be wrapped, trained and saved."""
 
 _SWITCHES = {
@@ -23,15 +35,16 @@ _SWITCHES = {
 
 @runtime_checkable
 class HookedModel(Protocol):
-    """What analyses ask of a model: a HookedTransformer has it, and so has a SparseTransformer."""
+    """What analyses ask of a model: those of TransformerLens have it, and a SparseTransformer."""
 
     # Not there at run time: a check against a protocol of methods alone is made once per class,
     # one with attributes asks every model for all of them, every time.
     if TYPE_CHECKING:
         cfg: Any
-        hook_dict: dict[str, HookPoint]
         tokenizer: Any
-        blocks: Any
+
+        @property
+        def hook_dict(self) -> dict[str, Any]: ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -40,25 +53,15 @@ class HookedModel(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
 
-def layer_points(model: HookedModel, suffix: str) -> list[str]:
-    """Names ``blocks.{layer}.{suffix}`` of one hook point in every layer.
-
-    Raises:
-        ValueError: a layer lacks that hook point.
-    """
-    names = [f"blocks.{layer}.{suffix}" for layer in range(model.cfg.n_layers)]
-    for name in names:
-        hook_point(model, name)
-    return names
-
-
 def hook_point(model: HookedModel, name: str) -> HookPoint:
     """The hook point of that name.
 
     Raises:
         ValueError: the model has no such hook point, or it is switched off and would never fire.
     """
-    point = model.hook_dict.get(name)
+    point: Any = model  # a bridge makes its `hook_dict` anew each time
+    for part in name.split("."):
+        point = None if point is None else getattr(point, part, None)
     if not isinstance(point, HookPoint):
         tail = name.rsplit(".", 1)[-1]
         alike = [known for known in model.hook_dict if known.endswith(tail)][:5]

@@ -7,11 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
-from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.lens.attaching import HookFunction, Order, attached
+from sparse_tl.lens.attaching import Order, attached
+from sparse_tl.lens.places import HookFunction
 
 if TYPE_CHECKING:
     from sparse_tl.lens.adapter import Adapter
@@ -27,26 +27,6 @@ class Activations(Protocol):
     def __getitem__(self, name: str, /) -> Tensor: ...
 
     def __iter__(self) -> Iterator[str]: ...
-
-
-def source_points(n_layers: int, has_mlps: bool) -> list[str]:
-    """The hook points at which the sources of a circuit graph write; heads as z, before ``W_O``."""
-    names = [EMBEDDED]
-    for layer in range(n_layers):
-        names.append(f"blocks.{layer}.attn.hook_z")
-        names += [f"blocks.{layer}.hook_mlp_out"] * has_mlps
-    return names
-
-
-def destination_points(layer: int, has_mlps: bool) -> list[str]:
-    """What the destinations of a layer read: q, k and v before rotary embeddings, and the MLP."""
-    names = [f"blocks.{layer}.attn.hook_{slot}" for slot in "qkv"]
-    return names + [f"blocks.{layer}.mlp_normalized"] * has_mlps
-
-
-def residual_points(layer: int, has_mlps: bool) -> list[str]:
-    """The residual stream at the places where a layer reads it."""
-    return [f"blocks.{layer}.hook_resid_pre"] + [f"blocks.{layer}.mlp_input"] * has_mlps
 
 
 def record(
@@ -84,7 +64,7 @@ def record(
     hooks: list[tuple[str, Order, HookFunction]] = [
         (name, Order.LAST, partial(keep, name)) for name in dict.fromkeys(every)
     ]
-    with attached(adapter.model, hooks), torch.set_grad_enabled(differentiable):
+    with attached(adapter, hooks), torch.set_grad_enabled(differentiable):
         return kept, adapter.final(tokens, attention_mask=attention_mask)
 
 
@@ -103,23 +83,8 @@ def source_outputs(
     out[0] = embedded
     for layer in range(adapter.n_layers):
         first = graph.source_index(f"a{layer}.h0")
-        z = values[f"blocks.{layer}.attn.hook_z"]
-        out[first : first + graph.n_heads] = heads_written(adapter, layer, z)
+        z = values[adapter.heads_point(layer)]
+        out[first : first + graph.n_heads] = adapter.heads_written(layer, z)
         if graph.has_mlps:
             out[graph.source_index(f"m{layer}")] = values[f"blocks.{layer}.hook_mlp_out"]
     return out
-
-
-def heads_written(
-    adapter: Adapter,
-    layer: int,
-    z: Float[Tensor, "batch pos head d_head"],
-    *,
-    heads: Sequence[int] | None = None,
-) -> Float[Tensor, "some batch pos d_model"]:
-    """What all heads of a layer, or some, add to the residual stream, without the bias."""
-    weight = adapter.W_O(layer).to(z.dtype)
-    if heads is not None and len(heads) < len(weight):
-        weight, z = weight[list(heads)], z[:, :, list(heads)]
-    flat = rearrange(z, "batch pos head d_head -> head (batch pos) d_head")
-    return torch.bmm(flat, weight).view(len(weight), *z.shape[:2], -1)

@@ -2,56 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from sparse_tl.lens.norms import Norm
-from sparse_tl.lens.points import HookedModel
-
-_MOSTLY = 0.7
+MOSTLY = 0.7
 """Share of read positions above which picking them out costs more than it saves."""
 
 
 @contextmanager
-def only_at(model: HookedModel, read: Bool[Tensor, "batch pos"]) -> Iterator[None]:
-    """Inside the block, passes over prompts of this shape compute what `read` needs, and no more.
-
-    Logits at the other positions are meaningless. Everything before the last MLP, the attention of
-    all layers among it, is computed everywhere. Where somebody hooks what would be left out, it is
-    computed too: hooks see what a plain pass shows them.
+def mlp_only_at(
+    mlp: nn.Module, behind: Sequence[nn.Module], own: set[int], read: Bool[Tensor, "batch pos"]
+) -> Iterator[None]:
+    """Inside the block, the last MLP sees some positions, as one row, and writes nothing elsewhere.
 
     Args:
-        model: dense or sparse; nothing is left on it after the block.
-        read: the positions whose logits or final residual stream are read.
+        mlp: of the last layer.
+        behind: the modules that are run after it, and those inside it. Where somebody hooks one,
+            all positions are computed: a hook there would see zeros.
+        own: identifiers of hooks that do not count.
+        read: the positions that matter.
     """
-    with _last_mlp_at(model, read), _fused_norms(model):
-        yield
-
-
-@contextmanager
-def _last_mlp_at(model: HookedModel, read: Bool[Tensor, "batch pos"]) -> Iterator[None]:
-    """The last MLP sees some positions, as one row, and writes nothing at the others."""
-    block = model.blocks[-1]
-    mlp = getattr(block, "mlp", None)
-    # All that comes after: a hook there would see zeros at the other positions.
-    after = [mlp, block.hook_resid_post, getattr(model, "ln_final", None)]
-    after += [getattr(block, name, None) for name in ("hook_mlp_out", "ln2_post")]
-    after += [getattr(model, "unembed", None)]
-    parts = [block, *(part for some in after if some is not None for part in some.modules())]
-    if mlp is None or any(map(_hooked, parts)) or read.float().mean() > _MOSTLY:
+    if any(hooked(module, own) for module in behind) or read.float().mean() > MOSTLY:
         yield
         return
 
-    def select(module: nn.Module, args: Any) -> tuple[Any, ...]:
+    def select(_module: nn.Module, args: Any) -> tuple[Any, ...]:
         return (args[0][read][None], *args[1:])
 
-    def scatter(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def scatter(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
         everywhere = output.new_zeros(*read.shape, output.shape[-1])
-        everywhere[read] = output[0]
+        everywhere[read] = output.view(-1, output.shape[-1])
         return everywhere
 
     handles = [mlp.register_forward_pre_hook(select), mlp.register_forward_hook(scatter)]
@@ -63,29 +47,39 @@ def _last_mlp_at(model: HookedModel, read: Bool[Tensor, "batch pos"]) -> Iterato
 
 
 @contextmanager
-def _fused_norms(model: HookedModel) -> Iterator[None]:
-    """The normalisations of the residual stream in one operation each."""
-    found = [getattr(block, name, None) for block in model.blocks for name in ("ln1", "ln2")]
-    found.append(getattr(model, "ln_final", None))
-    # Hooks on the module itself see the same input and output; those inside would see nothing.
-    norms = [
-        norm
-        for norm in found
-        if isinstance(norm, nn.Module) and not any(map(_hooked, norm.children()))
-    ]
+def sees_first(attention: nn.Module, n_rows: int | None) -> Iterator[None]:
+    """Inside the block, an attention layer sees the first rows of what it is called with."""
+    if n_rows is None:
+        yield
+        return
+
+    def shorten(_module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        all_rows = len(next(value for value in (*args, *kwargs.values()) if _by_row(value)))
+
+        def first(value: Any) -> Any:
+            if isinstance(value, tuple):  # rotary tables
+                return tuple(map(first, value))
+            return value[:n_rows] if _by_row(value) and len(value) == all_rows else value
+
+        return tuple(map(first, args)), {name: first(value) for name, value in kwargs.items()}
+
+    handle = attention.register_forward_pre_hook(shorten, with_kwargs=True)
     try:
-        for norm in norms:
-            norm.forward = Norm.of(model.cfg, norm).__call__
         yield
     finally:
-        for norm in norms:
-            norm.__dict__.pop("forward", None)
+        handle.remove()
 
 
-def _hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+def hooked(module: nn.Module, own: set[int] | None = None) -> bool:
+    """Whether a module has hooks other than some."""
+    kinds = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
     )
+    return any(not own or set(hooks) - own for hooks in kinds if hooks)
+
+
+def _by_row(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 1

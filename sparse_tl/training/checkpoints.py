@@ -21,6 +21,7 @@ from sparse_tl.files import (
     write_json,
     write_tensors,
 )
+from sparse_tl.lens import read_parameters
 
 FORMAT = 1
 _FILES = ("state.json", "tensors.safetensors")
@@ -75,7 +76,7 @@ def fingerprint(model: nn.Module, settings: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint must agree with: settings, parameter shapes, a digest of the weights."""
     digest = hashlib.sha256()
     shapes = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in read_parameters(model).items():
         shapes[name] = list(parameter.shape)
         flat = parameter.detach().flatten()
         # Strided samples: enough to tell two models apart, cheap for billions of weights.

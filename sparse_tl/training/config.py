@@ -10,6 +10,8 @@ from typing import Literal
 
 from torch import nn
 
+from sparse_tl.lens import read_parameters
+
 Metrics = dict[str, float]
 
 
@@ -110,7 +112,7 @@ def choose_trained(model: nn.Module, patterns: Mapping[str, float]) -> dict[str,
     Raises:
         ValueError: a pattern matches no parameter.
     """
-    names = [name for name, _ in model.named_parameters()]
+    names = list(read_parameters(model))
     chosen: dict[str, float] = {}
     for pattern, scale in patterns.items():
         matching = [name for name in names if fnmatchcase(name, pattern)]

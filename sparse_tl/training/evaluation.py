@@ -11,7 +11,7 @@ import torch
 
 from sparse_tl.data.batches import TokenBatch, exact_rows, per_label_loss
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
-from sparse_tl.lens import Model, only_at
+from sparse_tl.lens import Model, adapt
 from sparse_tl.results import Result
 from sparse_tl.training.constraint import TargetLoss
 
@@ -125,7 +125,8 @@ def evaluate_held_out(
         batch_size: rows per forward pass; as many as keep the logits below `LOGITS_AT_ONCE` when
             left out.
     """
-    fitting = LOGITS_AT_ONCE // (examples.tokens.shape[1] * model.cfg.d_vocab_out)
+    adapter = adapt(model)
+    fitting = LOGITS_AT_ONCE // (examples.tokens.shape[1] * adapter.d_vocab_out)
     pieces = examples.split(batch_size or max(1, min(256, fitting)))
     # A dense model is one whose gates are all open: wrap it for the length of the measurement.
     wrapped = model if isinstance(model, SparseTransformer) else SparseTransformer(model)
@@ -134,7 +135,7 @@ def evaluate_held_out(
         with wrapped.opened() if wrapped is not model else nullcontext():
             for batch in pieces:
                 batch = batch.to(wrapped.gates.bias.device)
-                with only_at(wrapped, batch.loss_mask):
+                with adapter.only_at(batch.loss_mask):
                     logits, counted = wrapped.run_with_counts(batch.tokens, **batch.model_kwargs)
                 losses.append(per_label_loss(logits, batch).double())
                 exact.append(exact_rows(logits, batch))

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from sparse_tl.data.streams import TokenStream
+from sparse_tl.lens import read_parameters
 from sparse_tl.progress import tracked
 from sparse_tl.training.checkpoints import (
     TrainingState,
@@ -74,7 +75,7 @@ def train(
         ValueError: the checkpoint belongs to another run.
         KeyboardInterrupt: after Ctrl-C, once the state is saved.
     """
-    parameters = dict(model.named_parameters())
+    parameters = read_parameters(model)
     weights = {name: parameters[name] for name in trained}
     optimizer = torch.optim.AdamW(
         [{"params": [weights[name]], "scale": scale} for name, scale in trained.items()],

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sparse_tl.data.batches import TokenBatch, cross_entropy
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import HookedModel, Model, only_at
+from sparse_tl.lens import HookedModel, Model, adapt
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
 
 SLACK_UNTIL = 0.9
@@ -59,7 +59,7 @@ class PlainLoss(Objective):
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-        with only_at(self.model, batch.loss_mask):
+        with adapt(self.model).only_at(batch.loss_mask):
             logits = self.model(batch.tokens, **batch.model_kwargs)
         loss = cross_entropy(logits, batch)
         return loss, {"loss": loss.item()}
@@ -145,7 +145,7 @@ class SparsityObjective(Objective):
             self.sparse.sampled(
                 generator, self.noise(fraction_done), self.closed_share(fraction_done)
             ),
-            only_at(self.sparse, batch.loss_mask),
+            adapt(self.sparse).only_at(batch.loss_mask),
         ):
             logits, counts = self.sparse.run_with_counts(
                 batch.tokens, pressure=self.pressure, **batch.model_kwargs
@@ -157,7 +157,7 @@ class SparsityObjective(Objective):
         violation = loss.item() - self.target.nats * self._allowance
         task = loss
         if self.dense is not None:
-            with torch.no_grad(), only_at(self.dense, batch.loss_mask):
+            with torch.no_grad(), adapt(self.dense).only_at(batch.loss_mask):
                 dense_logits = self.dense(batch.tokens, **batch.model_kwargs)
             if self.target.reference == "dense":
                 # The same batch for both: what the batch happens to hold cancels out.

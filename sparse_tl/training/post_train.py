@@ -14,7 +14,7 @@ from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.streams import TokenStream
 from sparse_tl.files import digest
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import adapt
+from sparse_tl.lens import adapt, read_parameters
 from sparse_tl.training.config import Metrics, Selection, TrainingConfig, choose_trained
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
 from sparse_tl.training.evaluation import PostTraining, evaluate_held_out
@@ -154,15 +154,9 @@ def post_train(
     if isinstance(trained, str):
         if trained not in TRAINED:
             raise ValueError(f"expected trained to be one of {list(TRAINED)}; got {trained!r}")
-        adapter = adapt(sparse)
-        trained = {
-            pattern: scale
-            for group, scale in TRAINED[trained].items()
-            for pattern in (
-                ("gates.*",) if group == "gates" else adapter.parameter_groups(group)  # type: ignore[arg-type]
-            )
-        }
-    parameters = choose_trained(sparse, trained)
+        parameters = _chosen(sparse, TRAINED[trained])
+    else:
+        parameters = choose_trained(sparse, trained)
     reference = sparse.dense_copy()
     dense = evaluate_held_out(reference, validation)
     if target.reference == "absolute" and target.nats < dense.loss:
@@ -255,3 +249,17 @@ def post_train(
         best_step=state.best["step"],
         history=pd.DataFrame(state.history),
     )
+
+
+def _chosen(sparse: SparseTransformer, groups: Mapping[str, float]) -> dict[str, float]:
+    """The names of the parameters in these groups, with the multiple of the first that has one."""
+    names = {id(parameter): name for name, parameter in read_parameters(sparse).items()}
+    chosen: dict[str, float] = {}
+    for group, scale in groups.items():
+        members = list(sparse.gates.parameters())
+        if group != "gates":
+            # "evenly" has the gates among all parameters.
+            members = [*adapt(sparse).parameters(group), *(members if group == "all" else ())]  # type: ignore[arg-type]
+        for parameter in members:
+            chosen.setdefault(names[id(parameter)], scale)
+    return chosen

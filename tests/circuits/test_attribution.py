@@ -251,12 +251,16 @@ def test_a_metric_without_a_gradient(build_tiny: Build) -> None:
 
 
 @pytest.mark.parametrize(
-    "odd", [{"positional_embedding_type": "shortformer"}, {"attention_dir": "bidirectional"}]
+    ("odd", "why"),
+    [
+        ({"positional_embedding_type": "shortformer"}, "position embeddings beside the residual"),
+        ({"attention_dir": "bidirectional"}, "its attention is not causal"),
+    ],
 )
 def test_models_whose_reads_are_not_the_residual_stream(
-    build_tiny: Build, odd: dict[str, Any]
+    build_tiny: Build, odd: dict[str, Any], why: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"circuits do not support cfg.{next(iter(odd))}"):
+    with pytest.raises(ValueError, match=f"circuits do not support 'tiny': .*{why}"):
         attribute_circuit_edges(build_tiny(**odd), random_pairs(), logit_difference)
 
 

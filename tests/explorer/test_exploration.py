@@ -287,7 +287,7 @@ def test_what_does_not_exist_is_refused(exploration):
 
 def test_a_model_without_attention_patterns_is_refused_by_name(build_small):
     model = build_small()
-    del model.hook_dict["blocks.1.attn.hook_pattern"]
+    del model.blocks[1].attn.hook_pattern
     with pytest.raises(ValueError, match=r"blocks\.1\.attn\.hook_pattern.*lacks"):
         Exploration({"m": model}, PROMPT)
 
@@ -296,7 +296,7 @@ def test_a_model_that_breaks_later_keeps_the_old_state(build_small):
     model = build_small()
     exploration = Exploration({"m": model}, PROMPT)
     logits = exploration.logits("m").clone()
-    del model.hook_dict["blocks.1.attn.hook_pattern"]
+    del model.blocks[1].attn.hook_pattern
     with pytest.raises(ValueError, match="lacks"):
         exploration.toggle_attention_edges("m", [(1, 0, 3, 3)])
     assert exploration.removed_attention_edges("m") == ()

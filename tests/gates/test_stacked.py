@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparse_tl.gates import GatedRun, Heads, SparseTransformer
-from sparse_tl.lens import Model, adapt, layer_points
+from sparse_tl.lens import Model, adapt
 
 Build = Callable[..., Model]
 KINDS = ["plain", "grouped", "attention_only"]
@@ -53,7 +53,7 @@ def test_a_stack_is_one_pass_per_matrix(build_tiny: Build, kind: str) -> None:
     for one, found in zip(gates, stacked, strict=True):
         hooks = [
             (name, lambda z, hook, layer=layer, one=one: z * one[layer, :, None])
-            for layer, name in enumerate(layer_points(model, "attn.hook_z"))
+            for layer, name in enumerate(adapt(model).layer_points("attn.hook_z"))
         ]
         with model.hooks(fwd_hooks=hooks):
             assert torch.allclose(found, _final(model, tokens), atol=1e-12)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, only_at
+from sparse_tl.lens import Model, adapt
 
 Build = Callable[..., Model]
 TOKENS = torch.randint(13, (3, 6), generator=torch.Generator().manual_seed(0))
@@ -33,7 +33,7 @@ def test_logits_and_gradients_are_the_same_where_they_are_read(
 ) -> None:
     model, read = build_tiny(kind, dtype="float64"), _read()
     plain, plain_gradients = model(TOKENS)[read], _gradients(model, read)
-    with only_at(model, read):
+    with adapt(model).only_at(read):
         assert torch.allclose(model(TOKENS)[read], plain, rtol=0, atol=1e-12)
         gradients = _gradients(model, read)
     assert gradients.keys() == plain_gradients.keys()
@@ -44,7 +44,7 @@ def test_logits_and_gradients_are_the_same_where_they_are_read(
 def test_gated_models_too(build_tiny: Build) -> None:
     sparse, read = SparseTransformer(build_tiny(dtype="float64"), initial_bias=0.0), _read()
     plain = sparse(TOKENS)[read]
-    with only_at(sparse, read):
+    with adapt(sparse).only_at(read):
         assert torch.allclose(sparse(TOKENS)[read], plain, rtol=0, atol=1e-12)
 
 
@@ -52,7 +52,7 @@ def test_the_last_mlp_sees_no_more_than_is_read(build_tiny: Build) -> None:
     model, read, seen = build_tiny(), _read(), []
     forward = model.blocks[-1].mlp.forward
     model.blocks[-1].mlp.forward = lambda x: (seen.append(x.shape[1]), forward(x))[1]
-    with only_at(model, read):
+    with adapt(model).only_at(read):
         model(TOKENS)
     assert seen == [int(read.sum())]
 
@@ -64,7 +64,7 @@ def test_what_is_hooked_inside_sees_every_position(build_tiny: Build) -> None:
         shapes[hook.name] = tuple(tensor.shape)  # type: ignore[attr-defined]
 
     names = ["blocks.1.mlp.hook_post", "blocks.0.ln1.hook_scale", "ln_final.hook_normalized"]
-    with model.hooks(fwd_hooks=[(name, note) for name in names]), only_at(model, _read()):
+    with model.hooks(fwd_hooks=[(name, note) for name in names]), adapt(model).only_at(_read()):
         logits = model(TOKENS)
     assert [shapes[name][:2] for name in names] == [(3, 6)] * 3
     assert torch.allclose(logits[:, 0], model(TOKENS)[:, 0], atol=1e-6)
@@ -82,14 +82,14 @@ def test_hooks_behind_the_last_mlp_see_every_position(build_tiny: Build, name: s
 
     with model.hooks(fwd_hooks=[(name, mix)]):
         plain = model(TOKENS)[read]
-        with only_at(model, read):
+        with adapt(model).only_at(read):
             assert torch.allclose(model(TOKENS)[read], plain, rtol=0, atol=1e-12)
 
 
 def test_nothing_is_left_after_an_exception(build_tiny: Build) -> None:
     model = build_tiny()
     plain = model(TOKENS)
-    with pytest.raises(RuntimeError, match="stop"), only_at(model, _read()):
+    with pytest.raises(RuntimeError, match="stop"), adapt(model).only_at(_read()):
         raise RuntimeError("stop")
     assert torch.equal(model(TOKENS), plain)
     assert "forward" not in model.blocks[0].ln1.__dict__

@@ -1,0 +1,44 @@
+"""The adapter of a model, by its class."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from sparse_tl.lens.adapter import Adapter
+from sparse_tl.lens.bridge import BridgeAdapter
+from sparse_tl.lens.hooked import HookedAdapter
+from sparse_tl.lens.points import HookedModel, HookedTransformer, Model, TransformerBridge
+
+
+def adapt(model: HookedModel) -> Adapter:
+    """The adapter of a model, by its class; a SparseTransformer's is that of the model inside.
+
+    Raises:
+        TypeError: a model of a kind that is not supported.
+        ValueError: a TransformerBridge that is not one stack of blocks.
+    """
+    under_gates = getattr(model, "model_under_gates", None)
+    inner = model if under_gates is None else under_gates()
+    if isinstance(inner, TransformerBridge):
+        return BridgeAdapter(inner)
+    if isinstance(inner, HookedTransformer):
+        return HookedAdapter(inner)
+    raise TypeError(
+        "expected a TransformerBridge or a HookedTransformer, or a SparseTransformer around one; "
+        f"got {type(model).__name__}"
+    )
+
+
+def read_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a module, by name, that passes of the models in it read.
+
+    Bridges have more: those that they have made parts of, which nothing reads any more.
+    """
+    models = [part for part in module.modules() if isinstance(part, Model)]
+    known = {id(p) for model in models for p in model.parameters()}
+    read = {id(p) for model in models for p in adapt(model).parameters("all")}
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if id(parameter) in read or id(parameter) not in known
+    }

@@ -1,0 +1,265 @@
+"""A TransformerBridge as the package sees it: a model of transformers under hooks.
+
+It is read by three kinds of handle: hook points, by the names that a HookedTransformer's have;
+weights of the wrapped modules; and which norms stand before and after attention and MLP, found in
+one pass and not by names, which differ between versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.exceptions import StopAtLayerException
+from transformer_lens.model_bridge.sources import (
+    build_bridge_from_module,
+    detect_tokenizer_bos_eos,
+)
+
+from sparse_tl.lens.adapter import Adapter, Slot
+from sparse_tl.lens.layouts import Layout, layouts
+from sparse_tl.lens.norms import Norm
+from sparse_tl.lens.places import After, Before, Place, Written
+from sparse_tl.lens.plain import plain_copy, unread_parameters
+from sparse_tl.lens.points import hook_point
+
+_PARTS = ("embed", "blocks", "ln_final", "unembed")
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> TransformerBridge:
+    """A bridge around a causal language model of `transformers`, ready to be analysed.
+
+    The model itself gets the hooks; nothing is copied and nothing is fetched. It is in evaluation
+    mode afterwards, and its attention is computed step by step, since hooks see nothing of a fused
+    one.
+
+    Args:
+        model: of `transformers`; TransformerLens must know its class.
+        tokenizer: its own.
+        name: what it is called in messages and figures.
+
+    Raises:
+        ValueError: a class that TransformerLens does not know.
+    """
+    model.set_attn_implementation("eager")
+    kind = type(model).__name__
+    try:
+        bridge = build_bridge_from_module(model, kind, hf_config=model.config, model_name=name)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"expected a model that TransformerLens knows; {kind}: {error}") from error
+    if tokenizer is not None:
+        if tokenizer.pad_token is None:  # texts of several lengths are padded
+            tokenizer.pad_token = tokenizer.eos_token
+        bridge.tokenizer = tokenizer
+        found = detect_tokenizer_bos_eos(tokenizer)
+        bridge.cfg.tokenizer_prepends_bos, bridge.cfg.tokenizer_appends_eos = found
+    return bridge.eval()
+
+
+class BridgeAdapter(Adapter):
+    """A TransformerBridge as the package sees it."""
+
+    model: TransformerBridge
+
+    def __init__(self, model: TransformerBridge) -> None:
+        missing = [name for name in _PARTS if not isinstance(getattr(model, name, None), nn.Module)]
+        if missing:
+            raise ValueError(
+                f"expected a language model with one stack of blocks; {model.cfg.model_name!r} "
+                f"has no {missing}"
+            )
+        super().__init__(model)
+        self.layouts: list[Layout] = layouts(self)
+
+    @property
+    def core(self) -> nn.Module:
+        """The model that is wrapped, maybe by several bridges."""
+        return self.model.original_model
+
+    # ---- hook points -----------------------------------------------------------------------------
+
+    def place(self, name: str) -> HookPoint | Place:
+        """As of `Adapter`."""
+        layer, _, what = name.removeprefix("blocks.").partition(".")
+        if what == "attn.z_written":
+            return self._written(int(layer))
+        if what not in ("mlp_input", "mlp_normalized"):
+            return hook_point(self.model, name)
+        norm = self._module(int(layer), "before_mlp")
+        if norm is None:
+            # What the MLP reads is what its normalisation would: one function after the other.
+            return Before(self.model.blocks[int(layer)].mlp, first=what == "mlp_input")
+        return Before(norm) if what == "mlp_input" else After(norm)
+
+    def heads_point(self, layer: int) -> str:
+        """As of `Adapter`; ``z_written`` is z over the scale of a norm of what attention writes."""
+        if self.layouts[layer].after_attention is None:
+            return super().heads_point(layer)
+        return f"blocks.{layer}.attn.z_written"
+
+    def _written(self, layer: int) -> Written:
+        attention, post = self.model.blocks[layer].attn, self.post_norm(layer)
+        norm = self._module(layer, "after_attention")
+        assert norm is not None
+        if post.kind != "rms" or attention.b_O is not None:
+            raise ValueError(
+                f"expected what the heads of layer {layer} of {self.name!r} write to be normalised "
+                "without being centred, and without a bias: else their parts do not add up"
+            )
+        return Written(
+            attention.o.original_component,
+            norm,
+            self.n_heads,
+            lambda summed: post.standardised(summed)[1],
+            lambda z: self.heads_written(layer, z).sum(dim=0),
+        )
+
+    # ---- running ---------------------------------------------------------------------------------
+
+    def logits(self, final: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
+        """As of `Adapter`."""
+        model: Any = self.model
+        return model.adapter.apply_output_logits_transform(model.unembed(model.ln_final(final)))
+
+    def _final(self, rows: Tensor, from_layer: int, attention_mask: Tensor | None) -> Tensor:
+        # A key-value cache costs a copy. Some models in half precision run only with one: it makes
+        # v as wide as k, which rotary tables have made float32.
+        options: dict[str, Any] = {} if self.dtype in _HALVES else {"use_cache": False}
+        if attention_mask is not None:
+            positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+            options |= {"attention_mask": attention_mask, "position_ids": positions}
+        entering = rows if rows.is_floating_point() else None
+        with _stopped(self.model), _entered(self.model, from_layer, entering):
+            final = self.model(rows, **options)
+        if self.dtype == torch.float64 and attention_mask is not None and final.isnan().any():
+            raise ValueError(
+                f"expected prompts of one length, or padded on the right; {self.name!r} in float64 "
+                "returns NaN for prompts that are padded on the left, by itself: transformers "
+                "computes softmax in float32, where the scores of padding are infinite"
+            )
+        return final
+
+    def _last_mlp(self) -> tuple[nn.Module, Sequence[nn.Module], set[int]]:
+        block = self.model.blocks[-1]
+        parts = [block.mlp, block.hook_out, block.hook_mlp_out]
+        parts += [self._module(-1, "after_mlp"), self.model.ln_final, self.model.unembed]
+        inside = [module for part in parts if part is not None for module in part.modules()]
+        own = {handle.id for handle in block._capture_hook_handles}
+        return block.mlp, [block, *inside], own
+
+    # ---- weights ---------------------------------------------------------------------------------
+
+    def norm(self, layer: int, which: Literal["attn", "mlp"]) -> Norm:
+        """The normalisation before a layer's attention or MLP."""
+        return self._norm(
+            self._module(layer, "before_attention" if which == "attn" else "before_mlp")
+        )
+
+    def post_norm(self, layer: int) -> Norm:
+        """The normalisation of what a layer's attention writes."""
+        return self._norm(self._module(layer, "after_attention"))
+
+    def _module(self, layer: int, where: str) -> Any:
+        name = getattr(self.layouts[layer], where)
+        return None if name is None else getattr(self.model.blocks[layer], name)
+
+    def _norm(self, module: Any) -> Norm:
+        inner = None if module is None else module.original_component
+        if module is None or isinstance(inner, nn.Identity):
+            return Norm(None, None, None, 0.0)
+        cfg: Any = self.model.cfg
+        rms = bool(module.uses_rms_norm)
+        weight, bias = getattr(inner, "weight", None), getattr(inner, "bias", None)
+        offset = getattr(module, "uses_weight_offset", None)
+        if offset is None:  # before 4.1
+            offset = rms and bool(getattr(cfg, "rmsnorm_uses_offset", False))
+        if offset and weight is not None:
+            weight = 1.0 + weight
+        known = [getattr(inner, name, None) for name in ("eps", "variance_epsilon")]
+        eps = next((value for value in known if value is not None), cfg.eps)
+        return Norm("rms" if rms else "layer", weight, None if rms else bias, float(eps))
+
+    def qkv(
+        self, layer: int, slot: Slot
+    ) -> tuple[Float[Tensor, "head d_model d_head"], Float[Tensor, "head d_head"]]:
+        """A projection and its bias; k and v of key-value heads."""
+        attention, upper = self.model.blocks[layer].attn, slot.upper()
+        weight, bias = getattr(attention, f"W_{upper}"), getattr(attention, f"b_{upper}")
+        return weight, weight.new_zeros(len(weight), weight.shape[2]) if bias is None else bias
+
+    def W_O(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
+        """What takes what stands at `heads_point` to the residual stream."""
+        block = self.model.blocks[layer]
+        weight, scale = block.attn.W_O, getattr(block, "residual_contribution_scale", 1.0)
+        post = self.post_norm(layer).weight
+        weight = weight if scale == 1.0 else weight * scale
+        return weight if post is None else weight * post
+
+    # ---- as a whole ------------------------------------------------------------------------------
+
+    def copy(self) -> TransformerBridge:
+        """A copy with no parameter in common and without hooks."""
+        model = self.model
+        return boot(plain_copy(model), model.tokenizer, name=self.name).train(model.training)
+
+    def parameters(self, group: Literal["qk", "all"]) -> list[nn.Parameter]:
+        """The parameters of queries and keys, or all that a pass reads."""
+        if group == "all":
+            unread = {id(parameter) for parameter in unread_parameters(self.model)}
+            return [p for p in self.model.parameters() if id(p) not in unread]
+        sides = [getattr(block.attn, slot) for block in self.model.blocks for slot in "qk"]
+        inner = [side.original_component for side in sides]
+        return [p for part in inner for p in (part.weight, part.bias) if p is not None]
+
+
+@contextmanager
+def _stopped(model: TransformerBridge) -> Iterator[None]:
+    """Inside the block a call returns what the last normalisation would read."""
+
+    def stop(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        raise StopAtLayerException(args[0])
+
+    handle = model.ln_final.register_forward_pre_hook(stop)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _entered(model: TransformerBridge, layer: int, residual: Tensor | None) -> Iterator[None]:
+    """Inside the block a call with the residual stream starts at a layer; one with tokens at 0.
+
+    The layers before hand on what they get. The wrapped model makes masks and position embeddings
+    as always and numbers its layers from 0; what it does itself to embeddings that it is given
+    (GPT-2's positions, Gemma's factor) goes no further than the first layer that is run.
+    """
+    if residual is None:
+        yield
+        return
+
+    def hand_on(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        return hidden_states
+
+    def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (residual, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": residual}
+
+    skipped = list(model.blocks[:layer])
+    handle = model.blocks[layer].register_forward_pre_hook(enter, with_kwargs=True)
+    try:
+        for block in skipped:
+            block.__dict__["forward"] = hand_on  # setattr would give it to the wrapped layer
+        yield
+    finally:
+        handle.remove()
+        for block in skipped:
+            block.__dict__.pop("forward", None)

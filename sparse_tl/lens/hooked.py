@@ -1,0 +1,131 @@
+"""A HookedTransformer as the package sees it; there are none from TransformerLens 4 on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+
+from sparse_tl.lens.adapter import Adapter, Slot
+from sparse_tl.lens.norms import Norm
+from sparse_tl.lens.places import After, Before, Place
+from sparse_tl.lens.points import HookedTransformer, hook_point
+from sparse_tl.lens.shortcuts import hooked
+
+_QK = ("W_Q", "W_K", "b_Q", "b_K")
+
+
+class HookedAdapter(Adapter):
+    """A HookedTransformer as the package sees it."""
+
+    model: HookedTransformer
+
+    def unsupported(self) -> str | None:
+        """Why circuits are not defined on the model as it is configured, if they are not."""
+        cfg = self.model.cfg
+        if cfg.positional_embedding_type == "shortformer":
+            return "its keys and queries read position embeddings beside the residual stream"
+        if cfg.ungroup_grouped_query_attention:
+            return "cfg.ungroup_grouped_query_attention is on"
+        return super().unsupported()
+
+    def place(self, name: str) -> HookPoint | Place:
+        """As of `Adapter`."""
+        layer, _, what = name.removeprefix("blocks.").partition(".")
+        if what in ("mlp_input", "mlp_normalized"):
+            norm = self.model.blocks[int(layer)].ln2
+            return Before(norm) if what == "mlp_input" else After(norm)
+        return hook_point(self.model, name)
+
+    def logits(self, final: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
+        """As of `Adapter`."""
+        model = self.model
+        if model.cfg.normalization_type is not None:
+            final = getattr(model, "ln_final")(final)  # noqa: B009 - absent without normalisation
+        # The model's own unembedding copies its whole matrix anew in every pass.
+        unembed = model.unembed
+        logits = unembed.hook_out(F.linear(unembed.hook_in(final), unembed.W_U.T, unembed.b_U))
+        cap = model.cfg.output_logits_soft_cap
+        return cap * torch.tanh(logits / cap) if cap > 0 else logits
+
+    def norm(self, layer: int, which: Literal["attn", "mlp"]) -> Norm:
+        """The normalisation before a layer's attention or MLP."""
+        module = getattr(self.model.blocks[layer], "ln1" if which == "attn" else "ln2", None)
+        return self._norm(module)
+
+    def _norm(self, module: nn.Module | None) -> Norm:
+        cfg = self.model.cfg
+        name = cfg.normalization_type
+        kind = None if name is None else "layer" if name.startswith("LN") else "rms"
+        return Norm(kind, getattr(module, "w", None), getattr(module, "b", None), cfg.eps)
+
+    def qkv(
+        self, layer: int, slot: Slot
+    ) -> tuple[Float[Tensor, "head d_model d_head"], Float[Tensor, "head d_head"]]:
+        """A projection and its bias; k and v of key-value heads."""
+        attention, upper = self.model.blocks[layer].attn, slot.upper()
+        grouped = getattr(attention, f"_W_{upper}", None)  # without the copies for each query head
+        if grouped is not None:
+            return grouped, getattr(attention, f"_b_{upper}")
+        return getattr(attention, f"W_{upper}"), getattr(attention, f"b_{upper}")
+
+    def W_O(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
+        """What takes each head's z to the residual stream."""
+        return self.model.blocks[layer].attn.W_O
+
+    def copy(self) -> HookedTransformer:
+        """A copy of the model, with no parameter in common."""
+        return copy.deepcopy(self.model)
+
+    def parameters(self, group: Literal["qk", "all"]) -> list[nn.Parameter]:
+        """The parameters of queries and keys, or all."""
+        if group == "all":
+            return list(self.model.parameters())
+        return [
+            parameter
+            for block in self.model.blocks
+            for name, parameter in block.attn.named_parameters(recurse=False)
+            if name.lstrip("_") in _QK
+        ]
+
+    def _final(self, rows: Tensor, from_layer: int, attention_mask: Tensor | None) -> Tensor:
+        options: dict[str, Any] = {"stop_at_layer": self.n_layers}
+        if attention_mask is not None:
+            options["attention_mask"] = attention_mask
+        if rows.is_floating_point():
+            options["start_at_layer"] = from_layer
+        return self.model(rows, **options)
+
+    def _last_mlp(self) -> tuple[nn.Module, Sequence[nn.Module], set[int]]:
+        block = self.model.blocks[-1]
+        parts = [block.mlp, block.hook_resid_post, block.hook_mlp_out]
+        parts += [getattr(block, "ln2_post", None), getattr(self.model, "ln_final", None)]
+        parts += [getattr(self.model, "unembed", None)]
+        inside = [module for part in parts if part is not None for module in part.modules()]
+        return block.mlp, [block, *inside], set()
+
+    @contextmanager
+    def _fused(self) -> Iterator[None]:
+        """The normalisations of the residual stream in one operation each."""
+        found = [getattr(b, name, None) for b in self.model.blocks for name in ("ln1", "ln2")]
+        found.append(getattr(self.model, "ln_final", None))
+        # Hooks on the module itself see the same input and output; those inside would see nothing.
+        norms = [
+            norm
+            for norm in found
+            if isinstance(norm, nn.Module) and not any(map(hooked, norm.children()))
+        ]
+        try:
+            for norm in norms:
+                norm.forward = self._norm(norm).__call__
+            yield
+        finally:
+            for norm in norms:
+                norm.__dict__.pop("forward", None)

@@ -1,0 +1,86 @@
+"""Which normalisations stand before and after attention and MLP in the blocks of a bridge.
+
+Names do not say: the norms after OLMo-2's attention and MLP are ``ln1`` and ``ln2`` in some
+versions of TransformerLens, ``ln1_post`` and ``ln2_post`` in others. One pass over one token does:
+a norm that reads the very tensor which attention wrote stands after it.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from sparse_tl.lens.attaching import others_off
+
+if TYPE_CHECKING:
+    from sparse_tl.lens.bridge import BridgeAdapter
+
+_NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
+Call = tuple[str, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The names of a block's normalisations by where they stand; None where there is none.
+
+    The norm before attention may be that before the MLP as well.
+    """
+
+    before_attention: str | None = None
+    after_attention: str | None = None
+    before_mlp: str | None = None
+    after_mlp: str | None = None
+
+
+_found: WeakKeyDictionary[nn.Module, list[Layout]] = WeakKeyDictionary()
+
+
+def layouts(adapter: BridgeAdapter) -> list[Layout]:
+    """Those of all blocks, found when a model is first seen."""
+    if adapter.model not in _found:
+        _found[adapter.model] = [_layout(calls) for calls in _calls(adapter)]
+    return _found[adapter.model]
+
+
+@torch.no_grad()
+def _calls(adapter: BridgeAdapter) -> list[list[Call]]:
+    """What went in and out of the parts of each block, in their order."""
+    blocks = adapter.model.blocks
+    calls: list[list[Call]] = [[] for _ in blocks]
+
+    def note(to: list[Call], name: str, _part: Any, args: Any, kwargs: Any, output: Any) -> None:
+        given = args[0] if args else kwargs["hidden_states"]
+        to.append((name, given, output[0] if isinstance(output, tuple) else output))
+
+    with ExitStack() as stack:
+        stack.enter_context(others_off(adapter.model))
+        for block, to in zip(blocks, calls, strict=True):
+            for name in ("attn", "mlp", *_NORMS):
+                part = getattr(block, name, None)
+                if isinstance(part, nn.Module):
+                    hook = partial(note, to, name)
+                    stack.callback(part.register_forward_hook(hook, with_kwargs=True).remove)
+        adapter._final(torch.zeros(1, 1, dtype=torch.long, device=adapter.device), 0, None)
+    return calls
+
+
+def _layout(calls: list[Call]) -> Layout:
+    given = {name: value for name, value, _ in calls}
+    written = {name: value for name, _, value in calls}
+    found: dict[str, str] = {}
+    for name in filter(given.__contains__, _NORMS):
+        if given[name] is written.get("attn"):
+            found["after_attention"] = name
+        elif given[name] is written.get("mlp"):
+            found["after_mlp"] = name
+        if given.get("attn") is written[name]:
+            found["before_attention"] = name
+        if given.get("mlp") is written[name]:
+            found["before_mlp"] = name
+    return Layout(**found)

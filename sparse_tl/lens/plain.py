@@ -1,0 +1,137 @@
+"""A bridge's weights as a plain model of transformers, which can be copied and saved.
+
+A bridge cannot: a copy of it dies with its original, and its own names mix those of the wrapped
+model with TransformerLens's. Where it has split a joint projection into parts (GPT-2's q, k and v),
+passes read the parts, and the joint weights are what they were when it was made.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformer_lens.model_bridge import TransformerBridge
+
+_JOINT = ("c_attn", "query_key_value", "qkv_proj", "gate_up_proj")
+_WRAPPED = "_original_component"
+_unset: WeakKeyDictionary[TransformerBridge, bool] = WeakKeyDictionary()
+
+
+def plain_model(model: TransformerBridge) -> Any:
+    """A model of transformers without hooks; it shares all weights but those of joint projections.
+
+    Raises:
+        ValueError: a projection that was split in a way that is not known.
+    """
+    joined = {split.joint: split.joined() for split in _splits(model)}
+    wrapped: Any = model.original_model
+    tensors: dict[str, Tensor] = {}
+    for name, module in wrapped.named_modules(remove_duplicate=False):
+        own = {**module._parameters, **module._buffers, **joined.get(module, {})}
+        path = [part for part in name.split(".") if part not in ("", _WRAPPED)]
+        for kind, tensor in own.items():
+            if tensor is not None:
+                tensors[".".join([*path, kind])] = tensor.detach()
+    with torch.device("meta"):
+        plain: Any = type(wrapped)(copy.deepcopy(wrapped.config))
+    for name, parameter in list(plain.named_parameters(remove_duplicate=False)):
+        flag = parameter.requires_grad
+        _put(plain, name, nn.Parameter(tensors[name], requires_grad=flag))
+    for name, _ in list(plain.named_buffers(remove_duplicate=False)):
+        _put(plain, name, tensors[name])
+    plain.tie_weights()
+    plain.generation_config = copy.deepcopy(getattr(wrapped, "generation_config", None))
+    return plain.train(wrapped.training)
+
+
+def plain_copy(model: TransformerBridge) -> Any:
+    """As `plain_model`, with weights of its own."""
+    return copy.deepcopy(plain_model(model))
+
+
+def unread_parameters(model: TransformerBridge) -> list[nn.Parameter]:
+    """The parameters that no pass reads, or that the wrapped model does not have."""
+    found = [p for split in _splits(model) for p in split.joint.parameters()]
+    bias = getattr(model.unembed.original_component, "bias", None)
+    if isinstance(bias, nn.Parameter) and _is_unset(model, bias):
+        found.append(bias)
+    return found
+
+
+def _is_unset(model: TransformerBridge, bias: Tensor) -> bool:
+    """Whether a bridge of TransformerLens 3.9 to 4.0 has added the bias: 0 when first seen."""
+    if model not in _unset:
+        _unset[model] = not bool(bias.any())
+    return _unset[model]
+
+
+@dataclass(frozen=True)
+class _Split:
+    """A joint projection of which a bridge has made parts.
+
+    Args:
+        made: what makes the parts of a module of transformers.
+        whole: that module.
+        joint: the joint projection in it.
+        parts: what was made.
+    """
+
+    made: Callable[[nn.Module], Sequence[nn.Module]]
+    whole: nn.Module
+    joint: nn.Module
+    parts: list[nn.Module]
+
+    @torch.no_grad()
+    def joined(self) -> dict[str, Tensor]:
+        """The weights of the joint projection as the parts have them, whatever its layout.
+
+        Splitting entries that are numbered says where each entry of a part belongs.
+        """
+        found: dict[str, Tensor] = {}
+        for kind, kept in [(kind, tensor.data) for kind, tensor in self.joint.named_parameters()]:
+            tensor = getattr(self.joint, kind)
+            numbered = torch.arange(kept.numel(), dtype=torch.float64, device=kept.device)
+            try:
+                tensor.data = numbered.view(kept.shape)
+                where = [getattr(part, kind).detach().long() for part in self.made(self.whole)]
+            finally:
+                tensor.data = kept
+            flat = kept.new_empty(kept.numel())
+            for index, part in zip(where, self.parts, strict=True):
+                flat[index.flatten()] = getattr(part, kind).detach().flatten()
+            found[kind] = flat.view(kept.shape)
+        return found
+
+
+def _splits(model: TransformerBridge) -> list[_Split]:
+    found: list[_Split] = []
+    for block in model.blocks:
+        attention, mlp = block.attn, getattr(block, "mlp", None)
+        if hasattr(attention, "split_qkv_matrix"):
+            found.append(_split(attention, attention.split_qkv_matrix, ("q", "k", "v")))
+        if mlp is not None and hasattr(mlp, "split_gate_up_matrix"):
+            found.append(_split(mlp, mlp.split_gate_up_matrix, ("gate", "in")))
+    return found
+
+
+def _split(bridge: Any, made: Callable[..., Any], names: Sequence[str]) -> _Split:
+    whole = bridge.original_component
+    joint = next((getattr(whole, name) for name in _JOINT if hasattr(whole, name)), None)
+    if joint is None:
+        raise ValueError(f"expected one of {_JOINT} in a {type(whole).__name__}")
+    parts = [getattr(bridge, name).original_component for name in names]
+    return _Split(made, whole, getattr(joint, "original_component", joint), parts)
+
+
+def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, kind = name.rpartition(".")
+    module = model.get_submodule(path)
+    if isinstance(tensor, nn.Parameter):
+        module._parameters[kind] = tensor
+    else:
+        module._buffers[kind] = tensor
