@@ -1,4 +1,8 @@
-"""A SparseTransformer as a folder: the model's own files, ``gates.json``, ``gates.safetensors``."""
+"""A SparseTransformer as a folder: the model's own files, ``gates.json``, ``gates.safetensors``.
+
+Around a bridge the model's own files are a Hugging Face folder, which transformers reads as ever:
+it does not see the gates.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from sparse_tl.gates.attention import AttentionGates
 from sparse_tl.gates.distributions import DISTRIBUTIONS, GateDistribution
 from sparse_tl.gates.sparse_transformer import SparseTransformer
 from sparse_tl.lens import Model, adapt, load_model, save_model
-from sparse_tl.lens.loading import GATES_FILE, load_own_folder
+from sparse_tl.lens.loading import GATES_FILE, load_folder
 
 GATES_WEIGHTS = "gates.safetensors"
 
@@ -67,7 +71,7 @@ def load_sparse(folder: str | Path, *, device: str | None = None) -> SparseTrans
             f"{GATES_FILE} in it; there is none"
         )
     distribution = _read_distribution(folder / GATES_FILE)
-    model = load_own_folder(folder, device=device)
+    model = load_folder(folder, device=device)
     tensors = read_tensors(folder / GATES_WEIGHTS)
     bias = tensors.get("bias")
     adapter = adapt(model)
@@ -96,7 +100,7 @@ def load_sparse(folder: str | Path, *, device: str | None = None) -> SparseTrans
 def load_dense_or_sparse(
     source: str | Path, *, device: str | None = None
 ) -> Model | SparseTransformer:
-    """A model from wherever `load_model` takes one, with its gates where its folder holds them.
+    """A model by its name or folder, with its gates where the folder holds them.
 
     Raises:
         ValueError: as of `load_model` and `load_sparse`.

@@ -10,11 +10,8 @@ from sparse_tl.lens.attaching import (
 )
 from sparse_tl.lens.bridge import boot as boot
 from sparse_tl.lens.checks import check_circuits as check_circuits, check_gates as check_gates
-from sparse_tl.lens.loading import (
-    build_model as build_model,
-    load_model as load_model,
-    save_model as save_model,
-)
+from sparse_tl.lens.hooked_folder import build_model as build_model
+from sparse_tl.lens.loading import load_model as load_model, save_model as save_model
 from sparse_tl.lens.norms import Norm as Norm
 from sparse_tl.lens.places import HookFunction as HookFunction
 from sparse_tl.lens.points import HookedModel as HookedModel, Model as Model

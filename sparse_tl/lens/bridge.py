@@ -51,7 +51,8 @@ def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> Transform
     model.set_attn_implementation("eager")
     kind = type(model).__name__
     try:
-        bridge = build_bridge_from_module(model, kind, hf_config=model.config, model_name=name)
+        with torch.random.fork_rng(devices=[]):  # parts of joint projections are drawn at first
+            bridge = build_bridge_from_module(model, kind, hf_config=model.config, model_name=name)
     except (KeyError, ValueError) as error:
         raise ValueError(f"expected a model that TransformerLens knows; {kind}: {error}") from error
     if tokenizer is not None:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny import hooked_alone
 from tokenizers import Tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from sparse_tl.files import read_json, write_json
+from sparse_tl.files import read_json, write_json, write_tensors
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, build_model, load_model, model_config, save_model
+from sparse_tl.lens import Model, build_model, hub, load_model, model_config, save_model
 from sparse_tl.tasks.addition import addition_tokenizer
 
 Build = Callable[..., Model]
+CONFIGS = {"hooked": "tl_config.json", "bridge": "config.json"}
+FORMS = pytest.mark.parametrize("form", CONFIGS)
 
 CODE = """
 from pathlib import Path
@@ -72,11 +76,32 @@ def _stranger_tokenizer(folder: Path, marker: Path, tokenizer_class: str = "Toke
     )
 
 
-def _own(build_tiny: Build, folder: Path, **fields: Any) -> Path:
+def _own(folder: Path, form: str = "hooked", **fields: Any) -> Path:
+    """A folder of a HookedTransformer, written by hand, or one that a bridge was saved to."""
     folder.mkdir(exist_ok=True)
-    save_model(build_tiny(d_vocab=13), folder)
-    _change(folder / "tl_config.json", **fields)
+    if form == "bridge":
+        config = GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=16, vocab_size=13)
+        save_model(load_model(GPT2LMHeadModel(config)), folder)
+    else:
+        sizes = {"n_layers": 1, "n_ctx": 16, "d_model": 16, "d_head": 8, "d_mlp": 32, "d_vocab": 13}
+        write_json(folder / "tl_config.json", {**sizes, "act_fn": "gelu"})
+        norms = {f"{norm}.{kind}": (16,) for norm in ("ln1", "ln2") for kind in "wb"}
+        attention = {f"attn.W_{slot}": (2, 16, 8) for slot in "QKV"} | {"attn.W_O": (2, 8, 16)}
+        biases = {f"attn.b_{slot}": (2, 8) for slot in "QKV"} | {"attn.b_O": (16,)}
+        mlp = {"mlp.W_in": (16, 32), "mlp.b_in": (32,), "mlp.W_out": (32, 16), "mlp.b_out": (16,)}
+        ends = {"embed.W_E": (13, 16), "pos_embed.W_pos": (16, 16), "unembed.W_U": (16, 13)}
+        ends |= {"unembed.b_U": (13,), "ln_final.w": (16,), "ln_final.b": (16,)}
+        block = norms | attention | biases | mlp
+        shapes = ends | {f"blocks.0.{name}": shape for name, shape in block.items()}
+        weights = {name: torch.randn(shape) for name, shape in shapes.items()}
+        write_tensors(folder / "model.safetensors", weights)
+    _change(folder / CONFIGS[form], **fields)
     return folder
+
+
+def _own_sparse(folder: Path, form: str = "hooked") -> Path:
+    dense = load_model(_own(folder.with_name("dense"), form), device="cpu")
+    return SparseTransformer(dense).save_pretrained(folder)
 
 
 def _llama(folder: Path, **fields: Any) -> Path:
@@ -93,12 +118,9 @@ def _llama(folder: Path, **fields: Any) -> Path:
     return folder
 
 
-def test_a_tokenizer_elsewhere_is_not_fetched(
-    build_tiny: Build, tmp_path: Path, marker: Path
-) -> None:
+def test_a_tokenizer_elsewhere_is_not_fetched(tmp_path: Path, marker: Path) -> None:
     _stranger_tokenizer(tmp_path / "elsewhere", marker)
     folder = _own(
-        build_tiny,
         tmp_path / "model",
         tokenizer_name=str(tmp_path / "elsewhere"),
         trust_remote_code=True,
@@ -110,12 +132,15 @@ def test_a_tokenizer_elsewhere_is_not_fetched(
 
 @pytest.mark.parametrize("tokenizer_class", ["Tokenizer", "TokenizersBackend"])
 @pytest.mark.parametrize("with_config", [False, True])
+@FORMS
 def test_code_beside_our_own_files_is_not_run(
-    build_tiny: Build, tmp_path: Path, marker: Path, tokenizer_class: str, with_config: bool
+    tmp_path: Path, marker: Path, form: str, tokenizer_class: str, with_config: bool
 ) -> None:
-    folder = _own(build_tiny, tmp_path / "model", trust_remote_code=True)
+    folder = _own(tmp_path / "model", form, trust_remote_code=True)
     _stranger_tokenizer(folder, marker, tokenizer_class)
-    if with_config:
+    if with_config and form == "bridge":
+        _change(folder / "config.json", auto_map=AUTO_MAP, custom_generate="code")
+    elif with_config:
         write_json(folder / "config.json", {"model_type": "stranger", "auto_map": AUTO_MAP})
     model = load_model(folder, device="cpu")
     assert not marker.exists()
@@ -123,10 +148,13 @@ def test_code_beside_our_own_files_is_not_run(
     assert model.tokenizer.chat_template is None
 
 
-def test_code_beside_gates_is_not_run(build_tiny: Build, tmp_path: Path, marker: Path) -> None:
-    folder = SparseTransformer(build_tiny(d_vocab=13)).save_pretrained(tmp_path / "sparse")
+@FORMS
+def test_code_beside_gates_is_not_run(tmp_path: Path, marker: Path, form: str) -> None:
+    folder = _own_sparse(tmp_path / "sparse", form)
     _stranger_tokenizer(folder, marker)
-    _change(folder / "tl_config.json", trust_remote_code=True)
+    for name in CONFIGS.values():
+        if (folder / name).exists():
+            _change(folder / name, trust_remote_code=True)
     sparse = SparseTransformer.from_pretrained(folder, device="cpu")
     assert not marker.exists()
     assert sparse.tokenizer is not None
@@ -192,7 +220,6 @@ def test_weights_that_lie_elsewhere_are_refused(tmp_path: Path) -> None:
             {"quantization_config": {"bits": 4}},
             "plain weights in {folder}.*dequantised",
         ),
-        ("config.json", {"architectures": ["T9ForCausalLM"]}, "model in {folder}.*T9ForCausalLM"),
         ("config.json", {"hidden_size": "wide"}, "model in {folder}.*hidden_size"),
         ("tokenizer_config.json", {"tokenizer_class": "LlamaModel"}, "tokenizer in {folder}"),
     ],
@@ -216,9 +243,11 @@ def test_a_snapshot_of_the_hub_is_a_folder_of_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
-@pytest.mark.parametrize("name", ["tl_config.json", "model.safetensors", "tokenizer.json"])
-def test_a_pipe_is_not_waited_for(build_tiny: Build, tmp_path: Path, name: str) -> None:
-    folder = _own(build_tiny, tmp_path / "model")
+@pytest.mark.parametrize("name", ["a configuration", "model.safetensors", "tokenizer.json"])
+@FORMS
+def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str, form: str) -> None:
+    folder = _own(tmp_path / "model", form)
+    name = name.replace("a configuration", CONFIGS[form])
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     if name == "tokenizer.json":
@@ -239,18 +268,27 @@ def test_a_pipe_is_not_waited_for(build_tiny: Build, tmp_path: Path, name: str) 
         ({"dtype": "uint8"}, "one of .*float32.* as dtype"),
         ({"normalization_type": "BatchNorm"}, "one of .*RMS.* as normalization_type"),
         ({"attn_types": ["local", 3]}, "a list of 'global' and 'local'"),
-        ({"act_fn": "__import__('os')"}, "expected fields of HookedTransformerConfig.*act_fn"),
+        ({"act_fn": "__import__('os')"}, "expected .*act_fn"),
         ({"init_weights": False}, "only fields that describe the architecture.*init_weights"),
     ],
 )
-def test_fields_have_types(
-    build_tiny: Build, tmp_path: Path, fields: dict[str, Any], message: str
-) -> None:
-    folder = _own(build_tiny, tmp_path / "model", **fields)
+def test_fields_have_types(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    folder = _own(tmp_path / "model", **fields)
     with pytest.raises(ValueError, match=f"(?s){message}"):
         load_model(folder, device="cpu")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [[], "model", {"model_name": 3}, {"default_prepend_bos": 1}, {"tokenizer_name": "elsewhere"}],
+)
+def test_our_fields_in_a_hugging_face_folder_have_types(tmp_path: Path, fields: Any) -> None:
+    folder = _own(tmp_path / "model", "bridge", sparse_tl=fields)
+    with pytest.raises(ValueError, match=r"'model_name'\] as sparse_tl in .*config\.json; got"):
+        load_model(folder, device="cpu")
+
+
+@hooked_alone
 def test_a_model_without_normalisation_comes_back(build_tiny: Build, tmp_path: Path) -> None:
     model = build_tiny(normalization_type=None)
     save_model(model, tmp_path)
@@ -260,10 +298,13 @@ def test_a_model_without_normalisation_comes_back(build_tiny: Build, tmp_path: P
     assert model_config(build_model(model_config(model), device="cpu")) == model_config(model)
 
 
-@pytest.mark.parametrize("name", ["tl_config.json", "gates.json"])
+@pytest.mark.parametrize("name", ["a configuration", "gates.json"])
 @pytest.mark.parametrize("content", ["[" * 100_000, "9" * 5_000, "[]", "3", "{", '{"a": 1}'])
-def test_damaged_json_is_named(build_tiny: Build, tmp_path: Path, name: str, content: str) -> None:
-    folder = SparseTransformer(build_tiny()).save_pretrained(tmp_path / "sparse")
+@FORMS
+def test_damaged_json_is_named(tmp_path: Path, name: str, content: str, form: str) -> None:
+    folder = _own_sparse(tmp_path / "sparse", form)
+    written = [config for config in CONFIGS.values() if (folder / config).exists()]
+    name = name.replace("a configuration", written[0])
     (folder / name).write_text(content)
     with pytest.raises(ValueError, match=f"expected .*{name}"):
         SparseTransformer.from_pretrained(folder, device="cpu")
@@ -278,17 +319,16 @@ def test_damaged_json_is_named(build_tiny: Build, tmp_path: Path, name: str, con
         ({"parameters": {"heat": 1.0}}, "parameters of a BernoulliGate.*heat"),
     ],
 )
-def test_damaged_gates_are_named(
-    build_tiny: Build, tmp_path: Path, said: dict[str, Any], message: str
-) -> None:
-    folder = SparseTransformer(build_tiny()).save_pretrained(tmp_path / "sparse")
+def test_damaged_gates_are_named(tmp_path: Path, said: dict[str, Any], message: str) -> None:
+    folder = _own_sparse(tmp_path / "sparse")
     _change(folder / "gates.json", **said)
     with pytest.raises(ValueError, match=rf"{message}.*gates\.json|{message}"):
         SparseTransformer.from_pretrained(folder, device="cpu")
 
 
-def test_a_sparse_folder_is_no_dense_model(build_tiny: Build, tmp_path: Path) -> None:
-    folder = SparseTransformer(build_tiny()).save_pretrained(tmp_path / "sparse")
+@FORMS
+def test_a_sparse_folder_is_no_dense_model(tmp_path: Path, form: str) -> None:
+    folder = _own_sparse(tmp_path / "sparse", form)
     with pytest.raises(ValueError, match=r"gates\.json.*SparseTransformer\.from_pretrained"):
         load_model(folder, device="cpu")
 
@@ -318,12 +358,49 @@ def test_gpt2_comes_with_its_tokenizer(shared_data: Path, tmp_path: Path) -> Non
     assert str(tmp_path / "gpt2") not in (tmp_path / "own" / "tokenizer_config.json").read_text()
 
 
+@FORMS
+def test_a_folder_needs_no_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    asked: list[Any] = []
+
+    def forbidden(*args: Any, **_: Any) -> None:
+        asked.append(args)
+        raise OSError("no network")
+
+    folder = _own_sparse(tmp_path / "gpt2", form)  # as a model of the hub is called
+    addition_tokenizer().save_pretrained(folder)
+    monkeypatch.setattr("socket.getaddrinfo", forbidden)
+    monkeypatch.setattr("socket.socket.connect", forbidden)
+    assert SparseTransformer.from_pretrained(folder, device="cpu").tokenizer is not None
+    (folder / "gates.json").unlink()
+    load_model(folder, device="cpu")
+    load_model(_llama(tmp_path / "mixtral"), device="cpu")
+    config = GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=16, vocab_size=13)
+    load_model(GPT2LMHeadModel(config))
+    assert not asked
+
+
 # Names on the hub.
 
 
-def test_a_hub_out_of_reach_is_said_at_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of huggingface_hub."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def _in_cache(cache: Path, name: str) -> Path:
+    """The folder of a snapshot in the cache, to be filled."""
+    place = cache / f"models--{name.replace('/', '--')}"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("0" * 40)
+    return place / "snapshots" / ("0" * 40)
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_hub_out_of_reach_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     class Session:
@@ -332,25 +409,69 @@ def test_a_hub_out_of_reach_is_said_at_once(
             raise ConnectionError("no route")
 
     monkeypatch.setattr("huggingface_hub.get_session", Session)
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
-    with pytest.raises(ValueError, match=r"hub that can be reached; .*gpt2.*\(no route\)"):
+    with pytest.raises(
+        ValueError, match=r"hub that can be reached; gpt2 .*\(no route\)\. Give the"
+    ):
         load_model("gpt2", device="cpu")
     assert len(asked) == 1
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_network_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: time.sleep(20))
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match=r"does not answer \(within 2 seconds\)"):
+        load_model("gpt2", device="cpu")
+    assert time.perf_counter() - start < 3
+
+
+def test_what_is_in_the_cache_loads_without_a_hub(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, marker: Path
+) -> None:
+    """Also a model whose code TransformerLens would trust by its name."""
+    folder = _llama(_in_cache(cache, "microsoft/phi-2"), auto_map=AUTO_MAP)
+    _add_code(folder, marker)
+    monkeypatch.setattr(hub, "_silence", lambda: "no network")
+    model = load_model("microsoft/phi-2", device="cpu")
+    assert (model.cfg.model_name, model.cfg.n_layers) == ("phi-2", 1)
+    assert not marker.exists()
+
+
+def test_only_data_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched = []
+
+    def download(name: str, **options: Any) -> str:
+        fetched.append((name, options))
+        return str(_llama(tmp_path / "snapshot"))
+
+    monkeypatch.setattr(hub, "_silence", lambda: None)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert load_model("gpt2-small", device="cpu").cfg.model_name == "gpt2"
+    assert [name for name, _ in fetched] == ["gpt2"]
+    assert set(fetched[0][1]["allow_patterns"]) == {"*.json", "*.txt", "*.safetensors"}
+    _change(tmp_path / "snapshot" / "gates.json")
+    with pytest.raises(ValueError, match=r"gates\.json.*SparseTransformer\.from_pretrained"):
+        load_model("gpt2-small", device="cpu")
+
+
+def test_a_name_that_the_hub_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(name: str, **_: Any) -> str:
+        raise OSError(f"404: no repository {name}")
+
+    monkeypatch.setattr(hub, "_silence", lambda: None)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(
+        ValueError, match=r"a model on the hub that may be fetched; no/such-model: 404"
+    ):
+        load_model("no/such-model", device="cpu")
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./model", "runs/gpt2/dense", "gpt 2"])
+def test_a_folder_that_is_not_there_is_no_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is no folder, and no model can be called so"):
+        load_model(name, device="cpu")
 
 
 def test_a_model_that_is_published_as_a_pickle_is_refused() -> None:
     with pytest.raises(ValueError, match="is a pickle, which can run code"):
         load_model("attn-only-1l", device="cpu")
-
-
-def test_a_model_that_asks_for_trust_is_read_as_data(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, marker: Path
-) -> None:
-    """TransformerLens trusts the code of some models by name."""
-    folder = _llama(tmp_path / "snapshot", auto_map=AUTO_MAP)
-    _add_code(folder, marker)
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: "here")
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(folder))
-    model = load_model("microsoft/phi-2", device="cpu")
-    assert (model.cfg.model_name, model.cfg.n_layers) == ("phi-2", 1)
-    assert not marker.exists()

@@ -1,0 +1,166 @@
+"""What transformers may see of a folder that may come from a stranger.
+
+Its files can name code to run: ``auto_map``, ``*.py``, pickled weights, adapters, kernels. So
+transformers never sees the folder itself. It sees links to the files that are data, in a temporary
+folder, with the fields left out that point elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import transformers
+from safetensors import SafetensorError, safe_open
+
+from sparse_tl.files import read_json, write_json
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_VOCABULARIES = ("tokenizer.json", "vocab.json")
+_PLAIN = (*_VOCABULARIES, "merges.txt", "vocab.txt", "added_tokens.json")
+# Fields of config.json, at any depth, that name code or another place.
+_POINTERS = (
+    "auto_map _name_or_path trust_remote_code attn_implementation _attn_implementation "
+    "experts_implementation _experts_implementation transformers_weights custom_pipelines"
+)
+_TOKENIZER_FIELDS = (
+    "tokenizer_class backend bos_token eos_token unk_token sep_token pad_token cls_token "
+    "mask_token additional_special_tokens extra_special_tokens added_tokens_decoder "
+    "model_specific_special_tokens add_bos_token add_eos_token add_prefix_space legacy errors "
+    "do_lower_case clean_up_tokenization_spaces split_special_tokens model_max_length "
+    "padding_side truncation_side model_input_names"
+)
+_DEPTHS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds the files of a tokenizer."""
+    return any((folder / name).is_file() for name in _VOCABULARIES)
+
+
+@contextmanager
+def data_alone(folder: Path) -> Iterator[Path]:
+    """A temporary folder with the tokenizer's files alone, to which others can be added.
+
+    Its path says nothing, since what reads it may guess from the name of a family in it.
+    """
+    with tempfile.TemporaryDirectory(prefix="model-") as temporary:
+        data = Path(temporary) / "model"
+        data.mkdir()
+        for name in _PLAIN:
+            _link(folder / name, data)
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            if (folder / name).is_file():
+                fields = json_object(folder / name)
+                kept = {k: v for k, v in fields.items() if k in _TOKENIZER_FIELDS.split()}
+                write_json(data / name, kept)
+        yield data
+
+
+def _link(file: Path, data: Path) -> None:
+    # Links stay: the hub's cache is made of them. Pipes and devices would never end.
+    if file.is_file():
+        (data / file.name).symlink_to(file.resolve())
+
+
+def link_weights(folder: Path, data: Path) -> dict[str, int]:
+    """Add the safetensors files, and their index if it names no others; how large each weight is.
+
+    Other files of that kind, gates among them, stay where they are.
+
+    Raises:
+        ValueError: pickled or damaged weights, or an index of files elsewhere.
+    """
+    named: Any = {"": _WEIGHTS}
+    if (folder / _INDEX).is_file():
+        index = json_object(folder / _INDEX)
+        named = index.get("weight_map")
+        known = {file.name for file in folder.glob("*.safetensors") if file.is_file()}
+        if not isinstance(named, dict) or not all(name in known for name in named.values()):
+            raise ValueError(f"expected a `weight_map` to files beside it in {folder / _INDEX}")
+        write_json(data / _INDEX, index)
+    elif not (folder / _WEIGHTS).is_file():
+        pickled = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
+        found = f"found {pickled[:5]}, which are not read: a pickle can run code"
+        raise ValueError(
+            f"expected weights as safetensors in {folder}; "
+            f"{found if pickled else f'there is no {_WEIGHTS}'}. Where you trust them, convert "
+            "them with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+        )
+    sizes: dict[str, int] = {}
+    for name in set(named.values()):
+        _link(folder / name, data)
+        try:
+            with safe_open(folder / name, "pt") as file:
+                for key in file.keys():  # noqa: SIM118 - it is no dictionary
+                    sizes[key] = math.prod(file.get_slice(key).get_shape())
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"expected a safetensors file at {folder / name}; {error}") from error
+    return sizes
+
+
+def checked_config(folder: Path) -> dict[str, Any]:
+    """The model's configuration without what points elsewhere.
+
+    Raises:
+        ValueError: an adapter, quantised weights, or a class that transformers does not have.
+    """
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"expected a whole model in {folder}; adapter_config.json makes it an adapter of "
+            "another one. Merge both (peft: merge_and_unload) and save the result."
+        )
+    config = _without_pointers(json_object(folder / "config.json"))
+    if "quantization_config" in config:
+        raise ValueError(
+            f"expected plain weights in {folder}; its config.json has a quantization_config. "
+            "Save the model dequantised."
+        )
+    named = config.get("architectures") or ["PreTrainedModel"]
+    known = isinstance(named, list) and any(hasattr(transformers, str(name)) for name in named)
+    if not known:
+        raise ValueError(
+            f"expected a Hugging Face model in {folder} of a class that transformers has; its "
+            f"config.json names {str(named)[:100]}"
+        )
+    return config
+
+
+def depths(config: Any) -> Iterator[tuple[str, Any]]:
+    """The numbers of layers in a configuration, at any depth."""
+    for name, value in config.items():
+        if name in _DEPTHS and value is not None:
+            yield name, value
+        elif isinstance(value, dict):
+            yield from depths(value)
+
+
+def check_depth(layers: Any, weights: int, said: str) -> None:
+    """Make sure that there are enough weights for so many layers, before these are made.
+
+    Raises:
+        ValueError: there are more layers than weights, or not a number of them.
+    """
+    if type(layers) is not int or not 0 < layers <= weights:
+        raise ValueError(
+            f"expected a number of layers that the {weights} weights can fill in {said}; "
+            f"got {layers!r}"
+        )
+
+
+def _without_pointers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_pointers(v) for k, v in value.items() if k not in _POINTERS.split()}
+    return [_without_pointers(item) for item in value] if isinstance(value, list) else value
+
+
+def json_object(file: Path) -> dict[str, Any]:
+    content = read_json(file)
+    if not isinstance(content, dict):
+        raise ValueError(f"expected a JSON object in {file}; got a {type(content).__name__}")
+    return content

@@ -1,0 +1,217 @@
+"""Weights of a HookedTransformer in the names and shapes of GPT-2, GPT-NeoX and Llama."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+_ROUNDING = 1e-5  # of the largest bias of the unembedding
+
+
+class Named:
+    """Weights by their names in a HookedTransformer; it knows which were read."""
+
+    def __init__(self, said: dict[str, Any], weights: dict[str, Tensor]) -> None:
+        self._said, self._weights, self._read = said, weights, set[str]()
+
+    def __call__(self, name: str, *axes: str) -> Tensor:
+        """The weight whose axes are these sizes; biases and weights of norms may be absent."""
+        shape = tuple(self._said[axis] for axis in axes)
+        parent, _, leaf = name.rpartition(".")
+        grouped = f"{parent}._{leaf}"  # k and v of fewer heads than queries have
+        name = grouped if grouped in self._weights else name
+        self._read.add(name)
+        found = self._weights.get(name)
+        if found is None and (leaf == "w" or leaf.startswith("b")):
+            return torch.full(shape, float(leaf == "w"))
+        if found is None or tuple(found.shape) != shape:
+            got = "none" if found is None else tuple(found.shape)
+            raise ValueError(f"expected {name} to have the shape {shape}; got {got}")
+        return found
+
+    def check_read(self) -> None:
+        """Make sure that no weight is left over."""
+        left_over = sorted(set(self._weights) - self._read)
+        if left_over:
+            raise ValueError(f"expected weights of this architecture alone; got {left_over[:5]}")
+
+    def slot(self, layer: int, slot: str) -> tuple[Tensor, Tensor]:
+        """A projection ``[head, d_model, d_head]`` and its bias, in the order of `transformers`."""
+        heads = "n_heads" if slot == "Q" else "n_key_value_heads"
+        at = f"blocks.{layer}.attn"
+        weight = self(f"{at}.W_{slot}", heads, "d_model", "d_head")
+        bias = self(f"{at}.b_{slot}", heads, "d_head")
+        rotary = self._said["positional_embedding_type"] == "rotary"
+        if rotary and self._said["rotary_adjacent_pairs"] and slot != "V":
+            # Pairs that are rotated together: (0, 1), (2, 3), .. here, (0, n/2), (1, n/2+1), ..
+            # there. The scores do not depend on the order.
+            turned, rest = torch.arange(self._said["d_head"]).split(
+                [self._said["rotary_dim"], self._said["d_head"] - self._said["rotary_dim"]]
+            )
+            order = torch.cat([turned[::2], turned[1::2], rest])
+            weight, bias = weight[:, :, order], bias[:, order]
+        return weight, bias
+
+    def out(self, layer: int) -> tuple[Tensor, Tensor]:
+        """What takes z of all heads to the residual stream: ``[z, d_model]``, and its bias."""
+        weight = self(f"blocks.{layer}.attn.W_O", "n_heads", "d_head", "d_model")
+        return weight.flatten(0, 1), self(f"blocks.{layer}.attn.b_O", "d_model")
+
+    def mlp(self, layer: int, name: str) -> Tensor:
+        """A weight or bias of the MLP."""
+        axes = {"W_in": ("d_model", "d_mlp"), "W_gate": ("d_model", "d_mlp"), "b_in": ("d_mlp",)}
+        rest = {"W_out": ("d_mlp", "d_model"), "b_out": ("d_model",)}
+        return self(f"blocks.{layer}.mlp.{name}", *(axes | rest)[name])
+
+    def norm(self, name: str) -> dict[str, Tensor]:
+        """Weight and bias of a normalisation."""
+        return {"weight": self(f"{name}.w", "d_model"), "bias": self(f"{name}.b", "d_model")}
+
+    def unembedding(self) -> tuple[Tensor, Tensor]:
+        """``[vocabulary, d_model]``, and what its bias adds to the bias of the last norm.
+
+        No family has a bias b there. Where the unembedding W_U maps some vector onto it, that
+        vector does the same in the norm's bias.
+        """
+        weight = self("unembed.W_U", "d_model", "d_vocab").T
+        bias = self("unembed.b_U", "d_vocab").double()
+        shift = torch.zeros(weight.shape[1], dtype=torch.double)
+        if bias.any():
+            shift = torch.linalg.lstsq(weight.double(), bias[:, None]).solution[:, 0]
+        off = (weight.double() @ shift - bias).abs().max()
+        if off > _ROUNDING * bias.abs().max() or (
+            shift.any() and self._said["normalization_type"] == "RMS"
+        ):
+            raise ValueError(
+                "expected an unembedding without a bias, since this version of transformer-lens "
+                "has no HookedTransformer (3.9 has) and models of transformers have none; got b_U"
+            )
+        return weight, shift.to(weight.dtype)
+
+
+def _gpt2(said: dict[str, Any], named: Named) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    unembedding, shift = named.unembedding()
+    last = named.norm("ln_final")
+    found = {
+        "transformer.wte.weight": named("embed.W_E", "d_vocab", "d_model"),
+        "transformer.wpe.weight": named("pos_embed.W_pos", "n_ctx", "d_model"),
+        "transformer.ln_f.weight": last["weight"],
+        "transformer.ln_f.bias": last["bias"] + shift,
+        "lm_head.weight": unembedding,
+    }
+    for layer in range(said["n_layers"]):
+        slots = [named.slot(layer, slot) for slot in "QKV"]
+        weight, bias = named.out(layer)
+        block = {
+            "attn.c_attn.weight": torch.cat(
+                [rearrange(w, "h m e -> m (h e)") for w, _ in slots], 1
+            ),
+            "attn.c_attn.bias": torch.cat([b.flatten() for _, b in slots]),
+            "attn.c_proj.weight": weight,
+            "attn.c_proj.bias": bias,
+            "mlp.c_fc.weight": named.mlp(layer, "W_in"),
+            "mlp.c_fc.bias": named.mlp(layer, "b_in"),
+            "mlp.c_proj.weight": named.mlp(layer, "W_out"),
+            "mlp.c_proj.bias": named.mlp(layer, "b_out"),
+        }
+        for ours, theirs in (("ln1", "ln_1"), ("ln2", "ln_2")):
+            norm = named.norm(f"blocks.{layer}.{ours}")
+            block |= {f"{theirs}.{kind}": tensor for kind, tensor in norm.items()}
+        found |= {f"transformer.h.{layer}.{name}": tensor for name, tensor in block.items()}
+    config = {
+        "n_inner": said["d_mlp"],
+        "activation_function": said["act_fn"],
+        "layer_norm_epsilon": said["eps"],
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    }
+    return config, found
+
+
+def _neox(said: dict[str, Any], named: Named) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    unembedding, shift = named.unembedding()
+    last = named.norm("ln_final")
+    found = {
+        "gpt_neox.embed_in.weight": named("embed.W_E", "d_vocab", "d_model"),
+        "gpt_neox.final_layer_norm.weight": last["weight"],
+        "gpt_neox.final_layer_norm.bias": last["bias"] + shift,
+        "lm_head.weight": unembedding,
+    }
+    for layer in range(said["n_layers"]):
+        slots = [named.slot(layer, slot) for slot in "QKV"]
+        weight, bias = named.out(layer)
+        joint = torch.stack([w for w, _ in slots], 1), torch.stack([b for _, b in slots], 1)
+        block = {
+            "attention.query_key_value.weight": rearrange(joint[0], "h s m e -> (h s e) m"),
+            "attention.query_key_value.bias": joint[1].flatten(),
+            "attention.dense.weight": weight.T,
+            "attention.dense.bias": bias,
+            "mlp.dense_h_to_4h.weight": named.mlp(layer, "W_in").T,
+            "mlp.dense_h_to_4h.bias": named.mlp(layer, "b_in"),
+            "mlp.dense_4h_to_h.weight": named.mlp(layer, "W_out").T,
+            "mlp.dense_4h_to_h.bias": named.mlp(layer, "b_out"),
+        }
+        for ours, theirs in (("ln1", "input_layernorm"), ("ln2", "post_attention_layernorm")):
+            norm = named.norm(f"blocks.{layer}.{ours}")
+            block |= {f"{theirs}.{kind}": tensor for kind, tensor in norm.items()}
+        found |= {f"gpt_neox.layers.{layer}.{name}": tensor for name, tensor in block.items()}
+    config = {
+        "intermediate_size": said["d_mlp"],
+        "hidden_act": said["act_fn"],
+        "layer_norm_eps": said["eps"],
+        "use_parallel_residual": said["parallel_attn_mlp"],
+        "rope_parameters": _rope(said, partial_rotary_factor=said["rotary_dim"] / said["d_head"]),
+    }
+    return config, found
+
+
+def _llama(said: dict[str, Any], named: Named) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if said["rotary_dim"] != said["d_head"]:
+        raise ValueError(f"expected rotary_dim to be d_head; got {said['rotary_dim']}")
+    found = {
+        "model.embed_tokens.weight": named("embed.W_E", "d_vocab", "d_model"),
+        "model.norm.weight": named("ln_final.w", "d_model"),
+        "lm_head.weight": named.unembedding()[0],
+    }
+    for layer in range(said["n_layers"]):
+        block: dict[str, Tensor] = {}
+        for slot in "QKV":
+            weight, bias = named.slot(layer, slot)
+            block[f"self_attn.{slot.lower()}_proj.weight"] = rearrange(weight, "h m e -> (h e) m")
+            block[f"self_attn.{slot.lower()}_proj.bias"] = bias.flatten()
+        weight, bias = named.out(layer)
+        block |= {"self_attn.o_proj.weight": weight.T, "self_attn.o_proj.bias": bias}
+        for ours, theirs in (("in", "up"), ("out", "down"), ("gate", "gate")):
+            block[f"mlp.{theirs}_proj.weight"] = named.mlp(layer, f"W_{ours}").T
+        # HookedTransformer adds b_in after the product of both, and not to what W_in gives.
+        inner = named.mlp(layer, "b_in")
+        block["mlp.down_proj.bias"] = named.mlp(layer, "b_out") + inner @ named.mlp(layer, "W_out")
+        block |= dict.fromkeys(("mlp.up_proj.bias", "mlp.gate_proj.bias"), torch.zeros_like(inner))
+        block["input_layernorm.weight"] = named(f"blocks.{layer}.ln1.w", "d_model")
+        block["post_attention_layernorm.weight"] = named(f"blocks.{layer}.ln2.w", "d_model")
+        found |= {f"model.layers.{layer}.{name}": tensor for name, tensor in block.items()}
+    config: dict[str, Any] = {
+        "intermediate_size": said["d_mlp"],
+        "hidden_act": said["act_fn"],
+        "rms_norm_eps": said["eps"],
+        "num_key_value_heads": said["n_key_value_heads"],
+        "head_dim": said["d_head"],
+        "rope_parameters": _rope(said),
+    }
+    # Biases that are all zero are left out, as in the checkpoints that such models come from.
+    for part, field in (("self_attn", "attention_bias"), ("mlp", "mlp_bias")):
+        biases = [name for name in found if f".{part}." in name and name.endswith(".bias")]
+        config[field] = any(bool(found[name].any()) for name in biases)
+        if not config[field]:
+            found = {name: tensor for name, tensor in found.items() if name not in biases}
+    return config, found
+
+
+def _rope(said: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": float(said["rotary_base"]), **more}
+
+
+FAMILIES = {"gpt2": _gpt2, "gpt_neox": _neox, "llama": _llama}
+"""What makes fields of a configuration, and weights by name, of a family of `transformers`."""

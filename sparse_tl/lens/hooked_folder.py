@@ -1,0 +1,150 @@
+"""HookedTransformers: built from fields, and as a folder of ours.
+
+Such a folder holds ``tl_config.json``, ``model.safetensors`` in HookedTransformer's names and,
+where the model has one, its tokenizer's files. Weights are loaded as they are: no folding, no
+centring, so that the model can be trained on. Where TransformerLens has no HookedTransformer any
+more, the folder gives a bridge around the model of `transformers` that computes the same.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparse_tl.files import read_tensors, write_json, write_tensors
+from sparse_tl.lens.architecture import CONFIG_FILE, dtype_named, model_config, read_architecture
+from sparse_tl.lens.bridge import boot
+from sparse_tl.lens.conversion import as_transformers
+from sparse_tl.lens.data_files import check_depth, has_tokenizer
+from sparse_tl.lens.hugging_face import read_tokenizer
+from sparse_tl.lens.points import HookedTransformer, Model
+
+try:
+    from transformer_lens import HookedTransformerConfig
+except ImportError:  # there is none from version 4 on
+    HookedTransformerConfig = None
+
+WEIGHTS_FILE = "model.safetensors"
+_BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
+
+
+def build_model(
+    config: dict[str, Any], *, tokenizer: Any = None, device: str | None = None
+) -> HookedTransformer:
+    """A HookedTransformer from a plain dictionary; its weights are random unless told otherwise.
+
+    Args:
+        config: fields of `HookedTransformerConfig`; ``dtype`` may be a name such as "float32".
+        tokenizer: a Hugging Face tokenizer.
+        device: where the model goes; a GPU if there is one when left out.
+
+    Raises:
+        ValueError: an unknown field or dtype, fields that make no model together, or a
+            TransformerLens that has no HookedTransformer.
+    """
+    if HookedTransformerConfig is None:
+        raise ValueError(
+            "expected transformer-lens 3.9 to build a HookedTransformer; later ones have none"
+        )
+    fields = dict(config)
+    if isinstance(fields.get("dtype"), str):
+        fields["dtype"] = dtype_named(fields["dtype"])
+    if device is not None:
+        fields["device"] = device
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
+            return HookedTransformer(HookedTransformerConfig.from_dict(fields), tokenizer=tokenizer)
+    except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"expected fields of HookedTransformerConfig; {error}") from error
+
+
+def save_hooked(model: HookedTransformer, folder: Path) -> None:
+    """Write configuration, weights and tokenizer into an existing folder."""
+    write_json(folder / CONFIG_FILE, model_config(model))
+    weights = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if not name.endswith(tuple(f".{buffer}" for buffer in _BUFFERS))
+    }
+    write_tensors(folder / WEIGHTS_FILE, weights)
+    if model.tokenizer is not None:
+        model.tokenizer.save_pretrained(folder)
+
+
+def load_hooked(
+    folder: Path, *, device: str | None = None, dtype: torch.dtype | None = None
+) -> Model:
+    """The model in a folder that `save_hooked` wrote, whatever else is in it.
+
+    Raises:
+        ValueError: a field that does not describe an architecture, weights that do not fit, or an
+            architecture that this TransformerLens cannot have.
+    """
+    config = read_architecture(folder / CONFIG_FILE)
+    file = folder / WEIGHTS_FILE
+    if not file.is_file():
+        raise ValueError(f"expected the weights in {file}; there is no such file")
+    weights = read_tensors(file)
+    check_depth(config["n_layers"], len(weights), f"{folder / CONFIG_FILE} as n_layers")
+    if dtype is not None:
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    tokenizer = None
+    if has_tokenizer(folder):
+        tokenizer = read_tokenizer(folder, adds_bos=config.get("tokenizer_prepends_bos", True))
+    if HookedTransformerConfig is None:
+        return _as_bridge(config, weights, tokenizer, folder, device)
+    model = build_model({**config, "init_weights": False}, device=device)
+    if tokenizer is not None:
+        _set_tokenizer(model, tokenizer)
+    _load_weights(model, weights, file)
+    return model
+
+
+def _as_bridge(
+    config: dict[str, Any],
+    weights: dict[str, torch.Tensor],
+    tokenizer: Any,
+    folder: Path,
+    device: str | None,
+) -> Model:
+    try:
+        plain: Any = as_transformers(config, weights)
+    except ValueError as error:
+        raise ValueError(f"cannot load {folder}: {error}") from error
+    bridge = boot(plain.to(device or "cpu"), tokenizer, name=config.get("model_name", folder.name))
+    bridge.cfg.default_prepend_bos = config.get("default_prepend_bos", True)
+    return bridge
+
+
+def _set_tokenizer(model: HookedTransformer, tokenizer: Any) -> None:
+    """Give a model its tokenizer as it is.
+
+    TransformerLens reads one that has a BOS token but does not add it a second time: from a path,
+    with all that its files say, and so that it adds the token. That would run code that they name,
+    and cost prompts of a model that never had a BOS their last token where they fill the context.
+    """
+    bos = tokenizer.bos_token
+    if not tokenizer.init_kwargs.get("add_bos_token"):
+        tokenizer.bos_token = None
+    model.set_tokenizer(tokenizer)
+    tokenizer.bos_token = bos
+
+
+def _load_weights(model: HookedTransformer, weights: dict[str, torch.Tensor], origin: Path) -> None:
+    """Fill the model; buffers may be absent, anything else that does not fit is refused."""
+    try:
+        outcome = model.load_state_dict(weights, strict=False)
+    except RuntimeError as error:
+        raise ValueError(
+            f"expected the weights in {origin} to fit their {CONFIG_FILE}; {error}"
+        ) from error
+    missing = [name for name in outcome.missing_keys if name.rsplit(".", 1)[-1] not in _BUFFERS]
+    if missing or outcome.unexpected_keys:
+        raise ValueError(
+            f"expected the weights in {origin} to fit their {CONFIG_FILE}; missing "
+            f"{missing[:5]}, unexpected {outcome.unexpected_keys[:5]}"
+        )

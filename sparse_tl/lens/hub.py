@@ -1,0 +1,97 @@
+"""Models by their name on the hub: fetched as data, or refused at once without a network."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from transformer_lens.supported_models import MODEL_ALIASES
+
+# Their authors publish pickles, which can run code.
+_PICKLED = ("NeelNanda/", "ArthurConmy/", "Baidicoot/")
+_DATA = ["*.json", "*.txt", "*.safetensors"]
+_REST = ["*/*", "consolidated*"]  # other formats of the same weights
+_PATIENCE = 2.0  # seconds until the hub counts as out of reach
+
+
+def fetch(name: str) -> tuple[Path, str]:
+    """The folder that holds a model of the hub, and the model's name without its author.
+
+    What is fetched is configuration, weights and tokenizer as data; no code. Where the hub does not
+    answer, what an earlier call has left on this machine is taken.
+
+    Args:
+        name: on the hub, or one that TransformerLens has for it.
+
+    Raises:
+        ValueError: no such model, one that is published as a pickle, or a hub out of reach.
+    """
+    official = _official(name)
+    silence = _silence()
+    try:
+        folder = huggingface_hub.snapshot_download(
+            official,
+            allow_patterns=_DATA,
+            ignore_patterns=_REST,
+            local_files_only=silence is not None,
+        )
+    except Exception as error:  # of whatever library huggingface_hub speaks with
+        if silence is None:
+            raise ValueError(
+                f"expected a folder, or the name of a model on the hub that may be fetched; "
+                f"{name}: {str(error).strip()[:500]}"
+            ) from error
+        hub = huggingface_hub.constants.ENDPOINT
+        raise ValueError(
+            f"expected a folder, or the name of a model on a hub that can be reached; {name} is "
+            f"neither a folder nor in this machine's cache, and {hub} does not answer ({silence}). "
+            "Give the folder of a copy, or fetch it where there is a network: "
+            f"hf download {official}"
+        ) from error
+    return Path(folder), official.rpartition("/")[2]
+
+
+def _official(name: str) -> str:
+    """The hub's name for a model."""
+    aliases = {
+        alias.lower(): official for official, known in MODEL_ALIASES.items() for alias in known
+    }
+    official = aliases.get(name.lower(), name)
+    try:
+        huggingface_hub.utils.validate_repo_id(official)
+    except huggingface_hub.errors.HFValidationError as error:
+        raise ValueError(
+            f"expected a folder, or the name of a model on the hub; {name} is no folder, and no "
+            "model can be called so"
+        ) from error
+    if official.startswith(_PICKLED):
+        raise ValueError(
+            f"expected a model that is published as safetensors; {official} is a pickle, which can "
+            "run code. Where you trust it, load it with TransformerLens and give that model, or "
+            "save it with save_model."
+        )
+    return official
+
+
+def _silence() -> Any:
+    """What keeps the hub from answering; None where it does.
+
+    transformers and huggingface_hub would try for half a minute, file by file. A thread, since no
+    time limit holds for the look-up of a host's address.
+    """
+    outcome: list[Any] = []
+
+    def ask() -> None:
+        try:
+            session = huggingface_hub.get_session()
+            session.head(huggingface_hub.constants.ENDPOINT, timeout=_PATIENCE)
+            outcome.append(None)
+        except Exception as error:
+            outcome.append(str(error).strip() or type(error).__name__)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    return outcome[0] if outcome else f"within {_PATIENCE:g} seconds"

@@ -1,0 +1,168 @@
+"""HookedTransformers as folders of ours: every weight comes back, and what is wrong is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import hooked_alone
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from sparse_tl.files import read_json, read_tensors, write_json, write_tensors
+from sparse_tl.lens import Model, build_model, load_model, model_config, save_model
+from sparse_tl.tasks.addition import addition_tokenizer
+
+pytestmark = hooked_alone
+
+Build = Callable[..., Model]
+
+
+def _save(model: Model, folder: Path) -> Path:
+    folder.mkdir()
+    save_model(model, folder)
+    return folder
+
+
+def _tokens(vocabulary: int = 13, seed: int = 0) -> torch.Tensor:
+    return torch.randint(vocabulary, (3, 9), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", ["plain", "float64", "grouped", "attention_only"])
+def test_own_folder_round_trip_is_exact(build_tiny: Build, tmp_path: Path, kind: str) -> None:
+    model = build_tiny(kind)
+    loaded = load_model(_save(model, tmp_path / "model"), device="cpu")
+    assert loaded.embed.W_E.dtype == model.embed.W_E.dtype
+    assert torch.equal(loaded(_tokens()), model(_tokens()))
+    assert model_config(loaded) == model_config(model)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_a_saved_folder_holds_json_and_safetensors_alone(build_tiny: Build, tmp_path: Path) -> None:
+    folder = _save(build_tiny(tokenizer=addition_tokenizer()), tmp_path / "model")
+    kinds = {path.suffix for path in folder.iterdir()}
+    assert kinds <= {".json", ".safetensors"}
+    assert "seed" not in read_json(folder / "tl_config.json")
+    assert "device" not in read_json(folder / "tl_config.json")
+
+
+def test_loaded_weights_can_be_trained(build_tiny: Build, tmp_path: Path) -> None:
+    loaded = load_model(_save(build_tiny(), tmp_path / "model"), device="cpu")
+    loaded(_tokens()).logsumexp(-1).mean().backward()
+    assert all(p.requires_grad and p.grad is not None for p in loaded.parameters())
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_a_tokenizer_comes_back_as_it_was(
+    build_tiny: Build, tmp_path: Path, adds_bos: bool
+) -> None:
+    words = {word: i for i, word in enumerate(["<s>", "a", "b", "c"])}
+    inner = Tokenizer(models.WordLevel(words, unk_token="a"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    if adds_bos:
+        inner.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="<s>", pad_token="<s>"
+    )
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    model = build_tiny(tokenizer=AutoTokenizer.from_pretrained(tmp_path / "tokenizer"))
+    loaded = load_model(_save(model, tmp_path / "model"), device="cpu")
+    assert loaded.to_tokens("a b c").tolist() == model.to_tokens("a b c").tolist()
+    assert loaded.to_tokens("a b c", prepend_bos=False).tolist() == [[1, 2, 3]]
+    assert loaded.tokenizer.bos_token == "<s>"
+    assert loaded.to_string(torch.tensor([1, 2])) == model.to_string(torch.tensor([1, 2]))
+
+
+def test_the_addition_tokenizer_gets_no_bos(build_tiny: Build, tmp_path: Path) -> None:
+    model = build_tiny(tokenizer=addition_tokenizer(), default_prepend_bos=False)
+    loaded = load_model(_save(model, tmp_path / "model"), device="cpu")
+    assert loaded.to_tokens("36+28=").tolist() == [[3, 6, 10, 2, 8, 11]]
+    assert loaded.to_tokens("36+28=00064").shape == (1, 11)
+
+
+def _change_config(folder: Path, **changes: Any) -> None:
+    config = read_json(folder / "tl_config.json")
+    write_json(folder / "tl_config.json", {**config, **changes})
+
+
+def _rename_weight(folder: Path) -> None:
+    weights = read_tensors(folder / "model.safetensors")
+    weights["blocks.0.attn.W_query"] = weights.pop("blocks.0.attn.W_Q")
+    write_tensors(folder / "model.safetensors", weights)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no weights": (
+        lambda f: (f / "model.safetensors").unlink(),
+        r"expected the weights in .*model\.safetensors; there is no such file",
+    ),
+    "truncated": (
+        lambda f: (f / "model.safetensors").write_bytes(
+            (f / "model.safetensors").read_bytes()[:-4]
+        ),
+        r"expected a safetensors file at .*model\.safetensors",
+    ),
+    "wrong shape": (
+        lambda f: _change_config(f, d_mlp=48),
+        r"expected the weights in .*model\.safetensors to fit their tl_config\.json; .*W_in",
+    ),
+    "more layers": (
+        lambda f: _change_config(f, n_layers=3),
+        r"missing \['blocks\.2\..*unexpected \[\]",
+    ),
+    "fewer layers": (
+        lambda f: _change_config(f, n_layers=1),
+        r"missing \[\], unexpected \['blocks\.1\.",
+    ),
+    "other names": (_rename_weight, r"missing \['blocks\.0\.attn\.W_Q'\].*W_query"),
+    "unknown field": (
+        lambda f: _change_config(f, n_layres=2),
+        "describe the architecture in .*n_layres",
+    ),
+    "no configuration": (
+        lambda f: (f / "tl_config.json").unlink(),
+        r"expected tl_config\.json .* or config\.json .*found \['model\.safetensors'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_folder_is_refused(build_tiny: Build, tmp_path: Path, damage: str) -> None:
+    folder = _save(build_tiny(), tmp_path / "model")
+    harm, message = DAMAGES[damage]
+    harm(folder)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        load_model(folder, device="cpu")
+
+
+def test_a_folder_behind_a_link(build_tiny: Build, tmp_path: Path) -> None:
+    folder = _save(build_tiny(), tmp_path / "model")
+    (tmp_path / "link").symlink_to(folder, target_is_directory=True)
+    linked = load_model(tmp_path / "link", device="cpu")
+    assert torch.equal(linked(_tokens()), load_model(folder, device="cpu")(_tokens()))
+
+
+def test_more_layers_than_weights_are_not_made(build_tiny: Build, tmp_path: Path) -> None:
+    folder = _save(build_tiny(), tmp_path / "model")
+    _change_config(folder, n_layers=10**7)
+    with pytest.raises(ValueError, match=r"layers that the \d+ weights can fill.*got 10000000"):
+        load_model(folder, device="cpu")
+
+
+def test_a_dtype_may_be_asked_for(build_tiny: Build, tmp_path: Path) -> None:
+    folder = _save(build_tiny(), tmp_path / "model")
+    loaded = load_model(folder, device="cpu", dtype="float64")
+    assert loaded.embed.W_E.dtype == loaded.cfg.dtype == torch.float64
+    with pytest.raises(ValueError, match="no device_map for a folder of a HookedTransformer"):
+        load_model(folder, device_map="cpu")
+
+
+def test_building_names_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="expected fields of HookedTransformerConfig"):
+        build_model({"n_layers": 1, "layers": 2}, device="cpu")
