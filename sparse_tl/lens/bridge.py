@@ -118,7 +118,7 @@ class BridgeAdapter(Adapter):
             attention.o.original_component,
             norm,
             self.n_heads,
-            lambda summed: post.standardised(summed)[1],
+            post.scale,
             lambda z: self.heads_written(layer, z).sum(dim=0),
         )
 

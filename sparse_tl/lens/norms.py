@@ -36,16 +36,20 @@ class Norm:
         """Without its mean over d_model, where this norm subtracts it."""
         return x - x.mean(dim=-1, keepdim=True) if self.kind == "layer" else x
 
+    def scale(self, residual: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows 1"]:
+        """``sqrt(mean((x - mean)^2) + eps)``, differentiable."""
+        x = residual
+        if x.dtype in (torch.float16, torch.bfloat16):
+            x = x.float()  # squares of large activations overflow in half precision
+        return (self.centred(x).pow(2).mean(dim=-1, keepdim=True) + self.eps).sqrt()
+
     def standardised(
         self, residual: Float[Tensor, "*rows d_model"]
     ) -> tuple[Float[Tensor, "*rows d_model"], Float[Tensor, "*rows 1"]]:
         """The input without mean and scale, and the scale."""
         x = residual.detach()
-        if x.dtype in (torch.float16, torch.bfloat16):
-            x = x.float()  # squares of large activations overflow in half precision
-        x = self.centred(x)
-        scale = (x.pow(2).mean(dim=-1, keepdim=True) + self.eps).sqrt()
-        return (x / scale).to(residual.dtype), scale.to(residual.dtype)
+        scale = self.scale(x)
+        return (self.centred(x) / scale).to(x.dtype), scale.to(x.dtype)
 
     def pulled_back(
         self, residual: Float[Tensor, "*rows d_model"], gradient: Float[Tensor, "*rows d_model"]

@@ -88,7 +88,8 @@ class Written:
             kept.append(args[0])
 
         def show(_module: nn.Module, args: tuple[Any, ...], _output: Tensor) -> Tensor | None:
-            shown = kept.pop().unflatten(-1, (self.n_heads, -1)) / self.scale(args[0])[..., None]
+            z = kept.pop().unflatten(-1, (self.n_heads, -1))
+            shown = (z / self.scale(args[0])[..., None]).to(z.dtype)
             changed = function(shown)
             return None if changed is None or changed is shown else self.write(changed)
 

@@ -1,0 +1,109 @@
+"""Tiny random models of transformers, of the fourteen architectures that are supported.
+
+Two layers or three, grouped-query attention where there is any, no norm weight or bias at its
+trivial value, and a sliding window that is shorter than the prompts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+N_LAYERS, N_HEADS, D_MODEL, VOCABULARY, CONTEXT = 3, 4, 32, 61, 40
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": D_MODEL,
+    "num_hidden_layers": N_LAYERS,
+    "num_attention_heads": N_HEADS,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": CONTEXT,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+_SPECIAL = {"bos_token_id": 1, "eos_token_id": 2}
+_GEMMA = {**_SIZES, "tie_word_embeddings": True, "head_dim": 8}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": (
+        "GPT2Config",
+        {
+            "vocab_size": VOCABULARY,
+            "n_positions": CONTEXT,
+            "n_embd": D_MODEL,
+            "n_layer": N_LAYERS,
+            "n_head": N_HEADS,
+            **_SPECIAL,
+        },
+    ),
+    "gpt_neox": (
+        "GPTNeoXConfig",
+        {
+            **{name: size for name, size in _SIZES.items() if name != "num_key_value_heads"},
+            "rotary_pct": 0.25,
+        },
+    ),
+    "llama": ("LlamaConfig", _SIZES),
+    "qwen2": ("Qwen2Config", _SIZES),
+    "qwen3": ("Qwen3Config", {**_SIZES, "head_dim": 8}),
+    "mistral": ("MistralConfig", {**_SIZES, "sliding_window": 4}),
+    "mixtral": ("MixtralConfig", {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "phi3": ("Phi3Config", _SIZES),
+    "olmo": ("OlmoConfig", _SIZES),
+    "olmo2": ("Olmo2Config", _SIZES),
+    "gemma": ("GemmaConfig", _GEMMA),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            **_GEMMA,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": 4,
+            "final_logit_softcapping": 5.0,
+            "attn_logit_softcapping": 10.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            **_GEMMA,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "granite": (
+        "GraniteConfig",
+        {
+            **_SIZES,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 2.0,
+        },
+    ),
+}
+"""The class of each one's configuration, and its fields."""
+
+
+def plain_transformer(name: str, dtype: str = "float32", seed: int = 0) -> Any:
+    """A model of transformers, in evaluation mode."""
+    import torch
+    import transformers
+
+    kind, fields = ARCHITECTURES[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = getattr(transformers, kind)(**fields)
+        model: Any = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager"
+        )
+        with torch.no_grad():
+            for where, parameter in model.named_parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+                else:
+                    embeds = "embed" in where or "wte" in where
+                    parameter.normal_(0, 0.5 if embeds else 1.2 / parameter.shape[-1] ** 0.5)
+    if name == "mixtral" and dtype == "float64":
+        model.set_experts_implementation("eager")  # the grouped kernel has no float64
+    return model.to(getattr(torch, dtype)).eval()
