@@ -248,7 +248,8 @@ def test_gates_on_attention_edges(name: str) -> None:
     assert off(found[:, 3:], logits) < 2e-6
     assert int(other.active.sum()) == int(counts.active.sum())
     assert int(other.possible.sum()) == int(counts.possible.sum())
-    assert torch.equal(generated(sparse, prompts), continued(sparse, prompts))
+    if name in BRIDGES:  # a HookedTransformer without a tokenizer does not, even without gates
+        assert torch.equal(generated(sparse, prompts), continued(sparse, prompts))
     assert torch.equal(sparse.unwrap()(prompts), plain)
 
 
