@@ -77,14 +77,16 @@ def link_weights(folder: Path, data: Path) -> dict[str, int]:
         ValueError: pickled or damaged weights, or an index of files elsewhere.
     """
     named: Any = {"": _WEIGHTS}
-    if (folder / _INDEX).is_file():
+    if (folder / _WEIGHTS).is_file():
+        pass  # an index beside it is of other weights, for transformers too
+    elif (folder / _INDEX).is_file():
         index = json_object(folder / _INDEX)
         named = index.get("weight_map")
         known = {file.name for file in folder.glob("*.safetensors") if file.is_file()}
         if not isinstance(named, dict) or not all(name in known for name in named.values()):
             raise ValueError(f"expected a `weight_map` to files beside it in {folder / _INDEX}")
         write_json(data / _INDEX, index)
-    elif not (folder / _WEIGHTS).is_file():
+    else:
         pickled = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
         found = f"found {pickled[:5]}, which are not read: a pickle can run code"
         raise ValueError(

@@ -88,6 +88,8 @@ def read_model(
             )
             model, outcome = loaded
             _check_fit({kind: sorted(outcome[f"{kind}_keys"]) for kind in _MISFITS})
+            if any(parameter.is_meta for parameter in model.parameters()):
+                raise ValueError(f"{device_map} leaves weights on the disk, or nowhere")
         tokenizer = _tokenizer_in(data, folder) if has_tokenizer(folder) else None
     return model, tokenizer, own
 

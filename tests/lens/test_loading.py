@@ -165,6 +165,13 @@ def test_a_device_map_is_handed_on(tmp_path: Path, device_map: Any) -> None:
         load_model(folder, device="cpu", device_map=device_map)
 
 
+@pytest.mark.parametrize("place", ["disk", "meta"])
+def test_weights_must_be_somewhere(tmp_path: Path, place: str) -> None:
+    folder = _folder(tmp_path / "model")
+    with pytest.raises(ValueError, match=rf"{folder}; .*leaves weights on the disk, or nowhere"):
+        load_model(folder, device_map={"": place})
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_loading_leaves_random_generators_alone(tmp_path: Path, family: str) -> None:
     folder = _folder(tmp_path / "model", family)
@@ -184,6 +191,28 @@ def test_an_old_gpt2_configuration(tmp_path: Path) -> None:
     """The folders of OpenAI's own models name the context ``n_ctx``, too."""
     folder = _folder(tmp_path / "gpt2", "gpt2")
     write_json(folder / "config.json", {**read_json(folder / "config.json"), "n_ctx": 16})
+    _close(load_model(folder, device="cpu")(_tokens()), _hugging_face("gpt2")(_tokens()).logits)
+
+
+def test_weights_in_several_files(tmp_path: Path) -> None:
+    model = _hugging_face("llama")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.half()
+    model.save_pretrained(tmp_path / "model", max_shard_size="2KB")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 2
+    loaded = load_model(tmp_path / "model", device="cpu")
+    assert loaded.embed.W_E.dtype == torch.float32
+    _close(loaded(_tokens()), model.float()(_tokens()).logits)
+
+
+def test_constants_of_old_checkpoints_are_no_weights(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "gpt2", "gpt2")
+
+    def as_published(weights: dict[str, torch.Tensor]) -> None:
+        plain = {name.removeprefix("transformer."): weights.pop(name) for name in list(weights)}
+        weights.update(plain, **{"h.0.attn.bias": torch.ones(1, 1, 16, 16)})
+
+    _change_weights(folder, as_published)
     _close(load_model(folder, device="cpu")(_tokens()), _hugging_face("gpt2")(_tokens()).logits)
 
 

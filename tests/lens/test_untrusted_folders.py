@@ -200,6 +200,7 @@ def test_pickled_weights_are_refused(tmp_path: Path, marker: Path, name: str) ->
 
 def test_weights_that_lie_elsewhere_are_refused(tmp_path: Path) -> None:
     folder, other = _llama(tmp_path / "model"), _llama(tmp_path / "other")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     index = {"metadata": {}, "weight_map": {"lm_head.weight": "../other/model.safetensors"}}
     write_json(folder / "model.safetensors.index.json", index)
     with pytest.raises(ValueError, match=r"`weight_map` to files beside it in .*index\.json"):
