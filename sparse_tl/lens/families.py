@@ -8,8 +8,6 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-_ROUNDING = 1e-5  # of the largest bias of the unembedding
-
 
 class Named:
     """Weights by their names in a HookedTransformer; it knows which were read."""
@@ -70,36 +68,41 @@ class Named:
         """Weight and bias of a normalisation."""
         return {"weight": self(f"{name}.w", "d_model"), "bias": self(f"{name}.b", "d_model")}
 
-    def unembedding(self) -> tuple[Tensor, Tensor]:
-        """``[vocabulary, d_model]``, and what its bias adds to the bias of the last norm.
+    def ending(self) -> tuple[dict[str, Tensor], Tensor]:
+        """The last norm, and the unembedding ``[vocabulary, d_model]``, which has no bias there.
 
-        No family has a bias b there. Where the unembedding W_U maps some vector onto it, that
-        vector does the same in the norm's bias.
+        A bias b_U is taken over by both. What LayerNorm standardises, x, sums to 0: adding a number
+        to a whole column of the unembedding changes nothing. With weight and bias of the norm 1,
+        the logits are ``(x + 1) A``, which is ``x (w W_U) + (b W_U + b_U)`` for
+        ``A = w W_U - mean(w W_U) + (b W_U + b_U) / d_model``.
         """
-        weight = self("unembed.W_U", "d_model", "d_vocab").T
-        bias = self("unembed.b_U", "d_vocab").double()
-        shift = torch.zeros(weight.shape[1], dtype=torch.double)
-        if bias.any():
-            shift = torch.linalg.lstsq(weight.double(), bias[:, None]).solution[:, 0]
-        off = (weight.double() @ shift - bias).abs().max()
-        if off > _ROUNDING * bias.abs().max() or (
-            shift.any() and self._said["normalization_type"] == "RMS"
-        ):
+        rms = self._said["normalization_type"] == "RMS"
+        norm = {"weight": self("ln_final.w", "d_model")}
+        norm |= {} if rms else {"bias": self("ln_final.b", "d_model")}
+        weight = self("unembed.W_U", "d_model", "d_vocab")
+        bias = self("unembed.b_U", "d_vocab")
+        if not bias.any():
+            return norm, weight.T
+        if rms:
             raise ValueError(
                 "expected an unembedding without a bias, since this version of transformer-lens "
-                "has no HookedTransformer (3.9 has) and models of transformers have none; got b_U"
+                "has no HookedTransformer (3.9 has), and models of transformers with RMS norms "
+                "have no place for one; got b_U"
             )
-        return weight, shift.to(weight.dtype)
+        scaled = norm["weight"].double()[:, None] * weight.double()
+        constant = norm["bias"].double() @ weight.double() + bias.double()
+        joint = scaled - scaled.mean(dim=0) + constant / len(weight)
+        ones = torch.ones_like(norm["weight"])
+        return {"weight": ones, "bias": ones.clone()}, joint.T.to(weight.dtype)
 
 
 def _gpt2(said: dict[str, Any], named: Named) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    unembedding, shift = named.unembedding()
-    last = named.norm("ln_final")
+    last, unembedding = named.ending()
     found = {
         "transformer.wte.weight": named("embed.W_E", "d_vocab", "d_model"),
         "transformer.wpe.weight": named("pos_embed.W_pos", "n_ctx", "d_model"),
         "transformer.ln_f.weight": last["weight"],
-        "transformer.ln_f.bias": last["bias"] + shift,
+        "transformer.ln_f.bias": last["bias"],
         "lm_head.weight": unembedding,
     }
     for layer in range(said["n_layers"]):
@@ -131,12 +134,11 @@ def _gpt2(said: dict[str, Any], named: Named) -> tuple[dict[str, Any], dict[str,
 
 
 def _neox(said: dict[str, Any], named: Named) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    unembedding, shift = named.unembedding()
-    last = named.norm("ln_final")
+    last, unembedding = named.ending()
     found = {
         "gpt_neox.embed_in.weight": named("embed.W_E", "d_vocab", "d_model"),
         "gpt_neox.final_layer_norm.weight": last["weight"],
-        "gpt_neox.final_layer_norm.bias": last["bias"] + shift,
+        "gpt_neox.final_layer_norm.bias": last["bias"],
         "lm_head.weight": unembedding,
     }
     for layer in range(said["n_layers"]):
@@ -170,10 +172,11 @@ def _neox(said: dict[str, Any], named: Named) -> tuple[dict[str, Any], dict[str,
 def _llama(said: dict[str, Any], named: Named) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if said["rotary_dim"] != said["d_head"]:
         raise ValueError(f"expected rotary_dim to be d_head; got {said['rotary_dim']}")
+    last, unembedding = named.ending()
     found = {
         "model.embed_tokens.weight": named("embed.W_E", "d_vocab", "d_model"),
-        "model.norm.weight": named("ln_final.w", "d_model"),
-        "lm_head.weight": named.unembedding()[0],
+        "model.norm.weight": last["weight"],
+        "lm_head.weight": unembedding,
     }
     for layer in range(said["n_layers"]):
         block: dict[str, Tensor] = {}

@@ -24,6 +24,7 @@ EXACT: dict[str, tuple[str, dict[str, Any], str]] = {
     "learned positions": ("plain", {}, "GPT2LMHeadModel"),
     "relu": ("plain", {"act_fn": "relu", "eps": 1e-3}, "GPT2LMHeadModel"),
     "float64": ("float64", {}, "GPT2LMHeadModel"),
+    "more words than d_model": ("plain", {"d_vocab": 40}, "GPT2LMHeadModel"),
     "norms without weights": ("plain", {"normalization_type": "LNPre"}, "GPT2LMHeadModel"),
     "rotary": ("plain", TURNED, "GPTNeoXForCausalLM"),
     "parallel": ("plain", {**TURNED, "parallel_attn_mlp": True}, "GPTNeoXForCausalLM"),
@@ -107,7 +108,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "soft cap": ({"output_logits_soft_cap": 5.0}, "got {'output_logits_soft_cap': 5.0}"),
     "other heads": ({"d_head": 4}, "'d_head': 4"),
     "no norms": ({"normalization_type": None}, "'normalization_type': 'None'"),
-    "more words than d_model": ({"d_vocab": 40}, "an unembedding without a bias"),
 }
 
 
@@ -142,3 +142,12 @@ def test_weights_that_do_not_fit_are_named(
     write_tensors(folder / "model.safetensors", weights)
     with pytest.raises(ValueError, match=message):
         load_model(folder, device="cpu")
+
+
+@pytest.mark.usefixtures("without_hooked")
+def test_a_bias_that_nothing_can_take_over_is_refused(tmp_path: Path) -> None:
+    model = _model("grouped", {})
+    with torch.no_grad():
+        model.unembed.b_U.fill_(0.1)
+    with pytest.raises(ValueError, match="cannot load .*RMS norms have no place for one; got b_U"):
+        load_model(_saved(model, tmp_path / "model"), device="cpu")
