@@ -25,15 +25,13 @@ from sparse_tl.tasks.addition import (
 from sparse_tl.training import evaluate_held_out
 
 ARCHITECTURE: dict[str, Any] = {
-    "n_layers": 4,
-    "n_heads": 4,
-    "d_model": 128,
-    "d_head": 32,
-    "d_mlp": 512,
-    "n_ctx": LENGTH,
-    "d_vocab": len(CHARACTERS),
-    "act_fn": "relu",
-    "normalization_type": "LN",
+    "n_layer": 4,
+    "n_head": 4,
+    "n_embd": 128,
+    "n_inner": 512,
+    "n_positions": LENGTH,
+    "vocab_size": len(CHARACTERS),
+    "activation_function": "relu",
 }
 DENSE: dict[str, Any] = {
     "steps": 1200,
@@ -135,7 +133,7 @@ def closed_edges(form: Form) -> Bool[Tensor, "layer head query key"] | None:
     """
     if form == "placeholder":
         return None
-    n_layers, n_heads = ARCHITECTURE["n_layers"], ARCHITECTURE["n_heads"]
+    n_layers, n_heads = ARCHITECTURE["n_layer"], ARCHITECTURE["n_head"]
     column = torch.arange(LENGTH)
     spans = column[:, None] - column
     closed = (spans > FARTHEST).repeat(n_layers, n_heads, 1, 1)

@@ -15,7 +15,8 @@ from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.files import digest
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, build_model
+from sparse_tl.lens import Model
+from sparse_tl.models.gpt2 import build_gpt2
 from sparse_tl.training import PostTraining, post_train, pretrain
 
 
@@ -25,7 +26,7 @@ class Recipe:
 
     Args:
         name: of the pair, and of its folder.
-        architecture: fields of the model's configuration.
+        architecture: fields of `transformers.GPT2Config`.
         tokenizer: makes the model's tokenizer.
         rows: those of a seed to train on, and to choose among evaluations by.
         measure: shares of right answers and active attention edges of a model, on examples that
@@ -72,13 +73,9 @@ class Recipe:
 
     def build(self, seed: int = 0, device: str | None = None) -> Model:
         """The dense model before its training."""
-        config = {
-            **self.architecture,
-            "model_name": self.name,
-            "default_prepend_bos": False,
-            "seed": seed,
-        }
-        return build_model(config, tokenizer=self.tokenizer(), device=device)
+        return build_gpt2(
+            self.architecture, self.tokenizer(), name=self.name, seed=seed, device=device
+        )
 
     def train(
         self,

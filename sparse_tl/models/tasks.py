@@ -26,14 +26,12 @@ TEXT_SHARE = 1 / 32
 TRAINING_ROWS, VALIDATION_ROWS, MEASURED_ROWS = 4096, 64, 500
 """Prompts of each task."""
 ARCHITECTURE: dict[str, Any] = {
-    "n_layers": 4,
-    "n_heads": 8,
-    "d_model": 128,
-    "d_head": 16,
-    "d_mlp": 256,
-    "n_ctx": WIDTH + 2,
-    "act_fn": "relu",
-    "normalization_type": "LN",
+    "n_layer": 4,
+    "n_head": 8,
+    "n_embd": 128,
+    "n_inner": 256,
+    "n_positions": WIDTH + 2,
+    "activation_function": "relu",
 }
 DENSE: dict[str, Any] = {
     "steps": 700,
@@ -65,7 +63,7 @@ def task_recipe() -> Recipe:
     """How the task models are made."""
     return Recipe(
         name="tasks",
-        architecture={**ARCHITECTURE, "d_vocab": len(task_vocabulary())},
+        architecture={**ARCHITECTURE, "vocab_size": len(task_vocabulary())},
         tokenizer=task_tokenizer,
         rows=_rows,
         measure=_measure,

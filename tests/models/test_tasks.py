@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -138,7 +140,10 @@ def test_bad_draws_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_accuracy_is_the_share_of_right_answers() -> None:
     dense, _ = load_task_models(device="cpu")
     answer = task_vocabulary().index("99")
-    with torch.no_grad():
-        dense.unembed.b_U[answer] = 1e4
-    accuracy = task_accuracy(dense, n=5)
+
+    def prefer(logits: torch.Tensor, hook: Any) -> torch.Tensor:
+        return logits + 1e4 * (torch.arange(logits.shape[-1]) == answer)
+
+    with dense.hooks(fwd_hooks=[("unembed.hook_out", prefer)]):
+        accuracy = task_accuracy(dense, n=5)
     assert accuracy == {"greater_than": 1.0, "ioi": 0.0, "ioi_long": 0.0, "docstring": 0.0}

@@ -1,0 +1,48 @@
+"""The built-in models are small GPT-2s, which every TransformerLens of today can run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from sparse_tl.lens import Model, boot
+
+_SPECIAL = ("bos", "eos", "pad")
+_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+
+
+def build_gpt2(
+    architecture: Mapping[str, Any],
+    tokenizer: Any,
+    *,
+    name: str,
+    seed: int = 0,
+    device: str | None = None,
+) -> Model:
+    """A GPT-2 with random weights, an unembedding of its own and no dropout.
+
+    Args:
+        architecture: fields of `transformers.GPT2Config`.
+        tokenizer: of its words; None for none.
+        name: of the model.
+        seed: of its weights.
+        device: where it goes; a GPU if there is one when left out.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        **architecture,
+        **{f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id", None) for kind in _SPECIAL},
+        **dict.fromkeys(_DROPOUT, 0.0),
+        tie_word_embeddings=False,
+        # GPT-2's own 0.02 is for its width: a model of 128 learns more slowly from there.
+        initializer_range=0.8 / math.sqrt(architecture["n_embd"]),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = GPT2LMHeadModel(config)
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return boot(model.to(where), tokenizer, name=name)
