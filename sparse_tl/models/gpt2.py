@@ -43,6 +43,6 @@ def build_gpt2(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = GPT2LMHeadModel(config)
+        model: Any = GPT2LMHeadModel(config)
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return boot(model.to(where), tokenizer, name=name)

@@ -79,6 +79,20 @@ def test_a_built_pair_is_read_and_not_built_again(
     build_pair(recipe, built, **QUIET)
 
 
+def test_what_was_trained_is_what_is_read(
+    recipe: Recipe, built: Path, echo_rows: Callable[..., TokenBatch]
+) -> None:
+    """A bridge has parameters that no saved model has; none of them may learn anything."""
+    trained, _ = recipe.train(0, **QUIET)
+    tokens = echo_rows(8).tokens
+    with torch.no_grad():
+        logits = read_pair(built, device="cpu").dense(tokens)
+        torch.testing.assert_close(logits, trained(tokens), rtol=0, atol=0)
+    first = recipe.build(0, device="cpu")
+    assert not torch.equal(first(tokens), logits)
+    assert torch.equal(first(tokens), recipe.build(0, device="cpu")(tokens))
+
+
 @pytest.mark.parametrize("half", ["train", "sparsify"])
 def test_a_build_goes_on_after_an_interruption(
     recipe: Recipe, built: Path, half: str, tmp_path: Path

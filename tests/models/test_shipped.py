@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from sparse_tl.files import read_json
 from sparse_tl.models import (
@@ -17,7 +18,7 @@ from sparse_tl.models import (
     tasks,
 )
 from sparse_tl.models.addition import closed_edges
-from sparse_tl.models.pairs import SHIPPED
+from sparse_tl.models.pairs import SHIPPED, read_pair
 from sparse_tl.models.shipping import RECIPES
 from sparse_tl.tasks.addition import LENGTH
 
@@ -46,6 +47,23 @@ def test_a_shipped_pair_does_what_it_claims(
 def test_a_shipped_pair_is_of_the_present_recipe(recipe: Recipe) -> None:
     made_by = read_json(SHIPPED / recipe.name / "recipe.json")
     assert {"version": made_by["version"], **recipe.settings(0)} == made_by
+
+
+@each
+@pytest.mark.parametrize("side", ["dense", "sparse"])
+def test_transformers_reads_a_shipped_model(recipe: Recipe, side: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = SHIPPED / recipe.name / side
+    plain = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    pair = read_pair(folder.parent, device="cpu")
+    model = pair.dense if side == "dense" else pair.sparse.unwrap()
+    tokens = recipe.rows(0)[1].tokens[:20]
+    with torch.no_grad():
+        torch.testing.assert_close(plain(tokens).logits, model(tokens), rtol=1e-4, atol=2e-4)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    assert tokenizer.get_vocab() == recipe.tokenizer().get_vocab()
+    assert tokenizer.bos_token is None
 
 
 def test_the_shipped_models_are_small_and_are_the_only_ones() -> None:
