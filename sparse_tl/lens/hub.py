@@ -50,6 +50,12 @@ def fetch(name: str) -> tuple[Path, str]:
             "Give the folder of a copy, or fetch it where there is a network: "
             f"hf download {official}"
         ) from error
+    if not any(Path(folder).glob("*.safetensors")):
+        raise ValueError(
+            f"expected a model that is published as safetensors; of {official} there are none in "
+            f"{folder}, and pickles are not fetched: they can run code. Where you trust them, load "
+            "it with transformers, and give that model"
+        )
     return Path(folder), official.rpartition("/")[2]
 
 

@@ -455,6 +455,16 @@ def test_only_data_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         load_model("gpt2-small", device="cpu")
 
 
+def test_a_model_without_safetensors_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_json(tmp_path / "config.json", {"model_type": "llama"})
+    monkeypatch.setattr(hub, "_silence", lambda: None)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    with pytest.raises(ValueError, match=r"of some/model there are none in .*they can run code"):
+        load_model("some/model", device="cpu")
+
+
 def test_a_name_that_the_hub_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     def download(name: str, **_: Any) -> str:
         raise OSError(f"404: no repository {name}")
