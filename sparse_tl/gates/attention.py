@@ -112,6 +112,7 @@ class AttentionGates(nn.Module):
         self.register_buffer("closed", closed)
         self.settings = GateSettings()
         self._scores: dict[int, Tensor] = {}
+        self._starts: dict[int, Tensor] = {}
         self._last: dict[int, _LayerPass] = {}
 
     def hooks(self, adapter: Adapter) -> list[tuple[str, Order, HookFunction]]:
@@ -122,6 +123,9 @@ class AttentionGates(nn.Module):
         for layer, (score, pattern) in enumerate(zip(scores, patterns, strict=True)):
             hooks.append((score, Order.LAST, partial(self._scores.__setitem__, layer)))
             hooks.append((pattern, Order.FIRST, partial(self._gate_pattern, layer)))
+            if self.closed is not None:
+                note = partial(self._starts.__setitem__, layer)
+                hooks.append((f"blocks.{layer}.attn.cached_columns", Order.FIRST, note))
         return hooks
 
     @contextmanager
@@ -158,7 +162,9 @@ class AttentionGates(nn.Module):
         drawn = logits
         if self.closed is not None and now.mode is not GateMode.OPEN:
             free = logits
-            logits = free.masked_fill(_within(self.closed[layer], scores, pattern), -torch.inf)
+            start = int(self._starts[layer])
+            shut = _within(self.closed[layer], scores, pattern, start)
+            logits = free.masked_fill(shut, -torch.inf)
             drawn = self._closing(now, free, logits)
         if now.counts is not None:
             counted = self._count(now, scores, pattern, logits)
@@ -240,22 +246,24 @@ def _within(
     closed: Bool[Tensor, "head longest longest"],
     scores: Float[Tensor, "prompt head query key"],
     pattern: Float[Tensor, "prompt head query key"],
+    start: int,
 ) -> Bool[Tensor, "1 head query key"]:
-    """The closed edges of prompts of this length."""
+    """The closed edges of prompts of this length, whose queries from column `start` on are run."""
     n_queries, n_keys = scores.shape[-2:]
-    if n_keys > closed.shape[-1]:
+    end = start + n_queries
+    if end > closed.shape[-1]:
         raise ValueError(
             f"expected prompts of at most {closed.shape[-1]} tokens, for which `closed` says what "
-            f"is closed; got {n_keys}"
+            f"is closed; got {end}"
         )
-    first = possible_attention_edges(scores[:, :1, -1:], pattern[:, :1, -1:])[:, 0, 0, 0]
-    if n_queries == n_keys and not bool(first.all()):
+    first = possible_attention_edges(scores[..., :1, :1], pattern[..., :1, :1])
+    if not start and not bool(first.all()):
         raise ValueError(
             "expected prompts without padding on the left, since edges are closed by the columns "
             "of the prompt; pad on the right, or run prompts of one length at a time"
         )
-    # With a key-value cache the queries are the last of the keys.
-    return closed[None, :, n_keys - n_queries : n_keys, :n_keys]
+    # With a key-value cache the queries are the last of the keys; a window shows the last keys.
+    return closed[None, :, start:end, end - n_keys : end]
 
 
 def _fingerprint(scores: Float[Tensor, "prompt head query key"]) -> Tensor:

@@ -155,4 +155,4 @@ def _columns(name: str, value: Tensor, like: Tensor, start: int) -> Tensor:
             f"expected reference prompts at least as long as the {end} tokens that are run; they "
             f"have {value.shape[2 if pattern else 1]}"
         )
-    return value[:, :, start:end, : like.shape[3]] if pattern else value[:, start:end]
+    return value[:, :, start:end, end - like.shape[3] : end] if pattern else value[:, start:end]

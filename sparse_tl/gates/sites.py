@@ -80,21 +80,23 @@ class ClosedAttentionEdges:
         return ClosedAttentionEdges(self.edges[here], stack, self.n_stack)
 
     def on(
-        self, pattern: Float[Tensor, "rows head query key"]
+        self, pattern: Float[Tensor, "rows head query key"], start: int = 0
     ) -> Float[Tensor, "stack head query key"]:
-        """As a tensor, for the pattern of a layer."""
+        """As a tensor, for the pattern of a layer whose first query stands in column `start`."""
         n_heads, n_queries, n_keys = pattern.shape[1:]
-        if int(self.edges[:, 2].max()) >= n_keys:
+        end = start + n_queries
+        if int(self.edges[:, 2].max()) >= end:
             raise ValueError(
-                f"expected attention edges within the prompt of {n_keys} tokens; got query "
+                f"expected attention edges within the prompt of {end} tokens; got query "
                 f"{int(self.edges[:, 2].max())}"
             )
-        start = n_keys - n_queries  # with a key-value cache only the last queries run
-        run = self.edges[:, 2] >= start
+        # With a key-value cache only the last queries run, and a window shows the last keys.
+        first = end - n_keys
+        run = (self.edges[:, 2] >= start) & (self.edges[:, 3] >= first)
         _, head, query, key = self.edges[run].to(pattern.device).unbind(dim=1)
         gates = pattern.new_ones(self.n_stack, n_heads, n_queries, n_keys)
         entry = 0 if self.stack is None else self.stack[run].to(pattern.device)
-        gates[entry, head, query - start, key] = 0
+        gates[entry, head, query - start, key - first] = 0
         return gates
 
 
@@ -119,6 +121,9 @@ class _Activations:
             makes_copies = index == now.from_layer and now.n_prompts is not None
             if index >= now.from_layer and (makes_copies or _acts(here)):
                 hooks.append((name, self.order, partial(self._close, name, here, patch, now)))
+        if hooks and (patch.values or isinstance(gates, ClosedAttentionEdges)):
+            name = f"blocks.{now.from_layer}.attn.cached_columns"
+            hooks.append((name, Order.FIRST, partial(_note_start, now)))
         return hooks
 
     def _close(
@@ -129,10 +134,8 @@ class _Activations:
         now: Pass,
         clean: Float[Tensor, "rows ..."],
     ) -> Float[Tensor, "stacked ..."]:
-        if name.endswith("hook_pattern"):
-            now.start = clean.shape[3] - clean.shape[2]  # above 0 with a key-value cache
         if isinstance(gates, ClosedAttentionEdges):
-            gates = gates.on(clean)
+            gates = gates.on(clean, now.start)
         shape = [len(gates), *[1] * (clean.ndim - 1)]
         for axis, size in zip(self.axes, gates.shape[1:], strict=True):
             if clean.shape[axis] != size:
@@ -174,13 +177,17 @@ class Heads(_Activations):
         hooks = super().hooks(adapter, gates, patch, now)
         if patch.values and hooks:
             pattern = hooks[0][0].replace("hook_z", "hook_pattern")
-            hooks.append((pattern, Order.FIRST, partial(_start, patch, now)))
+            hooks.append((pattern, Order.FIRST, partial(_draw, patch, now)))
         return hooks
 
 
-def _start(patch: PatchValues, now: Pass, pattern: Float[Tensor, "rows head query key"]) -> None:
-    """Note where a pass starts, and draw what its prompts are patched with."""
-    now.start = pattern.shape[3] - pattern.shape[2]
+def _note_start(now: Pass, cached: Int[Tensor, ""]) -> None:
+    """A pass starts behind the columns that a key-value cache holds."""
+    now.start = int(cached)
+
+
+def _draw(patch: PatchValues, now: Pass, pattern: Float[Tensor, "rows head query key"]) -> None:
+    """Draw what the prompts of a new pass are patched with."""
     if not now.start:
         patch.draw(now.n_prompts or len(pattern) // now.n_stack)
 

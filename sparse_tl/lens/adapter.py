@@ -136,7 +136,8 @@ class Adapter(ABC):
 
         That of a hook point of TransformerLens, or in a layer ``blocks.{layer}.``: ``mlp_input``,
         what the normalisation before its MLP reads; ``mlp_normalized``, what the MLP reads;
-        `heads_point`, what its heads write with.
+        `heads_point`, what its heads write with; ``attn.cached_columns``, how many columns of the
+        prompts a key-value cache holds when attention is called, for a function that only looks.
 
         Raises:
             ValueError: the model lacks the hook point, or it is switched off and never fires.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,7 +26,7 @@ from transformer_lens.model_bridge.sources import (
 from sparse_tl.lens.adapter import Adapter, Slot
 from sparse_tl.lens.layouts import Layout, layouts
 from sparse_tl.lens.norms import Norm
-from sparse_tl.lens.places import After, Before, Place, Written
+from sparse_tl.lens.places import After, Before, CachedColumns, Place, Written
 from sparse_tl.lens.plain import plain_copy, unread_parameters
 from sparse_tl.lens.points import hook_point
 
@@ -89,6 +90,8 @@ class BridgeAdapter(Adapter):
     def place(self, name: str) -> HookPoint | Place:
         """As of `Adapter`."""
         layer, _, what = name.removeprefix("blocks.").partition(".")
+        if what == "attn.cached_columns":
+            return CachedColumns(self.model.blocks[int(layer)].attn, partial(_cached, int(layer)))
         if what == "attn.z_written":
             return self._written(int(layer))
         if what not in ("mlp_input", "mlp_normalized"):
@@ -218,6 +221,13 @@ class BridgeAdapter(Adapter):
         sides = [getattr(block.attn, slot) for block in self.model.blocks for slot in "qk"]
         inner = [side.original_component for side in sides]
         return [p for part in inner for p in (part.weight, part.bias) if p is not None]
+
+
+def _cached(layer: int, kwargs: dict[str, Any]) -> int:
+    # More than the keys that a layer with a sliding window shows: these are the last of them.
+    cache = kwargs.get("past_key_values")
+    cache = kwargs.get("layer_past") if cache is None else cache  # GPT-NeoX
+    return 0 if cache is None else int(cache.get_seq_length(layer))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -58,6 +59,25 @@ class After:
             return shown if changed is None else changed
 
         return [self.module.register_forward_hook(after)]
+
+
+@dataclass(frozen=True)
+class CachedColumns:
+    """How many columns of the prompts a key-value cache holds before a layer's attention is called.
+
+    Args:
+        attention: the module that is called.
+        count: the number, from what it is called with by name.
+    """
+
+    attention: nn.Module
+    count: Callable[[dict[str, Any]], int]
+
+    def attach(self, function: HookFunction) -> list[RemovableHandle]:
+        def before(_module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            function(torch.tensor(self.count(kwargs)))
+
+        return [self.attention.register_forward_pre_hook(before, with_kwargs=True)]
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from sparse_tl import (
     gated,
     logit_difference,
 )
+from sparse_tl.gates import ClosedAttentionEdges
 from sparse_tl.lens import EMBEDDED, Model, Order, adapt, attached, boot, record
 from sparse_tl.lens.layouts import Layout
 
@@ -251,6 +252,30 @@ def test_gates_on_attention_edges(name: str) -> None:
     if name in BRIDGES:  # a HookedTransformer without a tokenizer does not, even without gates
         assert torch.equal(generated(sparse, prompts), continued(sparse, prompts))
     assert torch.equal(sparse.unwrap()(prompts), plain)
+
+
+@pytest.mark.parametrize("name", BRIDGES)
+@torch.no_grad()
+def test_edges_are_closed_by_their_columns_also_under_a_cache(name: str) -> None:
+    """A layer with a sliding window shows the last keys alone, whatever their columns."""
+    model, prompts = build(name), tokens(2, 6)
+    edges = [(1, head, query, key) for head in (0, 2) for query in (6, 8, 9) for key in (4, 6)]
+    closed = torch.zeros(3, N_HEADS, 12, 12, dtype=torch.bool)
+    closed[tuple(zip(*edges, strict=True))] = True
+    by_hand, column = torch.ones(3, N_HEADS, 12, 12), tokens(2, 12)
+    by_hand[closed] = 0
+    with gated(model, AttentionEdges(), by_hand):
+        expected = model(column)
+    sparse = SparseTransformer(model, initial_bias=100.0, closed=closed)
+    assert off(sparse(column), expected) < 1e-6
+    assert torch.equal(generated(sparse, prompts), continued(sparse, prompts))
+    places = ClosedAttentionEdges(torch.tensor(edges))
+    with sparse.opened(), gated(sparse, AttentionEdges(), places):
+        assert off(sparse(column), expected) < 1e-6
+    sparse.unwrap()
+    early = ClosedAttentionEdges(torch.tensor([(1, 0, 5, 4), (1, 2, 5, 3)]))
+    with gated(model, AttentionEdges(), early):
+        assert torch.equal(generated(model, prompts), continued(model, prompts))
 
 
 @pytest.mark.parametrize("name", EVERY)
