@@ -285,7 +285,7 @@ class SparseTransformer(nn.Module):
         return SparseTransformer(model, gates=gates)
 
     def __repr__(self) -> str:
-        return f"SparseTransformer({self.model.cfg.model_name}: {self.gates.extra_repr()})"
+        return f"SparseTransformer({adapt(self.model).name}: {self.gates.extra_repr()})"
 
     def _attach(self) -> None:
         adapter = adapt(self.model)

@@ -82,11 +82,6 @@ class Adapter(ABC):
         return bool(self.model.cfg.parallel_attn_mlp)
 
     @property
-    def prepends_bos(self) -> bool:
-        """Whether the model itself puts a BOS token before every text, where it has one."""
-        return bool(self.model.cfg.default_prepend_bos)
-
-    @property
     def activations_per_token(self) -> int:
         """Numbers that one layer keeps of a token, without its attention; a rough size."""
         cfg = self.model.cfg

@@ -29,11 +29,12 @@ def adapt(model: HookedModel) -> Adapter:
     )
 
 
-def read_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+def read_parameters(module: nn.Module | HookedModel) -> dict[str, nn.Parameter]:
     """The parameters of a module, by name, that passes of the models in it read.
 
     Bridges have more: those that they have made parts of, which nothing reads any more.
     """
+    assert isinstance(module, nn.Module)
     models = [part for part in module.modules() if isinstance(part, Model)]
     known = {id(p) for model in models for p in model.parameters()}
     read = {id(p) for model in models for p in adapt(model).parameters("all")}

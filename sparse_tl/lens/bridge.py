@@ -85,6 +85,12 @@ class BridgeAdapter(Adapter):
         """The model that is wrapped, maybe by several bridges."""
         return self.model.original_model
 
+    def unsupported(self) -> str | None:
+        """Why circuits are not defined on the model as it is configured, if they are not."""
+        if any(here.before_mlp == here.before_attention is not None for here in self.layouts):
+            return "its MLPs read what a normalisation makes for attention"
+        return super().unsupported()
+
     # ---- hook points -----------------------------------------------------------------------------
 
     def place(self, name: str) -> HookPoint | Place:

@@ -2,11 +2,12 @@
 
 One small forward pass each, in which only the package's own hooks run:
 
+*both*     two passes over a prompt agree: nothing is dropped at random;
 *gates*    an edit of the attention scores moves the pattern of every layer; with the pattern at
            zero heads write nothing, and what the attention layer writes is its bias;
 *circuits* normalisation and projection of the residual stream give q, k and v; what the heads write
            adds up to the attention layer's output, and all sources to the final residual stream;
-           unembedding that gives the logits.
+           unembedding that gives the logits; a pass that starts at layer 1 ends as a whole one.
 
 This catches what no list of architectures can, and turns a wrong number into a refusal.
 """
@@ -55,7 +56,9 @@ def _once(kind: str, adapter: Adapter, check: Callable[[Adapter, Tensor], None])
     if adapter.model in _checked[kind]:
         return
     with others_off(adapter.model):
-        check(adapter, _few_tokens(adapter))
+        tokens = _few_tokens(adapter)
+        _repeats(adapter, tokens)
+        check(adapter, tokens)
     _checked[kind].add(adapter.model)
 
 
@@ -64,6 +67,18 @@ def _few_tokens(adapter: Adapter) -> Int[Tensor, "1 pos"]:
     generator = torch.Generator().manual_seed(0)
     length = min(5, adapter.n_ctx)
     return torch.randint(adapter.d_vocab, (1, length), generator=generator).to(adapter.device)
+
+
+def _repeats(adapter: Adapter, tokens: Tensor) -> None:
+    """Dropout would be taken for an effect of whatever is looked at."""
+    if not adapter.model.training:
+        return
+    first, second = adapter.model(tokens), adapter.model(tokens)
+    if not torch.allclose(first, second, rtol=1e-3, atol=1e-3, equal_nan=True):
+        raise ValueError(
+            f"expected a model that returns the same for the same prompt; {adapter.name!r} is in "
+            "training mode and drops activations at random: call its eval() first"
+        )
 
 
 def _gates_act(adapter: Adapter, tokens: Tensor) -> None:

@@ -75,12 +75,12 @@ def _layout(calls: list[Call]) -> Layout:
     written = {name: value for name, _, value in calls}
     found: dict[str, str] = {}
     for name in filter(given.__contains__, _NORMS):
-        if given[name] is written.get("attn"):
-            found["after_attention"] = name
-        elif given[name] is written.get("mlp"):
-            found["after_mlp"] = name
         if given.get("attn") is written[name]:
             found["before_attention"] = name
         if given.get("mlp") is written[name]:
             found["before_mlp"] = name
+        elif given[name] is written.get("attn"):
+            found["after_attention"] = name
+        elif given[name] is written.get("mlp"):
+            found["after_mlp"] = name
     return Layout(**found)

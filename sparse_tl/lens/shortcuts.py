@@ -31,7 +31,8 @@ def mlp_only_at(
         return
 
     def select(_module: nn.Module, args: Any) -> tuple[Any, ...]:
-        return (args[0][read][None], *args[1:])
+        # Bloom's MLPs also get the residual stream, to add to it.
+        return tuple(arg[read][None] if isinstance(arg, Tensor) else arg for arg in args)
 
     def scatter(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
         everywhere = output.new_zeros(*read.shape, output.shape[-1])

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from sparse_tl.explorer.figures import circuit_diagram
 from sparse_tl.files import digest, write_json
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model
+from sparse_tl.lens import Model, read_parameters
 from sparse_tl.metrics import NoEffectError, logit_difference
 from sparse_tl.models import addition_recipe, build_pair, read_pair
 from sparse_tl.plots import CircuitDiagram
@@ -122,7 +122,7 @@ def _circuits(
 ) -> tuple[dict[str, Any], list[str]]:
     """Which heads and circuit edges each digit needs, dense and sparse; and why some have none."""
     for side, model in models.items():
-        folder.pin(f"{side} model", digest(model.state_dict()))
+        folder.pin(f"{side} model", digest(read_parameters(model)))
     titles, failed = {}, []
     for digit in DIGITS:
         title = f"Addition, {digit}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from sparse_tl.data import read_documents, token_windows
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.gates.saving import load_dense_or_sparse
-from sparse_tl.lens import HookedModel
+from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.models import TASKS, load_addition_models, load_task_models, task_pairs
 from sparse_tl.tasks import AdditionTask
 from sparse_tl.tasks.questions import QUESTION_SETS
@@ -119,7 +119,7 @@ def _row(name: str, prompts: int) -> tuple[str, str, Callable[[HookedModel], Tar
 
 
 def _windows(source: str, n: int, model: HookedModel) -> TargetDataset:
-    window = min(WINDOW, model.cfg.n_ctx)
+    window = min(WINDOW, adapt(model).n_ctx)
     windows = token_windows(read_documents(source), model.tokenizer, window, limit=n)
     return TargetDataset.from_windows(windows)
 

@@ -10,7 +10,7 @@ from typing import get_args
 from sparse_tl.circuits.attribution import Method
 from sparse_tl.files import digest
 from sparse_tl.gates import PatchName as Patch, SparseTransformer
-from sparse_tl.lens import HookedModel, adapt, load_model
+from sparse_tl.lens import HookedModel, adapt, load_model, read_parameters
 from sparse_tl.models import TASKS, load_task_models, task_pairs
 from sparse_tl.runs.comparison import SIDES, Comparison, measure, report
 from sparse_tl.runs.folder import RunFolder
@@ -97,7 +97,7 @@ def run_circuits(
         with folder.stage("models"):
             models = _models(model, sparse, seed, device, progress)
             for side, one in models.items():
-                folder.pin(f"{side} model", digest(one.state_dict()))
+                folder.pin(f"{side} model", digest(read_parameters(one)))
         for task, side in missing:
             own = partial(task.pairs, models["dense"])
             draw = partial(task_pairs, task) if model is None else own
@@ -132,7 +132,7 @@ def _models(
     dense = load_model(model, device=device)
     wrapped = SparseTransformer.from_pretrained(sparse, device=device)
     graphs = [adapt(some).graph for some in (dense, wrapped)]
-    words = [some.cfg.d_vocab for some in (dense, wrapped)]
+    words = [adapt(some).d_vocab for some in (dense, wrapped)]
     if graphs[0] != graphs[1] or words[0] != words[1]:
         raise ValueError(
             f"expected a sparse model made from the dense one; got {graphs[0]!r} over {words[0]} "

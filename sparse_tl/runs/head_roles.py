@@ -26,7 +26,7 @@ from sparse_tl.head_roles import (
     ablation_curve,
     fit_head_gates,
 )
-from sparse_tl.lens import HookedModel
+from sparse_tl.lens import HookedModel, read_parameters
 from sparse_tl.plots import ablation_grid, gate_trajectories
 from sparse_tl.results import table_html
 from sparse_tl.runs.cells import Cell, built_in_cells, cells_of
@@ -134,7 +134,7 @@ def run_head_roles(
             continue
         with folder.stage(name, f"{cell.row}, {cell.column}"):
             model = cell.load()
-            folder.pin(f"model of {name}", digest(model.state_dict()))
+            folder.pin(f"model of {name}", digest(read_parameters(model)))
             dataset = cell.prompts(model)
             if len(dataset) < FEWEST:
                 raise ValueError(

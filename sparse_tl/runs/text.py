@@ -14,7 +14,7 @@ from sparse_tl.data import ShuffledStream, read_documents, token_windows
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.files import read_json, write_csv, write_json
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import load_model
+from sparse_tl.lens import adapt, load_model
 from sparse_tl.runs.folder import RunFolder, SparseRun
 from sparse_tl.training import evaluate_held_out, post_train
 
@@ -81,9 +81,9 @@ def run_post_training(
     folder = RunFolder(out, settings, restart=restart)
     if not folder.finished("metrics.json"):
         dense_model = load_model(model, device=device)
-        if window > dense_model.cfg.n_ctx:
+        if window > adapt(dense_model).n_ctx:
             raise ValueError(
-                f"expected a window of at most {dense_model.cfg.n_ctx} tokens, the model's "
+                f"expected a window of at most {adapt(dense_model).n_ctx} tokens, the model's "
                 f"context; got {window}"
             )
         cut = partial(token_windows, tokenizer=dense_model.tokenizer, window=window)

@@ -1,0 +1,143 @@
+"""Models that the package would get wrong are refused, in a sentence that says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from architectures import CONTEXT, D_MODEL, N_HEADS, VOCABULARY, plain_transformer
+
+from sparse_tl import CircuitEdges, GatedRun, SparseTransformer
+from sparse_tl.lens import adapt, boot, check_circuits, check_gates
+
+ODD: dict[str, tuple[str, dict[str, Any]]] = {
+    "opt": (
+        "OPTConfig",
+        {
+            "hidden_size": D_MODEL,
+            "num_hidden_layers": 2,
+            "ffn_dim": 48,
+            "num_attention_heads": N_HEADS,
+            "max_position_embeddings": CONTEXT,
+            "word_embed_proj_dim": D_MODEL,
+            "pad_token_id": 0,
+        },
+    ),
+    "gptj": (
+        "GPTJConfig",
+        {
+            "n_embd": D_MODEL,
+            "n_layer": 2,
+            "n_head": N_HEADS,
+            "n_positions": CONTEXT,
+            "rotary_dim": 4,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        {
+            "hidden_size": D_MODEL,
+            "num_layers": 2,
+            "attention_types": [[["global", "local"], 1]],
+            "num_heads": N_HEADS,
+            "max_position_embeddings": CONTEXT,
+            "intermediate_size": 48,
+            "window_size": 4,
+        },
+    ),
+    "bloom": ("BloomConfig", {"hidden_size": D_MODEL, "n_layer": 2, "n_head": N_HEADS}),
+    "phi": (
+        "PhiConfig",
+        {
+            "hidden_size": D_MODEL,
+            "num_hidden_layers": 2,
+            "num_attention_heads": N_HEADS,
+            "intermediate_size": 48,
+            "max_position_embeddings": CONTEXT,
+        },
+    ),
+}
+
+
+def odd(name: str) -> Any:
+    kind, fields = ODD[name]
+    config = getattr(transformers, kind)(vocab_size=VOCABULARY, **fields)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager"
+        )
+    return boot(model.eval(), name=name)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("opt", "expected"),
+        ("gptj", "edits to its attention scores do not reach the pattern"),
+        ("gpt_neo", "edits to its attention scores do not reach the pattern"),
+    ],
+)
+def test_models_without_gates(name: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        SparseTransformer(odd(name))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_models_without_circuits() -> None:
+    adapter = adapt(odd("phi"))
+    check_gates(adapter)
+    with pytest.raises(ValueError, match="its MLPs read what a normalisation makes for attention"):
+        check_circuits(adapter)
+
+
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_layers_that_add_the_residual_stream_themselves() -> None:
+    """Bloom's attention and MLPs get it to add to it, and are no less the sum of their parts."""
+    model, (clean, corrupted) = odd("bloom"), torch.randint(VOCABULARY, (2, 3, 6))
+    read = torch.zeros_like(clean, dtype=torch.bool)
+    read[:, -1] = True
+    run = GatedRun(model, CircuitEdges(), clean, read, "corrupted", reference=corrupted)
+    shape = run.adapter.graph.exists.shape
+    assert torch.allclose(run.logits(torch.ones(shape)), model(clean)[read], atol=1e-5)
+    assert torch.allclose(run.logits(torch.zeros(shape)), model(corrupted)[read], atol=1e-5)
+
+
+def test_dropout() -> None:
+    model = boot(plain_transformer("gpt2").train())
+    assert not model.training  # boot says so
+    model.train()
+    with pytest.raises(ValueError, match=r"drops activations at random: call its eval\(\)"):
+        SparseTransformer(model)
+    SparseTransformer(model.eval())
+
+
+def test_padding_on_the_left_in_float64() -> None:
+    """transformers computes softmax in float32, where the lowest float64 is minus infinity."""
+    adapter = adapt(boot(plain_transformer("llama", "float64")))
+    prompts = torch.full((1, 6), 5)
+    mask = (torch.arange(6) >= 2).long()[None]
+    with pytest.raises(ValueError, match="padded on the right.*float64"):
+        adapter.final(prompts, attention_mask=mask)
+    assert adapter.final(prompts, attention_mask=mask.flip(1)).isfinite().all()
+
+
+def test_two_wrappers_around_one_model() -> None:
+    plain = plain_transformer("llama")
+    sparse = SparseTransformer(boot(plain))
+    with pytest.raises(ValueError, match="wrapped already"):
+        SparseTransformer(boot(plain))
+    sparse.unwrap()
+    SparseTransformer(sparse.model)
+
+
+@pytest.mark.usefixtures("unchecked_types")
+def test_what_is_no_model() -> None:
+    with pytest.raises(TypeError, match="TransformerBridge or a HookedTransformer"):
+        adapt(plain_transformer("llama"))
