@@ -1,8 +1,11 @@
 # Everything a newcomer needs: `make demo` runs the main job, `make test` passes the tests.
+# `make test TL=3.9` does so on that version of TransformerLens, in an environment of its own.
 PYTHON ?= python3
-VENV ?= .venv
+TL ?=
+VENV ?= .venv$(TL:%=-%)
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+CONSTRAINTS := constraints$(TL:%=-%).txt
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 OUT ?= runs/addition
 FORM ?= placeholder
@@ -10,7 +13,7 @@ FORM ?= placeholder
 # Where this is set, every process compiles torch and all else that it imports anew: 7 seconds each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo lab test check lint docs doctor gallery notebooks clean
+.PHONY: demo lab test check contract lint docs doctor gallery notebooks clean
 
 demo: $(VENV)/.installed
 	$(BIN)/sparse-tl addition --form $(FORM) --out $(OUT)
@@ -26,6 +29,10 @@ test: $(VENV)/.installed
 # The tests, and the notebooks from end to end; these come first, as they take longest.
 check: $(VENV)/.installed
 	$(PYTEST) notebooks tests
+
+# What differs between versions of TransformerLens: the seam to it, and the main job on top.
+contract: $(VENV)/.installed
+	$(PYTEST) tests/lens tests/cli/test_addition_command.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check
@@ -51,7 +58,7 @@ notebooks: $(VENV)/.installed
 # A new pip finds packages in half the time of the one that venv brings, and compiling all of them
 # ahead of use takes as long again. torch comes before the others: the constraint names a build that
 # they must not replace.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(INSTALL) torch
