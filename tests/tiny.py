@@ -60,19 +60,14 @@ _GROUPED = (
     "rotary_dim",
 )
 _LLAMA = {name: KINDS["grouped"][name] for name in _GROUPED}
-_ARCHITECTURES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
-    ({"normalization_type": "LN"}, "GPT2Config", {}),
-    (
-        {"normalization_type": "LN", "use_attn_scale": False},
-        "GPT2Config",
-        {"scale_attn_weights": False},
-    ),
-    ({"normalization_type": "LN", "parallel_attn_mlp": True}, "GPTNeoXConfig", {}),
-    ({"normalization_type": "LNPre"}, "OlmoConfig", {}),
-    (_LLAMA, "LlamaConfig", {}),
-    ({**_LLAMA, "use_qk_norm": True}, "Qwen3Config", {}),
+_ARCHITECTURES: list[tuple[dict[str, Any], str]] = [
+    ({"normalization_type": "LN"}, "GPT2Config"),
+    ({"normalization_type": "LN", "parallel_attn_mlp": True}, "GPTNeoXConfig"),
+    ({"normalization_type": "LNPre"}, "OlmoConfig"),
+    (_LLAMA, "LlamaConfig"),
+    ({**_LLAMA, "use_qk_norm": True}, "Qwen3Config"),
 ]
-"""Features, the Hugging Face architecture that has them, and its settings."""
+"""Features, and the Hugging Face architecture that has them."""
 _FREE_HEADS = ("LlamaConfig", "Qwen3Config")
 """Heads of any size, and fewer of keys and values."""
 
@@ -116,8 +111,8 @@ def _bridge(description: dict[str, Any], seed: int, tokenizer: Any) -> Any:
         torch.manual_seed(seed)
         hf_model = _hugging_face(fields)
         _randomise(hf_model)
-    model = boot(hf_model.to(getattr(torch, dtype)), tokenizer)
-    model.cfg.model_name, model.cfg.default_prepend_bos = name, prepends_bos
+    model = boot(hf_model.to(getattr(torch, dtype)), tokenizer, name=name)
+    model.cfg.default_prepend_bos = prepends_bos
     for module in model.modules():
         if isinstance(getattr(module, "original_component", None), torch.nn.Identity):
             # A bridge computes GPT-2's normalisations by itself unless it is told to call them.
@@ -153,9 +148,9 @@ def _hugging_face(fields: dict[str, Any]) -> Any:
         sizes |= {"head_dim": d_head, "num_key_value_heads": kv_heads}
     unnormalised = fields["normalization_type"] is None
     features = fields | {"normalization_type": "LN"} if unnormalised else fields
-    for known, config, settings in _ARCHITECTURES:
+    for known, config in _ARCHITECTURES:
         if known == features and ("head_dim" in sizes) <= (config in _FREE_HEADS):
-            config = getattr(transformers, config)(**sizes, **settings)
+            config = getattr(transformers, config)(**sizes)
             break
     else:
         pytest.skip(f"of HookedTransformer alone: {fields}, heads of {d_head} in {d_model}")

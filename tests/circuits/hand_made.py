@@ -180,7 +180,8 @@ def attending_model() -> Known:
         model.embed.W_E[1] = torch.tensor([0, -log3, 4, 0], dtype=torch.float64)
         model.embed.W_E[2] = torch.tensor([1, 0, 0, 2])
         model.embed.W_E[3] = torch.tensor([0, 0, 0, 1])
-        attn.W_Q[0, 0, 0] = attn.W_K[0, 1, 0] = attn.W_V[0, 2, 0] = attn.W_O[0, 0, 3] = 1.0
+        attn.W_Q[0, 0, 0] = 2.0  # scores are divided by the square root of 4
+        attn.W_K[0, 1, 0] = attn.W_V[0, 2, 0] = attn.W_O[0, 0, 3] = 1.0
         model.unembed.W_U[3, ANSWER] = 1.0
 
     def effect(kept: frozenset[str]) -> float:

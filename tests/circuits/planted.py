@@ -250,7 +250,9 @@ def _lock_model(clean: Tensor) -> Model:
             (1, 2, "y_there", "d"),
         ):
             carry(model, layer, head, along[read], along[write])
-            model.blocks[layer].attn.W_Q[head, :, 0] = along["end"]
+            model.blocks[layer].attn.W_Q[head, :, 0] = (
+                model.blocks[layer].attn.W_Q.shape[2] ** 0.5 * along["end"]
+            )
             model.blocks[layer].attn.W_K[head, :, 0] = -along["end"]
         # Either key alone is not enough at the end, nor are larger numbers at other places.
         both = along["x_there"] + along["y_there"] + 4 * along["end"] - 1.2 * along["anchor"]

@@ -16,13 +16,12 @@ from sparse_tl.lens import Model
 
 
 def blank_model(**description: Any) -> Model:
-    """A float64 model, unscaled attention, all weights 0: MLPs write nothing unless told to."""
+    """A float64 model, all weights 0: MLPs write nothing unless told to."""
     defaults = {
         "model_name": "hand_made",
         "d_mlp": 1,
         "act_fn": "relu",
         "normalization_type": None,
-        "use_attn_scale": False,
         "dtype": "float64",
     }
     model = small_model(**{**defaults, **description})
@@ -60,7 +59,8 @@ def attend(
 ) -> None:
     """Attention scores by what stands in two spaces; different keys need columns of their own."""
     attn, columns = model.blocks[layer].attn, slice(start, start + scores.shape[1])
-    attn.W_Q[head, query, columns] = scores.to(attn.W_Q)
+    scale = attn.W_Q.shape[2] ** 0.5  # models divide by it
+    attn.W_Q[head, query, columns] = scale * scores.to(attn.W_Q)
     attn.W_K[head, key, columns] = torch.eye(scores.shape[1]).to(attn.W_K)
 
 
