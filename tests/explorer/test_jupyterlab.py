@@ -94,13 +94,13 @@ def test_a_session_in_jupyterlab(lab, lab_page, offline_page):
 
     # A node, its attention, and an edge taken out of it.
     explorer(tab).locator("g[data-panel='0'] circle[data-level='2'][data-column='10']").click()
-    cell = explorer(tab).locator(".heat .cell[data-edge='1,2,10,4']")
+    cell = explorer(tab).locator(".heat .cell[data-edge='1,2,10,2']")
     cell.wait_for()
     assert explorer(tab).locator(".lens tbody tr").count() == 6
     whole = outcome(tab, "Dense")
     assert re.search(r"logit −?\d+\.\d\d$", whole)
     cell.click()
-    explorer(tab).locator("[data-chip='a1.h2 4→10']").wait_for()
+    explorer(tab).locator("[data-chip='a1.h2 2→10']").wait_for()
     answered(tab)
     assert cell.get_attribute("aria-pressed") == "true"
     less = explorer(tab).locator(".card[data-panel='0'] tbody td:nth-child(4)").all_inner_texts()
