@@ -41,6 +41,8 @@ class CircuitGraph(PartGrid):
         n_kv_heads: key-value heads of each layer; `n_heads` where queries are not grouped.
         has_mlps: false for attention-only models.
         parallel: whether an MLP reads beside its layer's heads, not after them.
+        coupled: whether what a layer's heads write is normalised together (Gemma 2, OLMo-2): each
+            head then moves what the others write.
 
     Raises:
         ValueError: sizes that no model has.
@@ -51,6 +53,7 @@ class CircuitGraph(PartGrid):
     n_kv_heads: int
     has_mlps: bool = True
     parallel: bool = False
+    coupled: bool = False
     noun = "circuit edges"
 
     def __post_init__(self) -> None:
@@ -175,6 +178,12 @@ class CircuitGraph(PartGrid):
         size = self.n_heads // self.n_kv_heads
         first = destination.node.head * size
         return [Node("head", destination.node.layer, h) for h in range(first, first + size)]
+
+    def movers(self, node: Node) -> list[Node]:
+        """The nodes whose reading moves what a node writes: itself, or all heads of its layer."""
+        if node.kind != "head" or not self.coupled:
+            return [node]
+        return [Node("head", node.layer, head) for head in range(self.n_heads)]
 
     def to_networkx(
         self, mask: Bool[Tensor, "source destination"] | None = None

@@ -110,7 +110,8 @@ class Circuit(Result):
         """
         graph, mask = self.graph, self.mask.clone()
         for row, node in enumerate(graph.sources):
-            reads = node.kind == "input" or bool(mask[:, list(graph.readers(node))].any())
+            read = [column for mover in graph.movers(node) for column in graph.readers(mover)]
+            reads = node.kind == "input" or bool(mask[:, read].any())
             if patch in ("corrupted", "resample") and not reads:
                 mask[row] = False
         for column in reversed(range(len(graph.destinations))):
@@ -142,8 +143,9 @@ class Circuit(Result):
 def reaches_logits(
     graph: CircuitGraph, mask: Bool[Tensor, "source destination"], column: int
 ) -> bool:
-    """Whether what is read there goes on: some later edge of a node that reads it is kept."""
+    """Whether what is read there goes on: some later edge of a node that it moves is kept."""
     readers = graph.readers_of(graph.destinations[column])
+    moved = {node for reader in readers for node in graph.movers(reader)}
     return any(
-        node.kind == "logits" or bool(mask[graph.source_index(node)].any()) for node in readers
+        node.kind == "logits" or bool(mask[graph.source_index(node)].any()) for node in moved
     )

@@ -74,12 +74,18 @@ class Adapter(ABC):
             n_kv_heads=self.n_kv_heads,
             has_mlps=self.has_mlps,
             parallel=self.parallel,
+            coupled=self.coupled,
         )
 
     @property
     def parallel(self) -> bool:
         """Whether an MLP reads beside its layer's heads, not after them."""
         return bool(self.model.cfg.parallel_attn_mlp)
+
+    @property
+    def coupled(self) -> bool:
+        """Whether what a layer's heads write is normalised together before it is added."""
+        return False
 
     @property
     def activations_per_token(self) -> int:

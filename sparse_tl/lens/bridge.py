@@ -91,6 +91,11 @@ class BridgeAdapter(Adapter):
             return "its MLPs read what a normalisation makes for attention"
         return super().unsupported()
 
+    @property
+    def coupled(self) -> bool:
+        """As of `Adapter`."""
+        return any(layout.after_attention is not None for layout in self.layouts)
+
     # ---- hook points -----------------------------------------------------------------------------
 
     def place(self, name: str) -> HookPoint | Place:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sparse_tl import (
     AttentionEdges,
+    Circuit,
     CircuitEdges,
     GatedRun,
     Heads,
@@ -322,6 +323,24 @@ def test_gates_on_circuit_edges(name: str) -> None:
     assert (gradient * way).sum().item() == pytest.approx(
         (ends[0] - ends[1]).item() / 2e-4, rel=2e-2, abs=2e-3
     )
+
+
+@pytest.mark.parametrize("name", EVERY)
+@torch.no_grad()
+def test_edges_that_lead_nowhere_have_no_effect(name: str) -> None:
+    """Where what attention writes is normalised, a head whose own edges are closed moves others."""
+    model, some = build(name), pairs()
+    graph = adapt(model).graph
+    mask = graph.exists.clone()
+    mask[graph.source_index("a0.h1")] = False
+    mask[graph.source_index("a2.h2")] = False
+    mask[:, graph.destination_index("a1.h0<q>")] = False
+    circuit = Circuit(graph, mask)
+    found = []
+    for kept in (circuit, circuit.connected()):
+        with gated(model, CircuitEdges(), kept.mask, "corrupted", reference=some.corrupted):
+            found.append(model(some.clean)[:, -1])
+    assert off(found[1], found[0]) < 1e-6
 
 
 @pytest.mark.parametrize("name", EVERY)
