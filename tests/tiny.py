@@ -8,13 +8,15 @@ Face model of the architecture that has these features; where there is none, the
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:  # the process that hands out tests to others needs nothing heavy
+    import torch
+
     from sparse_tl.data.batches import TokenBatch
     from sparse_tl.lens import Model
 
@@ -170,6 +172,24 @@ def _randomise(hf_model: Any) -> None:
         for parameter in hf_model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0.0, 0.8 / hf_model.config.hidden_size**0.5)
+
+
+def in_pieces(model: Any, pieces: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Logits of a prompt that is given piece by piece, with a key-value cache between them."""
+    import torch
+
+    if HAS_HOOKED:
+        from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+        cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", len(pieces[0]))
+        for piece in pieces:
+            yield model(piece, past_kv_cache=cache, attention_mask=torch.ones_like(piece))
+    else:
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=model.original_model.config)
+        for piece in pieces:
+            yield model(piece, past_key_values=cache, use_cache=True)
 
 
 def learn_echo(model: Model, rows: Callable[..., TokenBatch]) -> None:

@@ -133,7 +133,7 @@ def drawn(
 
 @torch.no_grad()
 def mean_activations(
-    adapter: Adapter, batches: Iterable[Int[Tensor, "prompt pos"]], names: Sequence[str]
+    adapter: Adapter, batches: Iterable[Int[Tensor, "_ pos"]], names: Sequence[str]
 ) -> dict[str, Float[Tensor, "1 ..."]]:
     """The mean over all prompts at some hook points, position by position."""
     total: dict[str, Tensor] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,20 +25,20 @@ def exploration(models):
 def by_hand(model: Any, heads: Any = (), edges: Any = ()) -> torch.Tensor:
     """Logits with these heads silenced at z and these edges at the pattern."""
 
-    def silence(z, hook):
+    def silence(z, hook, here):
         for layer, head in heads:
-            if hook.name == f"blocks.{layer}.attn.hook_z":
+            if layer == here:
                 z[:, :, head] = 0
         return z
 
-    def cut(pattern, hook):
+    def cut(pattern, hook, here):
         for layer, head, query, key in edges:
-            if hook.name == f"blocks.{layer}.attn.hook_pattern":
+            if layer == here:
                 pattern[:, head, query, key] = 0
         return pattern
 
-    hooks = [(f"blocks.{layer}.attn.hook_z", silence) for layer in range(2)]
-    hooks += [(f"blocks.{layer}.attn.hook_pattern", cut) for layer in range(2)]
+    hooks = [(f"blocks.{i}.attn.hook_z", partial(silence, here=i)) for i in range(2)]
+    hooks += [(f"blocks.{i}.attn.hook_pattern", partial(cut, here=i)) for i in range(2)]
     with torch.no_grad():
         return model.run_with_hooks(model.to_tokens(PROMPT), fwd_hooks=hooks)[0]
 

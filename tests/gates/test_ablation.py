@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import in_pieces
 
 from sparse_tl.data.batches import TokenBatch, per_label_loss
 from sparse_tl.gates import SparseTransformer, ablate_attention_edges, ablate_heads
@@ -70,18 +71,12 @@ def test_resampled_heads_write_what_they_do_on_one_reference_prompt(build_tiny: 
 
 @pytest.mark.parametrize("kind", ["zero", "mean", "resample"])
 def test_a_key_value_cache_changes_nothing(build_tiny: Build, kind: str) -> None:
-    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
-
     model, tokens = build_tiny("float64"), _tokens(3)
     options = {} if kind == "zero" else {"reference": _tokens(5, seed=1)}
     with ablate_heads(model, HEADS, kind, **options):
         whole = model(tokens)
-    cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 3)
-    parts = []
     with ablate_heads(model, HEADS, kind, **options):
-        for piece in (tokens[:, :4], tokens[:, 4:5], tokens[:, 5:]):
-            mask = torch.ones_like(piece)
-            parts.append(model(piece, past_kv_cache=cache, attention_mask=mask))
+        parts = list(in_pieces(model, (tokens[:, :4], tokens[:, 4:5], tokens[:, 5:])))
     assert torch.allclose(torch.cat(parts, dim=1), whole, atol=1e-10)
 
 
@@ -150,17 +145,14 @@ EDGES = [(0, 1, 4, 2), (0, 0, 5, 1), (0, 1, 5, 3), (1, 0, 5, 5)]
 
 
 def test_edges_under_a_key_value_cache(build_tiny: Build) -> None:
-    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
-
     model, tokens = build_tiny("float64"), _tokens(3)
-    cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 3)
     late = [edge for edge in EDGES if edge[2] == 5]
     with ablate_attention_edges(model, late):
         whole = model(tokens)
-    start = model(tokens[:, :5], past_kv_cache=cache, attention_mask=torch.ones_like(tokens[:, :5]))
+    pieces = in_pieces(model, (tokens[:, :5], tokens[:, 5:]))
+    start = next(pieces)
     with ablate_attention_edges(model, late):
-        mask = torch.ones_like(tokens[:, 5:])
-        last = model(tokens[:, 5:], past_kv_cache=cache, attention_mask=mask)
+        last = next(pieces)
     assert torch.allclose(torch.cat([start, last], dim=1), whole, atol=1e-10)
 
 

@@ -192,8 +192,9 @@ def test_reported_losses_are_the_real_ones(build_tiny: Build, fitted: HeadRoles)
 
 def test_the_model_is_not_changed(build_tiny: Build) -> None:
     model = build_tiny()
-    model.W_E.requires_grad_(False)
-    kept = model.W_U.grad = torch.ones_like(model.W_U)
+    model.embed.W_E.requires_grad_(False)
+    other = model.pos_embed.W_pos
+    kept = other.grad = torch.ones_like(other)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     flags = [parameter.requires_grad for parameter in model.parameters()]
     seen: list[torch.Tensor] = []
@@ -203,7 +204,7 @@ def test_the_model_is_not_changed(build_tiny: Build) -> None:
     fit_head_gates(model, _dataset(), seeds=2, **{**SETTINGS, "updates": 2})
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert [parameter.requires_grad for parameter in model.parameters()] == flags
-    assert model.W_U.grad is kept and not seen
+    assert other.grad is kept and not seen
     assert sum(parameter.grad is not None for parameter in model.parameters()) == 1
     assert not any(point._forward_hooks for point in model.hook_dict.values())
 

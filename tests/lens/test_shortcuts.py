@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -50,9 +51,10 @@ def test_gated_models_too(build_tiny: Build) -> None:
 
 def test_the_last_mlp_sees_no_more_than_is_read(build_tiny: Build) -> None:
     model, read, seen = build_tiny(), _read(), []
-    forward = model.blocks[-1].mlp.forward
-    model.blocks[-1].mlp.forward = lambda x: (seen.append(x.shape[1]), forward(x))[1]
-    with adapt(model).only_at(read):
+    adapter, mlp = adapt(model), model.blocks[-1].mlp
+    forward = mlp.forward
+    mlp.__dict__["forward"] = lambda x: (seen.append(x.shape[1]), forward(x))[1]
+    with adapter.only_at(read):
         model(TOKENS)
     assert seen == [int(read.sum())]
 
@@ -60,11 +62,14 @@ def test_the_last_mlp_sees_no_more_than_is_read(build_tiny: Build) -> None:
 def test_what_is_hooked_inside_sees_every_position(build_tiny: Build) -> None:
     model, shapes = build_tiny(), {}
 
-    def note(tensor: torch.Tensor, hook: object) -> None:
-        shapes[hook.name] = tuple(tensor.shape)  # type: ignore[attr-defined]
+    def note(tensor: torch.Tensor, hook: object, name: str) -> None:
+        shapes[name] = tuple(tensor.shape)
 
     names = ["blocks.1.mlp.hook_post", "blocks.0.ln1.hook_scale", "ln_final.hook_normalized"]
-    with model.hooks(fwd_hooks=[(name, note) for name in names]), adapt(model).only_at(_read()):
+    with (
+        model.hooks(fwd_hooks=[(name, partial(note, name=name)) for name in names]),
+        adapt(model).only_at(_read()),
+    ):
         logits = model(TOKENS)
     assert [shapes[name][:2] for name in names] == [(3, 6)] * 3
     assert torch.allclose(logits[:, 0], model(TOKENS)[:, 0], atol=1e-6)

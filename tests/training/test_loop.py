@@ -255,7 +255,7 @@ def test_good_enough_ends_training(build_tiny: Build, echo_rows: Rows, build_ech
 
 def test_flags_and_gradients_are_put_back(build_echo: Build, echo_rows: Rows) -> None:
     model = build_echo()
-    model.unembed.W_U.requires_grad_(False)
+    model.embed.W_E.requires_grad_(False)
     sparse = SparseTransformer(model)
     flags = {name: p.requires_grad for name, p in sparse.named_parameters()}
     _post_train(sparse, ShuffledStream(echo_rows(), 8), echo_rows(seed=1), trained="qk", steps=2)
@@ -647,7 +647,7 @@ def test_another_choice_of_weights_is_another_run(
             checkpoint=folder,
             steps=2,
         )
-        with pytest.raises(ValueError, match="belongs to another run.*W_E"):
+        with pytest.raises(ValueError, match="belongs to another run.*embed"):
             _post_train(
                 SparseTransformer(build_echo()),
                 stream,
@@ -686,7 +686,7 @@ def test_no_clip_lets_every_gradient_pass(
             clip=clip,
             checkpoint=tmp_path / str(clip),
         )
-        weights.append(model.W_E)
+        weights.append(model.embed.W_E)
     assert torch.equal(*weights)
 
 
