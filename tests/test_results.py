@@ -172,7 +172,7 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
         ({**whole, "values": "nowhere"}, r"expected Float\[.*\] as values; got 'nowhere'"),
         ({"values": "values"}, r"it lacks \['method', 'site'\]"),
         ({**whole, "more": 1}, r"unknown \['more'\]"),
-        ({**whole, "site": {"kind": "CircuitGraph", "fields": {}}}, r"lacks \['has_mlps'"),
+        ({**whole, "site": {"kind": "CircuitGraph", "fields": {}}}, r"lacks \['coupled'"),
         ({**whole, "site": said}, "as site; got"),
     ):
         (folder / "result.json").write_text(json.dumps({**said, "fields": wrong}))

@@ -67,10 +67,8 @@ class SparseTransformer(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(model, Model):
-            raise TypeError(
-                "expected a TransformerBridge or a HookedTransformer to wrap; got a "
-                f"{type(model).__name__}"
-            )
+            kind = type(model).__name__
+            raise TypeError(f"expected a TransformerBridge or a HookedTransformer; got a {kind}")
         adapter = adapt(model)
         if getattr(adapter.core, "_sparse_tl_wrapped", False):
             raise ValueError("this model is wrapped already; call .unwrap() on its wrapper first")
@@ -81,9 +79,7 @@ class SparseTransformer(nn.Module):
                 f"{tuple(gates.bias.shape)}"
             )
         if gates is not None and closed is not None:
-            raise ValueError(
-                "expected either `gates` or `closed`; AttentionGates(..., closed=...) has both"
-            )
+            raise ValueError("expected either `gates` or `closed`, which gates can have already")
         check_gates(adapter)
         self.model = model
         self.gates = gates or AttentionGates(

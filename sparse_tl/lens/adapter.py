@@ -44,6 +44,7 @@ class Adapter(ABC):
         self.d_vocab_out: int = cfg.d_vocab_out if cfg.d_vocab_out > 0 else cfg.d_vocab
         self.causal: bool = cfg.attention_dir == "causal"
         self.has_mlps: bool = getattr(model.blocks[0], "mlp", None) is not None
+        self.coupled = False  # by a normalisation of what a layer's heads write
 
     # ---- facts -----------------------------------------------------------------------------------
 
@@ -81,11 +82,6 @@ class Adapter(ABC):
     def parallel(self) -> bool:
         """Whether an MLP reads beside its layer's heads, not after them."""
         return bool(self.model.cfg.parallel_attn_mlp)
-
-    @property
-    def coupled(self) -> bool:
-        """Whether what a layer's heads write is normalised together before it is added."""
-        return False
 
     @property
     def activations_per_token(self) -> int:

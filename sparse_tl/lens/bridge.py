@@ -79,6 +79,7 @@ class BridgeAdapter(Adapter):
             )
         super().__init__(model)
         self.layouts: list[Layout] = layouts(self)
+        self.coupled = any(layout.after_attention is not None for layout in self.layouts)
 
     @property
     def core(self) -> nn.Module:
@@ -90,11 +91,6 @@ class BridgeAdapter(Adapter):
         if any(here.before_mlp == here.before_attention is not None for here in self.layouts):
             return "its MLPs read what a normalisation makes for attention"
         return super().unsupported()
-
-    @property
-    def coupled(self) -> bool:
-        """As of `Adapter`."""
-        return any(layout.after_attention is not None for layout in self.layouts)
 
     # ---- hook points -----------------------------------------------------------------------------
 
