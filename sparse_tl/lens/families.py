@@ -64,9 +64,13 @@ class Named:
         rest = {"W_out": ("d_mlp", "d_model"), "b_out": ("d_model",)}
         return self(f"blocks.{layer}.mlp.{name}", *(axes | rest)[name])
 
-    def norm(self, name: str) -> dict[str, Tensor]:
-        """Weight and bias of a normalisation."""
-        return {"weight": self(f"{name}.w", "d_model"), "bias": self(f"{name}.b", "d_model")}
+    def norms(self, layer: int, attention: str, mlp: str) -> dict[str, Tensor]:
+        """Weights and biases of a layer's LayerNorms, which are called so before each part."""
+        return {
+            f"{theirs}.{kind}": self(f"blocks.{layer}.{ours}.{kind[0]}", "d_model")
+            for ours, theirs in (("ln1", attention), ("ln2", mlp))
+            for kind in ("weight", "bias")
+        }
 
     def ending(self) -> tuple[dict[str, Tensor], Tensor]:
         """The last norm, and the unembedding ``[vocabulary, d_model]``, which has no bias there.
@@ -119,10 +123,8 @@ def _gpt2(said: dict[str, Any], named: Named) -> tuple[dict[str, Any], dict[str,
             "mlp.c_fc.bias": named.mlp(layer, "b_in"),
             "mlp.c_proj.weight": named.mlp(layer, "W_out"),
             "mlp.c_proj.bias": named.mlp(layer, "b_out"),
+            **named.norms(layer, "ln_1", "ln_2"),
         }
-        for ours, theirs in (("ln1", "ln_1"), ("ln2", "ln_2")):
-            norm = named.norm(f"blocks.{layer}.{ours}")
-            block |= {f"{theirs}.{kind}": tensor for kind, tensor in norm.items()}
         found |= {f"transformer.h.{layer}.{name}": tensor for name, tensor in block.items()}
     config = {
         "n_inner": said["d_mlp"],
@@ -154,10 +156,8 @@ def _neox(said: dict[str, Any], named: Named) -> tuple[dict[str, Any], dict[str,
             "mlp.dense_h_to_4h.bias": named.mlp(layer, "b_in"),
             "mlp.dense_4h_to_h.weight": named.mlp(layer, "W_out").T,
             "mlp.dense_4h_to_h.bias": named.mlp(layer, "b_out"),
+            **named.norms(layer, "input_layernorm", "post_attention_layernorm"),
         }
-        for ours, theirs in (("ln1", "input_layernorm"), ("ln2", "post_attention_layernorm")):
-            norm = named.norm(f"blocks.{layer}.{ours}")
-            block |= {f"{theirs}.{kind}": tensor for kind, tensor in norm.items()}
         found |= {f"gpt_neox.layers.{layer}.{name}": tensor for name, tensor in block.items()}
     config = {
         "intermediate_size": said["d_mlp"],

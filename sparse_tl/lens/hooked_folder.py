@@ -63,7 +63,7 @@ def build_model(
 
 
 def save_hooked(model: HookedTransformer, folder: Path) -> None:
-    """Write configuration, weights and tokenizer into an existing folder."""
+    """Write configuration and weights into an existing folder."""
     write_json(folder / CONFIG_FILE, model_config(model))
     weights = {
         name: tensor
@@ -71,13 +71,9 @@ def save_hooked(model: HookedTransformer, folder: Path) -> None:
         if not name.endswith(tuple(f".{buffer}" for buffer in _BUFFERS))
     }
     write_tensors(folder / WEIGHTS_FILE, weights)
-    if model.tokenizer is not None:
-        model.tokenizer.save_pretrained(folder)
 
 
-def load_hooked(
-    folder: Path, *, device: str | None = None, dtype: torch.dtype | None = None
-) -> Model:
+def load_hooked(folder: Path, *, device: str, dtype: torch.dtype | None = None) -> Model:
     """The model in a folder that `save_hooked` wrote, whatever else is in it.
 
     Raises:
@@ -109,13 +105,13 @@ def _as_bridge(
     weights: dict[str, torch.Tensor],
     tokenizer: Any,
     folder: Path,
-    device: str | None,
+    device: str,
 ) -> Model:
     try:
         plain: Any = as_transformers(config, weights)
     except ValueError as error:
         raise ValueError(f"cannot load {folder}: {error}") from error
-    bridge = boot(plain.to(device or "cpu"), tokenizer, name=config.get("model_name", folder.name))
+    bridge = boot(plain.to(device), tokenizer, name=config.get("model_name", folder.name))
     bridge.cfg.default_prepend_bos = config.get("default_prepend_bos", True)
     return bridge
 

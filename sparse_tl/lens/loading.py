@@ -22,7 +22,7 @@ from sparse_tl.lens.hooked_folder import load_hooked, save_hooked
 from sparse_tl.lens.hub import fetch
 from sparse_tl.lens.hugging_face import OWN_FIELDS, quietly, read_model
 from sparse_tl.lens.plain import plain_model
-from sparse_tl.lens.points import HookedTransformer, Model
+from sparse_tl.lens.points import HookedTransformer, Model, TransformerBridge
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -112,7 +112,13 @@ def save_model(model: Model, folder: str | Path) -> None:
     folder = Path(folder)
     if isinstance(model, HookedTransformer):
         save_hooked(model, folder)
-        return
+    else:
+        _save_bridge(model, folder)
+    if model.tokenizer is not None:
+        model.tokenizer.save_pretrained(folder)
+
+
+def _save_bridge(model: TransformerBridge, folder: Path) -> None:
     (folder / CONFIG_FILE).unlink(missing_ok=True)  # of another model that was here
     with quietly():
         plain_model(model).save_pretrained(folder)
@@ -122,8 +128,6 @@ def save_model(model: Model, folder: str | Path) -> None:
     }
     config = read_json(folder / "config.json")
     write_json(folder / "config.json", {**config, OWN_FIELDS: own})
-    if model.tokenizer is not None:
-        model.tokenizer.save_pretrained(folder)
 
 
 def _of_object(source: Any, tokenizer: Any) -> Model:

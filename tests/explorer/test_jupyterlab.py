@@ -73,7 +73,7 @@ def lines(page: Any, panel: int) -> int:
 
 def test_a_session_in_jupyterlab(lab, lab_page, offline_page):
     """One long session, since starting a kernel is what takes time."""
-    nbformat = pytest.importorskip("nbformat")
+    nbformat = pytest.importorskip("nbformat", reason="pip install nbformat")
     nbconvert = pytest.importorskip("nbconvert", reason="pip install nbconvert")
     tab = lab_page
     path = lab.write("session.ipynb", SETUP, SHOW)
