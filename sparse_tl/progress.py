@@ -1,4 +1,5 @@
-"""Live progress of long work: a bar in a terminal, one line that renews itself in Jupyter.
+"""Live progress of long work: a bar in a terminal, a line a minute in a log file, and one line that
+renews itself in Jupyter.
 
 A saved notebook keeps that one line, which then says what was done and how long it took; work of
 less than half a second leaves nothing.
@@ -6,6 +7,7 @@ less than half a second leaves nothing.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +20,8 @@ from rich.table import Column
 
 DELAY, PAUSE = 0.5, 0.2
 """Seconds before a notebook shows anything, and at least between two of its updates."""
+LOG_DELAY, LOG_PAUSE = 10.0, 60.0
+"""The same of the lines of a log."""
 
 
 @contextmanager
@@ -36,8 +40,8 @@ def tracked(
     """
     if not shown:
         yield lambda measured="": None
-    elif in_notebook():
-        line = _Line(title, total, done)
+    elif in_notebook() or not Console(stderr=True).is_terminal:
+        line = (_NotebookLine if in_notebook() else _LogLines)(title, total, done)
         try:
             yield line.step
         except BaseException:
@@ -68,42 +72,76 @@ def _terminal_bar() -> Progress:
 
 
 class _Line:
-    """One output of a notebook, replaced in place: needs no widgets, and is small when saved.
+    """What was done, how long it took or will take, and what was measured last, in a line.
 
-    rich's own display leaves a widget that is gone when the notebook is opened again, and an empty
-    box.
+    Args:
+        title: what is running.
+        total: pieces of work.
+        done: pieces done before, when work is resumed.
     """
+
+    delay: float
+    """Seconds before the first line."""
+    pause: float
+    """Seconds between two lines at least."""
 
     def __init__(self, title: str, total: int, done: int) -> None:
         self.title, self.total, self.done, self.measured = title, total, done, ""
-        self._before = done
+        self._before, self._shown = done, False
         self._started = time.monotonic()
-        self._due = self._started + DELAY
-        self._handle: Any = None
+        self._due = self._started + self.delay
 
     def step(self, measured: str = "") -> None:
         self.done, self.measured = self.done + 1, measured or self.measured
         now = time.monotonic()
         if now < self._due:
             return
-        self._due = now + PAUSE
+        self._due, self._shown = now + self.pause, True
         each = (now - self._started) / (self.done - self._before)
-        meter = (
-            f'<progress value="{self.done}" max="{self.total}" style="width:10em;margin:0 0.8em;'
-            'vertical-align:middle"></progress>'
-        )
-        self._show("", f"{clock((self.total - self.done) * each)} left", meter)
+        self.show(self._said("", f"{clock((self.total - self.done) * each)} left"), running=True)
 
     def end(self, how: str = "") -> None:
         seconds = time.monotonic() - self._started
-        if self._handle is not None or seconds >= DELAY:
-            self._show(how, clock(seconds))
+        if self._shown or seconds >= DELAY:
+            self.show(self._said(how, clock(seconds)), running=False)
 
-    def _show(self, how: str, when: str, meter: str = " · ") -> None:
+    def show(self, said: str, running: bool) -> None:
+        raise NotImplementedError
+
+    def _said(self, how: str, when: str) -> str:
+        parts = (f"{how}{self.done:,} of {self.total:,}", when, self.measured)
+        return " · ".join(part for part in parts if part)
+
+
+class _LogLines(_Line):
+    """A line a minute, and one at the end: where standard error is a file."""
+
+    delay, pause = LOG_DELAY, LOG_PAUSE
+
+    def show(self, said: str, running: bool) -> None:
+        sys.stderr.write(f"{self.title} · {said}\n")
+        sys.stderr.flush()
+
+
+class _NotebookLine(_Line):
+    """One output of a notebook, replaced in place: needs no widgets, and is small when saved.
+
+    rich's own display leaves a widget that is gone when the notebook is opened again, and an empty
+    box.
+    """
+
+    delay, pause = DELAY, PAUSE
+    _handle: Any = None
+
+    def show(self, said: str, running: bool) -> None:
         from IPython.display import display  # only notebooks get here
 
-        parts = (f"{how}{self.done:,} of {self.total:,}", when, self.measured)
-        said = " · ".join(part for part in parts if part)
+        meter = " · "
+        if running:
+            meter = (
+                f'<progress value="{self.done}" max="{self.total}" style="width:10em;'
+                'margin:0 0.8em;vertical-align:middle"></progress>'
+            )
         html = (
             '<div style="font-size:0.9em;opacity:0.8;font-variant-numeric:tabular-nums">'
             f"{escape(self.title)}{meter}{escape(said)}</div>"

@@ -97,13 +97,48 @@ def test_clock(seconds: float, said: str) -> None:
     assert progress.clock(seconds) == said
 
 
-def test_a_terminal_shows_it_beside_the_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_shows_it_beside_the_output(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what makes rich believe in a terminal
     with tracked("patching", 3) as step:
         for _ in range(3):
             step()
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "patching" in captured.err and "3/3" in captured.err
+
+
+def test_a_log_has_a_line_a_minute(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with tracked("training", 200) as step:
+        for number in range(1, 201):
+            now += 1
+            step(f"loss {number}")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "training · 10 of 200 · 3:10 left · loss 10",
+        "training · 70 of 200 · 2:10 left · loss 70",
+        "training · 130 of 200 · 1:10 left · loss 130",
+        "training · 190 of 200 · 0:10 left · loss 190",
+        "training · 200 of 200 · 3:20 · loss 200",
+    ]
+
+
+def test_a_log_says_where_work_stopped(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with pytest.raises(KeyboardInterrupt), tracked("training", 9, done=2) as step:
+        now += 5
+        step("loss 0.5")
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == "training · stopped at 3 of 9 · 0:05 · loss 0.5\n"
 
 
 def test_silence(capsys: pytest.CaptureFixture[str], shown: list[str]) -> None:

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sparse_tl.files import digest
+
 Kind = TypeVar("Kind", bound="Rows")
 
 
@@ -29,6 +31,10 @@ class Rows:
     def select(self: Kind, index: Tensor | slice) -> Kind:
         """Some of the rows."""
         return self._each(lambda tensor: tensor[index])
+
+    def digest(self) -> str:
+        """A short name for exactly these rows."""
+        return digest({name: value for name, value in vars(self).items() if value is not None})
 
     def _each(self: Kind, change: Callable[[Tensor], Tensor]) -> Kind:
         given = {name: value for name, value in vars(self).items() if value is not None}

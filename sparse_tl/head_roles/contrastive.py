@@ -20,7 +20,6 @@ from sparse_tl.head_roles.fitting import (
     chosen_seeds,
     first_gates,
     fit_stage,
-    row_digest,
 )
 from sparse_tl.head_roles.likelihood import Contrast, GatedHeads, target_log_probabilities
 from sparse_tl.head_roles.roles import head_table, mean_table
@@ -118,8 +117,8 @@ def fit_contrastive_head_gates(
         settings={
             "stage": "contrast",
             "seeds": list(chosen),
-            "retain": row_digest(kept.rows),
-            "forget": row_digest(lost.rows),
+            "retain": kept.rows.digest(),
+            "forget": lost.rows.digest(),
         },
         checkpoint=checkpoint,
         title="contrastive head gates",

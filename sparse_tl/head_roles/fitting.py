@@ -20,7 +20,6 @@ from torch import Tensor
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.targets import TargetDataset
-from sparse_tl.files import digest
 from sparse_tl.head_roles.checks import check_fits
 from sparse_tl.head_roles.held_out import measured_roles
 from sparse_tl.head_roles.likelihood import GatedHeads, Likelihood
@@ -124,7 +123,7 @@ def fit_head_gates(
             settings={
                 "stage": name,
                 "seeds": list(chosen),
-                "dataset": row_digest(training.rows),
+                "dataset": training.rows.digest(),
             },
             checkpoint=None if checkpoint is None else Path(checkpoint) / name,
             title=f"head gates {name}",
@@ -232,11 +231,3 @@ def checked_parts(
     for part in parts:
         check_fits(model, part)
     return parts
-
-
-def row_digest(rows: TokenBatch) -> str:
-    """What identifies rows in a checkpoint."""
-    tensors = {"tokens": rows.tokens, "labels": rows.labels, "loss_mask": rows.loss_mask}
-    if rows.attention_mask is not None:
-        tensors["attention_mask"] = rows.attention_mask
-    return digest(tensors)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparse_tl.data.streams import TokenStream
 from sparse_tl.files import (
     atomic_folder,
     check_replaceable,
@@ -23,7 +24,7 @@ from sparse_tl.files import (
 )
 from sparse_tl.lens import read_parameters
 
-FORMAT = 1
+FORMAT = 2
 _FILES = ("state.json", "tensors.safetensors")
 _SHOWN = {"loss": "loss", "violation": "over", "lambda": "λ", "expected_per_token": "edges/token"}
 
@@ -41,6 +42,8 @@ class TrainingState:
         best_objective: the same at the best evaluation.
         misses: evaluations in a row that were not acceptable.
         retreats: how often training went back to the best weights.
+        first_batch: digest of the batch of the first step.
+        last_batch: digest of that of the last step done.
     """
 
     step: int = 0
@@ -51,6 +54,8 @@ class TrainingState:
     best_objective: dict[str, Any] = field(default_factory=dict)
     misses: int = 0
     retreats: int = 0
+    first_batch: str = ""
+    last_batch: str = ""
 
     def latest(self) -> str:
         """The last step's measurements, in nats and attention edges per token.
@@ -114,11 +119,13 @@ def load_checkpoint(
     trained: dict[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
     identity: dict[str, Any],
+    stream: TokenStream,
 ) -> TrainingState:
     """Put weights and optimizer back and return the rest; a fresh state where nothing is there.
 
     Raises:
-        ValueError: the folder holds something else, is damaged, or belongs to another run.
+        ValueError: the folder holds something else, is damaged, or belongs to another run or to one
+            on other data.
     """
     recover_folder(folder)
     check_replaceable(folder, *_FILES)
@@ -140,6 +147,7 @@ def load_checkpoint(
             state.best_weights[name] = tensor.to(trained[name].device)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"expected a whole checkpoint in {folder}; {error!r}") from error
+    _check_stream(folder, state, stream)
     for kind in _OBJECTIVES:
         getattr(state, kind).update(groups[kind])
     moments = {kind[len("optimizer/") :]: groups[kind] for kind in groups if "optimizer/" in kind}
@@ -183,3 +191,14 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
     for name, value in settings.items():
         flat |= value if isinstance(value, dict) else {name: value}
     return flat
+
+
+def _check_stream(folder: Path, state: TrainingState, stream: TokenStream) -> None:
+    """Raise unless the first batch and the last are those that the run was trained on."""
+    for step, digest in ((0, state.first_batch), (state.step - 1, state.last_batch)):
+        if stream.batch(step).digest() != digest:
+            raise ValueError(
+                f"the checkpoint in {folder} belongs to a run on other data: the batch of step "
+                f"{step} has other tokens, rows or order. Start anew in another folder, remove "
+                "this one, or give the text, batch size and seed that it was made with."
+            )

@@ -97,6 +97,11 @@ class PostTraining(Result):
         target = f"Target {self.target} nats"
         if self.min_accuracy > 0:
             target += f" with {self.min_accuracy:.2%} of the examples right"
+        if self.feasible and self.best_step == 0:
+            return (
+                f"{target} met by the model as it was before the first step alone: nothing was "
+                f"made sparser. {edges}. Allow more loss, or train for longer."
+            )
         if self.feasible:
             return f"{target} met at step {self.best_step}: {edges}."
         return (

@@ -36,6 +36,10 @@ from sparse_tl.training.objectives import Objective
 
 RETREAT_RATE = 0.7
 """What a retreat leaves of the learning rate."""
+STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
+"""Signals after which a run is saved and ends; the last is not known everywhere."""
+SAVE_AFTER = 120.0
+"""Seconds after which a checkpoint is due, however few the steps were."""
 
 
 class NonFiniteLossError(ValueError):
@@ -73,7 +77,7 @@ def train(
     Raises:
         NonFiniteLossError: NaN or infinity turned up; the last checkpoint is kept as it was.
         ValueError: the checkpoint belongs to another run.
-        KeyboardInterrupt: after Ctrl-C, once the state is saved.
+        KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, once the state is saved.
     """
     parameters = read_parameters(model)
     weights = {name: parameters[name] for name in trained}
@@ -88,7 +92,7 @@ def train(
     state, folder = TrainingState(), None
     if checkpoint is not None:
         folder = Path(checkpoint)
-        state = load_checkpoint(folder, weights, optimizer, identity)
+        state = load_checkpoint(folder, weights, optimizer, identity, stream)
     if state.step > 0:
         objective.load_state(state.objective)
     run = _Run(objective, stream, selection, config, weights, optimizer, state)
@@ -100,15 +104,19 @@ def train(
     ):
         if state.step == 0:
             run.evaluate()
+        saved = time.monotonic()
         while state.step < config.steps and not run.finished():
             run.step()
             show(state.latest())
             if state.step % config.evaluate_every == 0 or state.step == config.steps:
                 run.evaluate()
             due = state.step % config.checkpoint_every == 0 or state.step == config.steps
-            if folder is not None and (due or interrupted()):
+            late = time.monotonic() - saved > SAVE_AFTER
+            if folder is not None and (due or late or interrupted()):
                 state.objective = objective.state()
+                state.last_batch = run.batch.digest()
                 save_checkpoint(folder, state, weights, optimizer, identity)
+                saved = time.monotonic()
             if interrupted():
                 raise KeyboardInterrupt
     run.restore_best()
@@ -138,7 +146,9 @@ class _Run:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["scale"]
         generator = torch.Generator(self.device).manual_seed(config.seed * 1_000_003 + step)
-        batch = self.stream.batch(step)
+        self.batch = batch = self.stream.batch(step)
+        if step == 0:
+            self.state.first_batch = batch.digest()
         pieces = batch.split(math.ceil(len(batch) / config.accumulate))
         measured: dict[str, float] = {}
         self.optimizer.zero_grad(set_to_none=True)
@@ -258,18 +268,30 @@ def _repeatable() -> Iterator[None]:
 
 @contextmanager
 def _interrupt_noted() -> Iterator[Callable[[], bool]]:
-    """Hold Ctrl-C back until the running step is complete, so that what is saved is whole."""
+    """Hold Ctrl-C back until the running step is complete, so that what is saved is whole.
+
+    So it is with what a cluster or a closed terminal sends before it kills.
+    """
     noted = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield noted.is_set
         return
 
+    def put_back() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
     def note(number: int, frame: object) -> None:
         noted.set()
-        signal.signal(signal.SIGINT, before)  # a second Ctrl-C stops at once
+        put_back()  # a second one stops at once
 
-    before = signal.signal(signal.SIGINT, note)
+    known = [getattr(signal, name) for name in STOPPING if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in known}
+    # What is ignored stays so: `nohup` keeps a run alive when its terminal goes.
+    before = {k: v for k, v in before.items() if v not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, note)
     try:
         yield noted.is_set
     finally:
-        signal.signal(signal.SIGINT, before)
+        put_back()

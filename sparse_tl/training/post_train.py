@@ -120,9 +120,9 @@ def post_train(
 
     Raises:
         ValueError: a target below the dense model's own validation loss, unknown parameter names, a
-            checkpoint of another run.
+            checkpoint of another run or on other data.
         NonFiniteLossError: the loss or gradient became NaN or infinite.
-        KeyboardInterrupt: after Ctrl-C, once the checkpoint is written.
+        KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, once the checkpoint is written.
 
     Reference: arXiv 2512.05865, section 3; deviations: the penalty is the logarithm of the
     expected edges, and the violation is paired with the dense model on the same batch.
@@ -225,6 +225,7 @@ def post_train(
         trained=parameters,
         settings={
             **objective.settings(),
+            "validation": validation.digest(),
             "gates": repr(sparse.gates.distribution),
             "closed": None if closed is None else digest({"closed": closed}),
             "retreat_after": retreat_after,

@@ -61,7 +61,7 @@ def pretrain(
         selection,
         TrainingConfig(steps=steps, learning_rate=learning_rate, **config),
         trained=choose_trained(model, {"*": 1.0}),
-        settings={"good_enough": good_enough},
+        settings={"good_enough": good_enough, "validation": validation.digest()},
         checkpoint=checkpoint,
         title="dense model",
         progress=progress,

@@ -21,7 +21,7 @@ from sparse_tl.data.batches import TokenBatch
 from sparse_tl.files import read_json, write_json
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model
-from sparse_tl.training import NonFiniteLossError, TrainingConfig, post_train, pretrain
+from sparse_tl.training import NonFiniteLossError, TrainingConfig, loop, post_train, pretrain
 from sparse_tl.training.checkpoints import TrainingState, load_checkpoint, save_checkpoint
 
 Build = Callable[..., Model]
@@ -37,6 +37,17 @@ class Watched:
     def batch(self, step: int) -> TokenBatch:
         if step == self.step:
             self.call()
+        return self.stream.batch(step)
+
+
+class Noted:
+    """A stream that notes the steps whose batches are asked for."""
+
+    def __init__(self, stream: TokenStream) -> None:
+        self.stream, self.steps = stream, list[int]()
+
+    def batch(self, step: int) -> TokenBatch:
+        self.steps.append(step)
         return self.stream.batch(step)
 
 
@@ -350,25 +361,27 @@ def test_a_finished_run_is_read_not_repeated(
     first, again = build_tiny(), build_tiny()
     expected = _pretrain(first, stream, validation, checkpoint=tmp_path / "c")
 
-    class Untouchable:
-        def batch(self, step: int) -> TokenBatch:
-            raise AssertionError(f"step {step} was trained again")
-
-    history = _pretrain(again, Untouchable(), validation, checkpoint=tmp_path / "c")
+    noted = Noted(stream)
+    history = _pretrain(again, noted, validation, checkpoint=tmp_path / "c")
+    assert noted.steps == [0, 7]  # is this the data that it was trained on?
     assert _same_weights(first, again)
     _same_history(expected, history)
 
 
-def test_ctrl_c_saves_the_running_step(build_tiny: Build, echo_rows: Rows, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_to_stop_saves_the_running_step(
+    build_tiny: Build, echo_rows: Rows, tmp_path: Path, sent: str
+) -> None:
+    number = getattr(signal, sent)
     validation = echo_rows(seed=1)
     stream = ShuffledStream(echo_rows(), 16)
     whole, stopped, resumed = build_tiny(), build_tiny(), build_tiny()
     expected = _pretrain(whole, stream, validation, checkpoint_every=100)
-    handler = signal.getsignal(signal.SIGINT)
-    pressed = Watched(stream, 4, lambda: os.kill(os.getpid(), signal.SIGINT))
+    handler = signal.getsignal(number)
+    pressed = Watched(stream, 4, lambda: os.kill(os.getpid(), number))
     with pytest.raises(KeyboardInterrupt):
         _pretrain(stopped, pressed, validation, checkpoint=tmp_path / "c", checkpoint_every=100)
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.getsignal(number) is handler
     # The step during which it was pressed is complete and saved, far from the next regular save.
     assert _saved_step(tmp_path / "c") == 5
     history = _pretrain(
@@ -378,6 +391,32 @@ def test_ctrl_c_saves_the_running_step(build_tiny: Build, echo_rows: Rows, tmp_p
     _same_history(expected, history)
 
 
+def test_a_signal_that_is_ignored_stays_so(
+    build_tiny: Build, echo_rows: Rows, tmp_path: Path
+) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as by `nohup`
+    try:
+        closed = Watched(
+            ShuffledStream(echo_rows(), 16), 4, lambda: os.kill(os.getpid(), signal.SIGHUP)
+        )
+        _pretrain(build_tiny(), closed, echo_rows(seed=1), checkpoint=tmp_path / "c")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert _saved_step(tmp_path / "c") == 8
+
+
+def test_slow_steps_are_saved_by_the_clock(
+    build_tiny: Build, echo_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "SAVE_AFTER", 0.0)
+    killed = Watched(ShuffledStream(echo_rows(), 16), 5, _kill)
+    with pytest.raises(Killed):
+        _pretrain(
+            build_tiny(), killed, echo_rows(seed=1), checkpoint=tmp_path / "c", checkpoint_every=100
+        )
+    assert _saved_step(tmp_path / "c") == 5
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_kill_9_and_resume_gives_equal_weights(
     build_echo: Build, echo_rows: Rows, tmp_path: Path
@@ -385,16 +424,11 @@ def test_kill_9_and_resume_gives_equal_weights(
     settings: dict[str, Any] = {"steps": 20, "evaluate_every": 7, "checkpoint_every": 1}
     stream, validation = ShuffledStream(echo_rows(), 16), echo_rows(seed=1)
     killed, whole, resumed = (SparseTransformer(build_echo(), initial_bias=2.0) for _ in range(3))
-    steps: list[int] = []
+    noted = Noted(stream)
 
     class Slow:
         def batch(self, step: int) -> TokenBatch:
             time.sleep(0.02)  # so that there is a moment to be killed at
-            return stream.batch(step)
-
-    class Noted:
-        def batch(self, step: int) -> TokenBatch:
-            steps.append(step)
             return stream.batch(step)
 
     before = torch.get_num_threads()
@@ -414,11 +448,12 @@ def test_kill_9_and_resume_gives_equal_weights(
         os.kill(child, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         expected = _post_train(whole, stream, validation, **settings)
-        found = _post_train(resumed, Noted(), validation, checkpoint=tmp_path / "c", **settings)
+        found = _post_train(resumed, noted, validation, checkpoint=tmp_path / "c", **settings)
     finally:
         torch.set_num_threads(before)
-    assert 0 < steps[0] < 20
-    assert steps == list(range(steps[0], 20))
+    asked = noted.steps
+    assert asked[:2] == [0, asked[2] - 1], "the data that it was trained on so far"
+    assert 0 < asked[2] < 20 and asked[2:] == list(range(asked[2], 20))
     assert _same_weights(whole, resumed)
     _same_history(expected, found)
 
@@ -531,6 +566,41 @@ def test_a_checkpoint_of_another_run(
     assert _same_weights(fresh, untouched)
 
 
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"rows": 2}, "the batch of step 0 has other tokens"),
+        ({"batch_size": 8}, "the batch of step 0 has other tokens"),
+        ({"seed": 3}, "the batch of step 0 has other tokens"),
+        ({"validation": 2}, "validation: '.*' there, '.*' here"),
+    ],
+    ids=["text", "batch size", "seed", "held-out rows"],
+)
+def test_a_checkpoint_knows_its_data(
+    build_tiny: Build,
+    echo_rows: Rows,
+    tmp_path: Path,
+    data: dict[str, int],
+    message: str,
+    finished: bool,
+) -> None:
+    stream = ShuffledStream(echo_rows(), 16)
+    try:
+        first = stream if finished else Watched(stream, 5, _kill)
+        _pretrain(build_tiny(), first, echo_rows(seed=1), checkpoint=tmp_path / "c")
+    except Killed:
+        assert not finished
+    other = ShuffledStream(
+        echo_rows(seed=data.get("rows", 0)), data.get("batch_size", 16), data.get("seed", 0)
+    )
+    fresh, untouched = build_tiny(), build_tiny()
+    with pytest.raises(ValueError, match=f"belongs to a.*{message}"):
+        validation = echo_rows(seed=data.get("validation", 1))
+        _pretrain(fresh, other, validation, checkpoint=tmp_path / "c")
+    assert _same_weights(fresh, untouched)
+
+
 def _rewrite(name: str, content: str) -> Callable[[Path], Any]:
     return lambda folder: (folder / name).write_text(content)
 
@@ -565,9 +635,9 @@ def _file(folder: Path) -> None:
     [
         (_foreign, r"an earlier state.json.*holiday\.jpg"),
         (_rewrite("state.json", "{"), r"expected valid JSON in .*state\.json"),
-        (_rewrite("state.json", "[]"), "expected a checkpoint of format 1"),
-        (_rewrite("state.json", '{"format": 99}'), "expected a checkpoint of format 1"),
-        (_rewrite("state.json", '{"format": 1}'), "expected a whole checkpoint"),
+        (_rewrite("state.json", "[]"), "expected a checkpoint of format 2"),
+        (_rewrite("state.json", '{"format": 99}'), "expected a checkpoint of format 2"),
+        (_rewrite("state.json", '{"format": 2}'), "expected a whole checkpoint"),
         (_changed(step="x"), r"expected a whole checkpoint in .*step.* of another type"),
         (_changed(steps=0), r"expected a whole checkpoint in .*steps"),
         (_truncate, r"expected a safetensors file at .*tensors\.safetensors"),
@@ -690,17 +760,21 @@ def test_no_clip_lets_every_gradient_pass(
     assert torch.equal(*weights)
 
 
-def test_tensors_of_an_objective_are_kept(build_tiny: Build, tmp_path: Path) -> None:
-    model = build_tiny()
+def test_tensors_of_an_objective_are_kept(
+    build_tiny: Build, echo_rows: Rows, tmp_path: Path
+) -> None:
+    model, stream = build_tiny(), ShuffledStream(echo_rows(), 16)
     trained = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(model.parameters())
     state = TrainingState(
         step=3,
         objective={"lambda": 2.0, "recorded": torch.arange(6.0).view(2, 3)},
         best_objective={"recorded": torch.ones(1)},
+        first_batch=stream.batch(0).digest(),
+        last_batch=stream.batch(2).digest(),
     )
     save_checkpoint(tmp_path / "c", state, trained, optimizer, {"settings": {}})
-    found = load_checkpoint(tmp_path / "c", trained, optimizer, {"settings": {}})
+    found = load_checkpoint(tmp_path / "c", trained, optimizer, {"settings": {}}, stream)
     assert found.objective["lambda"] == 2.0
     assert torch.equal(found.objective["recorded"], state.objective["recorded"])
     assert torch.equal(found.best_objective["recorded"], torch.ones(1))

@@ -167,6 +167,14 @@ def test_a_target_that_is_not_reached(build_echo: Build, echo_rows: Rows) -> Non
     assert evaluate_held_out(sparse, echo_rows(seed=1)) == outcome.sparse
 
 
+def test_a_target_that_only_the_start_met(build_echo: Build, echo_rows: Rows) -> None:
+    sparse = SparseTransformer(build_echo(), initial_bias=50.0)
+    # So large a step ruins the model at once.
+    outcome = _post_train(sparse, echo_rows, target_loss="+0.001", steps=9, learning_rate=0.5)
+    assert outcome.feasible and outcome.best_step == 0
+    assert "before the first step alone: nothing was made sparser" in outcome.verdict
+
+
 def test_an_accuracy_is_asked_for_beside_the_loss(build_echo: Build, echo_rows: Rows) -> None:
     sparse = SparseTransformer(build_echo(), initial_bias=-30.0)
     outcome = _post_train(sparse, echo_rows, target_loss=50.0, min_accuracy=1.0, steps=3)
