@@ -120,7 +120,9 @@ def test_the_same_command_goes_on_after_ctrl_c(tmp_path: Path) -> None:
         # What comes after training is tested elsewhere, and takes far longer than these steps.
         patch.setattr("sparse_tl.runs.addition.DIGITS", ())
         assert run_command(*ADDITION, "--device", "cpu", "--out", out).code == 0
-        assert steps == [2, 0, 1], "the dense model goes on at step 2, post-training starts"
+        data, trained = steps[:2], steps[2:]
+        assert data == [0, 1], "whether it is the same data"
+        assert trained == [2, 0, 1], "the dense model goes on at step 2, post-training starts"
         assert run_command(*ADDITION, "--device", "cpu", "--out", tmp_path / "whole").code == 0
     # And ends where the uninterrupted run ended.
     for name in ("dense", "sparse"):
