@@ -14,6 +14,7 @@ from sparse_tl.lens.hooked_folder import build_model as build_model
 from sparse_tl.lens.loading import load_model as load_model, save_model as save_model
 from sparse_tl.lens.norms import Norm as Norm
 from sparse_tl.lens.places import HookFunction as HookFunction
+from sparse_tl.lens.plain import check_raw as check_raw
 from sparse_tl.lens.points import HookedModel as HookedModel, Model as Model
 from sparse_tl.lens.recording import (
     EMBEDDED as EMBEDDED,

@@ -24,6 +24,7 @@ from transformer_lens.model_bridge.sources import (
 )
 
 from sparse_tl.lens.adapter import Adapter, Slot
+from sparse_tl.lens.fidelity import check_same, few_logits
 from sparse_tl.lens.layouts import Layout, layouts
 from sparse_tl.lens.norms import Norm
 from sparse_tl.lens.places import After, Before, CachedColumns, Place, Written
@@ -47,10 +48,14 @@ def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> Transform
         name: what it is called in messages and figures.
 
     Raises:
-        ValueError: a class that TransformerLens does not know.
+        ValueError: a class that TransformerLens does not know, no causal language model, or one
+            that TransformerLens computes otherwise than transformers.
     """
-    model.set_attn_implementation("eager")
     kind = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"expected a causal language model; {kind} has an encoder and a decoder")
+    model.set_attn_implementation("eager")
+    tokens, expected = few_logits(model.eval())
     try:
         with torch.random.fork_rng(devices=[]):  # parts of joint projections are drawn at first
             bridge = build_bridge_from_module(model, kind, hf_config=model.config, model_name=name)
@@ -62,7 +67,8 @@ def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> Transform
         bridge.tokenizer = tokenizer
         found = detect_tokenizer_bos_eos(tokenizer)
         bridge.cfg.tokenizer_prepends_bos, bridge.cfg.tokenizer_appends_eos = found
-    return bridge.eval()
+    check_same(bridge.eval(), tokens, expected)
+    return bridge
 
 
 class BridgeAdapter(Adapter):

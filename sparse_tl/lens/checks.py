@@ -2,12 +2,14 @@
 
 One small forward pass each, in which only the package's own hooks run:
 
-*both*     two passes over a prompt agree: nothing is dropped at random;
+*both*     two passes over a prompt agree: nothing is dropped at random; a bridge computes what
+           the model of `transformers` does that it wraps;
 *gates*    an edit of the attention scores moves the pattern of every layer; with the pattern at
-           zero heads write nothing, and what the attention layer writes is its bias;
+           zero heads write nothing, and nothing of a token reaches the positions behind it;
 *circuits* normalisation and projection of the residual stream give q, k and v; what the heads write
            adds up to the attention layer's output, and all sources to the final residual stream;
-           unembedding that gives the logits; a pass that starts at layer 1 ends as a whole one.
+           unembedding that gives the logits; a pass that starts at layer 1 ends as a whole one;
+           heads and MLPs that are shown what they read in another prompt write what they do there.
 
 This catches what no list of architectures can, and turns a wrong number into a refusal.
 """
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from sparse_tl.lens.attaching import Order, attached, others_off
 from sparse_tl.lens.places import HookFunction
+from sparse_tl.lens.plain import check_wrapped
 from sparse_tl.lens.points import Model
 from sparse_tl.lens.recording import EMBEDDED, record
 
@@ -48,7 +51,7 @@ def check_circuits(adapter: Adapter) -> None:
     Raises:
         ValueError: it is not, with the part that differs.
     """
-    _once("circuits", adapter, _parts_add_up)
+    _once("circuits", adapter, _circuits_hold)
 
 
 @torch.no_grad()
@@ -58,6 +61,7 @@ def _once(kind: str, adapter: Adapter, check: Callable[[Adapter, Tensor], None])
     with others_off(adapter.model):
         tokens = _few_tokens(adapter)
         _repeats(adapter, tokens)
+        check_wrapped(adapter.model)
         check(adapter, tokens)
     _checked[kind].add(adapter.model)
 
@@ -83,11 +87,14 @@ def _repeats(adapter: Adapter, tokens: Tensor) -> None:
 
 def _gates_act(adapter: Adapter, tokens: Tensor) -> None:
     model = adapter.model
-    suffixes = ("attn.hook_attn_scores", "attn.hook_pattern", "attn.hook_z", "hook_attn_out")
-    scores, patterns, heads, written = map(adapter.layer_points, suffixes)
+    suffixes = ("attn.hook_attn_scores", "attn.hook_pattern", "attn.hook_z", "hook_resid_post")
+    scores, patterns, heads, residuals = map(adapter.layer_points, suffixes)
 
     def seen(
-        names: Sequence[str], edited: Sequence[str] = (), edit: HookFunction = torch.clone
+        prompts: Tensor,
+        names: Sequence[str],
+        edited: Sequence[str] = (),
+        edit: HookFunction = torch.clone,
     ) -> dict[str, list[Tensor]]:
         """What stands at some hook points while others are edited."""
         found: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -95,10 +102,10 @@ def _gates_act(adapter: Adapter, tokens: Tensor) -> None:
         hooks = [(name, Order.FIRST, edit) for name in edited]
         hooks += [(name, Order.LAST, found[name].append) for name in names]
         with attached(adapter, hooks):
-            model(tokens, return_type=None)
+            model(prompts, return_type=None)
         return found
 
-    plain = seen([*scores, *patterns, *heads, *written])
+    plain = seen(tokens, [*scores, *patterns, *heads])
     for name, values in plain.items():
         if len(values) != 1:
             raise ValueError(
@@ -106,16 +113,19 @@ def _gates_act(adapter: Adapter, tokens: Tensor) -> None:
                 f"{len(values)} times. Gates cannot sit on this model as it is configured."
             )
     ramp = torch.arange(tokens.shape[1], device=tokens.device).to(adapter.dtype)
-    moved = seen(patterns, scores, lambda values: values + ramp)
+    moved = seen(tokens, patterns, scores, lambda values: values + ramp)
     for layer, name in enumerate(patterns):
         if tokens.shape[1] > 1 and torch.equal(moved[name][0], plain[name][0]):
             _refuse(adapter, layer, "edits to its attention scores do not reach the pattern")
-    closed = seen([*heads, *written], patterns, torch.zeros_like)
+    # With the first token in two versions, what differs behind it came by way of attention.
+    two = tokens.repeat(2, 1)
+    two[1, 0] = (two[1, 0] + 1) % adapter.d_vocab
+    closed = seen(two, [*heads, *residuals], patterns, torch.zeros_like)
     for layer in range(adapter.n_layers):
         if bool(closed[heads[layer]][0].any()):
             _refuse(adapter, layer, "edits to its attention pattern do not reach its heads")
-        left = closed[written[layer]][0]
-        if not torch.allclose(left, left[:, :1].expand_as(left)):
+        first, second = closed[residuals[layer]][0][:, 1:]
+        if not torch.allclose(first, second, rtol=1e-3, atol=1e-5):
             _refuse(adapter, layer, "what it writes does not come from its heads alone")
 
 
@@ -124,6 +134,11 @@ def _refuse(adapter: Adapter, layer: int, why: str) -> None:
         f"expected a model whose attention can be gated by hooks; in layer {layer} of "
         f"{adapter.name!r} {why}: gates would have no effect on it"
     )
+
+
+def _circuits_hold(adapter: Adapter, tokens: Tensor) -> None:
+    _parts_add_up(adapter, tokens)
+    _edits_reach(adapter, tokens)
 
 
 def _parts_add_up(adapter: Adapter, tokens: Tensor) -> None:
@@ -164,6 +179,19 @@ def _parts_add_up(adapter: Adapter, tokens: Tensor) -> None:
     if adapter.n_layers > 1:
         entered = adapter.final(kept["blocks.1.hook_resid_pre"], from_layer=1)
         _same(adapter, final, entered, "the final residual stream of a pass that starts at layer 1")
+
+
+def _edits_reach(adapter: Adapter, tokens: Tensor) -> None:
+    """Heads and MLPs that are shown what they read in another prompt write what they do there."""
+    layers = range(adapter.n_layers)
+    written = [name for name in adapter.source_points() if name != EMBEDDED]
+    read = [name for layer in layers for name in adapter.destination_points(layer)]
+    there, _ = record(adapter, (tokens + 1) % adapter.d_vocab, [*written, *read])
+    replaced = {name: there[name] for name in read}
+    found, _ = record(adapter, tokens, written, replaced=replaced)
+    for name in written:
+        what = f"{name} after edits to what its layer reads"
+        _same(adapter, found[name], there[name], what)
 
 
 def _same(adapter: Adapter, found: Tensor, rebuilt: Tensor, what: str) -> None:

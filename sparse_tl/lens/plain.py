@@ -16,6 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
+from transformers import PreTrainedModel
+
+from sparse_tl.lens.fidelity import check_same, few_logits, is_known
+from sparse_tl.lens.points import Model
 
 _JOINT = ("c_attn", "query_key_value", "qkv_proj", "gate_up_proj")
 _WRAPPED = "_original_component"
@@ -26,8 +30,21 @@ def plain_model(model: TransformerBridge) -> Any:
     """A model of transformers without hooks; it shares all weights but those of joint projections.
 
     Raises:
-        ValueError: a projection that was split in a way that is not known.
+        ValueError: a bridge around something else than a model of transformers, a projection that
+            was split in a way that is not known, or weights that were processed and say something
+            else in a model of transformers.
     """
+    if not isinstance(model.original_model, PreTrainedModel):
+        raise ValueError(
+            "expected a bridge around a model of transformers, to copy, train or save it; "
+            f"{model.cfg.model_name!r} is one around a {type(model.original_model).__name__}"
+        )
+    plain = _assembled(model)
+    check_same(model, *few_logits(plain.eval()))
+    return plain.train(model.original_model.training)
+
+
+def _assembled(model: TransformerBridge) -> Any:
     joined = {split.joint: split.joined() for split in _splits(model)}
     wrapped: Any = model.original_model
     tensors: dict[str, Tensor] = {}
@@ -46,7 +63,31 @@ def plain_model(model: TransformerBridge) -> Any:
         _put(plain, name, tensors[name])
     plain.tie_weights()
     plain.generation_config = copy.deepcopy(getattr(wrapped, "generation_config", None))
-    return plain.train(wrapped.training)
+    return plain
+
+
+def check_raw(model: Model) -> None:
+    """Make sure that the weights of a model can be copied and saved, and so trained.
+
+    Raises:
+        ValueError: they cannot; see `plain_model`.
+    """
+    if isinstance(model, TransformerBridge):
+        plain_model(model)
+
+
+def check_wrapped(model: Model) -> None:
+    """Make sure that a bridge computes what the model does that it wraps.
+
+    Weights that were processed are compared when they are read: a pass is right under them.
+
+    Raises:
+        ValueError: it computes something else.
+    """
+    if not isinstance(model, TransformerBridge) or is_known(model) or model.compatibility_mode:
+        return
+    if isinstance(model.original_model, PreTrainedModel):
+        plain_model(model)
 
 
 def plain_copy(model: TransformerBridge) -> Any:

@@ -48,6 +48,9 @@ def record(
         differentiable: keep the autograd graph, from the first replaced value or the input node on:
             these are leaves, so that weights may be frozen and nothing before needs a gradient.
         attention_mask: 0 at padding.
+
+    Raises:
+        ValueError: a hook point that does not fire.
     """
     kept: dict[str, Tensor] = {}
     changed = {} if replaced is None else {name: replaced[name] for name in replaced}
@@ -65,7 +68,14 @@ def record(
         (name, Order.LAST, partial(keep, name)) for name in dict.fromkeys(every)
     ]
     with attached(adapter, hooks), torch.set_grad_enabled(differentiable):
-        return kept, adapter.final(tokens, attention_mask=attention_mask)
+        final = adapter.final(tokens, attention_mask=attention_mask)
+    silent = [name for name in names if name not in kept]
+    if silent:
+        raise ValueError(
+            f"expected every part of {adapter.name!r} to be called in a forward pass; {silent[0]} "
+            "never fires: the model computes it by other means, and its parts cannot be told apart"
+        )
+    return kept, final
 
 
 @torch.no_grad()

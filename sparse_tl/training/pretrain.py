@@ -9,7 +9,7 @@ import pandas as pd
 
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.streams import TokenStream
-from sparse_tl.lens import Model
+from sparse_tl.lens import Model, check_raw
 from sparse_tl.training.config import Metrics, Selection, TrainingConfig, choose_trained
 from sparse_tl.training.evaluation import evaluate_held_out
 from sparse_tl.training.loop import train
@@ -43,7 +43,11 @@ def pretrain(
 
     Returns:
         The history, one row per step.
+
+    Raises:
+        ValueError: weights that were processed, and cannot be saved.
     """
+    check_raw(model)
 
     def evaluate() -> Metrics:
         measured = evaluate_held_out(model, validation)

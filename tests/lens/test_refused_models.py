@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,15 @@ import torch
 import transformers
 from architectures import CONTEXT, D_MODEL, N_HEADS, VOCABULARY, plain_transformer
 
-from sparse_tl import CircuitEdges, GatedRun, SparseTransformer
-from sparse_tl.lens import adapt, boot, check_circuits, check_gates
+from sparse_tl import (
+    CircuitEdges,
+    GatedRun,
+    PromptPairs,
+    SparseTransformer,
+    attribute_circuit_edges,
+    logit_difference,
+)
+from sparse_tl.lens import adapt, boot, check_circuits, check_gates, save_model
 
 ODD: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": (
@@ -60,6 +68,16 @@ ODD: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": CONTEXT,
         },
     ),
+    "cohere": (
+        "CohereConfig",
+        {
+            "hidden_size": D_MODEL,
+            "num_hidden_layers": 2,
+            "num_attention_heads": N_HEADS,
+            "intermediate_size": 48,
+            "max_position_embeddings": CONTEXT,
+        },
+    ),
 }
 
 
@@ -74,26 +92,73 @@ def odd(name: str) -> Any:
     return boot(model.eval(), name=name)
 
 
+def native() -> Any:
+    """A bridge around TransformerLens's own model, not one of transformers."""
+    from transformer_lens.config import TransformerBridgeConfig
+    from transformer_lens.model_bridge import TransformerBridge
+
+    sizes = {"d_model": D_MODEL, "d_head": D_MODEL // N_HEADS, "n_heads": N_HEADS, "n_layers": 2}
+    config = TransformerBridgeConfig(
+        **sizes, n_ctx=CONTEXT, d_vocab=VOCABULARY, d_mlp=48, act_fn="relu"
+    )
+    return TransformerBridge.boot_native(config)
+
+
+DELEGATED = "edits to its attention scores do not reach the pattern"
+UNSHARED = "its MLPs read what a normalisation makes for attention"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["opt", "gptj", "gpt_neo", "native"])
+def test_models_without_gates(name: str) -> None:
+    model = native() if name == "native" else odd(name)
+    with pytest.raises(ValueError, match=f"in layer 0 of .* {DELEGATED}: gates would have no"):
+        SparseTransformer(model)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("opt", "expected"),
-        ("gptj", "edits to its attention scores do not reach the pattern"),
-        ("gpt_neo", "edits to its attention scores do not reach the pattern"),
+        ("opt", "blocks.0.mlp_normalized never fires: the model computes it by other means"),
+        ("gptj", UNSHARED),
+        ("phi", UNSHARED),
+        ("cohere", UNSHARED),
     ],
 )
-def test_models_without_gates(name: str, why: str) -> None:
+def test_models_without_circuits(name: str, why: str) -> None:
+    model = odd(name)
+    ones = torch.ones(3, 1, dtype=torch.long)
+    pairs = PromptPairs(*torch.randint(VOCABULARY, (2, 3, 6)), ones, ones + 1, 5 * ones[:, 0])
+    if name in ("phi", "cohere"):
+        check_gates(adapt(model))
     with pytest.raises(ValueError, match=why):
-        SparseTransformer(odd(name))
+        attribute_circuit_edges(model, pairs, logit_difference, progress=False)
+    with pytest.raises(ValueError, match=why):
+        check_circuits(adapt(model))
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_models_without_circuits() -> None:
-    adapter = adapt(odd("phi"))
-    check_gates(adapter)
-    with pytest.raises(ValueError, match="its MLPs read what a normalisation makes for attention"):
-        check_circuits(adapter)
+def test_a_bridge_around_no_model_of_transformers(tmp_path: Path) -> None:
+    model = native()
+    why = "a bridge around a model of transformers, to copy, train or save it; .* NativeModel"
+    for use in (adapt(model).copy, lambda: save_model(model, tmp_path)):
+        with pytest.raises(ValueError, match=why):
+            use()
+
+
+def test_a_bridge_that_drops_edits_to_what_heads_read() -> None:
+    model = boot(plain_transformer("llama"))
+    project = model.blocks[1].attn.q.original_component
+    model.blocks[1].attn.q.__dict__["forward"] = lambda x: (
+        model.blocks[1].attn.q.hook_out(project(x)),
+        project(x),
+    )[1]
+    check_gates(adapt(model))
+    with pytest.raises(
+        ValueError, match="blocks.1.attn.hook_z after edits to what its layer reads"
+    ):
+        check_circuits(adapt(model))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,0 +1,104 @@
+"""Whether a bridge computes what the model of `transformers` does that it wraps.
+
+TransformerLens computes attention itself, and knows some settings of a configuration not at all:
+GPT-2's ``scale_attn_weights=False``, for one. No list of them is complete; a few logits are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformer_lens.model_bridge import TransformerBridge
+
+from sparse_tl.lens.attaching import others_off
+
+_LENGTH = 8
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}
+_HALVES = 0.1  # rounding alone makes 2 % in bfloat16
+_known: WeakSet[TransformerBridge] = WeakSet()
+
+
+@torch.no_grad()
+def few_logits(model: Any) -> tuple[Int[Tensor, "1 pos"], Float[Tensor, "1 pos vocab"]]:
+    """A prompt that means nothing, always the same, and what a model of `transformers` says.
+
+    Raises:
+        ValueError: the model fails on it.
+    """
+    generator, config = torch.Generator().manual_seed(0), model.config.get_text_config()
+    length = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
+    tokens = torch.randint(config.vocab_size, (1, length), generator=generator)
+    tokens = tokens.to(model.get_input_embeddings().weight.device)
+    try:
+        return tokens, model(tokens).logits
+    except Exception as error:  # whatever a configuration leads the model's own code to
+        raise ValueError(
+            f"expected a {type(model).__name__} that runs; on a prompt of {length} tokens it fails "
+            f"with {type(error).__name__}: {error}"
+        ) from error
+
+
+@torch.no_grad()
+def check_same(
+    bridge: TransformerBridge,
+    tokens: Int[Tensor, "1 pos"],
+    expected: Float[Tensor, "1 pos vocab"],
+) -> None:
+    """Make sure that a bridge without hooks gives these logits.
+
+    Half of the positions may differ: experts are chosen anew where rounding decides.
+
+    Raises:
+        ValueError: it gives others.
+    """
+    with others_off(bridge), _evaluated(bridge):
+        found = bridge(tokens)
+    largest = expected.abs().max().clamp(min=1e-30)
+    off = ((found - expected).abs().amax(dim=-1).median() / largest).item()
+    if off > _TOLERANCE.get(expected.dtype, _HALVES):
+        raise ValueError(_said(bridge, f"its logits are off by {off:.2g} of the largest"))
+    _known.add(bridge)
+
+
+def is_known(bridge: TransformerBridge) -> bool:
+    """Whether it was the same as the model that it wraps when it was last compared."""
+    return bridge in _known
+
+
+def _said(bridge: TransformerBridge, off: str) -> str:
+    if bridge.compatibility_mode:
+        return (
+            f"expected raw weights in {bridge.cfg.model_name!r}, to copy, train or save it; read "
+            f"as weights of a model of transformers {off}, since enable_compatibility_mode() has "
+            "folded some into others. Load it anew, or enable that with no_processing=True"
+        )
+    config = bridge.original_model.config
+    advice = "Use a model without such a setting"
+    if getattr(config, "scale_attn_weights", True) is False:
+        advice = (
+            "scale_attn_weights=False is one: multiply weights and biases of q by the square root "
+            "of a head's size, and leave it out"
+        )
+    return (
+        f"expected a TransformerBridge that computes what transformers does; around the "
+        f"{type(bridge.original_model).__name__} of {bridge.cfg.model_name!r} {off}. This version "
+        f"of TransformerLens leaves out something that its configuration asks for. {advice}"
+    )
+
+
+@contextmanager
+def _evaluated(model: torch.nn.Module) -> Iterator[None]:
+    """Inside the block nothing is dropped at random."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
