@@ -6,6 +6,7 @@ fetch and code to trust, devices and seeds; none of that is read from a file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,13 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
         _INTEGERS.split(), (lambda v: type(v) is int and v > 0, "a whole number from 1")
     ),
-    **dict.fromkeys(_NUMBERS.split(), (lambda v: type(v) in (int, float), "a number")),
+    **dict.fromkeys(
+        _NUMBERS.split(), (lambda v: type(v) in (int, float) and math.isfinite(v), "a number")
+    ),
+    **dict.fromkeys(
+        ("eps", "rotary_base"),
+        (lambda v: type(v) in (int, float) and 0 < v < math.inf, "a number above 0"),
+    ),
     **dict.fromkeys(_BOOLEANS.split(), (lambda v: type(v) is bool, "true or false")),
     **dict.fromkeys(_STRINGS.split(), (lambda v: type(v) is str, "a string")),
     **{name: (known.__contains__, f"one of {known}") for name, known in _CHOICES.items()},
@@ -112,4 +119,9 @@ def read_architecture(file: Path) -> dict[str, Any]:
     missing = [name for name in _REQUIRED if name not in fields]
     if missing:
         raise ValueError(f"expected all fields of an architecture in {file}; it lacks {missing}")
+    if "n_heads" not in fields and fields["d_model"] % fields["d_head"]:
+        raise ValueError(
+            f"expected n_heads in {file}, or a d_head that divides d_model; got d_model = "
+            f"{fields['d_model']} and d_head = {fields['d_head']}"
+        )
     return fields

@@ -25,6 +25,7 @@ from transformer_lens.model_bridge.sources import (
 
 from sparse_tl.lens.adapter import Adapter, Slot
 from sparse_tl.lens.fidelity import check_same, few_logits
+from sparse_tl.lens.hugging_face import check_tokenizer
 from sparse_tl.lens.layouts import Layout, layouts
 from sparse_tl.lens.norms import Norm
 from sparse_tl.lens.places import After, Before, CachedColumns, Place, Written
@@ -48,8 +49,8 @@ def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> Transform
         name: what it is called in messages and figures.
 
     Raises:
-        ValueError: a class that TransformerLens does not know, no causal language model, or one
-            that TransformerLens computes otherwise than transformers.
+        ValueError: a class that TransformerLens does not know, no causal language model, one that
+            TransformerLens computes otherwise than transformers, or a tokenizer of another model.
     """
     kind = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -62,7 +63,9 @@ def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> Transform
     except (KeyError, ValueError) as error:
         raise ValueError(f"expected a model that TransformerLens knows; {kind}: {error}") from error
     if tokenizer is not None:
-        if tokenizer.pad_token is None:  # texts of several lengths are padded
+        check_tokenizer(tokenizer, bridge.cfg.d_vocab)
+        pad = tokenizer.pad_token_id
+        if pad is None or pad >= bridge.cfg.d_vocab:  # texts of several lengths are padded
             tokenizer.pad_token = tokenizer.eos_token
         bridge.tokenizer = tokenizer
         found = detect_tokenizer_bos_eos(tokenizer)

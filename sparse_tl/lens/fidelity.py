@@ -29,19 +29,25 @@ def few_logits(model: Any) -> tuple[Int[Tensor, "1 pos"], Float[Tensor, "1 pos v
     """A prompt that means nothing, always the same, and what a model of `transformers` says.
 
     Raises:
-        ValueError: the model fails on it.
+        ValueError: the model fails on it, or returns NaN.
     """
     generator, config = torch.Generator().manual_seed(0), model.config.get_text_config()
     length = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
-    tokens = torch.randint(config.vocab_size, (1, length), generator=generator)
-    tokens = tokens.to(model.get_input_embeddings().weight.device)
     try:
-        return tokens, model(tokens).logits
+        tokens = torch.randint(config.vocab_size, (1, length), generator=generator)
+        tokens = tokens.to(model.get_input_embeddings().weight.device)
+        logits = model(tokens).logits
     except Exception as error:  # whatever a configuration leads the model's own code to
         raise ValueError(
             f"expected a {type(model).__name__} that runs; on a prompt of {length} tokens it fails "
             f"with {type(error).__name__}: {error}"
         ) from error
+    if logits.isnan().any():
+        raise ValueError(
+            f"expected a {type(model).__name__} that returns numbers; its logits are NaN. Its "
+            f"weights are damaged, or too large for {logits.dtype}"
+        )
+    return tokens, logits
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from sparse_tl.lens.architecture import CONFIG_FILE, dtype_named, model_config, 
 from sparse_tl.lens.bridge import boot
 from sparse_tl.lens.conversion import as_transformers
 from sparse_tl.lens.data_files import check_depth, has_tokenizer
-from sparse_tl.lens.hugging_face import read_tokenizer
+from sparse_tl.lens.hugging_face import check_tokenizer, read_tokenizer
 from sparse_tl.lens.points import HookedTransformer, Model
 
 try:
@@ -28,6 +28,7 @@ except ImportError:  # there is none from version 4 on
     HookedTransformerConfig = None
 
 WEIGHTS_FILE = "model.safetensors"
+_SIZES = ("d_model", "d_head", "n_heads", "n_key_value_heads", "d_mlp", "d_vocab", "d_vocab_out")
 _BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 
 
@@ -86,11 +87,13 @@ def load_hooked(folder: Path, *, device: str, dtype: torch.dtype | None = None) 
         raise ValueError(f"expected the weights in {file}; there is no such file")
     weights = read_tensors(file)
     check_depth(config["n_layers"], len(weights), f"{folder / CONFIG_FILE} as n_layers")
+    _check_sizes(config, weights, folder)
     if dtype is not None:
         config["dtype"] = str(dtype).removeprefix("torch.")
     tokenizer = None
     if has_tokenizer(folder):
         tokenizer = read_tokenizer(folder, adds_bos=config.get("tokenizer_prepends_bos", True))
+        check_tokenizer(tokenizer, config.get("d_vocab", len(tokenizer)))
     if HookedTransformerConfig is None:
         return _as_bridge(config, weights, tokenizer, folder, device)
     model = build_model({**config, "init_weights": False}, device=device)
@@ -98,6 +101,17 @@ def load_hooked(folder: Path, *, device: str, dtype: torch.dtype | None = None) 
         _set_tokenizer(model, tokenizer)
     _load_weights(model, weights, file)
     return model
+
+
+def _check_sizes(config: dict[str, Any], weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Refuse sizes beyond what there is in the weights, before a tensor of such a size is made."""
+    held = sum(tensor.numel() for tensor in weights.values())
+    large = {name: config[name] for name in _SIZES if config.get(name, 0) > held}
+    if large:
+        raise ValueError(
+            f"expected sizes that the {held:,} numbers in {folder / WEIGHTS_FILE} can fill in "
+            f"{folder / CONFIG_FILE}; got {large}"
+        )
 
 
 def _as_bridge(

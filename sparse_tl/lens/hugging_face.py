@@ -109,6 +109,24 @@ def read_tokenizer(folder: Path, *, adds_bos: bool = False) -> Any:
         return _tokenizer_in(data, folder, adds_bos=adds_bos)
 
 
+def check_tokenizer(tokenizer: Any, d_vocab: int) -> None:
+    """Make sure that a tokenizer is one of a model with so many tokens.
+
+    The model may have more, since vocabularies are padded; and a few added ones may be beyond it,
+    such as Gemma 3's for images.
+
+    Raises:
+        ValueError: it numbers more tokens, or begins texts with one that the model lacks.
+    """
+    bos = tokenizer.bos_token_id
+    if tokenizer.vocab_size > d_vocab or (bos is not None and bos >= d_vocab):
+        raise ValueError(
+            f"expected a tokenizer of a model with {d_vocab} tokens; got one of "
+            f"{tokenizer.vocab_size} tokens that begins texts with number {bos}. It belongs to "
+            "another model: give the model its own, or leave the tokenizer's files out"
+        )
+
+
 def _check_size(data: Path, held: int) -> None:
     """Refuse a configuration of more numbers than the files hold, before any is made."""
     from transformers import AutoConfig, AutoModelForCausalLM

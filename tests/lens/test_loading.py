@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     GPT2Config,
+    GPT2LMHeadModel,
     GPTNeoXConfig,
     LlamaConfig,
     OlmoConfig,
@@ -337,3 +338,29 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, damage: str) -> None:
     with pytest.raises(ValueError, match=f"(?s){message}") as caught:
         load_model(folder, device="cpu")
     assert str(folder) in str(caught.value)
+
+
+def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "model")
+    _change_weights(folder, lambda w: w.update({NORM: torch.full((16,), float("nan"))}))
+    with pytest.raises(ValueError, match=rf"{folder}: .*its logits are NaN"):
+        load_model(folder, device="cpu")
+
+
+@pytest.mark.parametrize("place", ["folder", "argument"])
+def test_a_tokenizer_of_another_model(tmp_path: Path, place: str) -> None:
+    small = {"vocab_size": 20, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    GPT2LMHeadModel(GPT2Config(**small)).save_pretrained(tmp_path)
+    if place == "folder":
+        _tokenizer().save_pretrained(tmp_path)
+    message = "a tokenizer of a model with 20 tokens; got one of 30 tokens .* another model"
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path, device="cpu", tokenizer=_tokenizer() if place == "argument" else None)
+
+
+def test_a_padding_token_that_the_model_lacks(tmp_path: Path) -> None:
+    """Added to a tokenizer whose model was not resized, as many on the hub are."""
+    tokenizer = _tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<padding>"})
+    model = load_model(_hugging_face("llama"), tokenizer=tokenizer)
+    assert int(model.to_tokens(["w4 w5", "w6"]).max()) < 30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -53,7 +54,7 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _change(file: Path, **fields: Any) -> None:
     content = read_json(file) if file.exists() else {}
-    write_json(file, {**content, **fields})
+    file.write_text(json.dumps({**content, **fields}))  # NaN too, which Python reads
 
 
 def _add_code(folder: Path, marker: Path) -> None:
@@ -264,7 +265,15 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str, form: str) -> None:
         ({"n_layers": "2"}, "a whole number from 1 as n_layers"),
         ({"n_layers": True}, "a whole number from 1 as n_layers"),
         ({"n_heads": 0}, "a whole number from 1 as n_heads"),
-        ({"eps": None}, "a number as eps"),
+        ({"eps": None}, "a number above 0 as eps"),
+        ({"eps": -1}, "a number above 0 as eps"),
+        ({"attn_scale": float("nan")}, "a number as attn_scale"),
+        ({"n_heads": 10**7}, r"that the 2,941 numbers in .*fill in .*config.json.*'n_heads'"),
+        ({"d_head": 10**7, "n_heads": 1}, r"numbers in .* can fill .*'d_head': 10000000"),
+        ({"d_model": 10**7}, r"numbers in .* can fill .*'d_model': 10000000"),
+        ({"d_vocab": 10**12}, r"numbers in .* can fill .*'d_vocab': 1000000000000"),
+        ({"d_head": 24}, "n_heads in .*, or a d_head that divides d_model"),
+        ({"n_layers": 10**7}, "layers that the 22 weights can fill .* as n_layers; got 10000000"),
         ({"gated_mlp": 1}, "true or false as gated_mlp"),
         ({"dtype": "uint8"}, "one of .*float32.* as dtype"),
         ({"normalization_type": "BatchNorm"}, "one of .*RMS.* as normalization_type"),
