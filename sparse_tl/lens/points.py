@@ -9,7 +9,19 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
 if TYPE_CHECKING:
-    from transformer_lens import HookedTransformer
+
+    class HookedTransformer(nn.Module):
+        """What type checkers see: the version that they read has none any more."""
+
+        cfg: Any
+        tokenizer: Any
+        hook_dict: dict[str, Any]
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+        def to_tokens(self, *args: Any, **kwargs: Any) -> Any: ...
+
+        def __getattr__(self, name: str) -> Any: ...
 else:
     try:
         from transformer_lens import HookedTransformer
