@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
-from random_models import KINDS, random_pairs, shaken
+from double_precision import DoublePrecision
+from random_models import KINDS, ROUNDED, random_pairs, shaken
 
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.lens import Model
 
 
+@pytest.fixture
+def double_precision() -> Iterator[None]:
+    """Models in float64 compute nothing in float32."""
+    with DoublePrecision():
+        yield
+
+
 @pytest.fixture(params=list(KINDS))
 def model(request: pytest.FixtureRequest, build_tiny: Callable[..., Model]) -> Model:
-    """Every kind in turn, in float64."""
-    return shaken(build_tiny(**KINDS[request.param], dtype="float64"))
+    """Every kind in turn, in float64 throughout."""
+    kind = request.param
+    if kind in ROUNDED:
+        request.getfixturevalue("double_precision")
+    return shaken(build_tiny(**KINDS[kind], dtype="float64"))
 
 
 @pytest.fixture

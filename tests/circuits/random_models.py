@@ -25,6 +25,8 @@ MORE_KINDS: dict[str, dict[str, Any]] = KINDS | {
     "qk_norm": {"kind": "grouped", "use_qk_norm": True},
 }
 """Also those that differ only in how the stream is normalised and read."""
+ROUNDED = ("grouped", "folded", "folded_rms", "qk_norm")
+"""Those of which transformers computes parts in float32, even in float64."""
 
 
 def shaken(model: Model) -> Model:

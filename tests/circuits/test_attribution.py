@@ -47,6 +47,7 @@ def _slow_scores(
     return scores / len(pairs)
 
 
+@pytest.mark.usefixtures("double_precision")
 @pytest.mark.parametrize("kind", MORE_KINDS)
 def test_fast_equals_slow(build_tiny: Build, kind: str) -> None:
     model = shaken(build_tiny(**MORE_KINDS[kind], dtype="float64"))
@@ -57,6 +58,7 @@ def test_fast_equals_slow(build_tiny: Build, kind: str) -> None:
     torch.testing.assert_close(fast.values, slow, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.usefixtures("double_precision")
 @pytest.mark.parametrize("kind", MORE_KINDS)
 def test_integrated_gradients_are_those_of_eap_ig(build_tiny: Build, kind: str) -> None:
     """EAP-IG's code takes k = 0..4 of 5 steps, ours 1..5: with the same k both agree."""
@@ -114,7 +116,7 @@ def test_integrated_gradients_are_complete(model: Model) -> None:
             for tokens in (pairs.clean, pairs.corrupted)
         )
     errors = []
-    for steps in (16, 64):
+    for steps in (32, 128):
         scores = attribute_circuit_edges(
             model, pairs, logit_difference, method="eap-ig", steps=steps
         ).values

@@ -196,7 +196,7 @@ def test_a_model_that_lost_its_attention_patterns_is_a_message(build_small):
     model = build_small()
     explorer = explore({"m": model}, PROMPT)
     old = explorer._panels
-    del model.blocks[0].attn.hook_pattern
+    model.blocks[0].attn.hook_pattern = torch.nn.Identity()
     ask(explorer, action="edges", panel=0, edges=[[0, 0, 3, 3]])
     assert "'blocks.0.attn.hook_pattern'" in explorer._message["text"]
     assert explorer._panels == old
@@ -243,7 +243,7 @@ def test_a_message_from_the_start_is_over_with_a_prompt_that_fits(explorer, mode
 
 def test_a_model_without_attention_patterns_is_a_message_from_the_start(build_small):
     hookless = build_small()
-    del hookless.blocks[0].attn.hook_pattern
+    hookless.blocks[0].attn.hook_pattern = torch.nn.Identity()
     explorer = explore({"m": hookless}, PROMPT)
     assert "'blocks.0.attn.hook_pattern'" in explorer._message["text"]
     assert repr(explorer).startswith("CircuitExplorer(nothing to show: ")
