@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,9 +108,9 @@ def test_a_broken_folder(
 @pytest.mark.filterwarnings("ignore:A hook on attn.hook_attn_scores returned")
 def test_a_model_with_attention_that_ignores_gates(tmp_path: Path) -> None:
     """GPT-J's own attention is called as a whole, and what hooks make of its pattern is lost."""
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "rotary_dim": 4}
-    transformers.GPTJForCausalLM(
-        transformers.GPTJConfig(vocab_size=20, bos_token_id=1, eos_token_id=2, **sizes)
-    ).save_pretrained(tmp_path / "model")
+    sizes: dict[str, Any] = {"vocab_size": 20, "n_positions": 16, "n_embd": 32, "rotary_dim": 4}
+    sizes |= {"n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+    model = transformers.GPTJForCausalLM(transformers.GPTJConfig(**sizes))
+    model.save_pretrained(tmp_path / "model")
     (found,) = failed(run_doctor(tmp_path / "model", device="cpu"))
     assert "can be gated by hooks; in layer 0" in found.found
