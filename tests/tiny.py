@@ -115,17 +115,18 @@ def _bridge(description: dict[str, Any], seed: int, tokenizer: Any) -> Any:
         _randomise(hf_model)
     model = boot(hf_model.to(getattr(torch, dtype)), tokenizer, name=name)
     model.cfg.default_prepend_bos = prepends_bos
-    for module in model.modules():
-        if isinstance(getattr(module, "original_component", None), torch.nn.Identity):
-            # A bridge computes GPT-2's normalisations by itself unless it is told to call them.
-            module.__dict__["use_native_layernorm_autograd"] = True
+    if description["normalization_type"] is None:
+        for module in list(model.modules()):
+            if isinstance(getattr(module, "original_component", None), torch.nn.LayerNorm):
+                module.set_original_component(torch.nn.Identity())
+                # A bridge computes normalisations by itself unless it is told to call them.
+                module.__dict__["use_native_layernorm_autograd"] = True
     return model
 
 
 def _hugging_face(fields: dict[str, Any]) -> Any:
     """A model of the architecture that has just these features."""
     import transformers
-    from torch import nn
 
     d_model, n_heads, d_head = (fields.pop(name) for name in ("d_model", "n_heads", "d_head"))
     activation, d_mlp = fields.pop("act_fn"), fields.pop("d_mlp", None)
@@ -148,7 +149,7 @@ def _hugging_face(fields: dict[str, Any]) -> Any:
     if d_head * n_heads != d_model or "n_key_value_heads" in fields:
         kv_heads = fields.pop("n_key_value_heads", n_heads)
         sizes |= {"head_dim": d_head, "num_key_value_heads": kv_heads}
-    unnormalised = fields["normalization_type"] is None
+    unnormalised = fields["normalization_type"] is None  # once it is wrapped, see above
     features = fields | {"normalization_type": "LN"} if unnormalised else fields
     for known, config in _ARCHITECTURES:
         if known == features and ("head_dim" in sizes) <= (config in _FREE_HEADS):
@@ -157,10 +158,6 @@ def _hugging_face(fields: dict[str, Any]) -> Any:
     else:
         pytest.skip(f"of HookedTransformer alone: {fields}, heads of {d_head} in {d_model}")
     hf_model: Any = transformers.AutoModelForCausalLM.from_config(config)
-    for parent in list(hf_model.modules()) if unnormalised else ():
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.LayerNorm):
-                setattr(parent, name, nn.Identity())
     return hf_model.eval()
 
 
