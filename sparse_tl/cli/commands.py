@@ -240,8 +240,9 @@ def doctor(
 ) -> None:
     """Check that this machine, and a model of your choice, can do what the other commands need.
 
-    Shows versions, devices, the cache of built-in models, and whether gates work on a small model
-    and on yours. The exit code is 1 where something that is needed fails.
+    Shows versions, devices and the cache of built-in models, and what a small model and yours can
+    be given to: gates, circuits, prompts that are padded on the left, training and saving. Each is
+    tried in numbers. The exit code is 1 where something fails.
     """
     from sparse_tl.runs import run_doctor
 

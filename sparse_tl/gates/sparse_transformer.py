@@ -95,7 +95,9 @@ class SparseTransformer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model under its gates; arguments and result are the model's."""
-        return self.model_under_gates()(*args, **kwargs)
+        model = self.model_under_gates()
+        adapt(model).check_mask(kwargs.get("attention_mask"))
+        return model(*args, **kwargs)
 
     def run_with_cache(self, *args: Any, **kwargs: Any) -> Any:
         """`run_with_cache` of the model; the cache holds gated patterns."""
@@ -227,6 +229,7 @@ class SparseTransformer(nn.Module):
 
         Raises:
             RuntimeError: they were taken off, by `unwrap` or behind the wrapper's back.
+            ValueError: another bridge has taken the model's parts.
         """
         if self._hooks_on is None:
             raise RuntimeError("this wrapper was unwrapped; wrap the model again to use its gates")
@@ -235,7 +238,7 @@ class SparseTransformer(nn.Module):
                 "the gates' hooks were removed from the model (by "
                 "reset_hooks(including_permanent=True)?); unwrap and wrap the model again"
             )
-        return self.model
+        return adapt(self.model).model  # refuses one whose parts another bridge has taken
 
     def dense_copy(self) -> Model:
         """A frozen copy of the model as it is now, without gates."""

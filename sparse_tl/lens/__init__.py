@@ -8,10 +8,14 @@ from sparse_tl.lens.attaching import (
     Order as Order,
     attached as attached,
 )
-from sparse_tl.lens.bridge import boot as boot
+from sparse_tl.lens.booting import boot as boot
 from sparse_tl.lens.checks import check_circuits as check_circuits, check_gates as check_gates
 from sparse_tl.lens.hooked_folder import build_model as build_model
-from sparse_tl.lens.loading import load_model as load_model, save_model as save_model
+from sparse_tl.lens.loading import (
+    check_folder as check_folder,
+    load_model as load_model,
+    save_model as save_model,
+)
 from sparse_tl.lens.norms import Norm as Norm
 from sparse_tl.lens.places import HookFunction as HookFunction
 from sparse_tl.lens.plain import check_raw as check_raw

@@ -24,7 +24,7 @@ from sparse_tl.lens.norms import Norm
 from sparse_tl.lens.places import Place
 from sparse_tl.lens.points import Model, hook_point
 from sparse_tl.lens.recording import EMBEDDED
-from sparse_tl.lens.shortcuts import mlp_only_at, sees_first
+from sparse_tl.lens.shortcuts import mlp_only_at, repeated, sees_first
 
 Slot = Literal["q", "k", "v"]
 
@@ -125,6 +125,9 @@ class Adapter(ABC):
         if len(outside):
             raise ValueError(f"expected tokens in 0..{self.d_vocab - 1}; got {int(outside[0])}")
 
+    def check_mask(self, attention_mask: Int[Tensor, "batch pos"] | None) -> None:  # noqa: B027
+        """Raise a ValueError where the model returns NaN for prompts that are padded so."""
+
     # ---- hook points -----------------------------------------------------------------------------
 
     @abstractmethod
@@ -197,14 +200,14 @@ class Adapter(ABC):
         """
         if from_layer and not inputs.is_floating_point():
             raise ValueError("expected the residual stream to start from a layer above 0")
-        mask = None if attention_mask is None else _repeated(attention_mask, copies)
+        mask = None if attention_mask is None else repeated(attention_mask, copies)
         everywhere = inputs.new_ones(inputs.shape[:2], dtype=torch.bool) if read is None else read
         once = len(inputs) if attend_once and copies > 1 else None
         with (
-            self.only_at(_repeated(everywhere, copies)),
+            self.only_at(repeated(everywhere, copies)),
             sees_first(self.model.blocks[from_layer].attn, once),
         ):
-            return self._final(_repeated(inputs, copies), from_layer, mask)
+            return self._final(repeated(inputs, copies), from_layer, mask)
 
     @contextmanager
     def only_at(self, read: Bool[Tensor, "batch pos"]) -> Iterator[None]:
@@ -293,7 +296,3 @@ class Adapter(ABC):
         """Let the configuration say where the weights are now, and in which dtype."""
         self.model.cfg.device = str(self.device)
         self.model.cfg.dtype = self.dtype
-
-
-def _repeated(rows: Tensor, copies: int) -> Tensor:
-    return rows if copies == 1 else rows.repeat(copies, *[1] * (rows.ndim - 1))

@@ -13,19 +13,15 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.exceptions import StopAtLayerException
-from transformer_lens.model_bridge.sources import (
-    build_bridge_from_module,
-    detect_tokenizer_bos_eos,
-)
 
 from sparse_tl.lens.adapter import Adapter, Slot
-from sparse_tl.lens.fidelity import check_same, few_logits
-from sparse_tl.lens.hugging_face import check_tokenizer
+from sparse_tl.lens.attaching import others_off
+from sparse_tl.lens.booting import boot, check_alone
 from sparse_tl.lens.layouts import Layout, layouts
 from sparse_tl.lens.norms import Norm
 from sparse_tl.lens.places import After, Before, CachedColumns, Place, Written
@@ -34,44 +30,6 @@ from sparse_tl.lens.points import hook_point
 
 _PARTS = ("embed", "blocks", "ln_final", "unembed")
 _HALVES = (torch.float16, torch.bfloat16)
-
-
-def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> TransformerBridge:
-    """A bridge around a causal language model of `transformers`, ready to be analysed.
-
-    The model itself gets the hooks; nothing is copied and nothing is fetched. It is in evaluation
-    mode afterwards, and its attention is computed step by step, since hooks see nothing of a fused
-    one.
-
-    Args:
-        model: of `transformers`; TransformerLens must know its class.
-        tokenizer: its own.
-        name: what it is called in messages and figures.
-
-    Raises:
-        ValueError: a class that TransformerLens does not know, no causal language model, one that
-            TransformerLens computes otherwise than transformers, or a tokenizer of another model.
-    """
-    kind = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"expected a causal language model; {kind} has an encoder and a decoder")
-    model.set_attn_implementation("eager")
-    tokens, expected = few_logits(model.eval())
-    try:
-        with torch.random.fork_rng(devices=[]):  # parts of joint projections are drawn at first
-            bridge = build_bridge_from_module(model, kind, hf_config=model.config, model_name=name)
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"expected a model that TransformerLens knows; {kind}: {error}") from error
-    if tokenizer is not None:
-        check_tokenizer(tokenizer, bridge.cfg.d_vocab)
-        pad = tokenizer.pad_token_id
-        if pad is None or pad >= bridge.cfg.d_vocab:  # texts of several lengths are padded
-            tokenizer.pad_token = tokenizer.eos_token
-        bridge.tokenizer = tokenizer
-        found = detect_tokenizer_bos_eos(tokenizer)
-        bridge.cfg.tokenizer_prepends_bos, bridge.cfg.tokenizer_appends_eos = found
-    check_same(bridge.eval(), tokens, expected)
-    return bridge
 
 
 class BridgeAdapter(Adapter):
@@ -86,6 +44,7 @@ class BridgeAdapter(Adapter):
                 f"expected a language model with one stack of blocks; {model.cfg.model_name!r} "
                 f"has no {missing}"
             )
+        check_alone(model)
         super().__init__(model)
         self.layouts: list[Layout] = layouts(self)
         self.coupled = any(layout.after_attention is not None for layout in self.layouts)
@@ -143,6 +102,21 @@ class BridgeAdapter(Adapter):
 
     # ---- running ---------------------------------------------------------------------------------
 
+    @torch.no_grad()
+    def check_mask(self, attention_mask: Int[Tensor, "batch pos"] | None) -> None:
+        """As of `Adapter`."""
+        if attention_mask is None or self.dtype != torch.float64 or attention_mask[:, 0].all():
+            return
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        with others_off(self.model):
+            logits = self.model(tokens, attention_mask=torch.tensor([[0, 1]], device=self.device))
+        if logits.isnan().any():
+            raise ValueError(
+                f"expected prompts of one length, or padded on the right; {self.name!r} in float64 "
+                "returns NaN for prompts that are padded on the left, by itself: transformers "
+                "computes softmax in float32, where the scores of padding are infinite"
+            )
+
     def logits(self, final: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
         """As of `Adapter`."""
         model: Any = self.model
@@ -152,19 +126,13 @@ class BridgeAdapter(Adapter):
         # A key-value cache costs a copy. Some models in half precision run only with one: it makes
         # v as wide as k, which rotary tables have made float32.
         options: dict[str, Any] = {} if self.dtype in _HALVES else {"use_cache": False}
+        self.check_mask(attention_mask)
         if attention_mask is not None:
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
             options |= {"attention_mask": attention_mask, "position_ids": positions}
         entering = rows if rows.is_floating_point() else None
         with _stopped(self.model), _entered(self.model, from_layer, entering):
-            final = self.model(rows, **options)
-        if self.dtype == torch.float64 and attention_mask is not None and final.isnan().any():
-            raise ValueError(
-                f"expected prompts of one length, or padded on the right; {self.name!r} in float64 "
-                "returns NaN for prompts that are padded on the left, by itself: transformers "
-                "computes softmax in float32, where the scores of padding are infinite"
-            )
-        return final
+            return self.model(rows, **options)
 
     def _last_mlp(self) -> tuple[nn.Module, Sequence[nn.Module], set[int]]:
         block = self.model.blocks[-1]

@@ -16,7 +16,7 @@ import torch
 
 from sparse_tl.files import read_tensors, write_json, write_tensors
 from sparse_tl.lens.architecture import CONFIG_FILE, dtype_named, model_config, read_architecture
-from sparse_tl.lens.bridge import boot
+from sparse_tl.lens.booting import boot
 from sparse_tl.lens.conversion import as_transformers
 from sparse_tl.lens.data_files import check_depth, has_tokenizer
 from sparse_tl.lens.hugging_face import check_tokenizer, read_tokenizer
@@ -74,6 +74,18 @@ def save_hooked(model: HookedTransformer, folder: Path) -> None:
     write_tensors(folder / WEIGHTS_FILE, weights)
 
 
+def check_hooked(folder: Path) -> dict[str, Any]:
+    """The fields of the configuration in a folder that has weights beside it.
+
+    Raises:
+        ValueError: a field that does not describe an architecture, or no weights.
+    """
+    config = read_architecture(folder / CONFIG_FILE)
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise ValueError(f"expected the weights in {folder / WEIGHTS_FILE}; there is no such file")
+    return config
+
+
 def load_hooked(folder: Path, *, device: str, dtype: torch.dtype | None = None) -> Model:
     """The model in a folder that `save_hooked` wrote, whatever else is in it.
 
@@ -81,10 +93,7 @@ def load_hooked(folder: Path, *, device: str, dtype: torch.dtype | None = None) 
         ValueError: a field that does not describe an architecture, weights that do not fit, or an
             architecture that this TransformerLens cannot have.
     """
-    config = read_architecture(folder / CONFIG_FILE)
-    file = folder / WEIGHTS_FILE
-    if not file.is_file():
-        raise ValueError(f"expected the weights in {file}; there is no such file")
+    config, file = check_hooked(folder), folder / WEIGHTS_FILE
     weights = read_tensors(file)
     check_depth(config["n_layers"], len(weights), f"{folder / CONFIG_FILE} as n_layers")
     _check_sizes(config, weights, folder)

@@ -64,18 +64,10 @@ def read_model(
     """
     from transformers import AutoModelForCausalLM
 
-    config = checked_config(folder)
-    own = _own_fields(config.pop(OWN_FIELDS, None), folder)
-    if dtype is None:
-        dtype = dtype_named(config.get("dtype")) if own else torch.float32
-    with data_alone(folder) as data:
-        write_json(data / "config.json", config)
-        weights = link_weights(folder, data)
-        for name, layers in depths(config):
-            check_depth(layers, len(weights), f"{folder / 'config.json'} as {name}")
-        size = sum(weights.values())
+    with _checked(folder) as (data, config, own, size):
+        if dtype is None:
+            dtype = dtype_named(config.get("dtype")) if own else torch.float32
         with _said_of(folder, "model"), nullcontext() if size > _LARGE else quietly():
-            _check_size(data, size)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(data),
                 dtype=dtype,
@@ -92,6 +84,35 @@ def read_model(
                 raise ValueError(f"{device_map} leaves weights on the disk, or nowhere")
         tokenizer = _tokenizer_in(data, folder) if has_tokenizer(folder) else None
     return model, tokenizer, own
+
+
+@contextmanager
+def _checked(folder: Path) -> Iterator[tuple[Path, dict[str, Any], dict[str, Any], int]]:
+    """What transformers may see of a folder, once its sizes are known to fit its weights.
+
+    With it: the configuration, our own fields, and how many numbers the weights are.
+    """
+    config = checked_config(folder)
+    own = _own_fields(config.pop(OWN_FIELDS, None), folder)
+    with data_alone(folder) as data:
+        write_json(data / "config.json", config)
+        weights = link_weights(folder, data)
+        for name, layers in depths(config):
+            check_depth(layers, len(weights), f"{folder / 'config.json'} as {name}")
+        size = sum(weights.values())
+        with _said_of(folder, "model"):
+            _check_size(data, size)
+        yield data, config, own, size
+
+
+def check_files(folder: Path) -> None:
+    """Make sure that configuration and weights can be of one model, without reading weights.
+
+    Raises:
+        ValueError: as of `read_model`.
+    """
+    with _checked(folder):
+        pass
 
 
 def read_tokenizer(folder: Path, *, adds_bos: bool = False) -> Any:

@@ -17,10 +17,10 @@ from transformer_lens.utilities.devices import get_device
 
 from sparse_tl.files import read_json, write_json
 from sparse_tl.lens.architecture import CONFIG_FILE, dtype_named
-from sparse_tl.lens.bridge import boot
-from sparse_tl.lens.hooked_folder import load_hooked, save_hooked
+from sparse_tl.lens.booting import boot
+from sparse_tl.lens.hooked_folder import check_hooked, load_hooked, save_hooked
 from sparse_tl.lens.hub import fetch
-from sparse_tl.lens.hugging_face import OWN_FIELDS, quietly, read_model
+from sparse_tl.lens.hugging_face import OWN_FIELDS, check_files, quietly, read_model
 from sparse_tl.lens.plain import plain_model
 from sparse_tl.lens.points import HookedTransformer, Model, TransformerBridge
 
@@ -98,7 +98,26 @@ def load_folder(
     if (folder / "config.json").is_file():
         place = _placed(device, device_map)
         return _of_hugging_face(folder, name or folder.resolve().name, tokenizer, number, place)
-    raise ValueError(
+    raise _no_model(folder)
+
+
+def check_folder(folder: str | Path) -> None:
+    """Make sure that the files in a folder can be those of a model, without reading its weights.
+
+    Raises:
+        ValueError: as of `load_model`, for all but the values of weights.
+    """
+    folder = Path(folder)
+    if (folder / CONFIG_FILE).is_file():
+        check_hooked(folder)
+    elif (folder / "config.json").is_file():
+        check_files(folder)
+    else:
+        raise _no_model(folder)
+
+
+def _no_model(folder: Path) -> ValueError:
+    return ValueError(
         f"expected {CONFIG_FILE} (a HookedTransformer that save_model wrote) or config.json (a "
         f"Hugging Face folder) in {folder}; found {sorted(p.name for p in folder.iterdir())[:10]}"
     )

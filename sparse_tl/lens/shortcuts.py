@@ -71,6 +71,11 @@ def sees_first(attention: nn.Module, n_rows: int | None) -> Iterator[None]:
         handle.remove()
 
 
+def repeated(rows: Tensor, copies: int) -> Tensor:
+    """The rows so often, one copy of all after the other."""
+    return rows if copies == 1 else rows.repeat(copies, *[1] * (rows.ndim - 1))
+
+
 def hooked(module: nn.Module, own: set[int] | None = None) -> bool:
     """Whether a module has hooks other than some."""
     kinds = (

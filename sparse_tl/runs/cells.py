@@ -11,7 +11,7 @@ from pathlib import Path
 from sparse_tl.data import read_documents, token_windows
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.gates.saving import load_dense_or_sparse
-from sparse_tl.lens import HookedModel, adapt
+from sparse_tl.lens import HookedModel, adapt, check_folder
 from sparse_tl.models import TASKS, load_addition_models, load_task_models, task_pairs
 from sparse_tl.tasks import AdditionTask
 from sparse_tl.tasks.questions import QUESTION_SETS
@@ -82,11 +82,8 @@ def cells_of(
         raise ValueError(f"expected each kind of task once; got {list(tasks)}")
     columns = _titled(models)
     for model in models:
-        folder = Path(model)
-        if folder.is_dir() and not any(
-            (folder / file).exists() for file in ("tl_config.json", "config.json")
-        ):
-            raise ValueError(f"expected a model in {folder}; it holds no configuration of one")
+        if Path(model).is_dir():
+            check_folder(model)
     held: dict[str, HookedModel] = {}
 
     def load(model: str) -> HookedModel:

@@ -16,7 +16,7 @@ from rich.filesize import decimal
 from sparse_tl import __version__
 from sparse_tl.files import check_writable
 from sparse_tl.gates.saving import load_dense_or_sparse
-from sparse_tl.lens import HookedModel, adapt, check_circuits, check_gates
+from sparse_tl.lens import Adapter, HookedModel, adapt, check_gates, check_raw
 from sparse_tl.models import build_addition_model
 from sparse_tl.models.pairs import cache_folder
 
@@ -29,19 +29,25 @@ class Check(NamedTuple):
     found: str
 
 
-def run_doctor(model: str | Path | None = None, *, device: str | None = None) -> list[Check]:
+def run_doctor(
+    model: str | Path | HookedModel | None = None, *, device: str | None = None
+) -> list[Check]:
     """Look at everything that the package needs; what is amiss is told, not raised.
 
     Args:
-        model: also check this one: a hub name, a Hugging Face folder, or one of our own folders.
+        model: also check this one: a hub name, a Hugging Face folder, one of our own folders, or
+            a model that is loaded already.
         device: where it is loaded; a GPU if there is one when left out.
     """
     with torch.random.fork_rng(devices=[]):
         checks = [*_versions(), *_devices(), _tried("cache folder", _cache)]
-        checks.append(_tried("small model", lambda: _gates(build_addition_model(device="cpu"))))
-        if model is not None:
-            load = load_dense_or_sparse
-            checks.append(_tried(f"model {model}", lambda: _gates(load(model, device=device))))
+        checks += _model("small model", lambda: build_addition_model(device="cpu"))
+        if isinstance(model, (str, Path)):
+            source = model
+            checks += _model(f"model {model}", lambda: load_dense_or_sparse(source, device=device))
+        elif model is not None:
+            loaded = model
+            checks += _model(f"model {adapt(model).name}", lambda: loaded)
     return checks
 
 
@@ -77,16 +83,75 @@ def _cache() -> str:
     return f"{folder}, writable, {decimal(shutil.disk_usage(folder).free)} free"
 
 
-def _gates(model: HookedModel) -> str:
+def _model(name: str, load: Callable[[], HookedModel]) -> Iterator[Check]:
+    """Whether a model loads, and which of the analyses it can be given to."""
+    loaded: list[HookedModel] = []
+
+    def described() -> str:
+        loaded.append(load())
+        return _described(loaded[0])
+
+    yield _tried(name, described)
+    if loaded:
+        adapter = adapt(loaded[0])
+        yield _tried(f"{name}: gates", lambda: _gates(adapter))
+        yield _tried(f"{name}: circuits", lambda: _circuits(adapter))
+        yield _tried(f"{name}: padding", lambda: _padding(adapter))
+        yield _tried(f"{name}: saving", lambda: _saving(adapter))
+
+
+def _described(model: HookedModel) -> str:
     adapter = adapt(model)
+    kind = type(model).__name__
+    if adapter.core is not model:
+        kind += f" around a {type(adapter.core).__name__}"
+    dtype = str(adapter.dtype).removeprefix("torch.")
+    words = "with a tokenizer" if model.tokenizer is not None else "without a tokenizer"
+    return (
+        f"{kind}: {adapter.n_layers} layers of {adapter.n_heads} heads on {adapter.device} in "
+        f"{dtype}, {adapter.d_vocab} tokens {words}, context {adapter.n_ctx}"
+    )
+
+
+def _gates(adapter: Adapter) -> str:
     check_gates(adapter)
-    check_circuits(adapter)
     weights = sum(weight.nbytes for weight in adapter.model.parameters())
     return (
-        f"{adapter.n_layers} layers of {adapter.n_heads} heads on {adapter.device}; gates act, and "
-        f"its heads and MLPs add up. Post-training all weights takes {decimal(6 * weights)} for "
-        "weights, gradients, Adam, the dense and the best model, beside the activations of a batch"
+        "gates act on its attention edges and heads. Post-training all weights takes "
+        f"{decimal(6 * weights)} for weights, gradients, Adam, the dense and the best model, "
+        "beside the activations of a batch"
     )
+
+
+def _circuits(adapter: Adapter) -> str:
+    graph = adapter.graph
+    return (
+        f"its heads and MLPs add up, and edits reach them: {len(graph.nodes)} nodes, "
+        f"{graph.n_edges:,} circuit edges"
+    )
+
+
+@torch.no_grad()
+def _padding(adapter: Adapter) -> str:
+    length = min(4, adapter.n_ctx - 1)
+    tokens = torch.arange(length, device=adapter.device)[None] % adapter.d_vocab
+    padded = torch.cat([tokens[:, :1], tokens], dim=1)
+    mask = torch.ones_like(padded)
+    mask[:, 0] = 0
+    found, expected = adapter.final(padded, attention_mask=mask)[:, 1:], adapter.final(tokens)
+    off = ((found - expected).abs().max() / expected.abs().max()).item()
+    exact = adapter.dtype in (torch.float32, torch.float64)
+    if not off < (1e-3 if exact else 5e-2):  # nor NaN
+        raise ValueError(
+            "expected prompts to end alike whether or not they are padded on the left; what this "
+            f"model computes differs by {off:.2g}. Give it prompts of one length"
+        )
+    return "prompts may be padded on the left"
+
+
+def _saving(adapter: Adapter) -> str:
+    check_raw(adapter.model)
+    return "its weights can be trained, copied and saved"
 
 
 def _tried(name: str, check: Callable[[], str]) -> Check:

@@ -14,7 +14,7 @@ from sparse_tl.data import ShuffledStream, read_documents, token_windows
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.files import read_json, write_csv, write_json
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import adapt, load_model
+from sparse_tl.lens import adapt, check_gates, check_raw, load_model
 from sparse_tl.runs.folder import RunFolder, SparseRun
 from sparse_tl.training import evaluate_held_out, post_train
 
@@ -81,6 +81,8 @@ def run_post_training(
     folder = RunFolder(out, settings, restart=restart)
     if not folder.finished("metrics.json"):
         dense_model = load_model(model, device=device)
+        check_gates(adapt(dense_model))
+        check_raw(dense_model)
         if window > adapt(dense_model).n_ctx:
             raise ValueError(
                 f"expected a window of at most {adapt(dense_model).n_ctx} tokens, the model's "

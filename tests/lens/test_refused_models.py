@@ -11,6 +11,7 @@ import torch
 import transformers
 from architectures import CONTEXT, D_MODEL, N_HEADS, VOCABULARY, plain_transformer
 from packaging.version import Version
+from transformer_lens.model_bridge.sources import build_bridge_from_module
 
 from sparse_tl import (
     CircuitEdges,
@@ -20,7 +21,7 @@ from sparse_tl import (
     attribute_circuit_edges,
     logit_difference,
 )
-from sparse_tl.lens import adapt, boot, check_circuits, check_gates, save_model
+from sparse_tl.lens import adapt, boot, check_circuits, check_gates, load_model, save_model
 
 ODD: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": (
@@ -200,15 +201,65 @@ def test_padding_on_the_left_in_float64() -> None:
     with pytest.raises(ValueError, match="padded on the right.*float64"):
         adapter.final(prompts, attention_mask=mask)
     assert adapter.final(prompts, attention_mask=mask.flip(1)).isfinite().all()
+    sparse = SparseTransformer(adapter.model)
+    for use in (sparse, sparse.run_with_counts, sparse.count_attention_edges):
+        with pytest.raises(ValueError, match="padded on the right.*float64"):
+            use(prompts, attention_mask=mask)
+    sparse.unwrap()
+    plain = SparseTransformer(boot(plain_transformer("gpt2", "float64")))
+    assert plain(prompts, attention_mask=mask)[:, 2:].isfinite().all()
 
 
 def test_two_wrappers_around_one_model() -> None:
-    plain = plain_transformer("llama")
-    sparse = SparseTransformer(boot(plain))
+    model = boot(plain_transformer("llama"))
+    sparse = SparseTransformer(model)
     with pytest.raises(ValueError, match="wrapped already"):
-        SparseTransformer(boot(plain))
+        SparseTransformer(model)
+    with pytest.raises(ValueError, match="has a TransformerBridge around it already. Use that"):
+        load_model(model.original_model)
     sparse.unwrap()
     SparseTransformer(sparse.model)
+
+
+@torch.no_grad()
+def test_two_bridges_around_one_model() -> None:
+    """TransformerLens makes a second one, which takes the model away from the first."""
+    plain = plain_transformer("llama")
+    first = boot(plain)
+    prompts = torch.full((1, 6), 5)
+    sparse = SparseTransformer(first, initial_bias=-100.0)
+    gated = sparse(prompts)
+    second = build_bridge_from_module(plain, "LlamaForCausalLM", hf_config=plain.config)
+    why = "expected one TransformerBridge around a LlamaForCausalLM; .* with another one"
+    for model in (first, second):
+        with pytest.raises(ValueError, match=why):
+            adapt(model)
+    with pytest.raises(ValueError, match=why):
+        sparse(prompts)
+    assert gated.isfinite().all()
+
+
+@torch.no_grad()
+def test_hooks_that_were_reset() -> None:
+    model = boot(plain_transformer("olmo2"))
+    prompts = torch.full((1, 6), 5)
+    sparse = SparseTransformer(model, initial_bias=-100.0)
+    expected = sparse(prompts)
+    model.reset_hooks()
+    assert torch.equal(sparse(prompts), expected)
+    model.reset_hooks(including_permanent=True)
+    ones = torch.ones(1, 1, dtype=torch.long)
+    pairs = PromptPairs(prompts, prompts + 1, ones, ones + 1, 5 * ones[0])
+    for use in (
+        lambda: sparse(prompts),
+        lambda: sparse.generate(prompts),
+        lambda: sparse.count_attention_edges(prompts),
+        lambda: attribute_circuit_edges(sparse, pairs, logit_difference, progress=False),
+    ):
+        with pytest.raises(RuntimeError, match="hooks were removed .* unwrap and wrap the model"):
+            use()
+    again = SparseTransformer(sparse.unwrap(), initial_bias=-100.0)
+    assert torch.equal(again(prompts), expected)
 
 
 @pytest.mark.usefixtures("unchecked_types")
