@@ -115,7 +115,7 @@ def _described(model: HookedModel) -> str:
 
 def _gates(adapter: Adapter) -> str:
     check_gates(adapter)
-    weights = sum(weight.nbytes for weight in adapter.model.parameters())
+    weights = sum(weight.nbytes for weight in adapter.parameters("all"))
     return (
         "gates act on its attention edges and heads. Post-training all weights takes "
         f"{decimal(6 * weights)} for weights, gradients, Adam, the dense and the best model, "
