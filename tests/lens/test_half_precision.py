@@ -81,7 +81,7 @@ def test_gates_are_trained(halves: tuple[Model, Model]) -> None:
         progress=False,
     )
     assert sparse.gates.bias.dtype == torch.float32
-    assert len(outcome.history) == 3 and outcome.history["loss"].notna().all()
+    assert outcome.history["step"].iloc[-1] == 3
     assert adapt(sparse).dtype == torch.bfloat16
     assert sparse(tokens(4)).isfinite().all()
 
