@@ -112,5 +112,6 @@ def test_a_model_with_attention_that_ignores_gates(tmp_path: Path) -> None:
     sizes |= {"n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
     model = transformers.GPTJForCausalLM(transformers.GPTJConfig(**sizes))
     model.save_pretrained(tmp_path / "model")
-    (found,) = failed(run_doctor(tmp_path / "model", device="cpu"))
-    assert "can be gated by hooks; in layer 0" in found.found
+    gates, circuits = failed(run_doctor(tmp_path / "model", device="cpu"))
+    assert "can be gated by hooks; in layer 0" in gates.found
+    assert "its MLPs read what a normalisation makes for attention" in circuits.found

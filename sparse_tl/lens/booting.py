@@ -70,7 +70,7 @@ def check_alone(model: TransformerBridge) -> None:
         ValueError: there is another bridge around the same model.
     """
     where: Any = model.adapter.component_mapping
-    inside = model.original_model.get_submodule(where["blocks"].name)
+    inside: Any = model.original_model.get_submodule(where["blocks"].name)
     first: Any = model.blocks[0]
     if inside[0] is not first or isinstance(first.original_component, GeneralizedComponent):
         raise ValueError(
