@@ -1,5 +1,8 @@
 """Run the notebooks and store them as they should look on a code-hosting page: ``make notebooks``.
 
+Arguments are paths of notebooks, all by default, and ``NAME=VALUE`` for the variables of cells that
+are tagged "parameters": what to take in place of what they name, where that cannot be fetched.
+
 There scripts do not run and large outputs are not shown, so every figure is stored as a picture;
 whoever runs a notebook gets the interactive one.
 """
@@ -12,6 +15,7 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
+from stand_in import give
 
 PICTURES = """
 import base64, tempfile
@@ -37,17 +41,21 @@ LARGEST = 400_000
 """Bytes of a stored notebook at most."""
 
 
-def store(path: Path) -> None:
-    """Run one notebook and write it with its outputs.
+def store(path: Path, parameters: dict[str, str]) -> None:
+    """Run one notebook and write it with its outputs; its own parameters stay as they are.
 
     Raises:
         CellExecutionError: a cell failed; the file stays as it was.
         ValueError: the outputs are too large.
     """
     notebook = nbformat.read(path, as_version=4)
+    sources = [cell.source for cell in notebook.cells]
+    give(notebook, parameters)
     notebook.cells.insert(0, nbformat.v4.new_code_cell(PICTURES))
-    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": path.parent}}).execute()
+    NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": path.parent}}).execute()
     del notebook.cells[0]
+    for cell, source in zip(notebook.cells, sources, strict=True):
+        cell.source = source
     notebook.metadata.pop("widgets", None)
     for number, cell in enumerate((c for c in notebook.cells if c.cell_type == "code"), start=1):
         cell.execution_count = number
@@ -66,6 +74,8 @@ def store(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or sorted(map(str, Path(__file__).parent.glob("*.ipynb"))):
+    given = [argument for argument in sys.argv[1:] if "=" not in argument]
+    parameters = dict(argument.split("=", 1) for argument in sys.argv[1:] if "=" in argument)
+    for name in given or sorted(map(str, Path(__file__).parent.glob("*.ipynb"))):
         print(name, flush=True)
-        store(Path(name))
+        store(Path(name), parameters)

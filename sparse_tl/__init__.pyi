@@ -64,6 +64,7 @@ from .plots import (
     component_diagram as component_diagram,
     effect_figure as effect_figure,
     gate_trajectories as gate_trajectories,
+    head_map as head_map,
 )
 from .tasks import (
     AdditionTask as AdditionTask,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 
@@ -43,6 +45,19 @@ class Circuit(Result):
                 f"{self.site!r}; got one of shape {tuple(self.mask.shape)}, or with "
                 f"{self.site.noun} that do not exist"
             )
+
+    @classmethod
+    def of(cls, site: Site, parts: Iterable[Any]) -> Circuit:
+        """The circuit of these parts, by their names or places: a published one, say.
+
+        Args:
+            site: all parts, as ``scores.site`` has them.
+            parts: such as ``"a9.h9"`` or ``(9, 9)`` among heads, ``"a0.h1->m3"`` among edges.
+
+        Raises:
+            ValueError: a part that the site lacks.
+        """
+        return cls(site, torch.zeros_like(site.exists)).having(*parts)
 
     @property
     def graph(self) -> CircuitGraph:

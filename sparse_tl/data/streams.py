@@ -101,7 +101,7 @@ def read_documents(
     split: str = "train",
     column: str = "text",
 ) -> Iterator[str]:
-    """Documents of a text file, or of a Hugging Face dataset by name (streamed).
+    """Documents of a text file, or of a Hugging Face dataset by name (streamed); no empty ones.
 
     Args:
         source: a path, or a dataset's name, with its configuration after a colon if it has one.
@@ -125,7 +125,8 @@ def read_documents(
             raise ValueError(
                 f"expected a column {column!r} in dataset {source}; it has {sorted(row)}"
             )
-        yield row[column]
+        if row[column] and not row[column].isspace():
+            yield row[column]
 
 
 def dataset_rows(source: str | Path, split: str) -> Iterator[dict[str, Any]]:

@@ -15,6 +15,7 @@ from sparse_tl.plots.component_diagram import (
 )
 from sparse_tl.plots.curves import effect_figure as effect_figure
 from sparse_tl.plots.grid_figure import GridFigure as GridFigure
+from sparse_tl.plots.head_map import head_map as head_map
 from sparse_tl.plots.head_roles import (
     ablation_grid as ablation_grid,
     gate_trajectories as gate_trajectories,

@@ -12,6 +12,7 @@ from sparse_tl.plots.circuit_diagram import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.component_diagram import ComponentDiagram, component_diagram
 from sparse_tl.plots.curves import Parts, effect_figure
 from sparse_tl.plots.grid_figure import GridFigure
+from sparse_tl.plots.head_map import head_map
 from sparse_tl.plots.head_roles import ablation_grid, head_roles_figure
 from sparse_tl.plots.rendering import Figure
 
@@ -21,9 +22,10 @@ def figure(result: Any, **style: Any) -> Figure:
     """A result as a figure of its kind.
 
     Args:
-        result: a circuit, with its ``scores`` (component diagram); an evaluation or a curve
-            (explained effect); the attention of a prompt (circuit diagram); an ablation curve; or
-            roles of heads (heat map).
+        result: a circuit, with its ``scores`` (component diagram); scores of heads, with those
+            that are ``marked`` (head map); an evaluation or a curve (explained effect); the
+            attention of a prompt (circuit diagram); an ablation curve; or roles of heads (heat
+            map).
         **style: ``title``, and what the function that draws such figures takes.
 
     Raises:
@@ -37,6 +39,11 @@ def figure(result: Any, **style: Any) -> Figure:
 def _(result: Circuit, *, scores: Scores | None = None, **style: Any) -> ComponentDiagram:
     name = "Circuit"
     return component_diagram({name: result}, scores={name: scores} if scores else None, **style)
+
+
+@figure.register(Scores)
+def _(result: Scores, *, title: str = "Model", **style: Any) -> GridFigure:
+    return head_map({title: result}, **style)
 
 
 @figure.register(AttentionGraph)

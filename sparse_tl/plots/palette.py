@@ -107,6 +107,20 @@ RESIDUAL_READER: Colour = "#2a2e37"
 """Into an MLP or the logits, and edges without a score."""
 HELPS, HURTS = "#0a3e8c", "#c2540c"
 
+# ---- heads that are framed, by what they are called --------------------------------------------
+
+MARKS: tuple[Colour, ...] = (
+    "#290000",
+    "#2c9aaf",
+    "#9933cc",
+    "#3c7c5c",
+    "#70004b",
+    "#b87a00",
+    "#4c4c00",
+)
+"""Neither of the two hues that say whether a head helps."""
+MARK_WEIGHT = 2.2
+
 # ---- nodes: (fill, line) -----------------------------------------------------------------------
 
 NODE_REACHED = ("#bcd2f0", ACCENT)

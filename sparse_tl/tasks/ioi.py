@@ -24,6 +24,24 @@ NAMES = content("ioi", "names")
 PLACES = content("ioi", "places")
 OBJECTS = content("ioi", "objects")
 
+GPT2_IOI_HEADS: dict[str, tuple[tuple[int, int], ...]] = {
+    "name mover": ((9, 9), (10, 0), (9, 6)),
+    "negative name mover": ((10, 7), (11, 10)),
+    "S-inhibition": ((7, 3), (7, 9), (8, 6), (8, 10)),
+    "induction": ((5, 5), (5, 8), (5, 9), (6, 9)),
+    "duplicate token": ((0, 1), (0, 10), (3, 0)),
+    "previous token": ((2, 2), (4, 11)),
+    "backup name mover": (
+        *((9, 0), (9, 7), (10, 1), (10, 2), (10, 6), (10, 10)),
+        *((11, 2), (11, 9)),
+    ),
+}
+"""The heads (layer, head) of GPT-2 small that do IOI, by their class.
+
+Wang et al., arXiv 2211.00593, figure 2: found with mean ablation over the ABC prompts, and path
+patching. Of other models they say nothing.
+"""
+
 
 def in_both_orders(templates: tuple[str, ...]) -> tuple[str, ...]:
     """Templates that name the IO first (ABBA), and the same with the subject first (BABA)."""

@@ -47,7 +47,7 @@ class HeldOut(Result):
     def __repr__(self) -> str:
         return (
             f"HeldOut(loss {self.loss:.4g} nats, {self.accuracy:.1%} of the examples right, "
-            f"{self.active_attention_edges:.2f} of {self.possible_attention_edges:.0f} attention "
+            f"{self.active_attention_edges:,.2f} of {self.possible_attention_edges:,.0f} attention "
             f"edges active, {self.active_heads} heads in use)"
         )
 
@@ -89,8 +89,8 @@ class PostTraining(Result):
     def verdict(self) -> str:
         """What came out, in a sentence."""
         edges = (
-            f"{self.sparse.active_attention_edges:.2f} of "
-            f"{self.sparse.possible_attention_edges:.0f} attention edges active per example "
+            f"{self.sparse.active_attention_edges:,.2f} of "
+            f"{self.sparse.possible_attention_edges:,.0f} attention edges active per example "
             f"({self.times_fewer:.1f}x fewer) at validation loss "
             f"{self.sparse.loss:.4f} nats ({self.loss_increase:+.4f} over the dense model)"
         )

@@ -179,6 +179,19 @@ def test_documents_of_a_dataset(tmp_path: Path) -> None:
     assert list(read_documents(_dataset_folder(tmp_path / "data"))) == ["one", "two"]
 
 
+def test_empty_rows_of_a_dataset_are_no_documents(tmp_path: Path) -> None:
+    """Datasets of lines have one between any two paragraphs: each became a lone BOS token."""
+    rows = [
+        '{"text": "one"}',
+        '{"text": ""}',
+        '{"text": " \\n"}',
+        '{"text": null}',
+        '{"text": "two"}',
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    assert list(read_documents(tmp_path)) == ["one", "two"]
+
+
 def test_a_dataset_without_the_column_names_those_it_has(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a column 'story' in dataset .*it has \['text'\]"):
         list(read_documents(_dataset_folder(tmp_path / "data"), column="story"))

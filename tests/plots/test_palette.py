@@ -47,6 +47,7 @@ TOLD_APART = {
     "roles": list(palette.ROLES.values()),
     "slots": [palette.QUERY, palette.KEY, palette.VALUE, palette.RESIDUAL_READER],
     "signs": [palette.HELPS, palette.HURTS, palette.RESIDUAL_READER],
+    "framed heads": list(palette.MARKS),
     "weak attention edges": [palette.MAIN[0], palette.MAIN_NEGATIVE[0]],
     "strong attention edges": [palette.MAIN[1], palette.MAIN_NEGATIVE[1]],
 }

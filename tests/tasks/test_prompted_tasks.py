@@ -391,6 +391,12 @@ def test_the_words_are_the_published_ones(shared_data):
     assert list(ioi.NAMES) == published["NAMES"]
     assert list(ioi.PLACES) == published["PLACES"]
     assert list(ioi.OBJECTS) == published["OBJECTS"]
+    known = json.loads((prompts / "known_circuits" / "known_circuits.json").read_text("utf-8"))
+    known = known["ioi_gpt2_small_heads"]
+    assert {frozenset(heads) for heads in ioi.GPT2_IOI_HEADS.values()} == {
+        frozenset(map(tuple, heads)) for heads in known.values()
+    }
+    assert set(ioi.GPT2_IOI_HEADS["name mover"]) == set(map(tuple, known["name mover"]))
     words = json.loads((prompts / "docstring" / "docstring_words.json").read_text("utf-8"))
     assert list(docstring.ARGUMENTS) == words["variable_names"]
     assert list(docstring.NOUNS) == words["common_single_token_nouns"]

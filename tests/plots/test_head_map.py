@@ -1,0 +1,64 @@
+"""Maps of head scores show what they are given, and frame the heads that they are told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparse_tl import CircuitGraph, Scores, head_map
+from sparse_tl.grids import HeadGrid
+from sparse_tl.plots.palette import HELPS, HURTS, MARKS
+from sparse_tl.tasks import GPT2_IOI_HEADS
+
+GRID = HeadGrid(2, 3)
+SCORES = Scores(GRID, torch.tensor([[-0.5, 0.25, 0.0], [0.0, 0.1, 0.0]]), "eap-ig")
+
+
+def test_cells_are_scores_and_the_title_gives_the_largest() -> None:
+    figure = head_map({"Dense": SCORES, "Sparse": SCORES}, unit="logits")
+    for cells in figure.plotly.data:
+        assert cells.z[0] == pytest.approx([-0.5, 0.25, 0.0])
+        assert (cells.zmin, cells.zmax) == (-0.5, 0.5)
+        assert "<b>a0.h1</b><br>+0.25 logits" in str(cells.text)
+    assert [text.text for text in figure.plotly.layout.annotations] == [
+        "Dense, \N{PLUS-MINUS SIGN}0.5 logits",
+        "Sparse, \N{PLUS-MINUS SIGN}0.5 logits",
+    ]
+    assert figure.svg.count(f"fill: {HELPS}") == 2
+    assert figure.svg.count(f"fill: {HURTS}") == 0
+
+
+def test_marked_heads_are_framed_and_named() -> None:
+    marked = {"mover": [(1, 2), "a0.h1"], "copier": [(0, 1)]}
+    figure = SCORES.figure(marked=marked)
+    cells, movers, copiers = figure.plotly.data
+    corners = [(x, y) for x, y in zip(movers.x, movers.y, strict=True) if x == x]
+    assert len(corners) == 10
+    assert all(abs(x - 2) < 0.5 and abs(y - 1) < 0.5 for x, y in corners[:5])
+    assert all(abs(x - 1) < 0.5 and abs(y) < 0.5 for x, y in corners[5:])
+    assert "<b>a0.h1</b><br>+0.25<br>mover<br>copier" in str(cells.text)
+    assert [(trace.name, trace.line.color) for trace in (movers, copiers)] == [
+        ("mover", MARKS[0]),
+        ("copier", MARKS[1]),
+    ]
+    assert all(f"stroke: {colour}" in figure.svg for colour in MARKS[:2])
+
+
+def test_scores_of_nothing_are_drawn() -> None:
+    none = Scores(GRID, torch.zeros(2, 3), "eap")
+    assert none.figure().plotly.data[0].zmax == 1
+
+
+def test_what_cannot_be_drawn_is_refused() -> None:
+    graph = CircuitGraph(1, 1, 1)
+    edges = Scores(graph, torch.zeros(graph.exists.shape), "eap")
+    with pytest.raises(ValueError, match=r"scores\.top\(100\)\.figure"):
+        edges.figure()
+    other = Scores(HeadGrid(2, 2), torch.zeros(2, 2), "eap")
+    for panels in ({}, {"one": SCORES, "other": other}):
+        with pytest.raises(ValueError, match="heads of one model"):
+            head_map(panels)
+    with pytest.raises(ValueError, match=r"it has no \(9, 9\)"):
+        head_map({"Model": SCORES}, marked=GPT2_IOI_HEADS)
+    with pytest.raises(ValueError, match="at most 7 names"):
+        head_map({"Model": SCORES}, marked={str(name): [] for name in range(8)})
