@@ -1,4 +1,4 @@
-"""What stands in for the models and texts of the hub where a notebook is to run without a network."""
+"""What stands in for models and texts of the hub where a notebook is to run without a network."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def small_gpt2(folder: Path) -> dict[str, str]:
-    """A random GPT-2 with the heads of GPT-2 small but a width of 48, and the documentation as text.
+    """A random GPT-2 with the heads of GPT-2 small, but narrow, and the documentation as text.
 
     Its tokenizer is that of the built-in task model, which knows words of IOI.
 

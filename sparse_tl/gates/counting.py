@@ -95,9 +95,9 @@ class AttentionEdgeCounts(Result):
 
     def __repr__(self) -> str:
         return (
-            f"AttentionEdgeCounts({self.active.shape[1]} prompts: {self.active_per_prompt:.2f} "
-            f"active of {self.possible_per_prompt:.0f} attention edges per prompt "
-            f"({self.active_share:.2%}), {self.active_per_token:.2f} per token, "
+            f"AttentionEdgeCounts({self.active.shape[1]} prompts: {self.active_per_prompt:,.2f} "
+            f"active of {self.possible_per_prompt:,.0f} attention edges per prompt "
+            f"({self.active_share:.2%}), {self.active_per_token:,.2f} per token, "
             f"{self.active_heads} heads in use)"
         )
 
