@@ -164,9 +164,11 @@ def _effect_span(
         behind = np.linspace(stop - _LEGEND_WIDTH / _WIDTH * (stop - start), stop, 33)
         for curve in curves:
             lowest = min(lowest, *np.interp(behind, _places(curve.sizes, log), curve.low))
-    hidden = lowest < low - 0.05 + _LEGEND_HEIGHT / _UNIT
-    room = _LEGEND_HEIGHT / _UNIT if hidden else 0.05
-    return low - room, high + 0.03 + _LABEL_HEIGHT / _UNIT
+    # Where a plot may not grow any more, a unit has fewer pixels, and texts need more of them.
+    unit = min(_UNIT, (_MAX_HEIGHT - _LEGEND_HEIGHT - _LABEL_HEIGHT) / (high - low + 0.03))
+    hidden = lowest < low - 0.05 + _LEGEND_HEIGHT / unit
+    room = _LEGEND_HEIGHT / unit if hidden else 0.05
+    return low - room, high + 0.03 + _LABEL_HEIGHT / unit
 
 
 def _add_curve(

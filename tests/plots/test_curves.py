@@ -138,6 +138,12 @@ class TestFigure:
         assert low < -0.7
         assert high > 1.6
 
+    def test_the_multiplier_stands_above_curves_however_far_they_reach(self) -> None:
+        wild = [curve("a", {1: -3.0, 10: 4.0, 100: 1.0}), curve("b", {1: -1.0, 10: 2.0, 100: 1.0})]
+        figure = effect_figure({"IOI": wild}, parts="circuit_edges").plotly
+        (said,) = (text for text in figure.layout.annotations if text.text.endswith("x"))
+        assert said.y > 4.0
+
     def test_hover_says_model_size_effect_and_interval(self) -> None:
         line = effect_figure({"IOI": [DENSE]}, parts="heads").plotly.data[1]
         assert line.hoverinfo == "text"
