@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from sparse_tl.circuits import Circuit, Scores
+from sparse_tl.nodes import Node
 from sparse_tl.plots import palette
 from sparse_tl.plots.component_layout import ComponentLayout, lay_out
 from sparse_tl.plots.component_svg import (
@@ -42,6 +43,7 @@ def component_diagram(
     max_circuit_edges: int = 100,
     colour: LineColour = "slot",
     unit: str = "",
+    marked: Mapping[str, Sequence[Any]] | None = None,
     transition: str | None = "Sparsity-Regularised Finetuning",
     title: str | None = None,
 ) -> ComponentDiagram:
@@ -62,6 +64,7 @@ def component_diagram(
             head, or an MLP or the logits; ``"sign"`` by whether the edge helps (negative score)
             or hurts.
         unit: of the scores, such as "logits" or "nats".
+        marked: heads that are framed wherever they are drawn, as of `head_map`.
         transition: text along the arrow from each panel to the next; ``None`` for no arrow.
         title: above the panels.
 
@@ -69,8 +72,8 @@ def component_diagram(
         The figure: static SVG, which a script without any dependency makes interactive.
 
     Raises:
-        ValueError: if there is no panel, no edge may be drawn, or signs are asked for without
-            any score.
+        ValueError: if there is no panel, no edge may be drawn, signs are asked for without any
+            score, or heads are marked that the first panel's model lacks, or by too many names.
         TypeError: if a panel is not a `Circuit`.
     """
     way = "attribute_circuit_edges(...).top(100) makes one"
@@ -82,9 +85,10 @@ def component_diagram(
         for name, circuit in panels.items()
     ]
     surround = Surround(tuple(panels), title, transition)
-    layout = lay_out(drawn, surround)
+    framed = _marked_nodes(panels, marked or {})
+    layout = lay_out(drawn, surround, marks=bool(framed))
     unit = visible_text(unit.strip())
-    svg = draw_svg(drawn, layout, surround, colour=colour, unit=unit)
+    svg = draw_svg(drawn, layout, surround, colour=colour, unit=unit, marked=framed)
     return ComponentDiagram(svg, _script_data(drawn, layout, colour, unit), surround)
 
 
@@ -112,6 +116,18 @@ def _check_options(
             "expected scores in some panel, to colour by their sign; got none; pass "
             "scores={name: attribute_circuit_edges(...)}, or colour='slot'"
         )
+
+
+def _marked_nodes(
+    panels: Mapping[str, Circuit], marked: Mapping[str, Sequence[Any]]
+) -> dict[str, list[Node]]:
+    """The marked heads of the first panel's model, by what the legend calls them."""
+    heads = next(iter(panels.values())).graph.heads
+    palette.check_marks(marked)
+    return {
+        visible_text(name): [Node("head", *heads.index(head)) for head in some]
+        for name, some in marked.items()
+    }
 
 
 def _script_data(

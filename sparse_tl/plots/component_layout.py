@@ -32,7 +32,7 @@ from sparse_tl.plots.token_text import text_width
 LAYER_TEXT_SIZE = 12.5
 NODE_TEXT_SIZE = 11.5
 NODE_HEIGHT = 19
-LEGEND_HEIGHT = 30
+LEGEND_HEIGHT, MARK_HEIGHT = 30, 22
 
 _HEADING_HEIGHT, _FOOT, _SIDE = 42, 14, 16
 # (distance between lines that run side by side, between nodes): the roomiest that fits is taken.
@@ -78,7 +78,8 @@ class ComponentLayout:
         boxes: every node that is drawn in some panel.
         curves: every line as SVG path data.
         bands: one per layer.
-        legend_y: the middle of the legend, from the top of the figure.
+        legend_y: the middle of the legend, from the top of the figure; what marks say is a line
+            below it.
     """
 
     width: int
@@ -92,8 +93,10 @@ class ComponentLayout:
     legend_y: float
 
 
-def lay_out(panels: Sequence[DrawnCircuit], surround: Surround) -> ComponentLayout:
-    """Place the nodes and lines of these panels."""
+def lay_out(
+    panels: Sequence[DrawnCircuit], surround: Surround, *, marks: bool = False
+) -> ComponentLayout:
+    """Place the nodes and lines of these panels, with room to say what marks on nodes mean."""
     lines = list(dict.fromkeys(line for panel in panels for line in panel.lines))
     rows = node_rows(lines)
     heights = _row_heights(rows)
@@ -116,7 +119,7 @@ def lay_out(panels: Sequence[DrawnCircuit], surround: Surround) -> ComponentLayo
     bottom = frames[-1].top + height
     return ComponentLayout(
         width=end + _SIDE + MARGIN,
-        height=bottom + LEGEND_HEIGHT + MARGIN,
+        height=bottom + LEGEND_HEIGHT + marks * MARK_HEIGHT + MARGIN,
         left=left,
         right=end + _SIDE,
         frames=frames,

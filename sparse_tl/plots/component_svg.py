@@ -5,7 +5,7 @@ Every group that the script of the interactive figure takes over carries ``data-
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from sparse_tl.nodes import Node, Slot
@@ -13,6 +13,7 @@ from sparse_tl.plots import palette
 from sparse_tl.plots.component_curves import NodeBox, port_offset
 from sparse_tl.plots.component_layout import (
     LAYER_TEXT_SIZE,
+    MARK_HEIGHT,
     NODE_HEIGHT,
     NODE_TEXT_SIZE,
     ComponentLayout,
@@ -31,6 +32,7 @@ SLOT_COLOURS: dict[Slot | None, palette.Colour] = {
     None: palette.RESIDUAL_READER,
 }
 _THIN, _THICK = 0.8, 4.6
+_MARK_GAP = 2.0
 # Of the full colour; as light as the weakest line may be and still be followed.
 _WEAKEST = 0.8
 
@@ -57,6 +59,7 @@ def draw_svg(
     *,
     colour: LineColour,
     unit: str,
+    marked: Mapping[str, Sequence[Node]],
 ) -> str:
     """The figure as an SVG element.
 
@@ -66,14 +69,16 @@ def draw_svg(
         surround: of the panels.
         colour: what the colour of a line shows.
         unit: of the scores, as it is written behind a number.
+        marked: nodes that are framed in every panel, by what the legend calls them.
     """
     content = [
         part
         for index, panel in enumerate(panels)
-        for part in _panel(index, panel, layout, colour, unit)
+        for part in _panel(index, panel, layout, colour, unit, marked)
     ]
     with_scores = any(panel.has_scores for panel in panels)
     content.extend(_legends(layout, colour, with_scores))
+    content.extend(_mark_legend(layout, marked))
     return surround.svg(layout.width, layout.height, layout.frames, content)
 
 
@@ -117,7 +122,12 @@ def _caption(panel: DrawnCircuit, unit: str) -> str:
 
 
 def _panel(
-    index: int, panel: DrawnCircuit, layout: ComponentLayout, colour: LineColour, unit: str
+    index: int,
+    panel: DrawnCircuit,
+    layout: ComponentLayout,
+    colour: LineColour,
+    unit: str,
+    marked: Mapping[str, Sequence[Node]],
 ) -> Iterator[str]:
     frame = layout.frames[index]
     yield (
@@ -142,7 +152,9 @@ def _panel(
     )
     for node, box in layout.boxes.items():
         yield from _node(node, box, panel)
-    yield "</g></g></g>"
+    yield "</g>"
+    yield from _marks(layout, marked)
+    yield "</g></g>"
 
 
 def _lines(panel: DrawnCircuit, layout: ComponentLayout, colour: LineColour) -> Iterator[str]:
@@ -188,6 +200,21 @@ def _node(node: Node, box: NodeBox, panel: DrawnCircuit) -> Iterator[str]:
     yield "</g>"
 
 
+def _marks(layout: ComponentLayout, marked: Mapping[str, Sequence[Node]]) -> Iterator[str]:
+    """A frame around the box of every marked node; of one with several names, the last."""
+    yield '<g data-role="marks" fill="none" pointer-events="none">'
+    for nodes, colour in zip(marked.values(), palette.MARKS, strict=False):
+        for node in nodes:
+            if box := layout.boxes.get(node):
+                width, height = box.width + 2 * _MARK_GAP, NODE_HEIGHT + 2 * _MARK_GAP
+                yield (
+                    f'<rect data-mark="{node}" x="{box.x - width / 2:g}" '
+                    f'y="{box.y - height / 2:g}" width="{width:g}" height="{height:g}" rx="11" '
+                    f'stroke="{colour}" stroke-width="{palette.MARK_WEIGHT:g}"/>'
+                )
+    yield "</g>"
+
+
 # ---- legends -------------------------------------------------------------------------------------
 
 _SAMPLE, _SAMPLE_GAP, _ENTRY_GAP = 20, 5, 14
@@ -213,6 +240,19 @@ def _legends(layout: ComponentLayout, colour: LineColour, with_scores: bool) -> 
         yield f'<text x="{start:.1f}" y="{layout.legend_y + 4:g}">{xml_text(heading)}</text>'
         yield from _samples(sizes, samples, layout.legend_y)
     yield "</g>"
+
+
+def _mark_legend(layout: ComponentLayout, marked: Mapping[str, Sequence[Node]]) -> Iterator[str]:
+    """The names of those marks that some node has."""
+    entries = [
+        (colour, palette.MARK_WEIGHT, name)
+        for (name, nodes), colour in zip(marked.items(), palette.MARKS, strict=False)
+        if not layout.boxes.keys().isdisjoint(nodes)
+    ]
+    if entries:
+        yield f'<g data-role="mark-legend" font-size="{LEGEND_SIZE:g}" fill="{MUTED}">'
+        yield from _samples(entries, MARGIN + 4, layout.legend_y + MARK_HEIGHT)
+        yield "</g>"
 
 
 def _samples(entries: Sequence[_Entry], x: float, y: float) -> Iterator[str]:

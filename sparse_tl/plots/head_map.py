@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from sparse_tl.circuits import Scores
 from sparse_tl.grids import HeadGrid
 from sparse_tl.plots.grid_figure import GridFigure
-from sparse_tl.plots.palette import EMPTY_CELL, HELPS, HURTS, MARK_WEIGHT, MARKS
+from sparse_tl.plots.palette import EMPTY_CELL, HELPS, HURTS, MARK_WEIGHT, MARKS, check_marks
 from sparse_tl.plots.panels import add_line, add_side_legend, hover_text, panel_figure, ticks
 
 _REACH = 0.42
@@ -47,8 +47,7 @@ def head_map(
     """
     grid = _checked(panels)
     framed = {name: [grid.index(head) for head in heads] for name, heads in (marked or {}).items()}
-    if len(framed) > len(MARKS):
-        raise ValueError(f"expected at most {len(MARKS)} names of heads; got {list(framed)}")
+    check_marks(framed)
     unit = f" {unit}" if unit else ""
     means = {name: scores.mean().detach().double().cpu() for name, scores in panels.items()}
     largest = [mean.abs().max().item() for mean in means.values()]

@@ -26,8 +26,9 @@ from sparse_tl.plots.layered_layout import (
     order_rows,
     place_rows,
 )
-from sparse_tl.plots.palette import KEY, OPEN_EDGE, OPEN_PORT
+from sparse_tl.plots.palette import KEY, MARKS, OPEN_EDGE, OPEN_PORT
 
+FRAME = ("x", "y", "width", "height")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -324,12 +325,37 @@ def test_text_is_legible_at_full_width(make_random_circuit):
     assert min(float(e.get("font-size", "16")) for e in root.iter()) >= 11
 
 
+def test_marked_heads_are_framed_in_every_panel_and_named(make_circuit):
+    whole, part = make_circuit(EDGES), make_circuit({"a2.h1->logits": -1.0})
+    marked = {"mover": [(2, 1), "a1.h0"], "copier": ["a0.h0"], "undrawn": [(0, 1)]}
+    figure = draw({"dense": whole, "sparse": part}, marked=marked)
+    plain = draw({"dense": whole, "sparse": part})
+    for panel in panels_of(figure):
+        frames = {e.get("data-mark"): e for e in panel.iter() if "data-mark" in e.attrib}
+        assert {name: frame.get("stroke") for name, frame in frames.items()} == {
+            "a2.h1": MARKS[0],
+            "a0.h0": MARKS[1],
+        }
+        for name, frame in frames.items():
+            x, y, width, height = (float(frame.get(key, "")) for key in FRAME)
+            assert (x + width / 2, y + height / 2) == pytest.approx(place_of(nodes_of(panel)[name]))
+    root, without = (ElementTree.fromstring(one.svg) for one in (figure, plain))
+    (legend,) = [e for e in root.iter() if e.get("data-role") == "mark-legend"]
+    named = [e for e in legend if e.tag == f"{SVG}text"]
+    assert [e.text for e in named] == ["mover", "copier"]
+    height, less = (float(one.get("height", "")) for one in (root, without))
+    assert less < float(named[0].get("y", "")) < height
+    assert not any(e.get("data-role") == "mark-legend" for e in without.iter())
+
+
 # ---- one piece of HTML, and files ---------------------------------------------------------------
 
 
 def test_names_titles_and_units_stay_text(make_circuit):
     circuit = make_circuit(EDGES)
     figure = draw({ATTACK: circuit, "\x00": circuit}, title=ATTACK, transition=ATTACK, unit=ATTACK)
+    marks = draw({"m": circuit}, marked={ATTACK: ["a0.h0"]})
+    assert ATTACK in [element.text for element in ElementTree.fromstring(marks.svg).iter()]
     root = ElementTree.fromstring(figure.svg)
     assert {element.tag for element in root.iter()} == {
         SVG + name for name in ("svg", "g", "path", "rect", "text", "tspan", "circle")
@@ -385,6 +411,10 @@ def test_options_that_make_no_figure(make_circuit, unchecked_types):
         draw({"m": panel}, colour="layer")
     with pytest.raises(ValueError, match="to colour by their sign; got none"):
         component_diagram({"m": panel.circuit}, colour="sign")
+    with pytest.raises(ValueError, match=r"it has no \(9, 9\)"):
+        draw({"m": panel}, marked={"mover": [(9, 9)]})
+    with pytest.raises(ValueError, match="at most 7 names of heads"):
+        draw({"m": panel}, marked={str(name): [] for name in range(8)})
     with pytest.raises(TypeError, match="expected Circuit as panel 'm'; got Tensor"):
         component_diagram({"m": panel.circuit.mask})  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="a mapping .*got list"):
