@@ -68,7 +68,8 @@ def addition(
     "post-train",
     (
         "a model and a text by name",
-        "--model gpt2 --text wikitext:wikitext-103-raw-v1\n--target-loss +0.05 --out runs/gpt2",
+        "--model gpt2 --text Salesforce/wikitext:wikitext-103-raw-v1\n"
+        "--target-loss +0.05 --out runs/gpt2",
     ),
     (
         "from this machine alone",
