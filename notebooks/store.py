@@ -31,7 +31,8 @@ def _picture(self, *_, **__):
         drawn = Image.open(self.save(Path(folder) / "figure.png", scale=1.0)).convert("RGB")
     file = io.BytesIO()
     # Less than half the size, and no colour off by more than a reader can see.
-    drawn.quantize(256, Image.Quantize.MAXCOVERAGE).save(file, "png", optimize=True)
+    few = drawn.quantize(256, Image.Quantize.MAXCOVERAGE, kmeans=3, dither=Image.Dither.NONE)
+    few.save(file, "png", optimize=True)
     content = base64.b64encode(file.getvalue()).decode()
     return {"image/png": content, "text/plain": repr(self)}
 
