@@ -28,9 +28,10 @@ def planted(build_tiny: Callable[..., Model], echo_rows: Callable[..., TokenBatc
     """The echo model with four heads in each layer, of which the first two are trained.
 
     Heads 2 and 3 of both layers write nothing but for the interferer, which always writes the same
-    vector: the one that raises the wrong token's logit.
+    vector: the one that raises the wrong token's logit. With this seed each trained head does its
+    part; with others, one of them hardly matters or is on the border between two roles.
     """
-    model = build_tiny(seed=2, n_heads=4, d_head=4)
+    model = build_tiny(seed=1, n_heads=4, d_head=4)
     with ablate_heads(model, [(layer, head) for layer in range(2) for head in (2, 3)]):
         learn_echo(model, echo_rows)
     with torch.no_grad():
