@@ -175,16 +175,19 @@ def in_pieces(model: Any, pieces: Sequence[torch.Tensor]) -> Iterator[torch.Tens
     """Logits of a prompt that is given piece by piece, with a key-value cache between them."""
     import torch
 
-    if HAS_HOOKED:
+    from sparse_tl.lens import adapt
+
+    inner: Any = adapt(model).model
+    if type(inner).__name__ == "HookedTransformer":
         from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
-        cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", len(pieces[0]))
+        cache = TransformerLensKeyValueCache.init_cache(inner.cfg, "cpu", len(pieces[0]))
         for piece in pieces:
             yield model(piece, past_kv_cache=cache, attention_mask=torch.ones_like(piece))
     else:
         from transformers import DynamicCache
 
-        cache = DynamicCache(config=model.original_model.config)
+        cache = DynamicCache(config=inner.original_model.config)
         for piece in pieces:
             yield model(piece, past_key_values=cache, use_cache=True)
 

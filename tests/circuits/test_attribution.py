@@ -7,44 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import run_split, written_by
+from oracle import slow_scores
 from random_models import KINDS, MORE_KINDS, random_pairs, shaken
 from torch import Tensor
 
 from sparse_tl.circuits import attribute_circuit_edges, attribute_heads
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.graph import CircuitGraph, Destination
 from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import logit_difference
 
 Build = Callable[..., Model]
-
-
-def _slow_scores(
-    model: Model, graph: CircuitGraph, pairs: PromptPairs, share: float = 1.0
-) -> Tensor:
-    """The formula of the paper, edge by edge, with what every destination reads a leaf of its own.
-
-    Gradients are taken at embeddings that lie so far on the way from corrupted to clean.
-    """
-    clean, corrupted = (written_by(model, graph, some) for some in (pairs.clean, pairs.corrupted))
-    embedded = torch.lerp(corrupted[0], clean[0], share)
-    leaves: dict[Destination, Tensor] = {}
-
-    def read(destination: Destination, written: Tensor) -> Tensor:
-        leaves[destination] = torch.zeros_like(embedded, requires_grad=True)
-        return written.sum(0) + leaves[destination]
-
-    logits = run_split(model, graph, pairs.clean, read, embedded)
-    logit_difference(pairs.read(logits), pairs).sum().backward()
-    scores = torch.zeros(graph.exists.shape, dtype=torch.float64)
-    for edge in graph.edges:
-        index = graph.index(edge)
-        gradient = leaves[edge.destination].grad
-        assert gradient is not None
-        scores[index] = ((corrupted - clean)[index[0]] * gradient).sum()
-    return scores / len(pairs)
 
 
 @pytest.mark.usefixtures("double_precision")
@@ -53,7 +26,7 @@ def test_fast_equals_slow(build_tiny: Build, kind: str) -> None:
     model = shaken(build_tiny(**MORE_KINDS[kind], dtype="float64"))
     pairs, graph = random_pairs(), adapt(model).graph
     fast = attribute_circuit_edges(model, pairs, logit_difference, method="eap", batch_size=3)
-    slow = _slow_scores(model, graph, pairs)
+    slow = slow_scores(model, graph, pairs, logit_difference)
     assert slow[graph.exists].abs().min() > 0
     torch.testing.assert_close(fast.values, slow, rtol=1e-9, atol=1e-12)
 
@@ -64,7 +37,7 @@ def test_integrated_gradients_are_those_of_eap_ig(build_tiny: Build, kind: str) 
     """EAP-IG's code takes k = 0..4 of 5 steps, ours 1..5: with the same k both agree."""
     model = shaken(build_tiny(**MORE_KINDS[kind], dtype="float64"))
     pairs, graph = random_pairs(), adapt(model).graph
-    slow = [_slow_scores(model, graph, pairs, k / 5) for k in range(6)]
+    slow = [slow_scores(model, graph, pairs, logit_difference, k / 5) for k in range(6)]
     fast = attribute_circuit_edges(model, pairs, logit_difference, method="eap-ig", steps=5).values
     torch.testing.assert_close(fast, sum(slow[1:]) / 5, rtol=1e-9, atol=1e-12)
     theirs = sum(slow[:5]) / 5
@@ -75,7 +48,7 @@ def test_integrated_gradients_are_those_of_eap_ig(build_tiny: Build, kind: str) 
 def test_fast_equals_slow_in_single_precision(build_tiny: Build, kind: str) -> None:
     model, pairs = shaken(build_tiny(**KINDS[kind])), random_pairs()
     fast = attribute_circuit_edges(model, pairs, logit_difference, method="eap").values
-    slow = _slow_scores(model, adapt(model).graph, pairs)
+    slow = slow_scores(model, adapt(model).graph, pairs, logit_difference)
     assert (fast - slow).abs().max() <= 1e-4 * slow.abs().max()
 
 

@@ -2,9 +2,10 @@
 
 Each destination reads a residual stream of its own. It is put in the place of the model's in a
 whole forward pass, of which nothing is kept but what that destination makes of it: the q of a head,
-say. Attention then runs with the q, k and v that were collected so. Nothing of `sparse_tl.lens` is
-used, and nothing but plain hooks that every kind of model has: this is what fast paths are tested
-by.
+say. Attention then runs with the q, k and v that were collected so. Where what attention writes is
+normalised or multiplied, each head gets its share of what came of their sum. Nothing of
+`sparse_tl.lens` is used, and nothing but plain hooks that every kind of model has: this is what
+fast paths are tested by.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def run_split(
             found = _pass(model, every, keep=[point], put={entering: inputs})[point]
             parts = zip(found.chunk(len(heads)), heads, strict=True)
             slots[point] = torch.stack([part[:, :, to.node.head] for part, to in parts], dim=2)
-        z = f"blocks.{layer}.attn.hook_z"
-        written += [*_by_head(model, layer, _pass(model, tokens, keep=[z], put=slots)[z])]
+        attention = _pass(model, tokens, keep=_attention_points(layer), put=slots)
+        written += [*_by_head(model, layer, attention)]
         if graph.has_mlps:
             out, put = f"blocks.{layer}.hook_mlp_out", {_place(graph, here[-1]): read_by(here[-1])}
             written.append(_pass(model, tokens, keep=[out], put=put)[out])
@@ -133,6 +134,32 @@ def mask_of(graph: CircuitGraph, edges: Sequence[CircuitEdge | str] | frozenset[
     return mask
 
 
+def slow_scores(
+    model: Model, graph: CircuitGraph, pairs: PromptPairs, metric: Metric, share: float = 1.0
+) -> Float[Tensor, "source destination"]:
+    """Edge attribution by the paper's formula, with what every destination reads a leaf of its own.
+
+    Gradients are taken at embeddings that lie so far on the way from corrupted to clean.
+    """
+    clean, corrupted = (written_by(model, graph, some) for some in (pairs.clean, pairs.corrupted))
+    embedded = torch.lerp(corrupted[0], clean[0], share)
+    leaves: dict[Destination, Tensor] = {}
+
+    def read(destination: Destination, written: Tensor) -> Tensor:
+        leaves[destination] = torch.zeros_like(embedded, requires_grad=True)
+        return written.sum(0) + leaves[destination]
+
+    logits = run_split(model, graph, pairs.clean, read, embedded)
+    metric(pairs.read(logits), pairs).sum().backward()
+    scores = torch.zeros(graph.exists.shape, dtype=torch.float64)
+    for edge in graph.edges:
+        index = graph.index(edge)
+        gradient = leaves[edge.destination].grad
+        assert gradient is not None
+        scores[index] = ((corrupted - clean)[index[0]] * gradient).sum()
+    return scores / len(pairs)
+
+
 @torch.no_grad()
 def written_by(
     model: Model, graph: CircuitGraph, tokens: Int[Tensor, "batch pos"]
@@ -168,23 +195,34 @@ def _place(graph: CircuitGraph, destination: Destination) -> str:
     return f"blocks.{node.layer}.hook_resid_{'mid' if after_attention else 'pre'}"
 
 
+def _attention_points(layer: int) -> list[str]:
+    return [f"blocks.{layer}.attn.hook_z", f"blocks.{layer}.hook_attn_out"]
+
+
 def _source_points(graph: CircuitGraph) -> list[str]:
     points = ["blocks.0.hook_resid_pre"]
     for layer in range(graph.n_layers):
-        points.append(f"blocks.{layer}.attn.hook_z")
+        points += _attention_points(layer)
         points += [f"blocks.{layer}.hook_mlp_out"] * graph.has_mlps
     return points
 
 
 def _written(model: Model, graph: CircuitGraph, found: dict[str, Tensor]) -> Tensor:
     """``[source, batch, pos, d_model]`` of what stood at the source points."""
-    written: list[Tensor] = []
-    for name in _source_points(graph):
-        by_head = name.endswith("hook_z")
-        layer = int(name.split(".")[1])
-        written += [*_by_head(model, layer, found[name])] if by_head else [found[name]]
+    written = [found["blocks.0.hook_resid_pre"]]
+    for layer in range(graph.n_layers):
+        written += [*_by_head(model, layer, found)]
+        written += [found[f"blocks.{layer}.hook_mlp_out"]] if graph.has_mlps else []
     return torch.stack(written)
 
 
-def _by_head(model: Any, layer: int, z: Tensor) -> Tensor:
-    return torch.einsum("bphe,hed->hbpd", z, model.blocks[layer].attn.W_O)
+def _by_head(model: Any, layer: int, found: dict[str, Tensor]) -> Tensor:
+    z, out = (found[name] for name in _attention_points(layer))
+    attention = model.blocks[layer].attn
+    parts = torch.einsum("bphe,hed->hbpd", z, attention.W_O)
+    if attention.b_O is not None:
+        out = out - attention.b_O
+    total = parts.sum(0)
+    if (out - total).abs().max() <= 1e-4 * out.abs().max():
+        return parts
+    return parts * (out / total)  # entry by entry: a multiplier, or weight over scale of a norm
