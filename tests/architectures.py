@@ -107,3 +107,30 @@ def plain_transformer(name: str, dtype: str = "float32", seed: int = 0) -> Any:
     if name == "mixtral" and dtype == "float64":
         model.set_experts_implementation("eager")  # the grouped kernel has no float64
     return model.to(getattr(torch, dtype)).eval()
+
+
+def hooked_transformer(name: str, dtype: str = "float32") -> Any:
+    """A HookedTransformer with the weights of `plain_transformer`, read as TransformerLens does."""
+    import tempfile
+
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformer_lens import HookedTransformer, loading_from_pretrained as loading
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    plain = plain_transformer(name, dtype)
+    plain.config.n_ctx = CONTEXT  # it stands in GPT-2's own files
+    words = Tokenizer(models.WordLevel({str(word): word for word in range(VOCABULARY)}, "0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", bos_token="1")
+    with tempfile.TemporaryDirectory() as folder:
+        plain.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        kind = getattr(torch, dtype)
+        cfg = loading.get_pretrained_model_config(folder, dtype=kind, device="cpu")
+        weights = loading.get_pretrained_state_dict(folder, cfg, plain, dtype=kind)
+        cfg.tokenizer_name, cfg.model_name = None, name
+        # Without a tokenizer its `generate` puts learned positions in wrong places.
+        model = HookedTransformer(cfg, AutoTokenizer.from_pretrained(folder))
+    processed = ("fold_ln", "center_writing_weights", "center_unembed", "fold_value_biases")
+    model.load_and_process_state_dict(weights, **dict.fromkeys(processed, False))
+    return model.to(kind)  # routers of experts are float32 whatever is asked for

@@ -1,0 +1,75 @@
+"""The script behind docs/architectures.md: its checks pass on one architecture, and can fail."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architecture_checks import CHECKS, Subject
+from architectures import N_HEADS
+
+from sparse_tl.lens.bridge import BridgeAdapter
+
+SCRIPT = Path(__file__).parents[1] / "docs" / "architectures.py"
+
+
+@pytest.fixture(scope="module")
+def llama() -> Subject:
+    return Subject("llama")
+
+
+@pytest.mark.parametrize("title", CHECKS)
+def test_checks_pass(llama: Subject, title: str) -> None:
+    CHECKS[title](llama)
+
+
+@pytest.mark.parametrize("title", ["EAP", "EAP-IG", "exact patching", "ACDC", "evaluation"])
+def test_checks_of_circuits_see_a_tenth_of_a_thousandth(
+    monkeypatch: pytest.MonkeyPatch, title: str
+) -> None:
+    """So little that the model's own checks let it pass."""
+    honest = BridgeAdapter.W_O
+    monkeypatch.setattr(BridgeAdapter, "W_O", lambda self, layer: 1.0001 * honest(self, layer))
+    with pytest.raises(ValueError, match="differs by"):
+        CHECKS[title](Subject("llama"))
+
+
+class Other(Subject):
+    """A model that is not what the oracle takes it for."""
+
+    def build(self, dtype: str = "float32") -> Any:
+        model = super().build(dtype)
+        with torch.no_grad():
+            for parameter in BridgeAdapter(model).parameters("qk"):
+                parameter[: parameter.shape[0] // N_HEADS] *= 1.01
+        return model
+
+
+@pytest.mark.parametrize("title", ["gates by hand", "gradients"])
+def test_checks_of_gates_see_a_hundredth_in_one_head(title: str) -> None:
+    with pytest.raises(ValueError, match="differs by"):
+        CHECKS[title](Other("llama"))
+
+
+@pytest.mark.skipif(not SCRIPT.exists(), reason="the documentation is in the repository alone")
+def test_the_page_says_what_failed_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("make_page", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    script: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+
+    def wrong(subject: Subject) -> None:
+        """What it is."""
+        raise ValueError("it is\nwrong")
+
+    checks = {"gates open": CHECKS["gates open"], "generation": CHECKS["generation"], "x": wrong}
+    monkeypatch.setattr(script, "CHECKS", checks)
+    monkeypatch.setattr(script, "REFUSED", {"opt": "OPT"})
+    lines = script.page([script.measured(["llama"])]).splitlines()
+    assert any(line.startswith("| Llama 3 | all but x |") for line in lines)
+    row = next(line for line in lines if line.startswith("| Llama 3 | yes |"))
+    assert row.endswith("e-07 | no (1) |") and "1. it is wrong" in lines
+    assert any("scores do not reach the pattern" in line for line in lines)
