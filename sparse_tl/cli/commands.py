@@ -68,8 +68,8 @@ def addition(
     "post-train",
     (
         "a model and a text by name",
-        "--model gpt2 --text Salesforce/wikitext:wikitext-103-raw-v1\n"
-        "--target-loss +0.05 --out runs/gpt2",
+        "--model gpt2 --out runs/gpt2 --target-loss +0.05\n"
+        "--text Salesforce/wikitext:wikitext-103-raw-v1",
     ),
     (
         "from this machine alone",
