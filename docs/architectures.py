@@ -22,8 +22,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-TESTS = Path(__file__).parents[1] / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "lens")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from architecture_checks import CHECKS, Subject  # noqa: E402
 from test_refused_models import native, odd  # noqa: E402
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers
-from architectures import CONTEXT, D_MODEL, N_HEADS, VOCABULARY, plain_transformer
+from architectures import VOCABULARY, plain_transformer
+from odd_models import native, odd
 from packaging.version import Version
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
@@ -22,90 +21,6 @@ from sparse_tl import (
     logit_difference,
 )
 from sparse_tl.lens import adapt, boot, check_circuits, check_gates, load_model, save_model
-
-ODD: dict[str, tuple[str, dict[str, Any]]] = {
-    "opt": (
-        "OPTConfig",
-        {
-            "hidden_size": D_MODEL,
-            "num_hidden_layers": 2,
-            "ffn_dim": 48,
-            "num_attention_heads": N_HEADS,
-            "max_position_embeddings": CONTEXT,
-            "word_embed_proj_dim": D_MODEL,
-            "pad_token_id": 0,
-        },
-    ),
-    "gptj": (
-        "GPTJConfig",
-        {
-            "n_embd": D_MODEL,
-            "n_layer": 2,
-            "n_head": N_HEADS,
-            "n_positions": CONTEXT,
-            "rotary_dim": 4,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-    ),
-    "gpt_neo": (
-        "GPTNeoConfig",
-        {
-            "hidden_size": D_MODEL,
-            "num_layers": 2,
-            "attention_types": [[["global", "local"], 1]],
-            "num_heads": N_HEADS,
-            "max_position_embeddings": CONTEXT,
-            "intermediate_size": 48,
-            "window_size": 4,
-        },
-    ),
-    "bloom": ("BloomConfig", {"hidden_size": D_MODEL, "n_layer": 2, "n_head": N_HEADS}),
-    "phi": (
-        "PhiConfig",
-        {
-            "hidden_size": D_MODEL,
-            "num_hidden_layers": 2,
-            "num_attention_heads": N_HEADS,
-            "intermediate_size": 48,
-            "max_position_embeddings": CONTEXT,
-        },
-    ),
-    "cohere": (
-        "CohereConfig",
-        {
-            "hidden_size": D_MODEL,
-            "num_hidden_layers": 2,
-            "num_attention_heads": N_HEADS,
-            "intermediate_size": 48,
-            "max_position_embeddings": CONTEXT,
-        },
-    ),
-}
-
-
-def odd(name: str) -> Any:
-    kind, fields = ODD[name]
-    config = getattr(transformers, kind)(vocab_size=VOCABULARY, **fields)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model: Any = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager"
-        )
-    return boot(model.eval(), name=name)
-
-
-def native() -> Any:
-    """A bridge around TransformerLens's own model, not one of transformers."""
-    from transformer_lens.config import TransformerBridgeConfig
-    from transformer_lens.model_bridge import TransformerBridge
-
-    sizes = {"d_model": D_MODEL, "d_head": D_MODEL // N_HEADS, "n_heads": N_HEADS, "n_layers": 2}
-    config = TransformerBridgeConfig(
-        **sizes, n_ctx=CONTEXT, d_vocab=VOCABULARY, d_mlp=48, act_fn="relu"
-    )
-    return TransformerBridge.boot_native(config)
-
 
 OLD = Version(version("transformer-lens")) < Version("4.1")
 DELEGATED = "edits to its attention scores do not reach the pattern"
