@@ -24,7 +24,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from architecture_checks import CHECKS, Subject  # noqa: E402
-from test_refused_models import native, odd  # noqa: E402
+from odd_models import native, odd  # noqa: E402
 
 from sparse_tl import SparseTransformer, __version__  # noqa: E402
 from sparse_tl.files import atomic_file, read_json, write_json  # noqa: E402
