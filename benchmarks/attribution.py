@@ -5,7 +5,7 @@ F is two forward passes and one backward pass of the plain model on the same bat
 same with logits only where they are read. Gradients reach the input alone; no weight gets one.
 Memory is the largest resident size while a fresh process does just this, over that of the floor.
 
-    python benchmarks/attribution.py [--pairs 32 --length 16 --repeats 3]
+    python benchmarks/attribution.py [--hooked] [--pairs 32 --length 16 --repeats 3]
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from random_gpt2 import add_hooked, random_gpt2
 
 from sparse_tl.circuits import (
     acdc,
@@ -29,22 +30,8 @@ from sparse_tl.circuits import (
 )
 from sparse_tl.circuits.pair_runs import read_mask
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.lens import adapt, build_model
+from sparse_tl.lens import adapt
 from sparse_tl.metrics import logit_difference
-
-GPT2_SMALL: dict[str, Any] = {
-    "model_name": "gpt2-small's shape",
-    "n_layers": 12,
-    "n_heads": 12,
-    "d_model": 768,
-    "d_head": 64,
-    "d_mlp": 3072,
-    "n_ctx": 1024,
-    "d_vocab": 50257,
-    "act_fn": "gelu_new",
-    "normalization_type": "LN",
-    "seed": 0,
-}
 
 
 def _pairs(n: int, length: int) -> PromptPairs:
@@ -57,32 +44,36 @@ def _pairs(n: int, length: int) -> PromptPairs:
 
 
 def _jobs(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
-    model = build_model(GPT2_SMALL, tokenizer=None, device="cpu")
+    model = random_gpt2(hooked=args.hooked)
     pairs = _pairs(args.pairs, args.length)
     scores = None
 
     adapter, read = adapt(model), read_mask(pairs)
 
-    def logits(tokens: torch.Tensor) -> torch.Tensor:
-        final = model(tokens, stop_at_layer=model.cfg.n_layers)
-        return adapter.logits_at(final, read)
-
     def forward() -> None:
         with torch.no_grad():
             model(pairs.clean)
 
-    def plain(everywhere: bool) -> None:
-        """Two passes forward and one back, with logits everywhere or where they are read."""
-        with torch.no_grad():
-            _ = model(pairs.corrupted) if everywhere else logits(pairs.corrupted)
-        model.requires_grad_(False)
-        embedded = model(pairs.clean, stop_at_layer=0).requires_grad_()
+    def chosen(tokens: torch.Tensor, everywhere: bool) -> torch.Tensor:
+        """Logits where they are read, of those at every position or by themselves."""
         if everywhere:
-            chosen = pairs.read(model(embedded, start_at_layer=0))
-        else:
-            final = model(embedded, start_at_layer=0, stop_at_layer=model.cfg.n_layers)
-            chosen = adapter.logits_at(final, read)
-        torch.autograd.grad(logit_difference(chosen, pairs).sum(), embedded)
+            return pairs.read(model(tokens))
+        return adapter.logits_at(adapter.final(tokens), read)
+
+    def plain(everywhere: bool) -> None:
+        """Two passes forward and one back to what enters the first layer."""
+        entering: list[torch.Tensor] = []
+
+        def enter(value: torch.Tensor, hook: object) -> torch.Tensor:
+            entering.append(value.detach().requires_grad_())
+            return entering[-1]
+
+        with torch.no_grad():
+            chosen(pairs.corrupted, everywhere)
+        model.requires_grad_(False)
+        with model.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", enter)]):
+            logits = chosen(pairs.clean, everywhere)
+        torch.autograd.grad(logit_difference(logits, pairs).sum(), entering)
         model.requires_grad_(True)
 
     def attribute(method: str) -> Callable[[], Any]:
@@ -122,6 +113,7 @@ def _seconds(job: Callable[[], Any], repeats: int) -> float:
 def _peak(name: str, args: argparse.Namespace) -> float:
     """Largest resident size in MB of a process that does one job, once."""
     sizes = ["--pairs", str(args.pairs), "--length", str(args.length)]
+    sizes += ["--hooked"] * args.hooked
     ran = subprocess.run(
         [sys.executable, __file__, "--only", name, *sizes],
         capture_output=True,
@@ -133,6 +125,7 @@ def _peak(name: str, args: argparse.Namespace) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    add_hooked(parser)
     parser.add_argument("--pairs", type=int, default=32)
     parser.add_argument("--length", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
@@ -165,7 +158,7 @@ def _report_acdc(args: argparse.Namespace) -> None:
 
     A few short prompts: what a test costs in forward passes does not depend on them.
     """
-    model = build_model(GPT2_SMALL, tokenizer=None, device="cpu")
+    model = random_gpt2(hooked=args.hooked)
     pairs = _pairs(args.acdc_pairs, args.acdc_length)
     n_edges = adapt(model).graph.n_edges
     started = time.perf_counter()

@@ -5,7 +5,7 @@ shape with its 11 tokens and 5 targets. *Memory*: the largest resident size whil
 does one update at GPT-2 small's shape, over that of the model alone, by vocabulary and by how many
 positions have logits: only those of the targets, or all of them as ``model(...)`` does.
 
-    python benchmarks/head_gating.py [--seeds 10 --batch-size 64 --repeats 5]
+    python benchmarks/head_gating.py [--hooked] [--seeds 10 --batch-size 64 --repeats 5]
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
+from jaxtyping import Float
+from random_gpt2 import GPT2_SMALL, add_hooked, random_gpt2
+from torch import Tensor
 
 from sparse_tl.data.batches import TokenBatch, cross_entropy
 from sparse_tl.head_roles.fitting import first_gates
 from sparse_tl.head_roles.likelihood import GatedHeads, Likelihood
-from sparse_tl.lens import Model, build_model
-from sparse_tl.models import build_addition_model
+from sparse_tl.lens import Model
+from sparse_tl.models.addition import ARCHITECTURE
 from sparse_tl.tasks import AdditionTask
 
 LENGTH, ROWS, SEEDS = 128, 2, 2
@@ -49,26 +53,6 @@ def _objective(model: Model, seeds: list[int]) -> Likelihood:
     return Likelihood(GatedHeads(model, first_gates(model, seeds)), 0.1, 10)
 
 
-def _gpt2_small(vocabulary: int) -> Model:
-    model = build_model(
-        {
-            "model_name": "gpt2-small's shape",
-            "n_layers": 12,
-            "n_heads": 12,
-            "d_model": 768,
-            "d_head": 64,
-            "d_mlp": 3072,
-            "n_ctx": LENGTH,
-            "d_vocab": vocabulary,
-            "act_fn": "gelu_new",
-            "normalization_type": "LN",
-            "seed": 0,
-        },
-        device="cpu",
-    )
-    return model.requires_grad_(False)
-
-
 def _prompts() -> TokenBatch:
     """One target of one token at the end of each."""
     tokens = torch.randint(1000, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -77,36 +61,38 @@ def _prompts() -> TokenBatch:
     return TokenBatch(tokens, tokens, mask)
 
 
-def _measured_alone(kind: str, vocabulary: int) -> None:
+def _everywhere(model: Model, batch: TokenBatch) -> None:
+    """The same update with logits at every position, written out."""
+    theta = first_gates(model, range(SEEDS)).requires_grad_()
+    each = theta.sigmoid().repeat_interleave(ROWS, dim=0)
+    hooks = [
+        (f"blocks.{layer}.attn.hook_z", partial(_times, gates[:, None, :, None]))
+        for layer, gates in enumerate(each.unbind(dim=1))
+    ]
+    rows = [t.repeat(SEEDS, 1) for t in (batch.tokens, batch.labels, batch.loss_mask)]
+    with model.hooks(fwd_hooks=hooks):
+        logits = model(rows[0])
+    cross_entropy(logits, TokenBatch(*rows)).backward()
+
+
+def _times(
+    gates: Float[Tensor, "row 1 head 1"], z: Float[Tensor, "row pos head d_head"], hook: object
+) -> Float[Tensor, "row pos head d_head"]:
+    return z * gates
+
+
+def _measured_alone(kind: str, vocabulary: int, hooked: bool) -> None:
     """One update in this process; prints what it needed in MB over the model."""
-    model, batch = _gpt2_small(vocabulary), _prompts()
-    model(batch.tokens[:1, :2], return_type=None)  # what is allocated once
+    sizes = {"n_positions": LENGTH, "vocab_size": vocabulary}
+    model, batch = random_gpt2({**GPT2_SMALL, **sizes}, hooked=hooked), _prompts()
+    model.requires_grad_(False)
+    model(batch.tokens[:1, :2])  # what is allocated once
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the peak of building
     if kind == "targets":
         _update(_objective(model, list(range(SEEDS))), batch)
     else:
-        theta = first_gates(model, range(SEEDS)).requires_grad_()
-        hooks = [
-            (
-                f"blocks.{layer}.attn.hook_z",
-                lambda z, hook: (
-                    z
-                    * theta.sigmoid()[:, hook.layer()].repeat_interleave(ROWS, dim=0)[
-                        :, None, :, None
-                    ]
-                ),
-            )
-            for layer in range(12)
-        ]
-        with model.hooks(fwd_hooks=hooks):
-            logits = model(batch.tokens.repeat(SEEDS, 1))
-        whole = TokenBatch(
-            batch.tokens.repeat(SEEDS, 1),
-            batch.labels.repeat(SEEDS, 1),
-            batch.loss_mask.repeat(SEEDS, 1),
-        )
-        cross_entropy(logits, whole).backward()
+        _everywhere(model, batch)
     print(_resident("VmHWM") - before)
 
 
@@ -117,15 +103,16 @@ def _resident(name: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    add_hooked(parser)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--alone", nargs=2, help="kind and vocabulary: one update, its memory")
     args = parser.parse_args()
     if args.alone:
-        _measured_alone(args.alone[0], int(args.alone[1]))
+        _measured_alone(args.alone[0], int(args.alone[1]), args.hooked)
         return
-    model = build_addition_model(0, "cpu").requires_grad_(False)
+    model = random_gpt2(ARCHITECTURE, hooked=args.hooked).requires_grad_(False)
     batch = AdditionTask("placeholder").split()[0].select(slice(0, args.batch_size))
     seeds = list(range(args.seeds))
     stacked = _seconds([_objective(model, seeds)], batch, args.repeats)
@@ -138,7 +125,8 @@ def main() -> None:
     for kind in ("targets", "everywhere"):
         for vocabulary in (1000, 50257):
             ran = subprocess.run(
-                [sys.executable, __file__, "--alone", kind, str(vocabulary)],
+                [sys.executable, __file__, "--alone", kind, str(vocabulary)]
+                + ["--hooked"] * args.hooked,
                 capture_output=True,
                 text=True,
                 check=True,

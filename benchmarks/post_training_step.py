@@ -8,7 +8,7 @@ that a machine that slows down slows all of them:
 - paired: the same with the constraint relative to the frozen dense model, which adds one forward
   pass without gradients (a third of a training step) to any implementation.
 
-Usage: python benchmarks/post_training_step.py [--runs 15] [--shapes addition,gpt2]
+Usage: python benchmarks/post_training_step.py [--hooked] [--runs 15] [--shapes addition,gpt2]
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from random_gpt2 import GPT2_SMALL, add_hooked, random_gpt2
 
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, build_model
-from sparse_tl.models import build_addition_model
+from sparse_tl.lens import Model, adapt, read_parameters
+from sparse_tl.models.addition import ARCHITECTURE
 from sparse_tl.tasks import AdditionTask
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
 from sparse_tl.training.objectives import Objective, PlainLoss, SparsityObjective
@@ -33,23 +35,24 @@ from sparse_tl.training.objectives import Objective, PlainLoss, SparsityObjectiv
 VARIANTS = ("plain", "gated", "paired")
 
 
-def shape(name: str) -> tuple[Callable[[], Model], TokenBatch]:
+def shape(name: str, hooked: bool) -> tuple[Callable[[], Model], TokenBatch]:
     """A model builder and a batch."""
     if name == "addition":
-        sums, _, _ = AdditionTask("autoregressive").split()
-        return build_addition_model, sums.select(slice(0, 256))
-    config = {
-        "n_layers": 12, "n_heads": 12, "d_model": 768, "d_head": 64, "d_mlp": 3072, "n_ctx": 1024,
-        "d_vocab": 50257, "act_fn": "gelu_new", "normalization_type": "LN", "seed": 0,
-    }  # fmt: skip
-    tokens = torch.randint(0, 50257, (4, 128), generator=torch.Generator().manual_seed(0))
-    return lambda: build_model(config), TokenBatch.next_token(tokens)
+        batch, fields = (
+            AdditionTask("autoregressive").split()[0].select(slice(0, 256)),
+            ARCHITECTURE,
+        )
+    else:
+        generator, fields = torch.Generator().manual_seed(0), GPT2_SMALL
+        batch = TokenBatch.next_token(torch.randint(50257, (4, 128), generator=generator))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return partial(random_gpt2, fields, hooked=hooked, device=device), batch
 
 
 def stepper(variant: str, build: Callable[[], Model], batch: TokenBatch) -> Callable[[], None]:
     """One training step as a function."""
     model = build()
-    device = model.embed.W_E.device
+    device = adapt(model).device
     batch = batch.to(device)
     objective: Objective
     if variant == "plain":
@@ -64,14 +67,15 @@ def stepper(variant: str, build: Callable[[], Model], batch: TokenBatch) -> Call
             TargetLoss.parse("+0.05" if paired else 20.0),
             LossConstraint(scale=0.05),
         )
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5)
+    parameters = [*read_parameters(module).values()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5)
     generator = torch.Generator(device).manual_seed(0)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         loss, measured = objective.measure(batch, generator, 0.0)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(list(module.parameters()), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         objective.update(measured)
         if device.type == "cuda":
@@ -80,9 +84,9 @@ def stepper(variant: str, build: Callable[[], Model], batch: TokenBatch) -> Call
     return step
 
 
-def times(name: str, runs: int) -> dict[str, list[float]]:
+def times(name: str, hooked: bool, runs: int) -> dict[str, list[float]]:
     """Seconds per step of every variant, taken in turn after two warm-up rounds."""
-    build, batch = shape(name)
+    build, batch = shape(name, hooked)
     steps = {variant: stepper(variant, build, batch) for variant in VARIANTS}
     taken: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     for run in range(runs + 2):
@@ -94,14 +98,14 @@ def times(name: str, runs: int) -> dict[str, list[float]]:
     return taken
 
 
-def peak_memory(name: str, variant: str) -> float:
+def peak_memory(name: str, hooked: bool, variant: str) -> float:
     """Peak memory in MB of a process of its own that takes three steps."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_peak, (name, variant))
+        return pool.apply(_peak, (name, hooked, variant))
 
 
-def _peak(name: str, variant: str) -> float:
-    step = stepper(variant, *shape(name))
+def _peak(name: str, hooked: bool, variant: str) -> float:
+    step = stepper(variant, *shape(name, hooked))
     for _ in range(3):
         step()
     if torch.cuda.is_available():
@@ -112,14 +116,19 @@ def _peak(name: str, variant: str) -> float:
 def main() -> None:
     """Print a table per shape."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_hooked(parser)
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--shapes", default="addition,gpt2")
     options = parser.parse_args()
     shapes = options.shapes.split(",")
     # First of all: a child's peak starts at that of the process which started it.
-    peaks = {(name, variant): peak_memory(name, variant) for name in shapes for variant in VARIANTS}
+    peaks = {
+        (name, variant): peak_memory(name, options.hooked, variant)
+        for name in shapes
+        for variant in VARIANTS
+    }
     for name in shapes:
-        taken = times(name, options.runs)
+        taken = times(name, options.hooked, options.runs)
         print(f"\n{name}: {options.runs} steps of each, {torch.get_num_threads()} threads")
         for variant in VARIANTS:
             ratios = [a / b for a, b in zip(taken[variant], taken["plain"], strict=True)]
