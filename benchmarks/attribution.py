@@ -100,14 +100,20 @@ def _jobs(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     }
 
 
-def _seconds(job: Callable[[], Any], repeats: int) -> float:
-    job()
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        job()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+def _seconds(jobs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Of every job, taken in turn after a round to warm up: a slow machine slows down all."""
+    taken: dict[str, list[float]] = {name: [] for name in jobs}
+    for run in range(repeats + 1):
+        for name, job in jobs.items():
+            started = time.perf_counter()
+            job()
+            if run:
+                taken[name].append(time.perf_counter() - started)
+    return taken
+
+
+def _ratio(taken: list[float], unit: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(taken, unit, strict=True))
 
 
 def _peak(name: str, args: argparse.Namespace) -> float:
@@ -141,12 +147,12 @@ def main() -> None:
         peak = next(s for s in Path("/proc/self/status").read_text().splitlines() if "HWM" in s)
         print(int(peak.split()[1]) / 1024)
         return
-    seconds = {name: _seconds(job, args.repeats) for name, job in jobs.items()}
+    seconds = _seconds(jobs, args.repeats)
     for name, taken in seconds.items():
-        per_size = taken / 10 / seconds["forward"]
+        per_size = _ratio(taken, seconds["forward"]) / 10
         also = f", {per_size:.2f} forward passes per size" if name.startswith("evalu") else ""
-        ratios = f"{taken / seconds['F']:5.2f} F = {taken / seconds['floor']:5.2f} floors"
-        print(f"{name:24} {taken:7.3f} s = {ratios}{also}")
+        ratios = f"{_ratio(taken, seconds['F']):5.2f} F = {_ratio(taken, seconds['floor']):5.2f}"
+        print(f"{name:24} {statistics.median(taken):7.3f} s = {ratios} floors{also}")
     plain = _peak("floor", args)
     for name in ("EAP", "EAP-IG, 5 steps"):
         print(f"{name:24} {_peak(name, args) - plain:7.0f} MB over the floor ({plain:.0f})")
@@ -165,7 +171,8 @@ def _report_acdc(args: argparse.Namespace) -> None:
     found = acdc(model, pairs, threshold=args.acdc_threshold)
     taken = time.perf_counter() - started
     with torch.no_grad():
-        forward = _seconds(lambda: model(pairs.clean), 9)
+        passes = _seconds({"forward": lambda: model(pairs.clean)}, 9)["forward"]
+    forward = statistics.median(passes)
     print(
         f"ACDC on {n_edges:,} edges at {args.acdc_threshold:g} nats: {found.tested:,} tested at "
         f"the cost of {found.forward_equivalents:,.0f} forward passes, "

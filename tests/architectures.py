@@ -85,15 +85,15 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 """The class of each one's configuration, and its fields."""
 
 
-def plain_transformer(name: str, dtype: str = "float32", seed: int = 0) -> Any:
-    """A model of transformers, in evaluation mode."""
+def plain_transformer(name: str, dtype: str = "float32", seed: int = 0, **changed: Any) -> Any:
+    """A model of transformers, in evaluation mode; fields of its configuration may be changed."""
     import torch
     import transformers
 
     kind, fields = ARCHITECTURES[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = getattr(transformers, kind)(**fields)
+        config = getattr(transformers, kind)(**{**fields, **changed})
         model: Any = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation="eager"
         )
