@@ -5,8 +5,6 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
-import torch
-
 _GEMMA = {
     "act_fn": "gelu_pytorch_tanh",
     "normalization_type": "RMS",
@@ -44,7 +42,9 @@ def hooked_twin(plain: Any) -> Any:
         if fields is None:
             cfg = get_pretrained_model_config(folder, device="cpu", dtype=plain.dtype)
         else:
-            cfg = HookedTransformerConfig.from_dict(_sizes(config) | fields)
+            cfg = HookedTransformerConfig.from_dict(
+                _sizes(config) | fields | {"dtype": plain.dtype}
+            )
             cfg.original_architecture = type(plain).__name__
         weights = get_pretrained_state_dict(folder, cfg, plain, dtype=plain.dtype)
     cfg.tokenizer_name = None
@@ -75,6 +75,5 @@ def _sizes(config: Any) -> dict[str, Any]:
         "rotary_dim": d_head,
         "eps": getattr(config, "rms_norm_eps", 1e-5),
         "device": "cpu",
-        "dtype": torch.float32,
         "init_weights": False,
     }

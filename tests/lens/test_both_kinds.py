@@ -51,10 +51,10 @@ BOTH = (
 """What 3.9 makes a HookedTransformer of that circuits are defined on."""
 
 
-def twins(name: str, **changed: Any) -> tuple[Model, Model]:
-    changed = {**CHANGED.get(name, {}), **changed}
-    bridge = boot(plain_transformer(name, **changed), name=name)
-    return bridge, hooked_twin(plain_transformer(name, **changed))
+def twins(name: str, dtype: str = "float32") -> tuple[Model, Model]:
+    fields = {"n_layer" if name == "gpt2" else "num_hidden_layers": 2, **CHANGED.get(name, {})}
+    bridge = boot(plain_transformer(name, dtype, **fields), name=name)
+    return bridge, hooked_twin(plain_transformer(name, dtype, **fields))
 
 
 def tokens(rows: int, length: int = 8, seed: int = 0) -> Tensor:
@@ -75,11 +75,18 @@ def off(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_logits_scores_and_circuits(name: str) -> None:
+@torch.no_grad()
+def test_logits(name: str) -> None:
+    """In float64, where each computes some things in float32; there HookedTransformer's own
+    rounding is up to 1.4e-6 (Phi-3)."""
+    bridge, hooked = twins(name, "float64")
+    assert off(bridge(tokens(6)), hooked(tokens(6))) < 1e-6
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_scores_and_circuits(name: str) -> None:
     bridge, hooked = twins(name)
     some, quiet = pairs(), {"progress": False}
-    with torch.no_grad():
-        assert off(bridge(some.clean), hooked(some.clean)) < 1e-6
     scores: list[Any] = []
     for method in ("eap", "eap-ig"):
         for attribute in (attribute_heads, attribute_circuit_edges):
@@ -94,12 +101,12 @@ def test_logits_scores_and_circuits(name: str) -> None:
     ]
     assert off(*exact) < 2e-5
     effects = [
-        evaluate_circuit_edges(model, some, logit_difference, scores[1], [5, 20, 80], **quiet)
+        evaluate_circuit_edges(model, some, logit_difference, scores[1], [5, 20, 50], **quiet)
         for model in (bridge, hooked)
     ]
     assert off(effects[0].effect, effects[1].effect) < 2e-5
-    found = [acdc(model, some, size=40, **quiet) for model in (bridge, hooked)]
-    assert 0 < len(found[0].circuit) <= 40
+    found = [acdc(model, some, threshold=0.01, size=30, **quiet) for model in (bridge, hooked)]
+    assert 0 < len(found[0].circuit) <= 30
     assert torch.equal(found[0].circuit.mask, found[1].circuit.mask)
     assert found[0].tested == found[1].tested
 
