@@ -86,6 +86,7 @@ class CircuitPass:
         self._columns = acts.any(dim=0).tolist()
         self._compact = self.closed[:, self._rows]
         self._residual: Tensor | None = None
+        self._made: dict[str, Tensor] = {}
         self._changes = _Changes(len(self._rows), keep_all=self.learned)
         first = self.graph.n_sources_before(Node("head", now.from_layer))
         before = self._rows[: bisect_left(self._rows, first)]
@@ -101,7 +102,9 @@ class CircuitPass:
             block = f"blocks.{layer}"
             changed = [slot for slot in "qkv" if self._closes(*self._heads(layer, slot))]
             if changed:
-                hooks.append((f"{block}.hook_resid_pre", Order.LAST, self._keep_residual))
+                many = [slot for slot in changed if self._changes_many(layer, slot)]
+                enter = partial(self._enter, layer, many)
+                hooks.append((f"{block}.hook_resid_pre", Order.LAST, enter))
             for slot in changed:
                 read = partial(self._read_heads, layer, slot)
                 hooks.append((f"{block}.attn.hook_{slot}", Order.FIRST, read))
@@ -158,10 +161,29 @@ class CircuitPass:
         """How far the edges from the sources that are taken apart are closed."""
         return self._compact[:, : bisect_left(self._rows, before), column : column + count]
 
-    def _keep_residual(
-        self, residual: Float[Tensor, "rows pos d_model"]
+    def _head_weights(self, layer: int, slot: str) -> Float[Tensor, "stack some n"]:
+        """Those of the q, k or v inputs of a layer."""
+        before = self.graph.n_sources_before(Node("head", layer))
+        return self._weights(*self._heads(layer, slot), before)
+
+    def _changes_many(self, layer: int, slot: str) -> bool:
+        """Whether so many heads of a layer read something else that all are computed together."""
+        changed = (self._head_weights(layer, slot) != 0).any(dim=1)
+        return self.learned or bool(changed.float().mean() > _FEW)
+
+    def _enter(
+        self, layer: int, many: list[str], residual: Float[Tensor, "rows pos d_model"]
     ) -> Float[Tensor, "rows pos d_model"]:
+        """Keep what enters a layer, and make what the heads read of it.
+
+        All at once: what the sources wrote is by far the most that is read from memory.
+        """
         self._residual = residual
+        weights = [self._head_weights(layer, slot) for slot in many]
+        if weights:
+            reads = self._reads(torch.cat(weights, dim=-1), residual)
+            counts = [part.shape[-1] for part in weights]
+            self._made = dict(zip(many, reads.split(counts, dim=1), strict=True))
         return residual
 
     def _reads(
@@ -179,20 +201,17 @@ class CircuitPass:
         self, layer: int, slot: str, value: Float[Tensor, "rows pos head d_head"]
     ) -> Float[Tensor, "rows pos head d_head"]:
         """What the heads of a layer compute from what they read."""
-        column, count = self._heads(layer, slot)
-        weights = self._weights(column, count, self.graph.n_sources_before(Node("head", layer)))
-        assert self._residual is not None
         norm = self.adapter.norm(layer, "attn")
         weight, bias = self.adapter.qkv(layer, slot)  # type: ignore[arg-type]
-        changed = (weights != 0).any(dim=1)
-        if self.learned or changed.float().mean() > _FEW:
-            reads = norm(self._reads(weights, self._residual).unflatten(-1, self._shape()))
+        if slot in self._made:
+            reads = norm(self._made.pop(slot).unflatten(-1, self._shape()))
             flat = rearrange(reads, "stack head batch pos d -> head (stack batch pos) d")
             out = torch.baddbmm(bias.to(flat.dtype)[:, None], flat, weight.to(flat.dtype))
             return rearrange(
                 out, "head (rows pos) d_head -> rows pos head d_head", rows=len(value)
             ).to(value.dtype)
-        stack, head = changed.nonzero().unbind(dim=1)
+        weights = self._head_weights(layer, slot)
+        stack, head = (weights != 0).any(dim=1).nonzero().unbind(dim=1)
         reads = norm(self._few_reads(weights, stack, head))
         flat = rearrange(reads, "part batch pos d -> part (batch pos) d")
         out = torch.baddbmm(
