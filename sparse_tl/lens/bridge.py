@@ -105,12 +105,22 @@ class BridgeAdapter(Adapter):
     @torch.no_grad()
     def check_mask(self, attention_mask: Int[Tensor, "batch pos"] | None) -> None:
         """As of `Adapter`."""
-        if attention_mask is None or self.dtype != torch.float64 or attention_mask[:, 0].all():
-            return
-        tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
-        with others_off(self.model):
-            logits = self.model(tokens, attention_mask=torch.tensor([[0, 1]], device=self.device))
-        if logits.isnan().any():
+        if self._pads_in_float64(attention_mask):
+            tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+            mask = torch.tensor([[0, 1]], device=self.device)
+            with others_off(self.model):
+                self._check_padded(self.model(tokens, attention_mask=mask))
+
+    def _pads_in_float64(self, attention_mask: Tensor | None) -> bool:
+        """Whether prompts are padded on the left where it may be too much for the model."""
+        return (
+            attention_mask is not None
+            and self.dtype == torch.float64
+            and not bool(attention_mask[:, 0].all())
+        )
+
+    def _check_padded(self, found: Tensor) -> None:
+        if found.isnan().any():
             raise ValueError(
                 f"expected prompts of one length, or padded on the right; {self.name!r} in float64 "
                 "returns NaN for prompts that are padded on the left, by itself: transformers "
@@ -126,13 +136,16 @@ class BridgeAdapter(Adapter):
         # A key-value cache costs a copy. Some models in half precision run only with one: it makes
         # v as wide as k, which rotary tables have made float32.
         options: dict[str, Any] = {} if self.dtype in _HALVES else {"use_cache": False}
-        self.check_mask(attention_mask)
         if attention_mask is not None:
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
             options |= {"attention_mask": attention_mask, "position_ids": positions}
         entering = rows if rows.is_floating_point() else None
         with _stopped(self.model), _entered(self.model, from_layer, entering):
-            return self.model(rows, **options)
+            final = self.model(rows, **options)
+        # Not by `check_mask`: hooks of this very pass would meet its prompt.
+        if self._pads_in_float64(attention_mask):
+            self._check_padded(final)
+        return final
 
     def _last_mlp(self) -> tuple[nn.Module, Sequence[nn.Module], set[int]]:
         block = self.model.blocks[-1]

@@ -30,11 +30,19 @@ def mlp_only_at(
         yield
         return
 
-    def select(_module: nn.Module, args: Any) -> tuple[Any, ...]:
+    selected = False
+
+    def select(_module: nn.Module, args: Any) -> tuple[Any, ...] | None:
+        nonlocal selected
+        selected = args[0].shape[:2] == read.shape
+        if not selected:  # other prompts, in between
+            return None
         # Bloom's MLPs also get the residual stream, to add to it.
         return tuple(arg[read][None] if isinstance(arg, Tensor) else arg for arg in args)
 
-    def scatter(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    def scatter(_module: nn.Module, _args: Any, output: Tensor) -> Tensor | None:
+        if not selected:
+            return None
         everywhere = output.new_zeros(*read.shape, output.shape[-1])
         everywhere[read] = output.view(-1, output.shape[-1])
         return everywhere

@@ -190,6 +190,21 @@ def test_evaluations_are_reported(build_echo: Build, echo_rows: Rows) -> None:
     assert [m["loss"] for m in seen] == evaluated["validation_loss"].tolist()
 
 
+def test_padding_on_the_left_changes_nothing(build_tiny: Build) -> None:
+    """Few positions count, so the last MLP is computed there alone, and a padded row fits too."""
+    tokens = torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(0))
+    rows = TokenBatch.next_token(tokens)
+    rows.loss_mask[:, :3] = False
+    padded = TokenBatch(
+        *(torch.cat([some[:, :2], some], dim=1) for some in (tokens, rows.labels)),
+        torch.cat([torch.zeros(4, 2, dtype=torch.bool), rows.loss_mask], dim=1),
+        torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]]).repeat(4, 1),
+    )
+    sparse = SparseTransformer(build_tiny("float64"), initial_bias=0.5)
+    found = [asdict(evaluate_held_out(sparse, batch)) for batch in (rows, padded)]
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+
+
 def test_the_same_seed_gives_the_same_result(build_echo: Build, echo_rows: Rows) -> None:
     runs = {}
     for disturbance, (name, seed) in enumerate((("one", 0), ("again", 0), ("other", 1))):
