@@ -66,9 +66,6 @@ class SparseTransformer(nn.Module):
         gates: AttentionGates | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(model, Model):
-            kind = type(model).__name__
-            raise TypeError(f"expected a TransformerBridge or a HookedTransformer; got a {kind}")
         adapter = adapt(model)
         if getattr(adapter.core, "_sparse_tl_wrapped", False):
             raise ValueError("this model is wrapped already; call .unwrap() on its wrapper first")
