@@ -3,7 +3,9 @@
 F is two forward passes and one backward pass of the plain model on the same batch, as
 ``model(...)`` does them, with logits at every position. The *floor* of attribution patching is the
 same with logits only where they are read. Gradients reach the input alone; no weight gets one.
-Memory is the largest resident size while a fresh process does just this, over that of the floor.
+Times are CPU seconds of this process: with ``OMP_NUM_THREADS=1`` their ratios hardly change when
+the machine is busy. Memory is the largest resident size while a fresh process does just this, over
+that of the floor.
 
     python benchmarks/attribution.py [--hooked] [--pairs 32 --length 16 --repeats 3]
 """
@@ -105,10 +107,10 @@ def _seconds(jobs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list
     taken: dict[str, list[float]] = {name: [] for name in jobs}
     for run in range(repeats + 1):
         for name, job in jobs.items():
-            started = time.perf_counter()
+            started = time.process_time()
             job()
             if run:
-                taken[name].append(time.perf_counter() - started)
+                taken[name].append(time.process_time() - started)
     return taken
 
 
@@ -167,9 +169,9 @@ def _report_acdc(args: argparse.Namespace) -> None:
     model = random_gpt2(hooked=args.hooked)
     pairs = _pairs(args.acdc_pairs, args.acdc_length)
     n_edges = adapt(model).graph.n_edges
-    started = time.perf_counter()
+    started = time.process_time()
     found = acdc(model, pairs, threshold=args.acdc_threshold)
-    taken = time.perf_counter() - started
+    taken = time.process_time() - started
     with torch.no_grad():
         passes = _seconds({"forward": lambda: model(pairs.clean)}, 9)["forward"]
     forward = statistics.median(passes)
