@@ -24,7 +24,7 @@ from itertools import groupby
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sparse_tl.circuits.gradient_passes import Method, Passes
@@ -77,16 +77,19 @@ def attribute_circuit_edges(
     plan = Passes(metric, method, steps, runs)
     with tracked("scoring circuit edges", plan.count, progress) as step:
         for index in range(len(runs)):
-            difference = None
+            difference = places = None
             for rows, passes in groupby(plan.passes(index), key=plan.rows_of):
                 back = ReadGradients(runs.adapter)
                 for one in passes:
                     if difference is None:
                         difference = source_outputs(runs.adapter, one.change)
+                        # Before the first token that differs, and at padding, nothing changes.
+                        places = (difference != 0).any(dim=-1).any(dim=0)
+                        difference = difference[:, places]
                     back.add(one)
                     step()
-                assert difference is not None
-                scores += _contract(graph, back, difference, rows)
+                assert difference is not None and places is not None
+                scores += _contract(graph, back, difference, places, rows)
     return Scores(graph, scores.where(graph.exists, 0.0) / len(pairs), method)
 
 
@@ -180,10 +183,19 @@ def _effects(
 def _contract(
     graph: CircuitGraph,
     back: ReadGradients,
-    difference: Float[Tensor, "source batch pos d_model"],
+    difference: Float[Tensor, "source place d_model"],
+    places: Bool[Tensor, "batch pos"],
     rows: slice,
 ) -> Float[Tensor, "source destination"]:
-    """Some sources with all destinations, layer by layer, on the CPU in float64."""
+    """Some sources with all destinations, layer by layer, on the CPU in float64.
+
+    Args:
+        graph: of the model.
+        back: gradients at what destinations read.
+        difference: the patch minus what the clean prompts show, of every source.
+        places: in the prompts, that this is of.
+        rows: the sources that count.
+    """
     scores = torch.zeros(len(graph.sources), len(graph.destinations), dtype=torch.float64)
     flat = difference.flatten(1)
     first, end, _ = rows.indices(len(graph.sources))
@@ -195,9 +207,9 @@ def _contract(
         if before.start >= before.stop:  # these sources come later
             start += most
             continue
-        reading = back.layer(layer, buffer).flatten(1)
+        reading = back.layer(layer, places, buffer).flatten(1)
         found = (flat[before] @ reading.T).cpu().double()
         scores[before, start : start + len(reading)] = found
         start += len(reading)
-    scores[rows, -1] = (flat[rows] @ back.final.flatten()).cpu().double()
+    scores[rows, -1] = (flat[rows] @ back.final[places].flatten()).cpu().double()
     return scores

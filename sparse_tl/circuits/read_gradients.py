@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 from einops import einsum, rearrange
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sparse_tl.circuits.gradient_passes import GradientPass
@@ -79,22 +79,25 @@ class ReadGradients:
 
     @torch.no_grad()
     def layer(
-        self, layer: int, out: Float[Tensor, "destination batch pos d_model"]
-    ) -> Float[Tensor, "some batch pos d_model"]:
+        self,
+        layer: int,
+        places: Bool[Tensor, "batch pos"],
+        out: Float[Tensor, "destination place d_model"],
+    ) -> Float[Tensor, "some place d_model"]:
         """One layer's destinations in the graph's order, written into a buffer: q of every head,
-        k and v of every key-value head, the MLP."""
+        k and v of every key-value head, the MLP; at some places of the prompts."""
         done = 0
         names = self.adapter.destination_points(layer)
         for slot, name in zip("qkv", names, strict=False):
-            flat = rearrange(self._sums[name], "batch pos head d_head -> head (batch pos) d_head")
+            flat = rearrange(self._sums[name][places], "place head d_head -> head place d_head")
             through = self._through(layer, slot).to(flat.dtype)
-            torch.bmm(flat, through.mT, out=out[done : done + len(flat)].flatten(1, 2))
+            torch.bmm(flat, through.mT, out=out[done : done + len(flat)])
             done += len(flat)
         for along, x in self._along[layer]:
-            heads = rearrange(along, "batch pos head -> head batch pos 1")
-            out[:done].addcmul_(heads, x, value=-1)
+            heads = rearrange(along[places], "place head -> head place 1")
+            out[:done].addcmul_(heads, x[places], value=-1)
         for name in names[3:]:
-            out[done] = self._sums[name]
+            out[done] = self._sums[name][places]
             done += 1
         return out[:done]
 
