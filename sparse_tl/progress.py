@@ -94,7 +94,7 @@ class _Line:
     def step(self, measured: str = "") -> None:
         self.done, self.measured = self.done + 1, measured or self.measured
         now = time.monotonic()
-        if now < self._due:
+        if now < self._due or self.done == self.total:  # `end` says the last
             return
         self._due, self._shown = now + self.pause, True
         each = (now - self._started) / (self.done - self._before)
