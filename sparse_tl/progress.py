@@ -40,8 +40,8 @@ def tracked(
     """
     if not shown:
         yield lambda measured="": None
-    elif in_notebook() or not Console(stderr=True).is_terminal:
-        line = (_NotebookLine if in_notebook() else _LogLines)(title, total, done)
+    elif kind := _kind_of_line():
+        line = kind(title, total, done)
         try:
             yield line.step
         except BaseException:
@@ -151,6 +151,13 @@ class _NotebookLine(_Line):
             self._handle = display(data, raw=True, display_id=True)
         else:
             self._handle.update(data, raw=True)
+
+
+def _kind_of_line() -> type[_Line] | None:
+    """What shows progress in lines here; None in a terminal, which has a bar."""
+    if in_notebook():
+        return _NotebookLine
+    return None if Console(stderr=True).is_terminal else _LogLines
 
 
 def in_notebook() -> bool:

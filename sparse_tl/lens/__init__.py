@@ -1,5 +1,7 @@
 """The only part of the package that knows TransformerLens: adapters, hooks, checks, loading."""
 
+from transformer_lens.utilities.devices import get_device as get_device
+
 from sparse_tl.lens.adapter import Adapter as Adapter
 from sparse_tl.lens.adapting import adapt as adapt, read_parameters as read_parameters
 from sparse_tl.lens.architecture import model_config as model_config

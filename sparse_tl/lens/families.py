@@ -72,7 +72,16 @@ class Named:
             for kind in ("weight", "bias")
         }
 
-    def ending(self) -> tuple[dict[str, Tensor], Tensor]:
+    def around(self, embedding: str, norm: str) -> dict[str, Tensor]:
+        """What comes before and after the layers: embedding, last norm and unembedding."""
+        last, unembedding = self._ending()
+        return {
+            f"{embedding}.weight": self("embed.W_E", "d_vocab", "d_model"),
+            **{f"{norm}.{kind}": tensor for kind, tensor in last.items()},
+            "lm_head.weight": unembedding,
+        }
+
+    def _ending(self) -> tuple[dict[str, Tensor], Tensor]:
         """The last norm, and the unembedding ``[vocabulary, d_model]``, which has no bias there.
 
         A bias b_U is taken over by both. What LayerNorm standardises, x, sums to 0: adding a number
@@ -101,14 +110,8 @@ class Named:
 
 
 def _gpt2(said: dict[str, Any], named: Named) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    last, unembedding = named.ending()
-    found = {
-        "transformer.wte.weight": named("embed.W_E", "d_vocab", "d_model"),
-        "transformer.wpe.weight": named("pos_embed.W_pos", "n_ctx", "d_model"),
-        "transformer.ln_f.weight": last["weight"],
-        "transformer.ln_f.bias": last["bias"],
-        "lm_head.weight": unembedding,
-    }
+    found = named.around("transformer.wte", "transformer.ln_f")
+    found["transformer.wpe.weight"] = named("pos_embed.W_pos", "n_ctx", "d_model")
     for layer in range(said["n_layers"]):
         slots = [named.slot(layer, slot) for slot in "QKV"]
         weight, bias = named.out(layer)
@@ -136,13 +139,7 @@ def _gpt2(said: dict[str, Any], named: Named) -> tuple[dict[str, Any], dict[str,
 
 
 def _neox(said: dict[str, Any], named: Named) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    last, unembedding = named.ending()
-    found = {
-        "gpt_neox.embed_in.weight": named("embed.W_E", "d_vocab", "d_model"),
-        "gpt_neox.final_layer_norm.weight": last["weight"],
-        "gpt_neox.final_layer_norm.bias": last["bias"],
-        "lm_head.weight": unembedding,
-    }
+    found = named.around("gpt_neox.embed_in", "gpt_neox.final_layer_norm")
     for layer in range(said["n_layers"]):
         slots = [named.slot(layer, slot) for slot in "QKV"]
         weight, bias = named.out(layer)
@@ -172,12 +169,7 @@ def _neox(said: dict[str, Any], named: Named) -> tuple[dict[str, Any], dict[str,
 def _llama(said: dict[str, Any], named: Named) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if said["rotary_dim"] != said["d_head"]:
         raise ValueError(f"expected rotary_dim to be d_head; got {said['rotary_dim']}")
-    last, unembedding = named.ending()
-    found = {
-        "model.embed_tokens.weight": named("embed.W_E", "d_vocab", "d_model"),
-        "model.norm.weight": last["weight"],
-        "lm_head.weight": unembedding,
-    }
+    found = named.around("model.embed_tokens", "model.norm")
     for layer in range(said["n_layers"]):
         block: dict[str, Tensor] = {}
         for slot in "QKV":

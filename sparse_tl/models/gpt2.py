@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sparse_tl.lens import Model, boot
+from sparse_tl.lens import Model, boot, get_device
 
 _SPECIAL = ("bos", "eos", "pad")
 _DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
@@ -44,5 +44,4 @@ def build_gpt2(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = GPT2LMHeadModel(config)
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return boot(model.to(where), tokenizer, name=name)
+    return boot(model.to(device or get_device()), tokenizer, name=name)

@@ -26,6 +26,7 @@ from sparse_tl.plots.component_svg import (
 )
 from sparse_tl.plots.drawn_circuit import DrawnCircuit, LineState, draw_strongest
 from sparse_tl.plots.figure_frame import Surround
+from sparse_tl.plots.head_map import marked_heads
 from sparse_tl.plots.interactive_html import PanelFigure, checked_panels
 from sparse_tl.plots.token_text import visible_text
 
@@ -123,10 +124,9 @@ def _marked_nodes(
 ) -> dict[str, list[Node]]:
     """The marked heads of the first panel's model, by what the legend calls them."""
     heads = next(iter(panels.values())).graph.heads
-    palette.check_marks(marked)
     return {
-        visible_text(name): [Node("head", *heads.index(head)) for head in some]
-        for name, some in marked.items()
+        visible_text(name): [Node("head", *place) for place in places]
+        for name, places in marked_heads(heads, marked).items()
     }
 
 

@@ -12,8 +12,14 @@ import plotly.graph_objects as go
 from sparse_tl.circuits import Scores
 from sparse_tl.grids import HeadGrid
 from sparse_tl.plots.grid_figure import GridFigure
-from sparse_tl.plots.palette import EMPTY_CELL, HELPS, HURTS, MARK_WEIGHT, MARKS, check_marks
-from sparse_tl.plots.panels import add_line, add_side_legend, hover_text, panel_figure, ticks
+from sparse_tl.plots.palette import EMPTY_CELL, HELPS, HURTS, MARK_WEIGHT, MARKS
+from sparse_tl.plots.panels import (
+    add_head_cells,
+    add_line,
+    add_side_legend,
+    head_panels,
+    hover_text,
+)
 
 _REACH = 0.42
 """From the middle of a cell to its frame."""
@@ -46,33 +52,35 @@ def head_map(
             head that they lack, or more names of marked heads than colours.
     """
     grid = _checked(panels)
-    framed = {name: [grid.index(head) for head in heads] for name, heads in (marked or {}).items()}
-    check_marks(framed)
+    framed = marked_heads(grid, marked or {})
     unit = f" {unit}" if unit else ""
     means = {name: scores.mean().detach().double().cpu() for name, scores in panels.items()}
     largest = [mean.abs().max().item() for mean in means.values()]
-    cell = max(8, min(26, 420 // max(grid.n_layers, grid.n_heads)))
-    figure = panel_figure(
+    figure = head_panels(
         [
             f"{name}, \N{PLUS-MINUS SIGN}{most:.2g}{unit}"
             for name, most in zip(means, largest, strict=True)
         ],
-        x="Head",
-        y="Layer",
-        width=max(cell * grid.n_heads, 150),
-        height=max(cell * grid.n_layers, 60),
+        grid.n_layers,
+        grid.n_heads,
     )
     for column, (mean, most) in enumerate(zip(means.values(), largest, strict=True), start=1):
         _add_cells(figure, column, mean.tolist(), most or 1.0, framed, unit)
         _add_frames(figure, column, framed)
-    for update, count in (
-        (figure.update_xaxes, grid.n_heads),
-        (figure.update_yaxes, grid.n_layers),
-    ):
-        update(range=(-0.5, count - 0.5), **ticks(0, count - 1, 16, whole=True))
     if framed:
         add_side_legend(figure)
     return GridFigure(figure, f"Scores of heads in {', '.join(panels)}")
+
+
+def marked_heads(grid: HeadGrid, marked: Mapping[str, Sequence[Any]]) -> _Heads:
+    """Where the marked heads are, by what the legend calls them.
+
+    Raises:
+        ValueError: a head that the model lacks, or more names than there are colours.
+    """
+    if len(marked) > len(MARKS):
+        raise ValueError(f"expected at most {len(MARKS)} names of heads; got {list(marked)}")
+    return {name: [grid.index(head) for head in heads] for name, heads in marked.items()}
 
 
 def _checked(panels: Mapping[str, Scores]) -> HeadGrid:
@@ -106,19 +114,8 @@ def _add_cells(
         ]
         for layer, row in enumerate(scores)
     ]
-    figure.add_heatmap(
-        z=scores,
-        zmin=-largest,
-        zmax=largest,
-        colorscale=[(0, HELPS), (0.5, EMPTY_CELL), (1, HURTS)],
-        showscale=False,
-        xgap=1,
-        ygap=1,
-        text=said,
-        hoverinfo="text",
-        row=1,
-        col=column,
-    )
+    colours = [(0, HELPS), (0.5, EMPTY_CELL), (1, HURTS)]
+    add_head_cells(figure, column, scores, said, colours, (-largest, largest))
 
 
 def _add_frames(figure: go.Figure, column: int, framed: _Heads) -> None:

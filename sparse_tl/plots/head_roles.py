@@ -11,7 +11,15 @@ from torch import Tensor
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
 from sparse_tl.plots.grid_figure import GridFigure
 from sparse_tl.plots.palette import EMPTY_CELL, ROLES as ROLE_COLOURS, THIN_CURVE_WEIGHT
-from sparse_tl.plots.panels import add_line, add_side_legend, hover_text, panel_figure, ticks
+from sparse_tl.plots.panels import (
+    add_head_cells,
+    add_line,
+    add_side_legend,
+    head_panels,
+    hover_text,
+    panel_figure,
+    ticks,
+)
 
 _PALE = 0.35
 
@@ -67,14 +75,8 @@ def head_roles_figure(roles: HeadRoles) -> GridFigure:
     """
     costs = roles.classes()["removed"]
     scores = dict(zip(ROLES, roles.mean_scores().tolist(), strict=True))
-    n_layers, n_heads = roles.removed.shape
-    cell = max(8, min(26, 420 // max(n_layers, n_heads)))
-    figure = panel_figure(
-        [f"{role.capitalize()}, {costs[role]:+.2f} nats" for role in ROLES],
-        x="Head",
-        y="Layer",
-        width=max(cell * n_heads, 150),
-        height=max(cell * n_layers, 60),
+    figure = head_panels(
+        [f"{role.capitalize()}, {costs[role]:+.2f} nats" for role in ROLES], *roles.removed.shape
     )
     for column, (role, rows) in enumerate(scores.items(), start=1):
         said = [
@@ -90,21 +92,8 @@ def head_roles_figure(roles: HeadRoles) -> GridFigure:
             ]
             for layer, row in enumerate(rows)
         ]
-        figure.add_heatmap(
-            z=rows,
-            zmin=0,
-            zmax=1,
-            colorscale=[(0, EMPTY_CELL), (1, ROLE_COLOURS[role])],
-            showscale=False,
-            xgap=1,
-            ygap=1,
-            text=said,
-            hoverinfo="text",
-            row=1,
-            col=column,
-        )
-    for update, count in ((figure.update_xaxes, n_heads), (figure.update_yaxes, n_layers)):
-        update(range=(-0.5, count - 0.5), **ticks(0, count - 1, 16, whole=True))
+        colours = [(0, EMPTY_CELL), (1, ROLE_COLOURS[role])]
+        add_head_cells(figure, column, rows, said, colours, (0, 1))
     return GridFigure(figure, "Roles of heads")
 
 

@@ -12,7 +12,7 @@ Reference: Filter Effects Module Level 1 (W3C), 8.5 and 8.6, for the matrix of t
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 Colour = str
 """``#rrggbb``."""
@@ -120,16 +120,6 @@ MARKS: tuple[Colour, ...] = (
 )
 """Neither of the two hues that say whether a head helps."""
 MARK_WEIGHT = 2.2
-
-
-def check_marks(names: Collection[str]) -> None:
-    """Refuse more names of framed heads than there are colours.
-
-    Raises:
-        ValueError: too many names.
-    """
-    if len(names) > len(MARKS):
-        raise ValueError(f"expected at most {len(MARKS)} names of heads; got {list(names)}")
 
 
 # ---- nodes: (fill, line) -----------------------------------------------------------------------

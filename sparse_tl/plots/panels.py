@@ -221,6 +221,45 @@ def add_side_legend(figure: Any) -> None:
     figure.update_layout(legend=_LEGEND | place, width=width, margin_r=right + room)
 
 
+def head_panels(titles: Sequence[str], n_layers: int, n_heads: int) -> Any:
+    """A row of maps of a model's heads, still empty: layers upwards, heads across."""
+    cell = max(8, min(26, 420 // max(n_layers, n_heads)))
+    figure: Any = panel_figure(
+        titles,
+        x="Head",
+        y="Layer",
+        width=max(cell * n_heads, 150),
+        height=max(cell * n_layers, 60),
+    )
+    for update, count in ((figure.update_xaxes, n_heads), (figure.update_yaxes, n_layers)):
+        update(range=(-0.5, count - 0.5), **ticks(0, count - 1, 16, whole=True))
+    return figure
+
+
+def add_head_cells(
+    figure: Any,
+    column: int,
+    values: Sequence[Sequence[float]],
+    said: Sequence[Sequence[str]],
+    colours: Sequence[tuple[float, Colour]],
+    limits: tuple[float, float],
+) -> None:
+    """Fill one of `head_panels`, with the text that a cell shows when it is pointed at."""
+    figure.add_heatmap(
+        z=values,
+        zmin=limits[0],
+        zmax=limits[1],
+        colorscale=colours,
+        showscale=False,
+        xgap=1,
+        ygap=1,
+        text=said,
+        hoverinfo="text",
+        row=1,
+        col=column,
+    )
+
+
 def hover_text(words: Sequence[str]) -> str:
     """A tooltip of several lines, the first of them bold."""
     first, *rest = map(_shown, map(visible_text, words))
