@@ -35,6 +35,8 @@ from sparse_tl.training import LossConstraint
 
 REACHED_AT = 0.6
 """The part of the run after which the target is the size asked for."""
+FULL_VIOLATION = 0.1
+"""How far the logarithm of the size is off where lambda moves by its whole rate."""
 
 
 def prune_circuit_edges(
@@ -86,7 +88,7 @@ def prune_circuit_edges(
     )
     exists = graph.exists.to(gates.logits.device)
     optimizer = torch.optim.Adam([gates.logits], lr=learning_rate)
-    constraint = LossConstraint(scale=0.1, rate=lambda_rate, fall=1.0, log_lambda=math.log(lambda_))
+    constraint = LossConstraint(start=lambda_, integral=lambda_rate)
     generator = torch.Generator(exists.device).manual_seed(seed)
     order = _order(len(runs), steps, seed)
     rows = []
@@ -99,8 +101,9 @@ def prune_circuit_edges(
             expected = expected_size(distribution, gates.logits[exists])
             excess = torch.log1p(expected) - math.log1p(target)
             optimizer.zero_grad()
+            (lambda_now,) = constraint.lambda_.to(excess)
             (gates.logits.grad,) = torch.autograd.grad(
-                lost + constraint.lambda_ * excess.clamp(min=0), gates.logits
+                lost + lambda_now * excess.clamp(min=0), gates.logits
             )
             optimizer.step()
             rows.append(
@@ -109,10 +112,10 @@ def prune_circuit_edges(
                     "divergence": lost.item(),
                     "expected": expected.item(),
                     "target": target,
-                    "lambda": constraint.lambda_,
+                    "lambda": lambda_now.item(),
                 }
             )
-            constraint.update(excess.item())
+            constraint.update(excess[None] / FULL_VIOLATION)
             step()
     # As all scores: negative where an edge helps. Ranked by logits: probabilities saturate.
     learned = gates.logits.detach().cpu().double().where(graph.exists, 0.0)

@@ -96,10 +96,12 @@ def post_train(
     batch_size: Annotated[int, setting("N", "Windows per step.")] = 8,
     accumulate: Annotated[int, setting("N", "Micro-batches per step.")] = 1,
     steps: Annotated[int, setting("N", "Steps of post-training.")] = 2000,
-    learning_rate: Annotated[float, setting("RATE", "At its peak.")] = 1e-3,
-    trained: Annotated[str, setting("NAME", "Weights to train: all, qk, gates or evenly.")] = "all",
+    learning_rate: Annotated[float, setting("RATE", "At its peak.")] = 7e-4,
+    trained: Annotated[
+        str, setting("NAME", "Weights that move beside the gates: all, qk, or gates, for none.")
+    ] = "all",
+    head_cost: Annotated[float, setting("EDGES", "What a head in use counts.")] = 0.0,
     initial_bias: Annotated[float, setting("B", "The gates' bias at the start.")] = 4.0,
-    distillation: Annotated[float, setting("SHARE", "Share of KL(dense || sparse), 0..1.")] = 0.0,
     precision: Annotated[str, setting("NAME", "float32 or bf16.")] = "float32",
     out: Out = Path("runs/post-train"),
     seed: Seed = 0,

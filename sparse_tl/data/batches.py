@@ -53,14 +53,21 @@ class TokenBatch(Rows):
         labels: what is predicted at each position (the next token, for a language model).
         loss_mask: which positions count.
         attention_mask: 0 at padding; ``None`` where nothing is padded.
+        groups: of each row, from 0: a loss constraint holds for every group by itself; ``None``
+            for one group.
     """
 
     tokens: Int[Tensor, "batch pos"]
     labels: Int[Tensor, "batch pos"]
     loss_mask: Bool[Tensor, "batch pos"]
     attention_mask: Int[Tensor, "batch pos"] | None = None
+    groups: Int[Tensor, " batch"] | None = None
 
     def __post_init__(self) -> None:
+        if self.groups is not None and self.groups.shape != self.tokens.shape[:1]:
+            raise ValueError(
+                f"expected groups of {len(self.tokens)} rows; got {tuple(self.groups.shape)}"
+            )
         for name in ("labels", "loss_mask", "attention_mask"):
             value = getattr(self, name)
             if value is not None and value.shape != self.tokens.shape:
@@ -104,7 +111,18 @@ class TokenBatch(Rows):
         stop = int(self.loss_mask.any(dim=0).nonzero()[-1]) + 1
         mask = self.attention_mask
         start = 0 if mask is None else int(mask.any(dim=0).nonzero()[0])
-        return self._each(lambda tensor: tensor[:, start:stop])
+        return self._each(lambda tensor: tensor[:, start:stop] if tensor.ndim > 1 else tensor)
+
+    @property
+    def n_groups(self) -> int:
+        """One more than the last group."""
+        return 1 if self.groups is None else int(self.groups.max()) + 1
+
+    def label_groups(self) -> Int[Tensor, " label"]:
+        """The group of each label, in row-major order."""
+        if self.groups is None:
+            return self.tokens.new_zeros(int(self.loss_mask.sum()))
+        return self.groups[:, None].expand_as(self.loss_mask)[self.loss_mask]
 
     @property
     def model_kwargs(self) -> dict[str, Any]:

@@ -17,7 +17,10 @@ from sparse_tl.data.batches import TokenBatch
 
 @runtime_checkable
 class TokenStream(Protocol):
-    """Anything that gives the training batch of a step; asked again, it gives the same batch."""
+    """Anything that gives the training batch of a step; asked again, it gives the same batch.
+
+    Where it has an attribute ``accumulate``, post-training runs a batch in so many pieces.
+    """
 
     def batch(self, step: int) -> TokenBatch: ...
 
@@ -29,9 +32,12 @@ class ShuffledStream:
         examples: all rows.
         batch_size: rows per step.
         seed: of the shuffling.
+        accumulate: pieces that a step's rows are run in, one after the other, to save memory.
     """
 
-    def __init__(self, examples: TokenBatch, batch_size: int, seed: int = 0) -> None:
+    def __init__(
+        self, examples: TokenBatch, batch_size: int, seed: int = 0, *, accumulate: int = 1
+    ) -> None:
         if not 0 < batch_size <= len(examples):
             raise ValueError(
                 f"expected a batch size in 1..{len(examples)}, the number of examples; "
@@ -40,6 +46,7 @@ class ShuffledStream:
         self.examples = examples
         self.batch_size = batch_size
         self.seed = seed
+        self.accumulate = accumulate
         self._order = lru_cache(maxsize=2)(self._shuffled)  # a batch may span two epochs
 
     def batch(self, step: int) -> TokenBatch:

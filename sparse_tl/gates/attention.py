@@ -5,9 +5,7 @@ With scores ``s`` as at ``hook_attn_scores`` and a learnable bias ``b`` per head
     A_ij ~ Bernoulli(sigmoid(s_ij + b)),    z = (A * softmax(s)) V        (no renormalisation)
 
 in training; ``A_ij = [s_ij + b > 0]`` otherwise. Pairs that the model masks (the future, padding)
-carry the lowest score there is, so that their gates are 0 by the same formula. The
-gate of an edge that is *closed* by choice is 0 whatever its score: the edge keeps its share of
-attention, and counts as possible.
+carry the lowest score there is, so that their gates are 0 by the same formula.
 
 Reference: arXiv 2512.05865, section 3.
 """
@@ -21,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from sparse_tl.gates.counting import AttentionEdgeCounts, possible_attention_edges
@@ -44,20 +42,20 @@ class GateSettings:
         mode: sampled, deterministic or open.
         generator: of the draws.
         noise: scales that of sampled gates.
-        closed_share: of the draws in which the closed edges of a layer's query are shut.
         counts: where the pass writes down its edges; None to count nothing.
         keep_gates: whether that has every gate, not only their counts.
         pressure: gradient that the expected count puts on confidently open gates; see `press`.
+        edge_cost: what an edge counts in `AttentionEdgeCounts.cost`; 1 when left out.
         real: 0 at padding, which counts for nothing.
     """
 
     mode: GateMode = GateMode.DETERMINISTIC
     generator: torch.Generator | None = None
     noise: float = 1.0
-    closed_share: float = 1.0
     counts: list[AttentionEdgeCounts] | None = None
     keep_gates: bool = False
     pressure: float = 0.0
+    edge_cost: Tensor | None = None
     real: Tensor | None = None
 
 
@@ -78,16 +76,9 @@ class AttentionGates(nn.Module):
         n_heads: query heads of each layer.
         initial_bias: b at the start; larger biases open more gates.
         distribution: how gates are sampled and evaluated.
-        closed: edges that are never open but in `GateMode.OPEN`, by columns of the prompt; as many
-            columns as the longest prompt may have. None when left out.
         device: where the biases live.
         dtype: of the biases and of the gates' arithmetic: float32, or float64.
-
-    Raises:
-        ValueError: `closed` is not one truth value for each edge.
     """
-
-    closed: Bool[Tensor, "layer head longest longest"] | None
 
     def __init__(
         self,
@@ -96,7 +87,6 @@ class AttentionGates(nn.Module):
         *,
         initial_bias: float = 4.0,
         distribution: GateDistribution | None = None,
-        closed: Bool[Tensor, "layer head query key"] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -105,14 +95,8 @@ class AttentionGates(nn.Module):
             torch.full((n_layers, n_heads), initial_bias, device=device, dtype=dtype)
         )
         self.distribution = distribution or BernoulliGate()
-        _check_closed(closed, n_layers, n_heads)
-        if closed is not None:
-            # What lies above the diagonal is no edge.
-            closed = closed.tril().to(self.bias.device)
-        self.register_buffer("closed", closed)
         self.settings = GateSettings()
         self._scores: dict[int, Tensor] = {}
-        self._starts: dict[int, Tensor] = {}
         self._last: dict[int, _LayerPass] = {}
 
     def hooks(self, adapter: Adapter) -> list[tuple[str, Order, HookFunction]]:
@@ -123,9 +107,6 @@ class AttentionGates(nn.Module):
         for layer, (score, pattern) in enumerate(zip(scores, patterns, strict=True)):
             hooks.append((score, Order.LAST, partial(self._scores.__setitem__, layer)))
             hooks.append((pattern, Order.FIRST, partial(self._gate_pattern, layer)))
-            if self.closed is not None:
-                note = partial(self._starts.__setitem__, layer)
-                hooks.append((f"blocks.{layer}.attn.cached_columns", Order.FIRST, note))
         return hooks
 
     @contextmanager
@@ -141,10 +122,9 @@ class AttentionGates(nn.Module):
     def extra_repr(self) -> str:
         """Size, distribution and biases."""
         n_layers, n_heads = self.bias.shape
-        closed = "" if self.closed is None else f", {int(self.closed.sum())} edges closed"
         return (
             f"{n_layers} layers x {n_heads} heads, {self.distribution}, "
-            f"bias {self.bias.min().item():.2f} to {self.bias.max().item():.2f}{closed}"
+            f"bias {self.bias.min().item():.2f} to {self.bias.max().item():.2f}"
         )
 
     def forget(self) -> None:
@@ -159,20 +139,13 @@ class AttentionGates(nn.Module):
         if now.mode is GateMode.OPEN and now.counts is None:
             return None
         logits = scores.to(self.bias.dtype) + self.bias[layer, :, None, None]
-        drawn = logits
-        if self.closed is not None and now.mode is not GateMode.OPEN:
-            free = logits
-            start = int(self._starts[layer])
-            shut = _within(self.closed[layer], scores, pattern, start)
-            logits = free.masked_fill(shut, -torch.inf)
-            drawn = self._closing(now, free, logits)
         if now.counts is not None:
-            counted = self._count(now, scores, pattern, logits)
+            counted = self._count(layer, now, scores, pattern, logits)
             if not again:
                 now.counts.append(counted)
         if now.mode is GateMode.OPEN:
             return None
-        gates = gate_values(self.distribution, drawn, now.mode, now.generator, now.noise)
+        gates = gate_values(self.distribution, logits, now.mode, now.generator, now.noise)
         return gate(gates.to(pattern.dtype), pattern, None)
 
     def _settings_of(self, layer: int, scores: Tensor) -> tuple[GateSettings, bool]:
@@ -205,77 +178,40 @@ class AttentionGates(nn.Module):
         generator.set_state(last.drawn_from)
         return replace(last.settings, generator=generator), True
 
-    @staticmethod
-    def _closing(
-        now: GateSettings,
-        free: Float[Tensor, "prompt head query key"],
-        shut: Float[Tensor, "prompt head query key"],
-    ) -> Float[Tensor, "prompt head query key"]:
-        """The logits with closed edges shut: for part of the queries in a draw, for all otherwise.
-
-        All closed edges of a query at once: what it must learn is to do without them all.
-        """
-        if now.mode is not GateMode.SAMPLED or now.closed_share >= 1:
-            return shut
-        size = (len(free), 1, free.shape[-2], 1)
-        uniform = torch.rand(size, generator=now.generator, device=free.device)
-        return torch.where(uniform < now.closed_share, shut, free)
-
     def _count(
-        self, now: GateSettings, scores: Tensor, pattern: Tensor, logits: Tensor
+        self, layer: int, now: GateSettings, scores: Tensor, pattern: Tensor, logits: Tensor
     ) -> AttentionEdgeCounts:
         """The edges of one layer."""
         valid = possible_attention_edges(scores, pattern)
         if now.real is not None:
             # Models mask what is read at padding, not what padding reads.
             valid = valid & now.real.to(valid.device).bool()[:, None, -scores.shape[2] :, None]
+        cost = None if now.edge_cost is None else _cost_of(layer, now.edge_cost, logits)
         if now.mode is GateMode.OPEN:
-            return AttentionEdgeCounts.of_layer(
-                valid, valid, valid.to(logits.dtype), now.keep_gates
-            )
+            every = valid.to(logits.dtype)
+            return AttentionEdgeCounts.of_layer(valid, valid, every, cost, now.keep_gates)
         probability = self.distribution.open_probability(logits)
         if now.pressure > 0:
             probability = press(probability, logits, now.pressure)
         if now.real is not None:
             probability = probability * valid
         is_open = self.distribution.is_open(logits) & valid
-        return AttentionEdgeCounts.of_layer(valid, is_open, probability, now.keep_gates)
+        return AttentionEdgeCounts.of_layer(valid, is_open, probability, cost, now.keep_gates)
 
 
-def _within(
-    closed: Bool[Tensor, "head longest longest"],
-    scores: Float[Tensor, "prompt head query key"],
-    pattern: Float[Tensor, "prompt head query key"],
-    start: int,
-) -> Bool[Tensor, "1 head query key"]:
-    """The closed edges of prompts of this length, whose queries from column `start` on are run."""
-    n_queries, n_keys = scores.shape[-2:]
-    end = start + n_queries
-    if end > closed.shape[-1]:
+def _cost_of(
+    layer: int, cost: Float[Tensor, "*#edge"], logits: Float[Tensor, "prompt head query key"]
+) -> Float[Tensor, "#head #query #key"]:
+    """The costs of a layer's edges."""
+    cost = cost.reshape((1,) * (4 - cost.ndim) + tuple(cost.shape)).to(logits)
+    given, edges = tuple(cost.shape[1:]), tuple(logits.shape[1:])
+    if any(size not in (1, there) for size, there in zip(given, edges, strict=True)):
         raise ValueError(
-            f"expected prompts of at most {closed.shape[-1]} tokens, for which `closed` says what "
-            f"is closed; got {end}"
+            "expected edge_cost to be broadcastable to [layer, head, query, key], here "
+            f"[layer, {', '.join(map(str, edges))}]; got {list(cost.shape)}"
         )
-    first = possible_attention_edges(scores[..., :1, :1], pattern[..., :1, :1])
-    if not start and not bool(first.all()):
-        raise ValueError(
-            "expected prompts without padding on the left, since edges are closed by the columns "
-            "of the prompt; pad on the right, or run prompts of one length at a time"
-        )
-    # With a key-value cache the queries are the last of the keys; a window shows the last keys.
-    return closed[None, :, start:end, end - n_keys : end]
+    return cost[layer if len(cost) > 1 else 0]
 
 
 def _fingerprint(scores: Float[Tensor, "prompt head query key"]) -> Tensor:
     return scores.detach()[:1, :1, -1:].clone()
-
-
-def _check_closed(closed: Tensor | None, layers: int, heads: int) -> None:
-    if closed is None:
-        return
-    whole = closed.ndim == 4 and tuple(closed.shape[:2]) == (layers, heads)
-    if not whole or closed.shape[2] != closed.shape[3] or closed.dtype != torch.bool:
-        raise ValueError(
-            f"expected `closed` to be booleans of shape [{layers} layers, {heads} heads, query, "
-            f"key], with as many queries as keys; got {closed.dtype} of shape {list(closed.shape)}"
-        )

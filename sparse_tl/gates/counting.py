@@ -39,18 +39,18 @@ class AttentionEdgeCounts(Result):
     Args:
         active: gates open under deterministic gates (all valid pairs for a dense model).
         expected: ``sum sigmoid(s + b)`` over the valid pairs; differentiable while training.
-        expected_self: the part of it that leads from a position to itself.
         possible: causal pairs of real tokens, ``T (T + 1) / 2`` in each head.
         tokens: real tokens of each prompt.
         gates: every deterministic gate, where they were asked for.
+        cost: `expected` with every edge at its cost, where costs were given.
     """
 
     active: Int[Tensor, "layer prompt head"]
     expected: Float[Tensor, "layer prompt head"]
-    expected_self: Float[Tensor, "layer prompt head"]
     possible: Int[Tensor, "layer prompt head"]
     tokens: Int[Tensor, " prompt"]
     gates: Bool[Tensor, "layer prompt head query key"] | None = None
+    cost: Float[Tensor, "layer prompt head"] | None = None
 
     @property
     def active_per_prompt(self) -> float:
@@ -110,19 +110,18 @@ class AttentionEdgeCounts(Result):
         valid: Bool[Tensor, "prompt head query key"],
         is_open: Bool[Tensor, "prompt head query key"],
         probability: Float[Tensor, "prompt head query key"],
+        cost: Float[Tensor, "#head #query #key"] | None,
         keep_gates: bool,
     ) -> AttentionEdgeCounts:
         """Counted over the queries and keys of one layer."""
-        # With a key-value cache the queries are the last of the keys.
-        own = probability.diagonal(probability.shape[-1] - probability.shape[-2], -2, -1)
         return AttentionEdgeCounts(
             active=is_open.sum(dim=(-2, -1))[None],
             expected=probability.sum(dim=(-2, -1))[None],
-            expected_self=own.sum(dim=-1)[None],
             possible=valid.sum(dim=(-2, -1))[None],
             # A real token attends at least to itself; a padding token has no valid pair.
             tokens=valid[:, 0].any(dim=-1).sum(dim=-1),
             gates=is_open[None] if keep_gates else None,
+            cost=None if cost is None else (cost * probability).sum(dim=(-2, -1))[None],
         )
 
     @staticmethod
@@ -136,8 +135,9 @@ class AttentionEdgeCounts(Result):
         """
         if not parts:
             raise ValueError("expected at least one batch of prompts to count edges on; got none")
-        names = ["active", "expected", "expected_self", "possible"]
-        names += ["gates"] * all(part.gates is not None for part in parts)
+        names = ["active", "expected", "possible"]
+        for name in ("gates", "cost"):
+            names += [name] * all(getattr(part, name) is not None for part in parts)
         dim = 0 if layers else 1
         joined = {name: torch.cat([getattr(part, name) for part in parts], dim) for name in names}
         tokens = parts[0].tokens if layers else torch.cat([part.tokens for part in parts])

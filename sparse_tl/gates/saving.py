@@ -82,17 +82,13 @@ def load_sparse(folder: str | Path, *, device: str | None = None) -> SparseTrans
             f"{folder / GATES_WEIGHTS}; got "
             f"{None if bias is None else (tuple(bias.shape), bias.dtype)}"
         )
-    try:
-        gates = AttentionGates(
-            adapter.n_layers,
-            adapter.n_heads,
-            distribution=distribution,
-            closed=tensors.get("closed"),
-            device=adapter.device,
-            dtype=bias.dtype,
-        )
-    except ValueError as error:
-        raise ValueError(f"expected gates of this model in {folder}; {error}") from error
+    gates = AttentionGates(
+        adapter.n_layers,
+        adapter.n_heads,
+        distribution=distribution,
+        device=adapter.device,
+        dtype=bias.dtype,
+    )
     gates.bias.data.copy_(bias)
     return SparseTransformer(model, gates=gates)
 

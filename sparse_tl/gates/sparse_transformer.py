@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sparse_tl.gates.attention import AttentionGates
@@ -35,15 +35,12 @@ class SparseTransformer(nn.Module):
         initial_bias: the gates' bias b at the start, in logits; larger is denser. 4.0 leaves a
             language model's loss nearly as it was.
         distribution: how gates are sampled and evaluated; straight-through Bernoulli by default.
-        closed: attention edges that are never open, ``[layer, head, query, key]`` by columns of
-            the prompt, for models whose prompts are all laid out alike; none when left out. Calls
-            with more columns, or with padding on the left, then raise a ValueError.
         gates: gates to use instead of new ones.
 
     Raises:
         TypeError: `model` is no model of TransformerLens.
         ValueError: the model is wrapped already, lacks a hook point, or drops edits to its
-            attention; gates or closed edges of another model's shape.
+            attention; gates of another model's shape.
 
     Reference: arXiv 2512.05865.
     """
@@ -62,7 +59,6 @@ class SparseTransformer(nn.Module):
         *,
         initial_bias: float = 4.0,
         distribution: GateDistribution | None = None,
-        closed: Bool[Tensor, "layer head query key"] | None = None,
         gates: AttentionGates | None = None,
     ) -> None:
         super().__init__()
@@ -75,15 +71,12 @@ class SparseTransformer(nn.Module):
                 f"expected gates for {shape[0]} layers of {shape[1]} heads; got biases of shape "
                 f"{tuple(gates.bias.shape)}"
             )
-        if gates is not None and closed is not None:
-            raise ValueError("expected either `gates` or `closed`, which gates can have already")
         check_gates(adapter)
         self.model = model
         self.gates = gates or AttentionGates(
             *shape,
             initial_bias=initial_bias,
             distribution=distribution,
-            closed=closed,
             device=adapter.device,
             dtype=adapter.gate_dtype,
         )
@@ -105,7 +98,12 @@ class SparseTransformer(nn.Module):
         return self.model_under_gates().run_with_hooks(*args, **kwargs)
 
     def run_with_counts(
-        self, *args: Any, keep_gates: bool = False, pressure: float = 0.0, **kwargs: Any
+        self,
+        *args: Any,
+        keep_gates: bool = False,
+        pressure: float = 0.0,
+        edge_cost: Float[Tensor, "*#edge"] | None = None,
+        **kwargs: Any,
     ) -> tuple[Any, AttentionEdgeCounts]:
         """Call the model, and count the attention edges of this very pass.
 
@@ -113,14 +111,16 @@ class SparseTransformer(nn.Module):
             *args: as of the model.
             keep_gates: also return every deterministic gate, as `AttentionEdgeCounts.gates`.
             pressure: gradient that the expected count puts on confidently open gates.
+            edge_cost: what an edge counts in `AttentionEdgeCounts.cost`, broadcastable to
+                ``[layer, head, query, key]``.
             **kwargs: as of the model. What ``attention_mask`` marks as padding counts for nothing.
 
         Returns:
             What the model returns, and the counts; the expected ones are differentiable.
         """
         layers: list[AttentionEdgeCounts] = []
-        settings = {"counts": layers, "keep_gates": keep_gates, "pressure": pressure}
-        with self.gates.using(**settings, real=kwargs.get("attention_mask")):
+        settings = {"keep_gates": keep_gates, "pressure": pressure, "edge_cost": edge_cost}
+        with self.gates.using(counts=layers, real=kwargs.get("attention_mask"), **settings):
             output = self(*args, **kwargs)
         return output, AttentionEdgeCounts.concatenate(layers, layers=True)
 
@@ -134,21 +134,15 @@ class SparseTransformer(nn.Module):
 
     @contextmanager
     def sampled(
-        self,
-        generator: torch.Generator | None = None,
-        noise: float = 1.0,
-        closed_share: float = 1.0,
+        self, generator: torch.Generator | None = None, noise: float = 1.0
     ) -> Iterator[None]:
         """Gates are drawn at random inside the block, as in training.
 
         Args:
             generator: of the draws.
             noise: scales that of the gates.
-            closed_share: of the draws in which the closed edges of a layer's query are shut.
         """
-        with self.gates.using(
-            mode=GateMode.SAMPLED, generator=generator, noise=noise, closed_share=closed_share
-        ):
+        with self.gates.using(mode=GateMode.SAMPLED, generator=generator, noise=noise):
             yield
 
     @contextmanager

@@ -5,17 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from jaxtyping import Bool
-from torch import Tensor
-
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model
 from sparse_tl.models.pairs import load_built_in
 from sparse_tl.models.recipes import Recipe
 from sparse_tl.tasks.addition import (
-    ANSWER,
     CHARACTERS,
     LENGTH,
     AdditionTask,
@@ -40,34 +35,7 @@ DENSE: dict[str, Any] = {
     "weight_decay": 0.01,
     "evaluate_every": 50,
 }
-SPARSE: dict[str, Any] = {
-    "steps": 1200,
-    "target_loss": 0.006,
-    "lambda_": 4.0,
-    "lambda_rate": 0.006,
-    "lambda_fall": 1.0,
-    "learning_rate": 7e-4,
-    "trained": "evenly",
-    "pressure": 0.2,
-    "slack": 8.0,
-    "brake": 2.5,
-    "retreat_after": 6,
-    # All validation sums must be right, so that hardly any of the others is wrong.
-    "min_accuracy": 1.0,
-    "warmup": 20,
-    "decay": 0.6,
-    "evaluate_every": 25,
-}
-# At equal costs every answer column gathers the digits anew in the first layer, and gradients never
-# find the way from there to a tree, in which digits are gathered once and handed on. Where answer
-# columns can also read one another, a dear first layer is not enough: see `closed_edges`.
-SPARSE_OF_FORM: dict[Form, dict[str, Any]] = {
-    "placeholder": {"layer_costs": (8.0, 2.0, 1.0, 1.0)},
-    "autoregressive": {"self_cost": 4.0, "closing": 0.2, "lambda_rise": 4.0},
-}
-FARTHEST = 5
-"""Columns from where the tens are added up to where the tens of the sum are read off."""
-EQUALS = ANSWER.start - 1
+SPARSE: dict[str, Any] = {"steps": 800, "target_loss": 0.006}
 
 
 def addition_recipe(form: Form = "placeholder") -> Recipe:
@@ -93,8 +61,7 @@ def addition_recipe(form: Form = "placeholder") -> Recipe:
         measure=measure,
         batch_size=256,
         dense=DENSE,
-        sparse={**SPARSE, **SPARSE_OF_FORM[form]},
-        closed=closed_edges(form),
+        sparse=SPARSE,
     )
 
 
@@ -122,20 +89,3 @@ def load_addition_models(
 def build_addition_model(seed: int = 0, device: str | None = None) -> Model:
     """An untrained model: 4 layers of 4 heads, d_model 128, MLPs of 512, 0.8 million weights."""
     return addition_recipe().build(seed, device)
-
-
-def closed_edges(form: Form) -> Bool[Tensor, "layer head query key"] | None:
-    """The attention edges that the sparse model must do without; None for the placeholder form.
-
-    In the autoregressive form no edge spans more than `FARTHEST` columns. In the first layer the
-    equals sign and the answer's columns read nothing, and no column reads itself. So digits are
-    added up among the columns of the question, and read from there in later layers.
-    """
-    if form == "placeholder":
-        return None
-    n_layers, n_heads = ARCHITECTURE["n_layer"], ARCHITECTURE["n_head"]
-    column = torch.arange(LENGTH)
-    spans = column[:, None] - column
-    closed = (spans > FARTHEST).repeat(n_layers, n_heads, 1, 1)
-    closed[0] |= (spans == 0) | (column[:, None] >= EQUALS)
-    return closed

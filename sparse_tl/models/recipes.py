@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from torch import Tensor
 
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.files import digest
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model
 from sparse_tl.models.gpt2 import build_gpt2
@@ -35,7 +33,6 @@ class Recipe:
         dense: settings of `pretrain`.
         sparse: settings of `post_train`.
         initial_bias: of the gates.
-        closed: attention edges that the sparse model must do without, as of `SparseTransformer`.
     """
 
     name: str
@@ -47,7 +44,6 @@ class Recipe:
     dense: Mapping[str, Any]
     sparse: Mapping[str, Any]
     initial_bias: float = 2.0
-    closed: Tensor | None = None
 
     def changed(
         self, *, dense: Mapping[str, Any] | None = None, sparse: Mapping[str, Any] | None = None
@@ -67,7 +63,6 @@ class Recipe:
             "dense": dict(self.dense),
             "sparse": dict(self.sparse),
             "initial_bias": self.initial_bias,
-            "closed": None if self.closed is None else digest({"closed": self.closed}),
         }
         return json.loads(json.dumps(settings))
 
@@ -125,7 +120,7 @@ class Recipe:
             progress: whether to show it.
         """
         training, validation = self.rows(seed)
-        sparse = SparseTransformer(dense, initial_bias=self.initial_bias, closed=self.closed)
+        sparse = SparseTransformer(dense, initial_bias=self.initial_bias)
         outcome = post_train(
             sparse,
             ShuffledStream(training, self.batch_size, seed + 1),

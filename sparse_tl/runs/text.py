@@ -6,7 +6,7 @@ import shutil
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from torch import Tensor
 
@@ -22,6 +22,7 @@ VALIDATION_WINDOWS = 200
 """Windows that choose among the evaluations, at most; half of what is held out otherwise."""
 TEST_WINDOWS = 800
 """Windows that the result is reported on, at most; the other half otherwise."""
+TRAINED = ("all", "qk", "gates")
 HELD_OUT_WINDOWS = VALIDATION_WINDOWS + TEST_WINDOWS
 
 
@@ -35,12 +36,16 @@ def run_post_training(
     window: int = 128,
     batch_size: int = 8,
     steps: int = 2000,
+    learning_rate: float = 7e-4,
+    trained: str = "all",
+    head_cost: float = 0.0,
     initial_bias: float = 4.0,
+    precision: Literal["float32", "bf16"] = "float32",
+    accumulate: int = 1,
     seed: int = 0,
     device: str | None = None,
     restart: bool = False,
     progress: bool = True,
-    **training: Any,
 ) -> SparseRun:
     """Run what is not finished yet and return everything.
 
@@ -55,12 +60,16 @@ def run_post_training(
         window: tokens per window; the text is cut into full ones.
         batch_size: windows per step.
         steps: of post-training.
+        learning_rate: at its peak.
+        trained: the weights that move beside the gates: "all", "qk" or "gates", for none.
+        head_cost: of a head in use, in attention edges; as of `post_train`.
         initial_bias: of the gates.
+        precision: "bf16" runs the forward pass under autocast.
+        accumulate: pieces that a step's windows are run in, one after the other, to save memory.
         seed: of data order and gate noise.
         device: where to train.
         restart: begin anew.
         progress: whether to show live progress.
-        **training: passed to `post_train`: learning_rate, trained, distillation, precision...
 
     Raises:
         ValueError: bad settings, too little text, or an output folder that cannot be used.
@@ -74,10 +83,16 @@ def run_post_training(
         "window": window,
         "batch_size": batch_size,
         "steps": steps,
+        "learning_rate": learning_rate,
+        "trained": trained,
+        "head_cost": head_cost,
         "initial_bias": initial_bias,
+        "precision": precision,
+        "accumulate": accumulate,
         "seed": seed,
-        **training,
     }
+    if trained not in TRAINED:
+        raise ValueError(f"expected trained to be one of {TRAINED}; got {trained!r}")
     folder = RunFolder(out, settings, restart=restart)
     if not folder.finished("metrics.json"):
         dense_model = load_model(model, device=device)
@@ -100,14 +115,16 @@ def run_post_training(
             sparse = SparseTransformer(dense_model, initial_bias=initial_bias)
             outcome = post_train(
                 sparse,
-                ShuffledStream(train, min(batch_size, len(train)), seed),
+                ShuffledStream(train, min(batch_size, len(train)), seed, accumulate=accumulate),
                 validation=validation,
                 target_loss=target_loss,
                 steps=steps,
+                learning_rate=dict.fromkeys(dict.fromkeys(["gates", trained]), learning_rate),
+                head_cost=head_cost,
                 seed=seed,
+                precision=precision,
                 checkpoint=folder / "checkpoint",
                 progress=progress,
-                **training,
             )
         write_csv(folder / "history.csv", outcome.history)
         sparse.save_pretrained(folder / "sparse")

@@ -24,7 +24,7 @@ from sparse_tl.files import (
 )
 from sparse_tl.lens import read_parameters
 
-FORMAT = 2
+FORMAT = 3
 _FILES = ("state.json", "tensors.safetensors")
 _SHOWN = {"loss": "loss", "violation": "over", "lambda": "λ", "expected_per_token": "edges/token"}
 
@@ -39,9 +39,6 @@ class TrainingState:
         best: metrics of the best evaluation so far, its step among them; empty before the first.
         best_weights: trained weights at that evaluation.
         objective: whatever the objective carries from step to step: plain values and tensors.
-        best_objective: the same at the best evaluation.
-        misses: evaluations in a row that were not acceptable.
-        retreats: how often training went back to the best weights.
         first_batch: digest of the batch of the first step.
         last_batch: digest of that of the last step done.
     """
@@ -51,9 +48,6 @@ class TrainingState:
     best: dict[str, Any] = field(default_factory=dict)
     best_weights: dict[str, Tensor] = field(default_factory=dict)
     objective: dict[str, Any] = field(default_factory=dict)
-    best_objective: dict[str, Any] = field(default_factory=dict)
-    misses: int = 0
-    retreats: int = 0
     first_batch: str = ""
     last_batch: str = ""
 
@@ -74,7 +68,6 @@ class TrainingState:
 
 
 _PLAIN = [f.name for f in fields(TrainingState) if f.name != "best_weights"]
-_OBJECTIVES = ("objective", "best_objective")
 
 
 def fingerprint(model: nn.Module, settings: dict[str, Any]) -> dict[str, Any]:
@@ -104,10 +97,9 @@ def save_checkpoint(
         for key, value in optimizer.state[parameter].items():
             tensors[f"optimizer/{key}/{name}"] = value
     plain = {name: getattr(state, name) for name in _PLAIN}
-    for kind in _OBJECTIVES:
-        carried = {k: v for k, v in plain[kind].items() if isinstance(v, Tensor)}
-        tensors |= {f"{kind}/{name}": tensor for name, tensor in carried.items()}
-        plain[kind] = {k: v for k, v in plain[kind].items() if k not in carried}
+    carried = {k: v for k, v in state.objective.items() if isinstance(v, Tensor)}
+    tensors |= {f"objective/{name}": tensor for name, tensor in carried.items()}
+    plain["objective"] = {k: v for k, v in state.objective.items() if k not in carried}
     with atomic_folder(folder) as temporary:
         content = {"format": FORMAT, "identity": identity, "state": plain}
         write_json(temporary / _FILES[0], content)
@@ -148,8 +140,7 @@ def load_checkpoint(
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"expected a whole checkpoint in {folder}; {error!r}") from error
     _check_stream(folder, state, stream)
-    for kind in _OBJECTIVES:
-        getattr(state, kind).update(groups[kind])
+    state.objective.update(groups["objective"])
     moments = {kind[len("optimizer/") :]: groups[kind] for kind in groups if "optimizer/" in kind}
     given = [{key: of[name] for key, of in moments.items() if name in of} for name in trained]
     optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(given))})

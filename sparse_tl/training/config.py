@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from torch import nn
-
-from sparse_tl.lens import read_parameters
+from sparse_tl.lens import HookedModel, adapt, read_parameters
 
 Metrics = dict[str, float]
 
@@ -89,37 +87,40 @@ class Selection:
         evaluate: validation metrics of the model as it is now.
         better: whether the first metrics beat the second.
         finished: whether nothing more is to be gained after these metrics.
-        acceptable: whether metrics are good enough to go on from.
-        retreat_after: evaluations in a row that are not acceptable, after which training goes
-            back to the best weights, with the learning rate cut by `RETREAT_RATE`; None for never.
-        from_step: no evaluation before this step counts towards `retreat_after` or an early end.
-        near: whether the best metrics are near enough to the present ones to go back to; going
-            back farther would undo what was learned since.
     """
 
     evaluate: Callable[[], Metrics]
     better: Callable[[Metrics, Metrics], bool]
     finished: Callable[[Metrics], bool] = lambda metrics: False
-    acceptable: Callable[[Metrics], bool] = lambda metrics: True
-    retreat_after: int | None = None
-    from_step: int = 0
-    near: Callable[[Metrics, Metrics], bool] = lambda best, now: True
 
 
-def choose_trained(model: nn.Module, patterns: Mapping[str, float]) -> dict[str, float]:
-    """The parameters whose names match a pattern, with the first such pattern's multiple.
+def choose_trained(model: HookedModel, rates: Mapping[str, float]) -> dict[str, float]:
+    """The parameters that are named or match a pattern, with the number of the first such name.
+
+    Args:
+        model: theirs.
+        rates: numbers by ``"gates"``, ``"qk"``, ``"all"``, or a pattern of parameter names.
 
     Raises:
-        ValueError: a pattern matches no parameter.
+        ValueError: a name that no parameter has.
     """
-    names = list(read_parameters(model))
+    parameters = read_parameters(model)
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    gates = [name for name in names.values() if name.startswith("gates.")]
     chosen: dict[str, float] = {}
-    for pattern, scale in patterns.items():
-        matching = [name for name in names if fnmatchcase(name, pattern)]
-        if not matching:
+    for wanted, rate in rates.items():
+        if wanted == "gates":
+            found = gates
+        elif wanted in ("qk", "all"):
+            found = [names[id(p)] for p in adapt(model).parameters(wanted)]
+            found += gates if wanted == "all" else []
+        else:
+            found = [name for name in names.values() if fnmatchcase(name, wanted)]
+        if not found:
             raise ValueError(
-                f"expected patterns of parameter names; {pattern!r} matches none of {names[:8]}..."
+                "expected 'gates', 'qk', 'all' or patterns of parameter names; "
+                f"{wanted!r} matches none of {list(parameters)[:8]}..."
             )
-        for name in matching:
-            chosen.setdefault(name, scale)
+        for name in found:
+            chosen.setdefault(name, rate)
     return chosen

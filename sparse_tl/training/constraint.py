@@ -1,22 +1,41 @@
-"""The loss constraint: as few edges as possible while the loss stays at its target.
+"""The loss constraint: the smallest size at which every group's loss meets its target.
 
-    min_theta max_lambda  log(1 + E|A|) + lambda * (loss - target)
+    min_theta max_lambda  log(1 + size) + sum_g lambda_g (loss_g - target)
 
-``lambda > 0`` is moved in the log: up while the loss is above its target, down while below, by a
-smoothed and clipped violation, ``log lambda += rate * ema(clip((loss - target) / scale))``. It may
-fall more slowly than it rises: edges close faster than they are found again.
+Every group ``g`` of rows has a ``lambda_g > 0`` of its own. A PI controller moves its logarithm by
+the relative violation ``e = clip((loss_g - allowed) / allowed, -1, CLIP)`` of the step's batch:
 
-Reference: GECO, Rezende and Viola, arXiv 1810.00597; arXiv 2512.05865, section 3. The violation is
-taken relative to a scale in nats, so that one rate serves targets of any size.
+    log lambda  =  log START + INTEGRAL * sum_t e_t + PROPORTIONAL * ema(e)
+
+The integral finds lambda; the proportional part answers a violation at once and takes its answer
+back when it is over, which keeps lambda from swinging.
+
+Reference: nu-PI, Sohrabi et al., arXiv 2406.04558, from the library `cooper`; the logarithm is that
+of GECO, Rezende and Viola, arXiv 1810.00597.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
 
 Reference = Literal["absolute", "dense"]
+
+START = 4.0
+"""lambda before the first step."""
+INTEGRAL, PROPORTIONAL = 0.01, 0.5
+"""Gains of the controller: by step, and at once."""
+SMOOTHING = 0.9
+"""Weight of the past in the average that the proportional part answers."""
+CLIP = 3.0
+"""The largest relative violation that is told from larger ones."""
+BOUNDS = (-5.0, 10.0)
+"""Of log lambda."""
 
 
 @dataclass(frozen=True)
@@ -52,46 +71,61 @@ class TargetLoss:
         return f"{'+' if self.reference == 'dense' else ''}{self.nats:g}"
 
 
-@dataclass
 class LossConstraint:
-    """Lambda of the constraint and what it needs to be moved.
+    """lambda of every group, and the controller that moves it.
 
     Args:
-        rate: how far log lambda moves per step at a full violation.
-        smoothing: weight of the past in the moving average of violations.
-        log_lambda: where it starts, and is.
-        scale: the violation in nats that counts as a full one.
-        fall: the largest step of log lambda downwards, as a multiple of `rate`.
-        rise: the largest step upwards, likewise: above 1, it rises the faster the more violations
-            are above `scale`.
-        bounds: of log lambda.
-        average: the moving average; ``None`` before the first step.
+        n_groups: of rows, each with a loss of its own.
+        start: lambda before the first step.
+        integral: gain by step.
+        proportional: gain at once.
     """
 
-    scale: float
-    rate: float = 0.01
-    smoothing: float = 0.9
-    log_lambda: float = 0.0
-    fall: float = 0.3
-    rise: float = 1.0
-    bounds: tuple[float, float] = (-5.0, 10.0)
-    average: float | None = None
+    def __init__(
+        self,
+        n_groups: int = 1,
+        *,
+        start: float = START,
+        integral: float = INTEGRAL,
+        proportional: float = PROPORTIONAL,
+    ) -> None:
+        from cooper.optim import nuPI, nuPIInitType
+
+        # In float64, so that a resumed run reads back from JSON exactly what was there.
+        begin = torch.full((n_groups,), math.log(start), dtype=torch.float64)
+        self._log_lambda = nn.Parameter(begin)
+        self._controller = nuPI(
+            [self._log_lambda],
+            lr=1.0,
+            Kp=torch.tensor(proportional),
+            Ki=torch.tensor(integral),
+            ema_nu=SMOOTHING,
+            init_type=nuPIInitType.ZEROS,
+            maximize=True,
+        )
 
     @property
-    def lambda_(self) -> float:
-        """lambda."""
-        return math.exp(self.log_lambda)
+    def lambda_(self) -> Float[Tensor, " group"]:
+        """lambda of every group."""
+        return self._log_lambda.detach().exp()
 
-    def update(self, violation: float) -> None:
-        """Move lambda by one step; `violation` is loss minus target, in nats."""
-        clipped = max(-self.fall, min(self.rise, violation / self.scale))
-        if self.average is None:
-            self.average = clipped
-        else:
-            self.average = self.smoothing * self.average + (1 - self.smoothing) * clipped
-        low, high = self.bounds
-        self.log_lambda = max(low, min(high, self.log_lambda + self.rate * self.average))
+    def update(self, violation: Float[Tensor, " group"]) -> None:
+        """Move lambda by one step; the relative violation is NaN where the batch has no row."""
+        error = violation.detach().clamp(-1.0, CLIP).nan_to_num(0.0)
+        self._log_lambda.grad = error.to(self._log_lambda)
+        self._controller.step()
+        with torch.no_grad():
+            self._log_lambda.clamp_(*BOUNDS)
 
-    def ease(self, factor: float = 1.3) -> None:
-        """Weigh the loss more, by a factor on lambda."""
-        self.log_lambda = min(self.bounds[1], self.log_lambda + math.log(factor))
+    def state(self) -> dict[str, Any]:
+        """What is carried from step to step."""
+        smoothed = self._controller.state[self._log_lambda].get("xi", torch.zeros(0))
+        return {"log_lambda": self._log_lambda.tolist(), "smoothed_violation": smoothed.tolist()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        with torch.no_grad():
+            self._log_lambda.copy_(torch.tensor(state["log_lambda"], dtype=torch.float64))
+        if state["smoothed_violation"]:
+            smoothed = torch.tensor(state["smoothed_violation"], dtype=torch.float64)
+            self._controller.state[self._log_lambda]["xi"] = smoothed

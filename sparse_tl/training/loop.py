@@ -31,11 +31,9 @@ from sparse_tl.training.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
-from sparse_tl.training.config import Metrics, Selection, TrainingConfig
+from sparse_tl.training.config import Selection, TrainingConfig
 from sparse_tl.training.objectives import Objective
 
-RETREAT_RATE = 0.7
-"""What a retreat leaves of the learning rate."""
 STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
 """Signals after which a run is saved and ends; the last is not known everywhere."""
 SAVE_AFTER = 120.0
@@ -142,7 +140,7 @@ class _Run:
 
     def step(self) -> None:
         step, config = self.state.step, self.config
-        rate = config.rate(step) * RETREAT_RATE**self.state.retreats
+        rate = config.rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["scale"]
         generator = torch.Generator(self.device).manual_seed(config.seed * 1_000_003 + step)
@@ -189,28 +187,10 @@ class _Run:
             self.state.best_weights = {
                 name: parameter.detach().clone() for name, parameter in self.trained.items()
             }
-            self.state.best_objective = self.objective.state()
-        counts = self.state.step >= self.selection.from_step
-        missed = counts and not self.selection.acceptable(metrics)
-        self.state.misses = self.state.misses + 1 if missed else 0
-        limit = self.selection.retreat_after
-        if limit is not None and self.state.misses >= limit:
-            self.retreat(metrics)
         if not self.state.history:
             self.state.history.append(self._now())
         named = {f"validation_{name}": value for name, value in measured.items()}
         self.state.history[-1].update(named)
-
-    def retreat(self, now: Metrics) -> None:
-        """Go back to the best weights, if acceptable and near, and move on more carefully."""
-        self.state.misses = 0
-        best = self.state.best
-        if not self.selection.acceptable(best) or not self.selection.near(best, now):
-            return
-        self.restore_best()
-        self.objective.retreat(self.state.best_objective)
-        self.state.best_objective = self.objective.state()
-        self.state.retreats += 1
 
     @torch.no_grad()
     def restore_best(self) -> None:
@@ -218,8 +198,7 @@ class _Run:
             self.trained[name].copy_(best)
 
     def finished(self) -> bool:
-        since = max(self.state.best["step"], self.selection.from_step)
-        waited = (self.state.step - since) // self.config.evaluate_every
+        waited = (self.state.step - self.state.best["step"]) // self.config.evaluate_every
         too_long = self.config.patience is not None and waited >= self.config.patience
         return too_long or self.selection.finished(self.state.best)
 

@@ -64,7 +64,7 @@ def pretrain(
         stream,
         selection,
         TrainingConfig(steps=steps, learning_rate=learning_rate, **config),
-        trained=choose_trained(model, {"*": 1.0}),
+        trained=choose_trained(model, {"all": 1.0}),
         settings={"good_enough": good_enough, "validation": validation.digest()},
         checkpoint=checkpoint,
         title="dense model",
