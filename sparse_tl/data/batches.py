@@ -113,11 +113,6 @@ class TokenBatch(Rows):
         start = 0 if mask is None else int(mask.any(dim=0).nonzero()[0])
         return self._each(lambda tensor: tensor[:, start:stop] if tensor.ndim > 1 else tensor)
 
-    @property
-    def n_groups(self) -> int:
-        """One more than the last group."""
-        return 1 if self.groups is None else int(self.groups.max()) + 1
-
     def label_groups(self) -> Int[Tensor, " label"]:
         """The group of each label, in row-major order."""
         if self.groups is None:

@@ -27,6 +27,7 @@ class Recipe:
         architecture: fields of `transformers.GPT2Config`.
         tokenizer: makes the model's tokenizer.
         rows: those of a seed to train on, and to choose among evaluations by.
+        sparse_rows: those of post-training, where they are others.
         measure: shares of right answers and active attention edges of a model, on examples that
             neither training nor selection saw.
         batch_size: rows per step.
@@ -44,6 +45,7 @@ class Recipe:
     dense: Mapping[str, Any]
     sparse: Mapping[str, Any]
     initial_bias: float = 2.0
+    sparse_rows: Callable[[int], tuple[TokenBatch, TokenBatch]] | None = None
 
     def changed(
         self, *, dense: Mapping[str, Any] | None = None, sparse: Mapping[str, Any] | None = None
@@ -119,7 +121,7 @@ class Recipe:
             checkpoint: folder of the run's checkpoint; found there, an interrupted run goes on.
             progress: whether to show it.
         """
-        training, validation = self.rows(seed)
+        training, validation = (self.sparse_rows or self.rows)(seed)
         sparse = SparseTransformer(dense, initial_bias=self.initial_bias)
         outcome = post_train(
             sparse,

@@ -112,10 +112,11 @@ def task_pairs(
     return to_pairs(tokenizer, prompts, prepend_bos=False)
 
 
-def task_rows(n: int, *, part: Part | str, text: float, seed: int = 0) -> TokenBatch:
+def task_rows(n: int, *, part: Part | str, text: float = 0.0, seed: int = 0) -> TokenBatch:
     """Rows of all tasks, shuffled, with the label of every position and where a loss is taken.
 
-    A prompt of several answers is labelled with one of them, drawn at random.
+    A prompt of several answers is labelled with one of them, drawn at random. Every task is a group
+    of rows, in the order of `TASKS`, and rows of text are one more.
 
     Args:
         n: rows of each task.
@@ -129,22 +130,24 @@ def task_rows(n: int, *, part: Part | str, text: float, seed: int = 0) -> TokenB
     if not 0 <= text <= 1:
         raise ValueError(f"expected a share of text in 0..1; got {text}")
     tokenizer, rng, rows = task_tokenizer(), random.Random(seed), []
-    for task in TASKS:
+    for number, task in enumerate(TASKS):
         prompts = _draw(task, tokenizer, n, part, rng)
         words = _encode(tokenizer, [prompt.clean for prompt in prompts])
         answers = _encode(tokenizer, [rng.choice(prompt.answers) for prompt in prompts])
         is_text = [index < text * n for index in range(n)]
-        rows += zip(words, answers, is_text, strict=True)
+        groups = [len(TASKS) if read else number for read in is_text]
+        rows += zip(words, answers, is_text, groups, strict=True)
     rng.shuffle(rows)
     tokens = torch.zeros(len(rows), WIDTH, dtype=torch.long)
     labels = torch.zeros_like(tokens)
     loss_mask = torch.zeros_like(tokens, dtype=torch.bool)
-    for row, (words, (answer,), is_text) in enumerate(rows):
+    for row, (words, (answer,), is_text, _) in enumerate(rows):
         end = len(words)
         tokens[row, :end] = torch.tensor(words)
         labels[row, :end] = torch.tensor([*words[1:], answer])
         loss_mask[row, 0 if is_text else end - 1 : end] = True
-    return TokenBatch(tokens, labels, loss_mask)
+    groups = torch.tensor([group for *_, group in rows])
+    return TokenBatch(tokens, labels, loss_mask, groups=groups)
 
 
 def _draw(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,9 @@ def task_recipe() -> Recipe:
         name="tasks",
         architecture={**ARCHITECTURE, "vocab_size": len(task_vocabulary())},
         tokenizer=task_tokenizer,
-        rows=_rows,
+        rows=partial(_rows, TEXT_SHARE),
+        # Predicting all of a text takes many edges, and is none of the tasks.
+        sparse_rows=partial(_rows, 0.0),
         measure=_measure,
         batch_size=64,
         dense=DENSE,
@@ -95,14 +98,14 @@ def task_accuracy(model: HookedModel, *, n: int = 256, seed: int = 0) -> dict[st
 
 def _measure(model: Model | SparseTransformer) -> dict[str, float]:
     """Accuracy on held-out prompts of each task, active edges on held-out rows of all of them."""
-    rows = task_rows(MEASURED_ROWS, part="held_out", text=TEXT_SHARE)
+    rows = task_rows(MEASURED_ROWS, part="held_out")
     active = evaluate_held_out(model, rows).active_attention_edges
     return {**task_accuracy(model, n=MEASURED_ROWS), "active_attention_edges": active}
 
 
-def _rows(seed: int) -> tuple[TokenBatch, TokenBatch]:
+def _rows(text: float, seed: int) -> tuple[TokenBatch, TokenBatch]:
     """Rows to train on, and rows to choose among checkpoints by."""
     return (
-        task_rows(TRAINING_ROWS, part="training", text=TEXT_SHARE, seed=seed),
-        task_rows(VALIDATION_ROWS, part="validation", text=TEXT_SHARE, seed=seed),
+        task_rows(TRAINING_ROWS, part="training", text=text, seed=seed),
+        task_rows(VALIDATION_ROWS, part="validation", text=text, seed=seed),
     )

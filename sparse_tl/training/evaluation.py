@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import pandas as pd
 import torch
@@ -30,7 +30,8 @@ class HeldOut(Result):
         active_attention_edges_per_token: the same per token.
         possible_attention_edges: causal attention edges per example.
         active_heads: heads with at least one active edge in some example.
-        group_losses: mean loss of each group of rows; one where the rows have no groups.
+        group_losses: mean loss of each group of rows, by its number; of group 0 where the rows have
+            no groups.
     """
 
     loss: float
@@ -39,7 +40,7 @@ class HeldOut(Result):
     active_attention_edges_per_token: float
     possible_attention_edges: float
     active_heads: int
-    group_losses: tuple[float, ...] = ()
+    group_losses: dict[int, float] = field(default_factory=dict)
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -163,5 +164,5 @@ def evaluate_held_out(
         active_attention_edges_per_token=edges.active_per_token,
         possible_attention_edges=edges.possible_per_prompt,
         active_heads=edges.active_heads,
-        group_losses=tuple(by_label[of == g].mean().item() for g in range(examples.n_groups)),
+        group_losses={g: by_label[of == g].mean().item() for g in of.unique().tolist()},
     )

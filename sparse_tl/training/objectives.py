@@ -135,6 +135,11 @@ class SparsityObjective(Objective):
             # The same batch for both: what the batch happens to hold cancels out.
             counted = counted - per_label_loss(dense_logits, batch)
         groups = batch.label_groups()
+        if int(groups.max()) >= len(self._losses):
+            raise ValueError(
+                f"expected rows of groups 0..{len(self._losses) - 1}, as the validation rows have "
+                f"them; got group {int(groups.max())}"
+            )
         self._losses.index_add_(0, groups.cpu(), counted.double().cpu())
         self._labels.index_add_(0, groups.cpu(), torch.ones(len(groups), dtype=torch.float64))
         weights = self.constraint.lambda_.to(losses)[groups]

@@ -101,10 +101,10 @@ def post_train(
     )
     reference = sparse.dense_copy()
     dense = evaluate_held_out(reference, validation)
-    if target.reference == "absolute" and target.nats < max(dense.group_losses):
+    if target.reference == "absolute" and target.nats < max(dense.group_losses.values()):
         raise ValueError(
             "expected a target loss that the model can reach; the dense model's validation loss "
-            f"is {max(dense.group_losses):.5f} nats, the target {target}. Give a larger one, or an "
+            f"is {max(dense.group_losses.values()):.5f} nats, the target {target}. Give a larger one, or an "
             f'increase such as "+{max(dense.loss * 0.02, 0.01):.2g}".'
         )
     paired = target.reference == "dense"
@@ -112,15 +112,15 @@ def post_train(
         sparse,
         reference if paired else None,
         target,
-        LossConstraint(validation.n_groups),
+        LossConstraint(max(dense.group_losses) + 1),
         edge_cost,
         head_cost,
     )
 
     def violation(measured: HeldOut) -> float:
         """How far the worst group is above its target, in nats."""
-        over = zip(measured.group_losses, dense.group_losses, strict=True)
-        return max(loss - paired * base for loss, base in over) - target.nats
+        losses, base = measured.group_losses, dense.group_losses
+        return max(losses[g] - paired * base[g] for g in base) - target.nats
 
     def evaluate() -> Metrics:
         measured = evaluate_held_out(sparse, validation)
