@@ -101,11 +101,12 @@ def post_train(
     )
     reference = sparse.dense_copy()
     dense = evaluate_held_out(reference, validation)
-    if target.reference == "absolute" and target.nats < max(dense.group_losses.values()):
+    worst = max(dense.group_losses.values())
+    if target.reference == "absolute" and target.nats < worst:
         raise ValueError(
             "expected a target loss that the model can reach; the dense model's validation loss "
-            f"is {max(dense.group_losses.values()):.5f} nats, the target {target}. Give a larger one, or an "
-            f'increase such as "+{max(dense.loss * 0.02, 0.01):.2g}".'
+            f"is {worst:.5f} nats, the target {target}. Give a larger one, or an increase such as "
+            f'"+{max(dense.loss * 0.02, 0.01):.2g}".'
         )
     paired = target.reference == "dense"
     objective = SparsityObjective(
