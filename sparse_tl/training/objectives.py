@@ -14,9 +14,9 @@ from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.lens import HookedModel, Model, adapt
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
 
-FULL_NOISE, NO_NOISE = 0.5, 0.9
-"""Parts of the run until which the gates' noise is full, and after which there is none."""
-SLACK = 0.1
+NO_NOISE = 0.9
+"""Part of the run after which the gates have no noise."""
+SLACK = 0.05
 """Nats above the target that are allowed at full noise."""
 FLOOR = 0.2
 """Gradient on open gates, for each logit that they are open by, where the sigmoid has none."""
@@ -109,8 +109,7 @@ class SparsityObjective(Objective):
 
     def noise(self, fraction_done: float) -> float:
         """The scale of the gates' noise: 1 at first, 0 in the end."""
-        falling = (fraction_done - FULL_NOISE) / (NO_NOISE - FULL_NOISE)
-        return 0.5 * (1 + math.cos(math.pi * min(max(falling, 0.0), 1.0)))
+        return 0.5 * (1 + math.cos(math.pi * min(fraction_done / NO_NOISE, 1.0)))
 
     def allowed(self, noise: float) -> float:
         """The loss that is allowed at this noise, in nats, as the target counts it."""
