@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -112,6 +113,28 @@ class TokenBatch(Rows):
         mask = self.attention_mask
         start = 0 if mask is None else int(mask.any(dim=0).nonzero()[0])
         return self._each(lambda tensor: tensor[:, start:stop] if tensor.ndim > 1 else tensor)
+
+    def by_length(self, parts: int = 4) -> list[TokenBatch]:
+        """The rows in parts of like length, each without columns that are padding on the right.
+
+        Nothing but time is saved: what is padding has no loss, and no attention edges.
+
+        Args:
+            parts: at most so many, with as many rows each.
+        """
+        if self.attention_mask is None:
+            return [self]
+        columns = torch.arange(1, self.tokens.shape[1] + 1, device=self.tokens.device)
+        ends = (columns * self.attention_mask.bool()).amax(dim=1)
+        if bool((ends == ends[0]).all()):
+            parts = 1
+        pieces = self.select(ends.argsort(stable=True)).split(math.ceil(len(self) / parts))
+        return [piece._without_padding() for piece in pieces]
+
+    def _without_padding(self) -> TokenBatch:
+        assert self.attention_mask is not None
+        stop = int(self.attention_mask.any(dim=0).nonzero()[-1]) + 1
+        return self._each(lambda tensor: tensor[:, :stop] if tensor.ndim > 1 else tensor)
 
     def label_groups(self) -> Int[Tensor, " label"]:
         """The group of each label, in row-major order."""

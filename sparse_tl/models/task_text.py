@@ -141,13 +141,15 @@ def task_rows(n: int, *, part: Part | str, text: float = 0.0, seed: int = 0) -> 
     tokens = torch.zeros(len(rows), WIDTH, dtype=torch.long)
     labels = torch.zeros_like(tokens)
     loss_mask = torch.zeros_like(tokens, dtype=torch.bool)
+    attention_mask = torch.zeros_like(tokens)
     for row, (words, (answer,), is_text, _) in enumerate(rows):
         end = len(words)
         tokens[row, :end] = torch.tensor(words)
         labels[row, :end] = torch.tensor([*words[1:], answer])
         loss_mask[row, 0 if is_text else end - 1 : end] = True
+        attention_mask[row, :end] = 1
     groups = torch.tensor([group for *_, group in rows])
-    return TokenBatch(tokens, labels, loss_mask, groups=groups)
+    return TokenBatch(tokens, labels, loss_mask, attention_mask, groups)
 
 
 def _draw(

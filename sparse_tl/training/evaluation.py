@@ -138,7 +138,11 @@ def evaluate_held_out(
     """
     adapter = adapt(model)
     fitting = LOGITS_AT_ONCE // (examples.tokens.shape[1] * adapter.d_vocab_out)
-    pieces = examples.split(batch_size or max(1, min(256, fitting)))
+    pieces = [
+        part
+        for piece in examples.split(batch_size or max(1, min(256, fitting)))
+        for part in piece.by_length()
+    ]
     # A dense model is one whose gates are all open: wrap it for the length of the measurement.
     wrapped = model if isinstance(model, SparseTransformer) else SparseTransformer(model)
     losses, groups, exact, counts = [], [], [], []

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.data.batches import TokenBatch, cross_entropy, per_label_loss
+from sparse_tl.data.batches import TokenBatch, per_label_loss
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.lens import HookedModel, Model, adapt
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
@@ -59,9 +59,12 @@ class PlainLoss(Objective):
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-        with adapt(self.model).only_at(batch.loss_mask):
-            logits = self.model(batch.tokens, **batch.model_kwargs)
-        loss = cross_entropy(logits, batch)
+        losses = []
+        for part in batch.by_length():
+            with adapt(self.model).only_at(part.loss_mask):
+                logits = self.model(part.tokens, **part.model_kwargs)
+            losses.append(per_label_loss(logits, part))
+        loss = torch.cat(losses).mean()
         return loss, {"loss": loss.item()}
 
 
@@ -119,6 +122,30 @@ class SparsityObjective(Objective):
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
         self._noise = self.noise(fraction_done)
+        parts = [self._measured(part, generator) for part in batch.by_length()]
+        losses, counted, groups = (torch.cat(of) for of in list(zip(*parts, strict=True))[:3])
+        counts = AttentionEdgeCounts.concatenate([part[3] for part in parts])
+        if int(groups.max()) >= len(self._losses):
+            raise ValueError(
+                f"expected rows of groups 0..{len(self._losses) - 1}, as the validation rows have "
+                f"them; got group {int(groups.max())}"
+            )
+        self._losses.index_add_(0, groups.cpu(), counted.double().cpu())
+        self._labels.index_add_(0, groups.cpu(), torch.ones(len(groups), dtype=torch.float64))
+        weights = self.constraint.lambda_.to(losses)[groups]
+        objective = (torch.log1p(self.size(counts)) + (weights * losses).mean()) / (
+            1 + weights.mean()
+        )
+        return objective, {
+            "loss": losses.mean().item(),
+            "lambda": weights.mean().item(),
+            "expected_per_token": counts.expected.sum().item() / counts.tokens.sum().item(),
+        }
+
+    def _measured(
+        self, batch: TokenBatch, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor, AttentionEdgeCounts]:
+        """Of each label its loss, its loss as the target counts it, its group; and the edges."""
         with (
             self.sparse.sampled(generator, self._noise),
             adapt(self.sparse).only_at(batch.loss_mask),
@@ -133,22 +160,7 @@ class SparsityObjective(Objective):
                 dense_logits = self.dense(batch.tokens, **batch.model_kwargs)
             # The same batch for both: what the batch happens to hold cancels out.
             counted = counted - per_label_loss(dense_logits, batch)
-        groups = batch.label_groups()
-        if int(groups.max()) >= len(self._losses):
-            raise ValueError(
-                f"expected rows of groups 0..{len(self._losses) - 1}, as the validation rows have "
-                f"them; got group {int(groups.max())}"
-            )
-        self._losses.index_add_(0, groups.cpu(), counted.double().cpu())
-        self._labels.index_add_(0, groups.cpu(), torch.ones(len(groups), dtype=torch.float64))
-        weights = self.constraint.lambda_.to(losses)[groups]
-        size = self.size(counts)
-        objective = (torch.log1p(size) + (weights * losses).mean()) / (1 + weights.mean())
-        return objective, {
-            "loss": losses.mean().item(),
-            "lambda": weights.mean().item(),
-            "expected_per_token": counts.expected.sum().item() / counts.tokens.sum().item(),
-        }
+        return losses, counted, batch.label_groups(), counts
 
     def size(self, counts: AttentionEdgeCounts) -> Float[Tensor, ""]:
         """What is minimised, in attention edges per example."""
