@@ -11,6 +11,8 @@ from sparse_tl.cli.app import call, command
 from sparse_tl.cli.options import Device, Out, Quiet, Restart, Seed, setting, split_names, subject
 from sparse_tl.cli.printing import comparison, console, held_out, table
 
+ADDITION_MINUTES = 3
+"""Measured on the defaults of `addition`; a first look at the cost of the whole command."""
 ROLES = ("facilitation", "irrelevance", "interference")
 
 
@@ -45,7 +47,15 @@ def addition(
     (addition.html, .svg, .png) and what each digit needs (circuits/). Called again, it goes on
     where it stopped or reuses what is done.
     """
-    outcome = call("run_addition", locals())
+    given = locals()
+    if not (quiet or (out / "metrics.json").exists()):
+        console.print(
+            f"Trains a model to add two-digit numbers, makes its attention sparse, and draws both "
+            f"into {out}: about {ADDITION_MINUTES} minutes on two idle cores. Stopped with Ctrl-C, "
+            "it goes on from there when it is called again.",
+            markup=False,
+        )
+    outcome = call("run_addition", given)
     metrics = outcome.metrics
     held_out(
         f"Addition, {form}, seed {seed}: 1,000 held-out sums",
