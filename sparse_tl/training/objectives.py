@@ -119,6 +119,12 @@ class SparsityObjective(Objective):
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
+        known = len(self.constraint.lambda_)
+        if batch.n_groups > known:
+            raise ValueError(
+                f"expected rows of the {known} groups that the validation rows have; got group "
+                f"{batch.n_groups - 1} in the training batch"
+            )
         self._noise = self.noise(fraction_done)
         with (
             self.sparse.sampled(generator, self._noise),
