@@ -68,15 +68,16 @@ class PlainLoss(Objective):
 class SparsityObjective(Objective):
     """The smallest size at a bounded loss, with sampled gates.
 
-    Minimises ``(log(1 + size) + sum_g share_g lambda_g loss_g) / (1 + sum_g share_g lambda_g)``,
-    share_g being the share of group g in the batch's labels, and per example
+    Minimises ``(log(1 + size) + sum_g share_g lambda_g loss_g) / (1 + mean_g lambda_g)``, share_g
+    being the share of group g in the batch's labels, and per example
 
         size = sum edge_cost * P(attention edge is open) + head_cost * sum_h (1 - exp(-E_h / 0.1))
 
     with the expected edges E_h of head h. The logarithm makes one more percent fewer edges worth
     the same at any density; the 1 keeps it finite when no edge is left. The division keeps
     gradients of one size while lambda moves over decades, so that clipping means the same
-    throughout; it does not move the optimum for a given lambda.
+    throughout; it does not move the optimum for a given lambda. It is the same for all micro-batches
+    of a step, whatever groups they hold; the size is of each micro-batch by itself.
 
     Sampled gates cost loss that deterministic ones do not, and so do weights that move fast. Both
     fall to 0 in the course of a run, and what is allowed with them: ``target + SLACK * noise``.
@@ -143,9 +144,10 @@ class SparsityObjective(Objective):
         groups = batch.label_groups()
         self._losses.index_add_(0, groups.cpu(), counted.double().cpu())
         self._labels.index_add_(0, groups.cpu(), torch.ones(len(groups), dtype=torch.float64))
-        weights = self.constraint.lambda_.to(losses)[groups]
+        lambdas = self.constraint.lambda_.to(losses)
+        weights = lambdas[groups]
         size = self.size(counts)
-        objective = (torch.log1p(size) + (weights * losses).mean()) / (1 + weights.mean())
+        objective = (torch.log1p(size) + (weights * losses).mean()) / (1 + lambdas.mean())
         return objective, {
             "loss": losses.mean().item(),
             "lambda": weights.mean().item(),
