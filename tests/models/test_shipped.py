@@ -83,4 +83,3 @@ def test_other_seeds_and_forms_are_built(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(ValueError, match="Remove that folder"):
         load_addition_models(form="autoregressive")
     assert asked == [("tasks", 1), ("addition-autoregressive", 0)]
-

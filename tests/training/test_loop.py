@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,9 @@ post_train_module = sys.modules[post_train.__module__]
 class Watched:
     """A stream that calls something before it gives the batch of one step."""
 
-    def __init__(self, stream: TokenStream, step: int, call: Callable[[], Any]) -> None:
+    def __init__(self, stream: ShuffledStream, step: int, call: Callable[[], Any]) -> None:
         self.stream, self.step, self.call = stream, step, call
+        self.accumulate = stream.accumulate
 
     def batch(self, step: int) -> TokenBatch:
         if step == self.step:
@@ -48,8 +50,9 @@ class Watched:
 class Noted:
     """A stream that notes the steps whose batches are asked for."""
 
-    def __init__(self, stream: TokenStream) -> None:
+    def __init__(self, stream: ShuffledStream) -> None:
         self.stream, self.steps = stream, list[int]()
+        self.accumulate = stream.accumulate
 
     def batch(self, step: int) -> TokenBatch:
         self.steps.append(step)
@@ -279,7 +282,13 @@ def test_flags_and_gradients_are_put_back(build_echo: Build, echo_rows: Rows) ->
     model.embed.W_E.requires_grad_(False)
     sparse = SparseTransformer(model)
     flags = {name: p.requires_grad for name, p in sparse.named_parameters()}
-    _post_train(sparse, ShuffledStream(echo_rows(), 8), echo_rows(seed=1), learning_rate={"qk": 1e-2}, steps=2)
+    _post_train(
+        sparse,
+        ShuffledStream(echo_rows(), 8),
+        echo_rows(seed=1),
+        learning_rate={"qk": 1e-2},
+        steps=2,
+    )
     assert {name: p.requires_grad for name, p in sparse.named_parameters()} == flags
     assert all(p.grad is None for p in sparse.parameters())
     stream = Watched(ShuffledStream(echo_rows(), 8), 1, _kill)
@@ -340,6 +349,32 @@ def test_a_killed_post_training_resumes_exactly(
         )
     torch.manual_seed(killed_at)  # No number may come from the global generator.
     history = _post_train(resumed, stream, validation, checkpoint=tmp_path / "c")
+    assert _same_weights(whole, resumed)
+    _same_history(expected, history)
+
+
+def test_a_killed_run_with_groups_costs_and_micro_batches_resumes_exactly(
+    build_echo: Build, echo_rows: Rows, often: None, tmp_path: Path
+) -> None:
+    """Some batches have no row of the second group."""
+    rows, validation = (
+        replace(rows, groups=(torch.arange(len(rows)) % 24 == 0).long())
+        for rows in (echo_rows(), echo_rows(seed=1))
+    )
+    stream = ShuffledStream(rows, 16, accumulate=3)
+    assert {stream.batch(step).n_groups for step in range(8)} == {1, 2}
+    settings: dict[str, Any] = {
+        "edge_cost": torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(0)),
+        "head_cost": 2.0,
+    }
+    whole, killed, resumed = (SparseTransformer(build_echo(), initial_bias=2.0) for _ in range(3))
+    expected = _post_train(whole, stream, validation, **settings)
+    halted = Watched(stream, 5, _kill)
+    with pytest.raises(Killed):
+        _post_train(killed, halted, validation, checkpoint=tmp_path / "c", **settings)
+    noted = Noted(stream)
+    history = _post_train(resumed, noted, validation, checkpoint=tmp_path / "c", **settings)
+    assert noted.steps == [0, 3, *range(4, 8)]
     assert _same_weights(whole, resumed)
     _same_history(expected, history)
 
