@@ -76,8 +76,8 @@ class SparsityObjective(Objective):
     with the expected edges E_h of head h. The logarithm makes one more percent fewer edges worth
     the same at any density; the 1 keeps it finite when no edge is left. The division keeps
     gradients of one size while lambda moves over decades, so that clipping means the same
-    throughout; it does not move the optimum for a given lambda. It is the same for all micro-batches
-    of a step, whatever groups they hold; the size is of each micro-batch by itself.
+    throughout; it does not move the optimum for a given lambda. It is the same for all
+    micro-batches of a step, whatever groups they hold; the size is that of each by itself.
 
     Sampled gates cost loss that deterministic ones do not, and so do weights that move fast. Both
     fall to 0 in the course of a run, and what is allowed with them: ``target + SLACK * noise``.

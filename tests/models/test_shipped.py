@@ -11,7 +11,6 @@ import torch
 from sparse_tl.files import read_json
 from sparse_tl.models import (
     Recipe,
-    addition_recipe,
     load_addition_models,
     load_task_models,
     pairs,
