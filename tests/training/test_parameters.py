@@ -155,8 +155,8 @@ def test_so_many_steps_are_taken(echo: Echo) -> None:
     assert long.sparse.active_attention_edges < short.sparse.active_attention_edges
     # The rate falls over the last part of a run, however long that is.
     for outcome in (short, long):
-        rates = outcome.history["rate"].dropna()
-        assert rates.max() == 5e-2 and rates.iloc[-1] < 0.9 * rates.max()
+        rates = outcome.history["rate"].dropna().tolist()
+        assert max(rates) == 5e-2 and rates[-1] < 0.9 * max(rates)
 
 
 def test_there_are_so_many_evaluations(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
