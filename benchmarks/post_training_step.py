@@ -65,7 +65,7 @@ def stepper(variant: str, build: Callable[[], Model], batch: TokenBatch) -> Call
             sparse,
             sparse.dense_copy() if paired else None,
             TargetLoss.parse("+0.05" if paired else 20.0),
-            LossConstraint(scale=0.05),
+            LossConstraint(),
         )
     parameters = [*read_parameters(module).values()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-5)

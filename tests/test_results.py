@@ -71,11 +71,9 @@ RESULTS: dict[str, Any] = {
         ((1, 1),),
         effect=-torch.rand(1, 1, 2, 2, 2).tril(),
     ),
-    "counts": AttentionEdgeCounts(
-        COUNTS, COUNTS * 0.5, COUNTS * 0.1, COUNTS * 3, torch.tensor([3, 3, 3])
-    ),
+    "counts": AttentionEdgeCounts(COUNTS, COUNTS * 0.5, COUNTS * 3, torch.tensor([3, 3, 3])),
     "held out": DENSE,
-    "post-training": PostTraining(True, TargetLoss(0.1, "dense"), 0.0, DENSE, DENSE, 5, STEPS),
+    "post-training": PostTraining(True, TargetLoss(0.1, "dense"), DENSE, DENSE, 5, STEPS),
     "roles": HeadRoles(
         seeds=(3, 4),
         lambda_=0.1,

@@ -69,6 +69,8 @@ class TokenBatch(Rows):
             raise ValueError(
                 f"expected groups of {len(self.tokens)} rows; got {tuple(self.groups.shape)}"
             )
+        if self.groups is not None and bool((self.groups < 0).any()):
+            raise ValueError(f"expected groups from 0 up; got {int(self.groups.min())}")
         for name in ("labels", "loss_mask", "attention_mask"):
             value = getattr(self, name)
             if value is not None and value.shape != self.tokens.shape:

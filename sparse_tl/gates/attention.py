@@ -12,7 +12,7 @@ Reference: arXiv 2512.05865, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -186,7 +186,9 @@ class AttentionGates(nn.Module):
         if now.real is not None:
             # Models mask what is read at padding, not what padding reads.
             valid = valid & now.real.to(valid.device).bool()[:, None, -scores.shape[2] :, None]
-        cost = None if now.edge_cost is None else _cost_of(layer, now.edge_cost, logits)
+        cost = None
+        if now.edge_cost is not None:
+            cost = _cost_of(layer, len(self.bias), now.edge_cost, logits)
         if now.mode is GateMode.OPEN:
             every = valid.to(logits.dtype)
             return AttentionEdgeCounts.of_layer(valid, valid, every, cost, now.keep_gates)
@@ -199,17 +201,38 @@ class AttentionGates(nn.Module):
         return AttentionEdgeCounts.of_layer(valid, is_open, probability, cost, now.keep_gates)
 
 
-def _cost_of(
-    layer: int, cost: Float[Tensor, "*#edge"], logits: Float[Tensor, "prompt head query key"]
-) -> Float[Tensor, "#head #query #key"]:
-    """The costs of a layer's edges."""
-    cost = cost.reshape((1,) * (4 - cost.ndim) + tuple(cost.shape)).to(logits)
-    given, edges = tuple(cost.shape[1:]), tuple(logits.shape[1:])
-    if any(size not in (1, there) for size, there in zip(given, edges, strict=True)):
+def check_edge_cost(cost: Float[Tensor, "*#edge"], edges: Sequence[int | None]) -> None:
+    """Raise unless costs are broadcastable to ``[layer, head, query, key]``.
+
+    Args:
+        cost: of an attention edge.
+        edges: layers, heads, queries and keys; None for as many as a prompt will have.
+
+    Raises:
+        ValueError: they are not.
+    """
+    given = (1,) * (4 - cost.ndim) + tuple(cost.shape)
+    if len(given) > 4 or any(
+        there is not None and size not in (1, there)
+        for size, there in zip(given, edges, strict=True)
+    ):
+        names = zip(("layer", "head", "query", "key"), edges, strict=True)
+        here = ", ".join(name if there is None else str(there) for name, there in names)
         raise ValueError(
             "expected edge_cost to be broadcastable to [layer, head, query, key], here "
-            f"[layer, {', '.join(map(str, edges))}]; got {list(cost.shape)}"
+            f"[{here}]; got the shape {list(cost.shape)}"
         )
+
+
+def _cost_of(
+    layer: int,
+    n_layers: int,
+    cost: Float[Tensor, "*#edge"],
+    logits: Float[Tensor, "prompt head query key"],
+) -> Float[Tensor, "#head #query #key"]:
+    """The costs of a layer's edges."""
+    check_edge_cost(cost, (n_layers, *logits.shape[1:]))
+    cost = cost.reshape((1,) * (4 - cost.ndim) + tuple(cost.shape)).to(logits)
     return cost[layer if len(cost) > 1 else 0]
 
 

@@ -111,8 +111,8 @@ def press(probability: Gates, logits: Gates, strength: float) -> Gates:
     """The same probabilities, with a gradient of at least about `strength` where a gate is open.
 
     The derivative of ``sigmoid(logit)`` vanishes for a confident gate, so an expected size puts no
-    pressure on edges that are redundant but wide open. This adds ``strength * relu(logit)`` to the
-    gradient and nothing to the value.
+    pressure on edges that are redundant but wide open. This adds the gradient of
+    ``strength * relu(logit)``, and nothing to the value.
     """
     pull = strength * torch.relu(logits)
     return probability + pull - pull.detach()

@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,17 @@ class SparseRun:
     @property
     def held_out(self) -> dict[str, HeldOut]:
         """The dense and the sparse model on held-out examples."""
-        return {side: HeldOut(**self.metrics[side]) for side in ("dense", "sparse")}
+        found = {}
+        for side in ("dense", "sparse"):
+            numbers = self.metrics[side]
+            losses = numbers.get("group_losses", {})
+            groups = {int(group): loss for group, loss in losses.items()}  # words in a file
+            found[side] = HeldOut(**{**numbers, "group_losses": groups})
+        return found
 
     def to_pandas(self) -> pd.DataFrame:
         """Both models on held-out examples, side by side."""
-        return pd.DataFrame({side: asdict(found) for side, found in self.held_out.items()})
+        return pd.DataFrame({side: found.numbers for side, found in self.held_out.items()})
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.verdict})"

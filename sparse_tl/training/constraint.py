@@ -91,14 +91,15 @@ class LossConstraint:
     ) -> None:
         from cooper.optim import nuPI, nuPIInitType
 
-        # In float64, so that a resumed run reads back from JSON exactly what was there.
-        begin = torch.full((n_groups,), math.log(start), dtype=torch.float64)
-        self._log_lambda = nn.Parameter(begin)
+        # In float64, so that a resumed run reads back from JSON exactly what was there. Each by
+        # itself, since the controller leaves alone what has no gradient, and moves all else.
+        begin = torch.tensor(math.log(start), dtype=torch.float64)
+        self._log_lambdas = [nn.Parameter(begin.clone()) for _ in range(n_groups)]
         self._controller = nuPI(
-            [self._log_lambda],
+            self._log_lambdas,
             lr=1.0,
-            Kp=torch.tensor(proportional),
-            Ki=torch.tensor(integral),
+            Kp=torch.tensor(proportional, dtype=torch.float64),
+            Ki=torch.tensor(integral, dtype=torch.float64),
             ema_nu=SMOOTHING,
             init_type=nuPIInitType.ZEROS,
             maximize=True,
@@ -107,25 +108,33 @@ class LossConstraint:
     @property
     def lambda_(self) -> Float[Tensor, " group"]:
         """lambda of every group."""
-        return self._log_lambda.detach().exp()
+        return torch.stack(self._log_lambdas).detach().exp()
 
     def update(self, violation: Float[Tensor, " group"]) -> None:
-        """Move lambda by one step; the relative violation is NaN where the batch has no row."""
-        error = violation.detach().clamp(-1.0, CLIP).nan_to_num(0.0)
-        self._log_lambda.grad = error.to(self._log_lambda)
+        """Move lambda by one step.
+
+        Args:
+            violation: relative; NaN for a group that the batch has no row of, whose lambda stays.
+        """
+        errors = violation.detach().clamp(-1.0, CLIP).to(self._log_lambdas[0])
+        for log_lambda, error in zip(self._log_lambdas, errors, strict=True):
+            log_lambda.grad = None if error.isnan() else error
         self._controller.step()
         with torch.no_grad():
-            self._log_lambda.clamp_(*BOUNDS)
+            for log_lambda in self._log_lambdas:
+                log_lambda.clamp_(*BOUNDS)
 
     def state(self) -> dict[str, Any]:
         """What is carried from step to step."""
-        smoothed = self._controller.state[self._log_lambda].get("xi", torch.zeros(0))
-        return {"log_lambda": self._log_lambda.tolist(), "smoothed_violation": smoothed.tolist()}
+        known = self._controller.state  # of those that were moved before
+        return {
+            "log_lambda": [one.item() for one in self._log_lambdas],
+            "smoothed_violation": [float(known[one].get("xi", 0.0)) for one in self._log_lambdas],
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        with torch.no_grad():
-            self._log_lambda.copy_(torch.tensor(state["log_lambda"], dtype=torch.float64))
-        if state["smoothed_violation"]:
-            smoothed = torch.tensor(state["smoothed_violation"], dtype=torch.float64)
-            self._controller.state[self._log_lambda]["xi"] = smoothed
+        kept = zip(state["log_lambda"], state["smoothed_violation"], strict=True)
+        for one, (log_lambda, smoothed) in zip(self._log_lambdas, kept, strict=True):
+            one.data.fill_(log_lambda)
+            self._controller.state[one]["xi"] = torch.full_like(one.data, smoothed)

@@ -111,9 +111,9 @@ class PostTraining(Result):
         if self.feasible:
             return f"{target} met at step {self.best_step}: {edges}."
         return (
-            f"{target} NOT met by any validation evaluation; kept the weights with the "
-            f"lowest validation loss, from step {self.best_step}: {edges}. Train for longer, start "
-            "from a larger bias, or allow more loss."
+            f"{target} NOT met by any validation evaluation; kept the weights that came closest, "
+            f"from step {self.best_step}: {edges}. Train for longer, start from a larger bias, or "
+            "allow more loss."
         )
 
     def to_pandas(self) -> pd.DataFrame:

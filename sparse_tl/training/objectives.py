@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparse_tl.data.batches import TokenBatch, per_label_loss
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
+from sparse_tl.gates.attention import check_edge_cost
 from sparse_tl.lens import HookedModel, Model, adapt
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
 
@@ -71,15 +72,16 @@ class PlainLoss(Objective):
 class SparsityObjective(Objective):
     """The smallest size at a bounded loss, with sampled gates.
 
-    Minimises ``(log(1 + size) + sum_g share_g lambda_g loss_g) / (1 + sum_g share_g lambda_g)``,
-    share_g being the share of group g in the batch's labels, and per example
+    Minimises ``(log(1 + size) + sum_g share_g lambda_g loss_g) / (1 + mean_g lambda_g)``, share_g
+    being the share of group g in the batch's labels, and per example
 
         size = sum edge_cost * P(attention edge is open) + head_cost * sum_h (1 - exp(-E_h / 0.1))
 
     with the expected edges E_h of head h. The logarithm makes one more percent fewer edges worth
     the same at any density; the 1 keeps it finite when no edge is left. The division keeps
     gradients of one size while lambda moves over decades, so that clipping means the same
-    throughout; it does not move the optimum for a given lambda.
+    throughout; it does not move the optimum for a given lambda. It is the same for all
+    micro-batches of a step, whatever groups they hold; the size is that of each by itself.
 
     Sampled gates cost loss that deterministic ones do not, and so do weights that move fast. Both
     fall to 0 in the course of a run, and what is allowed with them: ``target + SLACK * noise``.
@@ -121,21 +123,25 @@ class SparsityObjective(Objective):
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
+        lambdas = self.constraint.lambda_
+        if batch.groups is not None and int(batch.groups.max()) >= len(lambdas):
+            raise ValueError(
+                f"expected rows of the {len(lambdas)} groups that the validation rows have; got "
+                f"group {int(batch.groups.max())} in the training batch"
+            )
+        if self.edge_cost is not None:
+            width = batch.tokens.shape[1]
+            check_edge_cost(self.edge_cost, (*self.sparse.gates.bias.shape, width, width))
         self._noise = self.noise(fraction_done)
         parts = [self._measured(part, generator) for part in batch.by_length()]
         losses, counted, groups = (torch.cat(of) for of in list(zip(*parts, strict=True))[:3])
         counts = AttentionEdgeCounts.concatenate([part[3] for part in parts])
-        if int(groups.max()) >= len(self._losses):
-            raise ValueError(
-                f"expected rows of groups 0..{len(self._losses) - 1}, as the validation rows have "
-                f"them; got group {int(groups.max())}"
-            )
         self._losses.index_add_(0, groups.cpu(), counted.double().cpu())
         self._labels.index_add_(0, groups.cpu(), torch.ones(len(groups), dtype=torch.float64))
-        weights = self.constraint.lambda_.to(losses)[groups]
-        objective = (torch.log1p(self.size(counts)) + (weights * losses).mean()) / (
-            1 + weights.mean()
-        )
+        lambdas = lambdas.to(losses)
+        weights = lambdas[groups]
+        size = self.size(counts)
+        objective = (torch.log1p(size) + (weights * losses).mean()) / (1 + lambdas.mean())
         return objective, {
             "loss": losses.mean().item(),
             "lambda": weights.mean().item(),
@@ -146,12 +152,15 @@ class SparsityObjective(Objective):
         self, batch: TokenBatch, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, Tensor, AttentionEdgeCounts]:
         """Of each label its loss, its loss as the target counts it, its group; and the edges."""
+        cost, width = self.edge_cost, batch.tokens.shape[1]
+        if cost is not None:
+            cost = cost[..., :width] if cost.ndim < 2 else cost[..., :width, :width]
         with (
             self.sparse.sampled(generator, self._noise),
             adapt(self.sparse).only_at(batch.loss_mask),
         ):
             logits, counts = self.sparse.run_with_counts(
-                batch.tokens, pressure=FLOOR, edge_cost=self.edge_cost, **batch.model_kwargs
+                batch.tokens, pressure=FLOOR, edge_cost=cost, **batch.model_kwargs
             )
         losses = per_label_loss(logits, batch)
         counted = losses.detach()

@@ -15,6 +15,7 @@ from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.streams import TokenStream
 from sparse_tl.files import digest
 from sparse_tl.gates import SparseTransformer
+from sparse_tl.gates.attention import check_edge_cost
 from sparse_tl.training.config import Metrics, Selection, TrainingConfig, choose_trained
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
 from sparse_tl.training.evaluation import HeldOut, PostTraining, evaluate_held_out
@@ -87,7 +88,7 @@ def post_train(
         raise ValueError(f"expected learning rates above 0; got {learning_rate}")
     peak = max(rates.values())
     trained = choose_trained(sparse, {name: rate / peak for name, rate in rates.items()})
-    _check_costs(edge_cost, head_cost)
+    _check_costs(sparse, edge_cost, head_cost)
     every = max(1, steps // EVALUATIONS)
     config = TrainingConfig(
         steps=steps,
@@ -101,6 +102,13 @@ def post_train(
     )
     reference = sparse.dense_copy()
     dense = evaluate_held_out(reference, validation)
+    n_groups = max(dense.group_losses) + 1
+    missing = set(range(n_groups)) - set(dense.group_losses)
+    if missing:
+        raise ValueError(
+            f"expected validation rows of every group up to {n_groups - 1}; there is no label of "
+            f"{sorted(missing)[:5]}"
+        )
     worst = max(dense.group_losses.values())
     if target.reference == "absolute" and target.nats < worst:
         raise ValueError(
@@ -113,7 +121,7 @@ def post_train(
         sparse,
         reference if paired else None,
         target,
-        LossConstraint(max(dense.group_losses) + 1),
+        LossConstraint(n_groups),
         edge_cost,
         head_cost,
     )
@@ -164,15 +172,16 @@ def post_train(
     )
 
 
-def _check_costs(edge_cost: Tensor | None, head_cost: float) -> None:
+def _check_costs(sparse: SparseTransformer, edge_cost: Tensor | None, head_cost: float) -> None:
     if not (math.isfinite(head_cost) and head_cost >= 0):
         raise ValueError(f"expected head_cost to be a number from 0 up; got {head_cost}")
     if edge_cost is None:
         return
-    if not isinstance(edge_cost, Tensor) or edge_cost.ndim > 4:
+    if not isinstance(edge_cost, Tensor):
         raise ValueError(
             "expected edge_cost to be a tensor that is broadcastable to [layer, head, query, key]; "
             f"got {edge_cost!r:.80}"
         )
+    check_edge_cost(edge_cost, (*sparse.gates.bias.shape, None, None))
     if not bool((edge_cost.isfinite() & (edge_cost >= 0)).all()) or not bool(edge_cost.any()):
         raise ValueError("expected edge_cost to be numbers from 0 up, some of them above 0")

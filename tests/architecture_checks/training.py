@@ -79,8 +79,6 @@ def post_training(subject: Subject) -> str:
         validation=ECHOES,
         steps=200,
         learning_rate=5e-3,
-        warmup=10,
-        evaluate_every=20,
         **QUIET,
     )
     dense, loss = (evaluate_held_out(model, ECHOES).loss for model in (subject.learned, sparse))

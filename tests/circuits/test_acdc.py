@@ -66,6 +66,19 @@ def test_planted_circuits_are_learned(planted: Planted) -> None:
     assert _names(found.circuit) == planted.edges
 
 
+def test_lambda_of_pruning_rises_while_too_many_edges_are_open() -> None:
+    """From where it is told to start, the faster the larger the rate."""
+    planted = next(iter(PLANTED.values()))()
+    ends = []
+    for rate in (0.05, 0.1):
+        settings: dict[str, Any] = {"size": 1, "steps": 40, "lambda_": 0.5, "lambda_rate": rate}
+        found = prune_circuit_edges(planted.model, planted.pairs, **settings, progress=False)
+        path = found.history["lambda"].tolist()
+        assert path[0] == pytest.approx(0.5)
+        ends.append(path[-1])
+    assert 0.5 < ends[0] < ends[1]
+
+
 @pytest.mark.parametrize("name", list(HAND_MADE))
 def test_hand_made_models_keep_the_edges_that_matter(name: str) -> None:
     """At a threshold below every effect on paper, what is left does all that the model does."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +11,17 @@ import torch
 from sparse_tl.data.batches import TokenBatch, cross_entropy, exact_rows, per_label_loss
 
 
-def _batch(n: int = 5, length: int = 4, padded: bool = False, seed: int = 0) -> TokenBatch:
+def _batch(
+    n: int = 5, length: int = 4, padded: bool = False, seed: int = 0, groups: Any = None
+) -> TokenBatch:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(7, (n, length), generator=generator)
     labels = torch.randint(7, (n, length), generator=generator)
     loss_mask = torch.rand(n, length, generator=generator) < 0.5
     loss_mask[:, 0] = True
     attention_mask = torch.ones_like(tokens) if padded else None
-    return TokenBatch(tokens, labels, loss_mask, attention_mask)
+    groups = None if groups is None else torch.tensor(groups)
+    return TokenBatch(tokens, labels, loss_mask, attention_mask, groups)
 
 
 def _equal(one: TokenBatch, other: TokenBatch) -> bool:
@@ -109,6 +113,58 @@ def test_an_attention_mask_reaches_the_model() -> None:
     batch = _batch(padded=True)
     assert batch.model_kwargs["attention_mask"] is batch.attention_mask
     assert _equal(batch.to("cpu"), batch)
+
+
+# Groups of rows.
+
+
+def test_rows_without_groups_are_one_group() -> None:
+    batch = _batch()
+    assert batch.n_groups == 1
+    assert batch.label_groups().tolist() == [0] * int(batch.loss_mask.sum())
+
+
+def test_labels_are_of_the_group_of_their_row() -> None:
+    batch = _batch(groups=[2, 0, 0, 2, 1], seed=3)
+    assert batch.n_groups == 3
+    expected = [
+        group
+        for group, row in zip([2, 0, 0, 2, 1], batch.loss_mask.tolist(), strict=True)
+        for counts in row
+        if counts
+    ]
+    assert batch.label_groups().tolist() == expected
+    # In the order of the losses.
+    assert len(per_label_loss(torch.randn(5, 4, 7), batch)) == len(expected)
+
+
+def test_groups_go_with_their_rows() -> None:
+    batch = _batch(groups=[2, 0, 0, 2, 1], padded=True)
+    assert batch.groups is not None
+    chosen = batch.select(torch.tensor([4, 0]))
+    assert chosen.groups is not None and chosen.groups.tolist() == [1, 2]
+    pieces = [piece.groups for piece in batch.split(2)]
+    assert torch.equal(torch.cat([groups for groups in pieces if groups is not None]), batch.groups)
+    trimmed = batch.trimmed(causal=True)
+    assert trimmed.groups is not None and torch.equal(trimmed.groups, batch.groups)
+    assert batch.select(torch.tensor([1, 2])).n_groups == 1
+
+
+def test_groups_are_part_of_what_a_batch_is() -> None:
+    digests = {_batch(groups=groups).digest() for groups in (None, [0] * 5, [0, 1, 0, 1, 0])}
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([0, 1], r"expected groups of 5 rows; got \(2,\)"),
+        ([0, 0, -1, 0, 0], "expected groups from 0 up; got -1"),
+    ],
+)
+def test_groups_that_are_none(groups: list[int], message: str, unchecked_types: None) -> None:
+    with pytest.raises(ValueError, match=message):
+        _batch(groups=groups)
 
 
 def test_an_empty_loss_mask_is_refused() -> None:

@@ -57,6 +57,18 @@ def test_a_batch_size_that_does_not_fit(size: int) -> None:
         ShuffledStream(_numbered(5), size)
 
 
+def test_a_stream_says_in_how_many_pieces_its_batches_are_run() -> None:
+    """And gives the same whole batches whatever it says."""
+    plain, in_pieces = (
+        ShuffledStream(_numbered(9), 6),
+        ShuffledStream(_numbered(9), 6, accumulate=3),
+    )
+    assert (plain.accumulate, in_pieces.accumulate) == (1, 3)
+    assert [_rows(plain.batch(step)) for step in range(3)] == [
+        _rows(in_pieces.batch(step)) for step in range(3)
+    ]
+
+
 def test_an_iterable_stream_goes_forward_and_back() -> None:
     stream = IterableStream([_numbered(1), _numbered(2), _numbered(3), _numbered(4)])
     assert [len(stream.batch(step)) for step in (0, 1, 3, 0, 2, 2, 1, 3)] == [

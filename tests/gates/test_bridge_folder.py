@@ -92,15 +92,6 @@ def test_the_dtype_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
     torch.testing.assert_close(loaded(TOKENS), sparse(TOKENS))
 
 
-def test_closed_edges_come_back(tmp_path: Path) -> None:
-    closed = torch.zeros(2, 2, 9, 9, dtype=torch.bool)
-    closed[1, 0, 5, 2] = True
-    sparse = SparseTransformer(load_model(_plain("joint projections")), closed=closed)
-    loaded = SparseTransformer.from_pretrained(sparse.save_pretrained(tmp_path / "s"), device="cpu")
-    assert torch.equal(loaded(TOKENS), sparse(TOKENS))
-    assert torch.equal(loaded.gates.closed, closed)
-
-
 def test_gates_of_another_model_are_refused(tmp_path: Path) -> None:
     folder = _trained("grouped").save_pretrained(tmp_path / "one")
     other = _trained("joint projections").save_pretrained(tmp_path / "other")

@@ -69,20 +69,6 @@ def test_padding_on_either_side_counts_the_same(build_tiny: Build) -> None:
         torch.testing.assert_close(counts.expected, plain.expected)
 
 
-def test_left_padding_by_a_hook_is_seen_where_edges_are_closed_by_column(
-    build_tiny: Build,
-) -> None:
-    model = build_tiny()
-    closed = torch.zeros(2, 2, 16, 16, dtype=torch.bool)
-    model.add_hook(
-        "blocks.0.attn.hook_attn_scores",
-        lambda scores, hook: scores.index_fill(3, torch.tensor([0]), -1e5),
-        is_permanent=True,
-    )
-    with pytest.raises(ValueError, match="without padding on the left"):
-        SparseTransformer(model, closed=closed)(_tokens())
-
-
 def test_a_vanishing_weight_is_still_possible(build_tiny: Build) -> None:
     """A sharp pattern has exact zeros; they are not the model's mask."""
     model = build_tiny()

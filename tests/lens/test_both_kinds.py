@@ -132,12 +132,8 @@ def test_post_training(name: str) -> None:
             ShuffledStream(training, 16),
             target_loss="+0.2",
             validation=validation,
-            trained="qk",
             steps=6,
-            warmup=2,
-            learning_rate=1e-2,
-            lambda_=1.0,
-            evaluate_every=2,
+            learning_rate={"gates": 1e-2, "qk": 1e-2},
             progress=False,
         )
         histories.append(outcome.history.drop(columns="seconds"))

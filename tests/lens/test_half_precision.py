@@ -77,7 +77,6 @@ def test_gates_are_trained(halves: tuple[Model, Model]) -> None:
         validation=batch,
         target_loss="+1",
         steps=3,
-        warmup=0,
         progress=False,
     )
     assert sparse.gates.bias.dtype == torch.float32

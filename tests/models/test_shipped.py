@@ -11,16 +11,13 @@ import torch
 from sparse_tl.files import read_json
 from sparse_tl.models import (
     Recipe,
-    addition_recipe,
     load_addition_models,
     load_task_models,
     pairs,
     tasks,
 )
-from sparse_tl.models.addition import closed_edges
 from sparse_tl.models.pairs import SHIPPED, read_pair
 from sparse_tl.models.shipping import RECIPES
-from sparse_tl.tasks.addition import LENGTH
 
 each = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 
@@ -85,16 +82,3 @@ def test_other_seeds_and_forms_are_built(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(ValueError, match="Remove that folder"):
         load_addition_models(form="autoregressive")
     assert asked == [("tasks", 1), ("addition-autoregressive", 0)]
-
-
-def test_sums_are_read_from_near_and_made_before_the_equals_sign() -> None:
-    closed = closed_edges("autoregressive")
-    assert closed is not None
-    assert closed.shape == (4, 4, LENGTH, LENGTH)
-    for query in range(LENGTH):
-        for key in range(query + 1):
-            far = query - key > 5
-            assert closed[1:, :, query, key].unique().tolist() == [far]
-            silent = query >= "36+28=00064".index("=") or query == key
-            assert closed[0, :, query, key].unique().tolist() == [far or silent]
-    assert addition_recipe("placeholder").closed is None

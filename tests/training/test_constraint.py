@@ -1,15 +1,36 @@
-"""Targets as people write them, and a lambda that moves the right way and no further."""
+"""Targets as people write them, and a controller that finds lambda."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from sparse_tl.training import LossConstraint, TargetLoss
+from sparse_tl.training.constraint import (
+    BOUNDS,
+    CLIP,
+    INTEGRAL,
+    PROPORTIONAL,
+    SMOOTHING,
+    START,
+)
+
+
+def _moved(constraint: LossConstraint, *violations: Any) -> list[list[float]]:
+    """log lambda of every group after each of these violations."""
+    path = []
+    for violation in violations:
+        constraint.update(torch.tensor(violation, dtype=torch.float64).reshape(-1))
+        path.append(constraint.lambda_.log().tolist())
+    return path
 
 
 @pytest.mark.parametrize(
@@ -41,65 +62,147 @@ def test_what_is_no_target(written: Any) -> None:
         TargetLoss.parse(written)
 
 
+# The controller, update by update.
+
+
+def test_lambda_starts_where_it_is_told_to() -> None:
+    assert LossConstraint().lambda_.tolist() == pytest.approx([START])
+    assert LossConstraint(3, start=0.25).lambda_.tolist() == pytest.approx([0.25] * 3)
+
+
+def test_three_updates_by_hand() -> None:
+    """``log lambda = log START + INTEGRAL * sum e + PROPORTIONAL * ema(e)``, the average from 0."""
+    found = _moved(LossConstraint(), 0.5, -0.2, 2.0)
+    averages = [0.1 * 0.5, 0.9 * 0.05 - 0.1 * 0.2, 0.9 * 0.025 + 0.1 * 2.0]
+    sums = [0.5, 0.3, 2.3]
+    assert (SMOOTHING, INTEGRAL, PROPORTIONAL) == (0.9, 0.01, 0.5)
+    for (log_lambda,), average, total in zip(found, averages, sums, strict=True):
+        expected = math.log(START) + 0.01 * total + 0.5 * average
+        assert log_lambda == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(("wild", "clipped"), [(1e9, CLIP), (math.inf, CLIP), (-40.0, -1.0)])
+def test_one_wild_batch_moves_lambda_no_more_than_a_large_violation(
+    wild: float, clipped: float
+) -> None:
+    assert _moved(LossConstraint(), wild, 0.1) == _moved(LossConstraint(), clipped, 0.1)
+    assert _moved(LossConstraint(), clipped) != _moved(LossConstraint(), 0.9 * clipped)
+
+
+@pytest.mark.parametrize(("violation", "bound"), [(CLIP, BOUNDS[1]), (-1.0, BOUNDS[0])])
+def test_lambda_stays_within_its_bounds(violation: float, bound: float) -> None:
+    constraint = LossConstraint(integral=0.5)
+    path = [log_lambda for (log_lambda,) in _moved(constraint, *[violation] * 20)]
+    assert path[-1] == pytest.approx(bound) and max(path, key=abs) == pytest.approx(bound)
+    # And it comes back as soon as the violation turns.
+    assert abs(_moved(constraint, -violation)[0][0] - bound) > 0.1
+
+
 @pytest.mark.parametrize(("violation", "direction"), [(0.3, 1), (-0.3, -1), (0.0, 0)])
 def test_lambda_rises_while_the_loss_is_above_its_target(violation: float, direction: int) -> None:
-    constraint = LossConstraint(scale=1.0)
-    assert constraint.lambda_ == 1.0
-    path = [constraint.log_lambda]
-    for _ in range(5):
-        constraint.update(violation)
-        path.append(constraint.log_lambda)
-    steps = [math.copysign(1, b - a) if b != a else 0 for a, b in zip(path, path[1:], strict=False)]
-    assert steps == [direction] * 5
-    assert constraint.lambda_ == pytest.approx(math.exp(constraint.log_lambda))
+    path = [math.log(START), *(x for (x,) in _moved(LossConstraint(), *[violation] * 5))]
+    assert [(b > a) - (b < a) for a, b in pairwise(path)] == [direction] * 5
 
 
-def test_the_update_by_hand() -> None:
-    constraint = LossConstraint(scale=0.5, rate=0.1, smoothing=0.9)
-    constraint.update(0.25)  # half of a full violation; the average starts there
-    assert constraint.log_lambda == pytest.approx(0.1 * 0.5)
-    constraint.update(-0.1)  # a fifth below: average 0.9 * 0.5 - 0.1 * 0.2
-    assert constraint.average == pytest.approx(0.43)
-    assert constraint.log_lambda == pytest.approx(0.05 + 0.043)
+def test_a_group_that_violates_raises_its_own_lambda_alone() -> None:
+    groups = _moved(LossConstraint(3), [0.4, -0.1, 0.0], [0.2, -0.3, 0.0])
+    alone = [_moved(LossConstraint(), *of) for of in ([0.4, 0.2], [-0.1, -0.3], [0.0, 0.0])]
+    assert [[log for (log,) in path] for path in alone] == [
+        list(x) for x in zip(*groups, strict=True)
+    ]
+    assert groups[-1][0] > math.log(START) > groups[-1][1]
+    assert groups[-1][2] == math.log(START)
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_one_wild_batch_moves_lambda_no_more_than_a_full_violation(sign: int) -> None:
-    wild, full = (LossConstraint(scale=0.01, rate=0.1) for _ in range(2))
-    wild.update(sign * 1e9)
-    full.update(sign * 0.01)
-    assert wild == full
-    assert wild.log_lambda == pytest.approx(0.1 if sign > 0 else -0.1 * wild.fall)
-
-
-def test_lambda_may_rise_faster_the_larger_the_violation() -> None:
-    """Up to the multiple that it is given; the other way nothing changes."""
-    for violation, steps in ((0.5, 0.5), (3.0, 3.0), (100.0, 4.0), (-100.0, -0.3)):
-        constraint = LossConstraint(scale=1.0, rate=0.1, rise=4.0)
-        constraint.update(violation)
-        assert constraint.log_lambda == pytest.approx(0.1 * steps)
-
-
-@pytest.mark.parametrize(("violation", "bound"), [(1.0, 2.0), (-1.0, -3.0)])
-def test_lambda_stays_within_its_bounds(violation: float, bound: float) -> None:
-    constraint = LossConstraint(scale=1.0, rate=0.5, fall=1.0, bounds=(-3.0, 2.0))
-    for _ in range(20):
-        constraint.update(violation)
-    assert constraint.log_lambda == bound
-    # And it comes back from there as soon as the average turns.
-    for _ in range(20):
-        constraint.update(-violation)
-    assert abs(constraint.log_lambda - bound) > 1
+def test_a_group_without_rows_keeps_its_lambda() -> None:
+    """A batch says nothing about it: neither its lambda nor its average moves."""
+    constraint = LossConstraint(2)
+    nothing = math.nan
+    path = _moved(constraint, [0.5, 0.5], [0.5, nothing], [nothing, nothing], [0.1, 0.2])
+    assert path[1][1] == path[0][1] and path[1][0] > path[0][0]
+    assert path[2] == path[1]
+    assert path[3][1] == _moved(LossConstraint(), 0.5, 0.2)[-1][0]
 
 
 @pytest.mark.parametrize("updates", [0, 1, 7])
 def test_a_resumed_constraint_goes_on_exactly(updates: int) -> None:
-    constraint = LossConstraint(scale=0.1, log_lambda=0.3)
+    constraint = LossConstraint(2, start=0.3)
     for i in range(updates):
-        constraint.update(math.sin(i) * 0.07)
-    kept = {"log_lambda": constraint.log_lambda, "average": constraint.average}
-    resumed = LossConstraint(scale=0.1, **json.loads(json.dumps(kept)))
-    for violation in (0.02, -0.4, 0.01):
-        constraint.update(violation)
-        resumed.update(violation)
-    assert resumed == constraint
+        _moved(constraint, [math.sin(i) / 3, math.nan if i % 3 else math.cos(i)])
+    kept = json.dumps(constraint.state())
+    violations = [0.07, -0.4], [0.01, math.nan], [-1 / 3, 0.2]
+    # In a new process, and in one in which a run went on already.
+    used = LossConstraint(2)
+    _moved(used, [1.0, -1.0])
+    for resumed in (LossConstraint(2), used):
+        resumed.load_state(json.loads(kept))
+        assert resumed.state() == constraint.state()
+    expected = _moved(constraint, *violations)
+    for resumed in (LossConstraint(2), used):
+        resumed.load_state(json.loads(kept))
+        assert _moved(resumed, *violations) == expected
+
+
+# What it finds: problems with a multiplier that is known.
+
+
+def _solve(
+    gradient: Callable[[Tensor, Tensor], Tensor],
+    constrained: Callable[[Tensor], Tensor],
+    constraint: LossConstraint,
+    steps: int = 4000,
+    rate: float = 0.05,
+) -> tuple[Tensor, Tensor]:
+    """Descend on x and let the controller move lambda; the path of both."""
+    n_groups = len(constraint.lambda_)
+    x, xs, lambdas = torch.zeros(n_groups, dtype=torch.float64), [], []
+    for _ in range(steps):
+        constraint.update(constrained(x))
+        x = x - rate * gradient(x, constraint.lambda_)
+        xs.append(x)
+        lambdas.append(constraint.lambda_)
+    return torch.stack(xs), torch.stack(lambdas)
+
+
+def _one(constraint: LossConstraint, rate: float = 0.05) -> tuple[Tensor, Tensor]:
+    """Minimise x^2 / 2 with 1 - x <= 0: stationary where x = lambda, so lambda is 1."""
+    return _solve(lambda x, lambda_: x - lambda_, lambda x: 1 - x, constraint, rate=rate)
+
+
+@pytest.mark.parametrize("start", [0.05, START, 100.0])
+def test_lambda_of_one_constraint_is_found(start: float) -> None:
+    xs, lambdas = _one(LossConstraint(start=start))
+    assert lambdas[-1].item() == pytest.approx(1.0, abs=1e-3)
+    assert xs[-1].item() == pytest.approx(1.0, abs=1e-3)
+
+
+def test_the_lambda_of_each_of_two_constraints_is_found() -> None:
+    """Minimise (3 x^2 + y^2) / 2 + x y with x >= 1 and y >= 2: lambdas of 5 and 3."""
+    hessian = torch.tensor([[3.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
+    least = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    xs, lambdas = _solve(
+        lambda x, lambda_: hessian @ x - lambda_, lambda x: (least - x) / least, LossConstraint(2)
+    )
+    assert lambdas[-1].tolist() == pytest.approx([5.0, 3.0], rel=1e-3)
+    assert xs[-1].tolist() == pytest.approx([1.0, 2.0], rel=1e-3)
+
+
+def test_a_constraint_that_does_not_bind_ends_near_nothing() -> None:
+    """Minimise (x - 2)^2 / 2 with x >= 1: met without any help."""
+    xs, lambdas = _solve(lambda x, lambda_: x - 2 - lambda_, lambda x: 1 - x, LossConstraint())
+    assert lambdas[-1].item() == pytest.approx(math.exp(BOUNDS[0]))
+    assert xs[-1].item() == pytest.approx(2.0, abs=0.01)
+
+
+def test_the_proportional_part_keeps_lambda_from_swinging() -> None:
+    """From the same start, with the same integral, on the same problem."""
+    swings, settled = {}, {}
+    for proportional in (0.0, PROPORTIONAL):
+        constraint = LossConstraint(start=0.5, integral=0.02, proportional=proportional)
+        _, lambdas = _one(constraint, rate=0.01)
+        swings[proportional] = lambdas.max().item() - 1
+        outside = ((lambdas - 1).abs() > 0.02).nonzero()
+        settled[proportional] = int(outside[-1, 0])
+    assert swings[0.0] > 0.2, "the integral alone overshoots"
+    assert swings[PROPORTIONAL] < 0.8 * swings[0.0]
+    assert settled[PROPORTIONAL] < 0.7 * settled[0.0]

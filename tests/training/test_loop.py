@@ -7,8 +7,11 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +30,16 @@ from sparse_tl.training.checkpoints import TrainingState, load_checkpoint, save_
 Build = Callable[..., Model]
 Rows = Callable[..., TokenBatch]
 
+# The package has a function of the module's name.
+post_train_module = sys.modules[post_train.__module__]
+
 
 class Watched:
     """A stream that calls something before it gives the batch of one step."""
 
-    def __init__(self, stream: TokenStream, step: int, call: Callable[[], Any]) -> None:
+    def __init__(self, stream: ShuffledStream, step: int, call: Callable[[], Any]) -> None:
         self.stream, self.step, self.call = stream, step, call
+        self.accumulate = stream.accumulate
 
     def batch(self, step: int) -> TokenBatch:
         if step == self.step:
@@ -43,8 +50,9 @@ class Watched:
 class Noted:
     """A stream that notes the steps whose batches are asked for."""
 
-    def __init__(self, stream: TokenStream) -> None:
+    def __init__(self, stream: ShuffledStream) -> None:
         self.stream, self.steps = stream, list[int]()
+        self.accumulate = stream.accumulate
 
     def batch(self, step: int) -> TokenBatch:
         self.steps.append(step)
@@ -77,13 +85,18 @@ def _post_train(
         "target_loss": "+0.05",
         "steps": 8,
         "learning_rate": 1e-2,
-        "warmup": 2,
-        "evaluate_every": 3,
-        "checkpoint_every": 2,
-        "distillation": 0.1,
     }
     settings = {**defaults, **config}
     return post_train(sparse, stream, validation=validation, progress=False, **settings).history
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight steps of post-training with three evaluations, and a checkpoint every other step."""
+    monkeypatch.setattr(post_train_module, "EVALUATIONS", 3)
+    monkeypatch.setattr(
+        post_train_module, "TrainingConfig", partial(TrainingConfig, checkpoint_every=2)
+    )
 
 
 def _saved_step(checkpoint: Path) -> int:
@@ -269,12 +282,18 @@ def test_flags_and_gradients_are_put_back(build_echo: Build, echo_rows: Rows) ->
     model.embed.W_E.requires_grad_(False)
     sparse = SparseTransformer(model)
     flags = {name: p.requires_grad for name, p in sparse.named_parameters()}
-    _post_train(sparse, ShuffledStream(echo_rows(), 8), echo_rows(seed=1), trained="qk", steps=2)
+    _post_train(
+        sparse,
+        ShuffledStream(echo_rows(), 8),
+        echo_rows(seed=1),
+        learning_rate={"qk": 1e-2},
+        steps=2,
+    )
     assert {name: p.requires_grad for name, p in sparse.named_parameters()} == flags
     assert all(p.grad is None for p in sparse.parameters())
     stream = Watched(ShuffledStream(echo_rows(), 8), 1, _kill)
     with pytest.raises(Killed):
-        _post_train(sparse, stream, echo_rows(seed=1), trained="gates", steps=2)
+        _post_train(sparse, stream, echo_rows(seed=1), learning_rate={"gates": 1e-2}, steps=2)
     assert {name: p.requires_grad for name, p in sparse.named_parameters()} == flags
     assert all(p.grad is None for p in sparse.parameters())
 
@@ -318,7 +337,7 @@ def test_threads_do_not_change_what_is_learned(build_tiny: Build, echo_rows: Row
 
 @pytest.mark.parametrize("killed_at", [1, 3, 6])
 def test_a_killed_post_training_resumes_exactly(
-    build_echo: Build, echo_rows: Rows, tmp_path: Path, killed_at: int
+    build_echo: Build, echo_rows: Rows, often: None, tmp_path: Path, killed_at: int
 ) -> None:
     validation = echo_rows(seed=1)
     stream = ShuffledStream(echo_rows(), 16)
@@ -334,22 +353,28 @@ def test_a_killed_post_training_resumes_exactly(
     _same_history(expected, history)
 
 
-@pytest.mark.parametrize("killed_at", [3, 5, 7])
-def test_a_run_that_retreats_resumes_exactly(
-    build_echo: Build, echo_rows: Rows, tmp_path: Path, killed_at: int
+def test_a_killed_run_with_groups_costs_and_micro_batches_resumes_exactly(
+    build_echo: Build, echo_rows: Rows, often: None, tmp_path: Path
 ) -> None:
-    """So hasty a run that validation evaluations miss the target and it goes back to the best."""
-    validation = echo_rows(seed=1)
-    stream = ShuffledStream(echo_rows(), 16)
-    settings = {"retreat_after": 1, "evaluate_every": 1, "learning_rate": 0.1, "warmup": 1}
-    whole, killed, resumed = (SparseTransformer(build_echo(), initial_bias=8.0) for _ in range(3))
-    expected = _post_train(whole, stream, validation, checkpoint=tmp_path / "whole", **settings)
-    state = json.loads((tmp_path / "whole" / "state.json").read_text())["state"]
-    assert 0 < state["retreats"] < 8
+    """Some batches have no row of the second group."""
+    rows, validation = (
+        replace(rows, groups=(torch.arange(len(rows)) % 24 == 0).long())
+        for rows in (echo_rows(), echo_rows(seed=1))
+    )
+    stream = ShuffledStream(rows, 16, accumulate=3)
+    assert {stream.batch(step).n_groups for step in range(8)} == {1, 2}
+    settings: dict[str, Any] = {
+        "edge_cost": torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(0)),
+        "head_cost": 2.0,
+    }
+    whole, killed, resumed = (SparseTransformer(build_echo(), initial_bias=2.0) for _ in range(3))
+    expected = _post_train(whole, stream, validation, **settings)
+    halted = Watched(stream, 5, _kill)
     with pytest.raises(Killed):
-        halted = Watched(stream, killed_at, _kill)
         _post_train(killed, halted, validation, checkpoint=tmp_path / "c", **settings)
-    history = _post_train(resumed, stream, validation, checkpoint=tmp_path / "c", **settings)
+    noted = Noted(stream)
+    history = _post_train(resumed, noted, validation, checkpoint=tmp_path / "c", **settings)
+    assert noted.steps == [0, 3, *range(4, 8)]
     assert _same_weights(whole, resumed)
     _same_history(expected, history)
 
@@ -419,9 +444,10 @@ def test_slow_steps_are_saved_by_the_clock(
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_kill_9_and_resume_gives_equal_weights(
-    build_echo: Build, echo_rows: Rows, tmp_path: Path
+    build_echo: Build, echo_rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings: dict[str, Any] = {"steps": 20, "evaluate_every": 7, "checkpoint_every": 1}
+    settings: dict[str, Any] = {"steps": 20}
+    monkeypatch.setattr(loop, "SAVE_AFTER", 0.0)  # a checkpoint after each of them
     stream, validation = ShuffledStream(echo_rows(), 16), echo_rows(seed=1)
     killed, whole, resumed = (SparseTransformer(build_echo(), initial_bias=2.0) for _ in range(3))
     noted = Noted(stream)
@@ -483,7 +509,7 @@ def test_a_loss_that_is_no_number_stops_training(
 
 
 def test_a_post_training_loss_that_is_no_number(
-    build_echo: Build, echo_rows: Rows, tmp_path: Path
+    build_echo: Build, echo_rows: Rows, often: None, tmp_path: Path
 ) -> None:
     sparse = SparseTransformer(build_echo())
     stream = Watched(ShuffledStream(echo_rows(), 16), 3, _spoil(sparse.model))
@@ -635,9 +661,9 @@ def _file(folder: Path) -> None:
     [
         (_foreign, r"an earlier state.json.*holiday\.jpg"),
         (_rewrite("state.json", "{"), r"expected valid JSON in .*state\.json"),
-        (_rewrite("state.json", "[]"), "expected a checkpoint of format 2"),
-        (_rewrite("state.json", '{"format": 99}'), "expected a checkpoint of format 2"),
-        (_rewrite("state.json", '{"format": 2}'), "expected a whole checkpoint"),
+        (_rewrite("state.json", "[]"), "expected a checkpoint of format 3"),
+        (_rewrite("state.json", '{"format": 99}'), "expected a checkpoint of format 3"),
+        (_rewrite("state.json", '{"format": 3}'), "expected a whole checkpoint"),
         (_changed(step="x"), r"expected a whole checkpoint in .*step.* of another type"),
         (_changed(steps=0), r"expected a whole checkpoint in .*steps"),
         (_truncate, r"expected a safetensors file at .*tensors\.safetensors"),
@@ -709,11 +735,12 @@ def test_another_choice_of_weights_is_another_run(
     stream, validation = ShuffledStream(echo_rows(), 16), echo_rows(seed=1)
     for trained, other in (("all", "qk"), ("qk", "all")):
         folder = tmp_path / trained
+        rates = {"gates": 1e-2, trained: 1e-2}
         _post_train(
             SparseTransformer(build_echo()),
             stream,
             validation,
-            trained=trained,
+            learning_rate=rates,
             checkpoint=folder,
             steps=2,
         )
@@ -722,7 +749,7 @@ def test_another_choice_of_weights_is_another_run(
                 SparseTransformer(build_echo()),
                 stream,
                 validation,
-                trained=other,
+                learning_rate={"gates": 1e-2, other: 1e-2},
                 checkpoint=folder,
                 steps=2,
             )
@@ -769,7 +796,6 @@ def test_tensors_of_an_objective_are_kept(
     state = TrainingState(
         step=3,
         objective={"lambda": 2.0, "recorded": torch.arange(6.0).view(2, 3)},
-        best_objective={"recorded": torch.ones(1)},
         first_batch=stream.batch(0).digest(),
         last_batch=stream.batch(2).digest(),
     )
@@ -777,7 +803,6 @@ def test_tensors_of_an_objective_are_kept(
     found = load_checkpoint(tmp_path / "c", trained, optimizer, {"settings": {}}, stream)
     assert found.objective["lambda"] == 2.0
     assert torch.equal(found.objective["recorded"], state.objective["recorded"])
-    assert torch.equal(found.best_objective["recorded"], torch.ones(1))
     assert isinstance(state.objective["recorded"], torch.Tensor)
 
 

@@ -1,0 +1,290 @@
+"""What a post-training step minimises, against sums and hooks by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparse_tl.data.batches import TokenBatch, cross_entropy
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model, read_parameters
+from sparse_tl.training import LossConstraint, TargetLoss
+from sparse_tl.training.constraint import START
+from sparse_tl.training.objectives import SLACK, SparsityObjective
+
+Build = Callable[..., Model]
+Rows = Callable[..., TokenBatch]
+
+SILENT = 0.95
+"""A part of the run in which gates have no noise."""
+
+
+def _objective(sparse: SparseTransformer, target: str = "+0.05", **settings: Any) -> Any:
+    n_groups, parsed = settings.pop("n_groups", 1), TargetLoss.parse(target)
+    dense = sparse.dense_copy() if parsed.reference == "dense" else None
+    return SparsityObjective(sparse, dense, parsed, LossConstraint(n_groups), **settings)
+
+
+def _measured(
+    objective: SparsityObjective, batch: TokenBatch, done: float = 0.0, seed: int = 5
+) -> tuple[Tensor, dict[str, float]]:
+    """The objective, and what is logged after the step's update."""
+    loss, measured = objective.measure(batch, torch.Generator().manual_seed(seed), done)
+    objective.update(measured)
+    return loss, measured
+
+
+def _nll(logits: Tensor, batch: TokenBatch) -> float:
+    picked = logits.double().log_softmax(-1).gather(-1, batch.labels[..., None])[..., 0]
+    return -picked[batch.loss_mask].mean().item()
+
+
+def _in_groups(batch: TokenBatch, groups: list[int]) -> TokenBatch:
+    return replace(batch, groups=torch.tensor(groups))
+
+
+# The violation.
+
+
+@pytest.mark.parametrize("done", [0.0, 0.7, SILENT])
+def test_the_violation_is_paired_with_the_dense_model(
+    build_echo: Build, echo_rows: Rows, done: float
+) -> None:
+    """On the same batch, under the noise of the moment, against what is allowed then."""
+    batch, sparse = echo_rows(16, seed=3), SparseTransformer(build_echo(), initial_bias=0.5)
+    objective = _objective(sparse)
+    noise = objective.noise(done)
+    with sparse.sampled(torch.Generator().manual_seed(5), noise), torch.no_grad():
+        loss = _nll(sparse(batch.tokens), batch)
+    dense = _nll(sparse.dense_copy()(batch.tokens), batch)
+    _, measured = _measured(objective, batch, done)
+    assert measured["loss"] == pytest.approx(loss, rel=1e-5)
+    allowed = 0.05 + SLACK * noise
+    assert measured["violation"] == pytest.approx(loss - dense - allowed, abs=1e-5)
+    assert abs(dense) > 1e-3
+    _, absolute = _measured(_objective(sparse, "0.05"), batch, done)
+    assert absolute["violation"] == pytest.approx(loss - allowed, abs=1e-5)
+
+
+def test_lambda_is_moved_by_the_violation_relative_to_what_is_allowed(
+    build_echo: Build, echo_rows: Rows
+) -> None:
+    objective = _objective(SparseTransformer(build_echo(), initial_bias=0.5), "0.5")
+    by_hand = LossConstraint()
+    for done in (0.0, 0.7, SILENT):
+        _, measured = _measured(objective, echo_rows(16, seed=3), done)
+        allowed = 0.5 + SLACK * objective.noise(done)
+        by_hand.update(torch.tensor([measured["violation"] / allowed]))
+    assert objective.constraint.lambda_.item() == pytest.approx(by_hand.lambda_.item(), rel=1e-6)
+    assert objective.constraint.lambda_.item() != pytest.approx(START)
+
+
+def test_a_target_relative_to_a_dense_model_needs_one(build_echo: Build) -> None:
+    with pytest.raises(ValueError, match="needs `dense`"):
+        SparsityObjective(
+            SparseTransformer(build_echo()), None, TargetLoss.parse("+1"), LossConstraint()
+        )
+
+
+def test_noise_and_what_it_may_cost_end_together(build_echo: Build) -> None:
+    objective = _objective(SparseTransformer(build_echo()), "0.5")
+    assert [objective.noise(done) for done in (0.0, 0.49, 0.5)] == [1.0, 1.0, 1.0]
+    assert objective.noise(0.7) == pytest.approx(0.5)
+    assert [objective.noise(done) for done in (0.9, 1.0)] == [0.0, 0.0]
+    falling = [objective.noise(0.5 + 0.04 * i) for i in range(11)]
+    assert falling == sorted(falling, reverse=True)
+    assert [objective.allowed(noise) for noise in (1.0, 0.5, 0.0)] == pytest.approx(
+        [0.5 + SLACK, 0.5 + SLACK / 2, 0.5]
+    )
+
+
+def test_gates_are_deterministic_in_the_end(build_echo: Build, echo_rows: Rows) -> None:
+    batch, sparse = echo_rows(16, seed=3), SparseTransformer(build_echo(), initial_bias=0.5)
+    losses = [_measured(_objective(sparse), batch, SILENT, seed)[1]["loss"] for seed in (1, 2)]
+    with torch.no_grad():
+        assert losses == pytest.approx([_nll(sparse(batch.tokens), batch)] * 2, rel=1e-5)
+    early = [_measured(_objective(sparse), batch, 0.0, seed)[1]["loss"] for seed in (1, 2)]
+    assert early[0] != early[1]
+
+
+# The size.
+
+
+@pytest.mark.parametrize("head_cost", [0.0, 3.0])
+@pytest.mark.parametrize("costly", [False, True])
+def test_the_objective_is_its_formula(
+    build_echo: Build, echo_rows: Rows, head_cost: float, costly: bool
+) -> None:
+    """From probabilities of hooked scores; what is logged is never weighted."""
+    batch, sparse = echo_rows(16, seed=3), SparseTransformer(build_echo(), initial_bias=0.5)
+    cost = torch.rand(2, 1, 8, 1, generator=torch.Generator().manual_seed(0)) if costly else None
+    objective = _objective(sparse, edge_cost=cost, head_cost=head_cost)
+    found, measured = _measured(objective, batch, SILENT)
+    _, cache = sparse.run_with_cache(batch.tokens)
+    scores = torch.stack([cache[f"blocks.{n}.attn.hook_attn_scores"] for n in range(2)])
+    open_ = (scores + 0.5).sigmoid()
+    by_head = open_.sum(dim=(-2, -1)).mean(dim=1)
+    weighted = open_ if cost is None else open_ * cost[:, None]
+    size = weighted.sum().item() / len(batch)
+    size += head_cost * (1 - (-by_head / 0.1).exp()).sum().item()
+    expected = (math.log1p(size) + START * measured["loss"]) / (1 + START)
+    assert found.item() == pytest.approx(expected, rel=1e-5)
+    assert measured["lambda"] == pytest.approx(START)
+    assert measured["expected_per_token"] == pytest.approx(open_.sum().item() / (16 * 8), rel=1e-5)
+
+
+def test_a_cost_of_one_is_no_cost(build_echo: Build, echo_rows: Rows) -> None:
+    gradients = []
+    for cost in (None, torch.ones(1)):
+        sparse = SparseTransformer(build_echo(), initial_bias=0.5)
+        loss, _ = _measured(_objective(sparse, edge_cost=cost), echo_rows(16, seed=3))
+        loss.backward()
+        gradients.append(sparse.gates.bias.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
+
+
+def test_a_head_that_is_shut_costs_nothing(build_echo: Build, echo_rows: Rows) -> None:
+    """And one more edge of a head in use costs next to no more: heads count, not their edges."""
+    sparse = SparseTransformer(build_echo(), initial_bias=-60.0)
+    with torch.no_grad():
+        sparse.gates.bias[1, 0] = 60.0
+    _, counts = sparse.run_with_counts(echo_rows(16).tokens)
+    without, with_it = (
+        _objective(sparse, head_cost=cost).size(counts).item() for cost in (0.0, 7.0)
+    )
+    assert without == pytest.approx(8 * 9 / 2, rel=1e-3)
+    assert with_it - without == pytest.approx(7.0, rel=1e-4)
+
+
+def test_gates_that_are_wide_open_are_pressed(build_echo: Build, echo_rows: Rows) -> None:
+    """The sigmoid's own gradient is nothing there."""
+    sparse = SparseTransformer(build_echo(), initial_bias=50.0)
+    loss, _ = _measured(_objective(sparse), echo_rows(16, seed=3))
+    loss.backward()
+    assert sparse.gates.bias.grad is not None
+    assert sparse.gates.bias.grad.min() > 1e-3
+
+
+# Groups.
+
+
+def test_every_group_counts_at_its_own_lambda(build_echo: Build, echo_rows: Rows) -> None:
+    batch = _in_groups(echo_rows(12, seed=3), [0, 1, 1, 1] * 3)
+    sparse = SparseTransformer(build_echo(), initial_bias=0.5)
+    objective = _objective(sparse, n_groups=2)
+    objective.load_state({"log_lambda": [0.0, math.log(9.0)], "smoothed_violation": [0.0, 0.0]})
+    found, measured = _measured(objective, batch, SILENT)
+    with torch.no_grad():
+        logits, counts = sparse.run_with_counts(batch.tokens)
+        first, second = (
+            cross_entropy(logits[batch.groups == g], batch.select(batch.groups == g)).item()
+            for g in (0, 1)
+        )
+        size = counts.expected.sum().item() / 12
+    expected = (math.log1p(size) + 0.25 * 1.0 * first + 0.75 * 9.0 * second) / (1 + 5.0)
+    assert found.item() == pytest.approx(expected, rel=1e-5)
+    assert measured["lambda"] == pytest.approx(0.25 + 0.75 * 9.0)
+
+
+def test_the_violation_is_that_of_the_worst_group(build_echo: Build, echo_rows: Rows) -> None:
+    """One group's labels are wrong: it alone violates, it alone raises its lambda."""
+    good, bad = echo_rows(8, seed=3), echo_rows(8, seed=4)
+    bad = replace(bad, labels=(bad.labels + 1) % 13)
+    batch = _in_groups(_joined(good, bad), [0] * 8 + [1] * 8)
+    objective = _objective(SparseTransformer(build_echo(), initial_bias=50.0), "0.5", n_groups=2)
+    _, measured = _measured(objective, batch)
+    with torch.no_grad():
+        of_bad = _nll(objective.sparse(bad.tokens), bad)
+    assert measured["violation"] == pytest.approx(of_bad - 0.5 - SLACK, rel=1e-4)
+    kept, raised = objective.constraint.lambda_.tolist()
+    assert kept < START < raised
+    # A batch without that group: its lambda waits.
+    _, measured = _measured(objective, replace(good, groups=torch.zeros(8, dtype=torch.long)))
+    assert measured["violation"] < 0
+    assert objective.constraint.lambda_[1].item() == raised
+    assert objective.constraint.lambda_[0].item() < kept
+
+
+def test_a_group_that_is_never_validated_is_refused(build_echo: Build, echo_rows: Rows) -> None:
+    batch = _in_groups(echo_rows(4), [0, 1, 2, 0])
+    with pytest.raises(ValueError, match="the 2 groups that the validation rows have; got group 2"):
+        _measured(_objective(SparseTransformer(build_echo()), n_groups=2), batch)
+
+
+def _joined(*batches: TokenBatch) -> TokenBatch:
+    return TokenBatch(
+        *(
+            torch.cat([getattr(batch, name) for batch in batches])
+            for name in ("tokens", "labels", "loss_mask")
+        )
+    )
+
+
+# Micro-batches.
+
+
+def _step(
+    build: Build, batch: TokenBatch, pieces: int, **settings: Any
+) -> tuple[list[Tensor], list[float], dict[str, float]]:
+    """Gradient, lambdas and measurements of one step, in so many pieces, as the loop takes it."""
+    sparse = SparseTransformer(build(), initial_bias=0.5).double()
+    objective = _objective(sparse, **settings)
+    total: dict[str, float] = {}
+    for piece in batch.split(len(batch) // pieces):
+        share = int(piece.loss_mask.sum()) / int(batch.loss_mask.sum())
+        loss, measured = objective.measure(piece, torch.Generator(), SILENT)
+        (share * loss).backward()
+        for name, value in measured.items():
+            total[name] = total.get(name, 0.0) + share * value
+    objective.update(total)
+    gradients = [p.grad for p in read_parameters(sparse).values() if p.grad is not None]
+    return gradients, objective.constraint.lambda_.tolist(), total
+
+
+@pytest.mark.parametrize("pieces", [2, 3])
+def test_micro_batches_of_one_size_are_one_big_batch(
+    build_echo: Build, echo_rows: Rows, pieces: int
+) -> None:
+    """The same rows in each piece: the same objective, though a size counts by its logarithm."""
+    piece = echo_rows(4, seed=3)
+    batch = _in_groups(_joined(*[piece] * pieces), [0, 1, 1, 1] * pieces)
+    settings: dict[str, Any] = {
+        "n_groups": 2,
+        "head_cost": 2.0,
+        "edge_cost": torch.rand(8, 8, dtype=torch.float64),
+    }
+    whole, in_pieces = (_step(build_echo, batch, n, **settings) for n in (1, pieces))
+    torch.testing.assert_close(in_pieces[0], whole[0], rtol=1e-9, atol=1e-12)
+    assert in_pieces[1] == pytest.approx(whole[1], rel=1e-12)
+    assert in_pieces[2] == pytest.approx(whole[2], rel=1e-9)
+
+
+@pytest.mark.parametrize("pieces", [2, 3])
+def test_lambda_moves_by_the_whole_batch(build_echo: Build, echo_rows: Rows, pieces: int) -> None:
+    """Other rows in each piece, and groups that some pieces lack."""
+    batch = _in_groups(echo_rows(12, seed=3), [0] * 6 + [1, 0] * 3)
+    whole, in_pieces = (_step(build_echo, batch, n, n_groups=2) for n in (1, pieces))
+    assert in_pieces[1] == pytest.approx(whole[1], rel=1e-12)
+    for name in ("loss", "lambda", "violation", "expected_per_token"):
+        assert in_pieces[2][name] == pytest.approx(whole[2][name], rel=1e-9), name
+
+
+@pytest.mark.parametrize("pieces", [2, 3])
+def test_groups_weigh_the_same_however_the_batch_is_cut(
+    build_echo: Build, echo_rows: Rows, monkeypatch: pytest.MonkeyPatch, pieces: int
+) -> None:
+    """Without its size, the objective's gradient is exactly that of the whole batch."""
+    monkeypatch.setattr(SparsityObjective, "size", lambda self, counts: 0 * counts.expected.sum())
+    plain = LossConstraint.lambda_.fget
+    assert plain is not None
+    skewed = torch.tensor([1.0, 50.0], dtype=torch.float64)
+    monkeypatch.setattr(LossConstraint, "lambda_", property(lambda self: plain(self) * skewed))
+    batch = _in_groups(echo_rows(12, seed=3), [0] * 6 + [1, 0] * 3)
+    whole, in_pieces = (_step(build_echo, batch, n, n_groups=2) for n in (1, pieces))
+    torch.testing.assert_close(in_pieces[0], whole[0], rtol=1e-9, atol=1e-12)

@@ -1,0 +1,342 @@
+"""Every parameter of post-training does what its description says, on a model of two layers."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_tl.data import ShuffledStream
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model, adapt, read_parameters
+from sparse_tl.training import PostTraining, Selection, evaluate_held_out, loop, post_train
+from sparse_tl.training.config import choose_trained
+from sparse_tl.training.objectives import SparsityObjective
+
+Build = Callable[..., Model]
+Rows = Callable[..., TokenBatch]
+
+LOOSE = 50.0
+"""A target that is always met, so that the sparsest weights are kept."""
+# The package has a function of the module's name.
+module = sys.modules[post_train.__module__]
+
+
+class Echo:
+    """Runs on the same model and the same rows, other settings left as they are."""
+
+    def __init__(self, build_echo: Build, rows: Rows) -> None:
+        self.build, self.rows = build_echo, rows
+
+    def sparse(self, bias: float = 0.5) -> SparseTransformer:
+        return SparseTransformer(self.build(), initial_bias=bias)
+
+    def __call__(
+        self, sparse: SparseTransformer | None = None, **settings: Any
+    ) -> tuple[PostTraining, SparseTransformer]:
+        sparse = self.sparse() if sparse is None else sparse
+        defaults: dict[str, Any] = {
+            "stream": ShuffledStream(self.rows(), 32),
+            "target_loss": LOOSE,
+            "validation": self.rows(seed=1),
+            "steps": 6,
+            "learning_rate": 5e-2,
+            "progress": False,
+        }
+        return post_train(sparse, **{**defaults, **settings}), sparse
+
+
+@pytest.fixture
+def last_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run ends with its last weights, whatever they are worth."""
+
+    def select(evaluate: Callable[[], Any], better: Callable[..., bool]) -> Selection:
+        return Selection(evaluate, lambda new, old: True)
+
+    monkeypatch.setattr(module, "Selection", select)
+
+
+@pytest.fixture
+def echo(build_echo: Build, echo_rows: Rows) -> Echo:
+    return Echo(build_echo, echo_rows)
+
+
+def _weights(sparse: SparseTransformer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in read_parameters(sparse).items()}
+
+
+def _moved(before: dict[str, torch.Tensor], sparse: SparseTransformer) -> set[str]:
+    now = _weights(sparse)
+    return {name for name, old in before.items() if not torch.equal(old, now[name])}
+
+
+def _losses(outcome: PostTraining) -> list[float]:
+    return outcome.history["loss"].dropna().tolist()
+
+
+def test_these_are_all_parameters() -> None:
+    names = "sparse stream target_loss validation steps learning_rate edge_cost head_cost seed"
+    assert [*inspect.signature(post_train).parameters] == [
+        *names.split(),
+        *("precision", "checkpoint", "progress"),
+    ]
+
+
+def test_the_wrapped_model_itself_is_trained(echo: Echo) -> None:
+    sparse = echo.sparse()
+    before, inner = _weights(sparse), sparse.model
+    outcome, _ = echo(sparse)
+    assert outcome.best_step > 0
+    assert sparse.model is inner
+    assert {"gates.bias"} < _moved(before, sparse)
+
+
+def test_the_batches_are_those_of_the_stream_in_turn(echo: Echo) -> None:
+    class Noted(ShuffledStream):
+        def batch(self, step: int) -> TokenBatch:
+            asked.append(step)
+            return super().batch(step)
+
+    asked: list[int] = []
+    outcome, _ = echo(stream=Noted(echo.rows(), 32))
+    assert asked == [0, 1, 2, 3, 4, 5]
+    other, _ = echo(stream=ShuffledStream(echo.rows(), 32, seed=1))
+    assert _losses(outcome) != _losses(other)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_a_stream_says_in_how_many_pieces_a_batch_is_run(
+    echo: Echo, monkeypatch: pytest.MonkeyPatch, pieces: int
+) -> None:
+    seen: list[int] = []
+    measure = SparsityObjective.measure
+
+    def noted(self: SparsityObjective, batch: TokenBatch, *rest: Any) -> Any:
+        seen.append(len(batch))
+        return measure(self, batch, *rest)
+
+    monkeypatch.setattr(SparsityObjective, "measure", noted)
+    echo(stream=ShuffledStream(echo.rows(), 24, accumulate=pieces), steps=2)
+    assert seen == [24 // pieces] * pieces * 2
+
+
+def test_a_looser_target_leaves_fewer_edges(echo: Echo) -> None:
+    """And a tighter one has larger lambdas."""
+    tight, loose = (
+        echo(target_loss=target, steps=40, learning_rate=2e-2)[0] for target in ("+0.02", "+1")
+    )
+    assert loose.sparse.active_attention_edges < tight.sparse.active_attention_edges
+    assert loose.history["lambda"].iloc[-1] < tight.history["lambda"].iloc[-1]
+
+
+def test_validation_decides_what_is_kept(echo: Echo) -> None:
+    """Against labels that nobody learns the same run is no success."""
+    rows = echo.rows(seed=1)
+    wrong = replace(rows, labels=(rows.labels + 1) % 13)
+    target = evaluate_held_out(echo.build(), wrong).loss + 0.1
+    strange, sparse = echo(validation=wrong, target_loss=target, steps=3)
+    plain, _ = echo(target_loss=target, steps=3)
+    assert _losses(strange) == _losses(plain), "what is trained on is the same"
+    assert strange.dense == evaluate_held_out(echo.build(), wrong)
+    assert strange.sparse == evaluate_held_out(sparse, wrong)
+    assert plain.dense.loss < 0.5 < strange.dense.loss
+
+
+def test_so_many_steps_are_taken(echo: Echo) -> None:
+    short, long = (echo(steps=steps)[0] for steps in (4, 12))
+    assert [len(_losses(outcome)) for outcome in (short, long)] == [4, 12]
+    assert long.sparse.active_attention_edges < short.sparse.active_attention_edges
+    # The rate falls over the last part of a run, however long that is.
+    for outcome in (short, long):
+        rates = outcome.history["rate"].dropna().tolist()
+        assert max(rates) == 5e-2 and rates[-1] < 0.9 * max(rates)
+
+
+def test_there_are_so_many_evaluations(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the rate warms up until the first."""
+    monkeypatch.setattr(module, "EVALUATIONS", 3)
+    history = echo(steps=10)[0].history
+    evaluated = history.dropna(subset=["validation_loss"])["step"].tolist()
+    assert evaluated == [0, 3, 6, 9, 10]
+    warm_up = history["rate"].dropna().tolist()[:4]
+    assert warm_up == pytest.approx([5e-2 / 3, 5e-2 * 2 / 3, 5e-2, 5e-2])
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        (0.1, {"gates.bias": 0.1, "unembed": 0.1}),
+        ({"gates": 0.2}, {"gates.bias": 0.2}),
+        ({"gates": 0.2, "qk": 0.05}, {"gates.bias": 0.2, "q": 0.05}),
+        ({"gates": 0.2, "all": 0.1}, {"gates.bias": 0.2, "unembed": 0.1, "q": 0.1}),
+        ({"all": 0.1, "gates": 0.2}, {"gates.bias": 0.1, "unembed": 0.1, "q": 0.1}),
+        ({"gates.*": 0.3, "*": 0.1}, {"gates.bias": 0.3, "unembed": 0.1, "q": 0.1}),
+    ],
+    ids=str,
+)
+def test_rates_are_those_of_the_first_name_that_fits(
+    echo: Echo, last_kept: None, rates: Any, expected: dict[str, float]
+) -> None:
+    """Adam's first step is as large as the rate, whatever the gradient."""
+    sparse = echo.sparse()
+    queries = {id(p) for p in adapt(sparse).parameters("qk")}
+    before = _weights(sparse)
+    echo(sparse, learning_rate=rates, steps=1)
+    largest: dict[str, float] = {}
+    for name, now in read_parameters(sparse).items():
+        kind = "unembed" if "unembed" in name else "q" if id(now) in queries else name
+        change = (now.detach() - before[name]).abs().max().item()
+        largest[kind] = max(change, largest.get(kind, 0.0))
+    for kind, rate in expected.items():
+        assert largest[kind] == pytest.approx(rate, rel=1e-2), kind
+    everything = not isinstance(rates, dict) or {"all", "*"} & set(rates)
+    still = set() if everything else set(largest) - set(expected)
+    assert all(largest[kind] == 0 for kind in still)
+    assert everything or still
+
+
+@pytest.mark.parametrize("names", [("gates",), ("qk",), ("gates", "qk"), ("*mlp*",)])
+def test_weights_without_a_rate_stay_as_they_are(
+    echo: Echo, last_kept: None, names: tuple[str, ...]
+) -> None:
+    sparse = echo.sparse()
+    chosen = set(choose_trained(sparse, dict.fromkeys(names, 1.0)))
+    before = _weights(sparse)
+    echo(sparse, learning_rate=dict.fromkeys(names, 0.1))
+    assert set() < _moved(before, sparse) <= chosen
+
+
+@pytest.mark.parametrize("dear", [0, 1])
+def test_dear_edges_become_rarer(echo: Echo, dear: int) -> None:
+    """Edges of one layer cost nothing, those of the other five each."""
+    cost = torch.zeros(2, 1, 1, 1)
+    cost[dear] = 5.0
+    active = {}
+    for name, edge_cost in (("equal", None), ("dear", cost)):
+        _, sparse = echo(edge_cost=edge_cost, steps=12, learning_rate={"gates": 0.2})
+        counts = sparse.count_attention_edges(echo.rows(seed=1).tokens)
+        active[name] = counts.by_head().sum(dim=1)
+    assert active["dear"][dear] < 0.8 * active["dear"][1 - dear]
+    assert active["dear"][1 - dear] > active["equal"][1 - dear]
+
+
+def test_what_is_reported_is_never_weighted(echo: Echo) -> None:
+    """The same gates, and rates at which nothing moves."""
+    histories = [
+        echo(edge_cost=cost, learning_rate=1e-12, steps=2)[0].history
+        for cost in (None, torch.tensor(100.0))
+    ]
+    for name in ("expected_per_token", "validation_active_attention_edges"):
+        assert histories[0][name].dropna().tolist() == histories[1][name].dropna().tolist()
+
+
+@pytest.mark.parametrize("head_cost", [0.0, 10.0])
+def test_a_head_that_is_hardly_used_is_shut_where_heads_cost(
+    echo: Echo, last_kept: None, head_cost: float
+) -> None:
+    """Its edges cost nothing, so that nothing else shuts it."""
+    cost = torch.ones(2, 2, 1, 1)
+    cost[1, 0] = 0.0
+    sparse, tokens = echo.sparse(2.0), echo.rows(seed=1).tokens
+
+    def expected() -> float:
+        return sparse.count_attention_edges(tokens).expected[1, :, 0].mean().item()
+
+    while (before := expected()) > 0.2:
+        with torch.no_grad():
+            sparse.gates.bias[1, 0] -= 0.1
+    echo(sparse, edge_cost=cost, head_cost=head_cost, steps=12, learning_rate={"gates": 0.2})
+    assert (expected() < 0.5 * before) == (head_cost > 0)
+    assert (expected() > before) == (head_cost == 0), "the loss alone opens it"
+
+
+def test_the_same_seed_gives_the_same_result(echo: Echo) -> None:
+    runs = {}
+    for disturbance, (name, seed) in enumerate((("one", 0), ("again", 0), ("other", 1))):
+        torch.manual_seed(disturbance)
+        outcome, sparse = echo(seed=seed)
+        runs[name] = (_losses(outcome), _weights(sparse))
+    for (name, one), again in zip(runs["one"][1].items(), runs["again"][1].values(), strict=True):
+        assert torch.equal(one, again), name
+    assert runs["one"][0] == runs["again"][0]
+    assert runs["one"][0] != runs["other"][0], "the noise is another"
+
+
+def test_bf16_is_rougher_and_of_the_weights_nothing(echo: Echo) -> None:
+    inside = []
+
+    def noted(value: torch.Tensor, hook: Any) -> None:
+        if torch.is_grad_enabled():
+            inside.append(value.dtype)
+
+    losses = {}
+    for precision in ("float32", "bf16"):
+        sparse = echo.sparse(4.0)
+        sparse.model.add_hook("blocks.0.attn.hook_q", noted)
+        outcome, _ = echo(sparse, precision=precision, steps=2)
+        losses[precision] = _losses(outcome)
+        assert {weight.dtype for weight in _weights(sparse).values()} == {torch.float32}
+    assert inside == [torch.float32] * 2 + [torch.bfloat16] * 2
+    assert losses["bf16"] != losses["float32"]
+    assert losses["bf16"][0] == pytest.approx(losses["float32"][0], abs=0.05)
+
+
+def test_a_run_is_found_again_in_its_checkpoint(echo: Echo, tmp_path: Path) -> None:
+    _, first = echo(checkpoint=tmp_path / "c")
+    assert sorted(file.name for file in (tmp_path / "c").iterdir()) == [
+        "state.json",
+        "tensors.safetensors",
+    ]
+
+    class Refusing(ShuffledStream):
+        def batch(self, step: int) -> TokenBatch:
+            assert step in (0, 5), "trained again, not only asked which data it was"
+            return super().batch(step)
+
+    _, again = echo(checkpoint=str(tmp_path / "c"), stream=Refusing(echo.rows(), 32))
+    for (name, one), other in zip(_weights(first).items(), _weights(again).values(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"target_loss": 40.0}, "target: '50' there, '40' here"),
+        ({"edge_cost": torch.tensor([1.0, 2.0]).reshape(2, 1, 1, 1)}, "edge_cost: None there"),
+        ({"head_cost": 1.0}, "head_cost: 0.0 there, 1.0 here"),
+        ({"seed": 1}, "seed: 0 there, 1 here"),
+        ({"learning_rate": 0.1}, "learning_rate: 0.05 there, 0.1 here"),
+        ({"learning_rate": {"gates": 0.05, "all": 0.025}}, "1.0 there, 0.5 here"),
+        ({"precision": "bf16"}, "precision: 'float32' there, 'bf16' here"),
+        ({"steps": 7}, "steps: 6 there, 7 here"),
+    ],
+    ids=str,
+)
+def test_other_settings_are_another_run(
+    echo: Echo, tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    echo(checkpoint=tmp_path / "c")
+    with pytest.raises(ValueError, match=f"belongs to another run .*{message}"):
+        echo(checkpoint=tmp_path / "c", **changed)
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_progress_is_shown_or_not(
+    echo: Echo, monkeypatch: pytest.MonkeyPatch, progress: bool
+) -> None:
+    tracked, shown = loop.tracked, []
+
+    def noted(title: str, total: int, show: bool, *, done: int) -> Any:
+        shown.append((title, total, show))
+        return tracked(title, total, False, done=done)
+
+    monkeypatch.setattr(loop, "tracked", noted)
+    echo(progress=progress, steps=2)
+    assert shown == [("post-training", 2, progress)]
