@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.data.batches import TokenBatch, per_label_loss
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.attention import check_edge_cost
 from sparse_tl.lens import HookedModel, Model, adapt
+from sparse_tl.metrics import divergence
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
 
-NO_NOISE = 0.9
+NO_NOISE = 0.75
 """Part of the run after which the gates have no noise."""
+DISTILLED = 0.5
+"""Share of ``KL(dense || sparse)`` in the loss that is minimised, where there is a dense model."""
 SLACK = 0.05
 """Nats above the target that are allowed at full noise."""
 FLOOR = 0.2
@@ -69,11 +72,22 @@ class PlainLoss(Objective):
         return loss, {"loss": loss.item()}
 
 
+class _Labels(NamedTuple):
+    """Of every label what is minimised, its loss, that as the target counts it, and its group."""
+
+    minimised: Float[Tensor, " label"]
+    loss: Float[Tensor, " label"]
+    counted: Float[Tensor, " label"]
+    group: Int[Tensor, " label"]
+
+
 class SparsityObjective(Objective):
     """The smallest size at a bounded loss, with sampled gates.
 
     Minimises ``(log(1 + size) + sum_g share_g lambda_g loss_g) / (1 + mean_g lambda_g)``, share_g
-    being the share of group g in the batch's labels, and per example
+    being the share of group g in the batch's labels. Where the target is relative to the dense
+    model, half of the loss is ``KL(dense || sparse)`` instead of the cross-entropy: the dense
+    model's whole prediction tells more than one label. The size is per example
 
         size = sum edge_cost * P(attention edge is open) + head_cost * sum_h (1 - exp(-E_h / 0.1))
 
@@ -133,25 +147,26 @@ class SparsityObjective(Objective):
             width = batch.tokens.shape[1]
             check_edge_cost(self.edge_cost, (*self.sparse.gates.bias.shape, width, width))
         self._noise = self.noise(fraction_done)
-        parts = [self._measured(part, generator) for part in batch.by_length()]
-        losses, counted, groups = (torch.cat(of) for of in list(zip(*parts, strict=True))[:3])
-        counts = AttentionEdgeCounts.concatenate([part[3] for part in parts])
-        self._losses.index_add_(0, groups.cpu(), counted.double().cpu())
-        self._labels.index_add_(0, groups.cpu(), torch.ones(len(groups), dtype=torch.float64))
-        lambdas = lambdas.to(losses)
-        weights = lambdas[groups]
-        size = self.size(counts)
-        objective = (torch.log1p(size) + (weights * losses).mean()) / (1 + lambdas.mean())
+        parts = [self._run(part, generator) for part in batch.by_length()]
+        labels = _Labels(*map(torch.cat, zip(*(part for part, _ in parts), strict=True)))
+        counts = AttentionEdgeCounts.concatenate([edges for _, edges in parts])
+        group = labels.group.cpu()
+        self._losses.index_add_(0, group, labels.counted.double().cpu())
+        self._labels.index_add_(0, group, torch.ones(len(group), dtype=torch.float64))
+        lambdas = lambdas.to(labels.loss)
+        weights = lambdas[labels.group]
+        task = (weights * labels.minimised).mean()
+        objective = (torch.log1p(self.size(counts)) + task) / (1 + lambdas.mean())
         return objective, {
-            "loss": losses.mean().item(),
+            "loss": labels.loss.mean().item(),
             "lambda": weights.mean().item(),
             "expected_per_token": counts.expected.sum().item() / counts.tokens.sum().item(),
         }
 
-    def _measured(
+    def _run(
         self, batch: TokenBatch, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor, Tensor, AttentionEdgeCounts]:
-        """Of each label its loss, its loss as the target counts it, its group; and the edges."""
+    ) -> tuple[_Labels, AttentionEdgeCounts]:
+        """One pass under sampled gates, and one of the dense model."""
         cost, width = self.edge_cost, batch.tokens.shape[1]
         if cost is not None:
             cost = cost[..., :width] if cost.ndim < 2 else cost[..., :width, :width]
@@ -162,14 +177,16 @@ class SparsityObjective(Objective):
             logits, counts = self.sparse.run_with_counts(
                 batch.tokens, pressure=FLOOR, edge_cost=cost, **batch.model_kwargs
             )
-        losses = per_label_loss(logits, batch)
-        counted = losses.detach()
+        minimised = loss = per_label_loss(logits, batch)
+        counted = loss.detach()
         if self.dense is not None:
             with torch.no_grad(), adapt(self.dense).only_at(batch.loss_mask):
                 dense_logits = self.dense(batch.tokens, **batch.model_kwargs)
             # The same batch for both: what the batch happens to hold cancels out.
             counted = counted - per_label_loss(dense_logits, batch)
-        return losses, counted, batch.label_groups(), counts
+            found, expected = (some[batch.loss_mask].to(loss) for some in (logits, dense_logits))
+            minimised = (1 - DISTILLED) * loss + DISTILLED * divergence(found, expected)
+        return _Labels(minimised, loss.detach(), counted, batch.label_groups()), counts
 
     def size(self, counts: AttentionEdgeCounts) -> Float[Tensor, ""]:
         """What is minimised, in attention edges per example."""
