@@ -70,11 +70,11 @@ class HeldOut(Result):
         return (
             f"HeldOut(loss {self.loss:.4g} nats, {self.accuracy:.1%} of the examples right, "
             f"{self.active_attention_edges:,.2f} of {self.possible_attention_edges:,.0f} attention "
-            f"edges active, {self.active_heads} heads in use{self.mlps})"
+            f"edges active, {self.active_heads} heads in use{self._mlps})"
         )
 
     @property
-    def mlps(self) -> str:
+    def _mlps(self) -> str:
         """What is said of MLPs beside attention edges; nothing where they have no gates."""
         if self.active_mlps is None:
             return ""
@@ -118,7 +118,7 @@ class PostTraining(Result):
         edges = (
             f"{self.sparse.active_attention_edges:,.2f} of "
             f"{self.sparse.possible_attention_edges:,.0f} attention edges active per example "
-            f"({self.times_fewer:.1f}x fewer){self.sparse.mlps} at validation loss "
+            f"({self.times_fewer:.1f}x fewer){self.sparse._mlps} at validation loss "
             f"{self.sparse.loss:.4f} nats ({self.loss_increase:+.4f} over the dense model)"
         )
         target = f"Target {self.target} nats"
