@@ -12,6 +12,7 @@ from sparse_tl.gates.distributions import (
     expected_size as expected_size,
 )
 from sparse_tl.gates.learned import LearnedGates as LearnedGates, hook_points as hook_points
+from sparse_tl.gates.mlps import MLPGates as MLPGates
 from sparse_tl.gates.patches import (
     Patch as Patch,
     PatchName as PatchName,

@@ -1,9 +1,10 @@
-"""How many attention edges are open, by prompt, layer and head."""
+"""How many attention edges and MLP outputs are open, by prompt, layer and head."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import pandas as pd
 import torch
@@ -43,6 +44,12 @@ class AttentionEdgeCounts(Result):
         tokens: real tokens of each prompt.
         gates: every deterministic gate, where they were asked for.
         cost: `expected` with every edge at its cost, where costs were given.
+        active_cost: `active` likewise.
+        active_mlps: MLP outputs open under deterministic gates, one for each token; None where
+            MLPs have no gates, as all that follows.
+        expected_mlps: ``sum sigmoid(w . u + b)`` over the tokens; differentiable while training.
+        possible_mlps: real tokens.
+        mlp_gates: every deterministic gate on an MLP, where they were asked for.
     """
 
     active: Int[Tensor, "layer prompt head"]
@@ -51,6 +58,11 @@ class AttentionEdgeCounts(Result):
     tokens: Int[Tensor, " prompt"]
     gates: Bool[Tensor, "layer prompt head query key"] | None = None
     cost: Float[Tensor, "layer prompt head"] | None = None
+    active_cost: Float[Tensor, "layer prompt head"] | None = None
+    active_mlps: Int[Tensor, "layer prompt"] | None = None
+    expected_mlps: Float[Tensor, "layer prompt"] | None = None
+    possible_mlps: Int[Tensor, "layer prompt"] | None = None
+    mlp_gates: Bool[Tensor, "layer prompt pos"] | None = None
 
     @property
     def active_per_prompt(self) -> float:
@@ -77,6 +89,16 @@ class AttentionEdgeCounts(Result):
         """Heads with at least one active edge in some prompt."""
         return int((self.active.sum(dim=1) > 0).sum())
 
+    @property
+    def active_mlps_per_prompt(self) -> float | None:
+        """Open MLP outputs of one prompt, summed over layers; mean over prompts."""
+        return None if self.active_mlps is None else _per_prompt(self.active_mlps)
+
+    @property
+    def possible_mlps_per_prompt(self) -> float | None:
+        """Layers times real tokens of one prompt; mean over prompts."""
+        return None if self.possible_mlps is None else _per_prompt(self.possible_mlps)
+
     def by_head(self) -> Float[Tensor, "layer head"]:
         """Active edges per prompt of each head."""
         return self.active.double().mean(dim=1)
@@ -93,12 +115,31 @@ class AttentionEdgeCounts(Result):
             index=index,
         )
 
+    def mlps_to_pandas(self) -> pd.DataFrame:
+        """One row per layer; open MLP outputs per prompt. Without gates on MLPs there is no row."""
+        columns = {
+            "active": self.active_mlps,
+            "expected": self.expected_mlps,
+            "possible": self.possible_mlps,
+        }
+        means = {
+            name: [] if t is None else t.detach().double().mean(dim=1).tolist()
+            for name, t in columns.items()
+        }
+        return pd.DataFrame(means).rename_axis(index="layer")
+
     def __repr__(self) -> str:
+        mlps = ""
+        if self.active_mlps is not None:
+            mlps = (
+                f", {self.active_mlps_per_prompt:,.2f} active of "
+                f"{self.possible_mlps_per_prompt:,.0f} MLP outputs per prompt"
+            )
         return (
             f"AttentionEdgeCounts({self.active.shape[1]} prompts: {self.active_per_prompt:,.2f} "
             f"active of {self.possible_per_prompt:,.0f} attention edges per prompt "
             f"({self.active_share:.2%}), {self.active_per_token:,.2f} per token, "
-            f"{self.active_heads} heads in use)"
+            f"{self.active_heads} heads in use{mlps})"
         )
 
     def _summary(self) -> pd.DataFrame:
@@ -106,39 +147,127 @@ class AttentionEdgeCounts(Result):
         return pd.DataFrame(self.by_head().tolist()).rename_axis(index="layer", columns="head")
 
     @staticmethod
-    def of_layer(
-        valid: Bool[Tensor, "prompt head query key"],
-        is_open: Bool[Tensor, "prompt head query key"],
-        probability: Float[Tensor, "prompt head query key"],
-        cost: Float[Tensor, "#head #query #key"] | None,
-        keep_gates: bool,
-    ) -> AttentionEdgeCounts:
-        """Counted over the queries and keys of one layer."""
-        return AttentionEdgeCounts(
-            active=is_open.sum(dim=(-2, -1))[None],
-            expected=probability.sum(dim=(-2, -1))[None],
-            possible=valid.sum(dim=(-2, -1))[None],
-            # A real token attends at least to itself; a padding token has no valid pair.
-            tokens=valid[:, 0].any(dim=-1).sum(dim=-1),
-            gates=is_open[None] if keep_gates else None,
-            cost=None if cost is None else (cost * probability).sum(dim=(-2, -1))[None],
-        )
+    def of_pass(layers: Sequence[Mapping[str, Tensor]]) -> AttentionEdgeCounts:
+        """What `attention_edges_of_layer` and `mlps_of_layer` found in one pass.
+
+        Raises:
+            ValueError: nothing was counted.
+        """
+        if not layers:
+            raise ValueError("expected a pass whose gates were counted; got one without any layer")
+        names = {name: [layer[name] for layer in layers if name in layer] for name in _COUNTED}
+        found = {name: torch.stack(parts) for name, parts in names.items() if parts}
+        real = found.pop("real")[0]
+        for name in ("active_mlps", "expected_mlps", "possible_mlps", "mlp_gates"):
+            if name in found:
+                at_real = found[name] * real
+                found[name] = at_real if name == "mlp_gates" else at_real.sum(dim=-1)
+        return AttentionEdgeCounts(**found, tokens=real.sum(dim=-1))
 
     @staticmethod
-    def concatenate(
-        parts: Sequence[AttentionEdgeCounts], *, layers: bool = False
-    ) -> AttentionEdgeCounts:
-        """Counts of several batches of prompts, or of several layers, as one.
+    def concatenate(parts: Sequence[AttentionEdgeCounts]) -> AttentionEdgeCounts:
+        """Counts of several batches of prompts as one.
 
         Raises:
             ValueError: there is none.
         """
         if not parts:
             raise ValueError("expected at least one batch of prompts to count edges on; got none")
-        names = ["active", "expected", "possible"]
-        for name in ("gates", "cost"):
-            names += [name] * all(getattr(part, name) is not None for part in parts)
-        dim = 0 if layers else 1
-        joined = {name: torch.cat([getattr(part, name) for part in parts], dim) for name in names}
-        tokens = parts[0].tokens if layers else torch.cat([part.tokens for part in parts])
+        tokens = torch.cat([part.tokens for part in parts])
+        joined: dict[str, Tensor] = {}
+        for name in _COUNTED[1:]:
+            found = [getattr(part, name) for part in parts]
+            if all(values is not None for values in found):
+                joined[name] = torch.cat(found, dim=1)
         return AttentionEdgeCounts(**joined, tokens=tokens)
+
+
+_COUNTED = (
+    "real",
+    *(field.name for field in fields(AttentionEdgeCounts) if field.name != "tokens"),
+)
+"""What layers count: where real tokens are, and all that is stacked over layers."""
+
+
+def attention_edges_of_layer(
+    valid: Bool[Tensor, "prompt head query key"],
+    is_open: Bool[Tensor, "prompt head query key"],
+    probability: Float[Tensor, "prompt head query key"],
+    cost: Float[Tensor, "#head #query #key"] | None,
+    keep_gates: bool,
+) -> dict[str, Tensor]:
+    """Counted over the queries and keys of one layer, by the names of `AttentionEdgeCounts`.
+
+    And ``real``, of shape ``[prompt, query]``: where there are tokens. A real token attends at
+    least to itself; a padding token has no valid pair.
+    """
+    edges = (-2, -1)
+    found = {
+        "real": valid[:, 0].any(dim=-1),
+        "active": is_open.sum(dim=edges),
+        "expected": probability.sum(dim=edges),
+        "possible": valid.sum(dim=edges),
+    }
+    if keep_gates:
+        found["gates"] = is_open
+    if cost is not None:
+        found["cost"] = (cost * probability).sum(dim=edges)
+        found["active_cost"] = (cost * is_open).sum(dim=edges)
+    return found
+
+
+def mlps_of_layer(
+    is_open: Bool[Tensor, "prompt pos"], probability: Float[Tensor, "prompt pos"], keep_gates: bool
+) -> dict[str, Tensor]:
+    """What one MLP counts at each position; `AttentionEdgeCounts.of_pass` leaves out padding."""
+    found = {
+        "active_mlps": is_open,
+        "expected_mlps": probability,
+        "possible_mlps": torch.ones_like(is_open),
+    }
+    return found | {"mlp_gates": is_open} if keep_gates else found
+
+
+def counted_by_batch(
+    count: Callable[..., tuple[Any, AttentionEdgeCounts]],
+    tokens: Int[Tensor, "*prompt pos"],
+    size: int,
+    kwargs: Mapping[str, Any],
+) -> Iterator[AttentionEdgeCounts]:
+    """The counts of so many prompts at a time.
+
+    Args:
+        count: as `SparseTransformer.run_with_counts`.
+        tokens: prompts, or one.
+        size: prompts per forward pass.
+        kwargs: of every call; tensors are split along the prompts.
+    """
+    prompts = tokens[None] if tokens.ndim == 1 else tokens
+    for start in range(0, len(prompts), size):
+        rows = slice(start, start + size)
+        some: dict[str, Any] = {
+            name: value[rows] if isinstance(value, Tensor) else value
+            for name, value in kwargs.items()
+        }
+        yield count(prompts[rows], return_type=None, **some)[1]
+
+
+def open_shares(parts: Iterable[AttentionEdgeCounts]) -> pd.DataFrame:
+    """The attention edges that are open in some prompt, with the share of all in which they are.
+
+    Args:
+        parts: of some prompts each, all of one length, with their gates.
+    """
+    n_prompts, opened = 0, []
+    for part in parts:
+        assert part.gates is not None
+        n_prompts += part.gates.shape[1]
+        opened.append(part.gates.sum(dim=1))
+    share = torch.stack(opened).sum(dim=0) / n_prompts
+    found = pd.DataFrame(share.nonzero().tolist(), columns=["layer", "head", "query", "key"])
+    found["share"] = share[share > 0].tolist()
+    return found.sort_values("share", ascending=False, kind="stable").reset_index(drop=True)
+
+
+def _per_prompt(counts: Int[Tensor, "layer prompt"]) -> float:
+    return counts.sum(dim=0).double().mean().item()

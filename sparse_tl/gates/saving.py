@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from sparse_tl.files import (
     atomic_folder,
@@ -20,11 +23,14 @@ from sparse_tl.files import (
 )
 from sparse_tl.gates.attention import AttentionGates
 from sparse_tl.gates.distributions import DISTRIBUTIONS, GateDistribution
+from sparse_tl.gates.mlps import MLPGates
 from sparse_tl.gates.sparse_transformer import SparseTransformer
 from sparse_tl.lens import Model, adapt, load_model, save_model
 from sparse_tl.lens.loading import GATES_FILE, load_folder
 
 GATES_WEIGHTS = "gates.safetensors"
+_MLPS = "mlp_gates."
+"""Before the names of what gates on MLPs have."""
 
 
 def save_sparse(sparse: SparseTransformer, folder: str | Path) -> Path:
@@ -47,8 +53,13 @@ def save_sparse(sparse: SparseTransformer, folder: str | Path) -> Path:
     with atomic_folder(folder) as temporary:
         save_model(sparse.model, temporary)
         fields = dataclasses.asdict(distribution)  # type: ignore[call-overload]
-        write_json(temporary / GATES_FILE, {"distribution": name, "parameters": fields})
-        write_tensors(temporary / GATES_WEIGHTS, sparse.gates.state_dict())
+        content: dict[str, object] = {"distribution": name, "parameters": fields}
+        tensors = sparse.gates.state_dict()
+        if sparse.mlp_gates is not None:
+            content["mlps"] = True
+            tensors |= {_MLPS + key: value for key, value in sparse.mlp_gates.state_dict().items()}
+        write_json(temporary / GATES_FILE, content)
+        write_tensors(temporary / GATES_WEIGHTS, tensors)
     return folder
 
 
@@ -72,25 +83,51 @@ def load_sparse(folder: str | Path, *, device: str | None = None) -> SparseTrans
         )
     distribution = _read_distribution(folder / GATES_FILE)
     model = load_folder(folder, device=device)
-    tensors = read_tensors(folder / GATES_WEIGHTS)
-    bias = tensors.get("bias")
+    file = folder / GATES_WEIGHTS
+    tensors = read_tensors(file)
     adapter = adapt(model)
-    expected = (adapter.n_layers, adapter.n_heads)
-    if bias is None or tuple(bias.shape) != expected or not bias.is_floating_point():
-        raise ValueError(
-            f"expected biases for {adapter.n_layers} layers of {adapter.n_heads} heads in "
-            f"{folder / GATES_WEIGHTS}; got "
-            f"{None if bias is None else (tuple(bias.shape), bias.dtype)}"
-        )
-    gates = AttentionGates(
-        adapter.n_layers,
-        adapter.n_heads,
-        distribution=distribution,
-        device=adapter.device,
-        dtype=bias.dtype,
+    n_layers, n_heads, d_model = adapter.n_layers, adapter.n_heads, adapter.d_model
+    bias = _read(
+        file, tensors, "bias", (n_layers, n_heads), f"for {n_layers} layers of {n_heads} heads"
     )
+    place: dict[str, Any] = {"distribution": distribution, "device": adapter.device}
+    gates = AttentionGates(n_layers, n_heads, dtype=bias.dtype, **place)
     gates.bias.data.copy_(bias)
-    return SparseTransformer(model, gates=gates)
+    mlp_gates = None
+    if _read_mlps(folder / GATES_FILE, tensors):
+        whose = f"of gates on the MLPs of {n_layers} layers that read {d_model} numbers"
+        mlp_bias = _read(file, tensors, f"{_MLPS}bias", (n_layers,), whose)
+        weight = _read(file, tensors, f"{_MLPS}weight", (n_layers, d_model), whose)
+        mlp_gates = MLPGates(n_layers, d_model, dtype=weight.dtype, **place)
+        mlp_gates.bias.data.copy_(mlp_bias)
+        mlp_gates.weight.data.copy_(weight)
+    return SparseTransformer(model, gates=gates, mlp_gates=mlp_gates)
+
+
+def _read(
+    file: Path, tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], whose: str
+) -> Tensor:
+    """A tensor of a file, if it is of the shape that the model asks for."""
+    found = tensors.get(name)
+    if found is None or tuple(found.shape) != shape or not found.is_floating_point():
+        what = name.rpartition(".")[2].replace("bias", "biases").replace("weight", "weights")
+        raise ValueError(
+            f"expected {what} {whose} in {file}; got "
+            f"{None if found is None else (tuple(found.shape), found.dtype)}"
+        )
+    return found
+
+
+def _read_mlps(file: Path, tensors: dict[str, Tensor]) -> bool:
+    """Whether a folder holds gates on MLPs; both of its files must say so."""
+    said = read_json(file).get("mlps", False)
+    stored = [name for name in tensors if name.startswith(_MLPS)]
+    if not isinstance(said, bool) or (stored and not said):
+        raise ValueError(
+            f"expected true as `mlps` in {file} where {GATES_WEIGHTS} holds gates on MLPs, and "
+            f"false or nothing where not; got {said!r} beside {stored}"
+        )
+    return said
 
 
 def load_dense_or_sparse(

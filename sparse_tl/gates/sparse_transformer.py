@@ -1,10 +1,10 @@
-"""A model with a gate on every attention edge, used exactly like the model it wraps."""
+"""A model with a gate on every attention edge, and on MLPs, used exactly like what it wraps."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,21 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sparse_tl.gates.attention import AttentionGates
-from sparse_tl.gates.counting import AttentionEdgeCounts
+from sparse_tl.gates.counting import AttentionEdgeCounts, counted_by_batch, open_shares
 from sparse_tl.gates.distributions import GateDistribution, GateMode
+from sparse_tl.gates.mlps import MLPGates
+from sparse_tl.gates.passes import Counted
 from sparse_tl.lens import AttachedHooks, Model, adapt, check_gates
 
 
 class SparseTransformer(nn.Module):
-    """A model whose attention edges pass through learnable gates.
+    """A model whose attention edges, and MLP outputs if asked for, pass through learnable gates.
 
     Everything that the model can do it can still do, by the same names: calling it, `generate`,
     `run_with_cache`, `run_with_hooks`, `hooks`, `to_tokens`, `cfg`, `tokenizer`. Gates are
     deterministic unless a `sampled` or `opened` block says otherwise. A user's hook on
     ``hook_pattern`` sees the gated pattern; an edit to ``hook_attn_scores`` moves the gate too.
+    So it is at ``hook_mlp_out``, and with edits to what an MLP reads.
 
     The gates sit on the given model itself, not on a copy: `unwrap` takes them off again. Weights
     that were trained meanwhile stay trained.
@@ -35,18 +38,21 @@ class SparseTransformer(nn.Module):
         initial_bias: the gates' bias b at the start, in logits; larger is denser. 4.0 leaves a
             language model's loss nearly as it was.
         distribution: how gates are sampled and evaluated; straight-through Bernoulli by default.
-        gates: gates to use instead of new ones.
+        gates: gates on attention edges to use instead of new ones.
+        mlps: whether each layer's MLP has a gate at every position; see `MLPGates`.
+        mlp_gates: gates on MLPs to use instead of new ones.
 
     Raises:
         TypeError: `model` is no model of TransformerLens.
         ValueError: the model is wrapped already, lacks a hook point, or drops edits to its
-            attention; gates of another model's shape.
+            attention; gates of another model's shape; gates on MLPs that the model has not.
 
-    Reference: arXiv 2512.05865.
+    Reference: arXiv 2512.05865; gates on MLPs are ours.
     """
 
     model: Model
     gates: AttentionGates
+    mlp_gates: MLPGates | None
     # Asked of the model by __getattr__; named here for type checkers.
     cfg: Any
     hook_dict: dict[str, Any]
@@ -60,26 +66,23 @@ class SparseTransformer(nn.Module):
         initial_bias: float = 4.0,
         distribution: GateDistribution | None = None,
         gates: AttentionGates | None = None,
+        mlps: bool = False,
+        mlp_gates: MLPGates | None = None,
     ) -> None:
         super().__init__()
         adapter = adapt(model)
         if getattr(adapter.core, "_sparse_tl_wrapped", False):
             raise ValueError("this model is wrapped already; call .unwrap() on its wrapper first")
-        shape = adapter.n_layers, adapter.n_heads
-        if gates is not None and tuple(gates.bias.shape) != shape:
-            raise ValueError(
-                f"expected gates for {shape[0]} layers of {shape[1]} heads; got biases of shape "
-                f"{tuple(gates.bias.shape)}"
-            )
+        if gates is not None:
+            gates.check(adapter)
+        if not isinstance(mlps, bool):
+            raise ValueError(f"expected mlps to be True or False; got {mlps!r}")
         check_gates(adapter)
-        self.model = model
-        self.gates = gates or AttentionGates(
-            *shape,
-            initial_bias=initial_bias,
-            distribution=distribution,
-            device=adapter.device,
-            dtype=adapter.gate_dtype,
-        )
+        gates = gates or AttentionGates.of(adapter, initial_bias, distribution)
+        if mlps or mlp_gates is not None:
+            mlp_gates = mlp_gates or MLPGates.of(adapter, gates.distribution)
+            mlp_gates.check(adapter, gates.distribution)
+        self.model, self.gates, self.mlp_gates = model, gates, mlp_gates
         self._hooks_on: AttachedHooks | None = None
         self._attach()
 
@@ -105,11 +108,12 @@ class SparseTransformer(nn.Module):
         edge_cost: Float[Tensor, "*#edge"] | None = None,
         **kwargs: Any,
     ) -> tuple[Any, AttentionEdgeCounts]:
-        """Call the model, and count the attention edges of this very pass.
+        """Call the model, and count the attention edges, and MLP outputs, of this very pass.
 
         Args:
             *args: as of the model.
-            keep_gates: also return every deterministic gate, as `AttentionEdgeCounts.gates`.
+            keep_gates: also return every deterministic gate, as `AttentionEdgeCounts.gates` and
+                `AttentionEdgeCounts.mlp_gates`.
             pressure: gradient that the expected count puts on confidently open gates.
             edge_cost: what an edge counts in `AttentionEdgeCounts.cost`, broadcastable to
                 ``[layer, head, query, key]``.
@@ -118,11 +122,11 @@ class SparseTransformer(nn.Module):
         Returns:
             What the model returns, and the counts; the expected ones are differentiable.
         """
-        layers: list[AttentionEdgeCounts] = []
+        layers: list[Counted] = []
         settings = {"keep_gates": keep_gates, "pressure": pressure, "edge_cost": edge_cost}
-        with self.gates.using(counts=layers, real=kwargs.get("attention_mask"), **settings):
+        with self._using(counts=layers, real=kwargs.get("attention_mask"), **settings):
             output = self(*args, **kwargs)
-        return output, AttentionEdgeCounts.concatenate(layers, layers=True)
+        return output, AttentionEdgeCounts.of_pass(layers)
 
     def to_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """`to_tokens` of the model."""
@@ -142,20 +146,20 @@ class SparseTransformer(nn.Module):
             generator: of the draws.
             noise: scales that of the gates.
         """
-        with self.gates.using(mode=GateMode.SAMPLED, generator=generator, noise=noise):
+        with self._using(mode=GateMode.SAMPLED, generator=generator, noise=noise):
             yield
 
     @contextmanager
     def opened(self) -> Iterator[None]:
         """All gates are open inside the block: the wrapped model, bit for bit."""
-        with self.gates.using(mode=GateMode.OPEN):
+        with self._using(mode=GateMode.OPEN):
             yield
 
     @torch.no_grad()
     def count_attention_edges(
         self, tokens: Int[Tensor, "*prompt pos"], *, batch_size: int = 64, **kwargs: Any
     ) -> AttentionEdgeCounts:
-        """Active, expected and possible attention edges of these prompts.
+        """Active, expected and possible attention edges, and MLP outputs, of these prompts.
 
         Args:
             tokens: prompts, or one; mark padding by ``attention_mask=``, as for the model.
@@ -165,7 +169,8 @@ class SparseTransformer(nn.Module):
         Raises:
             ValueError: there is no prompt.
         """
-        return AttentionEdgeCounts.concatenate(list(self._counted(tokens, batch_size, kwargs)))
+        counts = counted_by_batch(self.run_with_counts, tokens, batch_size, kwargs)
+        return AttentionEdgeCounts.concatenate(list(counts))
 
     @torch.no_grad()
     def open_attention_edges(
@@ -187,25 +192,19 @@ class SparseTransformer(nn.Module):
         """
         if not len(tokens):
             raise ValueError("expected at least one prompt to count attention edges on; got none")
-        counts = self._counted(tokens, batch_size, {**kwargs, "keep_gates": True})
-        opened = [part.gates.sum(dim=1) for part in counts if part.gates is not None]
-        share = torch.stack(opened).sum(dim=0) / (1 if tokens.ndim == 1 else len(tokens))
-        found = pd.DataFrame(share.nonzero().tolist(), columns=["layer", "head", "query", "key"])
-        found["share"] = share[share > 0].tolist()
-        return found.sort_values("share", ascending=False, kind="stable").reset_index(drop=True)
+        kwargs["keep_gates"] = True
+        return open_shares(counted_by_batch(self.run_with_counts, tokens, batch_size, kwargs))
 
-    def _counted(
-        self, tokens: Int[Tensor, "*prompt pos"], size: int, kwargs: dict[str, Any]
-    ) -> Iterator[AttentionEdgeCounts]:
-        """The counts of so many prompts at a time."""
-        prompts = tokens[None] if tokens.ndim == 1 else tokens
-        for start in range(0, len(prompts), size):
-            rows = slice(start, start + size)
-            some: dict[str, Any] = {
-                name: value[rows] if isinstance(value, Tensor) else value
-                for name, value in kwargs.items()
-            }
-            yield self.run_with_counts(prompts[rows], return_type=None, **some)[1]
+    @contextmanager
+    def _using(self, **settings: Any) -> Iterator[None]:
+        """Other settings of all gates for the length of a block."""
+        with ExitStack() as stack:
+            for gates in self._all_gates():
+                stack.enter_context(gates.using(**settings))
+            yield
+
+    def _all_gates(self) -> list[AttentionGates | MLPGates]:
+        return [self.gates] if self.mlp_gates is None else [self.gates, self.mlp_gates]
 
     def unwrap(self) -> Model:
         """Take the gates off and give the model back; nothing of the wrapper is left on it."""
@@ -258,7 +257,7 @@ class SparseTransformer(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in {"model", "gates"} or name.startswith("__"):
+            if name in {"model", "gates", "mlp_gates"} or name.startswith("__"):
                 raise
         return getattr(super().__getattr__("model"), name)
 
@@ -272,21 +271,25 @@ class SparseTransformer(nn.Module):
         # Hooks are closures over these very gates: copy without them, then attach to the copy.
         with self._detached():
             model, gates = adapt(self.model).copy(), copy.deepcopy(self.gates, memo)
-        return SparseTransformer(model, gates=gates)
+            mlp_gates = copy.deepcopy(self.mlp_gates, memo)
+        return SparseTransformer(model, gates=gates, mlp_gates=mlp_gates)
 
     def __repr__(self) -> str:
-        return f"SparseTransformer({adapt(self.model).name}: {self.gates.extra_repr()})"
+        mlps = "" if self.mlp_gates is None else f"; MLPs of {self.mlp_gates.extra_repr()}"
+        return f"SparseTransformer({adapt(self.model).name}: {self.gates.extra_repr()}{mlps})"
 
     def _attach(self) -> None:
         adapter = adapt(self.model)
-        self._hooks_on = AttachedHooks(adapter, self.gates.hooks(adapter))
+        hooks = [hook for gates in self._all_gates() for hook in gates.hooks(adapter)]
+        self._hooks_on = AttachedHooks(adapter, hooks)
         adapter.core._sparse_tl_wrapped = True  # type: ignore[assignment]
 
     @contextmanager
     def _detached(self) -> Iterator[None]:
         was_on = self._hooks_on is not None
         self.unwrap()
-        self.gates.forget()
+        for gates in self._all_gates():
+            gates.forget()
         try:
             yield
         finally:

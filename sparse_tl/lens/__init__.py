@@ -11,7 +11,11 @@ from sparse_tl.lens.attaching import (
     attached as attached,
 )
 from sparse_tl.lens.booting import boot as boot
-from sparse_tl.lens.checks import check_circuits as check_circuits, check_gates as check_gates
+from sparse_tl.lens.checks import (
+    check_circuits as check_circuits,
+    check_gates as check_gates,
+    check_mlps as check_mlps,
+)
 from sparse_tl.lens.hooked_folder import build_model as build_model
 from sparse_tl.lens.loading import (
     check_folder as check_folder,

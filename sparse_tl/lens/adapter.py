@@ -40,6 +40,7 @@ class Adapter(ABC):
         self.n_heads: int = cfg.n_heads
         self.n_kv_heads: int = cfg.n_key_value_heads or cfg.n_heads
         self.n_ctx: int = cfg.n_ctx
+        self.d_model: int = cfg.d_model
         self.d_vocab: int = cfg.d_vocab
         self.d_vocab_out: int = cfg.d_vocab_out if cfg.d_vocab_out > 0 else cfg.d_vocab
         self.causal: bool = cfg.attention_dir == "causal"
@@ -136,6 +137,7 @@ class Adapter(ABC):
 
         That of a hook point of TransformerLens, or in a layer ``blocks.{layer}.``: ``mlp_input``,
         what the normalisation before its MLP reads; ``mlp_normalized``, what the MLP reads;
+        ``mlp_read``, the same after all edits, for a function that only looks;
         `heads_point`, what its heads write with; ``attn.cached_columns``, how many columns of the
         prompts a key-value cache holds when attention is called, for a function that only looks.
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class Order(Enum):
     """When a hook runs among all hooks of its point, whatever is registered before or after.
 
+    Of several that are to be first, or last, the one that was attached earlier runs earlier.
+
     A gate must read the scores after every edit by a user's hooks, and must write the pattern
     before any of them reads it.
     """
@@ -61,7 +63,10 @@ class AttachedHooks:
         self._attached.append((point, handle))
         # Pre-hooks run before the hooks of the point are listed, so moving our own entry there
         # settles its place for that very call.
-        ordering = point.register_forward_pre_hook(partial(_take_place, handle, order))
+        # Whoever moves last stands outermost: the earliest of the first, the latest of the last.
+        ordering = point.register_forward_pre_hook(
+            partial(_take_place, handle, order), prepend=order is Order.FIRST
+        )
         self._handles.append(ordering)
 
     @property

@@ -67,6 +67,8 @@ class BridgeAdapter(Adapter):
         layer, _, what = name.removeprefix("blocks.").partition(".")
         if what == "attn.cached_columns":
             return CachedColumns(self.model.blocks[int(layer)].attn, partial(_cached, int(layer)))
+        if what == "mlp_read":
+            return hook_point(self.model, f"blocks.{layer}.mlp.hook_in")
         if what == "attn.z_written":
             return self._written(int(layer))
         if what not in ("mlp_input", "mlp_normalized"):

@@ -6,6 +6,8 @@ One small forward pass each, in which only the package's own hooks run:
            the model of `transformers` does that it wraps;
 *gates*    an edit of the attention scores moves the pattern of every layer; with the pattern at
            zero heads write nothing, and nothing of a token reaches the positions behind it;
+*mlps*     each MLP is called once and then writes; whatever stands in the place of what it writes
+           is what the layer adds to the residual stream, beside what its heads write;
 *circuits* normalisation and projection of the residual stream give q, k and v; what the heads write
            adds up to the attention layer's output, and all sources to the final residual stream;
            unembedding that gives the logits; a pass that starts at layer 1 ends as a whole one;
@@ -17,6 +19,7 @@ This catches what no list of architectures can, and turns a wrong number into a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -33,7 +36,9 @@ from sparse_tl.lens.recording import EMBEDDED, record
 if TYPE_CHECKING:
     from sparse_tl.lens.adapter import Adapter
 
-_checked: dict[str, WeakSet[Model]] = {"gates": WeakSet(), "circuits": WeakSet()}
+_checked: dict[str, WeakSet[Model]] = {
+    kind: WeakSet[Model]() for kind in ("gates", "mlps", "circuits")
+}
 
 
 def check_gates(adapter: Adapter) -> None:
@@ -43,6 +48,15 @@ def check_gates(adapter: Adapter) -> None:
         ValueError: a hook point is missing, fires never or twice, or edits to it are dropped.
     """
     _once("gates", adapter, _gates_act)
+
+
+def check_mlps(adapter: Adapter) -> None:
+    """Make sure that gates on what MLPs write act on a model.
+
+    Raises:
+        ValueError: it has no MLPs, or they write to the residual stream by other ways.
+    """
+    _once("mlps", adapter, _mlps_write)
 
 
 def check_circuits(adapter: Adapter) -> None:
@@ -134,6 +148,44 @@ def _refuse(adapter: Adapter, layer: int, why: str) -> None:
         f"expected a model whose attention can be gated by hooks; in layer {layer} of "
         f"{adapter.name!r} {why}: gates would have no effect on it"
     )
+
+
+def _mlps_write(adapter: Adapter, tokens: Tensor) -> None:
+    if not adapter.has_mlps:
+        raise ValueError(
+            f"expected a model with MLPs, for gates on them; {adapter.name!r} has attention alone"
+        )
+    suffixes = ("hook_resid_pre", "mlp_read", "hook_mlp_out", "hook_resid_post")
+    places = [[f"blocks.{layer}.{at}" for at in suffixes] for layer in range(adapter.n_layers)]
+    found: dict[str, list[Tensor]] = {name: [] for layer in places for name in layer}
+    generator = torch.Generator().manual_seed(0)
+
+    def write(before: str, written: str, value: Tensor) -> Tensor:
+        """Something as large as what it is added to, so that it does not drown in rounding."""
+        noise = torch.randn(value.shape, generator=generator).to(value)
+        found[written].append(noise * found[before][-1].abs().max())
+        return found[written][-1]
+
+    # Without a pattern heads write nothing, and their biases are the same at every position.
+    hooks: list[tuple[str, Order, HookFunction]] = [
+        (name, Order.FIRST, torch.zeros_like) for name in adapter.layer_points("attn.hook_pattern")
+    ]
+    for before, read, written, after in places:
+        hooks.append((written, Order.FIRST, partial(write, before, written)))
+        hooks += [(name, Order.LAST, found[name].append) for name in (before, read, after)]
+    with attached(adapter, hooks):
+        adapter.model(tokens, return_type=None)
+    exact = adapter.dtype in (torch.float32, torch.float64)
+    for layer, names in enumerate(places):
+        once = all(len(found[name]) == 1 for name in names)
+        before, read, written, after = (found[name][0] if once else tokens for name in names)
+        rest = after - before - written
+        off, most = (rest - rest[:, :1]).abs().max(), after.abs().max()
+        if not (once and read.shape == before.shape and off <= (1e-3 if exact else 5e-2) * most):
+            raise ValueError(
+                "expected MLPs that are called once and write to the residual stream, for gates on "
+                f"them; that in layer {layer} of {adapter.name!r} does not, or not at hook_mlp_out"
+            )
 
 
 def _circuits_hold(adapter: Adapter, tokens: Tensor) -> None:

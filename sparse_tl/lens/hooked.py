@@ -15,7 +15,7 @@ from transformer_lens.hook_points import HookPoint
 
 from sparse_tl.lens.adapter import Adapter, Slot
 from sparse_tl.lens.norms import Norm
-from sparse_tl.lens.places import After, Before, CachedColumns, Place
+from sparse_tl.lens.places import After, Before, CachedColumns, Given, Place
 from sparse_tl.lens.points import HookedTransformer, hook_point
 from sparse_tl.lens.shortcuts import hooked
 
@@ -42,6 +42,8 @@ class HookedAdapter(Adapter):
         if what in ("mlp_input", "mlp_normalized"):
             norm = self.model.blocks[int(layer)].ln2
             return Before(norm) if what == "mlp_input" else After(norm)
+        if what == "mlp_read":
+            return Given(self.model.blocks[int(layer)].mlp)
         if what == "attn.cached_columns":
             return CachedColumns(self.model.blocks[int(layer)].attn, _cached)
         return hook_point(self.model, name)

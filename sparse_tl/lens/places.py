@@ -62,6 +62,23 @@ class After:
 
 
 @dataclass(frozen=True)
+class Given:
+    """What a module was called with, shown once it has returned: all edits of it are made.
+
+    Args:
+        module: that was called.
+    """
+
+    module: nn.Module
+
+    def attach(self, function: HookFunction) -> list[RemovableHandle]:
+        def after(_module: nn.Module, args: tuple[Any, ...], _output: Tensor) -> None:
+            function(args[0])
+
+        return [self.module.register_forward_hook(after)]
+
+
+@dataclass(frozen=True)
 class CachedColumns:
     """How many columns of the prompts a key-value cache holds before a layer's attention is called.
 

@@ -34,6 +34,7 @@ class Recipe:
         dense: settings of `pretrain`.
         sparse: settings of `post_train`.
         initial_bias: of the gates.
+        mlps: whether the MLPs have gates too.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Recipe:
     dense: Mapping[str, Any]
     sparse: Mapping[str, Any]
     initial_bias: float = 2.0
+    mlps: bool = False
     sparse_rows: Callable[[int], tuple[TokenBatch, TokenBatch]] | None = None
 
     def changed(
@@ -65,6 +67,7 @@ class Recipe:
             "dense": dict(self.dense),
             "sparse": dict(self.sparse),
             "initial_bias": self.initial_bias,
+            "mlps": self.mlps,
         }
         return json.loads(json.dumps(settings))
 
@@ -122,7 +125,7 @@ class Recipe:
             progress: whether to show it.
         """
         training, validation = (self.sparse_rows or self.rows)(seed)
-        sparse = SparseTransformer(dense, initial_bias=self.initial_bias)
+        sparse = SparseTransformer(dense, initial_bias=self.initial_bias, mlps=self.mlps)
         outcome = post_train(
             sparse,
             ShuffledStream(training, self.batch_size, seed + 1),

@@ -99,14 +99,15 @@ def choose_trained(model: HookedModel, rates: Mapping[str, float]) -> dict[str, 
 
     Args:
         model: theirs.
-        rates: numbers by ``"gates"``, ``"qk"``, ``"all"``, or a pattern of parameter names.
+        rates: numbers by ``"gates"``, those on attention edges and on MLPs, ``"qk"``, ``"all"``, or
+            a pattern of parameter names.
 
     Raises:
         ValueError: a name that no parameter has.
     """
     parameters = read_parameters(model)
     names = {id(parameter): name for name, parameter in parameters.items()}
-    gates = [name for name in names.values() if name.startswith("gates.")]
+    gates = [name for name in names.values() if name.startswith(("gates.", "mlp_gates."))]
     chosen: dict[str, float] = {}
     for wanted, rate in rates.items():
         if wanted == "gates":

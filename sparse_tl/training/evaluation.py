@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 
 import pandas as pd
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from sparse_tl.data.batches import TokenBatch, exact_rows, per_label_loss
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
@@ -32,6 +34,11 @@ class HeldOut(Result):
         active_heads: heads with at least one active edge in some example.
         group_losses: mean loss of each group of rows, by its number; of group 0 where the rows have
             no groups.
+        active_mlps: MLP outputs open per example, one for each layer and token; None where MLPs
+            have no gates, as in a dense model.
+        possible_mlps: layers times tokens of an example; None likewise.
+        active_size: open attention edges, each at its cost, and open MLP outputs, per example; None
+            likewise.
     """
 
     loss: float
@@ -41,11 +48,18 @@ class HeldOut(Result):
     possible_attention_edges: float
     active_heads: int
     group_losses: dict[int, float] = field(default_factory=dict)
+    active_mlps: float | None = None
+    possible_mlps: float | None = None
+    active_size: float | None = None
 
     @property
     def numbers(self) -> dict[str, float]:
         """All measurements of the examples as a whole, by name."""
-        return {name: value for name, value in asdict(self).items() if name != "group_losses"}
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if name != "group_losses" and value is not None
+        }
 
     @property
     def active_share(self) -> float:
@@ -56,8 +70,15 @@ class HeldOut(Result):
         return (
             f"HeldOut(loss {self.loss:.4g} nats, {self.accuracy:.1%} of the examples right, "
             f"{self.active_attention_edges:,.2f} of {self.possible_attention_edges:,.0f} attention "
-            f"edges active, {self.active_heads} heads in use)"
+            f"edges active, {self.active_heads} heads in use{self._mlps})"
         )
+
+    @property
+    def _mlps(self) -> str:
+        """What is said of MLPs beside attention edges; nothing where they have no gates."""
+        if self.active_mlps is None:
+            return ""
+        return f", {self.active_mlps:,.2f} of {self.possible_mlps:,.0f} MLP outputs active"
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +118,7 @@ class PostTraining(Result):
         edges = (
             f"{self.sparse.active_attention_edges:,.2f} of "
             f"{self.sparse.possible_attention_edges:,.0f} attention edges active per example "
-            f"({self.times_fewer:.1f}x fewer) at validation loss "
+            f"({self.times_fewer:.1f}x fewer){self.sparse._mlps} at validation loss "
             f"{self.sparse.loss:.4f} nats ({self.loss_increase:+.4f} over the dense model)"
         )
         target = f"Target {self.target} nats"
@@ -126,15 +147,23 @@ class PostTraining(Result):
 
 @torch.no_grad()
 def evaluate_held_out(
-    model: Model | SparseTransformer, examples: TokenBatch, *, batch_size: int | None = None
+    model: Model | SparseTransformer,
+    examples: TokenBatch,
+    *,
+    batch_size: int | None = None,
+    edge_cost: Float[Tensor, "*#edge"] | None = None,
 ) -> HeldOut:
-    """Loss, accuracy and attention edges of a dense or sparse model, its gates deterministic.
+    """Loss, accuracy, attention edges and MLP outputs of a dense or sparse model.
+
+    Gates are deterministic.
 
     Args:
         model: a dense model or a SparseTransformer.
         examples: the held-out rows.
         batch_size: rows per forward pass; as many as keep the logits below `LOGITS_AT_ONCE` when
             left out.
+        edge_cost: of an attention edge in `HeldOut.active_size`, broadcastable to
+            ``[layer, head, query, key]``; 1 when left out.
     """
     adapter = adapt(model)
     fitting = LOGITS_AT_ONCE // (examples.tokens.shape[1] * adapter.d_vocab_out)
@@ -151,7 +180,9 @@ def evaluate_held_out(
             for batch in pieces:
                 batch = batch.to(wrapped.gates.bias.device)
                 with adapter.only_at(batch.loss_mask):
-                    logits, counted = wrapped.run_with_counts(batch.tokens, **batch.model_kwargs)
+                    logits, counted = wrapped.run_with_counts(
+                        batch.tokens, edge_cost=edge_cost, **batch.model_kwargs
+                    )
                 losses.append(per_label_loss(logits, batch).double())
                 groups.append(batch.label_groups())
                 exact.append(exact_rows(logits, batch))
@@ -160,6 +191,10 @@ def evaluate_held_out(
         if wrapped is not model:
             wrapped.unwrap()
     edges = AttentionEdgeCounts.concatenate(counts)
+    mlps, size = edges.active_mlps_per_prompt, None
+    if mlps is not None:
+        weighted = edges.active if edges.active_cost is None else edges.active_cost
+        size = mlps + weighted.sum(dim=(0, 2)).double().mean().item()
     by_label, of = torch.cat(losses), torch.cat(groups)
     return HeldOut(
         loss=by_label.mean().item(),
@@ -169,4 +204,7 @@ def evaluate_held_out(
         possible_attention_edges=edges.possible_per_prompt,
         active_heads=edges.active_heads,
         group_losses={g: by_label[of == g].mean().item() for g in of.unique().tolist()},
+        active_mlps=mlps,
+        possible_mlps=edges.possible_mlps_per_prompt,
+        active_size=size,
     )

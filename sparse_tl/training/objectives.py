@@ -89,11 +89,13 @@ class SparsityObjective(Objective):
     model, half of the loss is ``KL(dense || sparse)`` instead of the cross-entropy: the dense
     model's whole prediction tells more than one label. The size is per example
 
-        size = sum edge_cost * P(attention edge is open) + head_cost * sum_h (1 - exp(-E_h / 0.1))
+        size = sum edge_cost * P(attention edge is open) + sum P(MLP output is open)
+               + head_cost * sum_h (1 - exp(-E_h / 0.1))
 
-    with the expected edges E_h of head h. The logarithm makes one more percent fewer edges worth
-    the same at any density; the 1 keeps it finite when no edge is left. The division keeps
-    gradients of one size while lambda moves over decades, so that clipping means the same
+    with the expected edges E_h of head h; an MLP output is that of one layer at one position, and
+    there is none to count where MLPs have no gates. The logarithm makes one more percent fewer
+    edges worth the same at any density; the 1 keeps it finite when no edge is left. The division
+    keeps gradients of one size while lambda moves over decades, so that clipping means the same
     throughout; it does not move the optimum for a given lambda. It is the same for all
     micro-batches of a step, whatever groups they hold; the size is that of each by itself.
 
@@ -105,8 +107,9 @@ class SparsityObjective(Objective):
         dense: the frozen dense model; needed when the target is relative to it.
         target: the loss of every group in the end.
         constraint: lambda, and how it moves.
-        edge_cost: of an attention edge, broadcastable to ``[layer, head, query, key]``.
-        head_cost: of a head in use, in attention edges.
+        edge_cost: of an attention edge, broadcastable to ``[layer, head, query, key]``; relative
+            to an MLP output, which costs 1.
+        head_cost: of a head in use, likewise.
     """
 
     def __init__(
@@ -157,11 +160,14 @@ class SparsityObjective(Objective):
         weights = lambdas[labels.group]
         task = (weights * labels.minimised).mean()
         objective = (torch.log1p(self.size(counts)) + task) / (1 + lambdas.mean())
-        return objective, {
+        measured = {
             "loss": labels.loss.mean().item(),
             "lambda": weights.mean().item(),
             "expected_per_token": counts.expected.sum().item() / counts.tokens.sum().item(),
         }
+        if counts.expected_mlps is not None:
+            measured["expected_mlps"] = counts.expected_mlps.mean(dim=1).sum().item()
+        return objective, measured
 
     def _run(
         self, batch: TokenBatch, generator: torch.Generator
@@ -189,10 +195,13 @@ class SparsityObjective(Objective):
         return _Labels(minimised, loss.detach(), counted, batch.label_groups()), counts
 
     def size(self, counts: AttentionEdgeCounts) -> Float[Tensor, ""]:
-        """What is minimised, in attention edges per example."""
+        """What is minimised, per example; an attention edge or MLP output counts 1 by itself."""
         edges = counts.expected if counts.cost is None else counts.cost
         in_use = 1 - torch.exp(-counts.expected.mean(dim=1) / HEAD_IN_USE)
-        return edges.mean(dim=1).sum() + self.head_cost * in_use.sum()
+        size = edges.mean(dim=1).sum() + self.head_cost * in_use.sum()
+        if counts.expected_mlps is not None:
+            size = size + counts.expected_mlps.mean(dim=1).sum()
+        return size
 
     def update(self, measured: dict[str, float]) -> None:
         allowed, loss = self.allowed(self._noise), self._losses / self._labels

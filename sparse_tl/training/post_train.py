@@ -1,4 +1,4 @@
-"""Sparsity post-training: finetune a model under its attention gates until few edges are left."""
+"""Sparsity post-training: finetune a model under its gates until few of them are left open."""
 
 from __future__ import annotations
 
@@ -46,9 +46,11 @@ def post_train(
     """Finetune weights and gates until as few attention edges as possible are open.
 
     Solves ``min_theta max_lambda  log(1 + size) + sum_g lambda_g (loss_g - target)``, with the
-    expected open edges per example, each at its cost, as the size. Every group of rows that the
-    batches name (`TokenBatch.groups`) has to meet the target by itself. On return `sparse` holds
-    the best feasible weights: fewest active edges among validation evaluations that meet it.
+    expected open edges per example, each at its cost, as the size; where MLPs have gates too, every
+    expected open MLP output, of one layer at one position, adds 1 to it. Every group of rows that
+    the batches name (`TokenBatch.groups`) has to meet the target by itself. On return `sparse`
+    holds the best feasible weights: fewest active edges among validation evaluations that meet it,
+    or, with gates on MLPs, the least active edges at their costs and active MLP outputs together.
 
     Args:
         sparse: the wrapped model; its weights and gates are trained in place.
@@ -58,13 +60,15 @@ def post_train(
         validation: examples for selection; report on others that neither saw.
         steps: optimizer steps.
         learning_rate: at its peak; or the rates of some parameters, all others staying as they are:
-            of ``"gates"``, of ``"qk"``, the weights of queries and keys, of ``"all"``, and of
-            patterns of parameter names, the first that a parameter matches counting.
+            of ``"gates"``, those on MLPs among them, of ``"qk"``, the weights of queries and keys,
+            of ``"all"``, and of patterns of parameter names, the first that a parameter matches
+            counting.
         edge_cost: what an open attention edge counts, broadcastable to
-            ``[layer, head, query, key]``; 1 everywhere when left out. What is reported is never
-            weighted.
-        head_cost: what a head counts that is open anywhere in a batch, in attention edges; above 0,
-            heads are shut for good, and those that are left serve all examples.
+            ``[layer, head, query, key]``; 1 everywhere when left out. An open MLP output counts 1:
+            this is the cost of an attention edge relative to that. What is reported of attention
+            edges is never weighted.
+        head_cost: what a head counts that is open anywhere in a batch, beside attention edges at 1;
+            above 0, heads are shut for good, and those that are left serve all examples.
         seed: of gate noise.
         precision: "bf16" runs the forward pass under autocast.
         checkpoint: folder of the run's checkpoint; found there, an interrupted run goes on.
@@ -132,7 +136,7 @@ def post_train(
         return max(losses[g] - paired * base[g] for g in base) - target.nats
 
     def evaluate() -> Metrics:
-        measured = evaluate_held_out(sparse, validation)
+        measured = evaluate_held_out(sparse, validation, edge_cost=edge_cost)
         return {**measured.numbers, "violation": violation(measured)}
 
     def feasible(metrics: Metrics) -> bool:
@@ -141,7 +145,8 @@ def post_train(
     def better(new: Metrics, old: Metrics) -> bool:
         if feasible(new) != feasible(old):
             return feasible(new)
-        decisive = "active_attention_edges" if feasible(new) else "violation"
+        size = "active_attention_edges" if sparse.mlp_gates is None else "active_size"
+        decisive = size if feasible(new) else "violation"
         return new[decisive] < old[decisive]
 
     state = train(
@@ -166,7 +171,7 @@ def post_train(
         feasible=feasible(state.best),
         target=target,
         dense=dense,
-        sparse=evaluate_held_out(sparse, validation),
+        sparse=evaluate_held_out(sparse, validation, edge_cost=edge_cost),
         best_step=state.best["step"],
         history=pd.DataFrame(state.history),
     )

@@ -10,6 +10,7 @@ import torch
 
 from sparse_tl.circuits import trace_attention
 from sparse_tl.explorer.exploration import Exploration
+from sparse_tl.gates import SparseTransformer
 from sparse_tl.tasks.addition import addition_tokenizer
 
 PROMPT = "36+28=?????"
@@ -339,3 +340,31 @@ def test_models_that_see_other_columns_are_refused(build_small, models):
     longer.tokenizer.bos_token = "?"  # a bridge prepends what its tokenizer has, and nothing else
     with pytest.raises(ValueError, match="in the same columns; 'Dense' has 11 and 'BOS' 12"):
         Exploration({"Dense": models["Dense"], "BOS": longer}, PROMPT)
+
+
+def test_closed_mlps_are_part_of_every_run(build_small):
+    """Effects, removals and the logit lens of a model with gates on MLPs, against plain runs."""
+    sparse = SparseTransformer(build_small(seed=1), initial_bias=0.3, mlps=True)
+    with torch.no_grad():
+        sparse.mlp_gates.weight.normal_(generator=torch.Generator().manual_seed(0))
+        sparse.mlp_gates.bias.zero_()
+    tokens = sparse.to_tokens(PROMPT)
+    counts = sparse.run_with_counts(tokens, keep_gates=True)[1]
+    assert 0.2 < counts.mlp_gates.double().mean() < 0.8
+    exploration = Exploration({"Sparse": sparse}, PROMPT)
+    plain = by_hand(sparse)
+    torch.testing.assert_close(exploration.logits("Sparse"), plain, rtol=0, atol=1e-12)
+    graph = exploration.graph("Sparse")
+    assert torch.equal(graph.gates[:, :, :11, :11], counts.gates[:, 0])
+    edge = tuple(graph.gates.nonzero()[-1].tolist())
+    _, read_at = exploration.targets[-1]
+    predicted = int(plain[read_at].argmax())
+    change = by_hand(sparse, edges=[edge])[read_at, predicted] - plain[read_at, predicted]
+    torch.testing.assert_close(graph.effect[-1][edge], change, rtol=0, atol=1e-12)
+    exploration.toggle_head("Sparse", 0, 1)
+    torch.testing.assert_close(
+        exploration.logits("Sparse"), by_hand(sparse, heads=[(0, 1)]), rtol=0, atol=1e-12
+    )
+    exploration.restore()
+    last = exploration.logit_lens("Sparse", 2, read_at, top=1)
+    assert last["logit"].iloc[0] == pytest.approx(plain[read_at].max().item(), rel=1e-9)

@@ -1,0 +1,136 @@
+"""A gate on what every MLP writes, by layer and position, decided by what that MLP reads.
+
+With the input u that the MLP of a layer reads at a position, normalised if the model does so, and a
+learnable direction w and bias b of the layer,
+
+    A ~ Bernoulli(sigmoid(w . u + b)),    residual + A * mlp(u)
+
+in training; ``A = [w . u + b > 0]`` otherwise. What is multiplied is what reaches the residual
+stream: the output after its own normalisation, where the model has one. With ``w = 0`` at the start
+all positions of a layer are alike; gradients reach w, b and, once w is not 0, u.
+
+Attention edges are gated by ``query . key + b`` alike: see `sparse_tl.gates.attention`. These gates
+have no reference; arXiv 2512.05865 has those on attention edges alone.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from sparse_tl.gates.counting import mlps_of_layer
+from sparse_tl.gates.distributions import BernoulliGate, GateDistribution, GateMode, gate_values
+from sparse_tl.gates.passes import PassGates
+from sparse_tl.gates.patches import gate
+from sparse_tl.lens import Adapter, HookFunction, Order, check_mlps
+
+INITIAL_BIAS = 2.0
+"""b at the start: an MLP's output is open with a probability of 88 percent."""
+
+
+class MLPGates(PassGates):
+    """Learnable gates on all MLP outputs of a model.
+
+    Args:
+        n_layers: of the model.
+        d_model: the size of what an MLP reads.
+        initial_bias: b at the start; larger biases open more gates.
+        distribution: how gates are sampled and evaluated.
+        device: where w and b live.
+        dtype: of w, b and the gates' arithmetic: float32, or float64.
+    """
+
+    def __init__(
+        self,
+        n_layers: int,
+        d_model: int,
+        *,
+        initial_bias: float = INITIAL_BIAS,
+        distribution: GateDistribution | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(distribution or BernoulliGate())
+        kind = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.zeros(n_layers, d_model, **kind))
+        self.bias = nn.Parameter(torch.full((n_layers,), initial_bias, **kind))
+        self._reads: dict[int, Tensor] = {}
+
+    @classmethod
+    def of(cls, adapter: Adapter, distribution: GateDistribution) -> MLPGates:
+        """New gates for a model, where it is and as precise as it asks for."""
+        return cls(
+            adapter.n_layers,
+            adapter.d_model,
+            distribution=distribution,
+            device=adapter.device,
+            dtype=adapter.gate_dtype,
+        )
+
+    def hooks(self, adapter: Adapter) -> list[tuple[str, Order, HookFunction]]:
+        """The hooks that put these gates on a model: reads are seen last, outputs set first."""
+        hooks: list[tuple[str, Order, HookFunction]] = []
+        for layer, output in enumerate(adapter.layer_points("hook_mlp_out")):
+            read = f"blocks.{layer}.mlp_read"
+            hooks.append((read, Order.LAST, partial(self._reads.__setitem__, layer)))
+            hooks.append((output, Order.FIRST, partial(self._gate_output, layer)))
+        return hooks
+
+    def check(self, adapter: Adapter, distribution: GateDistribution) -> None:
+        """Make sure that these are gates for a model, beside others on its attention edges.
+
+        Raises:
+            ValueError: they are of another shape, or of another distribution than those; a model
+                without MLPs, or whose MLPs gates would not act on.
+        """
+        check_mlps(adapter)
+        shape, found = (adapter.n_layers, adapter.d_model), tuple(self.weight.shape)
+        if found != shape or tuple(self.bias.shape) != shape[:1]:
+            raise ValueError(
+                f"expected gates for the MLPs of {shape[0]} layers that read {shape[1]} numbers; "
+                f"got weights of shape {found} and biases of shape {tuple(self.bias.shape)}"
+            )
+        if self.distribution != distribution:
+            raise ValueError(
+                f"expected gates on MLPs that are drawn as those on attention edges, by "
+                f"{distribution}; got {self.distribution}"
+            )
+
+    def extra_repr(self) -> str:
+        """Size, distribution and biases."""
+        return (
+            f"{len(self.bias)} layers, {self.distribution}, "
+            f"bias {self.bias.min().item():.2f} to {self.bias.max().item():.2f}"
+        )
+
+    def forget(self) -> None:
+        """Drop what is kept of the last pass."""
+        super().forget()
+        self._reads.clear()
+
+    def logits(
+        self, layer: int, read: Float[Tensor, "prompt pos d_model"]
+    ) -> Float[Tensor, "prompt pos"]:
+        """``w . u + b`` of what the MLP of a layer reads; differentiable in all three."""
+        # No matrix product: autocast would round it, and evaluation would see other gates.
+        return (read.to(self.weight.dtype) * self.weight[layer]).sum(dim=-1) + self.bias[layer]
+
+    def _gate_output(
+        self, layer: int, output: Float[Tensor, "prompt pos d_model"]
+    ) -> Float[Tensor, "prompt pos d_model"] | None:
+        read = self._reads.pop(layer)
+        now = self._settings_of(layer, read)
+        if now.idle:
+            return None
+        logits = self.logits(layer, read)
+        if now.counts is not None:
+            everywhere = torch.ones_like(logits, dtype=torch.bool)
+            is_open, probability = self._opened(now, logits, everywhere)
+            now.counts.append(mlps_of_layer(is_open, probability, now.keep_gates))
+        if now.mode is GateMode.OPEN:
+            return None
+        gates = gate_values(self.distribution, logits, now.mode, now.generator, now.noise)
+        return gate(gates[..., None].to(output.dtype), output, None)

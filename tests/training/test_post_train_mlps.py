@@ -1,0 +1,272 @@
+"""Post-training with gates on MLPs: what they cost, what is kept, and a planted answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from tiny import small_model
+from torch import Tensor
+
+from sparse_tl.data import ShuffledStream, TokenStream
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model
+from sparse_tl.training import (
+    LossConstraint,
+    PostTraining,
+    TargetLoss,
+    evaluate_held_out,
+    post_train,
+)
+from sparse_tl.training.config import choose_trained
+from sparse_tl.training.objectives import SparsityObjective
+
+Build = Callable[..., Model]
+Rows = Callable[..., TokenBatch]
+N_TOKENS = 6
+
+
+class Watched:
+    """A stream that calls something before it gives the batch of one step."""
+
+    def __init__(self, stream: TokenStream, step: int, call: Callable[[], Any]) -> None:
+        self.stream, self.step, self.call = stream, step, call
+
+    def batch(self, step: int) -> TokenBatch:
+        if step == self.step:
+            self.call()
+        return self.stream.batch(step)
+
+
+def _post_train(sparse: SparseTransformer, rows: Rows, **settings: Any) -> PostTraining:
+    defaults: dict[str, Any] = {
+        "stream": ShuffledStream(rows(), 32),
+        "validation": rows(seed=1),
+        "target_loss": "+0.2",
+        "steps": 6,
+        "learning_rate": 1e-2,
+        "progress": False,
+    }
+    settings = {**defaults, **settings}
+    return post_train(sparse, settings.pop("stream"), **settings)
+
+
+def _mlp_gates(sparse: SparseTransformer) -> Any:
+    assert sparse.mlp_gates is not None
+    return sparse.mlp_gates
+
+
+# A planted answer.
+
+
+def _half_useless_mlp() -> Model:
+    """Each token has an answer of its own; those of the first three are known to the MLP alone.
+
+    The other answers are read off the embedding. There the MLP is as busy, but writes what nothing
+    reads. Heads do nothing.
+    """
+    token, output, unread = (slice(start, start + N_TOKENS) for start in (0, 6, 12))
+    model: Any = small_model(
+        model_name="half_useless",
+        n_layers=1,
+        n_heads=2,
+        d_model=18,
+        d_head=9,
+        d_mlp=N_TOKENS,
+        n_ctx=8,
+        d_vocab=N_TOKENS,
+        act_fn="relu",
+        normalization_type="LN",
+    )
+    half, gain = N_TOKENS // 2, 12.0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        answers = gain * torch.eye(N_TOKENS).roll(1, dims=1)
+        model.embed.W_E[:, token] = torch.eye(N_TOKENS)
+        model.embed.W_E[half:, output] = answers[half:]
+        model.unembed.W_U[output] = 4 * torch.eye(N_TOKENS)
+        for norm in (model.blocks[0].ln2, model.ln_final):
+            norm.w.fill_(1.0)
+        mlp = model.blocks[0].mlp
+        mlp.W_in[token] = torch.eye(N_TOKENS)
+        mlp.W_out[:half, output] = answers[:half]
+        mlp.W_out[half:, unread] = answers[half:]
+    return model
+
+
+def _answers(n: int = 96, length: int = 8, seed: int = 0) -> TokenBatch:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(N_TOKENS, (n, length), generator=generator)
+    return TokenBatch(tokens, (tokens + 1) % N_TOKENS, torch.ones_like(tokens, dtype=torch.bool))
+
+
+def test_an_mlp_stays_open_just_where_it_is_of_use() -> None:
+    sparse = SparseTransformer(_half_useless_mlp(), mlps=True, initial_bias=2.0)
+    outcome = _post_train(
+        sparse, _answers, target_loss="+0.02", steps=250, learning_rate={"gates": 0.05}
+    )
+    assert outcome.feasible and outcome.sparse.accuracy == 1.0
+    held_out = _answers(seed=1)
+    gates = sparse.run_with_counts(held_out.tokens, keep_gates=True)[1].mlp_gates
+    assert gates is not None
+    assert torch.equal(gates[0], held_out.tokens < N_TOKENS // 2)
+    assert outcome.sparse.active_attention_edges == 0
+    of_use = (held_out.tokens < N_TOKENS // 2).sum().item() / len(held_out)
+    assert outcome.sparse.active_mlps == pytest.approx(of_use)
+    assert outcome.sparse.possible_mlps == 8
+
+
+# What is minimised, and what is measured.
+
+
+@pytest.mark.parametrize("costly", [False, True])
+def test_an_open_mlp_output_counts_one(build_echo: Build, echo_rows: Rows, costly: bool) -> None:
+    sparse, batch = SparseTransformer(build_echo(), mlps=True, initial_bias=0.5), echo_rows()
+    gates = _mlp_gates(sparse)
+    with torch.no_grad():
+        gates.weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(0))
+    edge_cost = torch.tensor(0.25) if costly else None
+    objective = SparsityObjective(
+        sparse, None, TargetLoss.parse(0.1), LossConstraint(), edge_cost, head_cost=0.0
+    )
+    _, counts = sparse.run_with_counts(batch.tokens, edge_cost=edge_cost)
+    _, cache = sparse.run_with_cache(batch.tokens)
+    by_hand = counts.expected.sum().item() * (0.25 if costly else 1.0)
+    for layer in range(2):
+        block = f"blocks.{layer}"
+        read = sparse.blocks[layer].ln2(
+            cache[f"{block}.hook_resid_pre"] + cache[f"{block}.hook_attn_out"]
+        )
+        by_hand += torch.sigmoid(gates.logits(layer, read)).sum().item()
+    size = objective.size(counts)
+    assert size.item() == pytest.approx(by_hand / len(batch), rel=1e-5)
+    size.backward()
+    assert gates.weight.grad.abs().sum(dim=1).min() > 0 and (gates.bias.grad > 0).all()
+
+
+def test_held_out_measurements_count_mlps(build_echo: Build, echo_rows: Rows) -> None:
+    sparse, rows = SparseTransformer(build_echo(), mlps=True), echo_rows(seed=1)
+    gates = _mlp_gates(sparse)
+    with torch.no_grad():
+        gates.weight.normal_(0, 0.5, generator=torch.Generator().manual_seed(0))
+        gates.bias.zero_()
+    found = evaluate_held_out(sparse, rows, edge_cost=torch.tensor([[[[0.5]]], [[[2.0]]]]))
+    _, counts = sparse.run_with_counts(rows.tokens, keep_gates=True)
+    assert counts.mlp_gates is not None
+    active = counts.mlp_gates.sum().item() / len(rows)
+    assert 0 < active < 16
+    assert found.active_mlps == pytest.approx(active) and found.possible_mlps == 16
+    by_layer = counts.active.sum(dim=(1, 2)) / len(rows)
+    assert found.active_size == pytest.approx((0.5 * by_layer[0] + 2 * by_layer[1]).item() + active)
+    assert f"{active:.2f} of 16 MLP outputs active" in repr(found)
+    dense = evaluate_held_out(sparse.unwrap(), rows)
+    assert dense.active_mlps is dense.possible_mlps is dense.active_size is None
+    assert "mlp" not in str(dense.numbers).lower() and "MLP" not in repr(dense)
+
+
+# The outcome.
+
+
+@pytest.mark.parametrize("edge_cost", [None, 0.01, 100.0])
+def test_edges_and_mlp_outputs_are_weighed_when_weights_are_chosen(
+    build_echo: Build, echo_rows: Rows, edge_cost: float | None
+) -> None:
+    sparse = SparseTransformer(build_echo(), mlps=True, initial_bias=2.0)
+    outcome = _post_train(
+        sparse,
+        echo_rows,
+        steps=40,
+        target_loss="+0.3",
+        edge_cost=None if edge_cost is None else torch.tensor(edge_cost),
+    )
+    evaluated = outcome.history.dropna(subset=["validation_loss"])
+    meets = evaluated[evaluated["validation_loss"] <= outcome.dense.loss + 0.3]
+    assert len(meets) > 3
+    size = (1.0 if edge_cost is None else edge_cost) * meets["validation_active_attention_edges"]
+    size = size + meets["validation_active_mlps"]
+    assert meets["validation_active_size"].to_numpy() == pytest.approx(size.to_numpy(), rel=1e-6)
+    assert outcome.best_step == meets.loc[size.idxmin(), "step"]
+    assert evaluate_held_out(sparse, echo_rows(seed=1)).active_mlps == outcome.sparse.active_mlps
+    assert "MLP outputs active" in outcome.verdict
+    assert {"expected_mlps", "validation_possible_mlps"} <= set(outcome.history)
+    assert "active_mlps" in outcome.to_pandas().index
+
+
+def test_gates_are_trained_by_name(build_echo: Build, echo_rows: Rows) -> None:
+    sparse = SparseTransformer(build_echo(), mlps=True)
+    gates = {"gates.bias", "mlp_gates.weight", "mlp_gates.bias"}
+    assert set(choose_trained(sparse, {"gates": 1.0})) == gates
+    assert gates < set(choose_trained(sparse, {"all": 1.0}))
+    assert not gates & set(choose_trained(sparse, {"qk": 1.0}))
+    before = {name: p.detach().clone() for name, p in sparse.named_parameters()}
+    outcome = _post_train(sparse, echo_rows, target_loss=50.0, learning_rate={"gates": 0.1})
+    if outcome.best_step == 0:
+        pytest.fail("the example should move the weights")
+    moved = {name for name, p in sparse.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == gates
+
+
+def test_bf16_runs(build_echo: Build, echo_rows: Rows) -> None:
+    outcome = _post_train(SparseTransformer(build_echo(), mlps=True), echo_rows, precision="bf16")
+    assert outcome.history["loss"].iloc[1:].notna().all()
+
+
+@pytest.mark.parametrize("stopped_at", [1, 4])
+def test_a_run_that_is_stopped_resumes_exactly(
+    build_echo: Build, echo_rows: Rows, tmp_path: Path, stopped_at: int
+) -> None:
+    whole, stopped, resumed = (
+        SparseTransformer(build_echo(), mlps=True, initial_bias=2.0) for _ in range(3)
+    )
+    expected = _post_train(whole, echo_rows, steps=8).history
+    stream = ShuffledStream(echo_rows(), 32)
+    pressed = Watched(stream, stopped_at, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        _post_train(stopped, echo_rows, steps=8, stream=pressed, checkpoint=tmp_path / "c")
+    torch.manual_seed(stopped_at)  # no number may come from the global generator
+    found = _post_train(resumed, echo_rows, steps=8, checkpoint=tmp_path / "c").history
+    pd.testing.assert_frame_equal(
+        found.drop(columns="seconds"), expected.drop(columns="seconds"), check_exact=True
+    )
+    theirs = whole.state_dict()
+    assert all(torch.equal(t, theirs[name]) for name, t in resumed.state_dict().items())
+    start = _mlp_gates(SparseTransformer(build_echo(), mlps=True))
+    assert not torch.equal(_mlp_gates(resumed).bias, start.bias)
+
+
+def test_a_checkpoint_of_a_run_without_gates_on_mlps_is_refused(
+    build_echo: Build, echo_rows: Rows, tmp_path: Path
+) -> None:
+    _post_train(SparseTransformer(build_echo()), echo_rows, checkpoint=tmp_path / "c")
+    with pytest.raises(ValueError, match="belongs to another run"):
+        _post_train(
+            SparseTransformer(build_echo(), mlps=True), echo_rows, checkpoint=tmp_path / "c"
+        )
+
+
+def test_a_padded_row_measures_as_without_padding(build_tiny: Build) -> None:
+    tokens = torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(0))
+    rows = TokenBatch.next_token(tokens)
+    rows.loss_mask[:, :3] = False
+    pad = torch.zeros(4, 2, dtype=torch.long)
+
+    def padded(some: Tensor) -> Tensor:
+        return torch.cat([pad.to(some.dtype), some], dim=1)
+
+    mask = padded(torch.ones_like(tokens))
+    batch = TokenBatch(padded(tokens), padded(rows.labels), padded(rows.loss_mask), mask)
+    sparse = SparseTransformer(build_tiny("float64"), mlps=True, initial_bias=0.5)
+    with torch.no_grad():
+        _mlp_gates(sparse).weight.normal_(generator=torch.Generator().manual_seed(0))
+        _mlp_gates(sparse).bias.zero_()
+    found = [evaluate_held_out(sparse, some).numbers for some in (rows, batch)]
+    assert 0 < found[0]["active_mlps"] < 12
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
