@@ -106,10 +106,14 @@ def test_checkpointed_activations_have_the_same_gradients(build_tiny: Build, pie
                     plain, *args, use_reentrant=False, **kwargs
                 )
         generator = torch.Generator().manual_seed(1)
+        cost = torch.linspace(0.5, 2.0, 7)
         for some in _tokens(4).split(4 // pieces):
             with sparse.sampled(generator):
-                logits, counts = sparse.run_with_counts(some, pressure=0.1, **NO_CACHE)
-            (logits.logsumexp(-1).sum() + counts.expected.sum()).backward()
+                logits, counts = sparse.run_with_counts(
+                    some, pressure=0.1, edge_cost=cost, **NO_CACHE
+                )
+            assert counts.cost is not None
+            (logits.logsumexp(-1).sum() + counts.cost.sum()).backward()
         return [p.grad for p in sparse.parameters() if p.grad is not None]
 
     for found, expected in zip(gradients(True), gradients(False), strict=True):
