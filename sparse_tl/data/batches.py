@@ -138,6 +138,11 @@ class TokenBatch(Rows):
         stop = int(self.attention_mask.any(dim=0).nonzero()[-1]) + 1
         return self._each(lambda tensor: tensor[:, :stop] if tensor.ndim > 1 else tensor)
 
+    @property
+    def n_groups(self) -> int:
+        """One more than the last group."""
+        return 1 if self.groups is None else int(self.groups.max()) + 1
+
     def label_groups(self) -> Int[Tensor, " label"]:
         """The group of each label, in row-major order."""
         if self.groups is None:

@@ -118,6 +118,39 @@ def test_an_attention_mask_reaches_the_model() -> None:
 # Groups of rows.
 
 
+def _of_lengths(lengths: list[int], left: int = 0) -> TokenBatch:
+    """Rows with so many real tokens, the last of which has the loss; `left` columns of padding."""
+    width = left + max(lengths)
+    tokens = torch.arange(len(lengths) * width).view(len(lengths), width)
+    column = torch.arange(width)
+    ends = left + torch.tensor(lengths)[:, None]
+    real = ((column >= left) & (column < ends)).long()
+    return TokenBatch(tokens, tokens + 1, column == ends - 1, real, torch.arange(len(lengths)))
+
+
+@pytest.mark.parametrize("left", [0, 2])
+def test_parts_of_like_length_have_all_rows_and_no_padding_on_the_right(left: int) -> None:
+    lengths = [5, 2, 3, 5, 2, 4, 1, 3]
+    batch = _of_lengths(lengths, left)
+    parts = batch.by_length(3)
+    assert [part.tokens.shape for part in parts] == [(3, left + 2), (3, left + 4), (2, left + 5)]
+    for part in parts:
+        assert part.groups is not None
+        for row, origin in enumerate(part.groups.tolist()):
+            width = part.tokens.shape[1]
+            for name in ("tokens", "labels", "loss_mask", "attention_mask"):
+                assert torch.equal(getattr(part, name)[row], getattr(batch, name)[origin, :width])
+            assert lengths[origin] + left <= width
+    assert sorted(torch.cat([p.label_groups() for p in parts]).tolist()) == list(range(8))
+
+
+def test_rows_of_one_length_or_without_padding_are_one_part() -> None:
+    unpadded = _batch()
+    assert unpadded.by_length() == [unpadded]
+    (same,) = _of_lengths([3, 3, 3]).by_length()
+    assert _equal(same, _of_lengths([3, 3, 3]))
+
+
 def test_rows_without_groups_are_one_group() -> None:
     batch = _batch()
     assert batch.n_groups == 1
