@@ -3,12 +3,14 @@
     min_theta max_lambda  log(1 + size) + sum_g lambda_g (loss_g - target)
 
 Every group ``g`` of rows has a ``lambda_g > 0`` of its own. A PI controller moves its logarithm by
-the relative violation ``e = clip((loss_g - allowed) / allowed, -1, CLIP)`` of the step's batch:
+the relative violation, averaged over about 20 steps, ``e = clip(ema((loss_g - allowed) / allowed),
+-1, CLIP)``:
 
-    log lambda  =  log START + INTEGRAL * sum_t e_t + PROPORTIONAL * ema(e)
+    log lambda  =  log START + INTEGRAL * sum_t e_t + PROPORTIONAL * e_t
 
 The integral finds lambda; the proportional part answers a violation at once and takes its answer
-back when it is over, which keeps lambda from swinging.
+back when it is over, which keeps lambda from swinging. The average comes before the clip: where a
+few wrong answers make the loss, most batches have none, and clipping those that do would hide them.
 
 Reference: nu-PI, Sohrabi et al., arXiv 2406.04558, from the library `cooper`; the logarithm is that
 of GECO, Rezende and Viola, arXiv 1810.00597.
@@ -30,10 +32,10 @@ START = 4.0
 """lambda before the first step."""
 INTEGRAL, PROPORTIONAL = 0.01, 0.5
 """Gains of the controller: by step, and at once."""
-SMOOTHING = 0.9
-"""Weight of the past in the average that the proportional part answers."""
+SMOOTHING = 0.95
+"""Weight of the past in the average of the violations."""
 CLIP = 3.0
-"""The largest relative violation that is told from larger ones."""
+"""The largest average violation that is told from larger ones."""
 BOUNDS = (-5.0, 10.0)
 """Of log lambda."""
 
@@ -95,12 +97,12 @@ class LossConstraint:
         # itself, since the controller leaves alone what has no gradient, and moves all else.
         begin = torch.tensor(math.log(start), dtype=torch.float64)
         self._log_lambdas = [nn.Parameter(begin.clone()) for _ in range(n_groups)]
+        self._averages: list[float | None] = [None] * n_groups
         self._controller = nuPI(
             self._log_lambdas,
             lr=1.0,
             Kp=torch.tensor(proportional, dtype=torch.float64),
             Ki=torch.tensor(integral, dtype=torch.float64),
-            ema_nu=SMOOTHING,
             init_type=nuPIInitType.ZEROS,
             maximize=True,
         )
@@ -116,9 +118,14 @@ class LossConstraint:
         Args:
             violation: relative; NaN for a group that the batch has no row of, whose lambda stays.
         """
-        errors = violation.detach().clamp(-1.0, CLIP).to(self._log_lambdas[0])
-        for log_lambda, error in zip(self._log_lambdas, errors, strict=True):
-            log_lambda.grad = None if error.isnan() else error
+        for group, found in enumerate(violation.tolist()):
+            log_lambda, average = self._log_lambdas[group], self._averages[group]
+            if math.isnan(found):
+                log_lambda.grad = None
+                continue
+            average = found if average is None else SMOOTHING * average + (1 - SMOOTHING) * found
+            self._averages[group] = average
+            log_lambda.grad = torch.full_like(log_lambda, min(max(average, -1.0), CLIP))
         self._controller.step()
         with torch.no_grad():
             for log_lambda in self._log_lambdas:
@@ -129,12 +136,14 @@ class LossConstraint:
         known = self._controller.state  # of those that were moved before
         return {
             "log_lambda": [one.item() for one in self._log_lambdas],
-            "smoothed_violation": [float(known[one].get("xi", 0.0)) for one in self._log_lambdas],
+            "average_violation": list(self._averages),
+            "last_error": [float(known[one].get("xi", 0.0)) for one in self._log_lambdas],
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        kept = zip(state["log_lambda"], state["smoothed_violation"], strict=True)
-        for one, (log_lambda, smoothed) in zip(self._log_lambdas, kept, strict=True):
+        self._averages = list(state["average_violation"])
+        kept = zip(state["log_lambda"], state["last_error"], strict=True)
+        for one, (log_lambda, error) in zip(self._log_lambdas, kept, strict=True):
             one.data.fill_(log_lambda)
-            self._controller.state[one]["xi"] = torch.full_like(one.data, smoothed)
+            self._controller.state[one]["xi"] = torch.full_like(one.data, error)
