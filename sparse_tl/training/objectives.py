@@ -16,7 +16,7 @@ from sparse_tl.lens import HookedModel, Model, adapt
 from sparse_tl.metrics import divergence
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
 
-NO_NOISE = 0.75
+NO_NOISE = 0.9
 """Part of the run after which the gates have no noise."""
 DISTILLED = 0.5
 """Share of ``KL(dense || sparse)`` in the loss that is minimised, where there is a dense model."""
