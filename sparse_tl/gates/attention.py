@@ -153,6 +153,20 @@ def check_edge_cost(cost: Float[Tensor, "*#edge"], edges: Sequence[int | None]) 
         )
 
 
+def costs_of_first(
+    cost: Float[Tensor, "*#edge"] | None, width: int
+) -> Float[Tensor, "*#edge"] | None:
+    """Costs of the attention edges among the first columns of a prompt.
+
+    Args:
+        cost: of an attention edge, broadcastable to ``[layer, head, query, key]``.
+        width: how many columns.
+    """
+    if cost is None or cost.ndim == 0:
+        return cost
+    return cost[..., :width] if cost.ndim == 1 else cost[..., :width, :width]
+
+
 def _cost_of(
     layer: int,
     n_layers: int,

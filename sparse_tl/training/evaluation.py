@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparse_tl.data.batches import TokenBatch, exact_rows, per_label_loss
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
+from sparse_tl.gates.attention import costs_of_first
 from sparse_tl.lens import Model, adapt
 from sparse_tl.results import Result
 from sparse_tl.training.constraint import TargetLoss
@@ -181,7 +182,9 @@ def evaluate_held_out(
                 batch = batch.to(wrapped.gates.bias.device)
                 with adapter.only_at(batch.loss_mask):
                     logits, counted = wrapped.run_with_counts(
-                        batch.tokens, edge_cost=edge_cost, **batch.model_kwargs
+                        batch.tokens,
+                        edge_cost=costs_of_first(edge_cost, batch.tokens.shape[1]),
+                        **batch.model_kwargs,
                     )
                 losses.append(per_label_loss(logits, batch).double())
                 groups.append(batch.label_groups())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparse_tl.data.batches import TokenBatch, per_label_loss
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
-from sparse_tl.gates.attention import check_edge_cost
+from sparse_tl.gates.attention import check_edge_cost, costs_of_first
 from sparse_tl.lens import HookedModel, Model, adapt
 from sparse_tl.metrics import divergence
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
@@ -173,9 +173,7 @@ class SparsityObjective(Objective):
         self, batch: TokenBatch, generator: torch.Generator
     ) -> tuple[_Labels, AttentionEdgeCounts]:
         """One pass under sampled gates, and one of the dense model."""
-        cost, width = self.edge_cost, batch.tokens.shape[1]
-        if cost is not None:
-            cost = cost[..., :width] if cost.ndim < 2 else cost[..., :width, :width]
+        cost = costs_of_first(self.edge_cost, batch.tokens.shape[1])
         with (
             self.sparse.sampled(generator, self._noise),
             adapt(self.sparse).only_at(batch.loss_mask),

@@ -172,6 +172,23 @@ def test_held_out_measurements_count_mlps(build_echo: Build, echo_rows: Rows) ->
     assert "mlp" not in str(dense.numbers).lower() and "MLP" not in repr(dense)
 
 
+def test_costs_by_column_are_those_of_shorter_rows_too(build_tiny: Build) -> None:
+    """Rows of like length are run together, without the columns that are padding in all of them."""
+    tokens = torch.randint(13, (8, 8), generator=torch.Generator().manual_seed(0))
+    rows = TokenBatch.next_token(tokens)
+    real = torch.arange(8) < torch.tensor([4, 4, 5, 5, 6, 7, 8, 8])[:, None]
+    rows = TokenBatch(tokens, rows.labels, rows.loss_mask & real, real.long())
+    sparse = SparseTransformer(build_tiny("float64"), mlps=True, initial_bias=0.0)
+    with torch.no_grad():
+        _mlp_gates(sparse).weight.normal_(generator=torch.Generator().manual_seed(0))
+    cost = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = evaluate_held_out(sparse, rows, edge_cost=cost)
+    _, counts = sparse.run_with_counts(tokens, attention_mask=rows.attention_mask, keep_gates=True)
+    assert counts.gates is not None and counts.active_mlps is not None
+    both = (counts.gates * cost[:, None]).sum() + counts.active_mlps.sum()
+    assert found.active_size == pytest.approx(both.item() / 8, rel=1e-9)
+
+
 # The outcome.
 
 
