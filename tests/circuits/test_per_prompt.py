@@ -76,7 +76,7 @@ def test_sizes_are_those_of_a_loop_over_pairs(model: Model, pairs: PromptPairs, 
     )
     expected = one_by_one(model, pairs, 0.7, steps=2, patch=patch)
     torch.testing.assert_close(
-        found.sizes, torch.tensor(expected).double(), rtol=1e-9, atol=0, equal_nan=True
+        found.sizes, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=0, equal_nan=True
     )
     assert found.no_effect == (patch == "corrupted")
     assert len(found.sizes[1:].unique()) > 1
