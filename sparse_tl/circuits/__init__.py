@@ -35,4 +35,9 @@ from sparse_tl.circuits.per_prompt import (
 )
 from sparse_tl.circuits.pruning import prune_circuit_edges as prune_circuit_edges
 from sparse_tl.circuits.scores import Scores as Scores
+from sparse_tl.circuits.seeds import (
+    SeedCurves as SeedCurves,
+    SeedMultipliers as SeedMultipliers,
+    seed_multipliers as seed_multipliers,
+)
 from sparse_tl.circuits.trace import trace_attention as trace_attention
