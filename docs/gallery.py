@@ -28,12 +28,14 @@ from sparse_tl import (
     load_addition_models,
     plots,
 )
-from sparse_tl.circuits import Circuit, EffectCurve, Evaluation
+from sparse_tl.circuits import Circuit, SeedCurves
 from sparse_tl.files import read_json
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
 from sparse_tl.models import TASKS
 from sparse_tl.plots import Figure
+from sparse_tl.plots.curves import Parts
 from sparse_tl.runs import run_circuits
+from sparse_tl.runs.comparison import effect_curves
 from sparse_tl.runs.head_roles import run_head_roles
 
 OUT = Path(__file__).parent / "gallery"
@@ -85,13 +87,13 @@ def edges_kept(runs: Path) -> Figure:
 
 def circuit_ioi(runs: Path) -> Figure:
     """The strongest circuit edges for indirect object identification, by what reads them."""
-    circuits, scores = measured_circuits(runs / "circuits/ioi")
+    circuits, scores = measured_circuits(runs / "circuits/ioi/seed-0")
     return component_diagram(circuits, scores=scores, max_circuit_edges=60, unit="logits")
 
 
 def circuit_sign(runs: Path) -> Figure:
     """The same for longer prompts, by whether an edge helps or hurts the right answer."""
-    circuits, scores = measured_circuits(runs / "circuits/ioi_long")
+    circuits, scores = measured_circuits(runs / "circuits/ioi_long/seed-0")
     name = "Sparse Task Model"
     return circuits[name].figure(scores=scores[name], max_circuit_edges=40, colour="sign")
 
@@ -125,16 +127,17 @@ def gate_trajectories(runs: Path) -> Figure:
 
 COLUMNS = (("dense", "Dense"), ("sparse", "Sparse"))
 ROWS = {"addition": "Addition", "ioi": "IOI", "docstring": "Docstring"}
+SEEDS = (0,)
+"""Of the models whose circuits are drawn."""
 ORDER = ("greater_than", "ioi", "docstring", "ioi_long")
 
 
-def curves(folder: Path, parts: str) -> dict[str, list[EffectCurve]]:
-    """The curves of `run_circuits`, by the title of their task."""
+def curves(folder: Path, parts: Parts) -> dict[str, list[SeedCurves]]:
+    """The curves of `run_circuits`, of all its seeds, by the title of their task."""
     titles = {task.name: task.title for task in TASKS}
     return {
         titles[task]: [
-            Evaluation.load(folder / task / side / parts).curve(name)
-            for side, name in SIDES.items()
+            effect_curves(folder, task, SEEDS, side, parts, name) for side, name in SIDES.items()
         ]
         for task in ORDER
     }
@@ -193,6 +196,8 @@ def measured(runs: Path, run: str) -> str:
     said = read_json(runs / run / "run.json")
     left_out = ("command", "format", "model", "models", "sparse", "tasks")
     chosen = {k: v for k, v in said["settings"].items() if k not in left_out}
+    if run == "circuits":
+        chosen["seeds"] = ", ".join(map(str, SEEDS))
     words = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in chosen.items())
     minutes = sum(said["seconds"].values()) / 60
     return (
@@ -244,7 +249,7 @@ def main(
     ),
 ) -> None:
     """Make every figure of the gallery and its page."""
-    run_circuits(runs / "circuits")
+    run_circuits(runs / "circuits", seeds=SEEDS)
     run_head_roles(runs / "head-roles", **HEAD_ROLES)
     OUT.mkdir(exist_ok=True)
     parts = [HEADING]

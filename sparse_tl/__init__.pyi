@@ -5,6 +5,7 @@ from .circuits import (
     attribute_attention_edges as attribute_attention_edges,
     attribute_circuit_edges as attribute_circuit_edges,
     attribute_heads as attribute_heads,
+    circuit_sizes_per_prompt as circuit_sizes_per_prompt,
     evaluate as evaluate,
     evaluate_circuit_edges as evaluate_circuit_edges,
     evaluate_heads as evaluate_heads,

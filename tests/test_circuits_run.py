@@ -12,7 +12,8 @@ import pandas as pd
 import pytest
 import torch
 
-from sparse_tl.circuits import Evaluation, Scores, multiplier
+from sparse_tl.circuits import CircuitSizes, Evaluation, Scores, multiplier
+from sparse_tl.cli.printing import comparison, console
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import load_model, save_model
 from sparse_tl.models import load_task_models
@@ -46,16 +47,23 @@ def test_everything_is_written(run: tuple[Path, Any]) -> None:
     assert metrics == outcome.metrics
     assert list(metrics) == TASKS
     for task, said in metrics.items():
-        assert set(said) == {"dense", "sparse", "multiplier_heads", "multiplier_circuit_edges"}
+        names = {f"multiplier_{parts}" for parts in ("heads", "circuit_edges")}
+        ranges = {f"{name}_range" for name in names}
+        assert set(said) == {"dense", "sparse", "seeds"} | names | ranges
+        (only,) = said["seeds"].values()
+        assert only == {name: said[name] for name in ("dense", "sparse", *names)}
         for side in ("dense", "sparse"):
             assert {"accuracy", "heads_at_0.9", "circuit_edges_at_0.9"} <= set(said[side])
-            place = out / task / side
+            place = out / task / "seed-0" / side
+            single = CircuitSizes.load(place / "circuit_edges_per_prompt")
+            assert said[side]["circuit_edges_at_0.9_per_prompt"] == single.median
+            assert said[side]["prompts"] == len(single.sizes) == 4
             edges, heads = Scores.load(place / "circuit_edge_scores"), place / "head_scores"
             assert edges.site.n_layers == 4 and Scores.load(heads).values.shape == (4, 8)
-            circuit = json.loads((out / task / f"{side}_circuit.json").read_text())
+            circuit = json.loads((place.parent / f"{side}_circuit.json").read_text())
             assert all(edges[row["edge"]] == row["score"] for row in circuit)
         for suffix in ("html", "svg", "png"):
-            assert (out / task / f"circuit.{suffix}").stat().st_size > 1000
+            assert (out / task / "seed-0" / f"circuit.{suffix}").stat().st_size > 1000
     for parts in ("heads", "circuit_edges"):
         for suffix in ("html", "svg", "png"):
             assert (out / f"{parts}_kept.{suffix}").stat().st_size > 1000
@@ -69,7 +77,7 @@ def test_numbers_are_those_of_the_saved_curves(run: tuple[Path, Any]) -> None:
         for parts in ("heads", "circuit_edges"):
             curves = []
             for side in ("dense", "sparse"):
-                found = Evaluation.load(out / task / side / parts)
+                found = Evaluation.load(out / task / "seed-0" / side / parts)
                 curves.append(found.curve(side))
                 rows = table[(table.task == task) & (table.side == side) & (table.parts == parts)]
                 assert rows["explained_effect"].tolist() == pytest.approx(found.effect.tolist())
@@ -82,7 +90,6 @@ def test_what_is_finished_is_not_measured_again(
     run: tuple[Path, Any], models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, outcome = run
-    (out / "ioi").mkdir(exist_ok=True)
     calls: list[Any] = []
     monkeypatch.setattr(run_module, "measure", lambda *a, **k: calls.append(a))
     dense, sparse = models
@@ -93,13 +100,57 @@ def test_what_is_finished_is_not_measured_again(
     assert again.metrics == outcome.metrics
 
 
+def test_seeds_are_added_compared_each_with_its_own_and_summed_up(
+    run: tuple[Path, Any], models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Of the prompts here; the first seed, measured before, is not measured again."""
+    out, dense, sparse = tmp_path / "out", *models
+    shutil.copytree(run[0], out)
+    before = (out / TASKS[0] / "seed-0" / "dense" / "accuracy.json").stat().st_mtime_ns
+    outcome = run_circuits(
+        out,
+        model=str(dense),
+        sparse=sparse,
+        tasks=TASKS,
+        pairs=8,
+        seeds=(0, 1),
+        device="cpu",
+        progress=False,
+    )
+    assert (out / TASKS[0] / "seed-0" / "dense" / "accuracy.json").stat().st_mtime_ns == before
+    said = outcome.metrics[TASKS[0]]
+    assert said == json.loads((out / "metrics.json").read_text())[TASKS[0]]
+    first, second = said["seeds"]["0"], said["seeds"]["1"]
+    assert first == run[1].metrics[TASKS[0]]["seeds"]["0"]
+    assert first["dense"] != second["dense"]
+    for parts in ("heads", "circuit_edges"):
+        ratios = []
+        for one in (first, second):
+            sizes = [one[side][f"{parts}_at_0.9"] for side in ("dense", "sparse")]
+            assert one[f"multiplier_{parts}"] == pytest.approx(sizes[0] / sizes[1])
+            ratios.append(one[f"multiplier_{parts}"])
+        assert said[f"multiplier_{parts}"] == pytest.approx(sum(ratios) / 2)
+        assert said[f"multiplier_{parts}_range"] == [min(ratios), max(ratios)]
+    for side in ("dense", "sparse"):
+        for name, value in said[side].items():
+            both = first[side][name] + second[side][name]
+            assert value == pytest.approx(both if name.startswith("prompts") else both / 2)
+    assert set(outcome.curves["seed"]) == {0, 1}
+    svg = (out / "circuit_edges_kept.svg").read_text()
+    assert svg.count("opacity: 0.55") == 4
+    with console.capture() as printed:
+        comparison(outcome.metrics)
+    assert "medians of 2 seeds" in " ".join(printed.get().split())
+    assert "of one prompt" in " ".join(printed.get().split())
+
+
 def test_other_weights_under_the_same_name(
     run: tuple[Path, Any], models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """Half of a comparison from one model and half from another would be a lie."""
     out = tmp_path / "out"
     shutil.copytree(run[0], out)
-    shutil.rmtree(out / TASKS[0] / "sparse")
+    shutil.rmtree(out / TASKS[0] / "seed-0" / "sparse")
     noted = json.loads((out / "run.json").read_text())
     noted["pinned"]["dense model"] = "of other weights"
     (out / "run.json").write_text(json.dumps(noted))
@@ -118,6 +169,9 @@ def test_settings_that_make_no_sense(models: tuple[Path, Path], tmp_path: Path) 
         run_circuits(tmp_path / "b", tasks=["sums"], **pair)
     with pytest.raises(ValueError, match="expected at least 4 prompt pairs"):
         run_circuits(tmp_path / "c", pairs=3, **pair)
+    for seeds in ((), (0, -1)):
+        with pytest.raises(ValueError, match="expected seeds from 0, at least one; got"):
+            run_circuits(tmp_path / "d", seeds=seeds, **pair)
 
 
 def test_a_model_under_open_gates_needs_as_much(
@@ -138,5 +192,7 @@ def test_a_model_under_open_gates_needs_as_much(
     said = outcome.metrics["greater_than"]
     assert said["dense"] == pytest.approx(said["sparse"], rel=1e-3)
     for side in ("dense", "sparse"):
-        scores = Scores.load(tmp_path / "out" / "greater_than" / side / "circuit_edge_scores")
+        scores = Scores.load(
+            tmp_path / "out" / "greater_than" / "seed-0" / side / "circuit_edge_scores"
+        )
         assert torch.isfinite(scores.values).all()

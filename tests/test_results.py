@@ -15,12 +15,15 @@ import torch
 from sparse_tl.circuits import (
     Acdc,
     Circuit,
+    CircuitSizes,
     EffectCurve,
     Evaluation,
     Overlap,
     Pruning,
     Roc,
     Scores,
+    SeedCurves,
+    SeedMultipliers,
 )
 from sparse_tl.circuits.acdc import SearchState
 from sparse_tl.circuits.attention_graph import AttentionGraph
@@ -61,6 +64,9 @@ RESULTS: dict[str, Any] = {
     "pruning": Pruning(SCORES.top(5), SCORES, HISTORY.assign(divergence=[0.2, 0.1])),
     "evaluation": Evaluation((0, 2), 2, torch.stack([0 * PAIR, PAIR]), PAIR, 0 * PAIR),
     "curve": EffectCurve("dense", (0, 2), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0)),
+    "curves of seeds": SeedCurves((0, 3), [EffectCurve("dense", (0, 2), *[(0.0, 1.0)] * 3)] * 2),
+    "multipliers": SeedMultipliers((0, 3), (2.5, None)),
+    "sizes of prompts": CircuitSizes(torch.tensor([3.5, torch.inf, torch.nan]).double(), 0.9, 20),
     "roc": Roc(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]), 0.5),
     "overlap": Overlap(0.5, 0.75, 0.6),
     "attention graph": AttentionGraph(
@@ -261,7 +267,7 @@ def test_a_comparison_has_a_row_per_task_and_kind_of_part():
         "multiplier_heads": 1.0,
         "multiplier_circuit_edges": None,
     }
-    run = Comparison({"ioi": said}, pd.DataFrame())
+    run = Comparison({"ioi": {**said, "seeds": {"0": said}}}, pd.DataFrame())
     assert cells(run._repr_html_()) == [
         ["task", "parts", "dense", "sparse", "multiplier"],
         ["ioi", "heads", "4", "4", "1"],

@@ -29,6 +29,15 @@ from sparse_tl.circuits.evaluation import (
 from sparse_tl.circuits.exact import patch_exactly as patch_exactly
 from sparse_tl.circuits.interchange import from_eap_ig as from_eap_ig, to_eap_ig as to_eap_ig
 from sparse_tl.circuits.outcomes import Acdc as Acdc, Pruning as Pruning
+from sparse_tl.circuits.per_prompt import (
+    CircuitSizes as CircuitSizes,
+    circuit_sizes_per_prompt as circuit_sizes_per_prompt,
+)
 from sparse_tl.circuits.pruning import prune_circuit_edges as prune_circuit_edges
 from sparse_tl.circuits.scores import Scores as Scores
+from sparse_tl.circuits.seeds import (
+    SeedCurves as SeedCurves,
+    SeedMultipliers as SeedMultipliers,
+    seed_multipliers as seed_multipliers,
+)
 from sparse_tl.circuits.trace import trace_attention as trace_attention

@@ -50,6 +50,7 @@ def attribute_circuit_edges(
     method: Method | str = "eap-ig",
     steps: int = 5,
     patch: Patch = "corrupted",
+    by_pair: bool = False,
     batch_size: int = 32,
     progress: bool = True,
 ) -> Scores:
@@ -64,6 +65,8 @@ def attribute_circuit_edges(
             "eap-ig-activations" moves one layer's outputs at a time instead.
         steps: of the interpolation.
         patch: what an edge is patched with, as of `PairRuns`; the interpolation ends there too.
+        by_pair: keep the pairs' scores apart, on a leading axis ``[pair, source, destination]``,
+            from the same passes: the metric's sum over pairs has, row by row, the gradient of each.
         batch_size: pairs per pass.
         progress: whether to show it.
 
@@ -73,7 +76,8 @@ def attribute_circuit_edges(
     """
     runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size)
     graph = runs.adapter.graph
-    scores = torch.zeros(len(graph.sources), len(graph.destinations), dtype=torch.float64)
+    shape = (len(graph.sources), len(graph.destinations))
+    scores = torch.zeros(len(pairs) if by_pair else 1, *shape, dtype=torch.float64)
     plan = Passes(metric, method, steps, runs)
     with tracked("scoring circuit edges", plan.count, progress) as step:
         for index in range(len(runs)):
@@ -89,8 +93,17 @@ def attribute_circuit_edges(
                     back.add(one)
                     step()
                 assert difference is not None and places is not None
-                scores += _contract(graph, back, difference, places, rows)
-    return Scores(graph, scores.where(graph.exists, 0.0) / len(pairs), method)
+                if not by_pair:
+                    scores[0] += _contract(graph, back, difference, places, rows)
+                    continue
+                of_pair = places.nonzero()[:, 0]
+                for pair in range(len(places)):
+                    own = torch.zeros_like(places)
+                    own[pair] = places[pair]
+                    found = _contract(graph, back, difference[:, of_pair == pair], own, rows)
+                    scores[index * batch_size + pair] += found
+    scores = scores.where(graph.exists, 0.0)
+    return Scores(graph, scores if by_pair else scores[0] / len(pairs), method)
 
 
 def attribute_heads(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -198,6 +199,26 @@ class EffectCurve(Result):
         start, end = (math.log(max(size, 1)) for size in self.sizes[before : before + 2])
         rise = self.mean[before + 1] - self.mean[before]
         return math.exp(start + (level - self.mean[before]) / rise * (end - start))
+
+    def effect_at(self, size: float) -> float:
+        """The mean at a size; between two measured sizes, along the line that `size_at` follows.
+
+        Raises:
+            ValueError: a size smaller or larger than all that were measured.
+        """
+        after = bisect_left(self.sizes, size)
+        if after < len(self.sizes) and self.sizes[after] == size:
+            return self.mean[after]
+        if not self.sizes[0] <= size <= self.sizes[-1]:
+            raise ValueError(
+                f"expected a size in {self.sizes[0]:,}..{self.sizes[-1]:,}, as measured in the "
+                f"curve {self.name!r}; got {size:,}"
+            )
+        start, at, end = (
+            math.log(max(some, 1)) for some in (self.sizes[after - 1], size, self.sizes[after])
+        )
+        share = (at - start) / (end - start) if end > start else 1.0
+        return self.mean[after - 1] + share * (self.mean[after] - self.mean[after - 1])
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per size: name, size, mean, low, high."""

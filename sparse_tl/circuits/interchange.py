@@ -29,7 +29,7 @@ def to_eap_ig(scores: Scores, circuit: Circuit, d_model: int) -> dict[str, Any]:
     if scores.site != graph:
         raise ValueError(f"expected scores of {graph!r}, as the circuit; got {scores!r}")
     inside = {str(node) for edge in circuit.edges for node in (edge.source, edge.destination.node)}
-    values = zip(graph.edges, scores.values[graph.exists], circuit.mask[graph.exists], strict=True)
+    values = zip(graph.edges, scores.mean()[graph.exists], circuit.mask[graph.exists], strict=True)
     return {
         "cfg": {
             "n_layers": graph.n_layers,

@@ -22,8 +22,8 @@ class Scores(Result):
     """One score per part, in units of the metric; negative: patching the part lowers the metric.
 
     Scores of attention edges are kept apart by prompt pair, on a leading axis: position 3 of one
-    prompt means nothing for another, unless they share a template. Ranks and tables are by the
-    mean over pairs.
+    prompt means nothing for another, unless they share a template. So are those of circuit edges
+    where they are asked for by pair. Ranks and tables are by the mean over pairs.
 
     Args:
         site: the parts that are scored: circuit edges, heads, or attention edges.

@@ -8,7 +8,18 @@ from typing import Annotated
 import typer
 
 from sparse_tl.cli.app import call, command
-from sparse_tl.cli.options import Device, Out, Quiet, Restart, Seed, setting, split_names, subject
+from sparse_tl.cli.options import (
+    Device,
+    Out,
+    Quiet,
+    Restart,
+    Seed,
+    run,
+    setting,
+    split_names,
+    split_seeds,
+    subject,
+)
 from sparse_tl.cli.printing import comparison, console, held_out, table
 
 ADDITION_MINUTES = 3
@@ -140,6 +151,7 @@ def post_train(
     "circuits",
     ("the built-in models, all four tasks", ""),
     ("two tasks only", "--tasks ioi,greater_than --out runs/two"),
+    ("three pairs of built-in models", "--seeds 0,1,2 --out runs/three"),
     ("your own pair", "--model gpt2 --sparse runs/gpt2/sparse\n--tasks ioi --out runs/gpt2-ioi"),
 )
 def circuits(
@@ -159,7 +171,10 @@ def circuits(
     patch: Annotated[str, setting("NAME", "corrupted, mean or zero.")] = "corrupted",
     batch_size: Annotated[int, setting("N", "Prompt pairs per pass.")] = 32,
     out: Out = Path("runs/circuits"),
-    seed: Seed = 0,
+    seeds: Annotated[
+        str,
+        run("NUMBERS", "Of the prompts and of the built-in pair, with commas: a pair for each."),
+    ] = "0",
     device: Device = None,
     restart: Restart = False,
     quiet: Quiet = False,
@@ -169,9 +184,11 @@ def circuits(
     Writes metrics.json, curves.csv, evaluations, scores, circuits, their diagrams, and
     the figures heads_kept and circuit_edges_kept (.html, .svg, .png). Without --model it takes the
     built-in task models; seeds that do not come with the package are trained first, and kept in
-    the user's cache folder. Called again, it goes on where it stopped.
+    the user's cache folder. The figures show every seed and their median. Called again, it goes on
+    where it stopped, and can take more seeds.
     """
-    outcome = call("run_circuits", locals() | {"tasks": split_names(tasks)})
+    given = locals() | {"tasks": split_names(tasks), "seeds": split_seeds(seeds)}
+    outcome = call("run_circuits", given)
     comparison(outcome.metrics)
     console.print(f"See heads_kept.html and circuit_edges_kept.html in {out}", markup=False)
 

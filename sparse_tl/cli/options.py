@@ -50,6 +50,18 @@ def split_names(names: str) -> list[str]:
     return [name.strip() for name in names.split(",") if name.strip()]
 
 
+def split_seeds(seeds: str) -> tuple[int, ...]:
+    """The numbers of a list with commas.
+
+    Raises:
+        typer.BadParameter: something that is no whole number from 0, or nothing.
+    """
+    found = split_names(seeds)
+    if not found or not all(seed.isascii() and seed.isdigit() for seed in found):
+        raise typer.BadParameter(f"expected --seeds as whole numbers, such as 0,1,2; got {seeds!r}")
+    return tuple(map(int, found))
+
+
 Out = Annotated[Path, run("FOLDER", "Folder for everything that the run writes.")]
 Seed = Annotated[int, run("N", "Seed of weights, data order and gate noise.")]
 Device = Annotated[

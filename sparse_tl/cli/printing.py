@@ -57,19 +57,36 @@ def held_out(title: str, measured: Mapping[str, HeldOut], shown: Mapping[str, st
 
 
 def comparison(metrics: Mapping[str, Any]) -> None:
-    """Print what each task needs, dense and sparse."""
+    """Print what each task needs, dense and sparse; of several seeds the medians."""
+    from sparse_tl.circuits import SeedMultipliers
+
     rows = []
     for task, measured in metrics.items():
-        sides = (measured["dense"], measured["sparse"])
+        sides, by_seed = (measured["dense"], measured["sparse"]), measured["seeds"]
         row = [task, ", ".join(f"{side['accuracy']:.1%}" for side in sides)]
         for parts in ("heads", "circuit_edges"):
-            sizes = [side[f"{parts}_at_0.9"] for side in sides]
-            row.append(", ".join("not reached" if n is None else f"{n:.1f}" for n in sizes))
-            factor = measured[f"multiplier_{parts}"]
-            row.append("-" if factor is None else f"{factor:.1f}x")
+            row.append(_sizes([side[f"{parts}_at_0.9"] for side in sides]))
+            values = [said[f"multiplier_{parts}"] for said in by_seed.values()]
+            row.append(str(SeedMultipliers([*map(int, by_seed)], values)))
+        row.append(_sizes([side["circuit_edges_at_0.9_per_prompt"] for side in sides]))
         rows.append(row)
+    n_seeds = max(len(measured["seeds"]) for measured in metrics.values())
     table(
-        "Parts needed for an explained effect of 0.9, dense and sparse",
-        ["", "accuracy", "heads", "fewer", "circuit edges", "fewer"],
+        "Parts needed for an explained effect of 0.9, dense and sparse"
+        + (f": medians of {n_seeds} seeds (range)" if n_seeds > 1 else ""),
+        ["", "accuracy", "heads", "fewer", "circuit edges", "fewer", "of one prompt"],
         rows,
     )
+    for task, measured in metrics.items():
+        for side in ("dense", "sparse"):
+            for what, said in (
+                ("not_reached", "do not reach 0.9"),
+                ("no_effect", "have no effect"),
+            ):
+                if count := measured[side][f"prompts_{what}"]:
+                    prompts = f"{count} of {measured[side]['prompts']} single prompts"
+                    console.print(f"{task}, {side}: {prompts} {said}.", markup=False)
+
+
+def _sizes(sizes: Sequence[float | None]) -> str:
+    return ", ".join("not reached" if size is None else f"{size:.1f}" for size in sizes)

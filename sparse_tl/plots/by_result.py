@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import singledispatch
 from typing import Any
 
-from sparse_tl.circuits import Circuit, EffectCurve, Evaluation, Scores
+from sparse_tl.circuits import Circuit, EffectCurve, Evaluation, Scores, SeedCurves
 from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.plots.circuit_diagram import CircuitDiagram, circuit_diagram
@@ -52,8 +52,13 @@ def _(result: AttentionGraph, **style: Any) -> CircuitDiagram:
 
 
 @figure.register(EffectCurve)
+@figure.register(SeedCurves)
 def _(
-    result: EffectCurve, *, parts: Parts = "circuit_edges", title: str = "", **style: Any
+    result: EffectCurve | SeedCurves,
+    *,
+    parts: Parts = "circuit_edges",
+    title: str = "",
+    **style: Any,
 ) -> GridFigure:
     return effect_figure({title or result.name: [result]}, parts=parts, **style)
 

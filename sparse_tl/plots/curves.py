@@ -3,8 +3,8 @@
 1. Check the panels, and find the pairs of models, which share colours and a legend.
 2. Give all panels one range of effects, with room for the multiplier and, where a legend would
    hide a curve, for the legend.
-3. Draw each curve with its interval, a dashed line where two curves reach the level, and over it
-   the multiplier.
+3. Draw each curve with its interval, or each seed's and their median; a dashed line where two
+   curves reach the level, and over it the multiplier.
 """
 
 from __future__ import annotations
@@ -16,10 +16,20 @@ from typing import Any, Literal, get_args
 import numpy as np
 import plotly.graph_objects as go
 
-from sparse_tl.circuits.effect import EffectCurve, check_level, multiplier
+from sparse_tl.circuits.effect import EffectCurve, check_level
+from sparse_tl.circuits.seeds import SeedCurves, seed_multipliers
 from sparse_tl.plots.grid_figure import GridFigure
-from sparse_tl.plots.palette import INK, MODEL_PAIRS, PANEL_TITLE_SIZE, RULE_WEIGHT, channels
+from sparse_tl.plots.palette import (
+    INK,
+    LABEL_SIZE,
+    MODEL_PAIRS,
+    PANEL_TITLE_SIZE,
+    RULE_WEIGHT,
+    TICK_SIZE,
+    channels,
+)
 from sparse_tl.plots.panels import add_legend, add_line, panel_figure, ticks
+from sparse_tl.plots.token_text import text_width
 
 Parts = Literal["heads", "circuit_edges"]
 
@@ -27,14 +37,16 @@ _WIDTH, _GAP = 184, 66
 # Pixels per unit of effect, and the height at which a plot stops growing.
 _UNIT, _MAX_HEIGHT = 147, 300
 # The room that texts take in a plot, in pixels.
-_LABEL_WIDTH, _LABEL_HEIGHT, _LEGEND_WIDTH, _LEGEND_HEIGHT = 48, 19, 140, 46
+_LABEL_HEIGHT, _LEGEND_WIDTH, _LEGEND_HEIGHT, _NOTE_HEIGHT = 19, 140, 46, 18
+# Of one seed among several.
+_SEED_WEIGHT, _SEED_OPACITY = 1.0, 0.55
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
-Curves = Sequence[EffectCurve]
+Curves = Sequence[SeedCurves]
 
 
 def effect_figure(
-    panels: Mapping[str, Curves],
+    panels: Mapping[str, Sequence[EffectCurve | SeedCurves]],
     *,
     parts: Parts,
     level: float = 0.9,
@@ -42,13 +54,15 @@ def effect_figure(
 ) -> GridFigure:
     """Draw the explained effect against the parts kept, one panel per task in a row.
 
-    A dashed line at the level leads from one curve's size at the level to the other's; above it
-    stands the multiplier. It is left out where a curve does not reach the level. On the
-    logarithmic axis of circuit edges, a size of 0 stands at 1.
+    A curve has its interval around it; curves of several seeds are thin lines, and their median is
+    a thick one. A dashed line at the level leads from one thick line to the other; above it stands
+    the multiplier, of several seeds the median and the range of theirs, and how many seeds do not
+    reach the level. The dashed line is left out where a thick line does not reach it. The
+    logarithmic axis of circuit edges begins at 1, where a size of 0 stands too.
 
     Args:
-        panels: for each task, by the title of its panel, the dense model's curve and then the
-            sparse one's, or a single curve.
+        panels: for each task, by the title of its panel, the dense model's curve or those of its
+            seeds and then the sparse one's, or a single model's.
         parts: ``"heads"`` for a linear axis, ``"circuit_edges"`` for a logarithmic one.
         level: explained effect at which the models are compared, above 0 and at most 1.
         colours: (dense, sparse) for each pair of models in order of appearance, as ``"#rrggbb"``.
@@ -58,15 +72,19 @@ def effect_figure(
 
     Raises:
         ValueError: if there is no panel, a panel has no curve, more than two or two of one name,
-            there are more pairs of models than colours, or an option is out of range.
+            dense and sparse curves are of different seeds, there are more pairs of models than
+            colours, or an option is out of range.
     """
     check_level(level)
-    pairs = _checked_pairs(panels, parts, colours)
+    drawn = {title: [_of_seeds(curve) for curve in curves] for title, curves in panels.items()}
+    pairs = _checked_pairs(drawn, parts, colours)
+    said = {title: _words(curves, level) for title, curves in drawn.items()}
     log = parts == "circuit_edges"
     # The legend of a pair stands in its first panel only.
     first = {names: title for title, names in reversed(pairs.items())}
     order = list(dict.fromkeys(pairs.values()))
-    span = _effect_span(panels, [panels[title] for title in first.values()], log)
+    label_height = _LABEL_HEIGHT * max(1, *map(len, said.values()))
+    span = _effect_span(drawn, [drawn[title] for title in first.values()], log, label_height)
     height = min(_UNIT * (span[1] - span[0]), _MAX_HEIGHT)
     figure = panel_figure(
         list(panels),
@@ -78,38 +96,90 @@ def effect_figure(
         shared=False,
     )
     figure.update_yaxes(range=span, **ticks(0, 1, 2))
-    for column, (title, curves) in enumerate(panels.items(), start=1):
-        start, stop = _ends(curves, log)
+    for column, (title, curves) in enumerate(drawn.items(), start=1):
+        stop = _stop(curves, log)
         # A little room at both ends, where no line is cut in half.
-        margin = 0.02 * (stop - start)
         figure.update_xaxes(
             type="log" if log else "linear",
-            range=(start - margin, stop + margin),
-            **(_log_ticks(start, stop) if log else ticks(start, stop, 5, whole=True)),
+            range=(-0.02 * stop, 1.02 * stop),
+            **(_log_ticks(stop) if log else ticks(0, stop, 5, whole=True)),
             col=column,
         )
         for curve, colour in zip(curves, colours[order.index(pairs[title])], strict=False):
             _add_curve(figure, column, curve, colour, parts)
         if first[pairs[title]] == title:
             add_legend(figure, column)
-        ratio = multiplier(*curves, level=level) if len(curves) == 2 else None
-        if ratio is not None:
-            sizes = sorted(s for curve in curves if (s := curve.size_at(level)) is not None)
+        sizes = sorted(s for curve in curves if (s := curve.median.size_at(level)) is not None)
+        if len(sizes) == 2:
             line = {"x": sizes, "y": [level] * 2, "width": RULE_WEIGHT, "dashed": True}
             add_line(figure, 1, column, colour=INK, **line)
-            half = _LABEL_WIDTH / _WIDTH / 2 * (stop - start)
-            middle = min(max(_places(sizes, log).mean(), start + half), stop - half)
+        middle = float(_places(sizes, log).mean()) if len(sizes) == 2 else stop / 2
+        for row, words in enumerate(reversed(said[title])):
+            size = LABEL_SIZE if len(curves[0].seeds) > 1 else PANEL_TITLE_SIZE - 1
+            half = text_width(words, size) / _WIDTH / 2 * stop
             figure.add_annotation(
-                text=f"{ratio:.1f}x",
-                font={"size": PANEL_TITLE_SIZE - 1},
-                x=middle,
+                text=words,
+                font={"size": size},
+                x=min(max(middle, half), max(stop - half, stop / 2)),
                 xanchor="center",
-                y=span[1] - _LABEL_HEIGHT * (span[1] - span[0]) / height,
+                y=span[1] - (label_height - row * _LABEL_HEIGHT) * (span[1] - span[0]) / height,
                 yanchor="bottom",
                 row=1,
                 col=column,
             )
+    _add_notes(figure, _notes(drawn))
     return GridFigure(figure, f"Explained Effect in {', '.join(panels)}")
+
+
+def _of_seeds(curve: EffectCurve | SeedCurves) -> SeedCurves:
+    return curve if isinstance(curve, SeedCurves) else SeedCurves((0,), (curve,))
+
+
+def _words(curves: Curves, level: float) -> tuple[str, ...]:
+    """What stands above the dashed line, line by line."""
+    if len(curves) != 2:
+        return ()
+    found = seed_multipliers(*curves, level=level)
+    # Of a single seed the missing line says that the level is not reached.
+    return () if len(found.seeds) == len(found.missing) == 1 else found.words()
+
+
+def _notes(panels: Mapping[str, Curves]) -> list[str]:
+    """What the lines are, where there are several seeds."""
+    counts = sorted({len(curve.seeds) for curves in panels.values() for curve in curves})
+    if counts[-1] == 1:
+        return []
+    notes = [f"{' or '.join(map(str, counts))} seeds: thin; their median: thick."]
+    if any(len(curves) == 2 for curves in panels.values()):
+        notes.append("Multipliers: median (range).")
+    return notes
+
+
+def _add_notes(figure: Any, notes: Iterable[str]) -> None:
+    """Sentences below all panels, at the left: as many in a line as there is room for."""
+    layout, lines = figure.layout, []
+    room = layout.width - layout.margin.l - layout.margin.r
+    for note in notes:
+        longer = f"{lines[-1]} {note}" if lines else note
+        if lines and text_width(longer, TICK_SIZE) <= room:
+            lines[-1] = longer
+        else:
+            lines.append(note)
+    for line in lines:
+        figure.add_annotation(
+            text=line,
+            font={"size": TICK_SIZE},
+            x=0,
+            xref="x domain",
+            xanchor="left",
+            y=0,
+            yref="y domain",
+            yanchor="middle",
+            yshift=-layout.margin.b,
+        )
+        figure.update_layout(
+            height=layout.height + _NOTE_HEIGHT, margin_b=layout.margin.b + _NOTE_HEIGHT
+        )
 
 
 def _places(sizes: Sequence[float], log: bool) -> np.ndarray:
@@ -117,11 +187,10 @@ def _places(sizes: Sequence[float], log: bool) -> np.ndarray:
     return np.log10(np.maximum(sizes, 1)) if log else np.asarray(sizes, dtype=float)
 
 
-def _ends(curves: Curves, log: bool) -> tuple[float, float]:
-    """Of the axis, without margins."""
-    places = np.concatenate([_places(curve.sizes, log) for curve in curves])
-    low = math.floor(places.min()) if log else 0
-    return low, max(float(places.max()), low + 1)
+def _stop(curves: Curves, log: bool) -> float:
+    """Where an axis from 0 (a logarithmic one from 1) ends, without margin."""
+    largest = max(curve.sizes[-1] for seeds in curves for curve in seeds.curves)
+    return max(float(_places([largest], log)[0]), 1.0)
 
 
 def _checked_pairs(
@@ -152,54 +221,73 @@ def _checked_pairs(
 
 
 def _effect_span(
-    panels: Mapping[str, Curves], with_legend: Iterable[Curves], log: bool
+    panels: Mapping[str, Curves], with_legend: Iterable[Curves], log: bool, label_height: float
 ) -> tuple[float, float]:
     """Of all panels: room for the multiplier and, where it would hide a curve, for the legend."""
-    effects = [effect for curves in panels.values() for curve in curves for effect in curve.mean]
+    drawn = [one for curves in panels.values() for seeds in curves for one in seeds.curves]
+    effects = [effect for one in drawn for effect in one.mean]
     low, high = min(0, *effects), max(1, *effects)
     # What stands where a legend at the lower right would stand.
     lowest = 1.0
     for curves in with_legend:
-        start, stop = _ends(curves, log)
-        behind = np.linspace(stop - _LEGEND_WIDTH / _WIDTH * (stop - start), stop, 33)
-        for curve in curves:
-            lowest = min(lowest, *np.interp(behind, _places(curve.sizes, log), curve.low))
+        stop = _stop(curves, log)
+        behind = np.linspace(stop - _LEGEND_WIDTH / _WIDTH * stop, stop, 33)
+        for seeds in curves:
+            for one in seeds.curves:
+                # Seeds among others have no interval.
+                ends = one.low if len(seeds.curves) == 1 else one.mean
+                lowest = min(lowest, *np.interp(behind, _places(one.sizes, log), ends))
     # Where a plot may not grow any more, a unit has fewer pixels, and texts need more of them.
-    unit = min(_UNIT, (_MAX_HEIGHT - _LEGEND_HEIGHT - _LABEL_HEIGHT) / (high - low + 0.03))
+    unit = min(_UNIT, (_MAX_HEIGHT - _LEGEND_HEIGHT - label_height) / (high - low + 0.03))
     hidden = lowest < low - 0.05 + _LEGEND_HEIGHT / unit
     room = _LEGEND_HEIGHT / unit if hidden else 0.05
-    return low - room, high + 0.03 + _LABEL_HEIGHT / unit
+    return low - room, high + 0.03 + label_height / unit
 
 
 def _add_curve(
-    figure: go.Figure, column: int, curve: EffectCurve, colour: str, parts: Parts
+    figure: go.Figure, column: int, seeds: SeedCurves, colour: str, parts: Parts
 ) -> None:
+    """A curve with its interval; or the curve of every seed, and over them their median."""
+    if len(seeds.curves) == 1:
+        one = seeds.curves[0]
+        style = {"low": one.low, "high": one.high, "name": one.name}
+        return _add_line(figure, column, one, colour, parts, one.name, "Interval", **style)
+    for seed, one in zip(seeds.seeds, seeds.curves, strict=True):
+        style = {"width": _SEED_WEIGHT, "opacity": _SEED_OPACITY, "group": one.name}
+        _add_line(
+            figure, column, one, colour, parts, f"{one.name}, seed {seed}", "Interval", **style
+        )
+    said = f"{seeds.name}, median of {len(seeds.seeds)} seeds"
+    _add_line(figure, column, seeds.median, colour, parts, said, "Seeds", name=seeds.name)
+
+
+def _add_line(
+    figure: go.Figure,
+    column: int,
+    curve: EffectCurve,
+    colour: str,
+    parts: Parts,
+    said: str,
+    interval: str,
+    **style: Any,
+) -> None:
+    """One line, with what its points say when they are pointed at."""
     what = parts.replace("_", " ")
     rows = zip(curve.sizes, curve.mean, curve.low, curve.high, strict=True)
     hover = [
         (
-            curve.name,
+            said,
             f"{size:,} {what if size != 1 else what[:-1]} kept",
             f"Explained effect {mean:.3f}",
-            f"Interval {low:.3f} to {high:.3f}",
+            f"{interval} {low:.3f} to {high:.3f}",
         )
         for size, mean, low, high in rows
     ]
-    add_line(
-        figure,
-        1,
-        column,
-        x=[max(size, 1) for size in curve.sizes] if parts == "circuit_edges" else curve.sizes,
-        y=curve.mean,
-        colour=colour,
-        name=curve.name,
-        low=curve.low,
-        high=curve.high,
-        hover=hover,
-    )
+    places = [max(size, 1) for size in curve.sizes] if parts == "circuit_edges" else curve.sizes
+    add_line(figure, 1, column, x=places, y=curve.mean, colour=colour, hover=hover, **style)
 
 
-def _log_ticks(start: float, stop: float) -> dict[str, Any]:
-    powers = range(math.floor(start), math.floor(stop + 1e-9) + 1)
+def _log_ticks(stop: float) -> dict[str, Any]:
+    powers = range(math.floor(stop + 1e-9) + 1)
     texts = ["10" + str(power).translate(_SUPERSCRIPTS) for power in powers]
     return {"tickvals": [10**power for power in powers], "ticktext": texts}

@@ -103,7 +103,7 @@ def draw_strongest(
     graph = circuit.graph
     mask = circuit.mask.cpu()
     kept = graph.edges_of(mask)
-    scores = None if edge_scores is None else edge_scores.values.detach().double().cpu()[mask]
+    scores = None if edge_scores is None else edge_scores.mean().detach().double().cpu()[mask]
     ranked = range(len(kept))
     if scores is not None:
         ranked = scores.abs().argsort(descending=True, stable=True).tolist()

@@ -149,6 +149,7 @@ def add_line(
     y: Sequence[float],
     colour: Colour,
     name: str = "",
+    group: str = "",
     low: Sequence[float] = (),
     high: Sequence[float] = (),
     hover: Sequence[Sequence[str]] = (),
@@ -165,13 +166,15 @@ def add_line(
         colour: of the line and, paler, of its intervals.
         name: of what it shows; lines of one name are switched on and off together, where a legend
             lists it.
+        group: the name with which it is switched, if no legend is to list it.
         low, high: the ends of the interval of each point; none if empty.
         hover: for each point the words of its tooltip, the first of them bold.
         width: in pixels.
         opacity: below 1 for a pale line.
         dashed: whether it is broken.
     """
-    style = {"row": row, "col": column, "mode": "lines", "legendgroup": name, "showlegend": False}
+    style = {"row": row, "col": column, "mode": "lines", "showlegend": False}
+    style["legendgroup"] = name or group
     if len(low):
         # Along the upper ends and back along the lower ones.
         figure.add_scatter(

@@ -13,7 +13,7 @@ from sparse_tl.lens import Model, read_parameters
 from sparse_tl.metrics import NoEffectError, logit_difference
 from sparse_tl.models import addition_recipe, build_pair, read_pair
 from sparse_tl.plots import CircuitDiagram
-from sparse_tl.runs.comparison import measure, report
+from sparse_tl.runs.comparison import measure, measured_folder, report
 from sparse_tl.runs.folder import RunFolder, SparseRun, save_figure
 from sparse_tl.tasks.addition import ANSWER, AdditionTask, Digit, Form, decode
 from sparse_tl.training import TargetLoss, evaluate_held_out
@@ -126,7 +126,7 @@ def _circuits(
     titles, failed = {}, []
     for digit in DIGITS:
         title = f"Addition, {digit}"
-        names = {side: f"circuits/{digit}/{side}" for side in models}
+        names = {side: f"circuits/{measured_folder(digit, seed, side)}" for side in models}
         for side, name in names.items():
             if folder.finished(name):
                 continue
@@ -142,4 +142,4 @@ def _circuits(
     if not titles:
         return {}, failed
     shown = {"dense": "Base Model", "sparse": "Sparse Model"}
-    return report(folder / "circuits", titles, shown).metrics, failed
+    return report(folder / "circuits", titles, shown, seeds=[seed]).metrics, failed

@@ -12,7 +12,7 @@ from sparse_tl.files import digest
 from sparse_tl.gates import PatchName as Patch, SparseTransformer
 from sparse_tl.lens import HookedModel, adapt, load_model, read_parameters
 from sparse_tl.models import TASKS, load_task_models, task_pairs
-from sparse_tl.runs.comparison import SIDES, Comparison, measure, report
+from sparse_tl.runs.comparison import SIDES, Comparison, measure, measured_folder, report
 from sparse_tl.runs.folder import RunFolder
 
 ORDER = ("greater_than", "ioi", "docstring", "ioi_long")
@@ -31,7 +31,7 @@ def run_circuits(
     method: str = "eap-ig",
     patch: str = "corrupted",
     batch_size: int = 32,
-    seed: int = 0,
+    seeds: Sequence[int] = (0,),
     device: str | None = None,
     restart: bool = False,
     progress: bool = True,
@@ -39,7 +39,9 @@ def run_circuits(
     """Score, evaluate and draw what is not finished yet, and return everything.
 
     Half of the prompt pairs score the edges and heads, the other half evaluates the circuits;
-    accuracy is that on 500 prompts.
+    accuracy is that on 500 prompts. 16 pairs of the other half also have circuits of their own
+    (`circuit_sizes_per_prompt`). Each seed's sparse model is compared with its own dense one.
+    Seeds can be added later: what the folder has of others is kept.
 
     Args:
         out: folder for ``metrics.json``, curves, scores, circuits and figures.
@@ -50,13 +52,14 @@ def run_circuits(
         method: how edges and heads are scored, as of `attribute_circuit_edges`.
         patch: what a part outside of the circuit shows.
         batch_size: pairs per pass.
-        seed: of the prompts, and of the built-in models.
+        seeds: of the prompts, and of the built-in models: a pair for each; all are drawn, with
+            their median. Of a pair of your own they are those of the prompts alone.
         device: where to run.
         restart: begin anew.
         progress: whether to show live progress.
 
     Raises:
-        ValueError: bad settings, or a task that the model does not do at all.
+        ValueError: bad settings, no seed, or a task that the model does not do at all.
     """
     if (model is None) != (sparse is None):
         raise ValueError(
@@ -70,6 +73,9 @@ def run_circuits(
             f"expected a method of {get_args(Method)}, a patch of {get_args(Patch)} and a batch "
             f"size of at least 1; got {method!r}, {patch!r} and {batch_size}"
         )
+    seeds = tuple(dict.fromkeys(seeds))
+    if not seeds or min(seeds) < 0:
+        raise ValueError(f"expected seeds from 0, at least one; got {list(seeds)}")
     known = {task.name: task for task in TASKS}
     unknown = [name for name in tasks if name not in known]
     if unknown:
@@ -77,32 +83,35 @@ def run_circuits(
     chosen = [known[name] for name in dict.fromkeys(tasks or ORDER)]
     settings = {
         "command": "circuits",
-        "format": 4,
+        "format": 5,
         "model": model,
         "sparse": None if sparse is None else str(sparse),
         "tasks": [task.name for task in chosen],
         "pairs": pairs,
         "method": method,
         "patch": patch,
-        "seed": seed,
     }
     folder = RunFolder(out, settings, restart=restart)
-    missing = [
-        (task, side)
-        for task in chosen
-        for side in SIDES
-        if not folder.finished(f"{task.name}/{side}")
-    ]
-    if missing:
-        with folder.stage("models"):
+    for seed in seeds:
+        missing = [
+            (task, side)
+            for task in chosen
+            for side in SIDES
+            if not folder.finished(measured_folder(task.name, seed, side))
+        ]
+        if not missing:
+            continue
+        # One pair at a time is in memory.
+        with folder.stage(f"models of seed {seed}"):
             models = _models(model, sparse, seed, device, progress)
             for side, one in models.items():
-                folder.pin(f"{side} model", digest(read_parameters(one)))
+                built_in = f", seed {seed}" if model is None else ""
+                folder.pin(f"{side} model{built_in}", digest(read_parameters(one)))
         for task, side in missing:
             own = partial(task.pairs, models["dense"])
             draw = partial(task_pairs, task) if model is None else own
-            name = f"{task.name}/{side}"
-            with folder.stage(name, f"{task.title}, {side} model"):
+            name = measured_folder(task.name, seed, side)
+            with folder.stage(name, f"{task.title}, seed {seed}, {side} model"):
                 measure(
                     models[side],
                     draw(pairs, seed=seed),
@@ -116,7 +125,8 @@ def run_circuits(
                 )
     title = "Task Model" if model is None else model
     names = {"dense": title, "sparse": f"Sparse {title}"}
-    return report(folder.path, {task.name: task.title for task in chosen}, names, patch=patch)
+    titles = {task.name: task.title for task in chosen}
+    return report(folder.path, titles, names, seeds=seeds, patch=patch)
 
 
 def _models(

@@ -1,14 +1,15 @@
 """Dense beside sparse: scores and curves measured into a folder, then drawn and compared.
 
 1. `measure` one side on one task: half of the pairs score edges and heads, the others evaluate.
-2. `report` on all tasks from what is saved: multipliers, tables, figures, circuits.
+2. `report` on all tasks and seeds from what is saved: multipliers, tables, figures, circuits.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,20 @@ import pandas as pd
 
 from sparse_tl.circuits import (
     Circuit,
-    EffectCurve,
+    CircuitSizes,
     Evaluation,
     Scores,
+    SeedCurves,
+    SeedMultipliers,
     accuracy,
     attribute_circuit_edges,
     attribute_heads,
+    circuit_sizes_per_prompt,
     evaluate_circuit_edges,
     evaluate_heads,
-    multiplier,
+    seed_multipliers,
 )
+from sparse_tl.circuits.seeds import median_size
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.files import atomic_folder, read_json, write_csv, write_json
 from sparse_tl.lens import HookedModel
@@ -40,6 +45,10 @@ LEVEL = 0.9
 """The explained effect that models are compared at."""
 SIDES = ("dense", "sparse")
 PARTS: tuple[Parts, ...] = ("heads", "circuit_edges")
+PER_PROMPT = f"circuit_edges_at_{LEVEL}_per_prompt"
+"""The name of how many circuit edges a single prompt needs."""
+PROMPTS = 16
+"""How many of the held-out pairs have circuits of their own."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,8 @@ class Comparison:
     curves: pd.DataFrame
 
     def to_pandas(self) -> pd.DataFrame:
-        """How many parts each task needs for the level of explained effect, dense and sparse."""
+        """How many parts each task needs for the level of explained effect, dense and sparse; of
+        several seeds the medians."""
         rows = [
             {
                 "task": task,
@@ -79,26 +89,45 @@ def measure(
     batch_size: int = 32,
     progress: bool = True,
 ) -> None:
-    """Scores from the first half of the pairs, curves from the other, accuracy from examples.
+    """Scores from the first half of the pairs, curves from the other, accuracy from examples; and
+    the circuits of single prompts, on some of the other half.
 
     Raises:
         ValueError: there is no effect to explain; the folder is then not written.
     """
     scoring = pairs.select(slice(0, len(pairs) // 2))
     held_out = pairs.select(slice(len(pairs) // 2, None))
+    single = held_out.select(slice(0, PROMPTS))
     options = {"patch": patch, "batch_size": batch_size, "progress": progress}
     edges = attribute_circuit_edges(model, scoring, metric, method=method, **options)
     heads = attribute_heads(model, scoring, metric, method=method, **options)
     by_edges = evaluate_circuit_edges(model, held_out, metric, edges, **options)
     by_heads = evaluate_heads(model, held_out, metric, heads, **options)
     _ = by_edges.effect, by_heads.effect  # no effect to explain is an error here, not when drawn
+    per_prompt = circuit_sizes_per_prompt(
+        model, single, metric, level=LEVEL, method=method, **options
+    )
     with atomic_folder(folder) as temporary:
         edges.save(temporary / "circuit_edge_scores")
         heads.save(temporary / "head_scores")
         by_edges.save(temporary / "circuit_edges")
         by_heads.save(temporary / "heads")
+        per_prompt.save(temporary / "circuit_edges_per_prompt")
         right = accuracy(model, examples, batch_size=batch_size)
         write_json(temporary / "accuracy.json", right)
+
+
+def measured_folder(task: str, seed: int, side: str) -> str:
+    """Where, in the folder of a run, `measure` writes one side of a seed."""
+    return f"{task}/seed-{seed}/{side}"
+
+
+def effect_curves(
+    folder: Path, task: str, seeds: Sequence[int], side: str, parts: Parts, name: str
+) -> SeedCurves:
+    """What `measure` wrote of one side on one task, to be drawn under a name."""
+    places = [folder / measured_folder(task, seed, side) / parts for seed in seeds]
+    return SeedCurves(seeds, [Evaluation.load(place).curve(name) for place in places])
 
 
 def report(
@@ -106,39 +135,45 @@ def report(
     tasks: Mapping[str, str],
     names: Mapping[str, str],
     *,
+    seeds: Sequence[int] = (0,),
     patch: str = "corrupted",
 ) -> Comparison:
     """Write figures, tables, circuits and ``metrics.json`` from what is measured.
 
     Args:
-        folder: with what `measure` wrote for each task and side, as ``<task>/<side>``.
+        folder: with what `measure` wrote, as `measured_folder` says.
         tasks: titles of the panels by the name of the task.
         names: of the models, by side.
+        seeds: that were measured.
         patch: that was measured with.
     """
     metrics: dict[str, Any] = {}
     tables: list[pd.DataFrame] = []
-    panels: dict[str, dict[str, list[EffectCurve]]] = {parts: {} for parts in PARTS}
+    panels: dict[Parts, dict[str, list[SeedCurves]]] = {parts: {} for parts in PARTS}
     for task, title in tasks.items():
-        measured: dict[str, Any] = {
-            side: {"accuracy": read_json(folder / task / side / "accuracy.json")} for side in SIDES
-        }
-        multipliers = {}
+        multipliers: dict[str, SeedMultipliers] = {}
         for parts in PARTS:
-            curves = panels[parts][title] = []
+            curves = [
+                effect_curves(folder, task, seeds, side, parts, names[side]) for side in SIDES
+            ]
+            panels[parts][title] = curves
+            multipliers[f"multiplier_{parts}"] = seed_multipliers(*curves, level=LEVEL)
+        by_seed: dict[str, Any] = {}
+        for place, seed in enumerate(seeds):
+            said = by_seed[str(seed)] = {}
             for side in SIDES:
-                found = Evaluation.load(folder / task / side / parts)
-                curves.append(found.curve(names[side]))
-                measured[side] |= {
-                    f"{parts}_at_{LEVEL}": curves[-1].size_at(LEVEL),
-                    f"{parts}_cpr": found.cpr,
-                    f"{parts}_cmd": found.cmd,
-                }
-                labels = {"task": task, "side": side, "parts": parts}
-                tables.append(pd.DataFrame({**labels, **found.to_pandas()}))
-            multipliers[f"multiplier_{parts}"] = multiplier(*curves, level=LEVEL)
-        metrics[task] = measured | multipliers
-        _draw_circuits(folder / task, title, measured, names, patch)
+                said[side], found = _numbers(folder / measured_folder(task, seed, side))
+                labels = {"task": task, "seed": seed, "side": side}
+                tables += [pd.DataFrame({**labels, "parts": p, **found[p]}) for p in PARTS]
+            said |= {name: some.values[place] for name, some in multipliers.items()}
+            shown = title if len(seeds) == 1 else f"{title}, seed {seed}"
+            _draw_circuits(folder / task / f"seed-{seed}", shown, said, names, patch)
+        metrics[task] = {
+            side: _medians([said[side] for said in by_seed.values()]) for side in SIDES
+        }
+        for name, some in multipliers.items():
+            metrics[task] |= {name: some.median, f"{name}_range": some.range and [*some.range]}
+        metrics[task]["seeds"] = by_seed
     for parts in PARTS:
         figure = effect_figure(panels[parts], parts=parts, level=LEVEL)
         save_figure(figure, folder, f"{parts}_kept")
@@ -146,6 +181,40 @@ def report(
     write_csv(folder / "curves.csv", table)
     write_json(folder / "metrics.json", metrics)
     return Comparison(metrics, table)
+
+
+def _numbers(folder: Path) -> tuple[dict[str, Any], dict[Parts, pd.DataFrame]]:
+    """What was measured of one side of one seed; and the curves as tables."""
+    said: dict[str, Any] = {"accuracy": read_json(folder / "accuracy.json")}
+    tables: dict[Parts, pd.DataFrame] = {}
+    for parts in PARTS:
+        found = Evaluation.load(folder / parts)
+        said |= {
+            f"{parts}_at_{LEVEL}": found.curve(parts).size_at(LEVEL),
+            f"{parts}_cpr": found.cpr,
+            f"{parts}_cmd": found.cmd,
+        }
+        tables[parts] = found.to_pandas()
+    single = CircuitSizes.load(folder / "circuit_edges_per_prompt")
+    said |= {
+        PER_PROMPT: single.median,
+        "prompts": len(single.sizes),
+        "prompts_not_reached": single.not_reached,
+        "prompts_no_effect": single.no_effect,
+    }
+    return said, tables
+
+
+def _medians(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of each number over seeds; prompts are counted over all of them."""
+    found: dict[str, Any] = {}
+    for name in seeds[0]:
+        values = [said[name] for said in seeds]
+        if name.startswith("prompts"):
+            found[name] = sum(values)
+        else:
+            found[name] = median_size(values) if "_at_" in name else statistics.median(values)
+    return found
 
 
 def _draw_circuits(

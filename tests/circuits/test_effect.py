@@ -69,6 +69,27 @@ class TestSizeAt:
             DENSE.size_at(level)
 
 
+class TestEffectAt:
+    def test_is_the_inverse_of_size_at(self) -> None:
+        rising = curve("m", {0: 0.0, 10: 0.4, 1000: 0.8, 5000: 1.0})
+        for level in (0.1, 0.4, 0.5, 0.93):
+            size = rising.size_at(level)
+            assert size is not None
+            assert rising.effect_at(size) == pytest.approx(level)
+        # Half of the way from log 10 to log 1000.
+        assert rising.effect_at(100) == pytest.approx(0.6)
+
+    def test_is_what_was_measured_at_a_measured_size(self) -> None:
+        steep = curve("m", {0: 0.0, 1: 0.5, 2: 1.0})
+        assert [steep.effect_at(size) for size in (0, 1, 2)] == [0.0, 0.5, 1.0]
+        assert steep.effect_at(0.5) == 0.5
+
+    @pytest.mark.parametrize("size", [2, 1001])
+    def test_refuses_what_was_not_measured(self, size: int) -> None:
+        with pytest.raises(ValueError, match=rf"expected a size in 3..1,000, .* got {size:,}"):
+            curve("m", {3: 0.4, 1000: 0.8}).effect_at(size)
+
+
 class TestEffectCurve:
     def test_holds_plain_numbers_whatever_came(self, unchecked_types: None) -> None:
         mean = np.array([0.0, 0.5], dtype=np.float32)

@@ -72,7 +72,7 @@ def test_addition_tells_what_each_digit_needs(addition: tuple[Path, Outcome]) ->
     for digit, said in circuits.items():
         assert 1 <= said["dense"]["circuit_edges_at_0.9"] <= 4 * 4 * 37, "of a graph of 4 x 4 heads"
         for side in ("dense", "sparse"):
-            scores = out / "circuits" / digit / side / "circuit_edge_scores"
+            scores = out / "circuits" / digit / "seed-0" / side / "circuit_edge_scores"
             assert (scores / "result.json").exists()
     assert "Parts needed for an explained effect of 0.9" in outcome.out
     assert (out / "circuits" / "circuit_edges_kept.html").exists()
@@ -83,7 +83,7 @@ def test_a_digit_without_an_effect_is_told_and_the_others_are_drawn(
 ) -> None:
     out = tmp_path / "addition"
     shutil.copytree(addition[0], out)
-    shutil.rmtree(out / "circuits" / "units" / "sparse")
+    shutil.rmtree(out / "circuits" / "units" / "seed-0" / "sparse")
 
     def refuse(*_: Any, **__: Any) -> None:
         raise NoEffectError("there is no effect to explain")

@@ -9,7 +9,7 @@ import pytest
 
 from sparse_tl import runs
 from sparse_tl.cli import commands
-from sparse_tl.cli.options import split_names
+from sparse_tl.cli.options import split_names, split_seeds
 from sparse_tl.training import post_train
 
 COMMANDS = {
@@ -37,6 +37,8 @@ def test_a_command_has_the_defaults_of_its_function(name: str) -> None:
             continue
         if expected[option] == ():
             default = tuple(split_names(default))
+        elif option == "seeds" and isinstance(default, str):
+            default = split_seeds(default)
         assert default == expected[option], option
 
 

@@ -98,7 +98,7 @@ def test_a_bug_is_called_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [("--debug", "circuits"), ("circuits", "--debug"), ("circuits", "--debug", "--seed", "1")],
+    [("--debug", "circuits"), ("circuits", "--debug"), ("circuits", "--debug", "--seeds", "1")],
 )
 @pytest.mark.parametrize("error", [KeyError("x"), OSError(28, "No space left on device")])
 def test_debug_shows_the_traceback_wherever_it_stands(

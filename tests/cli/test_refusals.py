@@ -20,6 +20,11 @@ REFUSED = {
     "target": (["addition", "--target-loss", "little"], "expected a target loss in nats above 0"),
     "option": (["addition", "--sed", "1"], "No such option: --sed"),
     "number": (["addition", "--seed", "one"], "--seed"),
+    "seeds": (
+        ["circuits", "--seeds", "0,-1"],
+        "expected --seeds as whole numbers, such as 0,1,2; got '0,-1'",
+    ),
+    "no seeds": (["circuits", "--seeds", ","], "expected --seeds as whole numbers"),
     "device": (
         ["circuits", "--device", "abacus"],
         "a device that PyTorch can use here, .* got 'abacus' .*See `sparse-tl circuits --help`",

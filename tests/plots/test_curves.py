@@ -12,7 +12,7 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 
-from sparse_tl.circuits import EffectCurve
+from sparse_tl.circuits import EffectCurve, SeedCurves
 from sparse_tl.plots import effect_figure
 from sparse_tl.plots.palette import MODEL_PAIRS
 from sparse_tl.plots.token_text import ELLIPSIS
@@ -72,8 +72,9 @@ class TestFigure:
         figure = effect_figure(FOUR, parts="circuit_edges").plotly
         axis = figure.layout.xaxis3
         assert (axis.type, axis.title.text) == ("log", "Number of Edges Kept")
-        assert axis.tickvals == (10, 100, 1000, 10_000, 100_000)
-        assert axis.ticktext[0] == "10¹"
+        assert axis.tickvals == (1, 10, 100, 1000, 10_000, 100_000)
+        assert axis.ticktext[:2] == ("10⁰", "10¹")
+        assert axis.range[0] < 0 and axis.range[1] > 5
         assert figure.data[1].x == (1, 10, 100, 144)
         assert figure.data[1].hovertext[0].count("0 circuit edges kept") == 1
 
@@ -176,6 +177,12 @@ class TestFigure:
         assert figure.data[1].line.color == "#102030"
         assert (figure.data[0].fillcolor, figure.data[0].opacity) == ("#102030", 0.18)
 
+    def test_the_axis_of_edges_begins_at_1_and_holds_all_sizes(self) -> None:
+        late = curve("m", {200: 0.1, 32_491: 1.0})
+        axis = effect_figure({"IOI": [late]}, parts="circuit_edges").plotly.layout.xaxis
+        assert axis.tickvals == (1, 10, 100, 1000, 10_000)
+        assert 10 ** axis.range[0] < 1 and 10 ** axis.range[1] > 32_491
+
     @pytest.mark.parametrize(
         ("panels", "options", "message"),
         [
@@ -199,6 +206,96 @@ class TestFigure:
             ValueError, match="expected parts 'heads' or 'circuit_edges'; got 'neurons'"
         ):
             effect_figure(FOUR, parts="neurons")  # type: ignore[arg-type]
+
+
+def of_seeds(name: str, *sizes: int) -> SeedCurves:
+    """Curves of several seeds, which have 0.9 exactly at these sizes."""
+    curves = [curve(name, {0: 0.0, size: 0.9, 10_000: 1.0}) for size in sizes]
+    return SeedCurves(range(len(sizes)), curves)
+
+
+class TestSeeds:
+    DENSE = of_seeds("GPT-2", 400, 1000, 2000)
+    SPARSE = of_seeds("Sparse GPT-2", 20, 100, 40)
+    SHORT = SeedCurves(
+        range(3),
+        [*SPARSE.curves[:2], curve("Sparse GPT-2", {0: 0.0, 10_000: 0.8})],
+    )
+
+    def test_a_thin_line_per_seed_and_their_median_thick_over_them(self) -> None:
+        figure = effect_figure({"IOI": [self.DENSE, self.SPARSE]}, parts="circuit_edges").plotly
+        drawn = [line for line in figure.data if not line.line.dash]
+        assert len(drawn) == 8 and not any(line.fill for line in drawn)
+        for lines, curves, colour in zip(
+            (drawn[:4], drawn[4:]), (self.DENSE, self.SPARSE), MODEL_PAIRS[0], strict=True
+        ):
+            *thin, thick = lines
+            assert {line.line.color for line in lines} == {colour}
+            assert {line.legendgroup for line in lines} == {curves.name}
+            for seed, (line, one) in enumerate(zip(thin, curves.curves, strict=True)):
+                assert line.y == one.mean and line.line.width < thick.line.width / 1.5
+                assert line.hovertext[1].startswith(f"<b>{curves.name}, seed {seed}</b><br>")
+            assert thick.y == curves.median.mean
+            assert thick.hovertext[0].startswith(f"<b>{curves.name}, median of 3 seeds</b><br>")
+        listed = [line.name for line in figure.data if line.showlegend]
+        assert listed == ["GPT-2", "Sparse GPT-2"]
+
+    def test_the_multiplier_is_the_median_of_the_seeds_own(self) -> None:
+        figure = effect_figure({"IOI": [self.DENSE, self.SPARSE]}, parts="circuit_edges").plotly
+        texts = [note.text for note in figure.layout.annotations]
+        assert "20.0x (10 to 50)" in texts
+        (dash,) = dashed(figure)
+        # From one thick line to the other.
+        ends = sorted(seeds.median.size_at(0.9) for seeds in (self.DENSE, self.SPARSE))
+        assert dash.x == pytest.approx(ends)
+
+    def test_says_what_thin_and_thick_lines_are(self) -> None:
+        panel = {"IOI": [self.DENSE, self.SPARSE]}
+        wide = effect_figure(panel | {"Docstring": panel["IOI"]}, parts="heads").plotly.layout
+        assert wide.annotations[-1].text == (
+            "3 seeds: thin; their median: thick. Multipliers: median (range)."
+        )
+        narrow = effect_figure(panel, parts="heads").plotly.layout
+        first, second = narrow.annotations[-2:]
+        assert first.text == "3 seeds: thin; their median: thick."
+        assert second.text == "Multipliers: median (range)."
+        # Below the title of the axis, one under the other, and inside of the figure.
+        assert -narrow.margin.b < second.yshift < first.yshift < -40
+        single = effect_figure({"IOI": [DENSE, SPARSE]}, parts="heads").plotly.layout
+        assert not any("seed" in note.text for note in single.annotations)
+        assert single.margin.b < wide.margin.b < narrow.margin.b
+
+    def test_a_seed_that_does_not_reach_the_level_is_told(self) -> None:
+        panels = {"IOI": [self.DENSE, self.SHORT], "Docstring": [self.DENSE, self.SPARSE]}
+        layout = effect_figure(panels, parts="circuit_edges").plotly.layout
+        said = {note.text: note for note in layout.annotations}
+        below, above = said["1 of 3 seeds: not reached"], said["15.0x (10 to 20)"]
+        assert 1 < below.y < above.y < layout.yaxis.range[1]
+        # A multiplier that stands alone is next to the curves.
+        assert said["20.0x (10 to 50)"].y == pytest.approx(below.y)
+
+    def test_no_multiplier_is_told_where_no_seed_has_one(self) -> None:
+        short = SeedCurves(range(3), self.SHORT.curves[2:] * 3)
+        figure = effect_figure({"IOI": [self.DENSE, short]}, parts="circuit_edges").plotly
+        assert "3 of 3 seeds: not reached" in [note.text for note in figure.layout.annotations]
+        assert not dashed(figure)
+
+    def test_one_seed_is_drawn_as_its_curve_is(self) -> None:
+        alone = {"IOI": [SeedCurves((7,), [DENSE]), SeedCurves((7,), [SPARSE])]}
+        for parts in ("heads", "circuit_edges"):
+            plain = effect_figure({"IOI": [DENSE, SPARSE]}, parts=parts)
+            assert effect_figure(alone, parts=parts).plotly == plain.plotly
+
+    def test_refuses_models_of_other_seeds(self) -> None:
+        with pytest.raises(ValueError, match=re.escape("got [0, 1, 2] and [0]")):
+            effect_figure({"IOI": [self.DENSE, SPARSE]}, parts="heads")
+
+    def test_is_drawn_without_a_browser(self, tmp_path: Path) -> None:
+        panels = {"IOI": [self.DENSE, self.SHORT]}
+        svg = effect_figure(panels, parts="circuit_edges").svg
+        for colour in MODEL_PAIRS[0]:
+            lines = re.findall(rf"stroke: {colour}; [^\"]*", svg)
+            assert sum("opacity: 0.55" in line for line in lines) == 3
 
 
 class TestFiles:

@@ -1,0 +1,173 @@
+"""How many circuit edges a single prompt needs, beside how many all prompts of a task need at once.
+
+A circuit that serves many prompts holds the edges of each of them. Here every prompt pair has
+scores and circuits of its own: the best-scored edges of that pair alone, evaluated on that pair,
+
+    e(C) = (m(C) - m(none)) / (m(clean) - m(none)),
+
+and its size is that at which e reaches a level and stays there, as of `EffectCurve.size_at`.
+
+1. Score the edges of all pairs, kept apart, in the passes that a mean over pairs takes too.
+2. For each pair, run its circuits of growing size as one stack of gates in one forward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sparse_tl.circuits.attribution import attribute_circuit_edges
+from sparse_tl.circuits.effect import EffectCurve, Evaluation, check_level
+from sparse_tl.circuits.evaluation import log_sizes
+from sparse_tl.circuits.gradient_passes import Method
+from sparse_tl.circuits.pair_runs import PairRuns
+from sparse_tl.circuits.scores import Scores
+from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.gates import CircuitEdges, GatedRun, Patch
+from sparse_tl.lens import HookedModel
+from sparse_tl.metrics import Metric, NoEffectError, measure
+from sparse_tl.progress import tracked
+from sparse_tl.results import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, eq=False)
+class CircuitSizes(Result):
+    """How many circuit edges each prompt pair needs by itself.
+
+    Args:
+        sizes: one per pair, not whole in general; infinite where the level is not reached, NaN
+            where the corruption does not change the pair's metric.
+        level: of explained effect.
+        total: circuit edges of the model.
+    """
+
+    sizes: Float[Tensor, " pair"]
+    level: float
+    total: int
+
+    @property
+    def median(self) -> float | None:
+        """Over the pairs whose corruption has an effect; ``None`` if there is none, or if half of
+        them do not reach the level: such pairs count as larger than all others."""
+        found = self.sizes[~self.sizes.isnan()]
+        middle = found.quantile(0.5, interpolation="midpoint").item() if len(found) else math.inf
+        return middle if math.isfinite(middle) else None
+
+    @property
+    def not_reached(self) -> int:
+        """How many pairs do not reach the level with any circuit that was measured."""
+        return int(self.sizes.isinf().sum())
+
+    @property
+    def no_effect(self) -> int:
+        """How many pairs have no effect to explain: clean and patched metric are the same."""
+        return int(self.sizes.isnan().sum())
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per pair: its number, its size, and whether it has one."""
+        import pandas as pd
+
+        outcome = pd.Series("reached", index=range(len(self.sizes)))
+        outcome[self.sizes.isinf().tolist()] = "not reached"
+        outcome[self.sizes.isnan().tolist()] = "no effect"
+        rows = {"pair": outcome.index, "size": self.sizes.tolist(), "outcome": outcome}
+        return pd.DataFrame(rows)
+
+    def __repr__(self) -> str:
+        middle = "none" if self.median is None else f"{self.median:,.1f}"
+        return (
+            f"CircuitSizes({len(self.sizes)} pairs, {self.level} of the effect of each: median "
+            f"{middle} of {self.total:,} circuit edges; {self.not_reached} not reached, "
+            f"{self.no_effect} without an effect)"
+        )
+
+
+def circuit_sizes_per_prompt(
+    model: HookedModel,
+    pairs: PromptPairs,
+    metric: Metric,
+    *,
+    level: float = 0.9,
+    method: Method | str = "eap-ig",
+    steps: int = 5,
+    sizes: Sequence[int] | None = None,
+    patch: Patch = "corrupted",
+    batch_size: int = 32,
+    progress: bool = True,
+) -> CircuitSizes:
+    """How many circuit edges each prompt pair needs, with scores of that pair alone.
+
+    With patches "corrupted" and "zero" it is what `attribute_circuit_edges` and
+    `evaluate_circuit_edges` find on every pair by itself; the mean and the draws of "mean" and
+    "resample" are over all pairs.
+
+    Args:
+        model: dense or sparse; it is not changed.
+        pairs: the prompts; each scores and evaluates its own circuits.
+        metric: one value per pair.
+        level: explained effect, above 0 and at most 1.
+        method: how edges are scored, as of `attribute_circuit_edges`.
+        steps: of the interpolation.
+        sizes: how many of the best edges are taken; when left out, `log_sizes` of all edges.
+        patch: what all else shows, as of `PairRuns`.
+        batch_size: pairs per pass of the scores, and circuits per pass of a pair.
+        progress: whether to show it.
+
+    Raises:
+        ValueError: a level out of range, no size, one that the graph does not have, or what
+            `attribute_circuit_edges` refuses.
+    """
+    check_level(level)
+    options = {"method": method, "steps": steps, "patch": patch, "progress": progress}
+    scores = attribute_circuit_edges(
+        model, pairs, metric, by_pair=True, batch_size=batch_size, **options
+    )
+    graph = scores.site
+    asked = sorted(log_sizes(graph.n_parts) if sizes is None else sizes)
+    if not asked:
+        raise ValueError("expected at least one size; got none")
+    found = []
+    runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size=1)
+    with torch.no_grad(), tracked("circuits of single prompts", len(pairs), progress) as step:
+        for values, (pair, run) in zip(scores.values, runs, strict=True):
+            own = Scores(graph, values, scores.method)
+            joined = (own.top(size).connected(patch=patch) for size in asked)
+            circuits = {len(circuit): circuit.mask for circuit in joined}
+            measured = _evaluated(circuits, graph.n_parts, pair, run, metric, batch_size)
+            found.append(_size(measured, level))
+            step()
+    return CircuitSizes(torch.tensor(found, dtype=torch.float64), level, graph.n_parts)
+
+
+def _evaluated(
+    circuits: Mapping[int, Bool[Tensor, "source destination"]],
+    total: int,
+    pair: PromptPairs,
+    run: GatedRun,
+    metric: Metric,
+    rows: int,
+) -> Evaluation:
+    """Circuits by their size on one pair, so many of them in one forward pass."""
+    clean = measure(metric, run.clean_logits, pair)
+    masks = torch.stack([torch.zeros_like(next(iter(circuits.values()))), *circuits.values()])
+    logits = torch.cat([run.logits(some) for some in masks.split(rows)])
+    none, *values = [measure(metric, row, pair).cpu().double() for row in logits]
+    return Evaluation(tuple(circuits), total, torch.stack(values), clean.cpu().double(), none)
+
+
+def _size(measured: Evaluation, level: float) -> float:
+    try:
+        effect = measured.effect.tolist()
+    except NoEffectError:
+        return math.nan
+    size = EffectCurve("one pair", measured.sizes, effect, effect, effect).size_at(level)
+    return math.inf if size is None else size

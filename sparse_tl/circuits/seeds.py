@@ -1,0 +1,206 @@
+"""Explained effect over seeds: curves of one model made anew from several seeds, and multipliers.
+
+Seeds are summed up by medians: the median curve has at each size the median of the seeds' effects;
+sizes and multipliers are found for every seed by itself, and then the median and the range of
+them are told. A seed that does not reach the level is counted, and named.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from sparse_tl.circuits.effect import EffectCurve, multiplier
+from sparse_tl.results import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class SeedCurves(Result):
+    """The explained effect in one model on one task, for each of the seeds that it was made from.
+
+    Args:
+        seeds: all different.
+        curves: one per seed, of one name.
+
+    Raises:
+        ValueError: no seed, one that is there twice, curves of several names or another number of
+            them, or curves that have no size in common.
+    """
+
+    seeds: Sequence[int]
+    curves: Sequence[EffectCurve]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seeds", tuple(int(seed) for seed in self.seeds))
+        object.__setattr__(self, "curves", tuple(self.curves))
+        names = [curve.name for curve in self.curves]
+        if not 1 <= len(set(self.seeds)) == len(self.seeds) == len(names) or len(set(names)) > 1:
+            raise ValueError(
+                "expected one curve for each seed, all different, of a model of one name; got "
+                f"seeds {list(self.seeds)} and curves of {names}"
+            )
+        if not self._common:
+            raise ValueError(
+                f"expected curves of {self.name!r} with a size in common; they were measured from "
+                f"{[curve.sizes[0] for curve in self.curves]} to "
+                f"{[curve.sizes[-1] for curve in self.curves]} parts"
+            )
+
+    @property
+    def name(self) -> str:
+        """Of the model."""
+        return self.curves[0].name
+
+    @cached_property
+    def median(self) -> EffectCurve:
+        """At each size the median of the seeds' effects, with their range in place of an interval.
+
+        Sizes are those of any seed that lie within what all seeds were measured at; a seed that
+        was not measured at one is interpolated (`EffectCurve.effect_at`). Of a single seed it is
+        that seed's own curve, with its interval.
+        """
+        if len(self.curves) == 1:
+            return self.curves[0]
+        effects = [[curve.effect_at(size) for curve in self.curves] for size in self._common]
+        medians = [statistics.median(some) for some in effects]
+        return EffectCurve(
+            self.name, self._common, medians, [min(e) for e in effects], [max(e) for e in effects]
+        )
+
+    @property
+    def _common(self) -> list[int]:
+        """Every measured size that is within the measured sizes of all seeds."""
+        low = max(curve.sizes[0] for curve in self.curves)
+        high = min(curve.sizes[-1] for curve in self.curves)
+        sizes = {size for curve in self.curves for size in curve.sizes}
+        return sorted(size for size in sizes if low <= size <= high)
+
+    def sizes_at(self, level: float = 0.9) -> tuple[float | None, ...]:
+        """`EffectCurve.size_at` of every seed; ``None`` where one does not reach the level."""
+        return tuple(curve.size_at(level) for curve in self.curves)
+
+    def size_at(self, level: float = 0.9) -> float | None:
+        """The median of the seeds' sizes at a level.
+
+        Args:
+            level: explained effect, above 0 and at most 1.
+
+        Returns:
+            Number of parts; a seed that does not reach the level counts as larger than all others,
+            and ``None`` is the median if it is one of these.
+
+        Raises:
+            ValueError: if the level is out of range.
+        """
+        return median_size(self.sizes_at(level))
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per seed and size: seed, name, size, mean, low, high."""
+        import pandas as pd
+
+        tables = [curve.to_pandas() for curve in self.curves]
+        for seed, table in zip(self.seeds, tables, strict=True):
+            table.insert(0, "seed", seed)
+        return pd.concat(tables, ignore_index=True)
+
+    def __repr__(self) -> str:
+        return f"SeedCurves({self.name!r}, seeds {list(self.seeds)})"
+
+
+@dataclass(frozen=True)
+class SeedMultipliers(Result):
+    """How many times as many parts the dense model needs, seed by seed.
+
+    Args:
+        seeds: in the order of the values.
+        values: of each seed; ``None`` where its dense or its sparse model does not reach the level.
+        level: of explained effect.
+    """
+
+    seeds: Sequence[int]
+    values: Sequence[float | None]
+    level: float = 0.9
+
+    @property
+    def found(self) -> tuple[float, ...]:
+        """Those of the seeds that have one."""
+        return tuple(value for value in self.values if value is not None)
+
+    @property
+    def median(self) -> float | None:
+        """Over the seeds that have a multiplier; ``None`` if none has: see `missing`."""
+        return statistics.median(self.found) if self.found else None
+
+    @property
+    def range(self) -> tuple[float, float] | None:
+        """The smallest and the largest."""
+        return (min(self.found), max(self.found)) if self.found else None
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The seeds that do not reach the level, dense or sparse."""
+        pairs = zip(self.seeds, self.values, strict=True)
+        return tuple(seed for seed, value in pairs if value is None)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per seed: its multiplier, NaN where there is none."""
+        import pandas as pd
+
+        values = pd.Series(self.values, dtype=float)
+        return pd.DataFrame({"seed": self.seeds, "multiplier": values})
+
+    def words(self) -> tuple[str, ...]:
+        """What a figure says: "23.6x (18 to 31)", and "1 of 3 seeds: not reached" if so."""
+        said = []
+        if self.median is not None and self.range is not None:
+            low, high = (format(end, ",.0f" if end >= 10 else ".1f") for end in self.range)
+            among = f" ({low} to {high})" if len(self.found) > 1 else ""
+            said.append(f"{self.median:,.1f}x{among}")
+        if self.missing:
+            of = f"{len(self.missing)} of {len(self.seeds)} seeds: " if len(self.seeds) > 1 else ""
+            said.append(f"{of}not reached")
+        return tuple(said)
+
+    def __str__(self) -> str:
+        return "; ".join(self.words())
+
+
+def seed_multipliers(dense: SeedCurves, sparse: SeedCurves, level: float = 0.9) -> SeedMultipliers:
+    """`multiplier` of each seed's own dense model beside its own sparse one.
+
+    Args:
+        dense: the curves of the dense models.
+        sparse: those of the sparse models that were made from them, on the same task.
+        level: explained effect, above 0 and at most 1.
+
+    Raises:
+        ValueError: models of different seeds, or a level out of range.
+    """
+    if dense.seeds != sparse.seeds:
+        raise ValueError(
+            "expected dense and sparse curves of the same seeds in the same order; got "
+            f"{list(dense.seeds)} and {list(sparse.seeds)}"
+        )
+    pairs = zip(dense.curves, sparse.curves, strict=True)
+    return SeedMultipliers(
+        dense.seeds, tuple(multiplier(*pair, level=level) for pair in pairs), level
+    )
+
+
+def median_size(sizes: Sequence[float | None]) -> float | None:
+    """The median of sizes, of which some were not reached: those count as larger than all others.
+
+    Raises:
+        ValueError: no size.
+    """
+    if not sizes:
+        raise ValueError("expected at least one size; got none")
+    middle = statistics.median(math.inf if size is None else size for size in sizes)
+    return middle if math.isfinite(middle) else None

@@ -1,0 +1,116 @@
+"""What single prompts need: as a loop over pairs finds it, and what is said of pairs without it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_tl.circuits import (
+    CircuitSizes,
+    attribute_circuit_edges,
+    circuit_sizes_per_prompt,
+    evaluate_circuit_edges,
+)
+from sparse_tl.circuits.effect import Evaluation
+from sparse_tl.circuits.per_prompt import _size
+from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.lens import Model
+from sparse_tl.metrics import NoEffectError, logit_difference
+
+METHODS = ("eap", "eap-ig", "eap-ig-activations")
+
+
+def one_by_one(model: Model, pairs: PromptPairs, level: float, **options: Any) -> list[float]:
+    """The sizes of single pairs, by the functions that take any pairs."""
+    found = []
+    patch = options.get("patch", "corrupted")
+    for row in range(len(pairs)):
+        pair = pairs.select(slice(row, row + 1))
+        scores = attribute_circuit_edges(model, pair, logit_difference, progress=False, **options)
+        measured = evaluate_circuit_edges(
+            model, pair, logit_difference, scores, patch=patch, progress=False
+        )
+        try:
+            size = measured.curve("one").size_at(level)
+        except NoEffectError:
+            size = math.nan
+        found.append(math.inf if size is None else size)
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_scores_by_pair_are_those_of_each_pair(
+    model: Model, pairs: PromptPairs, method: str
+) -> None:
+    options = {"method": method, "steps": 3, "progress": False}
+    found = attribute_circuit_edges(
+        model, pairs, logit_difference, by_pair=True, batch_size=2, **options
+    )
+    assert found.values.shape == (len(pairs), *found.site.exists.shape)
+    for row, values in enumerate(found.values):
+        pair = pairs.select(slice(row, row + 1))
+        alone = attribute_circuit_edges(model, pair, logit_difference, **options)
+        torch.testing.assert_close(values, alone.values, rtol=1e-9, atol=1e-9)
+    together = attribute_circuit_edges(model, pairs, logit_difference, **options)
+    torch.testing.assert_close(found.mean(), together.values, rtol=1e-9, atol=1e-9)
+    assert found.values.std(dim=0).max() > 0.01
+
+
+@pytest.mark.parametrize("patch", ["corrupted", "zero"])
+def test_sizes_are_those_of_a_loop_over_pairs(model: Model, pairs: PromptPairs, patch: Any) -> None:
+    """Also of a pair whose prompts are the same, which corruption leaves without an effect."""
+    pairs = replace(pairs, corrupted=torch.cat([pairs.clean[:1], pairs.corrupted[1:]]))
+    found = circuit_sizes_per_prompt(
+        model,
+        pairs,
+        logit_difference,
+        level=0.7,
+        steps=2,
+        patch=patch,
+        batch_size=3,
+        progress=False,
+    )
+    expected = one_by_one(model, pairs, 0.7, steps=2, patch=patch)
+    torch.testing.assert_close(
+        found.sizes, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=0, equal_nan=True
+    )
+    assert found.no_effect == (patch == "corrupted")
+    assert len(found.sizes[1:].unique()) > 1
+
+
+def test_the_median_is_over_pairs_with_an_effect_and_counts_what_is_never_reached() -> None:
+    found = CircuitSizes(torch.tensor([8.0, math.nan, 2.0, math.inf]), 0.9, 100)
+    assert (found.median, found.not_reached, found.no_effect) == (8.0, 1, 1)
+    assert found.to_pandas()["outcome"].tolist() == [
+        "reached",
+        "no effect",
+        "reached",
+        "not reached",
+    ]
+    assert CircuitSizes(torch.tensor([8.0, 2.0]), 0.9, 100).median == 5.0
+    for sizes in ([math.nan], [math.inf, math.inf, 1.0], [1.0, math.inf]):
+        assert CircuitSizes(torch.tensor(sizes), 0.9, 100).median is None
+    assert repr(found) == (
+        "CircuitSizes(4 pairs, 0.9 of the effect of each: median 8.0 of 100 circuit edges; "
+        "1 not reached, 1 without an effect)"
+    )
+
+
+def test_a_pair_that_falls_short_is_infinite() -> None:
+    one = torch.ones(1).double()
+    values = torch.tensor([[0.2], [0.5]]).double()
+    assert _size(Evaluation((1, 5), 9, values, one, 0 * one), 0.9) == math.inf
+    assert _size(Evaluation((1, 5), 9, values, one, 0 * one), 0.5) == pytest.approx(5)
+    assert math.isnan(_size(Evaluation((1, 5), 9, values, one, one), 0.9))
+
+
+def test_refuses_what_makes_no_sense(model: Model, pairs: PromptPairs) -> None:
+    ask = {"progress": False, "steps": 1}
+    with pytest.raises(ValueError, match="expected a level above 0 and at most 1"):
+        circuit_sizes_per_prompt(model, pairs, logit_difference, level=1.5, **ask)
+    with pytest.raises(ValueError, match="expected at least one size"):
+        circuit_sizes_per_prompt(model, pairs, logit_difference, sizes=[], **ask)

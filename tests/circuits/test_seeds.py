@@ -1,0 +1,140 @@
+"""Curves and multipliers over seeds: medians, ranges, and seeds that fall short."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from sparse_tl.circuits import EffectCurve, SeedCurves, SeedMultipliers, seed_multipliers
+from sparse_tl.circuits.seeds import median_size
+
+
+def curve(effects: dict[int, float], name: str = "m") -> EffectCurve:
+    mean = list(effects.values())
+    return EffectCurve(name, list(effects), mean, [e - 0.1 for e in mean], [e + 0.1 for e in mean])
+
+
+def reaching(*sizes: int, name: str = "m") -> SeedCurves:
+    """Curves that have 0.9 exactly at these sizes, one seed each."""
+    curves = [curve({0: 0.0, size: 0.9, 10_000: 1.0}, name) for size in sizes]
+    return SeedCurves(range(len(sizes)), curves)
+
+
+SHORT = curve({0: 0.0, 10_000: 0.8})
+
+
+def test_the_median_curve_has_the_median_effect_at_every_size() -> None:
+    found = SeedCurves(
+        (0, 1, 2),
+        [
+            curve({0: 0.0, 10: 0.2, 100: 0.6, 1000: 1.0}),
+            curve({0: 0.1, 10: 0.9, 100: 0.95, 1000: 0.99}),
+            curve({0: 0.0, 10: 0.4, 1000: 0.8}),  # 0.6 at 100, half way in the logarithm
+        ],
+    )
+    assert found.median.sizes == (0, 10, 100, 1000)
+    assert found.median.mean == pytest.approx((0.0, 0.4, 0.6, 0.99))
+    assert found.median.low == pytest.approx((0.0, 0.2, 0.6, 0.8))
+    assert found.median.high == pytest.approx((0.1, 0.9, 0.95, 1.0))
+
+
+def test_the_median_curve_ends_where_the_first_seed_does() -> None:
+    found = SeedCurves((4, 7), [curve({1: 0.0, 50: 0.5}), curve({2: 0.0, 8: 0.3, 100: 1.0})])
+    assert found.median.sizes == (2, 8, 50)
+
+
+def test_a_single_seed_is_its_own_median_with_its_interval() -> None:
+    one = curve({0: 0.0, 10: 1.0})
+    found = SeedCurves((3,), (one,))
+    assert found.median == one
+    assert found.size_at(0.9) == one.size_at(0.9)
+    (only,) = seed_multipliers(found, found).values
+    assert only == 1
+
+
+def test_sizes_are_each_seeds_and_their_median() -> None:
+    found = reaching(10, 1000, 100)
+    assert found.sizes_at(0.9) == pytest.approx((10, 1000, 100))
+    assert found.size_at(0.9) == pytest.approx(100)
+
+
+def test_a_seed_that_falls_short_counts_as_the_largest() -> None:
+    two_of_three = SeedCurves((0, 1, 2), [*reaching(10, 100).curves, SHORT])
+    assert two_of_three.sizes_at(0.9)[2] is None
+    assert two_of_three.size_at(0.9) == pytest.approx(100)
+    one_of_three = SeedCurves((0, 1, 2), [*reaching(10).curves, SHORT, SHORT])
+    assert one_of_three.size_at(0.9) is None
+    assert median_size([5.0, None]) is None
+    with pytest.raises(ValueError, match="expected at least one size"):
+        median_size([])
+
+
+def test_multipliers_are_those_of_each_seeds_own_pair() -> None:
+    """Not of the medians: 2, 4 and 100 times, but 100 / 20 between the medians' sizes."""
+    dense, sparse = reaching(40, 100, 2000), reaching(20, 25, 20)
+    found = seed_multipliers(dense, sparse)
+    assert found.values == pytest.approx((2, 4, 100))
+    assert found.median == pytest.approx(4)
+    assert found.range == pytest.approx((2, 100))
+    assert str(found) == "4.0x (2.0 to 100)"
+    half = seed_multipliers(dense, sparse, 0.45)
+    assert half.level == 0.45
+    assert half.values == pytest.approx((2**0.5, 2, 10))
+
+
+def test_a_seed_without_a_multiplier_is_named() -> None:
+    dense = reaching(40, 100, 2000)
+    sparse = SeedCurves((0, 1, 2), [*reaching(20, 25).curves, SHORT])
+    found = seed_multipliers(dense, sparse)
+    assert found.values[2] is None
+    assert found.missing == (2,)
+    assert found.median == pytest.approx(3)
+    assert found.words() == ("3.0x (2.0 to 4.0)", "1 of 3 seeds: not reached")
+    assert found.to_pandas()["multiplier"].isna().tolist() == [False, False, True]
+    assert SeedMultipliers((0, 1), (None, None)).words() == ("2 of 2 seeds: not reached",)
+    assert SeedMultipliers((0, 1), (None, None)).median is None
+    assert str(SeedMultipliers((0,), (None,))) == "not reached"
+    assert str(SeedMultipliers((0,), (23.61,))) == "23.6x"
+
+
+def test_to_pandas_has_a_row_per_seed_and_size() -> None:
+    table = SeedCurves((5, 2), reaching(10, 100).curves).to_pandas()
+    assert list(table.columns) == ["seed", "name", "size", "mean", "low", "high"]
+    assert table["seed"].tolist() == [5] * 3 + [2] * 3
+    assert table["size"].tolist() == [0, 10, 10_000, 0, 100, 10_000]
+
+
+def test_results_are_saved_whole(tmp_path: Path) -> None:
+    curves = reaching(10, 100)
+    found = SeedMultipliers((0, 1), (2.0, None), 0.8)
+    assert SeedCurves.load(curves.save(tmp_path / "curves")) == curves
+    assert SeedMultipliers.load(found.save(tmp_path / "multipliers")) == found
+    pd.testing.assert_frame_equal(
+        SeedCurves.load(tmp_path / "curves").to_pandas(), curves.to_pandas()
+    )
+
+
+@pytest.mark.parametrize(
+    ("seeds", "curves", "message"),
+    [
+        ((), (), "expected one curve for each seed, all different"),
+        ((1, 1), (SHORT, SHORT), "got seeds [1, 1]"),
+        ((1, 2), (SHORT,), "and curves of ['m']"),
+        ((1, 2), (SHORT, curve({1: 1.0}, "other")), "and curves of ['m', 'other']"),
+        ((1, 2), (curve({1: 0.1}), curve({2: 0.1})), "with a size in common"),
+    ],
+)
+def test_refuses_bad_curves(
+    seeds: tuple[int, ...], curves: tuple[EffectCurve, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SeedCurves(seeds, curves)
+
+
+def test_refuses_models_of_other_seeds() -> None:
+    other = SeedCurves((1, 0), reaching(10, 10).curves)
+    with pytest.raises(ValueError, match=re.escape("same order; got [0, 1] and [1, 0]")):
+        seed_multipliers(reaching(10, 10), other)
