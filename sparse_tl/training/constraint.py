@@ -110,7 +110,7 @@ class LossConstraint:
     @property
     def lambda_(self) -> Float[Tensor, " group"]:
         """lambda of every group."""
-        return torch.stack(self._log_lambdas).detach().exp()
+        return torch.stack([one.detach() for one in self._log_lambdas]).exp()
 
     def update(self, violation: Float[Tensor, " group"]) -> None:
         """Move lambda by one step.
