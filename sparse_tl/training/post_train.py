@@ -23,9 +23,8 @@ from sparse_tl.training.loop import train
 from sparse_tl.training.objectives import SparsityObjective
 
 EVALUATIONS = 40
-"""Validation evaluations of a run; the learning rate warms up until the first of them."""
-DECAY = 0.6
-"""Last part of a run, over which the learning rate falls."""
+"""Validation evaluations of a run; the learning rate warms up until the first of them, and falls
+from there on, as the gates' noise does."""
 
 
 def post_train(
@@ -98,7 +97,7 @@ def post_train(
         steps=steps,
         learning_rate=peak,
         warmup=every,
-        decay=DECAY,
+        decay=1.0,
         accumulate=getattr(stream, "accumulate", 1),
         precision=precision,
         seed=seed,
