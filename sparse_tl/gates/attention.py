@@ -154,8 +154,8 @@ def check_edge_cost(cost: Float[Tensor, "*#edge"], edges: Sequence[int | None]) 
 
 
 def costs_of_first(
-    cost: Float[Tensor, "*#edge"] | None, width: int
-) -> Float[Tensor, "*#edge"] | None:
+    cost: Float[Tensor, "*edge"] | None, width: int
+) -> Float[Tensor, "*first"] | None:
     """Costs of the attention edges among the first columns of a prompt.
 
     Args:
