@@ -66,7 +66,7 @@ RESULTS: dict[str, Any] = {
     "curve": EffectCurve("dense", (0, 2), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0)),
     "curves of seeds": SeedCurves((0, 3), [EffectCurve("dense", (0, 2), *[(0.0, 1.0)] * 3)] * 2),
     "multipliers": SeedMultipliers((0, 3), (2.5, None)),
-    "sizes of prompts": CircuitSizes(torch.tensor([3.5, torch.inf, torch.nan]).double(), 0.9, 20),
+    "sizes of prompts": CircuitSizes(torch.tensor([3.5, torch.inf]).double(), 0.9, 20),
     "roc": Roc(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]), 0.5),
     "overlap": Overlap(0.5, 0.75, 0.6),
     "attention graph": AttentionGraph(

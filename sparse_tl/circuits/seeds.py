@@ -160,7 +160,8 @@ class SeedMultipliers(Result):
         """What a figure says: "23.6x (18 to 31)", and "1 of 3 seeds: not reached" if so."""
         said = []
         if self.median is not None and self.range is not None:
-            low, high = (format(end, ",.0f" if end >= 10 else ".1f") for end in self.range)
+            # 9.96 is 10, and not 10.0 beside a median of 14.2.
+            low, high = (format(end, ",.0f" if end >= 9.95 else ".1f") for end in self.range)
             among = f" ({low} to {high})" if len(self.found) > 1 else ""
             said.append(f"{self.median:,.1f}x{among}")
         if self.missing:

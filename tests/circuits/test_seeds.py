@@ -98,6 +98,7 @@ def test_a_seed_without_a_multiplier_is_named() -> None:
     assert SeedMultipliers((0, 1), (None, None)).median is None
     assert str(SeedMultipliers((0,), (None,))) == "not reached"
     assert str(SeedMultipliers((0,), (23.61,))) == "23.6x"
+    assert str(SeedMultipliers((0, 1), (9.96, 12.04))) == "11.0x (10 to 12)"
 
 
 def test_to_pandas_has_a_row_per_seed_and_size() -> None:
