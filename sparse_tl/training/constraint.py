@@ -36,6 +36,8 @@ SMOOTHING = 0.95
 """Weight of the past in the average of the violations."""
 CLIP = 3.0
 """The largest average violation that is told from larger ones."""
+WILD = 30.0
+"""The largest violation of one step that the average knows, up or down."""
 BOUNDS = (-5.0, 10.0)
 """Of log lambda."""
 
@@ -123,6 +125,7 @@ class LossConstraint:
             if math.isnan(found):
                 log_lambda.grad = None
                 continue
+            found = min(max(found, -WILD), WILD)
             average = found if average is None else SMOOTHING * average + (1 - SMOOTHING) * found
             self._averages[group] = average
             log_lambda.grad = torch.full_like(log_lambda, min(max(average, -1.0), CLIP))

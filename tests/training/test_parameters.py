@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -166,7 +167,10 @@ def test_there_are_so_many_evaluations(echo: Echo, monkeypatch: pytest.MonkeyPat
     evaluated = history.dropna(subset=["validation_loss"])["step"].tolist()
     assert evaluated == [0, 3, 6, 9, 10]
     warm_up = history["rate"].dropna().tolist()[:4]
-    assert warm_up == pytest.approx([5e-2 / 3, 5e-2 * 2 / 3, 5e-2, 5e-2])
+    falling = [0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / 10)) for step in range(4)]
+    risen = [1 / 3, 2 / 3, 1, 1]
+    expected = [5e-2 * part * left for part, left in zip(risen, falling, strict=True)]
+    assert warm_up == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +224,7 @@ def test_dear_edges_become_rarer(echo: Echo, dear: int) -> None:
     cost[dear] = 5.0
     active = {}
     for name, edge_cost in (("equal", None), ("dear", cost)):
-        _, sparse = echo(edge_cost=edge_cost, steps=12, learning_rate={"gates": 0.2})
+        _, sparse = echo(edge_cost=edge_cost, steps=16, learning_rate={"gates": 0.3})
         counts = sparse.count_attention_edges(echo.rows(seed=1).tokens)
         active[name] = counts.by_head().sum(dim=1)
     assert active["dear"][dear] < 0.8 * active["dear"][1 - dear]
