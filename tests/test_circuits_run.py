@@ -101,7 +101,10 @@ def test_what_is_finished_is_not_measured_again(
 
 
 def test_seeds_are_added_compared_each_with_its_own_and_summed_up(
-    run: tuple[Path, Any], models: tuple[Path, Path], tmp_path: Path
+    run: tuple[Path, Any],
+    models: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of the prompts here; the first seed, measured before, is not measured again."""
     out, dense, sparse = tmp_path / "out", *models
@@ -138,10 +141,15 @@ def test_seeds_are_added_compared_each_with_its_own_and_summed_up(
     assert set(outcome.curves["seed"]) == {0, 1}
     svg = (out / "circuit_edges_kept.svg").read_text()
     assert svg.count("opacity: 0.55") == 4
+    monkeypatch.setenv("COLUMNS", "200")
     with console.capture() as printed:
         comparison(outcome.metrics)
-    assert "medians of 2 seeds" in " ".join(printed.get().split())
-    assert "of one prompt" in " ".join(printed.get().split())
+    shown = printed.get()
+    assert "medians of 2 seeds (range)" in shown and "of one prompt" in shown
+    low, high = said["multiplier_heads_range"]
+    assert f"{said['multiplier_heads']:.1f}x ({low:.1f} to {high:.1f})" in shown
+    single = [said[side]["circuit_edges_at_0.9_per_prompt"] for side in ("dense", "sparse")]
+    assert "{:.1f}, {:.1f}".format(*single) in shown
 
 
 def test_other_weights_under_the_same_name(
