@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
-from sparse_tl.circuits import CircuitSizes, Evaluation, Scores, multiplier
+from sparse_tl.circuits import CircuitSizes, Evaluation, Scores, SeedMultipliers, multiplier
 from sparse_tl.cli.printing import comparison, console
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import load_model, save_model
@@ -146,8 +146,8 @@ def test_seeds_are_added_compared_each_with_its_own_and_summed_up(
         comparison(outcome.metrics)
     shown = printed.get()
     assert "medians of 2 seeds (range)" in shown and "of one prompt" in shown
-    low, high = said["multiplier_heads_range"]
-    assert f"{said['multiplier_heads']:.1f}x ({low:.1f} to {high:.1f})" in shown
+    ratios = [one["multiplier_heads"] for one in (first, second)]
+    assert str(SeedMultipliers((0, 1), ratios)) in shown
     single = [said[side]["circuit_edges_at_0.9_per_prompt"] for side in ("dense", "sparse")]
     assert "{:.1f}, {:.1f}".format(*single) in shown
 
