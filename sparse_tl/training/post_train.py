@@ -67,7 +67,7 @@ def post_train(
             this is the cost of an attention edge relative to that. What is reported of attention
             edges is never weighted.
         head_cost: what a head counts that is open anywhere in a batch, beside attention edges at 1;
-            above 0, heads are shut for good, and those that are left serve all examples.
+            above 0, heads that are hardly used shut for good.
         seed: of gate noise.
         precision: "bf16" runs the forward pass under autocast.
         checkpoint: folder of the run's checkpoint; found there, an interrupted run goes on.
