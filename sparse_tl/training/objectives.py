@@ -20,7 +20,7 @@ NO_NOISE = 0.9
 """Part of the run after which the gates have no noise."""
 DISTILLED = 0.5
 """Share of ``KL(dense || sparse)`` in the loss that is minimised, where there is a dense model."""
-SLACK = 0.02
+SLACK = 0.035
 """Nats above the target that are allowed at full noise."""
 FLOOR = 0.2
 """Gradient on open gates, for each logit that they are open by, where the sigmoid has none."""
