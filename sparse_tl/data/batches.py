@@ -114,7 +114,7 @@ class TokenBatch(Rows):
         stop = int(self.loss_mask.any(dim=0).nonzero()[-1]) + 1
         mask = self.attention_mask
         start = 0 if mask is None else int(mask.any(dim=0).nonzero()[0])
-        return self._each(lambda tensor: tensor[:, start:stop] if tensor.ndim > 1 else tensor)
+        return self._columns(start, stop)
 
     def by_length(self, parts: int = 4) -> list[TokenBatch]:
         """The rows in parts of like length, each without columns that are padding on the right.
@@ -130,13 +130,13 @@ class TokenBatch(Rows):
         ends = (columns * self.attention_mask.bool()).amax(dim=1)
         if bool((ends == ends[0]).all()):
             parts = 1
-        pieces = self.select(ends.argsort(stable=True)).split(math.ceil(len(self) / parts))
-        return [piece._without_padding() for piece in pieces]
+        order = ends.argsort(stable=True)
+        pieces = self.select(order).split(math.ceil(len(self) / parts))
+        stops = ends[order].split([len(piece) for piece in pieces])
+        return [piece._columns(0, int(last[-1])) for piece, last in zip(pieces, stops, strict=True)]
 
-    def _without_padding(self) -> TokenBatch:
-        assert self.attention_mask is not None
-        stop = int(self.attention_mask.any(dim=0).nonzero()[-1]) + 1
-        return self._each(lambda tensor: tensor[:, :stop] if tensor.ndim > 1 else tensor)
+    def _columns(self, start: int, stop: int) -> TokenBatch:
+        return self._each(lambda tensor: tensor[:, start:stop] if tensor.ndim > 1 else tensor)
 
     @property
     def n_groups(self) -> int:

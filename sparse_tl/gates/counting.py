@@ -67,12 +67,12 @@ class AttentionEdgeCounts(Result):
     @property
     def active_per_prompt(self) -> float:
         """Active edges of one prompt, summed over layers and heads; mean over prompts."""
-        return self.active.sum(dim=(0, 2)).double().mean().item()
+        return _per_prompt(self.active)
 
     @property
     def possible_per_prompt(self) -> float:
         """Causal edges of one prompt, summed over layers and heads; mean over prompts."""
-        return self.possible.sum(dim=(0, 2)).double().mean().item()
+        return _per_prompt(self.possible)
 
     @property
     def active_per_token(self) -> float:
@@ -98,6 +98,17 @@ class AttentionEdgeCounts(Result):
     def possible_mlps_per_prompt(self) -> float | None:
         """Layers times real tokens of one prompt; mean over prompts."""
         return None if self.possible_mlps is None else _per_prompt(self.possible_mlps)
+
+    @property
+    def active_size_per_prompt(self) -> float | None:
+        """Active edges, each at its cost, and open MLP outputs of one prompt; mean over prompts.
+
+        None where MLPs have no gates.
+        """
+        if self.active_mlps is None:
+            return None
+        edges = self.active if self.active_cost is None else self.active_cost
+        return _per_prompt(edges) + _per_prompt(self.active_mlps)
 
     def by_head(self) -> Float[Tensor, "layer head"]:
         """Active edges per prompt of each head."""
@@ -269,5 +280,8 @@ def open_shares(parts: Iterable[AttentionEdgeCounts]) -> pd.DataFrame:
     return found.sort_values("share", ascending=False, kind="stable").reset_index(drop=True)
 
 
-def _per_prompt(counts: Int[Tensor, "layer prompt"]) -> float:
-    return counts.sum(dim=0).double().mean().item()
+def _per_prompt(
+    counts: Float[Tensor, "layer prompt *head"] | Int[Tensor, "layer prompt *head"],
+) -> float:
+    """Summed over layers and heads; mean over prompts."""
+    return counts.transpose(0, 1).flatten(1).sum(dim=1).double().mean().item()

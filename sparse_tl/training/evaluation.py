@@ -194,10 +194,6 @@ def evaluate_held_out(
         if wrapped is not model:
             wrapped.unwrap()
     edges = AttentionEdgeCounts.concatenate(counts)
-    mlps, size = edges.active_mlps_per_prompt, None
-    if mlps is not None:
-        weighted = edges.active if edges.active_cost is None else edges.active_cost
-        size = mlps + weighted.sum(dim=(0, 2)).double().mean().item()
     by_label, of = torch.cat(losses), torch.cat(groups)
     return HeldOut(
         loss=by_label.mean().item(),
@@ -207,7 +203,7 @@ def evaluate_held_out(
         possible_attention_edges=edges.possible_per_prompt,
         active_heads=edges.active_heads,
         group_losses={g: by_label[of == g].mean().item() for g in of.unique().tolist()},
-        active_mlps=mlps,
+        active_mlps=edges.active_mlps_per_prompt,
         possible_mlps=edges.possible_mlps_per_prompt,
-        active_size=size,
+        active_size=edges.active_size_per_prompt,
     )
