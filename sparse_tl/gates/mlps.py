@@ -107,7 +107,7 @@ class MLPGates(PassGates):
         )
 
     def forget(self) -> None:
-        """Drop what is kept of the last pass."""
+        """Drop what is kept of past passes."""
         super().forget()
         self._reads.clear()
 

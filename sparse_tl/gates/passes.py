@@ -6,6 +6,7 @@ layer that activation checkpointing runs again gets the gates that it had.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from sparse_tl.gates.distributions import GateDistribution, GateMode, press
 
 Counted = dict[str, Tensor]
 """What one layer counted, by the names of `AttentionEdgeCounts`."""
+KNOWN_PASSES = 8
+"""Forward passes in a row whose layers can be run again in one backward pass."""
 
 
 @dataclass
@@ -51,13 +54,19 @@ class GateSettings:
         return self.mode is GateMode.OPEN and self.counts is None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _LayerPass:
     """What a layer's gates need to be computed again in a backward pass, with the same draws."""
 
     settings: GateSettings
     drawn_from: Tensor | None
     fingerprint: Tensor
+
+    def shows(self, fingerprint: Tensor) -> bool:
+        """Whether what a layer reads now is what it read in this pass."""
+        return fingerprint.shape == self.fingerprint.shape and torch.allclose(
+            self.fingerprint, fingerprint, equal_nan=True
+        )
 
 
 class PassGates(nn.Module):
@@ -71,7 +80,7 @@ class PassGates(nn.Module):
         super().__init__()
         self.distribution = distribution
         self.settings = GateSettings()
-        self._last: dict[int, _LayerPass] = {}
+        self._passes = defaultdict[int, deque[_LayerPass]](lambda: deque(maxlen=KNOWN_PASSES))
 
     @contextmanager
     def using(self, **settings: Any) -> Iterator[None]:
@@ -84,8 +93,8 @@ class PassGates(nn.Module):
             self.settings = before
 
     def forget(self) -> None:
-        """Drop what is kept of the last pass."""
-        self._last.clear()
+        """Drop what is kept of past passes."""
+        self._passes.clear()
 
     def _settings_of(self, layer: int, read: Float[Tensor, "prompt ... n"]) -> GateSettings:
         """Those of this pass, or of the one that it repeats.
@@ -98,25 +107,26 @@ class PassGates(nn.Module):
             read: what decides its gates, by which passes are told apart.
 
         Raises:
-            RuntimeError: a repetition of a pass that was not the last one.
+            RuntimeError: a repetition of a pass that is not among the last ones.
         """
+        known = self._passes[layer]
         if torch._C._current_graph_task_id() == -1:
             now = self.settings
             if torch.is_grad_enabled():
                 drawn_from = None if now.generator is None else now.generator.get_state()
                 kept = _counting_anew(now)  # the counts belong to the pass, which may be over
-                self._last[layer] = _LayerPass(kept, drawn_from, _fingerprint(read))
+                known.append(_LayerPass(kept, drawn_from, _fingerprint(read)))
             return now
-        last = self._last.get(layer)
         found = _fingerprint(read)
-        if last is None or not (
-            found.shape == last.fingerprint.shape
-            and torch.allclose(last.fingerprint, found, equal_nan=True)
-        ):
+        last = next((one for one in reversed(known) if one.shows(found)), None)
+        if last is None:
             raise RuntimeError(
-                "expected one backward pass after each forward pass of a model with checkpointed "
-                "activations; the gates of an earlier pass are not known any more"
+                f"expected a backward pass after at most {KNOWN_PASSES} forward passes of a model "
+                "with checkpointed activations; the gates of an earlier pass are not known any more"
             )
+        # A backward pass goes from the last pass to the first: of equal ones this was the last.
+        known.remove(last)
+        known.appendleft(last)
         again = _counting_anew(last.settings)  # the same sums, into a list that nobody reads
         if last.drawn_from is None:
             return again

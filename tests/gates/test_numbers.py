@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sparse_tl import SparseTransformer, evaluate_held_out
 from sparse_tl.data import TokenBatch
+from sparse_tl.gates.passes import KNOWN_PASSES
 from sparse_tl.lens import Model, adapt
 
 Build = Callable[..., Model]
@@ -93,44 +94,58 @@ def test_moving_a_wrapped_model_moves_its_configuration(build_tiny: Build) -> No
     assert str(sparse.cfg.device) == str(sparse.model.embed.W_E.device) == "meta"
 
 
-@pytest.mark.parametrize("pieces", [1, 2])
-def test_checkpointed_activations_have_the_same_gradients(build_tiny: Build, pieces: int) -> None:
-    """Layers run again in the backward pass, when the block that sampled gates is left."""
+def _checkpointed(sparse: SparseTransformer) -> SparseTransformer:
+    for block in sparse.blocks:
+        plain = block.forward
+        block.__dict__["forward"] = lambda *args, plain=plain, **kwargs: checkpoint(
+            plain, *args, use_reentrant=False, **kwargs
+        )
+    return sparse
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["each", "together"])
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_checkpointed_activations_have_the_same_gradients(
+    build_tiny: Build, pieces: int, at_once: bool
+) -> None:
+    """Layers run again in the backward pass, when the block that sampled gates is left.
+
+    Two of the rows are equal: only the order of the passes tells their draws apart.
+    """
+    tokens = _tokens(4)
+    tokens[1] = tokens[0]
 
     def gradients(checkpointed: bool) -> list[torch.Tensor]:
         sparse = SparseTransformer(build_tiny(dtype="float64"), initial_bias=0.0)
         if checkpointed:
-            for block in sparse.blocks:
-                plain = block.forward
-                block.__dict__["forward"] = lambda *args, plain=plain, **kwargs: checkpoint(
-                    plain, *args, use_reentrant=False, **kwargs
-                )
+            _checkpointed(sparse)
         generator = torch.Generator().manual_seed(1)
         cost = torch.linspace(0.5, 2.0, 7)
-        for some in _tokens(4).split(4 // pieces):
+        sums = []
+        for some in tokens.split(4 // pieces):
             with sparse.sampled(generator):
                 logits, counts = sparse.run_with_counts(
                     some, pressure=0.1, edge_cost=cost, **NO_CACHE
                 )
             assert counts.cost is not None
-            (logits.logsumexp(-1).sum() + counts.cost.sum()).backward()
+            sums.append(logits.logsumexp(-1).sum() + counts.cost.sum())
+            if not at_once:
+                sums.pop().backward()
+        if at_once:
+            torch.stack(sums).sum().backward()
         return [p.grad for p in sparse.parameters() if p.grad is not None]
 
     for found, expected in zip(gradients(True), gradients(False), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_checkpointed_passes_that_are_mixed_up_are_refused(build_tiny: Build) -> None:
-    sparse = SparseTransformer(build_tiny(), initial_bias=0.0)
-    for block in sparse.blocks:
-        plain = block.forward
-        block.__dict__["forward"] = lambda *args, plain=plain, **kwargs: checkpoint(
-            plain, *args, use_reentrant=False, **kwargs
-        )
-    first, second = (sparse(_tokens(2, length), **NO_CACHE).sum() for length in (5, 7))
-    with pytest.raises(RuntimeError, match="one backward pass after each forward pass"):
+def test_a_checkpointed_pass_that_is_long_over_is_refused(build_tiny: Build) -> None:
+    sparse = _checkpointed(SparseTransformer(build_tiny(), initial_bias=0.0))
+    first = sparse(_tokens(2, 5), **NO_CACHE).sum()
+    for _ in range(KNOWN_PASSES):
+        sparse(_tokens(2, 7), **NO_CACHE)
+    with pytest.raises(RuntimeError, match="after at most 8 forward passes"):
         first.backward()
-    del second
 
 
 def test_a_model_that_ignores_its_hooks_is_not_wrapped(build_tiny: Build) -> None:
