@@ -76,6 +76,7 @@ RESULTS: dict[str, Any] = {
         ("b", "c"),
         ((1, 1),),
         effect=-torch.rand(1, 1, 2, 2, 2).tril(),
+        mlps=torch.tensor([[True, False]]),
     ),
     "counts": AttentionEdgeCounts(COUNTS, COUNTS * 0.5, COUNTS * 3, torch.tensor([3, 3, 3])),
     "held out": DENSE,

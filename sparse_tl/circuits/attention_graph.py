@@ -42,6 +42,7 @@ class AttentionGraph(Result):
         effect: for each target, exactly how the predicted token's logit changes when the edge
             alone is removed; negative: the edge helps. ``None`` when it was not asked for.
         causal: whether a column attends to no later one.
+        mlps: which MLPs' outputs are open; ``None`` where MLPs have no gates.
     """
 
     attention: Float[Tensor, "layer head query key"]
@@ -52,6 +53,7 @@ class AttentionGraph(Result):
     attribution: Float[Tensor, "target layer head query key"] | None = None
     effect: Float[Tensor, "target layer head query key"] | None = None
     causal: bool = True
+    mlps: Bool[Tensor, "layer column"] | None = None
 
     def __post_init__(self) -> None:
         pos = self.attention.shape[-1]
@@ -133,9 +135,12 @@ class AttentionGraph(Result):
         return table.sort_values("attention", ascending=False, kind="stable", ignore_index=True)
 
     def __repr__(self) -> str:
+        mlps = ""
+        if self.mlps is not None:
+            mlps = f", {int(self.mlps.sum()):,} of {self.mlps.numel():,} MLP outputs"
         return (
             f"AttentionGraph({' '.join(self.input_tokens)!r}: {int(self.gates.sum()):,} of "
-            f"{self.n_layers * self.n_heads * self.n_pairs:,} attention edges open)"
+            f"{self.n_layers * self.n_heads * self.n_pairs:,} attention edges{mlps} open)"
         )
 
 

@@ -60,7 +60,7 @@ def trace_attention(
     n_columns = max(len(tokens), *(column + 1 for column, _ in targets))
     n_read = max(read_at for _, read_at in targets) + 1 if causal else len(tokens)
     read = tokens[:n_read]
-    attention, gates, logits, estimates = _run(model, read, targets, attribution)
+    attention, gates, mlps, logits, estimates = _run(model, read, targets, attribution)
     effect = None
     if max_effects > 0 and int(gates.sum()) <= max_effects:
         edges = [(layer, head, query, key) for layer, head, query, key in gates.nonzero().tolist()]
@@ -84,6 +84,7 @@ def trace_attention(
         attribution=None if estimates is None else _widen(estimates, n_columns),
         effect=None if effect is None else _widen(effect, n_columns),
         causal=causal,
+        mlps=None if mlps is None else _pad(mlps, n_columns),
     )
 
 
@@ -162,8 +163,8 @@ def _run(
     tokens: Int[Tensor, " pos"],
     targets: Sequence[tuple[int, int]],
     attribution: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Attention, gates, logits and attributions, on the CPU."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Attention, gates on it and on MLPs, logits and attributions, on the CPU."""
     patterns: list[Tensor] = []
     nudges: list[Tensor] = []
 
@@ -180,7 +181,7 @@ def _run(
     hooks = [(name, Order.LAST, keep) for name in adapter.layer_points("attn.hook_pattern")]
     batch = tokens[None].to(adapter.device)
     with attached(adapter, hooks), torch.set_grad_enabled(attribution):
-        logits, gates = _forward(model, batch)
+        logits, gates, mlps = _forward(model, batch)
     attention = torch.cat(patterns)
     estimates = None
     if attribution:
@@ -189,21 +190,26 @@ def _run(
             gradients = torch.autograd.grad(logits[read_at].max(), nudges, retain_graph=True)
             rows.append(-attention * torch.cat(gradients))
         estimates = torch.stack(rows).cpu()
-    return attention.cpu(), gates.cpu(), logits.detach().cpu(), estimates
+    mlps = None if mlps is None else mlps.cpu()
+    return attention.cpu(), gates.cpu(), mlps, logits.detach().cpu(), estimates
 
 
-def _forward(model: HookedModel, batch: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits ``[pos, vocab]`` and open gates ``[layer, head, query, key]``."""
+def _forward(model: HookedModel, batch: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Logits ``[pos, vocab]``, open gates ``[layer, head, query, key]`` and ``[layer, pos]``."""
     if isinstance(model, SparseTransformer):
         logits, counts = model.run_with_counts(batch, keep_gates=True)
         assert counts.gates is not None
-        return logits[0], counts.gates[:, 0]
+        mlps = None if counts.mlp_gates is None else counts.mlp_gates[:, 0]
+        return logits[0], counts.gates[:, 0], mlps
     adapter = adapt(model)
     joined = AttentionGrid(adapter.n_layers, adapter.n_heads, batch.shape[1], adapter.causal)
-    return model(batch)[0], joined.exists
+    return model(batch)[0], joined.exists, None
 
 
 def _widen(edges: Tensor, n_columns: int) -> Tensor:
     """Room for columns that the model does not read: they have no edges."""
-    missing = n_columns - edges.shape[-1]
-    return torch.nn.functional.pad(edges, (0, missing, 0, missing))
+    return _pad(_pad(edges, n_columns).mT, n_columns).mT
+
+
+def _pad(columns: Tensor, n_columns: int) -> Tensor:
+    return torch.nn.functional.pad(columns, (0, n_columns - columns.shape[-1]))

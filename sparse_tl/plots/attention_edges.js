@@ -90,7 +90,7 @@ function captionText(panel, view, data, state) {
   const name = scoreNames[shownWeight(panel, state)];
   const share = name ? ` of the largest ${name}; orange: hurts` : "";
   return `${number(view.count)} of ${number(view.total)} attention edges \u2265 ` +
-    thresholdText(data, state) + share;
+    thresholdText(data, state) + share + panel.mlps;
 }
 
 function thresholdText(data, state) {

@@ -16,7 +16,7 @@ import torch
 
 from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight
 from sparse_tl.plots import palette
-from sparse_tl.plots.circuit_svg import draw_svg, line_styles
+from sparse_tl.plots.circuit_svg import draw_svg, line_styles, mlp_caption
 from sparse_tl.plots.diagram_layout import Layout, PanelLayout, lay_out, prediction_arrow
 from sparse_tl.plots.drawn_edges import (
     N_MAIN_EDGES,
@@ -54,7 +54,8 @@ def circuit_diagram(
     Columns are token positions and rows are layers, upwards. An edge is drawn where the largest
     weight of any head in its layer reaches the threshold, darker and thicker with weight. Edges
     from which the predicted character cannot be reached over drawn edges stay light; of the others
-    the 32 that carry most to it are the dark ones (`drawn_edges` says how that is counted).
+    the 32 that carry most to it are the dark ones (`drawn_edges` says how that is counted). Where
+    MLPs have gates, a square below a node is an MLP that writes to it.
 
     Args:
         panels: a flow for each panel, from top to bottom, by the name written on it. All trace
@@ -201,6 +202,7 @@ def _panel_data(
         # From each listed place to the next in [layer, head, query, key].
         "steps": places.diff(prepend=torch.zeros(1, dtype=places.dtype)).tolist(),
         "nPairs": graph.n_pairs,
+        "mlps": mlp_caption(graph),
         "attention": panel.attention[listed].tolist(),
         "scores": {
             kind: {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import get_args
 
-from sparse_tl.circuits.attention_graph import EdgeWeight
+from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight
 from sparse_tl.plots import palette
 from sparse_tl.plots.diagram_layout import (
     LABEL_SIZE,
@@ -93,9 +93,16 @@ def _caption(
         f"{selection.n_attention_edges:,} of {n_possible:,} attention edges "
         f"\N{GREATER-THAN OR EQUAL TO} {limit / STEPS:.{3 if limit % 10 else 2}f}"
     )
-    if shown == "attention":
-        return words
-    return f"{words} of the largest {_SCORE_NAMES[shown]}; orange: hurts"
+    if shown != "attention":
+        words += f" of the largest {_SCORE_NAMES[shown]}; orange: hurts"
+    return words + mlp_caption(graph)
+
+
+def mlp_caption(graph: AttentionGraph) -> str:
+    """What a caption says of MLPs; nothing where they have no gates."""
+    if graph.mlps is None:
+        return ""
+    return f"; squares: {int(graph.mlps.sum()):,} of {graph.mlps.numel():,} MLP outputs"
 
 
 def _panel(
@@ -123,6 +130,7 @@ def _panel(
     yield from _edges(selection, layout, place)
     yield "</g>"
     yield from _nodes(selection, layout, place)
+    yield from _mlps(graph, layout, place)
     column, read_at = graph.targets[target]
     yield from _tokens("input", graph.input_tokens, layout, place.input_y)
     yield from _tokens("output", graph.output_tokens, layout, place.output_y, column)
@@ -176,6 +184,23 @@ def _nodes(selection: EdgeSelection, layout: Layout, place: PanelLayout) -> Iter
                 f'data-reached="{str(reached).lower()}" cx="{x}" cy="{y}" '
                 f'r="{layout.node_radius:g}" fill="{fill}" stroke="{stroke}"/>'
             )
+    yield "</g>"
+
+
+def _mlps(graph: AttentionGraph, layout: Layout, place: PanelLayout) -> Iterator[str]:
+    """A square below the node that an open MLP writes to; a closed one is not drawn."""
+    if graph.mlps is None:
+        return
+    fill, stroke = palette.MLP_NODE
+    side = layout.node_radius * 1.5
+    yield f'<g data-role="mlps" fill="{fill}" stroke="{stroke}" stroke-width="{RULE_WEIGHT}">'
+    for layer, column in graph.mlps.nonzero().tolist():
+        x = layout.columns[column] - side / 2
+        y = place.levels[layer + 1] + layout.node_radius + 2
+        yield (
+            f'<rect x="{x:g}" y="{y:g}" width="{side:g}" height="{side:g}" rx="1">'
+            f"<title>MLP of layer {layer}, open</title></rect>"
+        )
     yield "</g>"
 
 

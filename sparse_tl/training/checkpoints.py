@@ -54,8 +54,8 @@ class TrainingState:
     def latest(self) -> str:
         """The last step's measurements, in nats and attention edges per token.
 
-        ``over`` is how far the loss lies above its target; ``best`` counts the active edges per
-        token of the best evaluation.
+        ``over`` is how far the loss lies above what is allowed at this step; ``best`` counts the
+        active edges per token of the best evaluation.
         """
         row = self.history[-1]
         shown = {label: row[name] for name, label in _SHOWN.items() if name in row}

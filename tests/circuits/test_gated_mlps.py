@@ -25,6 +25,7 @@ from sparse_tl.circuits import (
     attribute_heads,
     evaluate,
     patch_exactly,
+    trace_attention,
 )
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import BernoulliGate, SigmoidGate, SparseTransformer
@@ -95,6 +96,17 @@ def test_sources_add_up_to_the_final_residual_stream(
     for layer in range(adapter.n_layers):
         written = outputs[adapter.graph.source_index(f"m{layer}")]
         assert torch.equal(written.abs().sum(dim=-1) > 0, counts.mlp_gates[layer])
+
+
+def test_tracing_a_prompt_tells_which_mlps_write(sparse: SparseTransformer) -> None:
+    tokens = torch.arange(5) % adapt(sparse).d_vocab
+    graph = trace_attention(sparse, tokens, positions=[3])  # read at column 2, the last that runs
+    _, counts = sparse.run_with_counts(tokens[None, :3], keep_gates=True)
+    assert graph.mlps is not None and counts.mlp_gates is not None
+    assert torch.equal(graph.mlps[:, :3], counts.mlp_gates[:, 0])
+    assert graph.mlps.shape[1] == 5 and not graph.mlps[:, 3:].any()
+    assert f"{int(graph.mlps.sum())} of {graph.mlps.numel()} MLP outputs open" in repr(graph)
+    assert trace_attention(sparse.unwrap(), tokens).mlps is None
 
 
 @pytest.mark.parametrize("distribution", [BernoulliGate(), SigmoidGate()])

@@ -212,6 +212,24 @@ def test_the_words_of_the_figure(two_panels):
     assert part(sparse, "caption").text == "5 of 1,056 attention edges ≥ 0.10"
 
 
+def test_open_mlps_are_squares_and_closed_ones_are_not_drawn(make_flow, circuit):
+    mlps = torch.zeros(4, 11, dtype=torch.bool)
+    mlps[0, 4] = mlps[2, 10] = True
+    with_gates, without = panels_of(
+        circuit_diagram({"a": make_flow(circuit, mlps=mlps), "b": make_flow(circuit)})
+    )
+    caption = part(with_gates, "caption").text
+    assert caption == "5 of 1,056 attention edges ≥ 0.10; squares: 2 of 44 MLP outputs"
+    nodes = {(n.get("data-level"), n.get("data-column")): n for n in part(with_gates, "nodes")}
+    for square, place in zip(part(with_gates, "mlps"), [("1", "4"), ("3", "10")], strict=True):
+        node = nodes[place]
+        x, y, side = (float(square.get(name, "")) for name in ("x", "y", "width"))
+        assert x + side / 2 == pytest.approx(float(node.get("cx", "")))
+        assert y > float(node.get("cy", "")) + float(node.get("r", "")), "below it"
+    assert "MLP" not in (part(without, "caption").text or "")
+    assert not any(e.get("data-role") == "mlps" for e in without.iter())
+
+
 def test_one_panel_has_no_transition_and_three_have_two_arrows(sparse_flow):
     def arrows(n: int) -> int:
         figure = circuit_diagram({f"model {i}": sparse_flow for i in range(n)})

@@ -8,6 +8,8 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sparse_tl.circuits.attention_graph import AttentionGraph, ancestors
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
 
@@ -86,7 +88,8 @@ def test_every_choice_equals_its_static_figure(page, tmp_path, make_random_flow)
         "a": make_random_flow(targets=targets),
         "b": make_random_flow(n_layers=3, n_heads=2, targets=targets, seed=1),
     }
-    panels["b"] = dataclasses.replace(panels["b"], effect=2 * panels["b"].attribution)
+    effect, mlps = 2 * panels["b"].attribution, torch.eye(3, 11, dtype=torch.bool)
+    panels["b"] = dataclasses.replace(panels["b"], effect=effect, mlps=mlps)
     show(page, tmp_path, circuit_diagram(panels, threshold=0.125))
     assert page.locator(".sparse-tl-circuit").get_attribute("data-ready") == ""
     assert_equals_static(page, circuit_diagram(panels, threshold=0.125))
