@@ -11,9 +11,10 @@ import pandas as pd
 import pytest
 
 from sparse_tl.cli import main
+from sparse_tl.gates import SparseTransformer
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
 from sparse_tl.lens import save_model
-from sparse_tl.models import load_task_models
+from sparse_tl.models import task_recipe
 from sparse_tl.runs import HeadRolesRun, cells, head_roles, run_head_roles
 from sparse_tl.runs.cells import cells_of
 
@@ -42,7 +43,7 @@ def test_the_built_in_models_on_their_tasks(run: tuple[Path, HeadRolesRun]) -> N
     assert list(metrics["tasks"]) == ["addition", "ioi"]
     scores = pd.read_csv(out / "scores.csv")
     curves = pd.read_csv(out / "curves.csv")
-    for task, heads in (("addition", 16), ("ioi", 32)):
+    for task, heads in (("addition", 16), ("ioi", 144)):
         for side in ("dense", "sparse"):
             place, numbers = out / task / side, metrics["tasks"][task][side]
             roles = HeadRoles.load(place / "roles")
@@ -89,12 +90,13 @@ def test_what_is_finished_is_not_fitted_again(
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A dense and a sparse model on disk, with the words of the tasks."""
-    folder = tmp_path_factory.mktemp("models")
-    dense, sparse = load_task_models(device="cpu")
-    sparse.save_pretrained(folder / "sparse")
+    """A dense and a sparse model on disk, small and not trained, with the words of the tasks."""
+    folder, recipe = tmp_path_factory.mktemp("models"), task_recipe()
+    small = {**recipe.architecture, "n_layer": 2, "n_head": 4, "n_embd": 32, "n_inner": 64}
+    dense = recipe.changed(architecture=small).build(device="cpu")
     (folder / "dense").mkdir()
     save_model(dense, folder / "dense")
+    SparseTransformer(dense, initial_bias=0.0).save_pretrained(folder / "sparse")
     return [str(folder / "dense"), str(folder / "sparse")]
 
 

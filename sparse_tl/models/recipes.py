@@ -50,12 +50,18 @@ class Recipe:
     sparse_rows: Callable[[int], tuple[TokenBatch, TokenBatch]] | None = None
 
     def changed(
-        self, *, dense: Mapping[str, Any] | None = None, sparse: Mapping[str, Any] | None = None
+        self,
+        *,
+        dense: Mapping[str, Any] | None = None,
+        sparse: Mapping[str, Any] | None = None,
+        **fields: Any,
     ) -> Recipe:
-        """The recipe with some settings of either training replaced."""
-        return replace(
-            self, dense={**self.dense, **(dense or {})}, sparse={**self.sparse, **(sparse or {})}
-        )
+        """The recipe with some settings of either training replaced, and other fields as given."""
+        both = {
+            "dense": {**self.dense, **(dense or {})},
+            "sparse": {**self.sparse, **(sparse or {})},
+        }
+        return replace(self, **both, **fields)
 
     def settings(self, seed: int) -> dict[str, Any]:
         """What determines the weights beside the code, as JSON can hold it."""
