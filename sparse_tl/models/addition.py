@@ -31,7 +31,7 @@ ARCHITECTURE: dict[str, Any] = {
 DENSE: dict[str, Any] = {
     "steps": 1200,
     "learning_rate": 1e-3,
-    "good_enough": 1e-4,
+    "good_enough": 1e-3,
     "weight_decay": 0.01,
     "evaluate_every": 50,
 }
