@@ -172,9 +172,9 @@ def refused(runs: list[dict[str, Any]]) -> list[str]:
     lines = [
         "## Other architectures, and what is refused",
         "",
-        "When gates are put on a model, and when its circuits are requested, its parts are compared",
-        "numerically. A model that fails is refused with a ValueError that gives the reason. Gates",
-        "without circuits are enough for post-training, head roles and ablation.",
+        "When gates are put on a model, and when its circuits are requested, its parts are",
+        "compared numerically. A model that fails is refused with a ValueError that gives the",
+        "reason. Gates without circuits are enough for post-training, head roles and ablation.",
         "",
     ]
     for run in runs:
@@ -193,20 +193,22 @@ def page(runs: list[dict[str, Any]]) -> str:
     lines = [
         "# Which architectures",
         "",
-        "What works on which architecture, as a `TransformerBridge` and, where TransformerLens 3.9",
-        "supports it, as a `HookedTransformer`. Every cell is a check that was run on a small random",
-        "model: 3 layers of 4 heads, fewer key-value heads where possible, no norm left at its trivial",
-        "value, sliding windows shorter than the prompts. A random model is a hard test of formulas,",
-        "but no test of what training finds in a real one.",
+        "What works on which architecture, as a `TransformerBridge` and, where TransformerLens",
+        "3.9 supports it, as a `HookedTransformer`. Every cell is a check that was run on a small",
+        "random model built on the spot: 3 layers of 4 heads, fewer key-value heads where",
+        "possible, no norm left at its trivial value, sliding windows shorter than the prompts. A",
+        "random model is a hard test of formulas, but no test of what training finds in a real",
+        "one.",
         f"`python docs/architectures.py` generates this page. Made with sparse_tl {__version__},",
         f"transformers {versions[0]['transformers']}, torch {versions[0]['torch']} and "
         f"transformer-lens {' and '.join(some['transformer-lens'] for some in versions)}.",
         "",
         *summary(runs),
-        "A number is the largest difference found, relative to the largest entry; more than 1e-5 in",
-        "float32, or 1e-9 in float64, counts as a no (1e-6 for gradients on a HookedTransformer, whose",
-        "rotary tables differ). Checks run in float64 unless stated otherwise, with transformers kept",
-        "from rounding norms and softmax to float32. Training runs in float32.",
+        "A number is the largest difference found, relative to the largest entry; more than 1e-5",
+        "in float32, or 1e-9 in float64, counts as a no (1e-6 for gradients on a",
+        "HookedTransformer, whose rotary tables differ). Checks run in float64 unless stated",
+        "otherwise, with transformers kept from rounding norms and softmax to float32. Training",
+        "runs in float32.",
         "",
     ]
     for title, check in CHECKS.items():
