@@ -163,7 +163,7 @@ def table(kind: str, rows: dict[str, Any], made_with: dict[str, str]) -> list[st
     lines += ["", *(f"{number}. {why}" for number, why in enumerate(reasons, 1))]
     lines += [""] * bool(reasons)
     for why, names in absent.items():
-        lines += [f"No {kind} can be made of {', '.join(names)}: {why}", ""]
+        lines += [f"No {kind} can be built for {', '.join(names)}: {why}", ""]
     return lines
 
 
@@ -172,9 +172,9 @@ def refused(runs: list[dict[str, Any]]) -> list[str]:
     lines = [
         "## Other architectures, and what is refused",
         "",
-        "When gates are put on a model, and when its circuits are asked for, its parts are",
-        "compared in numbers. What fails is refused with a ValueError that says why. Gates without",
-        "circuits are enough for post-training, head roles and ablation.",
+        "When gates are put on a model, and when its circuits are requested, its parts are",
+        "compared numerically. A model that fails is refused with a ValueError that gives the",
+        "reason. Gates without circuits are enough for post-training, head roles and ablation.",
         "",
     ]
     for run in runs:
@@ -193,20 +193,22 @@ def page(runs: list[dict[str, Any]]) -> str:
     lines = [
         "# Which architectures",
         "",
-        "What works on which architecture, as a `TransformerBridge` and, where TransformerLens 3.9",
-        "has it, as a `HookedTransformer`. Every cell is a check that ran, on a small random model",
-        "made on the spot: 3 layers of 4 heads, fewer key-value heads where there can be, no norm",
-        "at its trivial value, sliding windows shorter than the prompts. A random model is a hard",
-        "test of formulas and none of what training finds in a real one.",
-        f"`python docs/architectures.py` makes this page. Made with sparse_tl {__version__},",
+        "What works on which architecture, as a `TransformerBridge` and, where TransformerLens",
+        "3.9 supports it, as a `HookedTransformer`. Every cell is a check that was run on a small",
+        "random model built on the spot: 3 layers of 4 heads, fewer key-value heads where",
+        "possible, no norm left at its trivial value, sliding windows shorter than the prompts. A",
+        "random model is a hard test of formulas, but no test of what training finds in a real",
+        "one.",
+        f"`python docs/architectures.py` generates this page. Made with sparse_tl {__version__},",
         f"transformers {versions[0]['transformers']}, torch {versions[0]['torch']} and "
         f"transformer-lens {' and '.join(some['transformer-lens'] for some in versions)}.",
         "",
         *summary(runs),
-        "A number is the largest difference found, of the largest entry; more than 1e-5 in",
-        "float32, or 1e-9 in float64, is a no (1e-6 for gradients on a HookedTransformer, whose",
-        "rotary tables are others). float64 unless said otherwise, with transformers kept from",
-        "rounding norms and softmax to float32. What is trained is trained in float32.",
+        "A number is the largest difference found, relative to the largest entry; more than 1e-5",
+        "in float32, or 1e-9 in float64, counts as a no (1e-6 for gradients on a",
+        "HookedTransformer, whose rotary tables differ). Checks run in float64 unless stated",
+        "otherwise, with transformers kept from rounding norms and softmax to float32. Training",
+        "runs in float32.",
         "",
     ]
     for title, check in CHECKS.items():

@@ -39,13 +39,13 @@ Z = [f"blocks.{layer}.attn.hook_z" for layer in range(N_LAYERS)]
 
 
 def eap(subject: Subject) -> float:
-    """EAP scores of every circuit edge, against autograd through an oracle in which every
-    destination reads a residual stream of its own, with plain hooks alone; and of every head."""
+    """EAP scores of every circuit edge, compared with autograd through an oracle, built from plain
+    hooks only, in which every destination reads its own residual stream; and of every head."""
     return _attribution(subject, "eap", [1.0])
 
 
 def eap_ig(subject: Subject) -> float:
-    """EAP-IG scores, likewise, at three points."""
+    """EAP-IG scores at three points, compared in the same way."""
     return _attribution(subject, "eap-ig", [k / POINTS for k in range(1, POINTS + 1)])
 
 
@@ -86,7 +86,8 @@ def _kept(model: Any, tokens: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def exact_patching(subject: Subject) -> float:
-    """Exact patching of 24 circuit edges, against that oracle, and of all heads, against hooks."""
+    """Exact patching of 24 circuit edges, compared with that oracle, and of all heads, compared
+    with hooks."""
     model, graph = subject.exact, adapt(subject.exact).graph
     chosen = torch.randperm(graph.n_edges, generator=torch.Generator().manual_seed(0))[:24]
     expected = {}
@@ -119,9 +120,9 @@ def _with_corrupted_heads(model: Any, gates: Tensor) -> Tensor:
 
 @torch.no_grad()
 def search(subject: Subject) -> str:
-    """Circuit edges that ACDC keeps at a threshold of a fiftieth of what patching everything does.
-    A dozen of its tests, and the divergence of what is left, agree with that oracle; every decision
-    is by the threshold."""
+    """Circuit edges that ACDC keeps at a threshold of a fiftieth of the effect of patching
+    everything. A dozen of its tests, and the final divergence, agree with that oracle; every
+    decision follows the threshold."""
     model, graph = subject.exact, adapt(subject.exact).graph
     with DoublePrecision():
         clean, corrupted = (PAIRS.read(model(some)) for some in (PAIRS.clean, PAIRS.corrupted))
@@ -150,8 +151,9 @@ def search(subject: Subject) -> str:
 
 @torch.no_grad()
 def evaluation(subject: Subject) -> float:
-    """The metric of three circuits of random edges, against that oracle, of three of random heads,
-    against hooks, and of all and nothing, against the clean and the corrupted prompts."""
+    """The metric of three random circuits of edges, compared with that oracle; of three random
+    circuits of heads, compared with hooks; and of the full and empty circuits, compared with the
+    clean and corrupted prompts."""
     model, graph = subject.exact, adapt(subject.exact).graph
     generator = torch.Generator().manual_seed(0)
     draws = [torch.rand(graph.exists.shape, generator=generator) for _ in range(3)]

@@ -20,8 +20,8 @@ from sparse_tl.gates import SigmoidGate
 
 @torch.no_grad()
 def open_gates(subject: Subject) -> None:
-    """With all gates open the logits equal the plain model's bit for bit, and again when the gates
-    are taken off."""
+    """With all gates open, and again after the gates are removed, the logits equal the plain
+    model's bit for bit."""
     model = subject.build()
     plain, sparse = model(PAIRS.clean), SparseTransformer(model)
     with sparse.opened():
@@ -31,8 +31,8 @@ def open_gates(subject: Subject) -> None:
 
 @torch.no_grad()
 def gates_by_hand(subject: Subject) -> float:
-    """Logits under hard gates, against transformers alone with the gates written into its attention
-    function by hand (float32)."""
+    """Logits under hard gates, compared with plain transformers with the same gates written into
+    its attention function by hand (float32)."""
     sparse = SparseTransformer(subject.build())
     sparse.gates.bias.normal_(0, 1.5, generator=torch.Generator().manual_seed(0))
     logits, counts = sparse.run_with_counts(PAIRS.clean)
@@ -43,8 +43,8 @@ def gates_by_hand(subject: Subject) -> float:
 
 
 def gradients(subject: Subject) -> float:
-    """Under smooth gates, the gradients of the gates' biases and of the embedding's weights,
-    against those of transformers alone with the gates written into its attention function."""
+    """Gradients of the gates' biases and of the embedding's weights under smooth gates, compared
+    with plain transformers with the same gates written into its attention function."""
     model = subject.build("float64")
     sparse = SparseTransformer(model, distribution=SigmoidGate(), initial_bias=0.0)
     plain = plain_transformer(subject.name, "float64")
@@ -96,9 +96,8 @@ def _gate_by_hand(plain: Any, bias: Tensor, gate: Callable[[Tensor], Tensor]) ->
 
 @torch.no_grad()
 def generation(subject: Subject) -> float:
-    """Under gates, the logits of a prompt that is given in three pieces, with a key-value cache
-    between them, against those of one pass (float32); and tokens that are generated with such a
-    cache are those of whole passes."""
+    """Logits under gates of a prompt that is fed in three pieces with a key-value cache, compared
+    with one pass (float32); tokens generated with such a cache match those of full passes."""
     sparse, tokens = SparseTransformer(subject.build(), initial_bias=-0.5), PAIRS.clean
     pieces = list(in_pieces(sparse, (tokens[:, :5], tokens[:, 5:6], tokens[:, 6:])))
     off = near(torch.cat(pieces, dim=1), sparse(tokens), FLOAT32, "the logits of pieces")
@@ -115,8 +114,8 @@ def generation(subject: Subject) -> float:
 
 @torch.no_grad()
 def saving(subject: Subject) -> None:
-    """A dense and a sparse model, saved and loaded, give the same logits bit for bit; transformers
-    reads a bridge's folder and gives them to 1e-5."""
+    """A dense and a sparse model give the same logits bit for bit after saving and loading;
+    transformers reads a bridge's folder and matches them to 1e-5."""
     from transformers import AutoModelForCausalLM
 
     model, tokens = subject.build(), PAIRS.clean

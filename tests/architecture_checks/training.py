@@ -34,10 +34,10 @@ from sparse_tl.lens import adapt
 
 
 def head_gating(subject: Subject) -> float:
-    """Logits under gates on all heads and the gradient of the gates, against hooks by hand. Then,
-    on a model that learned to repeat the last token but one, gates fitted with the usual penalty
-    keep to the loss that they are allowed, which hooks by hand give as well (to 1e-5), and more of
-    them are open where they are pushed open than where they are pushed shut."""
+    """Logits under gates on all heads and the gradient of the gates, compared with hooks by hand.
+    Then, on a model trained to repeat the last token but one, gates fitted with the usual penalty
+    stay within their allowed loss, which hooks by hand reproduce (to 1e-5), and gates pushed open
+    are more open than gates pushed closed."""
     model = subject.exact
     gates, by_hand = (GATES.double().requires_grad_() for _ in range(2))
     with DoublePrecision():
@@ -67,9 +67,9 @@ def _fits(subject: Subject) -> None:
 
 
 def post_training(subject: Subject) -> str:
-    """The share of attention edges that are active before and after 200 steps of post-training of
-    that model, on that task. The loss stays within its target, 0.05 nats over the dense model, and
-    at least a tenth of the edges goes."""
+    """The share of active attention edges before and after 200 steps of post-training of that
+    model, on that task. The loss stays within its target, 0.05 nats over the dense model, and at
+    least a tenth of the edges is removed."""
     sparse = SparseTransformer(adapt(subject.learned).copy())
     before = _active(sparse)
     outcome = post_train(
