@@ -45,8 +45,8 @@ ADDITION = "the built-in addition models of seed 0, dense and sparse, on one sum
 HEAD_ROLES: dict[str, Any] = {
     "tasks": ("addition", "ioi", "docstring"),
     "seeds": 2,
-    "updates": 100,
-    "prompts": 128,
+    "updates": 60,
+    "prompts": 96,
 }
 _MOST_PICTURE, _MOST_PAGE, _MOST_ALL = 250_000, 300_000, 3_000_000
 
@@ -58,7 +58,7 @@ def addition(runs: Path) -> Figure:
     """Where attention moves the digits of a sum: dense model above, sparse model below."""
     dense, sparse = load_addition_models()
     models = {"Base Model": dense, "Sparse Model": sparse}
-    return circuit_diagram(models, "36+28=?????", positions=range(6, 11), position=10)
+    return circuit_diagram(models, "36+28=?????", positions=range(6, 11), position=9)
 
 
 def addition_attribution(runs: Path) -> Figure:
@@ -127,8 +127,8 @@ def gate_trajectories(runs: Path) -> Figure:
 
 COLUMNS = (("dense", "Dense"), ("sparse", "Sparse"))
 ROWS = {"addition": "Addition", "ioi": "IOI", "docstring": "Docstring"}
-SEEDS = (0,)
-"""Of the models whose circuits are drawn."""
+SEEDS = (0, 1, 2)
+"""Of the models whose circuits are drawn; those but 0 are built where they are not in the cache."""
 ORDER = ("greater_than", "ioi", "docstring", "ioi_long")
 
 

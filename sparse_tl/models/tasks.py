@@ -23,26 +23,26 @@ from sparse_tl.training import evaluate_held_out
 
 TEXT_SHARE = 1 / 32
 """Rows of the dense model's training in which every token is predicted, and not an answer alone."""
-TRAINING_ROWS, VALIDATION_ROWS, MEASURED_ROWS = 4096, 64, 500
+TRAINING_ROWS, VALIDATION_ROWS, MEASURED_ROWS = 8192, 256, 500
 """Prompts of each task."""
 FRESH_ROWS, FRESH_VALIDATION_ROWS, OTHER_SEED = 16_384, 256, 1_000
 """Prompts of each task that post-training draws, and what is added to the seed of the draw."""
 ARCHITECTURE: dict[str, Any] = {
-    "n_layer": 4,
-    "n_head": 8,
-    "n_embd": 128,
-    "n_inner": 256,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_embd": 144,
+    "n_inner": 288,
     "n_positions": WIDTH + 2,
     "activation_function": "relu",
 }
 DENSE: dict[str, Any] = {
-    "steps": 700,
-    "learning_rate": 2e-3,
-    "decay": 0.35,
+    "steps": 1000,
+    "learning_rate": 1e-3,
+    "decay": 0.5,
     "weight_decay": 0.01,
     "evaluate_every": 100,
 }
-SPARSE: dict[str, Any] = {"steps": 800, "target_loss": "+0.01"}
+SPARSE: dict[str, Any] = {"steps": 1200, "target_loss": "+0.01"}
 
 
 def task_recipe() -> Recipe:

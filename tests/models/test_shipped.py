@@ -42,11 +42,9 @@ def test_a_shipped_pair_does_what_it_claims(
 
 @each
 def test_a_shipped_pair_is_of_the_present_recipe(recipe: Recipe) -> None:
-    """But for its post-training, which was that of version 0.1: the README says so."""
     made_by = read_json(SHIPPED / recipe.name / "recipe.json")
-    now = recipe.settings(0)
-    for name in ("name", "seed", "architecture", "batch_size", "dense", "initial_bias"):
-        assert now[name] == made_by[name], name
+    assert made_by.pop("version")
+    assert made_by == recipe.settings(0), "make them again: python -m sparse_tl.models.shipping"
 
 
 @each
@@ -69,7 +67,7 @@ def test_transformers_reads_a_shipped_model(recipe: Recipe, side: str) -> None:
 def test_the_shipped_models_are_small_and_are_the_only_ones() -> None:
     assert {folder.name for folder in SHIPPED.iterdir()} == {recipe.name for recipe in RECIPES}
     files = [file for file in SHIPPED.rglob("*") if file.is_file()]
-    assert sum(file.stat().st_size for file in files) <= 10_000_000
+    assert sum(file.stat().st_size for file in files) <= 15_000_000
 
 
 def test_other_seeds_and_forms_are_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
