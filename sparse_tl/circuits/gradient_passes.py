@@ -148,7 +148,7 @@ class GradientPass:
             )
 
     def counts_for(self, name: str) -> bool:
-        """Whether the pass contributes to what is written at a hook point."""
+        """Whether the pass contributes to the sources at a hook point."""
         return self.moved in (None, name)
 
     def gradients(self, names: Sequence[str]) -> dict[str, Tensor]:

@@ -35,11 +35,11 @@ class GateDistribution:
         return self.squash(logits)
 
     def open_probability(self, logits: Gates) -> Gates:
-        """P(gate > 0), differentiable; the expected size sums it over gates."""
+        """Probability that a gate is open, differentiable; the expected size is its sum."""
         return torch.sigmoid(logits)
 
     def is_open(self, logits: Gates) -> Bool[Tensor, "*gate"]:
-        """Whether each deterministic gate is above 0."""
+        """Which deterministic gates count as open: above 0, or sigmoid gates above one half."""
         return logits > 0
 
 

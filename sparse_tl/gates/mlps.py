@@ -106,7 +106,7 @@ class MLPGates(PassGates):
         )
 
     def forget(self) -> None:
-        """Drop what is kept of earlier passes."""
+        """Drop the state kept from earlier passes."""
         super().forget()
         self._reads.clear()
 

@@ -93,7 +93,7 @@ class PassGates(nn.Module):
             self.settings = before
 
     def forget(self) -> None:
-        """Drop what is kept of earlier passes."""
+        """Drop the state kept from earlier passes."""
         self._passes.clear()
 
     def _settings_of(self, layer: int, read: Float[Tensor, "prompt ... n"]) -> GateSettings:
