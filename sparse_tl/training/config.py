@@ -15,7 +15,7 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Settings of the optimiser and the training loop.
+    """Settings of the optimizer and the training loop.
 
     Args:
         steps: number of optimizer steps.

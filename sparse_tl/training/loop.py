@@ -37,7 +37,7 @@ from sparse_tl.training.objectives import Objective
 STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
 """Signals that save and end a run; SIGHUP does not exist on every platform."""
 SAVE_AFTER = 120.0
-"""Maximum number of seconds between checkpoints."""
+"""Seconds after which a checkpoint is due, however few steps were done."""
 
 
 class NonFiniteLossError(ValueError):
@@ -64,7 +64,7 @@ def train(
         objective: objective to minimise.
         stream: training batches by step.
         selection: evaluation and model selection.
-        config: settings of the optimiser and the loop.
+        config: settings of the optimizer and the loop.
         trained: names of the parameters to train, with multiples of the learning rate; all other
             parameters are frozen during the run.
         settings: further settings that identify this run in its checkpoints.
