@@ -1,7 +1,7 @@
 """Make a transformer's attention sparse without hurting its loss, and see what does a task.
 
-The public names stand in `__init__.pyi` and are loaded when they are first used, so that importing
-the package costs nothing (SPEC 1 of Scientific Python).
+The public names are listed in `__init__.pyi` and loaded on first use, so that importing the
+package is fast (SPEC 1 of Scientific Python).
 """
 
 import lazy_loader

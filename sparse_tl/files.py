@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and hold nothing that is unpickled."""
+"""Atomic writing of files and folders; nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def atomic_file(path: str | Path) -> Iterator[Path]:
-    """A temporary path beside `path` that replaces it when the block ends without an exception."""
+    """A temporary path beside `path` that replaces it if the block ends without an exception."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
@@ -31,7 +31,7 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        # mkstemp makes private files; a result should be as readable as any other new file.
+        # mkstemp creates private files; results should be as readable as any other new file.
         temporary.chmod(0o666 & ~_umask())
         os.replace(temporary, path)
     finally:
@@ -40,12 +40,12 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """A temporary folder beside `path` that takes its place when the block ends well.
+    """A temporary folder beside `path` that replaces it if the block ends without an exception.
 
     A folder cannot be replaced in one step: the old one is moved aside first, and
-    `recover_folder` puts it back should the process die in between.
+    `recover_folder` restores it if the process dies in between.
     """
-    path = Path(path).resolve()  # a link stays, what it points at is replaced
+    path = Path(path).resolve()  # keep a link, replace its target
     if path.exists() and not path.is_dir():
         raise ValueError(f"expected a folder, or a name that is free; {path} is a file")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,15 +64,15 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 
 
 def check_replaceable(folder: str | Path, marker: str, *others: str) -> None:
-    """Make sure that writing a folder anew deletes nothing but an earlier one of its kind.
+    """Check that rewriting a folder deletes nothing but an earlier folder of its kind.
 
     Args:
-        folder: that will be replaced as a whole.
-        marker: the file that every folder of this kind has.
+        folder: folder that will be replaced as a whole.
+        marker: file that every folder of this kind has.
         others: further files of such a folder.
 
     Raises:
-        ValueError: the folder holds files without the marker among them, or files of another name.
+        ValueError: the folder holds files but no marker, or files with other names.
     """
     folder = Path(folder)
     found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
@@ -85,7 +85,7 @@ def check_replaceable(folder: str | Path, marker: str, *others: str) -> None:
 
 
 def recover_folder(path: str | Path) -> bool:
-    """Put back the folder that a killed `atomic_folder` had moved aside; whether there is one."""
+    """Restore a folder that a killed `atomic_folder` moved aside; return whether `path` exists."""
     path = Path(path).resolve()
     if not path.exists() and _aside(path).exists():
         os.replace(_aside(path), path)
@@ -93,7 +93,7 @@ def recover_folder(path: str | Path) -> bool:
 
 
 def write_json(path: str | Path, content: Any) -> None:
-    """Write JSON atomically; refuses NaN and infinity, which JSON does not have."""
+    """Write JSON atomically; refuses NaN and infinity, which JSON lacks."""
     text = json.dumps(content, indent=2, allow_nan=False)
     with atomic_file(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
@@ -113,7 +113,7 @@ def read_json(path: str | Path) -> Any:
 
 def write_tensors(path: str | Path, tensors: dict[str, Tensor]) -> None:
     """Write a safetensors file atomically."""
-    # safetensors refuses shared or strided memory; a saved file holds every tensor by itself.
+    # safetensors refuses shared or strided memory; every tensor is saved separately.
     whole: dict[str, Tensor] = {}
     taken: set[int] = set()
     for name, tensor in tensors.items():
@@ -126,7 +126,7 @@ def write_tensors(path: str | Path, tensors: dict[str, Tensor]) -> None:
 
 
 def write_csv(path: str | Path, table: pd.DataFrame) -> None:
-    """Write a table without the numbers of its rows; the file appears complete or not at all."""
+    """Write a table without its index, atomically."""
     with atomic_file(path) as temporary:
         table.to_csv(temporary, index=False)
 
@@ -144,7 +144,7 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """A short name for exactly these tensors: the start of the SHA-256 of their names and bytes."""
+    """A short hash of tensors: the start of the SHA-256 of their names and bytes."""
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -154,10 +154,10 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def check_writable(folder: str | Path) -> Path:
-    """Make the folder and write to it once, so that a long run does not fail at its end.
+    """Create a folder and test writing to it, so that a long run does not fail at its end.
 
     Raises:
-        ValueError: the folder cannot be made or written.
+        ValueError: the folder cannot be created or written.
     """
     folder = Path(folder)
     try:

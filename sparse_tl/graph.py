@@ -1,9 +1,9 @@
-"""The computational graph that circuits are cut from: nodes, circuit edges, slots; no model.
+"""The computational graph of a model: nodes, slots and circuit edges, independent of any model.
 
-A *source* is a node that writes to the residual stream, a *destination* an input that reads from
-it: a head reads three times (slots q, k and v), an MLP and the logits once. A circuit edge joins a
-source to a later destination. Under grouped-query attention the k and v inputs belong to a
-key-value head, which is written ``a3.kv1``.
+A *source* is a node that writes to the residual stream, a *destination* is an input that reads from
+it: a head reads three times (slots q, k and v), an MLP and the logits once. A circuit edge connects
+a source to a later destination. Under grouped-query attention the k and v inputs belong to a
+key-value head, written ``a3.kv1``.
 
 Arrays over edges are indexed ``[source, destination]``, both in topological order.
 """
@@ -36,16 +36,16 @@ class CircuitGraph(PartGrid):
     GPT-2 small (12 layers, 12 heads, sequential) has 158 nodes and 32,491 edges.
 
     Args:
-        n_layers: of the model.
-        n_heads: query heads of each layer.
-        n_kv_heads: key-value heads of each layer; `n_heads` where queries are not grouped.
+        n_layers: number of layers.
+        n_heads: query heads per layer.
+        n_kv_heads: key-value heads per layer; `n_heads` without grouped queries.
         has_mlps: false for attention-only models.
-        parallel: whether an MLP reads beside its layer's heads, not after them.
-        coupled: whether what a layer's heads write is normalised together (Gemma 2, OLMo-2): each
-            head then moves what the others write.
+        parallel: whether an MLP reads the same input as its layer's heads, not their output.
+        coupled: whether the summed head output of a layer is normalised (Gemma 2, OLMo-2): each
+            head then affects what the others write.
 
     Raises:
-        ValueError: sizes that no model has.
+        ValueError: the sizes are inconsistent.
     """
 
     n_layers: int
@@ -86,7 +86,7 @@ class CircuitGraph(PartGrid):
 
     @property
     def heads(self) -> HeadGrid:
-        """The heads alone, which scores and circuits may be of instead."""
+        """The grid of the model's heads, for scores and circuits of heads."""
         return HeadGrid(self.n_layers, self.n_heads)
 
     @cached_property
@@ -120,7 +120,7 @@ class CircuitGraph(PartGrid):
         )
 
     def n_sources_before(self, node: Node) -> int:
-        """How many sources write before this node reads; they are the first ones."""
+        """Number of sources that write before this node reads; they come first."""
         if node.kind == "input":
             return 0
         if node.kind == "logits":
@@ -168,11 +168,11 @@ class CircuitGraph(PartGrid):
         return self.n_layers if node.kind == "logits" else node.layer
 
     def readers(self, node: Node) -> tuple[int, ...]:
-        """The columns through which a node reads; a head reads k and v through its group."""
+        """The columns that a node reads; a head reads k and v through its group."""
         return tuple(self._readers.get(node, ()))
 
     def readers_of(self, destination: Destination) -> list[Node]:
-        """The nodes that read there: all heads of the group, for a key-value head."""
+        """The nodes that read a destination: for a key-value head, all heads of the group."""
         if destination.node.kind != "kv_head":
             return [destination.node]
         size = self.n_heads // self.n_kv_heads
@@ -180,7 +180,7 @@ class CircuitGraph(PartGrid):
         return [Node("head", destination.node.layer, h) for h in range(first, first + size)]
 
     def movers(self, node: Node) -> list[Node]:
-        """The nodes whose reading moves what a node writes: itself, or all heads of its layer."""
+        """The nodes whose inputs affect what a node writes: itself, or all heads of its layer."""
         if node.kind != "head" or not self.coupled:
             return [node]
         return [Node("head", node.layer, head) for head in range(self.n_heads)]
@@ -188,7 +188,7 @@ class CircuitGraph(PartGrid):
     def to_networkx(
         self, mask: Bool[Tensor, "source destination"] | None = None
     ) -> nx.MultiDiGraph:
-        """Nodes with their kind and layer; one edge for each slot, keyed by it; some or all."""
+        """Nodes with kind and layer; one edge per slot, keyed by slot; optionally masked."""
         import networkx as nx
 
         network = nx.MultiDiGraph()
@@ -200,7 +200,7 @@ class CircuitGraph(PartGrid):
         return network
 
     def columns(self, places: Int[Tensor, "part axis"]) -> dict[str, Any]:
-        """Names, sources, destinations and slots of the edges at these places."""
+        """Names, sources, destinations and slots of the edges at these indices."""
         sources = np.array([str(node) for node in self.sources], dtype=object)
         readers = np.array([str(to) for to in self.destinations], dtype=object)
         nodes = np.array([str(to.node) for to in self.destinations], dtype=object)

@@ -1,7 +1,7 @@
-"""The parts of one kind that a model has, as the array in which scores and circuits are written.
+"""Grids of parts: the arrays over which scores and circuits are defined.
 
-Heads are ``[layer, head]``, attention edges ``[layer, head, query, key]``; circuit edges,
-``[source, destination]``, are in `sparse_tl.graph`.
+Heads are ``[layer, head]``, attention edges ``[layer, head, query, key]``; for circuit edges,
+``[source, destination]``, see `sparse_tl.graph`.
 """
 
 from __future__ import annotations
@@ -23,44 +23,44 @@ _ATTENTION_EDGE = re.compile(r"a(\d+)\.h(\d+):(\d+)->(\d+)")
 
 
 class PartGrid(ABC):
-    """Parts that can be scored and kept one by one."""
+    """Parts that can be scored and kept individually."""
 
     noun: ClassVar[str]
-    """What they are called, in the plural."""
+    """Name of the parts, in the plural."""
 
     @cached_property
     @abstractmethod
     def exists(self) -> Bool[Tensor, "*axes"]:
-        """Which places of the array hold a part."""
+        """Which indices of the array hold a part."""
 
     @abstractmethod
     def index(self, part: Any) -> tuple[int, ...]:
-        """Where a part is, from its name or its place.
+        """The index of a part, from its name or index.
 
         Raises:
-            ValueError: there is no such part.
+            ValueError: the part does not exist.
         """
 
     @abstractmethod
     def columns(self, places: Int[Tensor, "part axis"]) -> dict[str, Any]:
-        """The columns of a table of the parts at these places; the first holds their names."""
+        """Table columns of the parts at these indices; the first column holds their names."""
 
     def names(self, places: Int[Tensor, "part axis"]) -> list[str]:
-        """The names of the parts at these places."""
+        """The names of the parts at these indices."""
         return list(next(iter(self.columns(places).values())))
 
     def layer(self, place: Sequence[int]) -> int:
-        """The first layer that changes with a part; the number of layers for the logits."""
+        """The first layer affected by a part; the number of layers for the logits."""
         return place[0]
 
     @cached_property
     def n_parts(self) -> int:
-        """How many parts there are."""
+        """Number of parts."""
         return int(self.exists.sum())
 
     @cached_property
     def places(self) -> Int[Tensor, "part axis"]:
-        """Where all parts are, in row-major order: the order of ``values[grid.exists]``."""
+        """The indices of all parts, in row-major order: the order of ``values[grid.exists]``."""
         return self.exists.nonzero()
 
     def _checked(self, place: Sequence[int], part: Any) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ class HeadGrid(PartGrid):
 
     @cached_property
     def exists(self) -> Bool[Tensor, "layer head"]:
-        """All places hold a head."""
+        """All indices hold a head."""
         return torch.ones(self.n_layers, self.n_heads, dtype=torch.bool)
 
     def index(self, part: Node | str | tuple[int, ...]) -> tuple[int, ...]:
@@ -106,10 +106,10 @@ class AttentionGrid(PartGrid):
     """All attention edges of prompts of one length, named ``a3.h2:5->8`` (key to query).
 
     Args:
-        n_layers: of the model.
-        n_heads: of each layer.
-        n_positions: of the prompts.
-        causal: whether a query sees no later key.
+        n_layers: number of layers.
+        n_heads: heads per layer.
+        n_positions: prompt length.
+        causal: whether attention is causal.
     """
 
     n_layers: int
@@ -120,7 +120,7 @@ class AttentionGrid(PartGrid):
 
     @cached_property
     def exists(self) -> Bool[Tensor, "layer head query key"]:
-        """Pairs of a query and a key that it sees."""
+        """Pairs of a query and a key that it can attend to."""
         pairs = torch.ones(self.n_positions, self.n_positions, dtype=torch.bool)
         pairs = pairs.tril() if self.causal else pairs
         return pairs.expand(self.n_layers, self.n_heads, -1, -1)
@@ -138,7 +138,7 @@ class AttentionGrid(PartGrid):
         return self._checked((layer, head, query, key), part)
 
     def columns(self, places: Int[Tensor, "part axis"]) -> dict[str, Any]:
-        """The edges' names and their four places."""
+        """The edges' names, and their layer, head, query and key."""
         layer, head, query, key = (column.tolist() for column in places.T)
         named = zip(layer, head, key, query, strict=True)
         names = [f"a{layer}.h{head}:{key}->{query}" for layer, head, key, query in named]

@@ -1,7 +1,7 @@
-"""One number per prompt pair, from the logits at its position; and the explained effect.
+"""Metrics: one number per prompt pair from the logits at its position; and the explained effect.
 
-A metric takes the logits and the pairs and returns one value per pair; larger means that the task
-is done better. A divergence is 0 at its reference, and larger means farther away.
+A metric takes logits and pairs and returns one value per pair; larger means better performance on
+the task. A divergence is 0 at its reference, and larger values are farther away.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def log_probability(
 
 
 def is_right(logits: Float[Tensor, "pair vocab"], pairs: PromptPairs) -> Bool[Tensor, " pair"]:
-    """Whether the most likely of all tokens is an answer."""
+    """Whether the most likely token is an answer."""
     return (logits.argmax(dim=-1, keepdim=True) == pairs.answers).any(dim=1)
 
 
@@ -65,7 +65,7 @@ def measure(
     """The metric of every pair, checked.
 
     Raises:
-        ValueError: the metric returned another shape than one value per pair, or no number.
+        ValueError: the metric does not have one value per pair, or a value is not finite.
     """
     values = metric(logits, pairs)
     if not isinstance(values, Tensor) or values.shape != (len(pairs),):
@@ -83,7 +83,7 @@ def measure(
 
 
 class NoEffectError(ValueError):
-    """The corruption does not change the metric: there is no effect to explain."""
+    """The corruption does not change the metric, so there is no effect to explain."""
 
 
 def explained_effect(
@@ -93,7 +93,7 @@ def explained_effect(
 ) -> Float[Tensor, "*circuit"]:
     """``(m(C) - m(corrupted)) / (m(clean) - m(corrupted))``, each averaged over pairs first.
 
-    1: the circuit does all that the model does; 0: none.
+    1: the circuit does everything that the model does; 0: nothing.
 
     Raises:
         NoEffectError: there is no effect to explain.

@@ -1,4 +1,4 @@
-"""Names of a model's parts and of the circuit edges between them; nothing is numbered here."""
+"""Names of a model's parts and of the circuit edges between them, without any indexing."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Node(_Named):
     """A part of the model: ``input``, ``a3.h2``, ``m3`` or ``logits``.
 
     Args:
-        kind: what it is; a "kv_head" only reads, for the heads of its group.
-        layer: of heads and MLPs.
-        head: within the layer.
+        kind: kind of node; a "kv_head" only reads, on behalf of the heads of its group.
+        layer: layer of a head or MLP.
+        head: index of a head within its layer.
     """
 
     kind: Kind
@@ -43,10 +43,10 @@ class Node(_Named):
 
     @staticmethod
     def parse(name: str) -> Node:
-        """The node of that name.
+        """Parse the name of a node.
 
         Raises:
-            ValueError: no node has such a name.
+            ValueError: the name is invalid.
         """
         match = _NAME.fullmatch(name)
         if match is None:
@@ -74,7 +74,7 @@ class Destination(_Named):
 
     @staticmethod
     def parse(name: str) -> Destination:
-        """The destination of that name."""
+        """Parse the name of a destination."""
         match = _DESTINATION.fullmatch(name)
         if match is None:
             raise ValueError(f'expected a destination such as "a3.h2<q>" or "m3"; got {name!r}')
@@ -93,10 +93,10 @@ class CircuitEdge(_Named):
 
     @staticmethod
     def parse(name: str) -> CircuitEdge:
-        """The edge of that name.
+        """Parse the name of an edge.
 
         Raises:
-            ValueError: no edge has such a name.
+            ValueError: the name is invalid.
         """
         source, arrow, destination = name.partition("->")
         if not arrow:

@@ -1,8 +1,8 @@
-"""Live progress of long work: a bar in a terminal, a line a minute in a log file, and one line that
-renews itself in Jupyter.
+"""Progress display for long work: a bar in a terminal, a line per minute in a log file, and a
+self-updating line in Jupyter.
 
-A saved notebook keeps that one line, which then says what was done and how long it took; work of
-less than half a second leaves nothing.
+A saved notebook keeps that line, which finally states what was done and how long it took; work
+that takes less than half a second leaves no line.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 DELAY, PAUSE = 0.5, 0.2
-"""Seconds before a notebook shows anything, and at least between two of its updates."""
+"""Seconds until a notebook shows anything, and minimum seconds between its updates."""
 LOG_DELAY, LOG_PAUSE = 10.0, 60.0
-"""The same of the lines of a log."""
+"""The same for lines of a log."""
 
 
 @contextmanager
 def tracked(
     title: str, total: int, shown: bool = True, *, done: int = 0
 ) -> Iterator[Callable[..., None]]:
-    """A bar with the time that is left.
+    """Show progress with the remaining time.
 
-    The block calls what it gets once per piece of work, with what was measured last, if anything.
+    The block calls the yielded function once per piece of work, with any latest measurements.
 
     Args:
-        title: what is running.
-        total: pieces of work.
-        shown: False to stay silent.
-        done: pieces done before, when work is resumed.
+        title: title of the work.
+        total: number of pieces of work.
+        shown: False to show nothing.
+        done: pieces done before, when resuming.
     """
     if not shown:
         yield lambda measured="": None
@@ -60,7 +60,7 @@ def tracked(
 
 
 def _terminal_bar() -> Progress:
-    """On standard error, so that a command's output can be kept in a file."""
+    """A bar on standard error, so that a command's output can be redirected to a file."""
     return Progress(
         TextColumn("[bold]{task.description}"),
         BarColumn(bar_width=12),
@@ -72,18 +72,18 @@ def _terminal_bar() -> Progress:
 
 
 class _Line:
-    """What was done, how long it took or will take, and what was measured last, in a line.
+    """A line with progress, elapsed or remaining time, and the latest measurements.
 
     Args:
-        title: what is running.
-        total: pieces of work.
-        done: pieces done before, when work is resumed.
+        title: title of the work.
+        total: number of pieces of work.
+        done: pieces done before, when resuming.
     """
 
     delay: float
-    """Seconds before the first line."""
+    """Seconds until the first line."""
     pause: float
-    """Seconds between two lines at least."""
+    """Minimum seconds between two lines."""
 
     def __init__(self, title: str, total: int, done: int) -> None:
         self.title, self.total, self.done, self.measured = title, total, done, ""
@@ -94,7 +94,7 @@ class _Line:
     def step(self, measured: str = "") -> None:
         self.done, self.measured = self.done + 1, measured or self.measured
         now = time.monotonic()
-        if now < self._due or self.done == self.total:  # `end` says the last
+        if now < self._due or self.done == self.total:  # `end` shows the last
             return
         self._due, self._shown = now + self.pause, True
         each = (now - self._started) / (self.done - self._before)
@@ -114,7 +114,7 @@ class _Line:
 
 
 class _LogLines(_Line):
-    """A line a minute, and one at the end: where standard error is a file."""
+    """A line per minute and one at the end, for standard error redirected to a file."""
 
     delay, pause = LOG_DELAY, LOG_PAUSE
 
@@ -124,9 +124,9 @@ class _LogLines(_Line):
 
 
 class _NotebookLine(_Line):
-    """One output of a notebook, replaced in place: needs no widgets, and is small when saved.
+    """A notebook output that is updated in place: needs no widgets, and is small when saved.
 
-    rich's own display leaves a widget that is gone when the notebook is opened again, and an empty
+    rich's own display leaves a widget that is missing when the notebook is reopened, and an empty
     box.
     """
 
@@ -154,19 +154,19 @@ class _NotebookLine(_Line):
 
 
 def _kind_of_line() -> type[_Line] | None:
-    """What shows progress in lines here; None in a terminal, which has a bar."""
+    """The class that shows progress as lines here; None in a terminal, which gets a bar."""
     if in_notebook():
         return _NotebookLine
     return None if Console(stderr=True).is_terminal else _LogLines
 
 
 def in_notebook() -> bool:
-    """Whether what is shown appears below a cell."""
+    """Whether output appears below a notebook cell."""
     return Console().is_jupyter
 
 
 def clock(seconds: float) -> str:
-    """As ``0:07``, ``12:30`` or ``1:02:03``."""
+    """A duration as ``0:07``, ``12:30`` or ``1:02:03``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

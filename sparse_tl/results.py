@@ -1,8 +1,8 @@
-"""Results: frozen dataclasses that can be saved, read again, tabulated and drawn.
+"""Results: frozen dataclasses that can be saved, loaded, tabulated and drawn.
 
-A saved result is a folder: its tensors in one safetensors file, all other fields in result.json,
-restored by the types that the fields declare. Nothing is unpickled, and no class is made that a
-field does not name.
+A saved result is a folder: tensors in a safetensors file, all other fields in result.json. Loading
+follows the declared types of the fields: nothing is unpickled, and only declared classes are
+created.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 Kind = TypeVar("Kind", bound="Result")
 
 SCHEMA = 1
-"""The version of the layout of saved results."""
+"""Format version of saved results."""
 
 RESULT_FILE, _TENSORS_FILE = "result.json", "result.safetensors"
 
 
 class Result:
-    """The base of every frozen dataclass that an analysis returns.
+    """Base class of all frozen dataclasses that analyses return.
 
-    Fields may be tensors, numbers, strings, None, sequences and dictionaries of them, DataFrames,
-    and further dataclasses; their types must be known at run time (pandas may be imported for type
-    checkers only, as ``pd``).
+    Fields may be tensors, numbers, strings, None, sequences and dictionaries of these, DataFrames,
+    and further dataclasses; their types must be resolvable at run time (pandas may be imported for
+    type checkers only, as ``pd``).
     """
 
     def save(self, folder: str | Path) -> Path:
-        """Write a folder of safetensors and JSON; whole or not at all.
+        """Write a folder of safetensors and JSON, completely or not at all.
 
         Raises:
             ValueError: the folder holds something else, which would be deleted.
@@ -68,10 +68,10 @@ class Result:
 
     @classmethod
     def load(cls: type[Kind], folder: str | Path) -> Kind:
-        """Read what `save` wrote.
+        """Load what `save` wrote.
 
         Raises:
-            ValueError: another folder, another kind of result, or a damaged one.
+            ValueError: the folder holds something else, another kind of result, or a damaged one.
         """
         folder = Path(folder)
         recover_folder(folder)
@@ -83,7 +83,7 @@ class Result:
             raise ValueError(f"expected a whole {cls.__name__} in {folder}; {error}") from error
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row of the numbers and words."""
+        """One row with the fields that are numbers or strings."""
         import pandas as pd
 
         mine: Any = self
@@ -91,12 +91,12 @@ class Result:
         return pd.DataFrame([{k: v for k, v in values.items() if isinstance(v, str | int | float)}])
 
     def figure(self, **style: Any) -> Any:
-        """The result as a figure; its keywords are those of `sparse_tl.plots.figure`."""
-        # Pictures stand above results: only this name leads back up, and only when one is drawn.
+        """The result as a figure; keywords as in `sparse_tl.plots.figure`."""
+        # Plots depend on results: only this call goes the other way, and only when drawing.
         return import_module("sparse_tl.plots").figure(self, **style)
 
     def _summary(self) -> pd.DataFrame:
-        """The table that a notebook shows."""
+        """The table shown in notebooks."""
         return self.to_pandas().head(20)
 
     def _repr_html_(self) -> str:
@@ -104,16 +104,16 @@ class Result:
 
 
 def table_html(table: pd.DataFrame, said: str = "") -> str:
-    """Words and a table as HTML; all texts are escaped.
+    """A sentence and a table as HTML, with all text escaped.
 
     Args:
-        table: the numbers; rows that have names of their own are shown with them.
-        said: a sentence above it.
+        table: table to show; its index is shown if it has names.
+        said: sentence above the table.
     """
     import pandas as pd
 
     words = f"<p>{escape(said)}</p>" if said else ""
-    # Counts stay readable: 123,457 and not 1.235e+05.
+    # Keep counts readable: 123,457 instead of 1.235e+05.
     return words + table.to_html(
         float_format=lambda x: format(x, ",.0f" if abs(x) >= 1e4 else ".4g"),
         border=0,
@@ -122,7 +122,7 @@ def table_html(table: pd.DataFrame, said: str = "") -> str:
 
 
 def _content(folder: Path, kind: type) -> dict[str, Any]:
-    """What a folder's JSON says, if it is of that kind."""
+    """The content of a folder's JSON, checked to be of the given kind."""
     if not (folder / RESULT_FILE).is_file():
         raise ValueError(f"expected a saved {kind.__name__} in {folder}; there is no {RESULT_FILE}")
     content = read_json(folder / RESULT_FILE)
@@ -140,7 +140,7 @@ def _content(folder: Path, kind: type) -> dict[str, Any]:
 
 
 def _as_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON can hold it; a tensor is put aside, and its name stands in its place."""
+    """A value as JSON; tensors are collected in `tensors` and replaced by their names."""
     import pandas as pd
 
     if isinstance(value, Tensor):
@@ -160,12 +160,12 @@ def _as_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, tuple | list):
         return [_as_json(some, _under(name, i), tensors) for i, some in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no such number; float() reads it again
+        return str(value)  # not valid JSON as a number; float() parses it
     return value
 
 
 def _restored(declared: Any, value: Any, name: str, tensors: Mapping[str, Tensor]) -> Any:
-    """What `_as_json` was given, if it is of the declared type."""
+    """The value that `_as_json` was given, checked against the declared type."""
     import pandas as pd
 
     origin, of = get_origin(declared), get_args(declared)

@@ -1,4 +1,4 @@
-"""Which parts do a task: measurements on dense and sparse models alike."""
+"""Find the parts of a model that perform a task; works on dense and sparse models."""
 
 from sparse_tl.circuits.acdc import acdc as acdc
 from sparse_tl.circuits.attention_graph import AttentionGraph as AttentionGraph

@@ -1,16 +1,16 @@
-"""ACDC: from the output backwards, patch every edge for good whose loss moves the metric little.
+"""ACDC: walk from the output backwards and permanently patch every edge that hardly matters.
 
-1. The last parts come first: the logits' edges, then layer by layer downwards, and at each
-   destination the latest source first. The order is always the same.
-2. A part is patched; if the metric moves by less than the threshold it stays patched.
-3. Edges into nodes that no kept edge leaves are dropped without a test.
+1. Late parts come first: edges into the logits, then layer by layer downwards, and at each
+   destination the latest source first. The order is fixed.
+2. A part is patched; if the metric moves by less than the threshold, it stays patched.
+3. Edges into nodes without a kept outgoing edge are dropped untested.
 
-Only layers at or after the tested part are run: before it, the circuit is as it was. The next parts
-of the same destination are tested in the same pass, each as if those before it went the way of the
-last one. What was assumed wrongly is measured again: the outcome is that of one test at a time.
+Only layers at or after the tested part are run, since earlier ones have not changed. The next parts
+of the same destination are tested speculatively in the same pass, on the assumption that each test
+ends like the last one. Wrong guesses are measured again, so the result equals sequential testing.
 
-With a target size the threshold doubles from pass to pass until no more than that many are left;
-edges that have lost their effect meanwhile go too, so that it can be fewer.
+With a target size, the threshold doubles from pass to pass until at most that many parts are left;
+edges that lose their effect on the way are dropped too, so the result can be smaller.
 
 Reference: Conmy et al., arXiv 2304.14997, algorithm 1.
 """
@@ -41,9 +41,9 @@ from sparse_tl.progress import tracked
 from sparse_tl.results import RESULT_FILE, Result
 
 SAVE_EVERY = 200
-"""Tests between two checkpoints."""
+"""Number of tests between two checkpoints."""
 ROWS = 256
-"""Tests times prompts of one forward pass at most."""
+"""Maximum number of tests times prompts in one forward pass."""
 
 
 def acdc(
@@ -59,25 +59,25 @@ def acdc(
     checkpoint: str | Path | None = None,
     progress: bool = True,
 ) -> Acdc:
-    """Patch parts for good, from the output backwards, as long as the metric hardly moves.
+    """Permanently patch parts, from the output backwards, while the metric hardly moves.
 
     Args:
-        model: dense or sparse; it is not changed.
-        pairs: the prompts.
-        threshold: how far one part may move the metric, in its units; nats for "kl".
-        size: parts to be left at most; the threshold is then where the search begins, 1e-4 if
-            left out.
-        metric: one value per pair, whose mean may move either way; or "kl", the divergence from
-            the whole model's predictions, which may grow.
-        start: all edges, all heads, or a circuit to begin with, such as attribution's best edges.
-        patch: what closed parts show, as of `PairRuns`.
-        batch_size: pairs per pass; all batches' states are kept.
-        checkpoint: folder of the search's checkpoint; found there, an interrupted search goes on.
-        progress: whether to show it.
+        model: dense or sparse model; left unchanged.
+        pairs: prompt pairs.
+        threshold: how far one part may move the metric, in the metric's units; nats for "kl".
+        size: maximum number of parts to keep; `threshold` (1e-4 by default) is then the initial
+            threshold.
+        metric: metric function with one value per pair, whose mean may move either way; or "kl",
+            the divergence from the whole model's predictions, where only increases count.
+        start: all edges, all heads, or a circuit to start from, such as attribution's top edges.
+        patch: patch at closed parts, as in `PairRuns`.
+        batch_size: prompt pairs per forward pass; the states of all batches stay in memory.
+        checkpoint: folder for checkpoints; a search interrupted there is resumed.
+        progress: whether to show a progress bar.
 
     Raises:
-        ValueError: neither threshold nor size, one that makes no sense, a circuit of another
-            model, or a checkpoint of another search.
+        ValueError: neither threshold nor size is given, one is out of range, the circuit is of
+            another model, or the checkpoint is of another search.
     """
     graph = adapt(model).graph
     begin = _starting_point(graph, start)
@@ -101,18 +101,18 @@ def acdc(
 
 @dataclass
 class SearchState(Result):
-    """Where a search stands; a checkpoint is nothing else.
+    """The state of a search, as stored in a checkpoint.
 
     Args:
-        mask: the parts that are left.
+        mask: parts that are left.
         threshold: how far one part may move the metric.
-        position: of the next part to be tested.
-        value: the metric under the mask.
-        tested: parts that were tested.
-        layers_run: layers that ran for the tests.
-        history: part, how far the metric moved, and whether it was kept.
-        asked: what the search was asked.
-        measured: what its model and metric give on its prompts.
+        position: index of the next part to test.
+        value: metric under the mask.
+        tested: number of parts tested.
+        layers_run: number of layers run for the tests.
+        history: name of the part, change of the metric, and whether the part was kept.
+        asked: description of the search, to match it with its checkpoint.
+        measured: metric and mean logits of the model on the prompts, for the same purpose.
     """
 
     mask: Bool[Tensor, "*axes"]
@@ -134,7 +134,7 @@ class _Search:
         self.n_layers = runs.adapter.n_layers
         self.runs = list(runs)
         self.state = SearchState(begin.mask.cpu().clone(), threshold)
-        # Parts in the order in which they are tested, the last first; those of one group together.
+        # Parts in test order, last first; parts of one destination, or layer, are adjacent.
         exists = self.site.exists
         edges = isinstance(self.site, CircuitGraph)
         places = exists.T.nonzero().flip(0, 1) if edges else exists.nonzero().flip(0)
@@ -152,7 +152,7 @@ class _Search:
         return circuit.connected(patch=self.patch) if edges else circuit
 
     def run_pass(self, size: int | None, progress: bool) -> None:
-        """Test every part that is left, until the circuit has the size asked for."""
+        """Test every remaining part, or stop once the circuit has the requested size."""
         state = self.state
         if state.position == 0:
             state.mask = self.circuit.mask.clone()
@@ -175,7 +175,7 @@ class _Search:
         self._save()
 
     def _test_some(self, size: int | None) -> int:
-        """Settle the next parts of one destination; how many."""
+        """Settle the next parts of one destination; return their number."""
         state, site, start = self.state, self.site, self.state.position
         index = self.parts[start]
         if isinstance(site, CircuitGraph) and not reaches_logits(site, state.mask, index[1]):
@@ -190,20 +190,20 @@ class _Search:
         chosen = list(islice((p for p in together if state.mask[self.parts[p]]), ahead))
         masks = state.mask.repeat(len(chosen), *[1] * state.mask.ndim)
         for row, place in enumerate(chosen):
-            # If parts are kept, each is closed alone; if not, all before it are closed too.
+            # If parts are kept, each is closed alone; if not, all before it are closed as well.
             masks[row if self._last_kept else slice(row, None)][..., *self.parts[place]] = False
         state.layers_run += len(chosen) * (self.n_layers - site.layer(index))
         assumed = self._last_kept
         for row, (place, value) in enumerate(zip(chosen, self._measure(masks), strict=True)):
             self._settle(place, value)
-            if self._last_kept != assumed:  # what follows was measured for another circuit
+            if self._last_kept != assumed:  # later tests assumed another circuit
                 self._ahead = max(1, row)
                 return state.position - start
         self._ahead = min(2 * len(chosen), self._most)
         return state.position - start
 
     def _settle(self, place: int, value: float) -> None:
-        """Keep a part, or patch it for good."""
+        """Keep a part or patch it permanently."""
         state, index = self.state, self.parts[place]
         moved = value - state.value
         kept = (moved if self.metric == "kl" else abs(moved)) >= state.threshold
@@ -215,7 +215,7 @@ class _Search:
         state.position, self._last_kept = place + 1, kept
 
     def _measure(self, masks: Bool[Tensor, "test ..."]) -> list[float]:
-        """The metric, or the divergence, under each mask: the mean over all pairs."""
+        """The metric or divergence under each mask, averaged over all pairs."""
         totals, count = torch.zeros(len(masks), dtype=torch.float64), 0
         for batch, run in self.runs:
             clean = run.clean_logits
@@ -244,10 +244,10 @@ class _Search:
 
     @torch.no_grad()
     def save_to(self, folder: Path, asked: str, pairs: PromptPairs) -> None:
-        """Keep checkpoints there, and go on from the one that is found.
+        """Write checkpoints to a folder, and resume from one found there.
 
         Raises:
-            ValueError: the folder holds other files, or the checkpoint of another search.
+            ValueError: the folder holds other files, or a checkpoint of another search.
         """
         state, self._folder = self.state, folder
         tensors = {one.name: getattr(pairs, one.name) for one in fields(pairs)}
@@ -255,7 +255,7 @@ class _Search:
         kind = "divergence" if self.metric == "kl" else "metric"
         what = digest({**tensors, "start": state.mask})
         state.asked = f"{self.site!r} {patch} {kind} {asked} {what}"
-        # Another model or metric shows in what it measures; a name or an address would not do.
+        # Measured values identify model and metric; a name or an object's address would not.
         clean = [run.clean_logits.mean().item() for _, run in self.runs]
         state.measured = (*self._measure(state.mask[None]), *clean)
         recover_folder(folder)

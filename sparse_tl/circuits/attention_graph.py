@@ -1,9 +1,9 @@
-"""What attention moves where, for one prompt: the result that circuit diagrams are drawn from.
+"""The attention graph of one prompt: the result that attention diagrams are drawn from.
 
 Nodes form a grid of *levels* and *columns*. Level 0 is the input; level ``l + 1`` is the residual
 stream after layer ``l``. A node ``(l + 1, query)`` is fed by ``(l, query)`` through the residual
 stream and by ``(l, key)`` through every attention edge of layer ``l`` from ``key`` to ``query``.
-This module holds the numbers and the reachability on that grid; it knows no model.
+This module holds the data and its reachability, independent of any model.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ EdgeWeight = Literal["attention", "effect", "first-order"]
 
 @dataclass(frozen=True, eq=False)
 class AttentionGraph(Result):
-    """Attention edges of one prompt, with the tokens they join.
+    """Attention edges of one prompt, with the tokens that they connect.
 
     Args:
         attention: gate times attention probability of each edge; 0 at closed gates and at
             acausal pairs.
-        gates: 1 where the edge's gate is open; in a dense model every pair that its attention
-            joins is open: causal pairs, or all pairs where attention is bidirectional.
-        input_tokens: the text under each column, ``?`` where it is not known to the model.
-        output_tokens: the text above each column: the model's prediction where it makes one.
-        targets: the columns of predicted characters, each with the column at which it is read
-            (one to the left for an autoregressive model, the same for a placeholder model).
-        attribution: for each target, the first-order estimate of `effect`,
-            ``-attention * d logit(predicted) / d attention``, in logits; ``None`` when it was not
-            asked for. Its sign can be wrong where the model is not linear.
-        effect: for each target, exactly how the predicted token's logit changes when the edge
-            alone is removed; negative: the edge helps. ``None`` when it was not asked for.
-        causal: whether a column attends to no later one.
-        mlps: which MLPs' outputs are open; ``None`` where MLPs have no gates.
+        gates: true where the edge's gate is open. In a dense model all possible edges are open:
+            causal pairs, or all pairs if attention is bidirectional.
+        input_tokens: text below each column, ``?`` if the model does not read it.
+        output_tokens: text above each column: the model's prediction, if there is one.
+        targets: columns of predicted tokens, each with the column where it is read (one to the
+            left for an autoregressive model, the same for a mask token).
+        attribution: first-order estimate of `effect` for each target,
+            ``-attention * d logit(predicted) / d attention``, in logits; ``None`` if not
+            computed. Its sign can be wrong where the model is not linear.
+        effect: for each target, the exact change of the predicted token's logit when one edge is
+            removed; negative: the edge helps. ``None`` if not computed.
+        causal: whether attention is causal.
+        mlps: which MLP outputs are open; ``None`` if MLPs have no gates.
     """
 
     attention: Float[Tensor, "layer head query key"]
@@ -83,14 +83,14 @@ class AttentionGraph(Result):
 
     @property
     def n_read(self) -> int:
-        """Columns that have an influence: in a causal model, up to the last one that is read."""
+        """Number of columns with influence: in a causal model, up to the last one read."""
         if not self.causal:
             return self.n_columns
         return max(read_at for _, read_at in self.targets) + 1
 
     @property
     def n_pairs(self) -> int:
-        """Pairs of columns that one head can join."""
+        """Number of column pairs that one head can connect."""
         n = self.n_columns
         return n * (n + 1) // 2 if self.causal else n * n
 
@@ -100,13 +100,13 @@ class AttentionGraph(Result):
         """The weight of each edge.
 
         Args:
-            kind: "attention" is gate times attention; "effect" the exact change of the predicted
-                token's logit when the edge is removed, "first-order" its first-order estimate,
-                both in logits and negative where the edge helps.
-            target: index into `targets`, of the effects.
+            kind: "attention": gate times attention; "effect": exact change of the predicted token's
+                logit when the edge is removed; "first-order": its first-order estimate. Both
+                effects are in logits, and negative if the edge helps.
+            target: index into `targets`, for effects.
 
         Raises:
-            ValueError: an unknown kind, or one that was not traced.
+            ValueError: the kind is unknown or was not traced.
         """
         if kind == "attention":
             return self.attention
@@ -122,7 +122,7 @@ class AttentionGraph(Result):
         return scores[target]
 
     def to_pandas(self, target: int = -1) -> pd.DataFrame:
-        """The open edges, those with the most attention first, and their effects on a target."""
+        """The open edges by decreasing attention, with their effects on a target."""
         import pandas as pd
 
         edges = self.gates.nonzero().tolist()
@@ -147,12 +147,12 @@ class AttentionGraph(Result):
 def ancestors(
     edges: Bool[Tensor, "layer query key"], column: int, level: int | None = None
 ) -> Bool[Tensor, "level column"]:
-    """The nodes from which node ``(level, column)`` can be reached, itself included.
+    """The nodes from which node ``(level, column)`` can be reached, including itself.
 
     Args:
-        edges: which attention edges exist, after any maximum over heads.
-        column: the node's column.
-        level: the node's level; the last one when left out.
+        edges: which attention edges exist, reduced over heads.
+        column: column of the node.
+        level: level of the node; the last level by default.
     """
     n_layers, n_columns, _ = edges.shape
     level = n_layers if level is None else level

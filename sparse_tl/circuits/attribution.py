@@ -1,18 +1,18 @@
-"""Attribution patching: what would change, to first order, if an edge or head were patched.
+"""Attribution patching: the first-order effect of patching an edge or head.
 
 For a circuit edge from source u to destination v,
 
     score(u -> v) = sum_pos (patch_u - clean_u) . d m / d input_v
 
-and a negative score means that patching lowers the metric m: the edge helps. Phases:
+A negative score means that patching lowers the metric m: the edge helps. Steps:
 
-1. run the corrupted prompts and keep what every source writes;
-2. run the clean prompts, keep the same, and differentiate the metric by what every destination
-   reads: one backward pass (EAP-IG: at several points between corrupted and clean);
+1. run the corrupted prompts and record what every source writes;
+2. run the clean prompts, record the same, and differentiate the metric with respect to every
+   destination's input: one backward pass (EAP-IG: at several points between corrupted and clean);
 3. contract all sources with all destinations of a layer in one matrix product.
 
-The floor is two forward passes and one backward pass of the plain model. For heads and attention
-edges the gradient is that by what stands at their own hook points.
+This costs at least two forward passes and one backward pass of the plain model. For heads and
+attention edges, the gradient is with respect to the activation at their own hook points.
 
 Reference: EAP, Syed et al., arXiv 2310.10348; EAP-IG, Hanna et al., arXiv 2403.17806, equation 4.
 """
@@ -57,22 +57,22 @@ def attribute_circuit_edges(
     """First-order effect of patching each circuit edge, mean over pairs, in units of the metric.
 
     Args:
-        model: dense or sparse; it is not changed.
-        pairs: the prompts.
-        metric: one value per pair.
-        method: "eap" takes the gradient at the clean prompt; "eap-ig" its mean over inputs
-            ``corrupted + k / steps (clean - corrupted)``, k = 1..steps, of the embeddings;
-            "eap-ig-activations" moves one layer's outputs at a time instead.
-        steps: of the interpolation.
-        patch: what an edge is patched with, as of `PairRuns`; the interpolation ends there too.
-        by_pair: keep the pairs' scores apart, on a leading axis ``[pair, source, destination]``,
-            from the same passes: the metric's sum over pairs has, row by row, the gradient of each.
-        batch_size: pairs per pass.
-        progress: whether to show it.
+        model: dense or sparse model; left unchanged.
+        pairs: prompt pairs.
+        metric: metric function with one value per pair.
+        method: "eap": gradient at the clean prompt; "eap-ig": mean gradient over embeddings
+            ``corrupted + k / steps (clean - corrupted)``, k = 1..steps; "eap-ig-activations":
+            interpolates one layer's outputs at a time instead.
+        steps: number of interpolation steps.
+        patch: patch of an edge, as in `PairRuns`; also the far end of the interpolation.
+        by_pair: keep scores per pair, on a leading axis ``[pair, source, destination]``. Costs no
+            extra passes: the gradient of the metric's sum over pairs separates by row.
+        batch_size: prompt pairs per forward pass.
+        progress: whether to show a progress bar.
 
     Raises:
-        ValueError: an unknown method or patch, no steps, a metric that is not one finite number
-            per pair, or a model whose parts do not write to the residual stream as they are.
+        ValueError: the method or patch is unknown, `steps` is below 1, the metric is not one finite
+            number per pair, or parts do not write directly to the residual stream.
     """
     runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size)
     graph = runs.adapter.graph
@@ -87,7 +87,7 @@ def attribute_circuit_edges(
                 for one in passes:
                     if difference is None:
                         difference = source_outputs(runs.adapter, one.change)
-                        # Before the first token that differs, and at padding, nothing changes.
+                        # Nothing changes before the first token that differs, nor at padding.
                         places = (difference != 0).any(dim=-1).any(dim=0)
                         difference = difference[:, places]
                     back.add(one)
@@ -117,10 +117,10 @@ def attribute_heads(
     batch_size: int = 32,
     progress: bool = True,
 ) -> Scores:
-    """The first-order effect of patching each head's output, ``sum (patch_z - z) . d m / d z``.
+    """First-order effect of patching each head's output, ``sum (patch_z - z) . d m / d z``.
 
-    Arguments and errors as of `attribute_circuit_edges`; "eap-ig-activations" moves the heads of
-    one layer at a time.
+    Arguments and errors are those of `attribute_circuit_edges`; "eap-ig-activations" interpolates
+    the heads of one layer at a time.
     """
     adapter = adapt(model)
     graph, names = adapter.graph, Heads().points(adapter)
@@ -145,13 +145,13 @@ def attribute_attention_edges(
     batch_size: int = 32,
     progress: bool = True,
 ) -> Scores:
-    """The first-order effect of closing every attention edge of every head, for each pair.
+    """First-order effect of closing each attention edge of each head, per prompt pair.
 
         score[layer, head, q, k] = (patch - A[q, k]) . d m / d A[q, k]
 
-    with A the attention pattern that feeds the values (gated, in a sparse model). Edges at padding
-    score 0. Arguments and errors as of `attribute_circuit_edges`, but for "eap-ig-activations",
-    and but for the patch: 0, as when a gate closes, or the corrupted prompt's pattern.
+    with A the attention pattern that multiplies the values (gated, in a sparse model). Edges at
+    padding score 0. Arguments and errors are those of `attribute_circuit_edges`, without
+    "eap-ig-activations"; the patch is 0, as at a closed gate, or the corrupted prompt's pattern.
     """
     if method not in ("eap", "eap-ig") or patch not in get_args(EdgePatch):
         raise ValueError(
@@ -167,7 +167,7 @@ def attribute_attention_edges(
         for index, batch in enumerate(runs.batches):
             reference = batch.corrupted if patch == "corrupted" else None
             shown = PatchValues(adapter, names, patch, reference)
-            # The gradient of the sum over pairs is, row by row, that of each pair.
+            # The gradient of the sum over pairs separates into each pair's gradient by row.
             effects = _effects(plan, index, names, step, shown)
             found.append(effects.transpose(0, 1).cpu().double())
     site = AttentionGrid(adapter.n_layers, adapter.n_heads, length, adapter.causal)
@@ -181,7 +181,7 @@ def _effects(
     step: Callable[[], object],
     shown: PatchValues | None = None,
 ) -> Float[Tensor, "layer pair ..."]:
-    """The change of the values at some hook points times their gradient, over a batch's passes."""
+    """Change times gradient at some hook points, over a batch's passes."""
     gradients: dict[str, Tensor] = {}
     change: dict[str, Tensor] = {}
     for one in plan.passes(index, shown):
@@ -200,14 +200,14 @@ def _contract(
     places: Bool[Tensor, "batch pos"],
     rows: slice,
 ) -> Float[Tensor, "source destination"]:
-    """Some sources with all destinations, layer by layer, on the CPU in float64.
+    """Contract some sources with all destinations, layer by layer; returned on the CPU in float64.
 
     Args:
-        graph: of the model.
-        back: gradients at what destinations read.
-        difference: the patch minus what the clean prompts show, of every source.
-        places: in the prompts, that this is of.
-        rows: the sources that count.
+        graph: circuit graph of the model.
+        back: gradients with respect to the destinations' inputs.
+        difference: patch minus clean activation of every source.
+        places: prompt positions that `difference` covers.
+        rows: sources to score.
     """
     scores = torch.zeros(len(graph.sources), len(graph.destinations), dtype=torch.float64)
     flat = difference.flatten(1)
@@ -217,7 +217,7 @@ def _contract(
     start = 0
     for layer in range(graph.n_layers):
         before = slice(first, min(end, graph.n_sources_before(Node("mlp", layer))))
-        if before.start >= before.stop:  # these sources come later
+        if before.start >= before.stop:  # sources of later layers
             start += most
             continue
         reading = back.layer(layer, places, buffer).flatten(1)

@@ -1,4 +1,4 @@
-"""Circuits: some of a model's circuit edges, heads or attention edges."""
+"""Circuits: subsets of a model's circuit edges, heads or attention edges."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Site = CircuitGraph | HeadGrid | AttentionGrid
-"""The parts that scores and circuits are made of."""
+"""The set of parts that scores and circuits are defined over."""
 
 
 @dataclass(frozen=True, eq=False)
 class Circuit(Result):
-    """Some of the parts at a site: those that are kept.
+    """A subset of the parts at a site: the parts that are kept.
 
     Args:
         site: all parts: circuit edges, heads, or attention edges.
-        mask: those that are kept.
+        mask: true for the parts that are kept.
 
     Raises:
-        ValueError: a mask of another site, or with parts that do not exist.
+        ValueError: the mask has another site's shape, or marks parts that do not exist.
     """
 
     site: Site
@@ -48,20 +48,20 @@ class Circuit(Result):
 
     @classmethod
     def of(cls, site: Site, parts: Iterable[Any]) -> Circuit:
-        """The circuit of these parts, by their names or places: a published one, say.
+        """Build a circuit from part names or indices, such as a published circuit.
 
         Args:
-            site: all parts, as ``scores.site`` has them.
-            parts: such as ``"a9.h9"`` or ``(9, 9)`` among heads, ``"a0.h1->m3"`` among edges.
+            site: all parts, such as ``scores.site``.
+            parts: names or indices: ``"a9.h9"`` or ``(9, 9)`` for heads, ``"a0.h1->m3"`` for edges.
 
         Raises:
-            ValueError: a part that the site lacks.
+            ValueError: the site lacks a part.
         """
         return cls(site, torch.zeros_like(site.exists)).having(*parts)
 
     @property
     def graph(self) -> CircuitGraph:
-        """The site of a circuit of circuit edges.
+        """The site of a circuit made of circuit edges.
 
         Raises:
             ValueError: the circuit consists of heads or of attention edges.
@@ -72,12 +72,12 @@ class Circuit(Result):
 
     @property
     def edges(self) -> tuple[CircuitEdge, ...]:
-        """The circuit edges that are kept; errors as of `graph`."""
+        """The circuit edges that are kept; raises as `graph` does."""
         return self.graph.edges_of(self.mask)
 
     @property
     def heads(self) -> tuple[tuple[int, int], ...]:
-        """The heads that are kept, as (layer, head).
+        """The heads that are kept, as (layer, head) pairs.
 
         Raises:
             ValueError: the circuit consists of edges.
@@ -90,10 +90,10 @@ class Circuit(Result):
         return int(self.mask.sum())
 
     def having(self, *parts: Any) -> Circuit:
-        """The circuit with these parts too, by names such as ``a0.h1->m3`` or by themselves.
+        """The circuit with these parts added, given by name (``a0.h1->m3``) or index.
 
         Raises:
-            ValueError: a part that the site lacks.
+            ValueError: the site lacks a part.
         """
         mask = self.mask.clone()
         for part in parts:
@@ -101,10 +101,10 @@ class Circuit(Result):
         return Circuit(self.site, mask)
 
     def without(self, *parts: Any) -> Circuit:
-        """The circuit without these parts.
+        """The circuit with these parts removed.
 
         Raises:
-            ValueError: a part that the site lacks, or that the circuit does not keep.
+            ValueError: the site lacks a part, or the circuit does not keep it.
         """
         mask = self.mask.clone()
         for part in parts:
@@ -117,11 +117,11 @@ class Circuit(Result):
         return Circuit(self.site, mask)
 
     def connected(self, *, patch: object = "corrupted") -> Circuit:
-        """Without the circuit edges that have no effect under a patch.
+        """Drop the circuit edges that have no effect under a patch.
 
-        No kept edge leads from where they end to the logits; or, where patches are other
-        prompts' values, none leads from the input to where they begin: a node that reads nothing
-        but patches then writes its patch. (It does not where the patch is a mean or 0.)
+        An edge has no effect if no kept path leads from its destination to the logits. Under
+        patches from other prompts, it also needs a kept path from the input to its source: a node
+        that reads only patches then writes its patch. (Not so under mean or zero patches.)
         """
         graph, mask = self.graph, self.mask.clone()
         for row, node in enumerate(graph.sources):
@@ -135,13 +135,13 @@ class Circuit(Result):
         return Circuit(graph, mask)
 
     def to_networkx(self) -> nx.MultiDiGraph:
-        """The kept circuit edges and the nodes that they join."""
+        """The kept circuit edges and the nodes that they connect."""
         network = self.graph.to_networkx(self.mask)
         network.remove_nodes_from([node for node, degree in network.degree() if degree == 0])
         return network
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per kept part: its name and its place."""
+        """One row per kept part: its name and index."""
         import pandas as pd
 
         return pd.DataFrame(self.site.columns(self.mask.nonzero()))
@@ -158,7 +158,7 @@ class Circuit(Result):
 def reaches_logits(
     graph: CircuitGraph, mask: Bool[Tensor, "source destination"], column: int
 ) -> bool:
-    """Whether what is read there goes on: some later edge of a node that it moves is kept."""
+    """Whether a read at this column can reach the logits: a node that it feeds keeps an edge."""
     readers = graph.readers_of(graph.destinations[column])
     moved = {node for reader in readers for node in graph.movers(reader)}
     return any(

@@ -1,4 +1,4 @@
-"""Circuits against a known one: ROC over parts, and the overlap of two circuits."""
+"""Compare circuits with a known one: ROC over parts, and the overlap of two circuits."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Roc(Result):
-    """How well scores tell a known circuit's parts from all others, at every threshold.
+    """How well scores separate a known circuit's parts from all others, at every threshold.
 
     Args:
         false_positive_rate: share of the other parts that score at least the threshold.
-        true_positive_rate: share of the known parts that do.
-        auc: area under the curve: the probability that a known part scores above another one, ties
-            counting one half. 1: all known parts score above all others; 0.5: chance.
+        true_positive_rate: share of the known parts that score at least the threshold.
+        auc: area under the curve: the probability that a known part scores above another one, with
+            ties counting one half. 1: all known parts score above all others; 0.5: chance.
     """
 
     false_positive_rate: Float[Tensor, " threshold"]
@@ -36,7 +36,7 @@ class Roc(Result):
         return f"Roc(AUC {self.auc:.4f})"
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per threshold, from the highest."""
+        """One row per threshold, in decreasing order."""
         import pandas as pd
 
         rates = ("false_positive_rate", "true_positive_rate")
@@ -55,12 +55,12 @@ class Roc(Result):
 
 @dataclass(frozen=True)
 class Overlap(Result):
-    """What a circuit shares with a known one.
+    """Overlap of a circuit with a known one.
 
     Args:
-        iou: parts of both over parts of either.
-        precision: parts of both over the circuit's parts.
-        recall: parts of both over the known parts.
+        iou: shared parts over parts of either circuit.
+        precision: shared parts over the circuit's parts.
+        recall: shared parts over the known circuit's parts.
     """
 
     iou: float
@@ -72,7 +72,7 @@ def roc(scores: Scores, known: Circuit) -> Roc:
     """The ROC curve of scores, by absolute value, against a known circuit.
 
     Raises:
-        ValueError: a circuit at another site, without parts, or of all parts.
+        ValueError: the circuit is at another site, is empty, or keeps all parts.
     """
     _same_site(scores, known)
     exists = scores.site.exists
@@ -96,7 +96,7 @@ def overlap(circuit: Circuit, known: Circuit) -> Overlap:
     """Intersection over union, precision and recall of a circuit's parts.
 
     Raises:
-        ValueError: circuits at different sites, or one without parts.
+        ValueError: the circuits are at different sites, or one is empty.
     """
     _same_site(circuit, known)
     both = int((circuit.mask & known.mask).sum())

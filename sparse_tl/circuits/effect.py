@@ -1,4 +1,4 @@
-"""The explained effect of circuits of growing size: what evaluation returns, and what it says."""
+"""Results of circuit evaluation: the explained effect of circuits of growing size."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Evaluation(Result):
     """The metric of every pair under every circuit.
 
     Args:
-        sizes: how many parts each circuit keeps.
-        total: how many parts there are.
-        values: the metric under each circuit.
-        clean: the metric of the whole model.
-        none: the metric with everything patched.
+        sizes: number of parts that each circuit keeps.
+        total: number of parts in the model.
+        values: metric under each circuit.
+        clean: metric of the whole model.
+        none: metric with everything patched.
     """
 
     sizes: tuple[int, ...]
@@ -46,9 +46,9 @@ class Evaluation(Result):
     def interval(
         self, level: float = 0.95, resamples: int = 1000, seed: int = 0
     ) -> tuple[Float[Tensor, " circuit"], Float[Tensor, " circuit"]]:
-        """Lower and upper end of a bootstrap interval of the explained effect, over pairs.
+        """Bootstrap interval of the explained effect over pairs: lower and upper ends.
 
-        Pairs are drawn with replacement; percentiles of the resampled ratio.
+        Pairs are drawn with replacement; the ends are percentiles of the resampled ratio.
         """
         if not 0 < level < 1 or resamples < 1:
             raise ValueError(
@@ -60,12 +60,12 @@ class Evaluation(Result):
         weights = torch.zeros(resamples, n_pairs, dtype=self.values.dtype)
         weights.scatter_add_(1, drawn, torch.ones_like(weights))
         whole = weights @ (self.clean - self.none)
-        # A draw in which the corruption has no effect, or the opposite one, has no ratio to show.
+        # The ratio is undefined if the corruption has no effect, or the opposite one, in a draw.
         usable = whole.sign() == (self.clean - self.none).mean().sign()
         ratios = (weights[usable] @ (self.values - self.none).T) / whole[usable, None]
         ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=ratios.dtype)
         low, high = ratios.quantile(ends, dim=0) if len(ratios) else (effect, effect)
-        # A percentile interval need not hold the mean itself where few pairs decide it.
+        # With few pairs, a percentile interval may exclude the mean; widen it to include the mean.
         return torch.minimum(low, effect), torch.maximum(high, effect)
 
     @property
@@ -78,19 +78,19 @@ class Evaluation(Result):
 
     @property
     def cmd(self) -> float:
-        """Area between the explained effect and 1 over the share of parts kept; 0 is best.
+        """Area between the explained effect and 1 over the share of parts kept; 0 is optimal.
 
         Reference: the circuit-model distance of MIB, arXiv 2504.13151.
         """
         return torch.trapezoid((1 - self.effect).abs(), self._shares()).item()
 
     def curve(self, name: str) -> EffectCurve:
-        """Means and intervals, to be drawn; sizes must be increasing."""
+        """Means and intervals for plotting; sizes must be increasing."""
         low, high = self.interval()
         return EffectCurve(name, self.sizes, self.effect.tolist(), low.tolist(), high.tolist())
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per circuit: size, explained effect, its interval, and the metric's mean."""
+        """One row per circuit: size, explained effect with its interval, and mean metric."""
         import pandas as pd
 
         low, high = self.interval()
@@ -122,20 +122,20 @@ class Evaluation(Result):
 
 @dataclass(frozen=True)
 class EffectCurve(Result):
-    """The explained effect of circuits of growing size, in one model on one task.
+    """The explained effect of circuits of growing size, for one model on one task.
 
-    Lists and arrays become tuples of plain numbers.
+    Lists and arrays are converted to tuples of plain numbers.
 
     Args:
-        name: of the model.
-        sizes: how many parts the circuits keep, increasing.
-        mean: the explained effect at each size; 1: the circuit does all that the model does.
-        low: lower end of its interval.
-        high: upper end of its interval.
+        name: name of the model.
+        sizes: number of parts that each circuit keeps, increasing.
+        mean: explained effect at each size; 1 means that the circuit recovers the full effect.
+        low: lower end of the interval at each size.
+        high: upper end of the interval at each size.
 
     Raises:
-        ValueError: if there is no size, the lengths differ, the sizes are not increasing whole
-            numbers from 0, or a number is not finite, or an interval is upside down.
+        ValueError: there is no size, lengths differ, sizes are not increasing whole numbers from
+            0, a number is not finite, or an interval has its ends swapped.
     """
 
     name: str
@@ -177,17 +177,17 @@ class EffectCurve(Result):
 
         With n_i the largest size whose effect e_i is below the level, and n_j the next size,
         ``log n = log n_i + (level - e_i) / (e_j - e_i) * (log n_j - log n_i)``; a size of 0 counts
-        as 1. Where already the smallest measured size is enough, the answer is that size.
+        as 1. If the smallest measured size already suffices, that size is returned.
 
         Args:
             level: explained effect, above 0 and at most 1.
 
         Returns:
-            Number of parts, at least 1 and not whole in general; ``None`` if the last measured
+            Number of parts, at least 1 and in general fractional; ``None`` if the last measured
             effect is below the level.
 
         Raises:
-            ValueError: if the level is out of range.
+            ValueError: the level is out of range.
         """
         check_level(level)
         below = [index for index, effect in enumerate(self.mean) if effect < level]
@@ -201,10 +201,10 @@ class EffectCurve(Result):
         return math.exp(start + (level - self.mean[before]) / rise * (end - start))
 
     def effect_at(self, size: float) -> float:
-        """The mean at a size; between two measured sizes, along the line that `size_at` follows.
+        """The mean at a size, interpolated between measured sizes as in `size_at`.
 
         Raises:
-            ValueError: a size smaller or larger than all that were measured.
+            ValueError: the size is outside the measured range.
         """
         after = bisect_left(self.sizes, size)
         if after < len(self.sizes) and self.sizes[after] == size:
@@ -229,29 +229,29 @@ class EffectCurve(Result):
 
 
 def multiplier(dense: EffectCurve, sparse: EffectCurve, level: float = 0.9) -> float | None:
-    """How many times as many parts the dense model needs: ``dense.size_at / sparse.size_at``.
+    """How many times more parts the dense model needs: ``dense.size_at / sparse.size_at``.
 
     Args:
-        dense: the curve of the dense model.
-        sparse: the curve of the sparse model, on the same task.
+        dense: curve of the dense model.
+        sparse: curve of the sparse model on the same task.
         level: explained effect, above 0 and at most 1.
 
     Returns:
-        Above 1 where the sparse model needs fewer parts; ``None`` if a curve does not reach the
+        Above 1 if the sparse model needs fewer parts; ``None`` if a curve does not reach the
         level.
 
     Raises:
-        ValueError: if the level is out of range.
+        ValueError: the level is out of range.
     """
     needed = dense.size_at(level), sparse.size_at(level)
     return None if needed[0] is None or needed[1] is None else needed[0] / needed[1]
 
 
 def check_level(level: float) -> None:
-    """Refuse a level that no circuit is compared at.
+    """Check that a level of explained effect is valid.
 
     Raises:
-        ValueError: if the level is not above 0 and at most 1.
+        ValueError: the level is not above 0 and at most 1.
     """
     if not 0 < level <= 1:
         raise ValueError(

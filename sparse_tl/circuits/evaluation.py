@@ -1,9 +1,9 @@
-"""What circuits do: the metric under a mask, and the explained effect of circuits of growing size.
+"""Evaluate circuits: the metric under a mask, and the explained effect at growing circuit sizes.
 
-The explained effect of a circuit C is ``(m(C) - m(none)) / (m(clean) - m(none))``, each averaged
-over pairs first, where *none* is the model with everything patched: with corrupted patches the
-corrupted run. Circuits of edges patch every other circuit edge; circuits of heads patch the outputs
-of all other heads (at ``hook_z``), while MLPs are computed anew.
+The explained effect of a circuit C is ``(m(C) - m(none)) / (m(clean) - m(none))``, where each m is
+a mean over pairs and *none* is the model with everything patched: the corrupted run, under
+corrupted patches. Circuits of edges patch every other circuit edge; circuits of heads patch the
+outputs of all other heads (at ``hook_z``), while MLPs are recomputed.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ def evaluate(
     batch_size: int = 32,
     progress: bool = True,
 ) -> Evaluation:
-    """The metric under circuits: everything outside of one is patched; a forward pass for each.
+    """The metric under circuits, with everything else patched; one forward pass per circuit.
 
     Args:
-        model: dense or sparse; it is not changed.
-        pairs: the prompts.
-        metric: one value per pair.
-        circuits: of edges or of heads, one or several.
-        patch: what all else shows, as of `PairRuns`.
-        batch_size: pairs per pass.
-        progress: whether to show it.
+        model: dense or sparse model; left unchanged.
+        pairs: prompt pairs.
+        metric: metric function with one value per pair.
+        circuits: one circuit or several, of edges or of heads.
+        patch: patch at everything outside a circuit, as in `PairRuns`.
+        batch_size: prompt pairs per forward pass.
+        progress: whether to show a progress bar.
 
     Raises:
-        ValueError: no circuit, one of another model's graph, an unknown patch, or a metric that is
-            not one finite number per pair.
+        ValueError: no circuit is given, a circuit belongs to another model's graph, the patch is
+            unknown, or the metric is not one finite number per pair.
     """
     graph = adapt(model).graph
     asked = [circuits] if isinstance(circuits, Circuit) else list(circuits)
@@ -69,7 +69,8 @@ def evaluate(
         for batch, run in runs:
             clean.append(measure(metric, run.clean_logits, batch))
             if not edges and patch == "corrupted":
-                # With all heads patched MLPs still read the clean prompt: none is the other prompt.
+                # With all heads patched, MLPs still read the clean prompt; `none` is the corrupted
+                # run.
                 nothing = runs.adapter.logits_at(
                     runs.adapter.final(batch.corrupted, read=run.read), run.read
                 )
@@ -99,19 +100,18 @@ def evaluate_circuit_edges(
     signed: bool = False,
     **options: Any,
 ) -> Evaluation:
-    """The explained effect of the best-scored edges, by how many are kept.
+    """The explained effect of the best-scored edges at growing circuit sizes.
 
-    Edges without effect (`Circuit.connected`) are left out and not counted; so are sizes at which
-    nothing new is joined.
+    Edges without effect (`Circuit.connected`) are dropped, as are sizes that add no other edge.
 
     Args:
-        model: dense or sparse.
-        pairs: the prompts; others than the scores come from, ideally.
-        metric: one value per pair.
-        scores: what edges are ranked by.
-        sizes: how many of the best edges are taken; when left out, `log_sizes` of all edges.
+        model: dense or sparse model.
+        pairs: prompt pairs, ideally other than those that the scores come from.
+        metric: metric function with one value per pair.
+        scores: scores that rank the edges.
+        sizes: numbers of top-ranked edges to evaluate; `log_sizes` of all edges by default.
         signed: rank by how much an edge helps instead of by absolute value.
-        **options: of `evaluate`.
+        **options: further arguments of `evaluate`.
     """
     sizes = log_sizes(scores.site.n_parts) if sizes is None else sizes
     patch = options.get("patch", "corrupted")
@@ -128,9 +128,9 @@ def evaluate_heads(
     sizes: Sequence[int] | None = None,
     **options: Any,
 ) -> Evaluation:
-    """The explained effect of the best-scored heads, by how many are kept; all sizes by default.
+    """The explained effect of the best-scored heads at growing circuit sizes; by default all sizes.
 
-    Arguments as of `evaluate_circuit_edges`.
+    The arguments are those of `evaluate_circuit_edges`.
     """
     if sizes is None:
         sizes = range(scores.site.n_parts + 1)
@@ -139,7 +139,7 @@ def evaluate_heads(
 
 @torch.no_grad()
 def accuracy(model: HookedModel, pairs: PromptPairs, *, batch_size: int = 32) -> float:
-    """Share of clean prompts, 0 to 1, whose most likely token where they are read is an answer."""
+    """Share of clean prompts, 0 to 1, whose top prediction at the read position is an answer."""
     adapter = adapt(model)
     right = []
     for batch in pairs.to(adapter.device).split(batch_size):
@@ -150,7 +150,7 @@ def accuracy(model: HookedModel, pairs: PromptPairs, *, batch_size: int = 32) ->
 
 
 def log_sizes(total: int, per_doubling: int = 2) -> tuple[int, ...]:
-    """0 and the whole, with sizes evenly spaced in the logarithm between them."""
+    """0 and `total`, with logarithmically spaced sizes between them."""
     steps = math.ceil(math.log2(total) * per_doubling) if total > 1 else 0
     between = {round(2 ** (step / per_doubling)) for step in range(steps)}
     return tuple(sorted({0, total} | {size for size in between if size < total}))

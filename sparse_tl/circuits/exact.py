@@ -1,4 +1,4 @@
-"""Exact patching: one circuit edge or head at a time, all else as it comes. The oracle."""
+"""Exact patching: one circuit edge or head at a time. Ground truth for approximate methods."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ def patch_exactly(
     rows: int = 256,
     progress: bool = True,
 ) -> pd.Series:
-    """The change of the metric when one part alone is patched: ``m(patched) - m(clean)``.
+    """The change of the metric when a single part is patched: ``m(patched) - m(clean)``.
 
-    Layers before the patched part are never run again, and many parts share a forward pass.
+    Layers before the patched part are not rerun, and many parts share a forward pass.
 
     Args:
-        model: dense or sparse; it is not changed.
-        pairs: the prompts.
-        metric: one value per pair.
-        parts: circuit edges and heads, or their names ("a0.h1->m1", "a0.h1"); all edges when left
-            out. A head is patched in everything that reads it.
-        patch: what a closed part shows, as of `PairRuns`.
-        batch_size: pairs per pass.
-        rows: of a forward pass: pairs times parts.
-        progress: whether to show it.
+        model: dense or sparse model; left unchanged.
+        pairs: prompt pairs.
+        metric: metric function with one value per pair.
+        parts: circuit edges and heads, or their names ("a0.h1->m1", "a0.h1"); all edges by
+            default. A head is patched for everything that reads it.
+        patch: patch at closed parts, as in `PairRuns`.
+        batch_size: prompt pairs per forward pass.
+        rows: maximum number of pairs times parts in one forward pass.
+        progress: whether to show a progress bar.
 
     Returns:
-        The change by name, mean over pairs, in units of the metric; negative: the part helps.
+        The change by part name, mean over pairs, in units of the metric; negative: the part helps.
 
     Raises:
-        ValueError: a part that the graph does not have, an unknown patch, or a metric that is not
-            one finite number per pair.
+        ValueError: the graph lacks a part, the patch is unknown, or the metric is not one finite
+            number per pair.
     """
     import pandas as pd
 
@@ -67,7 +67,7 @@ def patch_exactly(
         for site, grid, asked in wanted:
             if not asked:
                 continue
-            # Parts of one layer together: a pass starts at the first layer that differs.
+            # Group parts by layer: a pass starts at the first layer that differs.
             in_order = sorted(asked, key=lambda i: grid.layer(places[i]))
             for batch, run in PairRuns(model, site, pairs, patch, batch_size):
                 clean = measure(metric, run.clean_logits, batch)

@@ -1,4 +1,4 @@
-"""The differentiable passes of attribution: gradients of a metric at any hook points."""
+"""Differentiable passes for attribution: gradients of a metric at any hook points."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Method = Literal["eap", "eap-ig", "eap-ig-activations"]
 
 
 class Passes:
-    """The passes that a method asks for; made once, run for every batch.
+    """The passes that an attribution method needs; created once, run for every batch.
 
     Args:
-        metric: one value per pair.
-        method: as of `attribute_circuit_edges`.
-        steps: of the interpolation.
-        runs: the prompts, and what circuit edges are patched with.
-        also: hook points to be kept beside those of sources and destinations.
-        heads_only: leave out what says nothing about heads; these write at ``hook_z``.
+        metric: metric function with one value per pair.
+        method: attribution method, as in `attribute_circuit_edges`.
+        steps: number of interpolation steps.
+        runs: prompt pairs, and the patch of circuit edges.
+        also: hook points to record in addition to those of sources and destinations.
+        heads_only: leave out hook points that do not concern heads; heads then write at ``hook_z``.
 
     Raises:
-        ValueError: an unknown method, or no steps.
+        ValueError: the method is unknown, or `steps` is below 1.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class Passes:
             self.names += self.adapter.destination_points(layer)
             self.names += self.adapter.residual_points(layer)
         self.rows: dict[str, slice] = {}
-        """The sources that write at a hook point."""
+        """The sources that write at each hook point."""
         row = 0
         for name in self.sources:
             n_sources = self.adapter.n_heads if name in heads else 1
             self.rows[name] = slice(row, row + n_sources)
             row += n_sources
         self._moved: list[str] = []
-        """The hook points between whose clean and patched values the passes lie."""
+        """The hook points whose values the passes interpolate between clean and patched."""
         if method == "eap-ig":
             self._moved = [EMBEDDED]
         elif method == "eap-ig-activations":
@@ -75,15 +75,15 @@ class Passes:
 
     @property
     def count(self) -> int:
-        """How many passes there are in all."""
+        """Total number of passes."""
         return len(self.runs) * (self.steps * len(self._moved) or 1)
 
     def rows_of(self, one: GradientPass) -> slice:
-        """The sources that a pass counts for."""
+        """The sources that a pass contributes to."""
         return slice(None) if one.moved is None else self.rows[one.moved]
 
     def passes(self, index: int, shown: PatchValues | None = None) -> Iterator[GradientPass]:
-        """Those of one batch; `shown` is what the hook points of `also` are patched with."""
+        """The passes of one batch; `shown` holds the patches of the hook points in `also`."""
         batch, patch = self.runs.batches[index], self.runs.values(index)
         one = GradientPass(self, batch)
         clean = {name: one.kept[name].detach() for name in (*self.sources, *self.also)}
@@ -99,7 +99,7 @@ class Passes:
         for name in self._moved:
             for k in range(self.steps, 0, -1):
                 if k == self.steps and not single:
-                    continue  # the clean pass
+                    continue  # the clean pass, already done
                 one = GradientPass(
                     self, batch, {name: clean[name] + (1 - k / self.steps) * change[name]}
                 )
@@ -109,22 +109,22 @@ class Passes:
 
 
 class GradientPass:
-    """One differentiable forward pass, and which sources its gradients count for.
+    """One differentiable forward pass, and the sources that its gradients contribute to.
 
     Args:
-        plan: what it is one of.
-        batch: the prompts.
-        replaced: activations that are put in the place of the model's own.
+        plan: the set of passes that this one belongs to.
+        batch: prompt pairs.
+        replaced: activations that replace the model's own.
 
     Attributes:
-        kept: what stood at the hook points, in the autograd graph.
-        value: the metric, summed over pairs.
-        change: the patch minus what the clean prompts show, by hook point.
-        share: what the pass counts.
-        moved: the hook point whose sources alone it counts for, if not for all.
+        kept: activations at the hook points, in the autograd graph.
+        value: metric, summed over pairs.
+        change: patch minus clean activation, by hook point.
+        share: weight of the pass.
+        moved: the only hook point whose sources the pass contributes to; None for all.
 
     Raises:
-        ValueError: a metric without a gradient.
+        ValueError: the metric has no gradient.
     """
 
     change: dict[str, Tensor]
@@ -148,14 +148,14 @@ class GradientPass:
             )
 
     def counts_for(self, name: str) -> bool:
-        """Whether it says something about what is written at a hook point."""
+        """Whether the pass contributes to the sources at a hook point."""
         return self.moved in (None, name)
 
     def gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Of the metric's sum at some hook points; 0 where it does not depend on the value there.
+        """Gradients of the summed metric at some hook points; 0 where the value has no influence.
 
         Raises:
-            ValueError: a value on which it does depend, but of which autograd has lost sight.
+            ValueError: the metric depends on a value that autograd cannot trace.
         """
         seen = {name: self.kept[name] for name in names if self.kept[name].requires_grad}
         found: dict[str, Tensor | None] = dict.fromkeys(names)
@@ -170,7 +170,7 @@ class GradientPass:
 
     @torch.no_grad()
     def _check_without_influence(self, names: list[str]) -> None:
-        """A gradient that is missing is 0 only if the metric does not move with the value."""
+        """Check that the metric does not move with values whose gradient is missing."""
         generator, value = torch.Generator().manual_seed(0), self.value.detach()
         for name in names:
             shown = self.kept[name].detach()
@@ -194,6 +194,6 @@ class GradientPass:
 
 
 def _lent(one: GradientPass) -> Iterator[GradientPass]:
-    """A pass until the next one is asked for: two would double the memory."""
+    """Yield a pass and free it when the next one is requested: two would double the memory."""
     yield one
     del one.kept, one.value

@@ -1,4 +1,4 @@
-"""Scores and circuits to and from other tools: the graph JSON of EAP-IG, which MIB reads too."""
+"""Exchange scores and circuits with other tools: the graph JSON of EAP-IG, also read by MIB."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def to_eap_ig(scores: Scores, circuit: Circuit, d_model: int) -> dict[str, Any]:
     """The JSON of EAP-IG's ``Graph.to_json``, also read by the MIB benchmark.
 
     Args:
-        scores: of every edge.
-        circuit: the edges that are kept.
-        d_model: of the model, which their loader asks for.
+        scores: scores of every edge.
+        circuit: edges that are kept.
+        d_model: residual stream width of the model, required by EAP-IG's loader.
 
     Raises:
-        ValueError: grouped-query attention or no MLPs, which that format does not have.
+        ValueError: the model has grouped-query attention or no MLPs, which the format lacks.
     """
     graph = circuit.graph
     if graph.n_kv_heads != graph.n_heads or not graph.has_mlps:
@@ -49,7 +49,7 @@ def from_eap_ig(content: Mapping[str, Any]) -> tuple[Scores, Circuit]:
     """Scores and circuit from the JSON of EAP-IG's ``Graph.to_json``.
 
     Raises:
-        ValueError: a key is missing, or an edge that the graph does not have.
+        ValueError: a key is missing, or the graph lacks an edge.
     """
     missing = {"cfg", "edges"} - content.keys()
     if missing:

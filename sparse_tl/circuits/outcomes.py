@@ -1,4 +1,4 @@
-"""What the searches return: the circuit that they found, and how they came to it."""
+"""Results of circuit searches: the circuit found, and the search history."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Search(Result):
     history: pd.DataFrame
 
     def to_pandas(self) -> pd.DataFrame:
-        """The history."""
+        """The search history."""
         return self.history
 
     def _repr_html_(self) -> str:
@@ -27,16 +27,16 @@ class _Search(Result):
 
 @dataclass(frozen=True, eq=False)
 class Acdc(_Search):
-    """The outcome of ACDC.
+    """Result of ACDC.
 
     Args:
-        circuit: what is kept; edges without effect (off every path) are left out.
-        threshold: of the last pass.
-        value: the metric, or the divergence in nats, under the circuit.
-        tested: parts whose patch was measured.
-        forward_equivalents: forward passes that the tests cost, as layers run over layers; the
-            unembedding of one position is not counted.
-        history: one row per test: the part, how far the metric moved, whether it was kept.
+        circuit: parts that are kept; edges without effect (off every path) are dropped.
+        threshold: threshold of the last pass.
+        value: metric under the circuit, or divergence in nats.
+        tested: number of parts whose patch was measured.
+        forward_equivalents: cost of the tests in forward passes (layers run over layers of the
+            model); the unembedding of one position is not counted.
+        history: one row per test: the part, the change of the metric, whether the part was kept.
     """
 
     circuit: Circuit
@@ -55,11 +55,11 @@ class Acdc(_Search):
 
 @dataclass(frozen=True, eq=False)
 class Pruning(_Search):
-    """The outcome of learned edge pruning.
+    """Result of learned edge pruning.
 
     Args:
-        circuit: the edges most likely open, as many as asked for.
-        scores: minus the probability that an edge's gate is open.
+        circuit: the edges that are most likely open, as many as requested.
+        scores: minus the probability that each edge's gate is open.
         history: one row per step: divergence in nats, expected and target size, lambda.
     """
 

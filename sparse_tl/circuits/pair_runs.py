@@ -1,4 +1,4 @@
-"""Prompt pairs in batches, with what closed gates show on each: the same for all analyses."""
+"""Prompt pairs in batches with their patches, shared by all analyses."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from sparse_tl.lens import HookedModel, adapt
 
 
 class PairRuns:
-    """Prompt pairs to be run under gates at one site, batch by batch.
+    """Prompt pairs to run under gates at one site, batch by batch.
 
     Args:
-        model: dense or sparse.
-        site: what the gates sit on.
-        pairs: the prompts.
-        patch: what closed gates show: "corrupted", the corrupted prompt's value; "mean", the mean
-            over the clean prompts position by position; "resample", another clean prompt's, drawn
-            at random; "zero", nothing; or tensors by hook point.
-        batch_size: pairs per pass.
+        model: dense or sparse model.
+        site: where the gates sit.
+        pairs: prompt pairs.
+        patch: patch at closed gates: "corrupted", the corrupted prompt's value; "mean", the mean
+            over clean prompts at each position; "resample", the value of a randomly drawn clean
+            prompt; "zero", zeros; or tensors by hook point.
+        batch_size: prompt pairs per forward pass.
 
     Raises:
-        ValueError: an unknown patch, no batch size, a prompt that does not fit the model, or a mean
-            over prompts of different lengths.
+        ValueError: the patch is unknown, `batch_size` is below 1, a prompt does not fit the model,
+            or prompts for a mean patch differ in length.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class PairRuns:
         self.adapter.check_tokens(torch.cat([pairs.clean, pairs.corrupted]))
         self.batches = [piece.to(self.adapter.device) for piece in pairs.split(batch_size)]
         self._points = site.points(self.adapter)
-        # A mean is one for all batches; other prompts belong to a batch each.
+        # A mean is shared by all batches; other prompts are split into batches.
         self._shown = self._mean() if patch == "mean" else "corrupted" if needed else patch
         self._others: Sequence[Tensor] = ()
         if patch == "corrupted":
@@ -58,12 +58,12 @@ class PairRuns:
         return len(self.batches)
 
     def run(self, index: int) -> GatedRun:
-        """One batch, ready to be run under gates."""
+        """A `GatedRun` of one batch."""
         batch = self.batches[index]
         return GatedRun(self.model, self.site, batch.clean, read_mask(batch), self.values(index))
 
     def values(self, index: int) -> PatchValues:
-        """What closed gates show on a batch."""
+        """The patch values for a batch."""
         other = self._others[index] if self._others else None
         return PatchValues(self.adapter, self._points, self._shown, other)
 
@@ -78,5 +78,5 @@ class PairRuns:
 
 
 def read_mask(batch: PromptPairs) -> Bool[Tensor, "pair pos"]:
-    """The position of each pair that is read."""
+    """Mask of the position that is read in each pair."""
     return F.one_hot(batch.positions, batch.clean.shape[1]).bool()

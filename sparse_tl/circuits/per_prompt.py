@@ -1,13 +1,13 @@
-"""How many circuit edges a single prompt needs, beside how many all prompts of a task need at once.
+"""How many circuit edges a single prompt needs, compared with all prompts of a task together.
 
-A circuit that serves many prompts holds the edges of each of them. Here every prompt pair has
-scores and circuits of its own: the best-scored edges of that pair alone, evaluated on that pair,
+A circuit that serves many prompts contains the edges of each of them. Here every prompt pair gets
+its own scores and circuits: the best-scored edges for that pair, evaluated on that pair,
 
-    e(C) = (m(C) - m(none)) / (m(clean) - m(none)),
+    e(C) = (m(C) - m(none)) / (m(clean) - m(none)).
 
-and its size is that at which e reaches a level and stays there, as of `EffectCurve.size_at`.
+The pair's size is where e reaches a level and stays there, as in `EffectCurve.size_at`.
 
-1. Score the edges of all pairs, kept apart, in the passes that a mean over pairs takes too.
+1. Score the edges per pair, in the same passes that a mean over pairs takes.
 2. For each pair, run its circuits of growing size as one stack of gates in one forward pass.
 """
 
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class CircuitSizes(Result):
-    """How many circuit edges each prompt pair needs by itself.
+    """How many circuit edges each prompt pair needs on its own.
 
     Args:
-        sizes: one per pair, not whole in general; infinite where the level is not reached, NaN
-            where the corruption does not change the pair's metric.
-        level: of explained effect.
-        total: circuit edges of the model.
+        sizes: size for each pair, in general fractional; infinite if the level is not reached, NaN
+            if the corruption does not change the pair's metric.
+        level: explained effect that is to be reached.
+        total: number of circuit edges in the model.
     """
 
     sizes: Float[Tensor, " pair"]
@@ -56,24 +56,24 @@ class CircuitSizes(Result):
 
     @property
     def median(self) -> float | None:
-        """Over the pairs whose corruption has an effect; ``None`` if there is none, or if half of
-        them do not reach the level: such pairs count as larger than all others."""
+        """Median size over the pairs with an effect to explain; ``None`` if there is none, or if
+        half of them miss the level: such pairs count as larger than all others."""
         found = self.sizes[~self.sizes.isnan()]
         middle = found.quantile(0.5, interpolation="midpoint").item() if len(found) else math.inf
         return middle if math.isfinite(middle) else None
 
     @property
     def not_reached(self) -> int:
-        """How many pairs do not reach the level with any circuit that was measured."""
+        """Number of pairs that reach the level with no measured circuit."""
         return int(self.sizes.isinf().sum())
 
     @property
     def no_effect(self) -> int:
-        """How many pairs have no effect to explain: clean and patched metric are the same."""
+        """Number of pairs without an effect to explain: clean and patched metric are equal."""
         return int(self.sizes.isnan().sum())
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per pair: its number, its size, and whether it has one."""
+        """One row per pair: its index, its size, and the outcome."""
         import pandas as pd
 
         outcome = pd.Series("reached", index=range(len(self.sizes)))
@@ -104,27 +104,26 @@ def circuit_sizes_per_prompt(
     batch_size: int = 32,
     progress: bool = True,
 ) -> CircuitSizes:
-    """How many circuit edges each prompt pair needs, with scores of that pair alone.
+    """How many circuit edges each prompt pair needs, scored on that pair alone.
 
-    With patches "corrupted" and "zero" it is what `attribute_circuit_edges` and
-    `evaluate_circuit_edges` find on every pair by itself; the mean and the draws of "mean" and
-    "resample" are over all pairs.
+    Equal to `attribute_circuit_edges` and `evaluate_circuit_edges` on each pair alone for the
+    patches "corrupted" and "zero"; patches "mean" and "resample" average or draw over all pairs.
 
     Args:
-        model: dense or sparse; it is not changed.
-        pairs: the prompts; each scores and evaluates its own circuits.
-        metric: one value per pair.
+        model: dense or sparse model; left unchanged.
+        pairs: prompt pairs; each pair has its own scores and circuits.
+        metric: metric function with one value per pair.
         level: explained effect, above 0 and at most 1.
-        method: how edges are scored, as of `attribute_circuit_edges`.
-        steps: of the interpolation.
-        sizes: how many of the best edges are taken; when left out, `log_sizes` of all edges.
-        patch: what all else shows, as of `PairRuns`.
-        batch_size: pairs per pass of the scores, and circuits per pass of a pair.
-        progress: whether to show it.
+        method: attribution method, as in `attribute_circuit_edges`.
+        steps: number of interpolation steps.
+        sizes: numbers of top-ranked edges to evaluate; `log_sizes` of all edges by default.
+        patch: patch at everything outside a circuit, as in `PairRuns`.
+        batch_size: prompt pairs per attribution pass, and circuits per evaluation pass.
+        progress: whether to show a progress bar.
 
     Raises:
-        ValueError: a level out of range, no size, one that the graph does not have, or what
-            `attribute_circuit_edges` refuses.
+        ValueError: the level or a size is out of range, `sizes` is empty, or as in
+            `attribute_circuit_edges`.
     """
     check_level(level)
     options = {"method": method, "steps": steps, "patch": patch, "progress": progress}
@@ -156,7 +155,7 @@ def _evaluated(
     metric: Metric,
     rows: int,
 ) -> Evaluation:
-    """Circuits by their size on one pair, so many of them in one forward pass."""
+    """Evaluate circuits, keyed by size, on one pair; `rows` circuits per forward pass."""
     clean = measure(metric, run.clean_logits, pair)
     masks = torch.stack([torch.zeros_like(next(iter(circuits.values()))), *circuits.values()])
     logits = torch.cat([run.logits(some) for some in masks.split(rows)])

@@ -1,13 +1,13 @@
-"""Learned edge pruning: gates on all circuit edges, trained together towards a target size.
+"""Learned edge pruning: train gates on all circuit edges jointly towards a target size.
 
     min_gates max_lambda  KL(clean || circuit) + lambda log((1 + E) / (1 + target))
 
-with hard-concrete gates and E their expected number. The target falls from all edges to the size
-asked for, evenly in the logarithm; lambda grows while E lies above it. In the end the edges
-whose gates are most likely open are kept.
+with hard-concrete gates and E their expected number. The target decreases from all edges to the
+requested size, linearly in the logarithm; lambda grows while E exceeds it. Finally, the edges whose
+gates are most likely open are kept.
 
-Reference: Bhaskar et al., arXiv 2406.16778; the penalty on the logarithm of the size, instead of on
-the share of edges, keeps its slope as the circuit gets small.
+Reference: Bhaskar et al., arXiv 2406.16778. Penalising the logarithm of the size, instead of the
+share of edges, keeps the slope constant as the circuit shrinks.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from sparse_tl.progress import tracked
 from sparse_tl.training import LossConstraint
 
 REACHED_AT = 0.6
-"""The part of the run after which the target is the size asked for."""
+"""Share of the run after which the target is the requested size."""
 FULL_VIOLATION = 0.1
-"""How far the logarithm of the size is off where lambda moves by its whole rate."""
+"""Excess of the log size at which lambda moves at its full rate."""
 
 
 def prune_circuit_edges(
@@ -54,24 +54,24 @@ def prune_circuit_edges(
     seed: int = 0,
     progress: bool = True,
 ) -> Pruning:
-    """Train a gate on every circuit edge until as many are open as asked for.
+    """Train a gate on every circuit edge until the requested number is open.
 
     Args:
-        model: dense or sparse; it is not changed.
-        pairs: the prompts; their clean predictions are what the circuit must keep.
-        size: circuit edges to keep.
-        steps: optimizer steps, one batch each.
-        learning_rate: of Adam on the gates' logits.
-        lambda_: lambda at the start, in nats.
-        lambda_rate: how far log lambda moves per step while the size is off.
-        initial_logit: of every gate.
-        patch: what closed edges show, as of `PairRuns`.
-        batch_size: pairs per step; all batches' states are kept.
-        seed: of gate noise and batch order.
-        progress: whether to show it.
+        model: dense or sparse model; left unchanged.
+        pairs: prompt pairs; the circuit must preserve the clean predictions.
+        size: number of circuit edges to keep.
+        steps: number of optimizer steps, one batch each.
+        learning_rate: learning rate of Adam on the gate logits.
+        lambda_: initial lambda, in nats.
+        lambda_rate: change of log lambda per step while the size is off target.
+        initial_logit: initial logit of every gate.
+        patch: patch at closed edges, as in `PairRuns`.
+        batch_size: prompt pairs per step; the states of all batches stay in memory.
+        seed: random seed for gate noise and batch order.
+        progress: whether to show a progress bar.
 
     Raises:
-        ValueError: a size that the graph does not have, or settings that make no sense.
+        ValueError: `size` or another setting is out of range.
     """
     import pandas as pd
 
@@ -117,7 +117,7 @@ def prune_circuit_edges(
             )
             constraint.update(excess[None] / FULL_VIOLATION)
             step()
-    # As all scores: negative where an edge helps. Ranked by logits: probabilities saturate.
+    # As for all scores, negative means helpful. Ranked by logits because probabilities saturate.
     learned = gates.logits.detach().cpu().double().where(graph.exists, 0.0)
     kept = Scores(graph, -learned, "pruning").top(size, signed=True)
     open_now = -distribution.open_probability(learned).where(graph.exists, 0.0)
@@ -125,12 +125,12 @@ def prune_circuit_edges(
 
 
 def _target(total: int, size: int, progress: float) -> float:
-    """From all edges to the size asked for, evenly in the logarithm."""
+    """The target size: from all edges to the requested size, linear in the logarithm."""
     return total * (size / total) ** min(1.0, progress / REACHED_AT)
 
 
 def _order(n_batches: int, steps: int, seed: int) -> list[int]:
-    """Which batch each step takes: all of them, shuffled, again and again."""
+    """The batch of each step: all batches in shuffled order, repeatedly."""
     generator = torch.Generator().manual_seed(seed)
     rounds = math.ceil(steps / n_batches)
     return [

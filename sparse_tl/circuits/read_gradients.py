@@ -1,13 +1,13 @@
-"""Gradients at the residual stream as each destination reads it, from those at q, k, v and MLPs.
+"""Gradients with respect to each destination's residual input, from those at q, k, v and MLPs.
 
-The gradient g at a head's q, k or v goes back through its projection W and the normalisation with
-weight w, scale s and standardised input x (an RMS norm centres nothing):
+The gradient g at a head's q, k or v is pulled back through its projection W and the normalisation
+with weight w, scale s and standardised input x (an RMS norm does not centre):
 
     back(g) = (V g - x mean(x . V g)) / s,     V = w W, centred over d_model
 
-V holds weights alone, so over passes only ``g / s`` and the coefficients of x are collected; the
-large product with V is done once, in `ReadGradients.layer`. And ``x . V g`` needs no product at
-all: ``x V`` is q, k or v without its biases.
+V depends only on weights, so only ``g / s`` and the coefficients of x are summed over passes; the
+large product with V is computed once, in `ReadGradients.layer`. ``x . V g`` needs no extra product:
+``x V`` is q, k or v without its biases.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from sparse_tl.lens import Adapter
 
 
 class ReadGradients:
-    """Those of all destinations, summed over passes.
+    """Gradients of all destinations, summed over passes.
 
     Args:
-        adapter: of the model.
+        adapter: adapter of the model.
     """
 
     def __init__(self, adapter: Adapter) -> None:
@@ -35,12 +35,12 @@ class ReadGradients:
 
     @property
     def final(self) -> Float[Tensor, "batch pos d_model"]:
-        """The gradient at the final residual stream, which the logits read."""
+        """The gradient with respect to the final residual stream, which the logits read."""
         return self._sums["final"]
 
     @torch.no_grad()
     def add(self, one: GradientPass) -> None:
-        """Add the gradients of a pass at every destination."""
+        """Add a pass's gradients at every destination."""
         layers = range(self.adapter.n_layers)
         points = [self.adapter.destination_points(layer) for layer in layers]
         gradients = one.gradients([*sum(points, []), "final"])
@@ -84,8 +84,8 @@ class ReadGradients:
         places: Bool[Tensor, "batch pos"],
         out: Float[Tensor, "destination place d_model"],
     ) -> Float[Tensor, "some place d_model"]:
-        """One layer's destinations in the graph's order, written into a buffer: q of every head,
-        k and v of every key-value head, the MLP; at some places of the prompts."""
+        """Gradients of one layer's destinations in the graph's order, written into `out`: q of
+        every head, k and v of every key-value head, then the MLP; at some places of the prompts."""
         done = 0
         names = self.adapter.destination_points(layer)
         for slot, name in zip("qkv", names, strict=False):
@@ -102,7 +102,7 @@ class ReadGradients:
         return out[:done]
 
     def _through(self, layer: int, slot: str) -> Float[Tensor, "head d_model d_head"]:
-        """V."""
+        """The matrix V of a layer's q, k or v."""
         weight, _ = self.adapter.qkv(layer, slot)  # type: ignore[arg-type]
         norm = self.adapter.norm(layer, "attn")
         if norm.weight is not None:
@@ -110,7 +110,7 @@ class ReadGradients:
         return norm.centred(weight.mT).mT
 
     def _constant(self, layer: int, slot: str) -> Float[Tensor, "head d_head"]:
-        """What q, k or v is where the normalised input is 0."""
+        """The value of q, k or v for a normalised input of 0."""
         weight, bias = self.adapter.qkv(layer, slot)  # type: ignore[arg-type]
         shift = self.adapter.norm(layer, "attn").bias
         return bias if shift is None else bias + einsum(weight, shift, "head d e, d -> head e")

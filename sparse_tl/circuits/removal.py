@@ -1,14 +1,14 @@
-"""What a part does for a prediction, exactly: the model runs once without each of its parts.
+"""Exact effects of parts on a prediction: run the model once without each of its parts.
 
     effect[target, part] = logit(without the part) - logit(with it)
 
-of the token that is predicted with it; below 0 the part helps.
+for the token that the full model predicts; below 0 the part helps.
 
-1. Run the prompt as it is: what is predicted at each target.
-2. Repeat the prompt, a row for each part; each row runs without its own part alone, whose gate is
-   0: a head writes 0 at ``hook_z``, an attention edge's pattern is 0. As many rows stand in one
-   pass as memory allows, and one more, without nothing, tells whether rows run as prompts do.
-3. Read the predicted tokens' logits and probabilities in each row, less those of the last.
+1. Run the prompt unchanged to get the prediction at each target.
+2. Repeat the prompt, one row per part. Each row runs with only its own part's gate at 0: a head
+   writes 0 at ``hook_z``, an attention edge's pattern is 0. A pass holds as many rows as memory
+   allows, plus one unmodified row that checks whether rows run as single prompts do.
+3. Read the predicted tokens' logits and probabilities in each row, minus those of the last row.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ AttentionEdge = tuple[int, int, int, int]
 """Layer, head, query and key."""
 
 _MOST_NUMBERS = 2**24
-"""In the activations of a layer, of all rows of a pass."""
+"""Maximum number of activations per layer, over all rows of a pass."""
 
 
 @dataclass(frozen=True, eq=False)
 class RemovalEffects:
-    """How predicted tokens change when one part is removed.
+    """Changes of the predicted tokens when one part is removed.
 
     Args:
-        tokens: the token that is predicted at each target while no part is removed.
-        logits: change of its logit, by part; negative: the part helps.
-        probabilities: change of its probability.
+        tokens: predicted token of each target, with no part removed.
+        logits: change of that token's logit per part; negative: the part helps.
+        probabilities: change of that token's probability per part.
     """
 
     tokens: Int[Tensor, " target"]
@@ -56,23 +56,23 @@ def removal_effects(
     heads: Sequence[Head] = (),
     attention_edges: Sequence[AttentionEdge] = (),
 ) -> RemovalEffects:
-    """What the predictions of a prompt lose when one head or attention edge is removed.
+    """How the predictions of a prompt change when one head or attention edge is removed.
 
     Args:
-        model: dense or sparse; hooks that are on it stay on.
-        tokens: the prompt.
-        read_at: the columns at which predictions are read, one for each target.
-        heads: (layer, head) of each part.
-        attention_edges: (layer, head, query, key) of each part; they come after the heads.
+        model: dense or sparse model; hooks already on it stay active.
+        tokens: tokens of the prompt.
+        read_at: columns at which predictions are read, one per target.
+        heads: (layer, head) pairs to remove.
+        attention_edges: (layer, head, query, key) edges to remove; results follow those of heads.
 
     Raises:
-        ValueError: a hook of the user's own treats the rows of a batch unequally.
+        ValueError: a user's hook treats the rows of a batch differently.
     """
     adapter = adapt(model)
     tokens = tokens.to(adapter.device)
     read = torch.zeros(1, len(tokens), dtype=torch.bool, device=adapter.device)
     read[0, list(read_at)] = True
-    columns = [int(read[0, :column].sum()) for column in read_at]  # of the logits that are read
+    columns = [int(read[0, :column].sum()) for column in read_at]  # indices among the read logits
     sites = Heads(), AttentionEdges()
     runs = [GatedRun(model, site, tokens[None], read) for site in sites]
     whole = runs[0].clean_logits[columns].double()
@@ -88,14 +88,14 @@ def removal_effects(
             logits = run.logits(gates)[:, columns].double()
             _check_rows(logits[-1], alone)
             scores = _of(predicted, logits)
-            found.append(scores[:-1] - scores[-1])  # of one pass: a part without influence gives 0
+            found.append(scores[:-1] - scores[-1])  # same pass: 0 without influence
     return RemovalEffects(predicted.cpu(), *torch.cat(found).permute(2, 1, 0).cpu())
 
 
 def _leave_one_out(
     adapter: Adapter, site: Site, parts: Sequence[tuple[int, ...]]
 ) -> Tensor | ClosedAttentionEdges:
-    """A stack of gates: each entry closes one part, the last one nothing."""
+    """A stack of gates: each entry closes one part, the last entry none."""
     rows, places = torch.arange(len(parts)), torch.tensor(parts)
     if isinstance(site, AttentionEdges):
         return ClosedAttentionEdges(places, rows, len(parts) + 1)
@@ -107,13 +107,13 @@ def _leave_one_out(
 def _of(
     predicted: Int[Tensor, " target"], logits: Float[Tensor, "row target vocab"]
 ) -> Float[Tensor, "row target two"]:
-    """Logit and probability of the predicted tokens."""
+    """Logits and probabilities of the predicted tokens."""
     at = predicted.expand(logits.shape[:-1])[..., None]
     return torch.cat([logits.gather(-1, at), logits.softmax(dim=-1).gather(-1, at)], dim=-1)
 
 
 def _check_rows(row: Tensor, whole: Tensor) -> None:
-    """A row without anything removed gives what the prompt alone gives."""
+    """Check that a row with nothing removed matches the prompt run on its own."""
     off = float((row - whole).abs().max())
     if off > 0.02 * (1 + float(whole.abs().max())):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What attribution returns: a score for every part at a site, which circuits are cut by."""
+"""Scores from attribution: one score for every part at a site, from which circuits are cut."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 class Scores(Result):
     """One score per part, in units of the metric; negative: patching the part lowers the metric.
 
-    Scores of attention edges are kept apart by prompt pair, on a leading axis: position 3 of one
-    prompt means nothing for another, unless they share a template. So are those of circuit edges
-    where they are asked for by pair. Ranks and tables are by the mean over pairs.
+    Scores of attention edges are kept per prompt pair, on a leading axis: position 3 of one prompt
+    means nothing for another, unless both share a template. Circuit edges have the same axis if
+    scored with ``by_pair=True``. Rankings and tables use the mean over pairs.
 
     Args:
         site: the parts that are scored: circuit edges, heads, or attention edges.
-        values: 0 where there is no part.
-        method: how they were found.
+        values: the scores; 0 where there is no part.
+        method: name of the attribution method.
 
     Raises:
-        ValueError: values of another shape, or that are no numbers.
+        ValueError: the values have another shape or are not finite.
     """
 
     site: Site
@@ -49,17 +49,17 @@ class Scores(Result):
             raise ValueError("expected finite scores; some are NaN or infinite")
 
     def mean(self) -> Float[Tensor, "*axes"]:
-        """The values, averaged over pairs where these are kept apart."""
+        """The scores, averaged over pairs if they are kept per pair."""
         return self.values.mean(dim=0) if self._by_pair else self.values
 
     def __getitem__(self, part: Any) -> float:
         return self.mean()[self.site.index(part)].item()
 
     def order(self, *, signed: bool = False) -> Int[Tensor, "part axis"]:
-        """Where the parts are, the best first; ties stay in the site's order.
+        """The indices of all parts, best first; ties keep the site's order.
 
         Args:
-            signed: rank by how much a part helps (the most negative scores first) instead of by
+            signed: rank by how much a part helps (most negative scores first) instead of by
                 absolute value.
         """
         return self._helping_first if signed else self._largest_first
@@ -68,11 +68,11 @@ class Scores(Result):
         """The circuit of the `size` best parts.
 
         Args:
-            size: parts kept.
-            signed: as of `order`.
+            size: number of parts to keep.
+            signed: ranking, as in `order`.
 
         Raises:
-            ValueError: more parts than there are, or fewer than none.
+            ValueError: the size is negative or exceeds the number of parts.
         """
         if not 0 <= size <= self.site.n_parts:
             raise ValueError(f"expected a size in 0..{self.site.n_parts}; got {size}")
@@ -81,7 +81,7 @@ class Scores(Result):
         return Circuit(self.site, mask)
 
     def to_pandas(self, top: int | None = None) -> pd.DataFrame:
-        """One row per part, the largest scores by absolute value first: all, or so many."""
+        """One row per part, largest absolute score first: all parts, or the first `top`."""
         import pandas as pd
 
         places = self._largest(top) if top is not None else self.order()
@@ -106,7 +106,7 @@ class Scores(Result):
         return self.site.places[values.argsort(descending=True, stable=True).cpu()]
 
     def _largest(self, size: int) -> Int[Tensor, "part axis"]:
-        """The first of `order`, without sorting a model's millions of edges to show a few."""
+        """The start of `order`, without sorting millions of edges to show a few."""
         values = self._at(self.site.places).abs()
         least = values.topk(min(size, len(values))).values[-1:].min()
         among = self.site.places[(values >= least).cpu()]

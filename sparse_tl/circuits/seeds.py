@@ -1,8 +1,8 @@
-"""Explained effect over seeds: curves of one model made anew from several seeds, and multipliers.
+"""Explained effect across seeds: curves of models trained from several seeds, and multipliers.
 
-Seeds are summed up by medians: the median curve has at each size the median of the seeds' effects;
-sizes and multipliers are found for every seed by itself, and then the median and the range of
-them are told. A seed that does not reach the level is counted, and named.
+Seeds are summarised by medians. The median curve has the median effect of the seeds at each size.
+Sizes and multipliers are computed per seed, then reported as median and range. Seeds that do not
+reach the level are counted and listed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SeedCurves(Result):
-    """The explained effect in one model on one task, for each of the seeds that it was made from.
+    """The explained effect in one model on one task, for several training seeds.
 
     Args:
-        seeds: all different.
-        curves: one per seed, of one name.
+        seeds: training seeds, all different.
+        curves: one curve per seed, all with the same name.
 
     Raises:
-        ValueError: no seed, one that is there twice, curves of several names or another number of
-            them, or curves that have no size in common.
+        ValueError: there is no seed, a seed appears twice, curves differ in name or number, or
+            they have no size in common.
     """
 
     seeds: Sequence[int]
@@ -55,16 +55,16 @@ class SeedCurves(Result):
 
     @property
     def name(self) -> str:
-        """Of the model."""
+        """Name of the model."""
         return self.curves[0].name
 
     @cached_property
     def median(self) -> EffectCurve:
-        """At each size the median of the seeds' effects, with their range in place of an interval.
+        """The median effect of the seeds at each size, with their range as the interval.
 
-        Sizes are those of any seed that lie within what all seeds were measured at; a seed that
-        was not measured at one is interpolated (`EffectCurve.effect_at`). Of a single seed it is
-        that seed's own curve, with its interval.
+        Sizes are all seeds' sizes within the range measured for every seed; seeds without a
+        measurement at a size are interpolated (`EffectCurve.effect_at`). With a single seed, this
+        is that seed's own curve and interval.
         """
         if len(self.curves) == 1:
             return self.curves[0]
@@ -76,7 +76,7 @@ class SeedCurves(Result):
 
     @property
     def _common(self) -> list[int]:
-        """Every measured size that is within the measured sizes of all seeds."""
+        """Every measured size within the measured range of all seeds."""
         low = max(curve.sizes[0] for curve in self.curves)
         high = min(curve.sizes[-1] for curve in self.curves)
         sizes = {size for curve in self.curves for size in curve.sizes}
@@ -87,17 +87,17 @@ class SeedCurves(Result):
         return tuple(curve.size_at(level) for curve in self.curves)
 
     def size_at(self, level: float = 0.9) -> float | None:
-        """The median of the seeds' sizes at a level.
+        """The median over seeds of the size at a level.
 
         Args:
             level: explained effect, above 0 and at most 1.
 
         Returns:
-            Number of parts; a seed that does not reach the level counts as larger than all others,
-            and ``None`` is the median if it is one of these.
+            Number of parts; a seed that does not reach the level counts as larger than all others.
+            ``None`` if the median falls on such a seed.
 
         Raises:
-            ValueError: if the level is out of range.
+            ValueError: the level is out of range.
         """
         return median_size(self.sizes_at(level))
 
@@ -116,12 +116,12 @@ class SeedCurves(Result):
 
 @dataclass(frozen=True)
 class SeedMultipliers(Result):
-    """How many times as many parts the dense model needs, seed by seed.
+    """How many times more parts the dense model needs, per seed.
 
     Args:
-        seeds: in the order of the values.
-        values: of each seed; ``None`` where its dense or its sparse model does not reach the level.
-        level: of explained effect.
+        seeds: training seeds, in the order of the values.
+        values: multiplier of each seed; ``None`` if its dense or sparse model misses the level.
+        level: explained effect at which models are compared.
     """
 
     seeds: Sequence[int]
@@ -130,37 +130,37 @@ class SeedMultipliers(Result):
 
     @property
     def found(self) -> tuple[float, ...]:
-        """Those of the seeds that have one."""
+        """The multipliers of the seeds that have one."""
         return tuple(value for value in self.values if value is not None)
 
     @property
     def median(self) -> float | None:
-        """Over the seeds that have a multiplier; ``None`` if none has: see `missing`."""
+        """Median over the seeds with a multiplier; ``None`` if none has one: see `missing`."""
         return statistics.median(self.found) if self.found else None
 
     @property
     def range(self) -> tuple[float, float] | None:
-        """The smallest and the largest."""
+        """The smallest and the largest multiplier."""
         return (min(self.found), max(self.found)) if self.found else None
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The seeds that do not reach the level, dense or sparse."""
+        """The seeds whose dense or sparse model does not reach the level."""
         pairs = zip(self.seeds, self.values, strict=True)
         return tuple(seed for seed, value in pairs if value is None)
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per seed: its multiplier, NaN where there is none."""
+        """One row per seed: its multiplier, or NaN."""
         import pandas as pd
 
         values = pd.Series(self.values, dtype=float)
         return pd.DataFrame({"seed": self.seeds, "multiplier": values})
 
     def words(self) -> tuple[str, ...]:
-        """What a figure says: "23.6x (18 to 31)", and "1 of 3 seeds: not reached" if so."""
+        """Text for figures: "23.6x (18 to 31)", and "1 of 3 seeds: not reached" if applicable."""
         said = []
         if self.median is not None and self.range is not None:
-            # 9.96 is 10, and not 10.0 beside a median of 14.2.
+            # 9.96 shows as 10, not as 10.0 beside a median of 14.2.
             low, high = (format(end, ",.0f" if end >= 9.95 else ".1f") for end in self.range)
             among = f" ({low} to {high})" if len(self.found) > 1 else ""
             said.append(f"{self.median:,.1f}x{among}")
@@ -174,15 +174,15 @@ class SeedMultipliers(Result):
 
 
 def seed_multipliers(dense: SeedCurves, sparse: SeedCurves, level: float = 0.9) -> SeedMultipliers:
-    """`multiplier` of each seed's own dense model beside its own sparse one.
+    """`multiplier` of each seed's dense and sparse model.
 
     Args:
-        dense: the curves of the dense models.
-        sparse: those of the sparse models that were made from them, on the same task.
+        dense: curves of the dense models.
+        sparse: curves of the sparse models made from them, on the same task.
         level: explained effect, above 0 and at most 1.
 
     Raises:
-        ValueError: models of different seeds, or a level out of range.
+        ValueError: the models have different seeds, or the level is out of range.
     """
     if dense.seeds != sparse.seeds:
         raise ValueError(
@@ -196,10 +196,10 @@ def seed_multipliers(dense: SeedCurves, sparse: SeedCurves, level: float = 0.9) 
 
 
 def median_size(sizes: Sequence[float | None]) -> float | None:
-    """The median of sizes, of which some were not reached: those count as larger than all others.
+    """The median of sizes; sizes that were not reached (None) count as larger than all others.
 
     Raises:
-        ValueError: no size.
+        ValueError: `sizes` is empty.
     """
     if not sizes:
         raise ValueError("expected at least one size; got none")

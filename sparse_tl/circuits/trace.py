@@ -1,4 +1,4 @@
-"""Follow attention through one prompt: the weights, gates and effects of every edge."""
+"""Trace attention through one prompt: the weight, gate and effect of every edge."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from sparse_tl.lens import HookedModel, Order, adapt, attached
 
 UNKNOWN = "?"
 MAX_EFFECTS = 500
-"""Open edges whose exact effects a figure computes without being asked, in well under a second."""
+"""Maximum number of open edges for which figures compute exact effects unasked (under 1 s)."""
 Prompt = str | Int[Tensor, " pos"]
-"""Text, or its tokens."""
+"""Text or tokens."""
 
 
 def trace_attention(
@@ -31,27 +31,27 @@ def trace_attention(
     max_effects: int = 0,
     labels: Sequence[str] | None = None,
 ) -> AttentionGraph:
-    """The attention edges of a prompt and the tokens that they lead to.
+    """The attention edges of a prompt, and the tokens that they predict.
 
-    A predicted position is read one column to its left, or at its own column where the prompt
-    carries the tokenizer's mask token there, or where attention is bidirectional. A causal model
-    reads no further than the last column at which something is read.
+    Predictions are read one column to the left of the predicted position. They are read at the
+    position itself if it holds the tokenizer's mask token or attention is bidirectional. A causal
+    model is run up to the last column that is read.
 
     Args:
         model: a dense model or a SparseTransformer.
-        prompt: text, or its tokens.
-        positions: the columns to predict; negative ones count from the end of the prompt. Left
-            out: every mask token, or else the token after the prompt.
-        attribution: also estimate to first order how the predicted logit changes when an edge is
-            removed, ``-attention * d logit / d attention``, by one backward pass per position.
-        max_effects: also compute that change exactly, where no more edges than this are open; one
-            run of the prompt each.
-        labels: texts of the columns; left out, the tokenizer's, or the tokens' numbers where the
-            model has no tokenizer.
+        prompt: text or tokens.
+        positions: columns to predict; negative ones count from the end of the prompt. By default
+            every mask token, or else the token after the prompt.
+        attribution: also estimate, to first order, how removing an edge changes the predicted
+            logit, ``-attention * d logit / d attention``; one backward pass per position.
+        max_effects: compute the exact change if at most this many edges are open; one run of the
+            prompt per edge.
+        labels: text of each column; by default the tokenizer's, or token ids if the model has no
+            tokenizer.
 
     Raises:
-        ValueError: an empty prompt, one longer than the model's context, a text of which the
-            tokenizer lacks a part, labels of another number, a position that cannot be predicted.
+        ValueError: the prompt is empty, exceeds the model's context, or has text unknown to the
+            tokenizer; the number of labels is wrong; a position cannot be predicted.
     """
     tokens = prompt_tokens(model, prompt)
     mask_id = None if model.tokenizer is None else model.tokenizer.mask_token_id
@@ -66,7 +66,7 @@ def trace_attention(
         edges = [(layer, head, query, key) for layer, head, query, key in gates.nonzero().tolist()]
         read_at = [column for _, column in targets]
         found = removal_effects(model, read, read_at, attention_edges=edges).logits
-        effect = found.new_zeros(len(targets), *gates.shape)  # a closed edge has none
+        effect = found.new_zeros(len(targets), *gates.shape)  # closed edges have no effect
         effect[:, gates] = found
     predicted = {column: int(logits[read_at].argmax()) for column, read_at in targets}
     texts = _labels(model, tokens, labels)
@@ -89,10 +89,10 @@ def trace_attention(
 
 
 def prompt_tokens(model: HookedModel, prompt: Prompt) -> Int[Tensor, " pos"]:
-    """The tokens of a prompt that the model can run, on the CPU.
+    """The tokens of a prompt, checked against the model, on the CPU.
 
     Raises:
-        ValueError: it cannot, and why.
+        ValueError: the model cannot run the prompt.
     """
     if isinstance(prompt, str):
         if model.tokenizer is None:
@@ -103,7 +103,7 @@ def prompt_tokens(model: HookedModel, prompt: Prompt) -> Int[Tensor, " pos"]:
         if not prompt:
             raise ValueError("expected a prompt; got an empty text")
         check_known(model.tokenizer, prompt)
-        # Truncation would lose the end of the prompt without a word.
+        # Truncation would silently drop the end of the prompt.
         tokens = model.to_tokens(prompt, truncate=False)[0]
     else:
         tokens = prompt
@@ -114,7 +114,7 @@ def prompt_tokens(model: HookedModel, prompt: Prompt) -> Int[Tensor, " pos"]:
 
 
 def output_text(model: HookedModel, output: int) -> str:
-    """The text of an output of the model: a token, or a number where outputs are no tokens."""
+    """The text of a model output: a token, or the index if outputs are not tokens."""
     adapter = adapt(model)
     if model.tokenizer is None or adapter.d_vocab_out != adapter.d_vocab:
         return str(output)
@@ -134,7 +134,7 @@ def _labels(model: HookedModel, tokens: Tensor, labels: Sequence[str] | None) ->
 def _targets(
     tokens: Tensor, positions: Sequence[int] | None, mask_id: int | None, causal: bool
 ) -> list[tuple[int, int]]:
-    """The predicted columns, each with the column at which it is read."""
+    """The predicted columns, each with the column where its prediction is read."""
     n = len(tokens)
     own = [i for i in range(n) if not causal or int(tokens[i]) == mask_id]
     if positions is None:
@@ -164,7 +164,7 @@ def _run(
     targets: Sequence[tuple[int, int]],
     attribution: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Attention, gates on it and on MLPs, logits and attributions, on the CPU."""
+    """Attention, gates on edges and MLPs, logits and attributions, on the CPU."""
     patterns: list[Tensor] = []
     nudges: list[Tensor] = []
 
@@ -172,8 +172,8 @@ def _run(
         patterns.append(pattern.detach())
         if not attribution:
             return None
-        # A zero that requires a gradient collects d logit / d pattern, through every later layer,
-        # also where the model's own weights are frozen.
+        # A zero tensor that requires grad collects d logit / d pattern through all later layers,
+        # even if the model's own weights are frozen.
         nudges.append(torch.zeros_like(pattern, requires_grad=True))
         return pattern + nudges[-1]
 
@@ -207,7 +207,7 @@ def _forward(model: HookedModel, batch: Tensor) -> tuple[Tensor, Tensor, Tensor 
 
 
 def _widen(edges: Tensor, n_columns: int) -> Tensor:
-    """Room for columns that the model does not read: they have no edges."""
+    """Pad with columns that the model does not read; they have no edges."""
     return _pad(_pad(edges, n_columns).mT, n_columns).mT
 
 

@@ -1,4 +1,4 @@
-"""The application that commands register with, and how the help of each is laid out."""
+"""The application that commands register with, and the layout of their help."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EXAMPLES: dict[str | None, str] = {
 
 class _Group(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*self.commands]  # as they were registered
+        return [*self.commands]  # in order of registration
 
     def get_help_option(self, ctx: Any) -> Any:
         return _plain(super().get_help_option(ctx))
@@ -40,12 +40,12 @@ class _Command(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
-        # Not Typer's epilog, whose line breaks depend on its version.
+        # Typer's epilog is not used: its line breaks depend on the version.
         console.print(_EXAMPLES[self.name], highlight=False, soft_wrap=True)
 
 
 def _plain(option: Any, panel: str | None = None) -> Any:
-    """``--help`` without the type that some versions of Typer show beside a flag."""
+    """``--help`` without the type that some versions of Typer show next to flags."""
     if option is not None:
         option.metavar, option.rich_help_panel = "", panel
     return option
@@ -61,11 +61,11 @@ app = typer.Typer(
 
 
 def command(name: str, *examples: tuple[str, str]) -> Callable[[Any], Any]:
-    """Register a function as a command; its docstring is the help.
+    """Register a function as a command; its docstring becomes the help.
 
     Args:
-        name: what the user types.
-        examples: what an example does, and its arguments; a line break in them is kept.
+        name: name of the command.
+        examples: (description, arguments) of each example; line breaks in arguments are kept.
     """
     lines = ["", " [bold]Examples[/]"]
     for does, arguments in examples:
@@ -81,15 +81,15 @@ def command(name: str, *examples: tuple[str, str]) -> Callable[[Any], Any]:
 
 
 def call(job: str, options: dict[str, Any]) -> Any:
-    """The outcome of a job of `runs`, with all options of its command."""
-    from sparse_tl import runs  # seconds that help and mistyped options need not wait for
+    """Run a job of `runs` with all options of its command, and return its result."""
+    from sparse_tl import runs  # slow import: not needed for help and usage errors
 
     progress = not options.pop("quiet")
     return getattr(runs, job)(progress=progress, **options)
 
 
 def _unwrapped(text: str) -> str:
-    """Paragraphs of one line each, for a terminal of any width."""
+    """Join each paragraph into one line, for terminals of any width."""
     return "\n\n".join(" ".join(part.split()) for part in escape(text).split("\n\n"))
 
 
@@ -117,8 +117,8 @@ def _options(
         typer.Option(
             "--debug",
             metavar="",
-            help="Show the traceback of an error; before or after the command's name.",
+            help="Show the traceback of errors. Works before or after the command name.",
         ),
     ] = False,
 ) -> None:
-    """Options of all commands; ``--debug`` is read by `main`, wherever it stands."""
+    """Options of all commands; ``--debug`` is read by `main`, at any position."""

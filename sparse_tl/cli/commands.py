@@ -1,4 +1,4 @@
-"""The commands, each on top of one function of `runs`, in the order of the help."""
+"""The commands, each based on one function of `runs`, in the order shown in the help."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sparse_tl.cli.options import (
 from sparse_tl.cli.printing import comparison, console, held_out, table
 
 ADDITION_MINUTES = 3
-"""Measured on the defaults of `addition`; a first look at the cost of the whole command."""
+"""Measured with the default settings of `addition`."""
 ROLES = ("facilitation", "irrelevance", "interference")
 
 
@@ -39,13 +39,13 @@ ROLES = ("facilitation", "irrelevance", "interference")
 )
 def addition(
     form: Annotated[
-        str, subject("NAME", "autoregressive, or placeholder (answer columns carry '?').")
+        str, subject("NAME", "autoregressive or placeholder (answer columns hold '?').")
     ] = "placeholder",
     target_loss: Annotated[
-        str | None, setting("NATS", "Per answer character: 0.01, or +0.01 over the dense model.")
+        str | None, setting("NATS", "Loss per character: 0.01, or +0.01 over the dense model.")
     ] = None,
-    dense_steps: Annotated[int | None, setting("N", "Steps of the dense model at most.")] = None,
-    steps: Annotated[int | None, setting("N", "Steps of post-training.")] = None,
+    dense_steps: Annotated[int | None, setting("N", "Maximum steps of dense training.")] = None,
+    steps: Annotated[int | None, setting("N", "Number of post-training steps.")] = None,
     out: Out = Path("runs/addition"),
     seed: Seed = 0,
     device: Device = None,
@@ -54,9 +54,9 @@ def addition(
 ) -> None:
     """Train a model that adds two-digit numbers, make its attention sparse, and draw both.
 
-    Writes the models (dense/, sparse/), metrics.json, history.csv, the base-vs-sparse figure
-    (addition.html, .svg, .png) and what each digit needs (circuits/). Called again, it goes on
-    where it stopped or reuses what is done.
+    Writes the models (dense/, sparse/), metrics.json, history.csv, a figure of both models
+    (addition.html, .svg, .png) and what each digit needs (circuits/). Called again, it resumes
+    an interrupted run and reuses finished results.
     """
     given = locals()
     if not (quiet or (out / "metrics.json").exists()):
@@ -103,26 +103,27 @@ def addition(
 )
 def post_train(
     model: Annotated[
-        str, subject("NAME", "A hub name, a local Hugging Face folder, or one of our folders.")
+        str, subject("NAME", "Hub name, Hugging Face folder, or folder saved by sparse_tl.")
     ],
-    text: Annotated[
-        str, subject("SOURCE", "A text file, or a dataset's name (name or name:configuration).")
+    text: Annotated[str, subject("SOURCE", "Text file or dataset (name or name:configuration).")],
+    target_loss: Annotated[
+        str, subject("NATS", "Loss per token: 2.5, or +0.05 over the dense model.")
     ],
-    target_loss: Annotated[str, subject("NATS", "Per token: 2.5, or +0.05 over the dense model.")],
     held_out_text: Annotated[
         str | None,
-        subject("SOURCE", "Other text to select and report on; else a tenth of --text is kept."),
+        subject("SOURCE", "Held-out text. Default: the last tenth of --text."),
     ] = None,
-    window: Annotated[int, setting("N", "Tokens per training window.")] = 128,
+    window: Annotated[int, setting("N", "Tokens per window.")] = 128,
     batch_size: Annotated[int, setting("N", "Windows per step.")] = 8,
     accumulate: Annotated[int, setting("N", "Micro-batches per step.")] = 1,
-    steps: Annotated[int, setting("N", "Steps of post-training.")] = 2000,
-    learning_rate: Annotated[float, setting("RATE", "At its peak.")] = 7e-4,
+    steps: Annotated[int, setting("N", "Number of post-training steps.")] = 2000,
+    learning_rate: Annotated[float, setting("RATE", "Peak learning rate.")] = 7e-4,
     trained: Annotated[
-        str, setting("NAME", "Weights that move beside the gates: all, qk, or gates, for none.")
+        str, setting("NAME", "Weights trained besides the gates: all, qk, or gates for none.")
     ] = "all",
-    head_cost: Annotated[float, setting("EDGES", "What a head in use counts.")] = 0.0,
-    initial_bias: Annotated[float, setting("B", "The gates' bias at the start.")] = 4.0,
+    head_cost: Annotated[float, setting("EDGES", "Cost of a head in use.")] = 0.0,
+    mlps: Annotated[bool, setting("", "Gate MLPs too.", "--mlps")] = False,
+    initial_bias: Annotated[float, setting("B", "Initial bias of the gates.")] = 4.0,
     precision: Annotated[str, setting("NAME", "float32 or bf16.")] = "float32",
     out: Out = Path("runs/post-train"),
     seed: Seed = 0,
@@ -132,8 +133,8 @@ def post_train(
 ) -> None:
     """Make the attention of any model sparse on any text, at a loss of your choice.
 
-    Writes the sparse model (sparse/), metrics.json and history.csv. Called again, it goes on
-    where it stopped.
+    Writes the sparse model (sparse/), metrics.json and history.csv. Called again, it resumes an
+    interrupted run.
     """
     outcome = call("run_post_training", locals())
     held_out(
@@ -157,35 +158,35 @@ def post_train(
 def circuits(
     model: Annotated[
         str | None,
-        subject("NAME", "The dense model: a hub name or a folder. Default: the built-in pair."),
+        subject("NAME", "Hub name or folder of the dense model. Default: the built-in pair."),
     ] = None,
     sparse: Annotated[
-        Path | None, subject("FOLDER", "Of the sparse model that was made from it.")
+        Path | None, subject("FOLDER", "Folder of the sparse model made from it.")
     ] = None,
     tasks: Annotated[
         str,
-        subject("NAMES", "Of greater_than, ioi, docstring, ioi_long, with commas. Default: all."),
+        subject("NAMES", "Comma-separated: greater_than, ioi, docstring, ioi_long. Default: all."),
     ] = "",
     pairs: Annotated[int, setting("N", "Prompt pairs per task: half score, half evaluate.")] = 128,
     method: Annotated[str, setting("NAME", "eap, eap-ig or eap-ig-activations.")] = "eap-ig",
-    patch: Annotated[str, setting("NAME", "corrupted, mean or zero.")] = "corrupted",
-    batch_size: Annotated[int, setting("N", "Prompt pairs per pass.")] = 32,
+    patch: Annotated[str, setting("NAME", "corrupted, mean, resample or zero.")] = "corrupted",
+    batch_size: Annotated[int, setting("N", "Prompt pairs per forward pass.")] = 32,
     out: Out = Path("runs/circuits"),
     seeds: Annotated[
         str,
-        run("NUMBERS", "Of the prompts and of the built-in pair, with commas: a pair for each."),
+        run("NUMBERS", "Comma-separated seeds of prompts and built-in pairs, one pair per seed."),
     ] = "0",
     device: Device = None,
     restart: Restart = False,
     quiet: Quiet = False,
 ) -> None:
-    """Find which heads and circuit edges do a task, in a dense model and in its sparse one.
+    """Find the heads and circuit edges of a task, in a dense model and its sparse counterpart.
 
-    Writes metrics.json, curves.csv, evaluations, scores, circuits, their diagrams, and
-    the figures heads_kept and circuit_edges_kept (.html, .svg, .png). Without --model it takes the
-    built-in task models; seeds that do not come with the package are trained first, and kept in
-    the user's cache folder. The figures show every seed and their median. Called again, it goes on
-    where it stopped, and can take more seeds.
+    Writes metrics.json, curves.csv, evaluations, scores, circuits, their diagrams, and the
+    figures heads_kept and circuit_edges_kept (.html, .svg, .png). Without --model it uses the
+    built-in task models; seeds that do not ship with the package are trained first and kept in
+    the user's cache folder. The figures show every seed and their median. Called again, it
+    resumes an interrupted run, and can add seeds.
     """
     given = locals() | {"tasks": split_names(tasks), "seeds": split_seeds(seeds)}
     outcome = call("run_circuits", given)
@@ -204,41 +205,39 @@ def circuits(
 )
 def head_roles(
     models: Annotated[
-        str, subject("NAMES", "Hub names or folders, with commas. Default: the built-in models.")
+        str, subject("NAMES", "Comma-separated hub names or folders. Default: the built-in models.")
     ] = "",
     tasks: Annotated[
         str,
         subject(
             "NAMES",
-            "With commas; all by default. Built-in models: addition, greater_than, ioi, "
+            "Comma-separated; default: all. Built-in models: addition, greater_than, ioi, "
             "docstring, ioi_long. Others: syntax, common_sense, math, each with =SOURCE for a "
-            "file, a folder or another dataset; text=SOURCE.",
+            "file, folder or other dataset; text=SOURCE.",
         ),
     ] = "",
-    prompts: Annotated[int, setting("N", "Per task; a quarter is held out.")] = 256,
+    prompts: Annotated[int, setting("N", "Prompts per task; a quarter is held out.")] = 256,
     seeds: Annotated[
-        int, setting("N", "Gate matrices that are fitted together; the paper has 10.")
+        int, setting("N", "Number of gate matrices, fitted together; 10 in the paper.")
     ] = 4,
-    updates: Annotated[int, setting("N", "Of each of the three stages; the paper has 500.")] = 150,
-    lambda_: Annotated[float, setting("NATS", "Pressure on the gates.", "--lambda")] = 0.1,
-    batch_size: Annotated[int, setting("N", "Prompts per update; the paper has 64.")] = 32,
-    accumulate: Annotated[
-        int, setting("N", "Pieces of a batch, one after the other, to save memory.")
-    ] = 1,
-    max_heads: Annotated[int, setting("N", "Heads that are ablated at most.")] = 50,
+    updates: Annotated[int, setting("N", "Updates per stage; 500 in the paper.")] = 150,
+    lambda_: Annotated[float, setting("NATS", "Weight of the gate penalty.", "--lambda")] = 0.1,
+    batch_size: Annotated[int, setting("N", "Prompts per update; 64 in the paper.")] = 32,
+    accumulate: Annotated[int, setting("N", "Micro-batches per update, to save memory.")] = 1,
+    max_heads: Annotated[int, setting("N", "Maximum number of heads to ablate.")] = 50,
     out: Out = Path("runs/head-roles"),
     seed: Seed = 0,
     device: Device = None,
     restart: Restart = False,
     quiet: Quiet = False,
 ) -> None:
-    """Find which heads help, do not matter, or harm, and what ablating them does.
+    """Find which heads help, are irrelevant, or harm, and what ablating them does.
 
     Fits causal head gates for every task and model. Writes the grid of ablation curves
     (ablation_grid.html, .svg, .png), metrics.json, scores.csv, curves.csv, and for each task and
-    model its roles, the heatmap of its heads and the trajectories of their gates. Without --models
-    it takes the built-in models; seeds that do not come with the package are trained first, and
-    kept in the user's cache folder. Called again, it goes on where it stopped.
+    model its roles, a heat map of its heads and the trajectories of their gates. Without --models
+    it uses the built-in models; seeds that do not ship with the package are trained first and
+    kept in the user's cache folder. Called again, it resumes an interrupted run.
     """
     given = locals() | {"models": split_names(models), "tasks": split_names(tasks)}
     outcome = call("run_head_roles", given)
@@ -264,15 +263,15 @@ def head_roles(
 )
 def doctor(
     model: Annotated[
-        str | None, subject("NAME", "Also check this model: a hub name or a folder.")
+        str | None, subject("NAME", "Also check this model: hub name or folder.")
     ] = None,
     device: Device = None,
 ) -> None:
-    """Check that this machine, and a model of your choice, can do what the other commands need.
+    """Check that this machine, and a model of your choice, support what the other commands need.
 
-    Shows versions, devices and the cache of built-in models, and what a small model and yours can
-    be given to: gates, circuits, prompts that are padded on the left, training and saving. Each is
-    tried in numbers. The exit code is 1 where something fails.
+    Shows versions, devices and the cache of built-in models, and tests numerically what a small
+    model and yours support: gates, circuits, prompts padded on the left, training and saving. The
+    exit code is 1 if a check fails.
     """
     from sparse_tl.runs import run_doctor
 

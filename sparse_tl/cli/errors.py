@@ -1,4 +1,4 @@
-"""How the command line ends: errors as one clear paragraph, exit codes, Ctrl-C."""
+"""How the command line exits: errors as one clear paragraph, exit codes, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PACKAGE = Path(__file__).resolve().parent.parent
 def main() -> None:
     """Run the command line.
 
-    Exit codes: 0, 1 after an error, 2 for a command that cannot be read, 130 after Ctrl-C.
-    ``--debug``, wherever it stands, shows the traceback of an error.
+    Exit codes: 0, 1 after an error, 2 for invalid usage, 130 after Ctrl-C. ``--debug``, at any
+    position, shows the traceback of an error.
     """
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
     try:
         with _plain_warnings(debug):
-            # Typer may turn Ctrl-C into exit code 130 itself, and returns codes, not exits.
+            # Typer may turn Ctrl-C into exit code 130 itself, and returns codes instead of exiting.
             code = app(args=arguments, prog_name="sparse-tl", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         code = 130
@@ -46,12 +46,12 @@ def main() -> None:
 
 
 def _explain(error: Exception, debug: bool) -> int:
-    """Say what went wrong, by whose fault, and what to do; the exit code."""
+    """Print what went wrong, whose fault it is and what to do; return the exit code."""
     usage: int | None = getattr(error, "exit_code", None)
     if usage is not None:
         context: Any = getattr(error, "ctx", None)
         message = getattr(error, "format_message", error.__str__)()
-        if not message:  # a command without arguments has printed its help
+        if not message:  # help was printed for a command without arguments
             return usage
         path = context.command_path if context is not None else "sparse-tl"
         ended = message if message.endswith(("?", ".")) else f"{message}."
@@ -76,7 +76,7 @@ def _explain(error: Exception, debug: bool) -> int:
 
 
 def _foreseen(error: Exception) -> bool:
-    """Whether the message was written for the user, or comes from the machine."""
+    """Whether the message was written for users or comes from the operating system."""
     if isinstance(error, OSError):
         return True
     raised = traceback.extract_tb(error.__traceback__)
@@ -85,13 +85,13 @@ def _foreseen(error: Exception) -> bool:
 
 
 def _say(message: str) -> None:
-    # A message may hold brackets; rich must not read them as its markup.
+    # A message may contain brackets, which rich must not parse as markup.
     errors.print(f"[bold red]Error:[/] {escape(message)}", highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def _plain_warnings(debug: bool) -> Iterator[None]:
-    """Warnings as a line each, without the source code that Python shows beside them."""
+    """Print warnings as single lines, without Python's source code excerpt."""
 
     def show(message: Any, *_: Any, **__: Any) -> None:
         text = f"[bold yellow]Warning:[/] {escape(str(message))}"

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the groups that the help shows them in."""
+"""Options shared by several commands, and the groups in which the help shows them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ RUN = "The run"
 
 
 def subject(metavar: str, help: str) -> Any:
-    """An option that says what a command works on."""
+    """An option for what a command works on."""
     return typer.Option(metavar=metavar, help=help, rich_help_panel="What it works on")
 
 
 def setting(metavar: str, help: str, *names: str) -> Any:
-    """An option that says how it is done; its name is the parameter's unless it has `names`."""
+    """An option for how it works; named after the parameter unless `names` are given."""
     return typer.Option(*names, metavar=metavar, help=help, rich_help_panel="How it is done")
 
 
@@ -26,13 +26,13 @@ def run(metavar: str, help: str, *names: str, **more: Any) -> Any:
 
 
 def checked_device(device: str | None) -> str | None:
-    """The device as it was given.
+    """Check the device and return it unchanged.
 
     Raises:
-        typer.BadParameter: no such device, or not on this machine.
+        typer.BadParameter: the device does not exist or is not available.
     """
     if device is not None:
-        import torch  # seconds that help and mistyped options need not wait for
+        import torch  # slow import: not needed for help
 
         try:
             torch.empty(1, device=device)
@@ -46,15 +46,15 @@ def checked_device(device: str | None) -> str | None:
 
 
 def split_names(names: str) -> list[str]:
-    """The names of a list with commas."""
+    """Split a comma-separated list of names."""
     return [name.strip() for name in names.split(",") if name.strip()]
 
 
 def split_seeds(seeds: str) -> tuple[int, ...]:
-    """The numbers of a list with commas.
+    """Split a comma-separated list of seeds.
 
     Raises:
-        typer.BadParameter: something that is no whole number from 0, or nothing.
+        typer.BadParameter: the list is empty or has an entry other than a whole number from 0.
     """
     found = split_names(seeds)
     if not found or not all(seed.isascii() and seed.isdigit() for seed in found):
@@ -62,13 +62,13 @@ def split_seeds(seeds: str) -> tuple[int, ...]:
     return tuple(map(int, found))
 
 
-Out = Annotated[Path, run("FOLDER", "Folder for everything that the run writes.")]
-Seed = Annotated[int, run("N", "Seed of weights, data order and gate noise.")]
+Out = Annotated[Path, run("FOLDER", "Output folder.")]
+Seed = Annotated[int, run("N", "Random seed for weights, data order and gate noise.")]
 Device = Annotated[
     str | None,
     run(
         "NAME",
-        "cpu, cuda, cuda:1, mps; a GPU if there is one when left out.",
+        "cpu, cuda, cuda:1 or mps. Default: a GPU if there is one.",
         callback=checked_device,
     ),
 ]

@@ -1,4 +1,4 @@
-"""Where the command line prints, and the tables that commands share."""
+"""The console of the command line, and tables that commands share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from sparse_tl.training import HeldOut  # seconds that help need not wait for
+    from sparse_tl.training import HeldOut  # slow import: not needed for help
 
 console = Console()
 errors = Console(stderr=True)
@@ -22,10 +22,10 @@ def table(
     """Print a table.
 
     Args:
-        title: above it.
-        columns: their headings.
+        title: title above the table.
+        columns: column headings.
         rows: cells as text.
-        names: how many columns, from the left, hold names; the others hold numbers.
+        names: number of leading columns that hold names; the others hold numbers.
     """
     drawn = Table(title=escape(title))
     for place, column in enumerate(columns):
@@ -39,10 +39,10 @@ def held_out(title: str, measured: Mapping[str, HeldOut], shown: Mapping[str, st
     """Print held-out measurements of the dense and the sparse model.
 
     Args:
-        title: above the table.
-        measured: by the name of the model.
-        shown: the fields that have rows, with what the rows are called; the share of possible
-            attention edges and the heads in use have one everywhere.
+        title: title above the table.
+        measured: measurements by model name.
+        shown: fields to show, with their row titles; the share of possible attention edges and
+            the number of heads in use are always shown.
     """
     models = list(measured.values())
     possible = models[0].possible_attention_edges
@@ -57,7 +57,7 @@ def held_out(title: str, measured: Mapping[str, HeldOut], shown: Mapping[str, st
 
 
 def comparison(metrics: Mapping[str, Any]) -> None:
-    """Print what each task needs, dense and sparse; of several seeds the medians."""
+    """Print what each task needs, dense and sparse; medians over several seeds."""
     from sparse_tl.circuits import SeedMultipliers
 
     rows = []

@@ -1,4 +1,4 @@
-"""What models are run on: token batches, prompt pairs, prompts with targets, streams of batches."""
+"""Model inputs: token batches, prompt pairs, prompts with targets, and streams of batches."""
 
 from sparse_tl.data.batches import TokenBatch as TokenBatch
 from sparse_tl.data.pairs import PromptPairs as PromptPairs

@@ -1,4 +1,4 @@
-"""Batches of tokens that say what is to be predicted where, and the loss on them."""
+"""Token batches with labels and loss positions, and the loss on them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ Kind = TypeVar("Kind", bound="Rows")
 
 
 class Rows:
-    """What frozen dataclasses of tensors with a row per prompt share."""
+    """Base of frozen dataclasses whose tensors have one row per prompt."""
 
     def __len__(self) -> int:
         first: Any = next(iter(vars(self).values()))
         return len(first)
 
     def to(self: Kind, device: torch.device | str) -> Kind:
-        """The same on another device."""
+        """A copy on another device."""
         return self._each(lambda tensor: tensor.to(device))
 
     def select(self: Kind, index: Tensor | slice) -> Kind:
-        """Some of the rows."""
+        """A subset of the rows."""
         return self._each(lambda tensor: tensor[index])
 
     def digest(self) -> str:
-        """A short name for exactly these rows."""
+        """A short hash of the rows."""
         return digest({name: value for name, value in vars(self).items() if value is not None})
 
     def _each(self: Kind, change: Callable[[Tensor], Tensor]) -> Kind:
@@ -44,18 +44,18 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch(Rows):
-    """Tokens with the label of every position and the positions that count.
+    """Tokens with labels for every position, and a mask of the positions with a loss.
 
     The logits at position ``p`` predict ``labels[:, p]``; the loss is the mean cross-entropy in
     nats over the positions where `loss_mask` is true.
 
     Args:
-        tokens: what the model reads.
-        labels: what is predicted at each position (the next token, for a language model).
-        loss_mask: which positions count.
-        attention_mask: 0 at padding; ``None`` where nothing is padded.
-        groups: of each row, from 0: a loss constraint holds for every group by itself; ``None``
-            for one group.
+        tokens: input tokens.
+        labels: label at each position (the next token, for a language model).
+        loss_mask: positions that count towards the loss.
+        attention_mask: 0 at padding; ``None`` if nothing is padded.
+        groups: group of each row, from 0; a loss constraint applies to each group separately.
+            ``None`` for a single group.
     """
 
     tokens: Int[Tensor, "batch pos"]
@@ -86,14 +86,14 @@ class TokenBatch(Rows):
 
     @staticmethod
     def next_token(tokens: Int[Tensor, "batch pos"]) -> TokenBatch:
-        """Language modelling: every position but the last predicts the token after it."""
+        """Language modelling: every position except the last predicts the next token."""
         labels = tokens.roll(-1, dims=1)
         loss_mask = torch.ones_like(tokens, dtype=torch.bool)
         loss_mask[:, -1] = False
         return TokenBatch(tokens, labels, loss_mask)
 
     def split(self, size: int) -> list[TokenBatch]:
-        """Consecutive pieces of `size` rows; more rows where a piece would have no label."""
+        """Split into pieces of `size` consecutive rows; longer where a piece would lack labels."""
         bounds = [0]
         for end in range(size, len(self), size):
             if self.loss_mask[bounds[-1] : end].any() and self.loss_mask[end:].any():
@@ -101,13 +101,13 @@ class TokenBatch(Rows):
         return [self.select(slice(*some)) for some in pairwise([*bounds, len(self)])]
 
     def trimmed(self, *, causal: bool) -> TokenBatch:
-        """The batch without columns that cannot matter to the loss.
+        """Drop columns that cannot affect the loss.
 
-        To a causal model these are the columns at the start that are padding in every row, and
-        those after the last loss position. Where attention is bidirectional every column matters.
+        In a causal model these are leading columns that are padding in every row, and columns after
+        the last loss position. With bidirectional attention every column matters.
 
         Args:
-            causal: whether the model's positions see earlier ones alone.
+            causal: whether the model is causal.
         """
         if not causal:
             return self
@@ -117,12 +117,12 @@ class TokenBatch(Rows):
         return self._columns(start, stop)
 
     def by_length(self, parts: int = 4) -> list[TokenBatch]:
-        """The rows in parts of like length, each without columns that are padding on the right.
+        """Group rows of similar length, and drop padding columns on the right of each group.
 
-        Nothing but time is saved: what is padding has no loss, and no attention edges.
+        This only saves time: padding has no loss and no attention edges.
 
         Args:
-            parts: at most so many, with as many rows each.
+            parts: maximum number of groups, of equal numbers of rows.
         """
         if self.attention_mask is None:
             return [self]
@@ -140,7 +140,7 @@ class TokenBatch(Rows):
 
     @property
     def n_groups(self) -> int:
-        """One more than the last group."""
+        """Number of groups: one more than the largest group index."""
         return 1 if self.groups is None else int(self.groups.max()) + 1
 
     def label_groups(self) -> Int[Tensor, " label"]:
@@ -151,12 +151,12 @@ class TokenBatch(Rows):
 
     @property
     def model_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments of a forward pass beside the tokens."""
+        """Keyword arguments for a forward pass, in addition to the tokens."""
         return {} if self.attention_mask is None else {"attention_mask": self.attention_mask}
 
 
 def cross_entropy(logits: Float[Tensor, "batch pos vocab"], batch: TokenBatch) -> Float[Tensor, ""]:
-    """Mean cross-entropy in nats over the batch's loss positions, in float32 at least."""
+    """Mean cross-entropy in nats over the batch's loss positions, in at least float32."""
     return per_label_loss(logits, batch).mean()
 
 
@@ -170,7 +170,7 @@ def per_label_loss(
 def token_losses(
     logits: Float[Tensor, "label vocab"], labels: Int[Tensor, " label"]
 ) -> Float[Tensor, " label"]:
-    """Cross-entropy in nats of each label, in float32 at least."""
+    """Cross-entropy in nats of each label, in at least float32."""
     precise = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(precise, labels, reduction="none")
 
@@ -178,6 +178,6 @@ def token_losses(
 def exact_rows(
     logits: Float[Tensor, "batch pos vocab"], batch: TokenBatch
 ) -> Bool[Tensor, " batch"]:
-    """Whether every loss position of a row has its label as the most likely token."""
+    """Whether the top prediction equals the label at every loss position of a row."""
     right = logits.argmax(dim=-1) == batch.labels
     return (right | ~batch.loss_mask).all(dim=-1)

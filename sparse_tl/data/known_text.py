@@ -1,4 +1,4 @@
-"""Whether a tokenizer knows all of a text: an unknown character must not pass for another token."""
+"""Check that a tokenizer can represent a text, since unknown characters change it silently."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 
 def check_known(tokenizer: Any, text: str) -> None:
-    """Make sure that every part of a text has a token of its own.
+    """Check that every part of a text has a token of its own.
 
-    Tokenizers put their unknown token, or another special one, for what they do not know, or leave
-    it out. Either way the model would be run on another text than the one that is shown.
+    Tokenizers replace what they do not know by an unknown or special token, or drop it. Either way
+    the model would run on a different text than the one shown.
 
     Raises:
-        ValueError: it has not; names the part.
+        ValueError: a part has no token; the message names it.
     """
     try:
         unknown = _unknown_part(tokenizer, text)
@@ -30,13 +30,13 @@ def check_known(tokenizer: Any, text: str) -> None:
 
 
 def _unknown_part(tokenizer: Any, text: str) -> str | None:
-    """The first part of a text for which the tokenizer has no token; ``None`` if there is none."""
+    """The first part of a text without a token in the tokenizer; ``None`` if there is none."""
     if not getattr(tokenizer, "is_fast", False):
         return _first_unknown_piece(tokenizer, text)
     encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
     end = 0
     for token, (start, stop) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        if text[end:start].strip():  # left out
+        if text[end:start].strip():  # dropped
             return text[end:start].strip()
         part = text[start:stop]
         written = tokenizer.convert_ids_to_tokens(token)
@@ -47,7 +47,7 @@ def _unknown_part(tokenizer: Any, text: str) -> str | None:
 
 
 def _first_unknown_piece(tokenizer: Any, text: str) -> str | None:
-    """For tokenizers that do not say which characters a token covers."""
+    """As `_unknown_part`, for tokenizers that do not report which characters a token covers."""
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown not in tokenizer(text, add_special_tokens=False)["input_ids"]:
         return None

@@ -1,4 +1,4 @@
-"""Prompt pairs: the same prompt with and without the information that a task needs."""
+"""Prompt pairs: a prompt with and without the information that a task needs."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch.nn.utils.rnn import pad_sequence
 from sparse_tl.data.batches import Rows
 
 NO_TOKEN = -1
-"""Fills rows of answers that are shorter than the longest."""
+"""Padding value for rows with fewer answers than the longest."""
 
 
 @dataclass(frozen=True, eq=False)
 class PromptPairs(Rows):
-    """Clean prompts and, row by row, their corrupted counterparts of the same length.
+    """Clean prompts with corrupted counterparts of the same length, row by row.
 
-    Prompts of different lengths are padded *on the right*: in a causal model nothing after the
-    position that is read can reach it, so padding changes no metric and needs no attention mask.
+    Prompts of different lengths are padded *on the right*: in a causal model, padding after the
+    read position cannot reach it, so it changes no metric and needs no attention mask.
 
     Args:
         clean: tokens of the clean prompts.
         corrupted: tokens with the information removed.
-        answers: the right tokens of each pair, `NO_TOKEN` where a row has fewer.
-        wrong: the wrong tokens of each pair, likewise.
-        positions: the last token of each prompt, whose logits are read.
+        answers: correct tokens of each pair, padded with `NO_TOKEN`.
+        wrong: incorrect tokens of each pair, padded with `NO_TOKEN`.
+        positions: position of each prompt's last token, where logits are read.
 
     Raises:
-        ValueError: shapes that do not fit, no pair, a row without an answer, several
-            positions of one prompt, a position outside.
+        ValueError: shapes do not match, there is no pair, a row has no answer, a prompt has
+            several positions, or a position is out of range.
     """
 
     clean: Int[Tensor, "pair pos"]
@@ -82,19 +82,19 @@ class PromptPairs(Rows):
         answers: Sequence[Sequence[str]],
         wrong: Sequence[Sequence[str]],
     ) -> PromptPairs:
-        """Pairs from texts.
+        """Tokenize texts into pairs.
 
         Args:
-            tokenize: a text to its tokens, with what the model's prompts begin with; answers are
-                tokenized by `single_token`, without it.
-            clean: prompts, up to the token that is predicted.
-            corrupted: their counterparts.
-            answers: for each pair the right continuations, each one token (" Mary").
-            wrong: for each pair the wrong ones.
+            tokenize: function from text to tokens, including tokens that all prompts start with;
+                answers are tokenized by `single_token`, without those.
+            clean: clean prompts, up to the predicted token.
+            corrupted: corrupted prompts.
+            answers: correct continuations of each pair, one token each (" Mary").
+            wrong: incorrect continuations of each pair, one token each.
 
         Raises:
-            ValueError: a pair of unequal token lengths, an answer of several tokens, or one text
-                where a list of them is expected.
+            ValueError: a pair differs in token length, an answer has several tokens, or a single
+                text is given instead of a list.
         """
         for name, texts in {"answers": answers, "wrong": wrong}.items():
             for row, some in enumerate(texts):
@@ -130,10 +130,10 @@ class PromptPairs(Rows):
         )
 
     def split(self, size: int) -> list[PromptPairs]:
-        """Consecutive pieces of at most `size` pairs.
+        """Split into consecutive pieces of at most `size` pairs.
 
         Raises:
-            ValueError: a size below 1.
+            ValueError: the size is below 1.
         """
         if size < 1:
             raise ValueError(f"expected a batch size of at least 1; got {size}")
@@ -144,7 +144,7 @@ class PromptPairs(Rows):
         return logits[torch.arange(len(logits), device=logits.device), self.positions]
 
     def to_records(self, tokenizer: Any) -> list[dict[str, Any]]:
-        """Texts of the pairs, for people: clean, corrupted, answers, wrong."""
+        """Human-readable texts of the pairs: clean, corrupted, answers, wrong."""
         records = []
         for row in range(len(self)):
             end = int(self.positions[row]) + 1
@@ -165,10 +165,10 @@ class PromptPairs(Rows):
 
 
 def single_token(tokenize: Callable[[str], Sequence[int]], text: str, start: int = 0) -> int:
-    """The one token of a text, after the `start` tokens that every prompt begins with.
+    """The single token of a text, after the `start` tokens that every prompt begins with.
 
     Raises:
-        ValueError: the text is no token or several.
+        ValueError: the text does not have exactly one token.
     """
     tokens = list(tokenize(text))[start:]
     if len(tokens) != 1:
@@ -177,6 +177,6 @@ def single_token(tokenize: Callable[[str], Sequence[int]], text: str, start: int
 
 
 def padded(rows: Sequence[Sequence[int]] | Tensor, fill: int) -> Int[Tensor, "row column"]:
-    """Rows of any lengths, the shorter ones filled at their ends."""
+    """Stack rows of any lengths, padding shorter rows at the end."""
     tensors = [torch.as_tensor(row, dtype=torch.long) for row in rows]
     return pad_sequence(tensors, batch_first=True, padding_value=fill)

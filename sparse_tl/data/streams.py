@@ -1,4 +1,4 @@
-"""Token streams: the batch of a step is a function of the step, so that a run can be resumed."""
+"""Token streams: batches are a function of the step, so that runs can be resumed."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from sparse_tl.data.batches import TokenBatch
 
 @runtime_checkable
 class TokenStream(Protocol):
-    """Anything that gives the training batch of a step; asked again, it gives the same batch.
+    """A source of training batches by step; the same step always gives the same batch.
 
-    Where it has an attribute ``accumulate``, post-training runs a batch in so many pieces.
+    If it has an attribute ``accumulate``, post-training splits a batch into that many pieces.
     """
 
     def batch(self, step: int) -> TokenBatch: ...
 
 
 class ShuffledStream:
-    """Batches drawn from a fixed set of examples, reshuffled every epoch; no row is ever dropped.
+    """Batches from a fixed set of examples, reshuffled every epoch; no row is ever dropped.
 
     Args:
         examples: all rows.
         batch_size: rows per step.
-        seed: of the shuffling.
-        accumulate: pieces that a step's rows are run in, one after the other, to save memory.
+        seed: random seed for the shuffling.
+        accumulate: number of pieces in which a step's rows are run, to save memory.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ShuffledStream:
         self._order = lru_cache(maxsize=2)(self._shuffled)  # a batch may span two epochs
 
     def batch(self, step: int) -> TokenBatch:
-        """Rows ``step * batch_size ...`` of the endless sequence of shuffled epochs."""
+        """Rows ``step * batch_size ...`` of the infinite sequence of shuffled epochs."""
         n = len(self.examples)
         first = step * self.batch_size
         places = range(first, first + self.batch_size)
@@ -63,10 +63,10 @@ class ShuffledStream:
 
 
 class IterableStream:
-    """A stream from something that can only be iterated from its start, such as a data loader.
+    """A stream from an iterable without random access, such as a data loader.
 
     Args:
-        batches: an iterable that starts anew, with the same batches, whenever it is iterated.
+        batches: an iterable that restarts with the same batches whenever it is iterated.
     """
 
     def __init__(self, batches: Iterable[TokenBatch]) -> None:
@@ -75,10 +75,10 @@ class IterableStream:
         self._next = 0
 
     def batch(self, step: int) -> TokenBatch:
-        """The step's batch; going back starts the iterable anew.
+        """The batch of a step; going back restarts the iterable.
 
         Raises:
-            ValueError: the iterable ended before this step.
+            ValueError: the iterable ends before this step.
         """
         if step < self._next:
             again = iter(self.batches)
@@ -108,16 +108,16 @@ def read_documents(
     split: str = "train",
     column: str = "text",
 ) -> Iterator[str]:
-    """Documents of a text file, or of a Hugging Face dataset by name (streamed); no empty ones.
+    """Yield non-empty documents of a text file, or of a Hugging Face dataset (streamed).
 
     Args:
-        source: a path, or a dataset's name, with its configuration after a colon if it has one.
-        separator: what stands between documents in a text file.
-        split: of the dataset.
-        column: of the dataset that holds the text.
+        source: path, or dataset name, with its configuration after a colon if needed.
+        separator: string between documents in a text file.
+        split: split of the dataset.
+        column: dataset column that holds the text.
 
     Raises:
-        ValueError: no such file or dataset, no such column, or a file that is not UTF-8 text.
+        ValueError: the file, dataset or column does not exist, or a file is not UTF-8 text.
     """
     path = Path(source)
     if path.is_file():
@@ -137,10 +137,10 @@ def read_documents(
 
 
 def dataset_rows(source: str | Path, split: str) -> Iterator[dict[str, Any]]:
-    """The rows of a Hugging Face dataset, streamed; it is named as for `read_documents`.
+    """Stream the rows of a Hugging Face dataset, named as in `read_documents`.
 
     Raises:
-        ValueError: no such dataset, or no network.
+        ValueError: the dataset does not exist, or there is no network.
     """
     from datasets import load_dataset
     from huggingface_hub import constants, get_session
@@ -148,10 +148,10 @@ def dataset_rows(source: str | Path, split: str) -> Iterator[dict[str, Any]]:
     name, _, configuration = str(source).partition(":")
     try:
         if not Path(name).exists():
-            # Asked once: without a network `load_dataset` asks again and again, for half a minute.
+            # Check once: without a network, `load_dataset` retries for half a minute.
             get_session().head(constants.ENDPOINT, timeout=10)
         rows = load_dataset(name, configuration or None, split=split, streaming=True)
-    except Exception as error:  # the hub, the network and the parser each raise their own kinds
+    except Exception as error:  # hub, network and parser raise different types
         raise ValueError(
             f"expected a file or the name of a dataset; {source} is no file, and loading it as a "
             f"dataset failed: {error}"
@@ -162,15 +162,15 @@ def dataset_rows(source: str | Path, split: str) -> Iterator[dict[str, Any]]:
 def token_windows(
     documents: Iterable[str], tokenizer: Any, window: int, *, limit: int | None = None
 ) -> Int[Tensor, "window pos"]:
-    """Documents joined, each behind the tokenizer's BOS token, and cut into full windows.
+    """Concatenate documents, each after the tokenizer's BOS token, and cut them into full windows.
 
-    The rest that does not fill a window is left out; nothing is padded.
+    Tokens that do not fill a window are dropped; nothing is padded.
 
     Args:
         documents: texts.
         tokenizer: a Hugging Face tokenizer.
         window: tokens per window.
-        limit: stop after so many windows.
+        limit: maximum number of windows.
 
     Raises:
         ValueError: the text is shorter than one window, or there is no tokenizer.

@@ -1,4 +1,4 @@
-"""Prompts and the tokens that a model should answer them with, whatever they come from."""
+"""Prompts with target tokens, from token ids, texts, tables, files or prompt pairs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class TargetDataset:
-    """Prompts with their targets, as rows in which the targets' tokens carry the loss.
+    """Prompts with targets, as rows in which the target tokens carry the loss.
 
     Args:
-        rows: ``loss_mask`` is true where the logits predict a token of the target, and ``labels``
-            holds that token.
+        rows: token batch; ``loss_mask`` is true where the logits predict a target token, and
+            ``labels`` holds that token.
 
     Raises:
-        ValueError: a row without a target, or a target that lies on padding.
+        ValueError: a row has no target, or a target lies on padding.
     """
 
     rows: TokenBatch
@@ -60,12 +60,12 @@ class TargetDataset:
 
         Args:
             tokens: prompt and target of each row, of any lengths.
-            spans: ``(start, stop)`` of each target in its row; the first token cannot be predicted.
-            pad_token: a token that is no text: it is not attended to at the ends of a row, and
-                refused in a target. It also fills shorter rows.
+            spans: ``(start, stop)`` of each target; the first token of a row cannot be predicted.
+            pad_token: padding token; masked at the ends of a row, not allowed in a target, and used
+                to fill shorter rows.
 
         Raises:
-            ValueError: no row, a span that does not fit its row, or a target with padding in it.
+            ValueError: there is no row, a span does not fit its row, or a target has padding in it.
         """
         if len(tokens) != len(spans) or len(tokens) == 0:
             raise ValueError(
@@ -103,17 +103,17 @@ class TargetDataset:
     ) -> TargetDataset:
         """Rows from texts and the targets that follow them.
 
-        Text and target are tokenized together. A space between them may stand at the end of the
-        text or at the start of the target.
+        Text and target are tokenized together. A space between them may be at the end of the text
+        or at the start of the target.
 
         Args:
             tokenizer: a fast Hugging Face tokenizer.
             texts: prompts.
-            targets: what follows each.
-            prepend_bos: whether rows begin with the BOS token.
+            targets: target of each prompt.
+            prepend_bos: whether rows start with the BOS token.
 
         Raises:
-            ValueError: an empty target, or a token that holds the end of the text and the start of
+            ValueError: a target is empty, or a token spans the end of the text and the start of
                 the target.
         """
         if len(texts) != len(targets) or not texts:
@@ -152,14 +152,14 @@ class TargetDataset:
         """Rows from dictionaries, such as those of a Hugging Face dataset.
 
         Args:
-            tokenizer: as of `from_texts`.
-            records: each with a text and a target.
-            text: the key of the text.
-            target: the key of the target.
+            tokenizer: a fast Hugging Face tokenizer.
+            records: dictionaries with a text and a target.
+            text: key of the text.
+            target: key of the target.
             **options: further arguments of `from_texts`.
 
         Raises:
-            ValueError: a record without these keys, or as `from_texts` does.
+            ValueError: a record lacks a key, or as in `from_texts`.
         """
         texts, targets = [], []
         for row, record in enumerate(records):
@@ -174,18 +174,18 @@ class TargetDataset:
 
     @staticmethod
     def from_pandas(tokenizer: Any, frame: pd.DataFrame, **options: Any) -> TargetDataset:
-        """Rows from a table; the arguments of `from_records`."""
+        """Rows from a table; arguments as in `from_records`."""
         records: list[dict[str, Any]] = frame.to_dict("records")  # type: ignore[assignment]
         return TargetDataset.from_records(tokenizer, records, **options)
 
     @staticmethod
     def from_jsonl(tokenizer: Any, path: str | Path, **options: Any) -> TargetDataset:
-        """Rows from a file with one JSON object per line; the arguments of `from_records`."""
+        """Rows from a file with one JSON object per line; arguments as in `from_records`."""
         return TargetDataset.from_records(tokenizer, read_jsonl(path), **options)
 
     @staticmethod
     def from_pairs(pairs: PromptPairs, *, seed: int = 0) -> TargetDataset:
-        """The clean prompts, each with one of its answers, drawn at random where it has several."""
+        """The clean prompts with one answer each, drawn at random if there are several."""
         generator = torch.Generator().manual_seed(seed)
         weights = (pairs.answers != NO_TOKEN).float()
         drawn = torch.multinomial(weights, 1, generator=generator)
@@ -198,7 +198,7 @@ class TargetDataset:
 
     @staticmethod
     def from_windows(windows: Int[Tensor, "window pos"]) -> TargetDataset:
-        """Running text, in which every token but the first of a window is a target."""
+        """Rows of running text, in which every token after the first of a window is a target."""
         return TargetDataset(TokenBatch.next_token(windows))
 
     def __len__(self) -> int:
@@ -206,22 +206,22 @@ class TargetDataset:
 
     @property
     def n_targets(self) -> int:
-        """Tokens of all targets."""
+        """Total number of target tokens."""
         return int(self.rows.loss_mask.sum())
 
     def select(self, index: Tensor | slice) -> TargetDataset:
-        """Some of the rows."""
+        """A subset of the rows."""
         return TargetDataset(self.rows.select(index))
 
     def split(self, held_out: float, *, seed: int = 0) -> tuple[TargetDataset, TargetDataset]:
-        """The rows, shuffled, in two parts.
+        """Shuffle the rows and split them into two parts.
 
         Args:
-            held_out: share of the rows in the second part; at least one row is in each.
-            seed: of the shuffling.
+            held_out: share of the rows in the second part; each part gets at least one row.
+            seed: random seed for the shuffling.
 
         Raises:
-            ValueError: a share that is not between 0 and 1, or fewer than two rows.
+            ValueError: the share is not between 0 and 1, or there are fewer than two rows.
         """
         if not 0 < held_out < 1 or len(self) < 2:
             raise ValueError(
@@ -233,7 +233,7 @@ class TargetDataset:
         return self.select(order[n_held_out:]), self.select(order[:n_held_out])
 
     def to_records(self, tokenizer: Any) -> list[dict[str, str]]:
-        """For people: the text up to where a target is first read, and the target's tokens."""
+        """Human-readable rows: the text before the first target token, and the target."""
         records = []
         for row in range(len(self)):
             one = self.rows.select(slice(row, row + 1)).trimmed(causal=True)
@@ -251,10 +251,10 @@ class TargetDataset:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """The objects of a file with one JSON object per line; empty lines are left out.
+    """The objects of a file with one JSON object per line; empty lines are skipped.
 
     Raises:
-        ValueError: no such file, or a line that is no JSON object.
+        ValueError: the file does not exist, or a line is not a JSON object.
     """
     path = Path(path)
     if not path.is_file():
@@ -274,7 +274,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _first_of_target(text: str, whole: str, offsets: Sequence[tuple[int, int]], row: int) -> int:
-    """The first token of the target; a token may begin with the text's last white space."""
+    """The first token of the target; a token may include the text's trailing white space."""
     for place, (start, stop) in enumerate(offsets):
         if stop <= len(text):
             continue

@@ -1,4 +1,4 @@
-"""Circuits to touch: widgets for notebooks, recomputed by the running kernel."""
+"""Interactive circuits: notebook widgets, recomputed by the running kernel."""
 
 from sparse_tl.explorer.exploration import Exploration as Exploration
 from sparse_tl.explorer.figures import attention_view as attention_view

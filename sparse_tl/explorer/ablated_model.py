@@ -1,7 +1,7 @@
-"""A model on a prompt, with heads and attention edges removed by hand.
+"""A model on a prompt, with selected heads and attention edges removed.
 
-A gate of 0 stands on the pattern of every removed edge, after the model's own gates; a removed head
-is all of its edges removed, so that a diagram shows none of them.
+The pattern of every removed edge has a gate of 0, applied after the model's own gates. Removing a
+head removes all of its edges, so that a diagram shows none of them.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from sparse_tl.gates import AttentionEdges, gated
 from sparse_tl.grids import AttentionGrid
 from sparse_tl.lens import EMBEDDED, HookedModel, Order, adapt, attached
 
-# With every weight that a diagram can show.
+# With all weights that a diagram can show.
 trace_weights = partial(trace_attention, attribution=True, max_effects=MAX_EFFECTS)
 
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What a run of the prompt shows.
+    """Results of running the prompt.
 
     Args:
-        graph: of its attention edges.
-        logits: at every column that is read.
-        streams: the residual stream, first of the input and then after each layer.
+        graph: attention graph of the run.
+        logits: logits at every column that is read.
+        streams: residual stream of the input, then after each layer.
     """
 
     graph: AttentionGraph
@@ -44,13 +44,13 @@ class Seen:
 
 
 class AblatedModel:
-    """A model on a prompt: what is seen of it whole (`whole`) and under the removals (`now`).
+    """A model on a prompt: results of the whole model (`whole`) and under removals (`now`).
 
     Args:
-        model: dense or sparse.
-        prompt: text, or its tokens.
-        positions: to predict.
-        labels: texts of the columns, where they are not the tokenizer's.
+        model: dense or sparse model.
+        prompt: text or tokens.
+        positions: columns to predict.
+        labels: text of each column, if not the tokenizer's.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class AblatedModel:
         return [column for column, _ in self.targets]
 
     def remove(self, heads: set[Head], edges: set[AttentionEdge]) -> None:
-        """From now on just these are removed; where that cannot be run, all stays as it was."""
+        """Set what is removed; if the model cannot run like that, nothing changes."""
         old = self.heads, self.edges
         self.heads, self.edges = heads, edges
         seen = self.whole
@@ -90,14 +90,14 @@ class AblatedModel:
         self.now = replace(seen, graph=graph)
 
     def removed(self) -> Bool[Tensor, "layer head query key"]:
-        """Which attention edges are removed, by themselves or with their head."""
+        """Which attention edges are removed, individually or with their head."""
         removed = torch.zeros(self.whole.graph.attention.shape, dtype=torch.bool)
         for place in (*self.heads, *self.edges):
             removed[place] = True
         return removed
 
     def head_effects(self) -> RemovalEffects:
-        """What each head does for each predicted token, beside what is removed."""
+        """Effect of each head on each predicted token, on top of the removals."""
         read_at = [column for _, column in self.targets]
         heads = list(product(range(self.adapter.n_layers), range(self.adapter.n_heads)))
         with self._ablated():
@@ -105,7 +105,7 @@ class AblatedModel:
 
     @torch.no_grad()
     def logit_lens(self, level: int) -> Float[Tensor, "pos vocab"]:
-        """What a level of the residual stream says if no later layer writes anything."""
+        """Logits read from a level of the residual stream, as if no later layer wrote anything."""
         return self.adapter.logits(self.now.streams[level, None])[0].cpu()
 
     def _look(self, positions: Sequence[int] | None) -> Seen:
@@ -118,7 +118,7 @@ class AblatedModel:
         return Seen(graph, logits[0].cpu(), torch.cat(streams))
 
     def _ablated(self) -> AbstractContextManager[None]:
-        """Inside the block the model runs without what is removed."""
+        """Inside the block the model runs without the removed parts."""
         if not (self.heads or self.edges):
             return nullcontext()
         kept = ~self.removed()[..., : self.n_read, : self.n_read]

@@ -1,8 +1,8 @@
-"""One prompt, several models, parts removed by hand: all that the explorer shows, as numbers.
+"""Several models on one prompt, with parts removed: the data behind the explorer.
 
-Every model is run without its removed parts (`ablated_model`), and once with all of them, for
-comparison. The rest is read off those runs: the graph for the diagram, what each head does, the
-likely tokens before and after, and what a node would predict.
+Every model is run without its removed parts (`ablated_model`), and once in full for comparison.
+Everything else is derived from those runs: the graph for the diagram, head effects, likely tokens
+before and after, and what a node would predict.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from sparse_tl.lens import HookedModel
 
 
 class Exploration:
-    """Models on one prompt, from which heads and attention edges can be removed and put back.
+    """Models on one prompt, from which heads and attention edges can be removed and restored.
 
-    Nothing stays on the models between calls. The parameters are those of `CircuitExplorer`.
+    Nothing is left on the models between calls. For the parameters see `CircuitExplorer`.
 
     Raises:
-        ValueError: no model, a model without attention patterns to hook, a prompt that is empty,
-            too long or holds what the tokenizer does not know, a position that cannot be predicted,
-            or models that see the prompt in different columns.
+        ValueError: there is no model, a model has no attention patterns to hook, the prompt is
+            empty, too long or unknown to the tokenizer, a position cannot be predicted, or models
+            see the prompt in different columns.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Exploration:
     def _start(
         self, prompt: Prompt, positions: Sequence[int] | None, labels: Sequence[str] | None
     ) -> dict[str, AblatedModel]:
-        """Every model on a prompt, with nothing removed."""
+        """All models on a prompt, with nothing removed."""
         ablated = {
             title: AblatedModel(model, prompt, positions, labels)
             for title, model in self._models.items()
@@ -88,7 +88,7 @@ class Exploration:
 
     @property
     def prompt(self) -> str:
-        """The prompt as text; empty where it was given as tokens of a model without a tokenizer."""
+        """The prompt as text; empty for tokens of a model without a tokenizer."""
         if isinstance(self._prompt, str):
             return self._prompt
         tokenizer = self._first.model.tokenizer
@@ -96,29 +96,29 @@ class Exploration:
 
     @property
     def targets(self) -> tuple[tuple[int, int], ...]:
-        """The predicted columns, each with the column at which it is read."""
+        """The predicted columns, each with the column where it is read."""
         return self._first.targets
 
     @property
     def n_read(self) -> int:
-        """How many columns the models read; those after them only hold predictions."""
+        """Number of columns that the models read; later ones only hold predictions."""
         return self._first.n_read
 
     def show_prompt(self, prompt: Prompt, labels: Sequence[str] | None = None) -> bool:
-        """Go on with another prompt; where it cannot be run, everything stays as it was.
+        """Switch to another prompt; if it cannot be run, nothing changes.
 
-        Removed heads stay removed. Where the new prompt has as many tokens as the old one, so do
-        edges, and the same columns are predicted; otherwise edges are put back and the columns are
-        chosen anew.
+        Removed heads stay removed. If the new prompt has as many tokens as the old one, removed
+        edges stay removed and the same columns are predicted; otherwise edges are restored and the
+        columns are chosen again.
 
         Returns:
             Whether the new prompt has as many tokens.
 
         Raises:
-            ValueError: as at the start.
+            ValueError: as in the constructor.
         """
         old = self._ablated
-        # Without any position first: a text that does not fit is refused for what it is.
+        # Start without positions, so that errors concern the text itself.
         new = self._start(prompt, None, labels)
         first = next(iter(new.values()))
         same = len(first.tokens) == len(self._first.tokens)
@@ -133,36 +133,36 @@ class Exploration:
     # ---- removing and restoring ------------------------------------------------------------------
 
     def removed_heads(self, title: str) -> tuple[Head, ...]:
-        """The removed heads of a model, in order."""
+        """The removed heads of a model, sorted."""
         return tuple(sorted(self._of(title).heads))
 
     def removed_attention_edges(self, title: str) -> tuple[AttentionEdge, ...]:
-        """The attention edges that were removed by themselves, in order."""
+        """The individually removed attention edges of a model, sorted."""
         return tuple(sorted(self._of(title).edges))
 
     def removed(self, title: str) -> Bool[Tensor, "layer head query key"]:
-        """Which attention edges are removed, by themselves or with their head."""
+        """Which attention edges are removed, individually or with their head."""
         return self._of(title).removed()
 
     def toggle_head(self, title: str, layer: int, head: int) -> None:
-        """Remove a head, or put it back.
+        """Remove a head, or restore it.
 
         Raises:
-            ValueError: a model or a head that does not exist.
+            ValueError: the model or head does not exist.
         """
         model = self._of(title)
         model.adapter.check_head(layer, head)
         model.remove(model.heads ^ {(layer, head)}, model.edges)
 
     def toggle_attention_edges(self, title: str, edges: Iterable[AttentionEdge]) -> None:
-        """Remove attention edges, or put them back if all of them are removed.
+        """Remove attention edges, or restore them if all of them are removed.
 
         Args:
-            title: of the model.
-            edges: (layer, head, query, key) of each.
+            title: title of the model.
+            edges: (layer, head, query, key) edges.
 
         Raises:
-            ValueError: a model or an edge that does not exist.
+            ValueError: the model or an edge does not exist.
         """
         model, given = self._of(title), set(edges)
         for edge in given:
@@ -171,31 +171,31 @@ class Exploration:
         model.remove(model.heads, left)
 
     def restore(self, title: str | None = None) -> None:
-        """Put back everything, in one model or in all."""
+        """Restore everything, in one model or in all."""
         for one in self.titles if title is None else (title,):
             self._of(one).remove(set(), set())
 
     # ---- reading off -----------------------------------------------------------------------------
 
     def graph(self, title: str) -> AttentionGraph:
-        """The attention edges that are left, with their effects."""
+        """The remaining attention edges, with their effects."""
         return self._of(title).now.graph
 
     def head_effects(self, title: str) -> RemovalEffects:
-        """What each head does for each predicted token: removed alone, beside the removals."""
+        """Effect on each predicted token of removing each head, on top of the removals."""
         return self._of(title).head_effects()
 
     def outputs(self, title: str, target: int = -1, top: int = 6) -> pd.DataFrame:
-        """The tokens that are most likely at a predicted column, before the removals or after.
+        """The most likely tokens at a predicted column, before or after the removals.
 
         Args:
-            title: of the model.
+            title: title of the model.
             target: index into `targets`.
-            top: how many; both the first choice before and that after are among them.
+            top: number of tokens; the top predictions before and after are always included.
 
         Returns:
-            token, logit, probability, logit_before, probability_before; the most likely tokens
-            after the removals first.
+            token, logit, probability, logit_before, probability_before; sorted by decreasing
+            likelihood after the removals.
         """
         model = self._of(title)
         _, read_at = self.targets[target]
@@ -215,17 +215,16 @@ class Exploration:
         unembedding, as if no later layer wrote anything.
 
         Args:
-            title: of the model.
+            title: title of the model.
             level: 0 is the input, ``l + 1`` the residual stream after layer ``l``.
             column: token position.
-            top: how many.
+            top: number of tokens.
 
         Returns:
-            token, logit, probability; the most likely first.
+            token, logit, probability; most likely first.
 
         Raises:
-            ValueError: a model or node that does not exist, or a column that the model does not
-                read.
+            ValueError: the model or node does not exist, or the model does not read the column.
         """
         model = self._of(title)
         if not 0 <= level <= model.adapter.n_layers:

@@ -1,4 +1,4 @@
-"""Models in, pictures out: the attention of a prompt, traced and drawn in one call."""
+"""Figures of models: the attention of a prompt, traced and drawn in one call."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def circuit_diagram(
     """Draw where each model's attention moves information for one prompt, one panel per model.
 
     Args:
-        models: panels from top to bottom, by title.
-        prompt: text, or its tokens.
-        position: the predicted column that is shown first; the last of `positions` if left out.
-        positions: all columns that can be chosen; just `position` if left out.
+        models: models by panel title, from top to bottom.
+        prompt: text or tokens.
+        position: predicted column shown first; by default the last of `positions`.
+        positions: all columns to choose from; by default only `position`.
         weight: "attention" (gate times attention), "effect" (of removing the edge, in logits:
             exact in models with few open edges) or "first-order" (its estimate).
-        labels: texts of the columns, where they are not those of the tokenizer.
-        **style: passed to `plots.circuit_diagram`: threshold, transition, title.
+        labels: text of each column, if not the tokenizer's.
+        **style: arguments of `plots.circuit_diagram`: threshold, transition, title.
 
     Raises:
-        ValueError: no model, or a prompt or position that does not fit.
+        ValueError: there is no model, or a prompt or position does not fit the model.
     """
     if not models:
         raise ValueError("expected at least one model by title; got none")
@@ -66,21 +66,21 @@ def attention_view(
 ) -> plots.AttentionView:
     """Browse attention patterns with circuitsvis: gate times attention, query by key.
 
-    The figure holds all that it needs, so that it works with the network off; without JavaScript
-    it shows every pattern as a small heat map.
+    The figure is self-contained and works offline; without JavaScript it shows every pattern as a
+    small heat map.
 
     Args:
         model: a dense model or a SparseTransformer.
-        prompt: text, or its tokens. Columns are shown up to the last one at which the model is
-            read: all of them, or, where the prompt has mask tokens, up to the last of these.
-        layer: the layer whose heads are shown; all layers if left out.
-        heads: (layer, head) of each head that is shown, in place of a layer.
-        labels: texts of the columns, where they are not the tokenizer's.
-        title: above the patterns.
+        prompt: text or tokens. Columns are shown up to the last one where the model is read: all
+            of them, or up to the last mask token if the prompt has any.
+        layer: layer whose heads are shown; all layers by default.
+        heads: (layer, head) pairs to show, instead of a layer.
+        labels: text of each column, if not the tokenizer's.
+        title: title above the patterns.
 
     Raises:
-        ValueError: a layer or head that the model lacks, a layer and heads at once, a prompt that
-            is empty, too long or holds what the tokenizer does not know, or more than 200,000
+        ValueError: the model lacks a layer or head, both a layer and heads are given, the prompt
+            is empty, too long or unknown to the tokenizer, or there are more than 200,000
             attention weights.
     """
     adapter = adapt(model)

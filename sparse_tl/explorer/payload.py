@@ -1,4 +1,4 @@
-"""What the front end of the explorer is sent: an exploration as JSON, every text made visible."""
+"""Data for the explorer's front end: an exploration as JSON, with all texts made visible."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.plots.token_text import visible_text
 
 MAX_KEYS = 48
-"""Columns of the heat map of a node at most."""
+"""Maximum number of columns in a node's heat map."""
 
 
 def panels_payload(exploration: Exploration) -> list[dict[str, Any]]:
-    """For each panel the likely tokens of each predicted column, its heads, and what is removed."""
+    """For each panel the likely tokens of each predicted column, its heads, and the removals."""
     targets = range(len(exploration.targets))
     panels = []
     for title in exploration.titles:
@@ -38,7 +38,7 @@ def panels_payload(exploration: Exploration) -> list[dict[str, Any]]:
 
 
 def node_payload(exploration: Exploration, title: str, level: int, column: int) -> dict[str, Any]:
-    """What one node attends to and would predict."""
+    """What a node attends to and would predict."""
     tokens = exploration.logit_lens(title, level, column)  # first: it checks the node
     graph = exploration.graph(title)
     n_keys = column + 1 if graph.causal else exploration.n_read
@@ -61,17 +61,17 @@ def node_payload(exploration: Exploration, title: str, level: int, column: int) 
 def _strongest_keys(
     attention: Float[Tensor, "head key"], removed: Bool[Tensor, "head key"]
 ) -> list[int]:
-    """The columns that the heat map shows: all of them, or those with the most attention."""
+    """The columns in the heat map: all of them, or those with the most attention."""
     n_keys = attention.shape[-1]
     if n_keys <= MAX_KEYS or not len(attention):
         return list(range(n_keys))
     weights = attention.amax(dim=0)
-    weights[removed.any(dim=0)] = 2.0  # what is removed must stay in reach
+    weights[removed.any(dim=0)] = 2.0  # removed edges must remain clickable
     return sorted(weights.topk(MAX_KEYS).indices.tolist())
 
 
 def _rows(tokens: pd.DataFrame) -> list[dict[str, Any]]:
-    """A table of tokens, row by row."""
+    """A table of tokens as a list of rows."""
     return [
         {
             str(name): visible_text(value) if isinstance(value, str) else _short(value)

@@ -1,11 +1,11 @@
-"""The circuit explorer: a circuit diagram whose parts the running kernel removes and puts back.
+"""The circuit explorer: a circuit diagram whose parts the running kernel removes and restores.
 
-1. The front end (`explorer.js`) draws what the traits hold and asks for changes by messages.
-2. A message changes the `Exploration`; its numbers go back as traits. What cannot be done becomes
-   a message in the widget, and everything else stays as it was. So it is from the start: models or
-   a prompt that cannot be shown are told in the widget, where another prompt can be tried.
-3. Beside the live widget the notebook gets the same figure as self-contained HTML. The widget hides
-   it while it lives; without a kernel, in saved and exported notebooks, it is what is seen.
+1. The front end (`explorer.js`) draws the traits and requests changes by messages.
+2. A message changes the `Exploration`; its data goes back as traits. A request that fails becomes a
+   message in the widget, and nothing else changes. The same holds from the start: models or a
+   prompt that cannot be shown give a message in the widget, where another prompt can be tried.
+3. Next to the live widget, the notebook gets the same figure as self-contained HTML. The live
+   widget hides it; without a kernel, in saved and exported notebooks, it is shown instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sparse_tl.plots.palette import DARK_FILTER
 Ground = Literal["light", "dark"]
 
 _PACKAGE = "sparse_tl.explorer"
-# JupyterLab writes "model not found" where the live view was.
+# JupyterLab writes "model not found" in place of the live view.
 _NO_LIVE_VIEW = (
     ".jp-OutputArea-child:has([data-saved-explorer]) + "
     ".jp-OutputArea-child:not(:has(.sparse-tl-explorer)) { display: none; }"
@@ -43,30 +43,30 @@ _NO_LIVE_VIEW = (
 
 
 class CircuitExplorer(anywidget.AnyWidget):
-    """A live circuit diagram: remove heads and attention edges, and see what the models say then.
+    """A live circuit diagram: remove heads and attention edges, and see how predictions change.
 
-    `explore` is its short name. Everything that can be clicked can be called: `toggle_head`,
-    `toggle_attention_edges`, `restore`, `show_prompt`, `select`. `exploration` has the numbers.
-    Where there is nothing to show (no model, a model without attention patterns to hook, a prompt
-    or position that does not fit), it says why and takes another prompt; its `exploration`,
+    `explore` is an alias. Everything that can be clicked can also be called: `toggle_head`,
+    `toggle_attention_edges`, `restore`, `show_prompt`, `select`. `exploration` holds the data.
+    If there is nothing to show (no model, a model without attention patterns to hook, a prompt
+    or position that does not fit), the widget says why and accepts another prompt; `exploration`,
     `figure` and `save` then raise ValueError.
 
     Args:
-        models: panels from top to bottom, by title; dense or sparse.
-        prompt: text, or its tokens.
-        position: the predicted column that is shown first; the last one if left out.
-        positions: all columns that can be chosen; every mask token of the prompt or the token
-            after it, and `position`, if left out.
-        labels: texts of the columns, where they are not the tokenizer's.
+        models: dense or sparse models by panel title, from top to bottom.
+        prompt: text or tokens.
+        position: predicted column shown first; the last one by default.
+        positions: all columns to choose from; by default every mask token of the prompt or the
+            token after it, and `position`.
+        labels: text of each column, if not the tokenizer's.
         weight: "attention" (gate times attention), "effect" (of removing the edge, in logits:
-            exact where few edges are open) or "first-order" (its estimate).
-        threshold: the smallest weight that is drawn, in 0..1.
-        theme: ``"light"``, as figures are in notebooks, or ``"dark"``.
-        **style: passed to `plots.circuit_diagram`: transition, title.
+            exact if few edges are open) or "first-order" (its estimate).
+        threshold: smallest weight to draw, in 0..1.
+        theme: ``"light"``, as other figures in notebooks, or ``"dark"``.
+        **style: arguments of `plots.circuit_diagram`: transition, title.
 
     Raises:
-        ValueError: a threshold, theme or weight that there is not.
-        TypeError: an argument that `plots.circuit_diagram` does not know.
+        ValueError: the threshold, theme or weight is invalid.
+        TypeError: `plots.circuit_diagram` does not have an argument.
     """
 
     _esm = read_assets(*SCRIPTS["circuit_diagram"]) + read_assets(
@@ -85,7 +85,7 @@ class CircuitExplorer(anywidget.AnyWidget):
     # Why there is nothing to show, and the latest message.
     _problem = ""
     _message = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True)
-    # The choices of the reader: target, weight and threshold.
+    # The reader's choices: target, weight and threshold.
     _state = traitlets.Dict().tag(sync=True)
     _dark = traitlets.Bool().tag(sync=True)
     _saved_id = traitlets.Unicode().tag(sync=True)
@@ -106,7 +106,7 @@ class CircuitExplorer(anywidget.AnyWidget):
         if theme not in get_args(Ground):
             raise ValueError(f"expected a theme of {get_args(Ground)}; got {theme!r}")
         check_options(weight, threshold)
-        signature(circuit_diagram).bind_partial(**style)  # unknown arguments are told now
+        signature(circuit_diagram).bind_partial(**style)  # fail early on unknown arguments
         self._models = models
         self._exploration: Exploration | None = None
         self._style = style
@@ -125,17 +125,17 @@ class CircuitExplorer(anywidget.AnyWidget):
 
     @property
     def exploration(self) -> Exploration:
-        """What is shown, as numbers.
+        """The data that is shown.
 
         Raises:
-            ValueError: the models or the prompt could not be shown, and why.
+            ValueError: the models or the prompt cannot be shown; the message says why.
         """
         if self._exploration is None:
             raise ValueError(self._problem)
         return self._exploration
 
     def _start(self, prompt: Prompt, **columns: Any) -> None:
-        """Begin with a prompt; where it cannot be shown, remember why."""
+        """Start with a prompt; if it cannot be shown, remember why."""
         state = self._state
         try:
             self._exploration = exploration = Exploration(self._models, prompt, **columns)
@@ -149,24 +149,24 @@ class CircuitExplorer(anywidget.AnyWidget):
     # ---- what can be clicked ---------------------------------------------------------------------
 
     def toggle_head(self, title: str, layer: int, head: int) -> None:
-        """Remove a head, or put it back; see `Exploration.toggle_head`."""
+        """Remove a head, or restore it; see `Exploration.toggle_head`."""
         self.exploration.toggle_head(title, layer, head)
         self._refresh()
 
     def toggle_attention_edges(self, title: str, edges: Iterable[AttentionEdge]) -> None:
-        """Remove attention edges, or put them back; see `Exploration.toggle_attention_edges`."""
+        """Remove attention edges, or restore them; see `Exploration.toggle_attention_edges`."""
         self.exploration.toggle_attention_edges(title, edges)
         self._refresh()
 
     def restore(self, title: str | None = None) -> None:
-        """Put back everything, in one model or in all."""
+        """Restore everything, in one model or in all."""
         self.exploration.restore(title)
         self._refresh()
 
     def show_prompt(self, prompt: Prompt, labels: Sequence[str] | None = None) -> None:
-        """Go on with another prompt; see `Exploration.show_prompt`."""
+        """Switch to another prompt; see `Exploration.show_prompt`."""
         if self._exploration is None:
-            self._start(prompt, labels=labels)  # its columns are chosen anew
+            self._start(prompt, labels=labels)  # choose its columns again
             return
         exploration = self._exploration
         had_edges = any(exploration.removed_attention_edges(title) for title in exploration.titles)
@@ -186,22 +186,22 @@ class CircuitExplorer(anywidget.AnyWidget):
     # ---- what is kept ----------------------------------------------------------------------------
 
     def figure(self) -> CircuitDiagram:
-        """The diagram as it is now, to show or save; the names of panels tell what is removed."""
+        """The current diagram, to show or save; panel names state what is removed."""
         figure = self._diagram(self._name)
         return figure.dark() if self._dark else figure
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
-        """Write `figure()` to a path that ends in ``.html``, ``.svg`` or ``.png``."""
+        """Write `figure()` to a path ending in ``.html``, ``.svg`` or ``.png``."""
         return self.figure().save(path, **options)
 
     def _diagram(self, name: Callable[[str], str]) -> CircuitDiagram:
-        """The diagram under the reader's choices, with panels named after their titles."""
+        """The diagram with the reader's choices; `name` maps titles to panel names."""
         graph = self.exploration.graph
         panels = {name(title): graph(title) for title in self.exploration.titles}
         return circuit_diagram(panels, **self._state, **self._style)
 
     def _name(self, title: str) -> str:
-        """A title, and how many heads and edges are removed there."""
+        """A title with the number of heads and edges removed from that model."""
         counts = {
             "head": len(self.exploration.removed_heads(title)),
             "edge": len(self.exploration.removed_attention_edges(title)),
@@ -212,7 +212,7 @@ class CircuitExplorer(anywidget.AnyWidget):
     # ---- to and from the front end ---------------------------------------------------------------
 
     def _refresh(self) -> None:
-        """Send everything anew, in one message."""
+        """Send all traits again, in one message."""
         exploration = self.exploration
         diagram = self._diagram(str)
         panels = panels_payload(exploration)
@@ -235,7 +235,7 @@ class CircuitExplorer(anywidget.AnyWidget):
             self._act(content)
         except ValueError as error:
             self._say(str(error))
-        except Exception as error:  # whatever happens, the reader sees it
+        except Exception as error:  # show the reader any failure
             self._say(f"{type(error).__name__}: {error}")
         self.send({"done": content.get("id")})
 
@@ -254,7 +254,7 @@ class CircuitExplorer(anywidget.AnyWidget):
             case {"action": "close"}:
                 self._node = None
             case {"action": "settle"}:
-                if self._saved is not None:  # what is saved with the notebook follows what is seen
+                if self._saved is not None:  # keep the saved figure up to date
                     self._saved.update(self._saved_bundle(), raw=True)
             case _:
                 raise ValueError(f"expected a known request; got {dict(content)}")

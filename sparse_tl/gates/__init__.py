@@ -1,4 +1,4 @@
-"""Gates on sites: ``gate * clean + (1 - gate) * patch``. 1 keeps, 0 patches, everywhere."""
+"""Gates at sites: ``gate * clean + (1 - gate) * patch``. A gate of 1 keeps, a gate of 0 patches."""
 
 from sparse_tl.gates.attention import AttentionGates as AttentionGates
 from sparse_tl.gates.circuit_edges import CircuitEdges as CircuitEdges

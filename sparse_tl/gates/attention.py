@@ -1,11 +1,11 @@
-"""A gate on every attention edge, decided by the same scores that weight it.
+"""A gate on every attention edge, computed from the edge's own attention score.
 
-With scores ``s`` as at ``hook_attn_scores`` and a learnable bias ``b`` per head,
+With scores ``s`` at ``hook_attn_scores`` and a learnable bias ``b`` per head,
 
     A_ij ~ Bernoulli(sigmoid(s_ij + b)),    z = (A * softmax(s)) V        (no renormalisation)
 
-in training; ``A_ij = [s_ij + b > 0]`` otherwise. Pairs that the model masks (the future, padding)
-carry the lowest score there is, so that their gates are 0 by the same formula.
+in training; ``A_ij = [s_ij + b > 0]`` otherwise. Masked pairs (future tokens, padding) have the
+lowest possible score, so the same formula gives them a gate of 0.
 
 Reference: arXiv 2512.05865, section 3.
 """
@@ -30,12 +30,12 @@ class AttentionGates(PassGates):
     """Learnable gates on all attention edges of a model.
 
     Args:
-        n_layers: of the model.
-        n_heads: query heads of each layer.
-        initial_bias: b at the start; larger biases open more gates.
+        n_layers: number of layers.
+        n_heads: query heads per layer.
+        initial_bias: initial value of b; a larger bias opens more gates.
         distribution: how gates are sampled and evaluated.
-        device: where the biases live.
-        dtype: of the biases and of the gates' arithmetic: float32, or float64.
+        device: device of the biases.
+        dtype: precision of the biases and of the gate arithmetic: float32 or float64.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class AttentionGates(PassGates):
     def of(
         cls, adapter: Adapter, initial_bias: float, distribution: GateDistribution | None
     ) -> AttentionGates:
-        """New gates for a model, where it is and as precise as it asks for."""
+        """New gates for a model, on its device and in the precision that it needs."""
         return cls(
             adapter.n_layers,
             adapter.n_heads,
@@ -69,7 +69,7 @@ class AttentionGates(PassGates):
         )
 
     def hooks(self, adapter: Adapter) -> list[tuple[str, Order, HookFunction]]:
-        """The hooks that put these gates on a model: scores are read last, patterns set first."""
+        """The hooks that attach these gates: scores are read last, patterns are set first."""
         hooks: list[tuple[str, Order, HookFunction]] = []
         scores = adapter.layer_points("attn.hook_attn_scores")
         patterns = adapter.layer_points("attn.hook_pattern")
@@ -79,10 +79,10 @@ class AttentionGates(PassGates):
         return hooks
 
     def check(self, adapter: Adapter) -> None:
-        """Make sure that these are gates for a model.
+        """Check that these gates fit a model.
 
         Raises:
-            ValueError: they are of another shape.
+            ValueError: the shapes do not match.
         """
         if tuple(self.bias.shape) != (adapter.n_layers, adapter.n_heads):
             raise ValueError(
@@ -116,10 +116,10 @@ class AttentionGates(PassGates):
     def _count(
         self, layer: int, now: GateSettings, scores: Tensor, pattern: Tensor, logits: Tensor
     ) -> Counted:
-        """The edges of one layer."""
+        """Count the edges of one layer."""
         valid = possible_attention_edges(scores, pattern)
         if now.real is not None:
-            # Models mask what is read at padding, not what padding reads.
+            # Models mask padding as a key, but not as a query.
             valid = valid & now.real.to(valid.device).bool()[:, None, -scores.shape[2] :, None]
         is_open, probability = self._opened(now, logits, valid)
         if now.real is not None:
@@ -131,14 +131,14 @@ class AttentionGates(PassGates):
 
 
 def check_edge_cost(cost: Float[Tensor, "*#edge"], edges: Sequence[int | None]) -> None:
-    """Raise unless costs are broadcastable to ``[layer, head, query, key]``.
+    """Check that edge costs broadcast to ``[layer, head, query, key]``.
 
     Args:
-        cost: of an attention edge.
-        edges: layers, heads, queries and keys; None for as many as a prompt will have.
+        cost: cost per attention edge.
+        edges: number of layers, heads, queries and keys; None where the prompts determine it.
 
     Raises:
-        ValueError: they are not.
+        ValueError: the shapes do not broadcast.
     """
     given = (1,) * (4 - cost.ndim) + tuple(cost.shape)
     if len(given) > 4 or any(
@@ -156,11 +156,11 @@ def check_edge_cost(cost: Float[Tensor, "*#edge"], edges: Sequence[int | None]) 
 def costs_of_first(
     cost: Float[Tensor, "*edge"] | None, width: int
 ) -> Float[Tensor, "*first"] | None:
-    """Costs of the attention edges among the first columns of a prompt.
+    """Costs of the attention edges within the first columns of a prompt.
 
     Args:
-        cost: of an attention edge, broadcastable to ``[layer, head, query, key]``.
-        width: how many columns.
+        cost: cost per attention edge, broadcastable to ``[layer, head, query, key]``.
+        width: number of columns.
     """
     if cost is None or cost.ndim == 0:
         return cost

@@ -2,13 +2,13 @@
 
     input_v = residual_v - sum_u (1 - gate[u, v]) (now_u - patch_u),
 
-where ``now_u`` is what source u writes in this very pass, ``patch_u`` what the patch writes, and
-``residual_v`` the residual stream as it comes, the sum of all that is written now. With gates of 1
-that is the plain model, bit for bit; with gates of 0 the patched one. Normalisation is recomputed
-at every destination.
+where ``now_u`` is what source u writes in this pass, ``patch_u`` is what the patch writes, and
+``residual_v`` is the current residual stream, the sum of everything written in this pass. With all
+gates at 1 this is the plain model, bit for bit; with all gates at 0 it is the patched model.
+Normalisation is recomputed at every destination.
 
-Only what some gate closes is computed: per-head writes of the sources that an edge is closed from,
-and reads of the destinations that it is closed into.
+Only what a closed gate affects is computed: per-head writes of sources with a closed outgoing edge,
+and reads of destinations with a closed incoming edge.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from sparse_tl.lens import EMBEDDED, Adapter, Order
 from sparse_tl.nodes import Node
 
 _FEW = 0.5
-"""Share of a layer's reads below which they are made one by one instead of all together."""
+"""Share of a layer's reads below which reads are computed one by one instead of as a batch."""
 
 
 @dataclass(frozen=True)
 class CircuitEdges:
-    """One gate for each circuit edge, ``[source, destination]`` as in the model's graph."""
+    """One gate per circuit edge, ``[source, destination]`` as in the model's graph."""
 
     def shape(self, adapter: Adapter) -> tuple[int, ...]:
         return tuple(adapter.graph.exists.shape)
@@ -62,10 +62,10 @@ class CircuitPass:
     """One forward pass under stacked gates on circuit edges.
 
     Args:
-        adapter: of the model.
-        gates: on the edges; differentiable where they require gradients.
-        patch: what closed edges show.
-        now: where the pass starts, and what the sources before it wrote.
+        adapter: adapter of the model.
+        gates: gates on the edges; differentiable if they require gradients.
+        patch: patch values that closed edges use.
+        now: where the pass starts, and what earlier sources wrote.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class CircuitPass:
         self.closed = torch.where(exists, 1 - gates.to(adapter.device, adapter.dtype), 0)
         self.learned = gates.requires_grad
         acts = exists if self.learned else (self.closed != 0).any(dim=0)
-        # On the CPU: what is asked of them once for every read must not wait for a GPU.
+        # On the CPU: these lookups happen at every read and must not synchronise with a GPU.
         self._rows = acts.any(dim=1).nonzero()[:, 0].tolist()
-        """The sources that some gate is closed on; all others are never taken apart."""
+        """Sources with a closed outgoing edge; the writes of all others are never separated."""
         self._columns = acts.any(dim=0).tolist()
         self._compact = self.closed[:, self._rows]
         self._residual: Tensor | None = None
@@ -94,7 +94,7 @@ class CircuitPass:
             self._changes.append(now.changes[before].repeat(1, now.n_stack, 1, 1))
 
     def hooks(self) -> Hooks:
-        """Those of the layers from the start on."""
+        """The hooks of all layers from the first one that runs."""
         graph, hooks = self.graph, list[tuple]()
         if self.now.from_layer == 0 and self._rows[:1] == [0]:
             hooks.append((EMBEDDED, Order.LAST, partial(self._note, EMBEDDED)))
@@ -134,7 +134,7 @@ class CircuitPass:
     def read(
         self, column: int, before: int, residual: Float[Tensor, "rows pos d_model"]
     ) -> Float[Tensor, "rows pos d_model"]:
-        """What one destination reads, in place of the residual stream."""
+        """What one destination reads, replacing the residual stream."""
         weights = self._weights(column, 1, before)
         if weights.shape[1] == 0:
             return residual
@@ -143,12 +143,12 @@ class CircuitPass:
     # ---- reading ---------------------------------------------------------------------------------
 
     def _heads_of(self, layer: int) -> list[int]:
-        """The heads of a layer that are taken apart."""
+        """The heads of a layer whose writes are separated."""
         first = self.graph.source_index(f"a{layer}.h0")
         return [row - first for row in self._rows if 0 <= row - first < self.graph.n_heads]
 
     def _heads(self, layer: int, slot: str) -> tuple[int, int]:
-        """The first column of a layer's q, k or v inputs, and how many there are."""
+        """The first column of a layer's q, k or v inputs, and the number of columns."""
         grouped = slot != "q" and self.graph.n_kv_heads < self.graph.n_heads
         node = Node("kv_head" if grouped else "head", layer)
         first = self.graph.destination_index(Destination(node, slot))  # type: ignore[arg-type]
@@ -158,25 +158,25 @@ class CircuitPass:
         return any(self._columns[column : column + count])
 
     def _weights(self, column: int, count: int, before: int) -> Float[Tensor, "stack some n"]:
-        """How far the edges from the sources that are taken apart are closed."""
+        """How far the edges from the separated sources are closed."""
         return self._compact[:, : bisect_left(self._rows, before), column : column + count]
 
     def _head_weights(self, layer: int, slot: str) -> Float[Tensor, "stack some n"]:
-        """Those of the q, k or v inputs of a layer."""
+        """The weights of the q, k or v inputs of a layer."""
         before = self.graph.n_sources_before(Node("head", layer))
         return self._weights(*self._heads(layer, slot), before)
 
     def _changes_many(self, layer: int, slot: str) -> bool:
-        """Whether so many heads of a layer read something else that all are computed together."""
+        """Whether enough heads of a layer read something different to compute them as a batch."""
         changed = (self._head_weights(layer, slot) != 0).any(dim=1)
         return self.learned or bool(changed.float().mean() > _FEW)
 
     def _enter(
         self, layer: int, many: list[str], residual: Float[Tensor, "rows pos d_model"]
     ) -> Float[Tensor, "rows pos d_model"]:
-        """Keep what enters a layer, and make what the heads read of it.
+        """Keep the residual stream that enters a layer, and compute what its heads read.
 
-        All at once: what the sources wrote is by far the most that is read from memory.
+        All slots at once: reading the sources' writes from memory dominates the cost.
         """
         self._residual = residual
         weights = [self._head_weights(layer, slot) for slot in many]
@@ -189,7 +189,7 @@ class CircuitPass:
     def _reads(
         self, weights: Float[Tensor, "stack some n"], residual: Float[Tensor, "rows pos d_model"]
     ) -> Float[Tensor, "stack n flat"]:
-        """What n destinations read, each with its own edges closed."""
+        """What n destinations read, each under its own closed edges."""
         n_stack, count, _ = weights.shape
         changes = self._changes.first(count).view(count, n_stack, -1)
         flat = residual.reshape(n_stack, 1, -1)
@@ -200,7 +200,7 @@ class CircuitPass:
     def _read_heads(
         self, layer: int, slot: str, value: Float[Tensor, "rows pos head d_head"]
     ) -> Float[Tensor, "rows pos head d_head"]:
-        """What the heads of a layer compute from what they read."""
+        """The q, k or v vectors that the heads of a layer compute from their reads."""
         norm = self.adapter.norm(layer, "attn")
         weight, bias = self.adapter.qkv(layer, slot)  # type: ignore[arg-type]
         if slot in self._made:
@@ -224,7 +224,7 @@ class CircuitPass:
     def _few_reads(
         self, weights: Float[Tensor, "stack some n"], stack: Tensor, head: Tensor
     ) -> Float[Tensor, "part batch pos d_model"]:
-        """What some heads read in some of the settings."""
+        """What some heads read under some of the settings."""
         assert self._residual is not None
         reads = self._residual.unflatten(0, (self.now.n_stack, -1))[stack]
         changes = self._changes.first(weights.shape[1]).unflatten(1, (self.now.n_stack, -1))
@@ -239,13 +239,13 @@ class CircuitPass:
         rows, pos, d_model = self._residual.shape
         return rows // self.now.n_stack, pos, d_model
 
-    # ---- what is written -------------------------------------------------------------------------
+    # ---- writing ------------------------------------------------------------------------------
 
     def _note(
         self, name: str, value: Float[Tensor, "rows pos d_model"]
     ) -> Float[Tensor, "rows pos d_model"]:
         self._changes.append(self.patch.change(name, value, self.now.n_stack)[None])
-        return value  # what is noted is what the model goes on with, also for autograd
+        return value  # unchanged: the model, and autograd, continue from this very tensor
 
     def _note_heads(
         self, layer: int, heads: list[int], z: Float[Tensor, "rows pos head d_head"]
@@ -256,10 +256,10 @@ class CircuitPass:
 
 
 class _Changes:
-    """What the sources that are taken apart write, minus the patch, in the graph's order.
+    """Writes of the separated sources minus the patch, in the graph's order.
 
-    Without gradients rows are written into one buffer, since joining them for every read would cost
-    more than the model does; with gradients they are joined.
+    Without gradients, rows go into one preallocated buffer: concatenating them for every read would
+    cost more than the model itself. With gradients, they are concatenated.
     """
 
     def __init__(self, n_rows: int, *, keep_all: bool) -> None:
@@ -269,7 +269,7 @@ class _Changes:
         self._filled = 0
 
     def append(self, part: Float[Tensor, "some rows pos d_model"]) -> None:
-        """The next sources."""
+        """Add the writes of the next sources."""
         if self._keep_all:
             self._parts.append(part)
             return
@@ -279,7 +279,7 @@ class _Changes:
         self._filled += len(part)
 
     def first(self, count: int) -> Float[Tensor, "some rows pos d_model"]:
-        """The first sources; they must have been written."""
+        """The rows of the first sources; these must have been appended."""
         if self._keep_all:
             self._parts = [torch.cat(self._parts)]
             return self._parts[0][:count]

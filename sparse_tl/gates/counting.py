@@ -1,4 +1,4 @@
-"""How many attention edges and MLP outputs are open, by prompt, layer and head."""
+"""Counts of open attention edges and MLP outputs, per prompt, layer and head."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch import Tensor
 from sparse_tl.results import Result
 
 _FAR_BELOW = 5000.0
-"""How far a masked score lies below a query's best at least, and all scores of padding below 0."""
+"""Minimum gap between a masked score and its query's best; padding scores lie this far below 0."""
 
 
 def possible_attention_edges(
     scores: Float[Tensor, "prompt head query key"], pattern: Float[Tensor, "prompt head query key"]
 ) -> Bool[Tensor, "prompt head query key"]:
-    """The pairs that a model does not mask, as its own pattern says.
+    """The query-key pairs that the model does not mask, read off its own pattern and scores.
 
-    A masked pair has no attention, and a score far below all others of its query: models mask with
-    -inf, with the lowest number there is, or with -1e4 or -1e5. (That it has no attention is not
-    enough: the smallest of a sharp pattern vanish too.) Where all keys of a query are masked, as at
-    padding, none is possible. A score that is no number counts as possible: it must reach the loss.
+    A masked pair has zero attention and a score far below all others of its query: models mask with
+    -inf, with the lowest float, or with -1e4 or -1e5. (Zero attention alone is not enough: small
+    weights of a sharp pattern underflow too.) Where all keys of a query are masked, as at padding,
+    no pair is possible. A NaN score counts as possible, so that it reaches the loss.
     """
     scores, pattern = scores.detach(), pattern.detach()
     best = scores.amax(dim=-1, keepdim=True)
@@ -35,21 +35,21 @@ def possible_attention_edges(
 
 @dataclass(frozen=True, eq=False)
 class AttentionEdgeCounts(Result):
-    """Attention edges of a batch of prompts.
+    """Counts of open attention edges, and open MLP outputs, for a batch of prompts.
 
     Args:
-        active: gates open under deterministic gates (all valid pairs for a dense model).
+        active: edges that are open under deterministic gates (all valid pairs for a dense model).
         expected: ``sum sigmoid(s + b)`` over the valid pairs; differentiable while training.
         possible: causal pairs of real tokens, ``T (T + 1) / 2`` in each head.
-        tokens: real tokens of each prompt.
-        gates: every deterministic gate, where they were asked for.
-        cost: `expected` with every edge at its cost, where costs were given.
-        active_cost: `active` likewise.
-        active_mlps: MLP outputs open under deterministic gates, one for each token; None where
-            MLPs have no gates, as all that follows.
+        tokens: number of real tokens in each prompt.
+        gates: every deterministic gate, if requested.
+        cost: `expected` weighted by edge costs, if costs were given.
+        active_cost: `active` weighted by edge costs, if costs were given.
+        active_mlps: MLP outputs that are open under deterministic gates, one per token and layer.
+            This field and those below are None for models without MLP gates.
         expected_mlps: ``sum sigmoid(w . u + b)`` over the tokens; differentiable while training.
-        possible_mlps: real tokens.
-        mlp_gates: every deterministic gate on an MLP, where they were asked for.
+        possible_mlps: number of real tokens.
+        mlp_gates: every deterministic MLP gate, if requested.
     """
 
     active: Int[Tensor, "layer prompt head"]
@@ -66,12 +66,12 @@ class AttentionEdgeCounts(Result):
 
     @property
     def active_per_prompt(self) -> float:
-        """Active edges of one prompt, summed over layers and heads; mean over prompts."""
+        """Active edges per prompt, summed over layers and heads; mean over prompts."""
         return _per_prompt(self.active)
 
     @property
     def possible_per_prompt(self) -> float:
-        """Causal edges of one prompt, summed over layers and heads; mean over prompts."""
+        """Causal edges per prompt, summed over layers and heads; mean over prompts."""
         return _per_prompt(self.possible)
 
     @property
@@ -81,29 +81,29 @@ class AttentionEdgeCounts(Result):
 
     @property
     def active_share(self) -> float:
-        """Active edges as a share of the possible ones."""
+        """Active edges as a share of possible edges."""
         return self.active.sum().item() / self.possible.sum().item()
 
     @property
     def active_heads(self) -> int:
-        """Heads with at least one active edge in some prompt."""
+        """Number of heads with at least one active edge in some prompt."""
         return int((self.active.sum(dim=1) > 0).sum())
 
     @property
     def active_mlps_per_prompt(self) -> float | None:
-        """Open MLP outputs of one prompt, summed over layers; mean over prompts."""
+        """Open MLP outputs per prompt, summed over layers; mean over prompts."""
         return None if self.active_mlps is None else _per_prompt(self.active_mlps)
 
     @property
     def possible_mlps_per_prompt(self) -> float | None:
-        """Layers times real tokens of one prompt; mean over prompts."""
+        """Number of layers times real tokens per prompt; mean over prompts."""
         return None if self.possible_mlps is None else _per_prompt(self.possible_mlps)
 
     @property
     def active_size_per_prompt(self) -> float | None:
-        """Active edges, each at its cost, and open MLP outputs of one prompt; mean over prompts.
+        """Active edges, weighted by cost, plus open MLP outputs, per prompt; mean over prompts.
 
-        None where MLPs have no gates.
+        None for models without MLP gates.
         """
         if self.active_mlps is None:
             return None
@@ -111,11 +111,11 @@ class AttentionEdgeCounts(Result):
         return _per_prompt(edges) + _per_prompt(self.active_mlps)
 
     def by_head(self) -> Float[Tensor, "layer head"]:
-        """Active edges per prompt of each head."""
+        """Mean number of active edges per prompt, for each head."""
         return self.active.double().mean(dim=1)
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per layer and head; edges per prompt."""
+        """One row per layer and head; mean number of edges per prompt."""
         n_layers, _, n_heads = self.active.shape
         index = pd.MultiIndex.from_product(
             [range(n_layers), range(n_heads)], names=["layer", "head"]
@@ -127,7 +127,7 @@ class AttentionEdgeCounts(Result):
         )
 
     def mlps_to_pandas(self) -> pd.DataFrame:
-        """One row per layer; open MLP outputs per prompt. Without gates on MLPs there is no row."""
+        """One row per layer: mean open MLP outputs per prompt. Empty without MLP gates."""
         columns = {
             "active": self.active_mlps,
             "expected": self.expected_mlps,
@@ -159,10 +159,10 @@ class AttentionEdgeCounts(Result):
 
     @staticmethod
     def of_pass(layers: Sequence[Mapping[str, Tensor]]) -> AttentionEdgeCounts:
-        """What `attention_edges_of_layer` and `mlps_of_layer` found in one pass.
+        """Combine what `attention_edges_of_layer` and `mlps_of_layer` counted in one pass.
 
         Raises:
-            ValueError: nothing was counted.
+            ValueError: no layer was counted.
         """
         if not layers:
             raise ValueError("expected a pass whose gates were counted; got one without any layer")
@@ -177,10 +177,10 @@ class AttentionEdgeCounts(Result):
 
     @staticmethod
     def concatenate(parts: Sequence[AttentionEdgeCounts]) -> AttentionEdgeCounts:
-        """Counts of several batches of prompts as one.
+        """Join the counts of several batches of prompts.
 
         Raises:
-            ValueError: there is none.
+            ValueError: `parts` is empty.
         """
         if not parts:
             raise ValueError("expected at least one batch of prompts to count edges on; got none")
@@ -197,7 +197,7 @@ _COUNTED = (
     "real",
     *(field.name for field in fields(AttentionEdgeCounts) if field.name != "tokens"),
 )
-"""What layers count: where real tokens are, and all that is stacked over layers."""
+"""Names that layers count under: the mask of real tokens, and all fields stacked over layers."""
 
 
 def attention_edges_of_layer(
@@ -207,10 +207,10 @@ def attention_edges_of_layer(
     cost: Float[Tensor, "#head #query #key"] | None,
     keep_gates: bool,
 ) -> dict[str, Tensor]:
-    """Counted over the queries and keys of one layer, by the names of `AttentionEdgeCounts`.
+    """Counts over the queries and keys of one layer, keyed by field of `AttentionEdgeCounts`.
 
-    And ``real``, of shape ``[prompt, query]``: where there are tokens. A real token attends at
-    least to itself; a padding token has no valid pair.
+    Also returns ``real``, of shape ``[prompt, query]``: which positions hold real tokens. A real
+    token attends at least to itself; a padding token has no valid pair.
     """
     edges = (-2, -1)
     found = {
@@ -230,7 +230,7 @@ def attention_edges_of_layer(
 def mlps_of_layer(
     is_open: Bool[Tensor, "prompt pos"], probability: Float[Tensor, "prompt pos"], keep_gates: bool
 ) -> dict[str, Tensor]:
-    """What one MLP counts at each position; `AttentionEdgeCounts.of_pass` leaves out padding."""
+    """Counts of one MLP at each position; `AttentionEdgeCounts.of_pass` drops padding."""
     found = {
         "active_mlps": is_open,
         "expected_mlps": probability,
@@ -245,13 +245,13 @@ def counted_by_batch(
     size: int,
     kwargs: Mapping[str, Any],
 ) -> Iterator[AttentionEdgeCounts]:
-    """The counts of so many prompts at a time.
+    """Yield the counts of `size` prompts at a time.
 
     Args:
-        count: as `SparseTransformer.run_with_counts`.
-        tokens: prompts, or one.
+        count: function with the signature of `SparseTransformer.run_with_counts`.
+        tokens: prompts, or a single prompt.
         size: prompts per forward pass.
-        kwargs: of every call; tensors are split along the prompts.
+        kwargs: keyword arguments of every call; tensors are split along the prompts.
     """
     prompts = tokens[None] if tokens.ndim == 1 else tokens
     for start in range(0, len(prompts), size):
@@ -264,10 +264,10 @@ def counted_by_batch(
 
 
 def open_shares(parts: Iterable[AttentionEdgeCounts]) -> pd.DataFrame:
-    """The attention edges that are open in some prompt, with the share of all in which they are.
+    """The attention edges that are open in some prompt, each with its share of prompts.
 
     Args:
-        parts: of some prompts each, all of one length, with their gates.
+        parts: counts of batches of prompts of one length, with their gates.
     """
     n_prompts, opened = 0, []
     for part in parts:
@@ -283,5 +283,5 @@ def open_shares(parts: Iterable[AttentionEdgeCounts]) -> pd.DataFrame:
 def _per_prompt(
     counts: Float[Tensor, "layer prompt *head"] | Int[Tensor, "layer prompt *head"],
 ) -> float:
-    """Summed over layers and heads; mean over prompts."""
+    """Sum over layers and heads; mean over prompts."""
     return counts.transpose(0, 1).flatten(1).sum(dim=1).double().mean().item()

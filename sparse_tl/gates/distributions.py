@@ -1,6 +1,6 @@
-"""How a gate's logit becomes a gate in [0, 1]: sampled while training, deterministic otherwise.
+"""Map gate logits to gates in [0, 1]: sampled in training, deterministic otherwise.
 
-A logit of minus infinity is a gate that is always 0.
+A gate with a logit of minus infinity is always 0.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ Gates = Float[Tensor, "*gate"]
 
 
 class GateDistribution:
-    """Gates that are open with probability ``sigmoid(logit)``, unless a kind of them is not."""
+    """Base class: gates are open with probability ``sigmoid(logit)`` unless overridden."""
 
     def squash(self, noisy: Gates) -> Gates:
-        """The gate of a logit to which its noise is added."""
+        """The gate of a logit plus noise."""
         raise NotImplementedError
 
     def sample(
         self, logits: Gates, generator: torch.Generator | None = None, noise: float = 1.0
     ) -> Gates:
-        """A random gate whose gradient reaches the logit; `noise` scales what is added to that."""
+        """A random gate, differentiable in the logit; `noise` scales the logistic noise."""
         return self.squash(logits + noise * _logistic_noise(logits, generator))
 
     def mode(self, logits: Gates) -> Gates:
@@ -35,11 +35,11 @@ class GateDistribution:
         return self.squash(logits)
 
     def open_probability(self, logits: Gates) -> Gates:
-        """P(gate > 0), differentiable; the summand of the expected size."""
+        """Probability that a gate is open, differentiable; the expected size is its sum."""
         return torch.sigmoid(logits)
 
     def is_open(self, logits: Gates) -> Bool[Tensor, "*gate"]:
-        """Which deterministic gates are not 0."""
+        """Which deterministic gates count as open: above 0, or sigmoid gates above one half."""
         return logits > 0
 
 
@@ -48,7 +48,7 @@ class BernoulliGate(GateDistribution):
     """Binary gates: ``A ~ Bernoulli(sigmoid(logit))``, straight-through.
 
     The sample is ``[logit + noise > 0]`` with logistic noise, which has exactly the Bernoulli
-    probability; backward, the gradient is that of ``sigmoid((logit + noise) / temperature)``.
+    probability; the backward pass uses the gradient of ``sigmoid((logit + noise) / temperature)``.
     The mode is ``[logit > 0]``.
 
     Reference: SPARTAN, arXiv 2411.06890; arXiv 2512.05865, section 3.
@@ -67,13 +67,13 @@ class BernoulliGate(GateDistribution):
 
 @dataclass(frozen=True)
 class HardConcreteGate(GateDistribution):
-    """Gates in [0, 1] with mass at both ends: ``clamp(s (zeta - gamma) + gamma, 0, 1)``.
+    """Gates in [0, 1] with point masses at 0 and 1: ``clamp(s (zeta - gamma) + gamma, 0, 1)``.
 
-    ``s = sigmoid((logit + noise) / beta)`` with logistic noise; the mode has no noise. Open with
-    probability ``sigmoid(logit - beta log(-gamma / zeta))``.
+    ``s = sigmoid((logit + noise) / beta)`` with logistic noise; the mode has no noise. A gate is
+    open with probability ``sigmoid(logit - beta log(-gamma / zeta))``.
 
     Reference: Louizos et al., arXiv 1712.01312, equations 10 to 12. The mode divides by beta, as
-    the sample does; the paper's estimator (equation 13) does not.
+    the sample does; the paper's test-time estimator (equation 13) does not.
     """
 
     beta: float = 2 / 3
@@ -93,7 +93,7 @@ class HardConcreteGate(GateDistribution):
 
 @dataclass(frozen=True)
 class SigmoidGate(GateDistribution):
-    """Soft gates without noise: ``sigmoid(logit)``; open counts those above one half.
+    """Soft gates without noise: ``sigmoid(logit)``; a gate counts as open above one half.
 
     Reference: causal head gating, arXiv 2505.13737.
     """
@@ -101,25 +101,25 @@ class SigmoidGate(GateDistribution):
     def sample(
         self, logits: Gates, generator: torch.Generator | None = None, noise: float = 1.0
     ) -> Gates:
-        return self.mode(logits)  # nothing is drawn
+        return self.mode(logits)  # no noise
 
     def squash(self, noisy: Gates) -> Gates:
         return torch.sigmoid(noisy)
 
 
 def press(probability: Gates, logits: Gates, strength: float) -> Gates:
-    """The same probabilities, with a gradient of at least about `strength` where a gate is open.
+    """The same probabilities, plus a gradient of about `strength` where a gate is open.
 
-    The derivative of ``sigmoid(logit)`` vanishes for a confident gate, so an expected size puts no
-    pressure on edges that are redundant but wide open. This adds the gradient of
-    ``strength * relu(logit)``, and nothing to the value.
+    The derivative of ``sigmoid(logit)`` vanishes for confidently open gates, so the expected size
+    alone cannot close redundant edges. This adds the gradient of ``strength * relu(logit)`` and
+    leaves the value unchanged.
     """
     pull = strength * torch.relu(logits)
     return probability + pull - pull.detach()
 
 
 class GateMode(Enum):
-    """How gates are set while the model runs."""
+    """How gates are computed in a forward pass."""
 
     DETERMINISTIC = "deterministic"
     SAMPLED = "sampled"
@@ -133,7 +133,7 @@ def gate_values(
     generator: torch.Generator | None = None,
     noise: float = 1.0,
 ) -> Gates:
-    """The gates of these logits in one mode; `noise` scales that of sampled ones."""
+    """The gates for some logits under one mode; `noise` scales the noise of sampled gates."""
     if mode is GateMode.OPEN:
         return torch.ones_like(logits)
     if mode is GateMode.SAMPLED:
@@ -144,7 +144,7 @@ def gate_values(
 DISTRIBUTIONS: dict[str, type[BernoulliGate | HardConcreteGate | SigmoidGate]] = {
     kind.__name__: kind for kind in (BernoulliGate, HardConcreteGate, SigmoidGate)
 }
-"""By name, for saved gates."""
+"""Distribution classes by name, for saved gates."""
 
 
 def expected_size(distribution: GateDistribution, logits: Gates) -> Float[Tensor, ""]:
@@ -162,7 +162,7 @@ def _logistic_noise(logits: Gates, generator: torch.Generator | None) -> Gates:
 
 
 class _HardSample(torch.autograd.Function):
-    """Forward ``[noisy > 0]``; backward the gradient of ``sigmoid(noisy / temperature)``."""
+    """Forward: ``[noisy > 0]``; backward: the gradient of ``sigmoid(noisy / temperature)``."""
 
     @staticmethod
     def forward(ctx: Any, noisy: Tensor, temperature: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Gates to be trained, at any site: a logit for each, and a distribution that makes it a gate."""
+"""Trainable gates at any site: one logit per gate, and a distribution that maps it to a gate."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from sparse_tl.lens import HookedModel, Order, adapt, attached
 
 
 class LearnedGates(nn.Module):
-    """Trainable gates of a site; to be put on a model by `gated`.
+    """Trainable gates at a site; apply them to a model with `gated`.
 
     Args:
-        model: whose sizes, device and precision the gates take; it is not changed.
+        model: model that sets the size, device and precision of the gates; left unchanged.
         site: `Heads`, `CircuitEdges` or `HookPoints`.
         distribution: how gates are sampled and evaluated; a plain sigmoid by default.
-        initial_logit: the gates' logits at the start.
+        initial_logit: initial value of all logits.
 
     Raises:
-        ValueError: a site whose size depends on the prompt.
+        ValueError: the size of the site depends on the prompt.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LearnedGates(nn.Module):
         return gate_values(self.distribution, self.logits, mode, generator, noise)
 
     def expected_size(self) -> Float[Tensor, ""]:
-        """The expected number of open gates; differentiable, a penalty for sparse gates."""
+        """The expected number of open gates; differentiable, for use as a sparsity penalty."""
         return expected_size(self.distribution, self.logits)
 
 
@@ -74,16 +74,16 @@ def hook_points(
     *,
     sample: Int[Tensor, "batch pos"] | None = None,
 ) -> HookPoints:
-    """The site of some hook points and axes, with their sizes as a run of the model shows them.
+    """The site of some hook points and axes, with sizes taken from a run of the model.
 
     Args:
-        model: dense or sparse; it is not changed.
-        names: of hook points whose activations have the same size along `axes`.
-        axes: those that get one gate per index (negative ones count from the end).
-        sample: tokens of the run that tells the sizes; needed when a position axis is gated.
+        model: dense or sparse model; left unchanged.
+        names: hook points whose activations have the same size along `axes`.
+        axes: axes with one gate per index (negative axes count from the end).
+        sample: tokens to run in order to find the sizes; required if a position axis is gated.
 
     Raises:
-        ValueError: an unknown hook point, an axis that is out of range, or sizes that differ.
+        ValueError: a hook point is unknown, an axis is out of range, or sizes differ.
     """
     chosen = (names,) if isinstance(names, str) else tuple(names)
     wanted = [axes] if isinstance(axes, int) else list(axes)

@@ -1,16 +1,15 @@
-"""A gate on what every MLP writes, by layer and position, decided by what that MLP reads.
+"""A gate on every MLP output, per layer and position, computed from the MLP's input.
 
-With the input u that the MLP of a layer reads at a position, normalised if the model does so, and a
-learnable direction w and bias b of the layer,
+With the input u of a layer's MLP at a position, after normalisation if the model normalises it, and
+a learnable direction w and bias b per layer,
 
     A ~ Bernoulli(sigmoid(w . u + b)),    residual + A * mlp(u)
 
-in training; ``A = [w . u + b > 0]`` otherwise. What is multiplied is what reaches the residual
-stream: the output after its own normalisation, where the model has one. With ``w = 0`` at the start
-all positions of a layer are alike; gradients reach w, b and, once w is not 0, u.
-
-Attention edges are gated by ``query . key + b`` alike: see `sparse_tl.gates.attention`. These gates
-have no reference; arXiv 2512.05865 has those on attention edges alone.
+in training; ``A = [w . u + b > 0]`` otherwise. The gate multiplies what reaches the residual
+stream: the output after its own normalisation, where the model has one. Training starts at
+``w = 0``, where all positions of a layer share a logit; gradients reach w, b and, once w is not 0,
+u. Attention edges are gated by ``query . key + b``: see `sparse_tl.gates.attention`. MLP gates are
+an addition of this package; arXiv 2512.05865 gates attention edges only.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from sparse_tl.gates.patches import gate
 from sparse_tl.lens import Adapter, HookFunction, Order, check_mlps
 
 INITIAL_BIAS = 2.0
-"""b at the start: an MLP's output is open with a probability of 88 percent."""
+"""Initial b: an MLP output is open with a probability of 88 percent."""
 
 
 class MLPGates(PassGates):
     """Learnable gates on all MLP outputs of a model.
 
     Args:
-        n_layers: of the model.
-        d_model: the size of what an MLP reads.
-        initial_bias: b at the start; larger biases open more gates.
+        n_layers: number of layers.
+        d_model: size of an MLP's input.
+        initial_bias: initial value of b; a larger bias opens more gates.
         distribution: how gates are sampled and evaluated.
-        device: where w and b live.
-        dtype: of w, b and the gates' arithmetic: float32, or float64.
+        device: device of w and b.
+        dtype: precision of w, b and the gate arithmetic: float32 or float64.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class MLPGates(PassGates):
 
     @classmethod
     def of(cls, adapter: Adapter, distribution: GateDistribution) -> MLPGates:
-        """New gates for a model, where it is and as precise as it asks for."""
+        """New gates for a model, on its device and in the precision that it needs."""
         return cls(
             adapter.n_layers,
             adapter.d_model,
@@ -71,7 +70,7 @@ class MLPGates(PassGates):
         )
 
     def hooks(self, adapter: Adapter) -> list[tuple[str, Order, HookFunction]]:
-        """The hooks that put these gates on a model: reads are seen last, outputs set first."""
+        """The hooks that attach these gates: MLP inputs are read last, outputs are set first."""
         hooks: list[tuple[str, Order, HookFunction]] = []
         for layer, output in enumerate(adapter.layer_points("hook_mlp_out")):
             read = f"blocks.{layer}.mlp_read"
@@ -80,11 +79,11 @@ class MLPGates(PassGates):
         return hooks
 
     def check(self, adapter: Adapter, distribution: GateDistribution) -> None:
-        """Make sure that these are gates for a model, beside others on its attention edges.
+        """Check that these gates fit a model, alongside gates on its attention edges.
 
         Raises:
-            ValueError: they are of another shape, or of another distribution than those; a model
-                without MLPs, or whose MLPs gates would not act on.
+            ValueError: the shapes do not match, the distribution is not that of the attention
+                gates, the model has no MLPs, or gates would have no effect on them.
         """
         check_mlps(adapter)
         shape, found = (adapter.n_layers, adapter.d_model), tuple(self.weight.shape)
@@ -107,15 +106,16 @@ class MLPGates(PassGates):
         )
 
     def forget(self) -> None:
-        """Drop what is kept of past passes."""
+        """Drop the state kept from earlier passes."""
         super().forget()
         self._reads.clear()
 
     def logits(
         self, layer: int, read: Float[Tensor, "prompt pos d_model"]
     ) -> Float[Tensor, "prompt pos"]:
-        """``w . u + b`` of what the MLP of a layer reads; differentiable in all three."""
-        # No matrix product: autocast would round it, and evaluation would see other gates.
+        """``w . u + b`` for the input u of a layer's MLP; differentiable in all three."""
+        # No matrix product: autocast would round it, and gates would differ from those in
+        # evaluation.
         return (read.to(self.weight.dtype) * self.weight[layer]).sum(dim=-1) + self.bias[layer]
 
     def _gate_output(

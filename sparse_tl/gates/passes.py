@@ -1,7 +1,7 @@
-"""Gates of all layers that every forward pass decides anew, by what the model computes in it.
+"""Gates that every forward pass computes from the model's own activations.
 
-What gates on attention edges and on MLPs share: how a pass sets them, how it counts them, and how a
-layer that activation checkpointing runs again gets the gates that it had.
+Shared by gates on attention edges and on MLPs: how a pass sets and counts its gates, and how a
+layer that activation checkpointing recomputes gets the same gates again.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from torch import Tensor, nn
 from sparse_tl.gates.distributions import GateDistribution, GateMode, press
 
 Counted = dict[str, Tensor]
-"""What one layer counted, by the names of `AttentionEdgeCounts`."""
+"""Counts of one layer, keyed by field of `AttentionEdgeCounts`."""
 KNOWN_PASSES = 8
-"""Forward passes in a row whose layers can be run again in one backward pass."""
+"""Number of consecutive forward passes that one backward pass can recompute."""
 
 
 @dataclass
 class GateSettings:
-    """How the gates of one forward pass are set, and what is counted.
+    """How the gates of a forward pass are set, and what is counted.
 
     Args:
         mode: sampled, deterministic or open.
-        generator: of the draws.
-        noise: scales that of sampled gates.
-        counts: where the pass writes down what it counts; None to count nothing.
-        keep_gates: whether that has every gate, not only their counts.
-        pressure: gradient that the expected count puts on confidently open gates; see `press`.
-        edge_cost: what an attention edge counts in `AttentionEdgeCounts.cost`; 1 when left out.
-        real: 0 at padding, which counts for nothing.
+        generator: random generator of sampled gates.
+        noise: scale of the noise of sampled gates.
+        counts: list to which the pass appends its counts; None to count nothing.
+        keep_gates: whether to keep every gate in `counts`, not only the totals.
+        pressure: extra gradient of the expected count for confidently open gates; see `press`.
+        edge_cost: cost per attention edge for `AttentionEdgeCounts.cost`; 1 by default.
+        real: attention mask, 0 at padding; padding is not counted.
     """
 
     mode: GateMode = GateMode.DETERMINISTIC
@@ -50,27 +50,27 @@ class GateSettings:
 
     @property
     def idle(self) -> bool:
-        """Whether a pass neither closes nor counts anything."""
+        """Whether a pass neither closes nor counts any gate."""
         return self.mode is GateMode.OPEN and self.counts is None
 
 
 @dataclass(frozen=True, eq=False)
 class _LayerPass:
-    """What a layer's gates need to be computed again in a backward pass, with the same draws."""
+    """What a layer needs to recompute its gates in a backward pass, with the same noise."""
 
     settings: GateSettings
     drawn_from: Tensor | None
     fingerprint: Tensor
 
     def shows(self, fingerprint: Tensor) -> bool:
-        """Whether what a layer reads now is what it read in this pass."""
+        """Whether the layer's input matches the one in this pass."""
         return fingerprint.shape == self.fingerprint.shape and torch.allclose(
             self.fingerprint, fingerprint, equal_nan=True
         )
 
 
 class PassGates(nn.Module):
-    """Learnable gates of all layers, as each pass decides them.
+    """Learnable gates of all layers, recomputed in every pass.
 
     Args:
         distribution: how gates are sampled and evaluated.
@@ -84,7 +84,7 @@ class PassGates(nn.Module):
 
     @contextmanager
     def using(self, **settings: Any) -> Iterator[None]:
-        """Other `GateSettings` for the length of a block."""
+        """Override fields of `GateSettings` inside the block."""
         before = self.settings
         self.settings = replace(before, **settings)
         try:
@@ -93,28 +93,28 @@ class PassGates(nn.Module):
             self.settings = before
 
     def forget(self) -> None:
-        """Drop what is kept of past passes."""
+        """Drop the state kept from earlier passes."""
         self._passes.clear()
 
     def _settings_of(self, layer: int, read: Float[Tensor, "prompt ... n"]) -> GateSettings:
-        """Those of this pass, or of the one that it repeats.
+        """Settings of this pass, or of the pass that it recomputes.
 
-        Activation checkpointing runs a layer again in the backward pass, when the block that said
-        how gates are set may be left: then they are set, and drawn, as they were.
+        Activation checkpointing runs a layer again in the backward pass, possibly after the block
+        that set the gate mode has ended. The layer then gets the same settings and the same noise.
 
         Args:
-            layer: that is run.
-            read: what decides its gates, by which passes are told apart.
+            layer: layer that is run.
+            read: the layer's gate input, used to identify the pass.
 
         Raises:
-            RuntimeError: a repetition of a pass that is not among the last ones.
+            RuntimeError: the pass being recomputed is not among the last ones.
         """
         known = self._passes[layer]
         if torch._C._current_graph_task_id() == -1:
             now = self.settings
             if torch.is_grad_enabled():
                 drawn_from = None if now.generator is None else now.generator.get_state()
-                kept = _counting_anew(now)  # the counts belong to the pass, which may be over
+                kept = _counting_anew(now)  # drop the counts: the pass may be over
                 known.append(_LayerPass(kept, drawn_from, _fingerprint(read)))
             return now
         found = _fingerprint(read)
@@ -124,10 +124,10 @@ class PassGates(nn.Module):
                 f"expected a backward pass after at most {KNOWN_PASSES} forward passes of a model "
                 "with checkpointed activations; the gates of an earlier pass are not known any more"
             )
-        # A backward pass goes from the last pass to the first: of equal ones this was the last.
+        # A backward pass goes from last to first: among equal passes, this was the last.
         known.remove(last)
         known.appendleft(last)
-        again = _counting_anew(last.settings)  # the same sums, into a list that nobody reads
+        again = _counting_anew(last.settings)  # same computation; these counts are discarded
         if last.drawn_from is None:
             return again
         generator = torch.Generator(read.device)
@@ -137,7 +137,7 @@ class PassGates(nn.Module):
     def _opened(
         self, now: GateSettings, logits: Float[Tensor, "*gate"], possible: Bool[Tensor, "*gate"]
     ) -> tuple[Bool[Tensor, "*gate"], Float[Tensor, "*gate"]]:
-        """Which deterministic gates are open, and with what probability each is, under pressure."""
+        """Which deterministic gates are open, and each gate's open probability, under pressure."""
         if now.mode is GateMode.OPEN:
             return possible, possible.to(logits.dtype)
         probability = self.distribution.open_probability(logits)

@@ -1,4 +1,4 @@
-"""What stands where a gate is closed: nothing, a mean, another prompt's value, or given tensors."""
+"""Patch values at closed gates: zeros, means, other prompts' activations, or given tensors."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from sparse_tl.lens import Activations, Adapter, record
 
 PatchName = Literal["zero", "mean", "corrupted", "resample"]
 Patch = PatchName | str | Activations
-"""A name of `PatchName`, or tensors by the name of their hook point (as from `run_with_cache`)."""
+"""A `PatchName`, or tensors keyed by hook point (as from `run_with_cache`)."""
 
 
 def gate(
     gates: Float[Tensor, "*#shape"], clean: Float[Tensor, "*#shape"], patch: Tensor | None
 ) -> Float[Tensor, "*#shape"]:
-    """``gates * clean + (1 - gates) * patch``: 1 keeps, 0 patches. A patch of None is 0."""
+    """``gates * clean + (1 - gates) * patch``: 1 keeps, 0 patches. A patch of None is zeros."""
     kept = gates * clean
     return kept if patch is None else kept + (1 - gates) * patch
 
 
 class PatchValues:
-    """The values of a patch, as of `gated`, at the hook points of some names.
+    """The values of a patch at some hook points; arguments as in `gated`.
 
     Raises:
-        ValueError: an unknown patch, a hook point without a tensor, or a reference that is missing
-            or not asked for.
+        ValueError: the patch is unknown, a hook point has no tensor, or reference prompts are
+            missing or not needed.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PatchValues:
                     self.values, _ = record(adapter, reference, names)
 
     def draw(self, n_prompts: int) -> None:
-        """Choose reference prompts anew, for a pass over so many prompts."""
+        """Draw new reference prompts for a pass over `n_prompts` prompts."""
         if self.patch == "resample" and self.values:
             n = len(next(iter(self.values.values())))
             self._rows = torch.randint(n, (n_prompts,), generator=self._generator)
@@ -72,16 +72,16 @@ class PatchValues:
     def at(
         self, name: str, like: Float[Tensor, "rows ..."], n_stack: int = 1, start: int = 0
     ) -> Tensor | None:
-        """The values at a hook point, one row for each row of an activation; None for zeros.
+        """The values at a hook point, one row per row of an activation; None for zeros.
 
         Args:
-            name: of the hook point.
+            name: name of the hook point.
             like: the activation: `n_stack` copies of the prompts, one after the other.
-            n_stack: how many.
-            start: the prompts' position at which the activation starts (with a key-value cache).
+            n_stack: number of copies.
+            start: position of the activation's first column (above 0 with a key-value cache).
 
         Raises:
-            ValueError: a reference that is shorter than the prompts, or has other rows.
+            ValueError: the reference is shorter than the prompts, or has another number of rows.
         """
         if name not in self.values:
             return None
@@ -91,7 +91,7 @@ class PatchValues:
             if self._rows is None or len(like) % len(self._rows):
                 self.draw(n_prompts)
             assert self._rows is not None
-            # Where other gates stack the prompts, their copies show the same.
+            # Where gates of another stack repeat the prompts, all copies get the same reference.
             value = value[self._rows.repeat(len(like) // len(self._rows)).to(value.device)]
         if isinstance(self.patch, str):
             value = _columns(name, value, like, start)
@@ -105,16 +105,16 @@ class PatchValues:
         return value.to(like)
 
     def change(self, name: str, value: Float[Tensor, "rows ..."], n_stack: int = 1) -> Tensor:
-        """What stands at a hook point, minus the patch."""
+        """The activation at a hook point minus its patch."""
         shown = self.at(name, value, n_stack)
         return value if shown is None else value - shown
 
 
 def needs_reference(patch: Patch) -> bool:
-    """Whether a patch is taken from reference prompts.
+    """Whether a patch needs reference prompts.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: the name is unknown.
     """
     if isinstance(patch, str) and patch not in get_args(PatchName):
         raise ValueError(
@@ -126,7 +126,7 @@ def needs_reference(patch: Patch) -> bool:
 def drawn(
     prompts: Int[Tensor, "prompt pos"], n_prompts: int, seed: int
 ) -> Int[Tensor, "drawn pos"]:
-    """So many of some prompts, at random."""
+    """Draw `n_prompts` prompts at random, with replacement."""
     generator = torch.Generator().manual_seed(seed)
     return prompts[torch.randint(len(prompts), (n_prompts,), generator=generator)]
 
@@ -135,7 +135,7 @@ def drawn(
 def mean_activations(
     adapter: Adapter, batches: Iterable[Int[Tensor, "_ pos"]], names: Sequence[str]
 ) -> dict[str, Float[Tensor, "1 ..."]]:
-    """The mean over all prompts at some hook points, position by position."""
+    """The mean over all prompts at some hook points, per position."""
     total: dict[str, Tensor] = {}
     n_prompts = 0
     for tokens in batches:
@@ -147,7 +147,7 @@ def mean_activations(
 
 
 def _columns(name: str, value: Tensor, like: Tensor, start: int) -> Tensor:
-    """The part of a reference's values that belongs to the positions of an activation."""
+    """The columns of a reference's values that match the positions of an activation."""
     pattern = name.endswith("hook_pattern")  # [batch, head, query, key]; else [batch, pos, ...]
     end = start + like.shape[2 if pattern else 1]
     if value.shape[2 if pattern else 1] < end:

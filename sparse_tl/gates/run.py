@@ -1,4 +1,4 @@
-"""Models under given gates: for the length of a block, or many settings on the same prompts."""
+"""Run a model under given gates: inside a block, or many gate settings on the same prompts."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def gated(
     """Inside the block the model runs with ``gate * clean + (1 - gate) * patch`` at every gate.
 
     Args:
-        model: dense or sparse; nothing is left on it after the block.
-        site: what the gates sit on: `Heads`, `AttentionEdges`, `CircuitEdges`, `HookPoints`.
-        gates: in [0, 1], of the site's shape; 1 keeps, 0 patches. With a leading stack axis the
-            model is to be called with as many copies of the prompts, one after the other.
-        patch: what a closed gate shows: "zero"; "mean" over the reference prompts, position by
-            position; "corrupted", the reference prompt of the same row; "resample", a reference
-            prompt drawn at random for every prompt; or tensors by hook point.
-        reference: prompts for the named patches but "zero", at least as long as those that are
-            run; neither have padding on the left.
-        seed: of the draws.
+        model: dense or sparse model; its hooks are removed when the block ends.
+        site: where the gates sit: `Heads`, `AttentionEdges`, `CircuitEdges`, `HookPoints`.
+        gates: gates in [0, 1] of the site's shape; 1 keeps, 0 patches. With a leading stack axis,
+            call the model on as many stacked copies of the prompts.
+        patch: value at a closed gate: "zero"; "mean", the mean over the reference prompts at each
+            position; "corrupted", the reference prompt of the same row; "resample", a randomly
+            drawn reference prompt for every prompt; or tensors by hook point.
+        reference: reference prompts for all named patches except "zero", at least as long as the
+            prompts that are run; neither may be padded on the left.
+        seed: random seed for "resample".
 
     Raises:
-        ValueError: gates of another shape, a hook point that the model lacks, an unknown patch, a
-            reference that is missing, not asked for, or too short.
+        ValueError: the gates have the wrong shape, the model lacks a hook point, the patch is
+            unknown, or the reference is missing, not needed, or too short.
     """
     adapter = adapt(model)
     stack, shape = _stacked(adapter, site, gates)
@@ -69,17 +69,17 @@ def ablate_heads(
     reference: Int[Tensor, "prompt pos"] | None = None,
     seed: int = 0,
 ) -> Iterator[None]:
-    """Inside the block, what these heads write is patched at ``hook_z``; as `gated`.
+    """Inside the block, patch the output of these heads at ``hook_z``; see `gated`.
 
     Args:
-        model: dense or sparse.
-        heads: (layer, head) of each.
-        patch: what they show instead.
-        reference: prompts for "mean", "corrupted" and "resample".
-        seed: of the draws.
+        model: dense or sparse model.
+        heads: (layer, head) pairs to ablate.
+        patch: value that replaces the heads' output, as in `gated`.
+        reference: reference prompts for "mean", "corrupted" and "resample".
+        seed: random seed for "resample".
 
     Raises:
-        ValueError: no head, one that the model lacks, or as of `gated`.
+        ValueError: no head is given, the model lacks a head, or as in `gated`.
     """
     adapter = adapt(model)
     if not heads:
@@ -96,17 +96,17 @@ def ablate_heads(
 def ablate_attention_edges(
     model: HookedModel, edges: Sequence[tuple[int, int, int, int]]
 ) -> Iterator[None]:
-    """Inside the block the pattern at these attention edges is 0, after any learned gate.
+    """Inside the block, attention is 0 at these edges, whatever the learned gates say.
 
-    The weights of the other keys stay as they are, as with a closed gate: nothing is renormalised.
+    The weights of the other keys do not change, as with a closed gate: nothing is renormalised.
 
     Args:
-        model: dense or sparse.
-        edges: (layer, head, query, key) of each; query and key are columns, from 0.
+        model: dense or sparse model.
+        edges: (layer, head, query, key) of each edge; query and key are columns, from 0.
 
     Raises:
-        ValueError: no edge, an edge that the model lacks or that leads backwards, or, when the
-            model is run, an edge beyond the end of the prompts.
+        ValueError: no edge is given, the model lacks an edge, or a causal model's key follows its
+            query; when the model is run, an edge lies beyond the end of the prompts.
     """
     adapter = adapt(model)
     if not len(edges):
@@ -126,19 +126,19 @@ def ablate_attention_edges(
 
 
 class GatedRun:
-    """One batch of prompts, to be run under any number of settings of gates at one site.
+    """A batch of prompts to run under any number of gate settings at one site.
 
-    Settings in a stack share one forward pass, and every pass starts at the first layer in which
-    some gate differs from the state that is kept: that of the whole model, or of `start_from`.
+    Stacked settings share a forward pass, and each pass starts at the first layer in which a gate
+    differs from the cached state: that of the whole model, or of `start_from`.
 
     Args:
-        model: dense or sparse; it is not changed.
-        site: what the gates sit on.
-        tokens: the clean prompts.
-        read: the positions whose logits are read.
-        patch: what closed gates show, as of `gated`; or values that are shared by several runs.
-        reference: prompts for the named patches but "zero".
-        seed: of the draws of "resample".
+        model: dense or sparse model; left unchanged.
+        site: where the gates sit.
+        tokens: clean prompts.
+        read: positions whose logits are read.
+        patch: patch at closed gates, as in `gated`; or `PatchValues` shared by several runs.
+        reference: reference prompts for all named patches except "zero".
+        seed: random seed for "resample".
         attention_mask: 0 at padding.
     """
 
@@ -157,7 +157,7 @@ class GatedRun:
         self.adapter, self.site, self.tokens, self.read = adapt(model), site, tokens, read
         self.attention_mask = attention_mask
         if patch == "resample" and reference is not None:
-            # Drawn once: all settings are compared under the same patch.
+            # Drawn once, so that all settings are compared under the same patch.
             patch, reference = "corrupted", drawn(reference, len(tokens), seed)
         if not isinstance(patch, PatchValues):
             patch = PatchValues(self.adapter, site.points(self.adapter), patch, reference)
@@ -169,7 +169,7 @@ class GatedRun:
 
     @property
     def clean_logits(self) -> Float[Tensor, "label vocab"]:
-        """Those of the whole model; its state is kept, unless another is."""
+        """Logits of the whole model; its state is cached unless another one already is."""
         if self._clean is None and self._base is None:
             self._clean = self.start_from(None)
         elif self._clean is None:
@@ -181,7 +181,7 @@ class GatedRun:
 
     @torch.no_grad()
     def start_from(self, gates: Tensor | None) -> Float[Tensor, "label vocab"]:
-        """Logits under one setting, or of the whole model, whose state later passes start from."""
+        """Logits under one setting (None: the whole model); later passes start from its state."""
         adapter, edges = self.adapter, isinstance(self.site, CircuitEdges)
         if gates is None:
             gates = torch.ones([max(size, 1) for size in self.site.shape(adapter)])
@@ -190,8 +190,8 @@ class GatedRun:
         entering = [f"blocks.{layer}.hook_resid_pre" for layer in range(adapter.n_layers)]
         run = stack.clone()
         if edges:
-            run[..., -1] = 1  # what the logits read is not what stands in the residual stream
-        # Hooks of the setting come first: what is recorded is what the gates leave.
+            run[..., -1] = 1  # what the logits read differs from the residual stream
+        # Hooks of the setting come first, so that the recording is of gated activations.
         with attached(adapter, self.site.hooks(adapter, run, self.patch, Pass(1))):
             kept, final = record(
                 adapter, self.tokens, [*entering, *points], attention_mask=self.attention_mask
@@ -203,16 +203,16 @@ class GatedRun:
         return self.logits(gates)
 
     def logits(self, gates: Tensor | ClosedAttentionEdges) -> Float[Tensor, "*stack label vocab"]:
-        """Logits at the read positions, row by row, under one setting of gates or a stack of them.
+        """Logits at the read positions, one row per label, for one gate setting or a stack of them.
 
-        Differentiable in the gates where gradients are on.
+        Differentiable in the gates if gradients are enabled.
         """
         final = self.final(gates)
         logits = self.adapter.logits(final.flatten(0, -2)[:, None])[:, 0]
         return logits.view(*final.shape[:-1], -1)
 
     def final(self, gates: Tensor | ClosedAttentionEdges) -> Float[Tensor, "*stack label d_model"]:
-        """The final residual stream at the read positions, row by row."""
+        """The final residual stream at the read positions, one row per label."""
         adapter = self.adapter
         stack, shape = _stacked(adapter, self.site, gates)
         n_stack, first = math.prod(shape), self._first_layer(stack)
@@ -237,7 +237,7 @@ class GatedRun:
         return chosen.view(*shape, -1, chosen.shape[-1])
 
     def _first_layer(self, stack: Tensor | ClosedAttentionEdges) -> int:
-        """Where a pass may start: all before is as in the state that is kept."""
+        """First layer to run: all layers before it match the cached state."""
         if self._base is None:
             return 0
         if isinstance(stack, ClosedAttentionEdges):
@@ -247,14 +247,14 @@ class GatedRun:
         if isinstance(self.site, CircuitEdges):
             exists = self.adapter.graph.exists[:, -1]
             if not bool(stack[:, exists.to(stack.device), -1].any()):
-                return self.adapter.n_layers  # the logits read nothing but patches
+                return self.adapter.n_layers  # the logits read only patches
         return self.site.first_layer(self.adapter, stack != self._base.to(stack))
 
 
 def _stacked(
     adapter: Adapter, site: Site, gates: Tensor | ClosedAttentionEdges
 ) -> tuple[Any, tuple[int, ...]]:
-    """Gates with a stack axis, and the shape of the stack that they had, if any."""
+    """Gates with a stack axis, and the shape of their own stack, if any."""
     if isinstance(site, Heads | AttentionEdges):
         check_gates(adapter)
     if isinstance(gates, ClosedAttentionEdges):

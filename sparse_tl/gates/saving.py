@@ -1,7 +1,7 @@
-"""A SparseTransformer as a folder: the model's own files, ``gates.json``, ``gates.safetensors``.
+"""A SparseTransformer as a folder: the model's files, ``gates.json`` and ``gates.safetensors``.
 
-Around a bridge the model's own files are a Hugging Face folder, which transformers reads as ever:
-it does not see the gates.
+For a bridge, the model's files form a Hugging Face folder. transformers can read it as usual; it
+ignores the gates.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from sparse_tl.lens.loading import GATES_FILE, load_folder
 
 GATES_WEIGHTS = "gates.safetensors"
 _MLPS = "mlp_gates."
-"""Before the names of what gates on MLPs have."""
+"""Prefix of the tensor names of MLP gates."""
 
 
 def save_sparse(sparse: SparseTransformer, folder: str | Path) -> Path:
-    """Write the folder whole or not at all.
+    """Write the folder completely or not at all.
 
     Raises:
-        ValueError: the gates' distribution is not one of this package's, or the folder holds
+        ValueError: the gate distribution is not defined by this package, or the folder holds
             other files.
     """
     distribution = sparse.gates.distribution
@@ -64,15 +64,15 @@ def save_sparse(sparse: SparseTransformer, folder: str | Path) -> Path:
 
 
 def is_sparse_folder(folder: str | Path) -> bool:
-    """Whether the folder holds gates beside its model."""
+    """Whether the folder holds gates alongside its model."""
     return (Path(folder) / GATES_FILE).exists()
 
 
 def load_sparse(folder: str | Path, *, device: str | None = None) -> SparseTransformer:
-    """Read a folder that `save_sparse` wrote.
+    """Load a folder written by `save_sparse`.
 
     Raises:
-        ValueError: not such a folder, a damaged file, or gates of another model.
+        ValueError: the folder is of another kind, a file is damaged, or gates do not fit the model.
     """
     folder = Path(folder)
     recover_folder(folder)
@@ -107,7 +107,7 @@ def load_sparse(folder: str | Path, *, device: str | None = None) -> SparseTrans
 def _read(
     file: Path, tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], whose: str
 ) -> Tensor:
-    """A tensor of a file, if it is of the shape that the model asks for."""
+    """A tensor of a file, checked against the shape that the model requires."""
     found = tensors.get(name)
     if found is None or tuple(found.shape) != shape or not found.is_floating_point():
         what = name.rpartition(".")[2].replace("bias", "biases").replace("weight", "weights")
@@ -119,7 +119,7 @@ def _read(
 
 
 def _read_mlps(file: Path, tensors: dict[str, Tensor]) -> bool:
-    """Whether a folder holds gates on MLPs; both of its files must say so."""
+    """Whether a folder holds MLP gates; both of its files must agree."""
     said = read_json(file).get("mlps", False)
     stored = [name for name in tensors if name.startswith(_MLPS)]
     if not isinstance(said, bool) or (stored and not said):
@@ -133,17 +133,17 @@ def _read_mlps(file: Path, tensors: dict[str, Tensor]) -> bool:
 def load_dense_or_sparse(
     source: str | Path, *, device: str | None = None
 ) -> Model | SparseTransformer:
-    """A model by its name or folder, with its gates where the folder holds them.
+    """Load a model by name or folder, with its gates if the folder holds any.
 
     Raises:
-        ValueError: as of `load_model` and `load_sparse`.
+        ValueError: as in `load_model` and `load_sparse`.
     """
     load = load_sparse if is_sparse_folder(source) else load_model
     return load(source, device=device)
 
 
 def _read_distribution(file: Path) -> GateDistribution:
-    """The gates' distribution as `save_sparse` describes it: its name, and numbers."""
+    """The gate distribution that `save_sparse` wrote: its name and parameters."""
     config = read_json(file)
     fields = config if isinstance(config, dict) else {}
     name, parameters = fields.get("distribution"), fields.get("parameters", {})

@@ -1,7 +1,7 @@
-"""Where a gate can sit, and what closes there: ``gate * clean + (1 - gate) * patch``.
+"""Sites: where gates can sit, and how they act there: ``gate * clean + (1 - gate) * patch``.
 
-Gates may have one more axis before those of their site, the *stack*: then the batch holds as many
-copies of the prompts as the stack has entries, one after the other, each under its own gates.
+Gates may have a leading *stack* axis. The batch then holds as many copies of the prompts as the
+stack has entries, one after the other, and each copy runs under its own gates.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Pass:
 
     Args:
         n_stack: copies of the prompts in the batch.
-        from_layer: where it starts.
-        n_prompts: where the first layer's attention sees the prompts only once: how many there are.
-        changes: what the sources before `from_layer` write, minus the patch, for circuit edges.
-        start: the position at which the pass starts; above 0 with a key-value cache.
+        from_layer: first layer that is run.
+        n_prompts: number of prompts, where attention of the first layer runs on one copy only.
+        changes: writes of the sources before `from_layer`, minus the patch, for circuit edges.
+        start: position of the first column; above 0 with a key-value cache.
     """
 
     n_stack: int
@@ -40,33 +40,33 @@ class Pass:
 
 @runtime_checkable
 class Site(Protocol):
-    """A kind of place for gates."""
+    """A set of places that gates can sit at."""
 
     def shape(self, adapter: Adapter) -> tuple[int, ...]:
-        """Of the gates, without a stack axis; -1 where any size will do."""
+        """Shape of the gates, without a stack axis; -1 for any size."""
         ...
 
     def points(self, adapter: Adapter, gates: Any = None) -> list[str]:
-        """The hook points at which a patch is needed, under some stacked gates or any."""
+        """The hook points that need a patch, under given stacked gates or in general."""
         ...
 
     def first_layer(self, adapter: Adapter, differ: Tensor) -> int:
-        """The first layer that differs between two settings, from where their gates differ."""
+        """The first layer affected by a change of gates, given where the gates differ."""
         ...
 
     def hooks(self, adapter: Adapter, gates: Any, patch: PatchValues, now: Pass) -> Hooks:
-        """What puts stacked gates on a model."""
+        """The hooks that apply stacked gates to a model."""
         ...
 
 
 @dataclass(frozen=True)
 class ClosedAttentionEdges:
-    """Gates that are all 1 but for some attention edges.
+    """Gates that are 0 at some attention edges and 1 at all others.
 
     Args:
-        edges: layer, head, query and key of each.
-        stack: the entry of the stack in which it is closed; None for gates without a stack.
-        n_stack: how many entries the stack has.
+        edges: layer, head, query and key of each closed edge.
+        stack: stack entry in which each edge is closed; None for gates without a stack.
+        n_stack: number of stack entries.
     """
 
     edges: Int[Tensor, "edge 4"]
@@ -74,7 +74,7 @@ class ClosedAttentionEdges:
     n_stack: int = 1
 
     def in_layer(self, layer: int) -> ClosedAttentionEdges:
-        """Those of one layer."""
+        """The closed edges of one layer."""
         here = self.edges[:, 0] == layer
         stack = None if self.stack is None else self.stack[here]
         return ClosedAttentionEdges(self.edges[here], stack, self.n_stack)
@@ -82,7 +82,7 @@ class ClosedAttentionEdges:
     def on(
         self, pattern: Float[Tensor, "rows head query key"], start: int = 0
     ) -> Float[Tensor, "stack head query key"]:
-        """As a tensor, for the pattern of a layer whose first query stands in column `start`."""
+        """The gates as a tensor, for a layer's pattern whose first query is in column `start`."""
         n_heads, n_queries, n_keys = pattern.shape[1:]
         end = start + n_queries
         if int(self.edges[:, 2].max()) >= end:
@@ -90,7 +90,7 @@ class ClosedAttentionEdges:
                 f"expected attention edges within the prompt of {end} tokens; got query "
                 f"{int(self.edges[:, 2].max())}"
             )
-        # With a key-value cache only the last queries run, and a window shows the last keys.
+        # With a key-value cache only the last queries run; a sliding window drops early keys.
         first = end - n_keys
         run = (self.edges[:, 2] >= start) & (self.edges[:, 3] >= first)
         _, head, query, key = self.edges[run].to(pattern.device).unbind(dim=1)
@@ -101,10 +101,10 @@ class ClosedAttentionEdges:
 
 
 class _Activations:
-    """Gates over some axes of what stands at hook points, one after the other in the model."""
+    """Gates over some axes of the activations at hook points, ordered as in the model."""
 
     axes: tuple[int, ...]
-    order = Order.FIRST  # so that a cache and the user's own hooks see what is left
+    order = Order.FIRST  # so that caches and user hooks see gated activations
 
     def points(self, adapter: Adapter, gates: Any = None) -> list[str]:
         raise NotImplementedError
@@ -159,7 +159,7 @@ class _Activations:
 
 @dataclass(frozen=True)
 class Heads(_Activations):
-    """One gate for each head, ``[layer, head]``, on what it writes at ``attn.hook_z``."""
+    """One gate per head, ``[layer, head]``, on the head's output at ``attn.hook_z``."""
 
     axes = (2,)
 
@@ -182,21 +182,21 @@ class Heads(_Activations):
 
 
 def _note_start(now: Pass, cached: Int[Tensor, ""]) -> None:
-    """A pass starts behind the columns that a key-value cache holds."""
+    """Record that a pass starts after the columns in a key-value cache."""
     now.start = int(cached)
 
 
 def _draw(patch: PatchValues, now: Pass, pattern: Float[Tensor, "rows head query key"]) -> None:
-    """Draw what the prompts of a new pass are patched with."""
+    """Draw the reference prompts of a new pass."""
     if not now.start:
         patch.draw(now.n_prompts or len(pattern) // now.n_stack)
 
 
 @dataclass(frozen=True)
 class AttentionEdges(_Activations):
-    """One gate for each attention edge, ``[layer, head, query, key]``; nothing is renormalised.
+    """One gate per attention edge, ``[layer, head, query, key]``; nothing is renormalised.
 
-    Gates fit prompts of one length, or are `ClosedAttentionEdges`.
+    Gates fit prompts of one length, or are given as `ClosedAttentionEdges`.
     """
 
     axes = (1, 2, 3)
@@ -214,10 +214,10 @@ class HookPoints(_Activations):
     """Gates over chosen axes of the activations at some hook points, ``[hook point, *axes]``.
 
     Args:
-        names: of hook points whose activations have the same size along `axes`.
-        axes: those that get a gate for each index; all others share it. Axis 0, the batch, cannot
+        names: hook points whose activations have the same size along `axes`.
+        axes: axes with one gate per index; the other axes share gates. Axis 0, the batch, cannot
             be gated; gates on axis 1, the position, fit prompts of one length.
-        sizes: along the axes.
+        sizes: size along each of `axes`.
     """
 
     names: tuple[str, ...]
@@ -235,7 +235,7 @@ class HookPoints(_Activations):
 
 
 def _acts(gates: Tensor | ClosedAttentionEdges) -> bool:
-    """Whether some gate is not 1, or may be moved."""
+    """Whether some gate is not 1, or is being trained."""
     if isinstance(gates, ClosedAttentionEdges):
         return len(gates.edges) > 0
     return gates.requires_grad or bool((gates != 1).any())

@@ -1,4 +1,4 @@
-"""A model with a gate on every attention edge, and on MLPs, used exactly like what it wraps."""
+"""A model with learnable gates on attention edges and MLPs, used exactly like the wrapped model."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ from sparse_tl.lens import AttachedHooks, Model, adapt, check_gates
 
 
 class SparseTransformer(nn.Module):
-    """A model whose attention edges, and MLP outputs if asked for, pass through learnable gates.
+    """Wrap a model so that its attention edges, and optionally MLP outputs, pass learnable gates.
 
-    Everything that the model can do it can still do, by the same names: calling it, `generate`,
+    The wrapper offers everything that the model does, under the same names: calling it, `generate`,
     `run_with_cache`, `run_with_hooks`, `hooks`, `to_tokens`, `cfg`, `tokenizer`. Gates are
-    deterministic unless a `sampled` or `opened` block says otherwise. A user's hook on
-    ``hook_pattern`` sees the gated pattern; an edit to ``hook_attn_scores`` moves the gate too.
-    So it is at ``hook_mlp_out``, and with edits to what an MLP reads.
+    deterministic except inside a `sampled` or `opened` block. A user's hook on ``hook_pattern``
+    sees the gated pattern; an edit to ``hook_attn_scores`` changes the gate too. The same holds for
+    ``hook_mlp_out`` and for edits to an MLP's input.
 
-    The gates sit on the given model itself, not on a copy: `unwrap` takes them off again. Weights
-    that were trained meanwhile stay trained.
+    The gates sit on the given model itself, not on a copy: `unwrap` removes them. Any training of
+    the weights in the meantime is kept.
 
     Args:
-        model: the model to wrap: a TransformerBridge or a HookedTransformer.
-        initial_bias: the gates' bias b at the start, in logits; larger is denser. 4.0 leaves a
-            language model's loss nearly as it was.
+        model: model to wrap, a TransformerBridge or a HookedTransformer.
+        initial_bias: initial gate bias b, in logits; a larger bias is denser. 4.0 leaves a language
+            model's loss nearly unchanged.
         distribution: how gates are sampled and evaluated; straight-through Bernoulli by default.
-        gates: gates on attention edges to use instead of new ones.
-        mlps: whether each layer's MLP has a gate at every position; see `MLPGates`.
-        mlp_gates: gates on MLPs to use instead of new ones.
+        gates: existing gates on attention edges to use instead of new ones.
+        mlps: whether to gate every MLP at every position; see `MLPGates`.
+        mlp_gates: existing gates on MLPs to use instead of new ones.
 
     Raises:
-        TypeError: `model` is no model of TransformerLens.
-        ValueError: the model is wrapped already, lacks a hook point, or drops edits to its
-            attention; gates of another model's shape; gates on MLPs that the model has not.
+        TypeError: `model` is not a TransformerLens model.
+        ValueError: the model is already wrapped, lacks a hook point, or drops edits to its
+            attention; gates do not fit the model; MLP gates for a model without MLPs.
 
-    Reference: arXiv 2512.05865; gates on MLPs are ours.
+    Reference: arXiv 2512.05865; MLP gates are an addition of this package.
     """
 
     model: Model
     gates: AttentionGates
     mlp_gates: MLPGates | None
-    # Asked of the model by __getattr__; named here for type checkers.
+    # Looked up on the model by __getattr__; declared here for type checkers.
     cfg: Any
     hook_dict: dict[str, Any]
     tokenizer: Any
@@ -87,17 +87,17 @@ class SparseTransformer(nn.Module):
         self._attach()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model under its gates; arguments and result are the model's."""
+        """Call the model under its gates; takes and returns what the model does."""
         model = self.model_under_gates()
         adapt(model).check_mask(kwargs.get("attention_mask"))
         return model(*args, **kwargs)
 
     def run_with_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """`run_with_cache` of the model; the cache holds gated patterns."""
+        """The model's `run_with_cache`; the cache holds gated patterns."""
         return self.model_under_gates().run_with_cache(*args, **kwargs)
 
     def run_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
-        """`run_with_hooks` of the model; hooks see gated patterns."""
+        """The model's `run_with_hooks`; hooks see gated patterns."""
         return self.model_under_gates().run_with_hooks(*args, **kwargs)
 
     def run_with_counts(
@@ -108,19 +108,19 @@ class SparseTransformer(nn.Module):
         edge_cost: Float[Tensor, "*#edge"] | None = None,
         **kwargs: Any,
     ) -> tuple[Any, AttentionEdgeCounts]:
-        """Call the model, and count the attention edges, and MLP outputs, of this very pass.
+        """Call the model and count the open attention edges and MLP outputs of this pass.
 
         Args:
-            *args: as of the model.
+            *args: positional arguments of the model.
             keep_gates: also return every deterministic gate, as `AttentionEdgeCounts.gates` and
                 `AttentionEdgeCounts.mlp_gates`.
-            pressure: gradient that the expected count puts on confidently open gates.
-            edge_cost: what an edge counts in `AttentionEdgeCounts.cost`, broadcastable to
+            pressure: extra gradient of the expected count for confidently open gates.
+            edge_cost: cost per edge for `AttentionEdgeCounts.cost`, broadcastable to
                 ``[layer, head, query, key]``.
-            **kwargs: as of the model. What ``attention_mask`` marks as padding counts for nothing.
+            **kwargs: keyword arguments of the model; padding in ``attention_mask`` is not counted.
 
         Returns:
-            What the model returns, and the counts; the expected ones are differentiable.
+            The model's output, and the counts; expected counts are differentiable.
         """
         layers: list[Counted] = []
         settings = {"keep_gates": keep_gates, "pressure": pressure, "edge_cost": edge_cost}
@@ -129,29 +129,29 @@ class SparseTransformer(nn.Module):
         return output, AttentionEdgeCounts.of_pass(layers)
 
     def to_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """`to_tokens` of the model."""
+        """The model's `to_tokens`."""
         return self.model.to_tokens(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """`generate` of the model, under its gates."""
+        """The model's `generate`, under the gates."""
         return self.model_under_gates().generate(*args, **kwargs)
 
     @contextmanager
     def sampled(
         self, generator: torch.Generator | None = None, noise: float = 1.0
     ) -> Iterator[None]:
-        """Gates are drawn at random inside the block, as in training.
+        """Inside the block, gates are sampled, as in training.
 
         Args:
-            generator: of the draws.
-            noise: scales that of the gates.
+            generator: random generator for the samples.
+            noise: scale of the gate noise.
         """
         with self._using(mode=GateMode.SAMPLED, generator=generator, noise=noise):
             yield
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """All gates are open inside the block: the wrapped model, bit for bit."""
+        """Inside the block, all gates are open: the wrapped model, bit for bit."""
         with self._using(mode=GateMode.OPEN):
             yield
 
@@ -159,15 +159,15 @@ class SparseTransformer(nn.Module):
     def count_attention_edges(
         self, tokens: Int[Tensor, "*prompt pos"], *, batch_size: int = 64, **kwargs: Any
     ) -> AttentionEdgeCounts:
-        """Active, expected and possible attention edges, and MLP outputs, of these prompts.
+        """Count active, expected and possible attention edges, and MLP outputs, of some prompts.
 
         Args:
-            tokens: prompts, or one; mark padding by ``attention_mask=``, as for the model.
+            tokens: prompts, or a single prompt; mark padding with ``attention_mask=``.
             batch_size: prompts per forward pass.
-            **kwargs: passed to the model; tensors are split along the prompts.
+            **kwargs: keyword arguments of the model; tensors are split along the prompts.
 
         Raises:
-            ValueError: there is no prompt.
+            ValueError: no prompt is given.
         """
         counts = counted_by_batch(self.run_with_counts, tokens, batch_size, kwargs)
         return AttentionEdgeCounts.concatenate(list(counts))
@@ -176,19 +176,19 @@ class SparseTransformer(nn.Module):
     def open_attention_edges(
         self, tokens: Int[Tensor, "*prompt pos"], *, batch_size: int = 64, **kwargs: Any
     ) -> pd.DataFrame:
-        """The attention edges that are open in some of these prompts, the most common first.
+        """The attention edges that are open in at least one prompt, most common first.
 
         Args:
-            tokens: prompts of one length, or one prompt.
+            tokens: prompts of one length, or a single prompt.
             batch_size: prompts per forward pass.
-            **kwargs: passed to the model; tensors are split along the prompts.
+            **kwargs: keyword arguments of the model; tensors are split along the prompts.
 
         Returns:
             One row per edge: layer, head, query and key (columns of the prompt), and the share of
-            the prompts, above 0 and up to 1, in which its gate is open.
+            prompts in which its gate is open, above 0 and up to 1.
 
         Raises:
-            ValueError: there is no prompt.
+            ValueError: no prompt is given.
         """
         if not len(tokens):
             raise ValueError("expected at least one prompt to count attention edges on; got none")
@@ -197,7 +197,7 @@ class SparseTransformer(nn.Module):
 
     @contextmanager
     def _using(self, **settings: Any) -> Iterator[None]:
-        """Other settings of all gates for the length of a block."""
+        """Override settings of all gates inside the block."""
         with ExitStack() as stack:
             for gates in self._all_gates():
                 stack.enter_context(gates.using(**settings))
@@ -207,7 +207,7 @@ class SparseTransformer(nn.Module):
         return [self.gates] if self.mlp_gates is None else [self.gates, self.mlp_gates]
 
     def unwrap(self) -> Model:
-        """Take the gates off and give the model back; nothing of the wrapper is left on it."""
+        """Remove the gates and return the model, with no trace of the wrapper on it."""
         if self._hooks_on is not None:
             self._hooks_on.remove()
             self._hooks_on = None
@@ -215,11 +215,11 @@ class SparseTransformer(nn.Module):
         return self.model
 
     def model_under_gates(self) -> Model:
-        """The wrapped model, with the gates on it.
+        """The wrapped model with its gates attached.
 
         Raises:
-            RuntimeError: they were taken off, by `unwrap` or behind the wrapper's back.
-            ValueError: another bridge has taken the model's parts.
+            RuntimeError: the gates were removed, by `unwrap` or from outside.
+            ValueError: another bridge has taken over the model's modules.
         """
         if self._hooks_on is None:
             raise RuntimeError("this wrapper was unwrapped; wrap the model again to use its gates")
@@ -228,32 +228,32 @@ class SparseTransformer(nn.Module):
                 "the gates' hooks were removed from the model (by "
                 "reset_hooks(including_permanent=True)?); unwrap and wrap the model again"
             )
-        return adapt(self.model).model  # refuses one whose parts another bridge has taken
+        return adapt(self.model).model  # fails if another bridge took over its modules
 
     def dense_copy(self) -> Model:
-        """A frozen copy of the model as it is now, without gates."""
+        """A frozen copy of the model in its current state, without gates."""
         with self._detached():
             return adapt(self.model).copy().requires_grad_(False)
 
     def save_pretrained(self, folder: str | Path) -> Path:
-        """Write model, gates and tokenizer as safetensors and JSON; whole or not at all."""
+        """Write model, gates and tokenizer as safetensors and JSON, completely or not at all."""
         from sparse_tl.gates.saving import save_sparse
 
         return save_sparse(self, folder)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, device: str | None = None) -> SparseTransformer:
-        """Read what `save_pretrained` wrote.
+        """Load a folder written by `save_pretrained`.
 
         Raises:
-            ValueError: the folder is not one of ours, is damaged, or holds gates of another model.
+            ValueError: the folder is of another kind or damaged, or its gates do not fit the model.
         """
         from sparse_tl.gates.saving import load_sparse
 
         return load_sparse(folder, device=device)
 
     def __getattr__(self, name: str) -> Any:
-        # Only reached when neither the module nor its class has the name: ask the model.
+        # Only reached if neither the module nor its class has the name: look it up on the model.
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -262,13 +262,13 @@ class SparseTransformer(nn.Module):
         return getattr(super().__getattr__("model"), name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseTransformer:
-        # What `to`, `cuda`, `half` and the others come to; the model's own `to` is not called.
+        # `to`, `cuda`, `half` and others call this; the model's own `to` is not called.
         super()._apply(fn, recurse)
         adapt(self.model).sync_config()
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseTransformer:
-        # Hooks are closures over these very gates: copy without them, then attach to the copy.
+        # Hooks are closures over these gates: copy without them, then attach to the copy.
         with self._detached():
             model, gates = adapt(self.model).copy(), copy.deepcopy(self.gates, memo)
             mlp_gates = copy.deepcopy(self.mlp_gates, memo)

@@ -1,12 +1,12 @@
-"""What ablating the heads of a role does to the targets' likelihood.
+"""Effect of ablating the heads of a role on the likelihood of the targets.
 
-1. Order the heads of each seed by a score of their role.
-2. At step k, *retained* has the gates of the first k heads at 1, *ablated* at 0; all others stay at
-   the fitted G+.
+1. Order the heads of each seed by their score for the role.
+2. At step k, *retained* sets the gates of the first k heads to 1, *ablated* to 0; all other gates
+   keep the fitted G+.
 3. Delta log P(k) = log P(target | ablated) - log P(target | retained), averaged over prompts.
 
-Facilitation falls, irrelevance is flat, interference rises, each as long as there are heads of
-that role. A random order of all heads is the control.
+The curve falls for facilitation, is flat for irrelevance and rises for interference, up to the
+number of heads with that role. A random order of all heads is the control.
 
 Reference: arXiv 2505.13737.
 """
@@ -35,15 +35,15 @@ Order = Literal[Role, "random"]
 
 @dataclass(frozen=True, eq=False)
 class AblationCurve(Result):
-    """Delta log-probability of the target response against the number of ablated heads.
+    """Delta log-probability of the target against the number of ablated heads.
 
-    Of the seeds that fitted, no others.
+    Only seeds that fitted are included.
 
     Args:
-        by: what the heads are ordered by.
+        by: role whose score orders the heads, or "random".
         values: nats per target response, for 0, 1, ... ablated heads.
-        in_role: how many heads are in the role, by seed; for a random order, all.
-        control: the same with a random order of all heads; None if it was not asked for.
+        in_role: number of heads in the role, by seed; all heads for a random order.
+        control: values for a random order of all heads; None if not requested.
     """
 
     by: Order
@@ -57,7 +57,7 @@ class AblationCurve(Result):
         return self.values.mean(dim=0)
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per number of ablated heads: mean, smallest and largest over seeds, control."""
+        """One row per number of ablated heads: mean, minimum and maximum over seeds, control."""
         columns = {
             "ablated": range(self.values.shape[1]),
             "mean": self.values.mean(dim=0),
@@ -87,21 +87,21 @@ def ablation_curve(
     seed: int = 0,
     progress: bool = True,
 ) -> AblationCurve:
-    """Ablate more and more heads, the first of a role first.
+    """Ablate an increasing number of heads, in the order of their score for a role.
 
     Args:
-        model: the one that the roles were fitted on; it is not changed.
+        model: model that the roles were fitted on; left unchanged.
         roles: fitted gates.
-        dataset: prompts and targets, held out.
-        by: the role whose score orders the heads, or "random".
-        max_heads: how many heads are ablated at most; the model's number of heads ends it too.
-        control: whether to measure a random order beside it.
-        seed: of random orders.
-        progress: whether to show it.
+        dataset: held-out prompts and targets.
+        by: role whose score orders the heads, or "random".
+        max_heads: maximum number of heads to ablate, capped at the model's number of heads.
+        control: whether to measure a random order as well.
+        seed: random seed for random orders.
+        progress: whether to show a progress bar.
 
     Raises:
-        ValueError: an unknown role, gates of another model, roles of which no seed fitted, or
-            prompts that do not fit the model.
+        ValueError: the role is unknown, the gates belong to another model, no seed fitted, or the
+            prompts do not fit the model.
     """
     if by not in get_args(Order):
         raise ValueError(f"expected an order by {get_args(Order)}; got {by!r}")
@@ -149,7 +149,7 @@ def _curve(
     baseline: Float[Tensor, "layer head"],
     order: Sequence[tuple[int, int]],
 ) -> Float[Tensor, " count"]:
-    """Delta log P for 0 to all heads of an order, every point in the same passes."""
+    """Delta log P for 0 to all heads of an order, with all points in the same passes."""
     retained = baseline.repeat(len(order), 1, 1)
     ablated = retained.clone()
     for place, (layer, head) in enumerate(order):

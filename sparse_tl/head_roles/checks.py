@@ -1,9 +1,9 @@
-"""What must hold before gates are fitted: a model that can read the prompts, and be stacked.
+"""Checks before gates are fitted: the model can read the prompts, and stacking is safe.
 
-Gate matrices are fitted and measured many at a time: the prompts pass once per matrix, without the
-columns that cannot matter. That gives the model's own losses unless something in the model looks at
-the batch as a whole, such as a hook of its user's that is meant for one batch size or one column.
-So two prompts are passed both ways first.
+Many gate matrices are fitted and measured at a time: each batch holds the prompts once per matrix,
+without columns that cannot matter. This gives the model's own losses unless something acts on the
+batch as a whole, such as a user's hook for one batch size or one column. So two prompts are first
+run both ways.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from sparse_tl.head_roles.likelihood import label_losses, target_losses
 from sparse_tl.lens import HookedModel, adapt
 
 TOLERANCE = 0.01
-"""Relative difference of losses between both ways of passing prompts: far more than rounding."""
+"""Relative difference of losses between both ways of running prompts, far above rounding."""
 
 
 def check_fits(model: HookedModel, dataset: TargetDataset) -> None:
-    """Make sure that a model can read a dataset.
+    """Check that a model can read a dataset.
 
     Raises:
-        ValueError: a model without ``hook_z``, a prompt longer than the context, a token that the
-            model lacks, padding where attention is bidirectional, or a model whose losses change
-            when prompts pass several times in one batch.
+        ValueError: the model lacks ``hook_z``, a prompt exceeds the context, a token is outside the
+            vocabulary, prompts are padded although attention is bidirectional, or losses change
+            when prompts are stacked in a batch.
     """
     adapter = adapt(model)
     adapter.layer_points("attn.hook_z")
@@ -59,7 +59,7 @@ def check_fits(model: HookedModel, dataset: TargetDataset) -> None:
 
 @torch.no_grad()
 def _check_stacks(model: HookedModel, dataset: TargetDataset) -> None:
-    """The losses of two prompts in a stack are those that the model gives them by itself."""
+    """Check that two prompts have the same losses in a stack as on their own."""
     adapter = adapt(model)
     batch = dataset.rows.select(slice(0, 2)).to(adapter.device)
     if batch.tokens.shape[1] > adapter.n_ctx:

@@ -1,4 +1,4 @@
-"""Contrastive head gating: gates that keep one sub-task and lose another."""
+"""Contrastive head gating: gates that keep one sub-task and suppress another."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class ContrastiveGates(Result):
     """Gates under which some targets stay likely and others do not.
 
     Args:
-        seeds: of the first gates.
-        lambda_: of the penalty.
-        gates: the fitted gates.
-        retained_losses: mean NLL of a held-out token to retain, in nats, by seed.
-        forgotten_losses: mean NLL of a held-out token to forget.
-        dense_retained_loss: the first without gates.
-        dense_forgotten_loss: the second without gates.
+        seeds: random seeds of the initial gates.
+        lambda_: coefficient of the penalty.
+        gates: fitted gates.
+        retained_losses: mean NLL per held-out token to retain, in nats, by seed.
+        forgotten_losses: mean NLL per held-out token to forget, in nats, by seed.
+        dense_retained_loss: `retained_losses` without gates.
+        dense_forgotten_loss: `forgotten_losses` without gates.
     """
 
     seeds: tuple[int, ...]
@@ -76,27 +76,27 @@ def fit_contrastive_head_gates(
     progress: bool = True,
     **settings: Any,
 ) -> ContrastiveGates:
-    """Fit gates that keep one sub-task and lose another: what differs is what tells them apart.
+    """Fit gates that keep one sub-task and suppress another, to find the heads that separate them.
 
     Minimises ``-logP_retain + max(logP_forget - sg(logP_retain), -5) - lambda mean(clamp(theta,
     -4, 4))`` from uniform gates, with the mean log-probability of a target token in nats: the
     forgotten targets need be at most 5 nats less likely than the retained ones.
 
     Args:
-        model: dense or sparse; its weights are not changed.
+        model: dense or sparse model; its weights are not changed.
         retain: prompts and targets that should stay likely.
-        forget: prompts and targets that should not.
-        lambda_: of the penalty: above 0 for many open gates, below 0 for few. Without it the gates
-            of heads that neither sub-task needs stay near where they began. Pushed open, a fit may
-            come to rest where both sub-tasks are likely.
-        seeds: as of `fit_head_gates`.
+        forget: prompts and targets that should become unlikely.
+        lambda_: coefficient of the penalty: above 0 opens gates, below 0 closes them. At 0, gates
+            of heads that neither sub-task needs stay near their initial values. Above 0, a fit can
+            converge to gates under which both sub-tasks are likely.
+        seeds: as in `fit_head_gates`.
         held_out: share of both datasets to report on.
-        checkpoint: a folder; found there, an interrupted fit goes on.
-        progress: whether to show it.
+        checkpoint: folder for checkpoints; a fit interrupted there is resumed.
+        progress: whether to show a progress bar.
         **settings: further fields of `GateFitting`.
 
     Raises:
-        ValueError: prompts that do not fit the model, or settings out of range; before any work.
+        ValueError: prompts do not fit the model, or settings are out of range; raised at the start.
 
     Reference: arXiv 2505.13737, contrastive causal head gating.
     """

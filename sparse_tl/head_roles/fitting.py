@@ -1,6 +1,6 @@
-"""Causal head gating: three fits of the same gates, without pressure, pushed open, pushed shut.
+"""Causal head gating: fit gates three times, unpenalised, pushed open, and pushed shut.
 
-Every seed is one matrix of a stack that is fitted on the same batches, in the same passes.
+Each seed is one matrix of a stack; all are fitted on the same batches, in the same passes.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.training import Selection, TrainingConfig, train
 
 FIRST_RATES, SECOND_RATES = (0.1, 0.01), (0.5, 0.1)
-"""Learning rates at the start and the end of G0, and of G+ and G-."""
+"""Initial and final learning rates of G0, and of G+ and G-."""
 
 Seeds = SupportsIndex | Iterable[SupportsIndex]
 
 
 @dataclass(frozen=True)
 class GateFitting:
-    """How gates are fitted.
+    """Settings of gate fitting.
 
     Args:
-        lambda_: of the penalty, in nats per unit of the mean logit.
-        updates: optimizer steps of each stage.
+        lambda_: coefficient of the penalty, in nats per unit of the mean logit.
+        updates: optimizer steps per stage.
         batch_size: prompts per step.
         record_every: steps between recorded gates.
         checkpoint_every: steps between checkpoints.
-        accumulate: pieces of a batch that pass one after the other, to save memory.
-        seed: of the split and of the batches.
+        accumulate: micro-batches per step, to save memory.
+        seed: random seed for the data split and the batches.
     """
 
     lambda_: float = 0.1
@@ -64,11 +64,11 @@ class GateFitting:
 
     @property
     def recorded_at(self) -> tuple[int, ...]:
-        """Updates before each recorded gate, 0 and all among them."""
+        """Number of updates before each recorded gate, from 0 to all."""
         return (*range(0, self.updates, self.record_every), self.updates)
 
     def stream(self, rows: TokenBatch) -> ShuffledStream:
-        """The batches of a fit."""
+        """The training batches."""
         return ShuffledStream(rows, min(self.batch_size, len(rows)), self.seed)
 
 
@@ -82,29 +82,29 @@ def fit_head_gates(
     progress: bool = True,
     **settings: Any,
 ) -> HeadRoles:
-    """Fit one gate per head three times and sort the heads by what the gates say.
+    """Fit one gate per head under three penalties and classify the heads by their gates.
 
     G0 minimises the mean NLL of the targets; G+ and G- start from it and add a penalty that pushes
-    gates open (lambda > 0) and shut (lambda < 0). Facilitation is G-, interference 1 - G+, and
-    irrelevance G+ (1 - G-). Seeds that did not fit, and irrelevant heads that matter when they are
-    gone, give a warning; `HeadRoles` says when.
+    gates open (lambda > 0) or shut (lambda < 0). Facilitation is G-, interference 1 - G+, and
+    irrelevance G+ (1 - G-). Warns about seeds that did not fit, and about "irrelevant" heads whose
+    removal matters; see `HeadRoles`.
 
     Args:
-        model: dense or sparse; its weights are not changed.
+        model: dense or sparse model; its weights are not changed.
         dataset: prompts and their targets.
-        seeds: of the first gates: so many, from 0 on, or the ones given. Each seed's gates are
-            those of a fit by itself.
-        held_out: share of the dataset to report on, or other prompts.
-        checkpoint: a folder; found there, an interrupted fit goes on.
-        progress: whether to show it.
+        seeds: random seeds of the initial gates: a number of seeds, from 0, or the seeds
+            themselves. Each seed's result is independent of the others.
+        held_out: share of the dataset to report on, or separate prompts.
+        checkpoint: folder for checkpoints; a fit interrupted there is resumed.
+        progress: whether to show a progress bar.
         **settings: fields of `GateFitting`; a negative ``lambda_`` swaps G+ and G-.
 
     Raises:
-        ValueError: prompts that do not fit the model, or settings out of range; before any work.
+        ValueError: prompts do not fit the model, or settings are out of range; raised at the start.
         KeyboardInterrupt: after Ctrl-C, once the state is saved.
 
-    Reference: arXiv 2505.13737. Means stand where the paper has sums, so that ``lambda_`` means the
-    same for every model, batch and target.
+    Reference: arXiv 2505.13737. Means replace the paper's sums, so that ``lambda_`` means the same
+    for every model, batch and target.
     """
     fitting = GateFitting(**settings)
     if fitting.lambda_ == 0:
@@ -145,7 +145,7 @@ def fit_head_gates(
 
 
 def first_gates(model: HookedModel, seeds: Sequence[int]) -> Float[Tensor, "seed layer head"]:
-    """Logits of uniform gates; those of a seed do not depend on the others."""
+    """Logits of uniform random gates; each seed's gates are independent of the other seeds."""
     adapter = adapt(model)
     drawn = [
         torch.rand(
@@ -170,17 +170,17 @@ def fit_stage(
     title: str,
     progress: bool,
 ) -> Float[Tensor, "seed record layer head"]:
-    """One stage: the gates' logits at `GateFitting.recorded_at`, those after the last update last.
+    """Run one stage; return the gates' logits at `GateFitting.recorded_at`, final gates last.
 
-    The objective has the gates to begin from; the learning rate falls from the first of the rates
-    to the second. All else is as of `train`.
+    The objective holds the initial gates; the learning rate decays from the first of the rates to
+    the second. Other arguments are those of `train`.
     """
     theta, (first, last) = objective.gated.theta, rates
     train(
         objective.gated,
         objective,
         stream,
-        Selection(lambda: {}, better=lambda new, old: True),  # the last gates are the result
+        Selection(lambda: {}, better=lambda new, old: True),  # keep the last gates
         TrainingConfig(
             steps=fitting.updates,
             learning_rate=first,
@@ -189,7 +189,7 @@ def fit_stage(
             decay=1.0,
             schedule="linear",
             betas=(0.9, 0.999),
-            clip=None,  # one norm over all seeds would tie them together
+            clip=None,  # a norm over all seeds would couple them
             accumulate=fitting.accumulate,
             seed=fitting.seed,
             evaluate_every=fitting.updates,
@@ -206,10 +206,10 @@ def fit_stage(
 
 
 def chosen_seeds(seeds: Seeds) -> tuple[int, ...]:
-    """The seeds by number, from how many or from which.
+    """The list of seeds, from their number or the seeds themselves.
 
     Raises:
-        ValueError: none, or one twice.
+        ValueError: there is no seed, or a seed appears twice.
     """
     try:
         chosen = tuple(range(index(seeds)))  # type: ignore[arg-type]
@@ -223,7 +223,7 @@ def chosen_seeds(seeds: Seeds) -> tuple[int, ...]:
 def checked_parts(
     model: HookedModel, dataset: TargetDataset, held_out: float | TargetDataset, seed: int
 ) -> tuple[TargetDataset, TargetDataset]:
-    """What to fit on and what to report on, both readable by the model."""
+    """The datasets to fit on and to report on, both checked against the model."""
     if isinstance(held_out, TargetDataset):
         parts = dataset, held_out
     else:

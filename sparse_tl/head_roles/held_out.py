@@ -1,8 +1,8 @@
-"""What fitted gates do on held-out prompts, all of it in one stack of gate matrices.
+"""Measure fitted gates on held-out prompts, all in one stack of gate matrices.
 
-What removing a head costs is measured, too: gates are no measure of that. Where a normalisation
-undoes scale, a gate of 0.2 may do as well as one of 1, and a head that nothing can do without ends
-with a small gate when pushed shut.
+The cost of removing a head is measured as well, because gates do not show it. Where a normalisation
+undoes scale, a gate of 0.2 can be as good as one of 1, and even an essential head can end with a
+small gate when pushed shut.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def measured_roles(
     lambda_: float,
     recorded_at: tuple[int, ...],
 ) -> HeadRoles:
-    """The roles that fitted gates give the heads, and what they are worth on held-out prompts."""
+    """Head roles from fitted gates, with their losses and removal costs on held-out prompts."""
     gates = trajectories[:, :, -1]
     _, g_plus, g_minus = gates
     n_stages, n_seeds, n_layers, n_heads = gates.shape
@@ -65,20 +65,20 @@ def has_fitted(
 ) -> Bool[Tensor, " seed"]:
     """Whether G+ and G- are as good as minimisers of their objectives must be.
 
-    The model without gates is one of the settings that a fit chooses from. It beats every setting
-    whose loss is above its own by more than the penalty can make up for, and the penalty
+    The model without gates is among the settings that a fit can choose. It beats every setting
+    whose loss exceeds its own by more than the penalty can compensate, and the penalty
     ``-lambda mean(clamp(theta, -4, 4))`` ranges over ``8 |lambda|`` nats. So
 
         NLL(G) - NLL(no gates) > 8 |lambda|
 
-    says that G is no minimiser: it got stuck, and what its gates are says nothing about heads. For
-    G+ even a difference above 0 would; the rest is left to unfinished descent. Sampling prompts
-    is allowed for by two standard errors of the difference, paired by prompt.
+    implies that G is not a minimiser: the fit is stuck, and its gates are not informative. For G+
+    any difference above 0 would imply this; the margin allows for incomplete optimisation. Sampling
+    of prompts is allowed for by two standard errors of the difference, paired by prompt.
 
     Args:
         excess: NLL of every held-out target under G+ and G- minus that without gates, in nats.
-        n_labels: tokens of all targets.
-        lambda_: of the penalty.
+        n_labels: total number of target tokens.
+        lambda_: coefficient of the penalty.
     """
     n_rows = excess.shape[-1]
     mean = excess.sum(dim=-1) / n_labels

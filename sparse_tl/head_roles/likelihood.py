@@ -1,18 +1,17 @@
-"""How likely the targets are under gated heads, and what the gates are fitted to.
+"""Likelihood of the targets under gated heads, and the objectives that gates are fitted to.
 
-With gates ``G = sigmoid(theta)`` and frozen weights, for each matrix of the stack by itself,
+With gates ``G = sigmoid(theta)`` and frozen weights, for each matrix of the stack separately,
 
     NLL(G) - lambda mean(clamp(theta, -4, 4))                                     (likelihood)
     NLL_retain + max(logP_forget - sg(logP_retain), -5) - lambda mean(clamp(...))  (contrastive)
 
-with the mean NLL of a target token in nats. A lambda above 0 pushes gates open, below 0 shut; the
-means over heads and tokens make lambda mean the same for every model and batch.
+with the mean NLL of a target token in nats. A lambda above 0 pushes gates open, below 0 shut. Means
+over heads and tokens make lambda comparable across models and batches.
 
-Memory does not grow with the vocabulary times the length of the prompts: of all positions only
-those of the targets are unembedded, and no more than `LOGITS_AT_ONCE` logits exist at a time, with
-or without gradients.
+Memory does not scale with vocabulary times prompt length: only target positions are unembedded, and
+at most `LOGITS_AT_ONCE` logits exist at a time, with or without gradients.
 
-Reference: arXiv 2505.13737, which sums where this takes means: with sums G- collapses.
+Reference: arXiv 2505.13737, which uses sums instead of means: with sums, G- collapses.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.training.objectives import Objective
 
 LOGITS_AT_ONCE = 2**24
-"""64 MB in float32."""
+"""Maximum number of logits at a time: 64 MB in float32."""
 ACTIVATIONS_AT_ONCE = 2**25
-"""Of one layer, in a pass without gradients: 128 MB in float32."""
+"""Maximum number of activations of one layer without gradients: 128 MB in float32."""
 LARGEST_LOGIT = 4.0
-"""Of theta, beyond which the penalty pushes no more: gates of 0.018 and 0.982."""
+"""Value of theta beyond which the penalty has no effect: gates of 0.018 and 0.982."""
 LARGEST_MARGIN = 5.0
-"""Nats by which the forgotten targets need be less likely than the retained ones, no more."""
+"""Maximum rewarded margin in nats between retained and forgotten targets."""
 
 
 def target_losses(
     model: HookedModel, batch: TokenBatch, gates: Float[Tensor, "stack layer head"]
 ) -> Float[Tensor, "stack label"]:
-    """Negative log-probability in nats of every target token under every matrix of gates.
+    """Negative log-probability in nats of every target token under every gate matrix.
 
     Differentiable in the gates.
     """
@@ -60,12 +59,12 @@ def label_losses(
     final: Float[Tensor, "stack label d_model"],
     labels: Int[Tensor, " label"],
 ) -> Float[Tensor, "stack label"]:
-    """Negative log-probability in nats of labels after these final residual streams."""
+    """Negative log-probability in nats of labels, given final residual streams."""
     n_labels = max(1, LOGITS_AT_ONCE // (len(final) * adapt(model).d_vocab_out))
     losses = []
     for some, of in zip(final.split(n_labels, dim=1), labels.split(n_labels), strict=True):
         if torch.is_grad_enabled() and n_labels < len(labels):
-            # Logits are computed again in the backward pass instead of being kept.
+            # Recompute logits in the backward pass instead of keeping them.
             piece = checkpoint(_losses, model, some, of, use_reentrant=False)
             assert isinstance(piece, Tensor)
         else:
@@ -80,9 +79,9 @@ def target_log_probabilities(
     rows: TokenBatch,
     gates: Float[Tensor, "stack layer head"],
 ) -> Float[Tensor, "stack row"]:
-    """Log-probability in nats of every row's whole target under every matrix of gates, on the CPU.
+    """Log-probability in nats of each row's whole target under each gate matrix, on the CPU.
 
-    As many prompts and matrices pass together as keep one layer's activations below
+    A pass holds as many prompts and matrices as keep one layer's activations below
     `ACTIVATIONS_AT_ONCE`.
     """
     adapter, length = adapt(model), rows.tokens.shape[1]
@@ -112,11 +111,11 @@ def _losses(
 
 
 class GatedHeads(nn.Module):
-    """A model with a stack of trainable head gates; its own weights stay as they are.
+    """A model with a stack of trainable head gates and frozen weights.
 
     Args:
-        model: dense or sparse.
-        theta: the gates' logits.
+        model: dense or sparse model.
+        theta: logits of the gates.
     """
 
     def __init__(self, model: HookedModel, theta: Float[Tensor, "stack layer head"]) -> None:
@@ -129,17 +128,17 @@ class GatedHeads(nn.Module):
         return target_losses(self.model, batch, self.theta.sigmoid())
 
     def mean_theta(self) -> Float[Tensor, " stack"]:
-        """The mean over heads of theta, clamped."""
+        """The mean over heads of clamped theta."""
         return self.theta.clamp(-LARGEST_LOGIT, LARGEST_LOGIT).mean(dim=(1, 2))
 
 
 @dataclass
 class Likelihood(Objective):
-    """The likelihood of the targets; also keeps the gates' trajectories.
+    """Objective: likelihood of the targets; also records the gates' trajectories.
 
     Args:
-        gated: the model and its gates.
-        lambda_: of the penalty; 0 for none.
+        gated: model with its gates.
+        lambda_: coefficient of the penalty; 0 for none.
         record_every: updates between two recorded gates.
     """
 
@@ -149,14 +148,14 @@ class Likelihood(Objective):
 
     def __post_init__(self) -> None:
         self.updates = 0
-        # On the CPU, where a checkpoint has them too.
+        # On the CPU, as in checkpoints.
         self.recorded = [self.gated.theta.detach().cpu().clone()]
 
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
         losses = self.gated(batch).mean(dim=1)
-        # Gates of different seeds share no term: the sum has the gradients of each by itself.
+        # Seeds share no term, so the gradient of the sum is each seed's own gradient.
         objective = losses - self.lambda_ * self.gated.mean_theta()
         return objective.sum(), {"loss": losses.mean().item()}
 
@@ -175,10 +174,10 @@ class Likelihood(Objective):
 
 @dataclass
 class Contrast(Likelihood):
-    """The likelihood of some targets, and the unlikelihood of others.
+    """Objective: likelihood of some targets and unlikelihood of others.
 
     Args:
-        forget: the other targets; the training stream has those to retain.
+        forget: targets to forget; those to retain are in the training stream.
     """
 
     forget: TokenStream

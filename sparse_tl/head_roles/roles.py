@@ -1,4 +1,4 @@
-"""What a fit of head gates says: scores, classes, what their heads are worth, trajectories."""
+"""Results of head gating: scores, roles, costs of removing heads, and trajectories."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from sparse_tl.results import Result, table_html
 Role = Literal["facilitation", "irrelevance", "interference"]
 ROLES: tuple[Role, ...] = get_args(Role)
 THRESHOLD = 0.5
-"""Score from which on a head belongs to a class."""
+"""Minimum score for a head to belong to a role."""
 MOST_NAMED = 5
-"""Heads that a warning names."""
+"""Maximum number of heads that a warning names."""
 
 
 @dataclass(frozen=True, eq=False)
 class HeadRoles(Result):
-    """Gates of every head under three pressures, and what they say of its role.
+    """Gates of every head under three penalties, and the roles that they imply.
 
-    Scores and classes are those of the seeds that fitted, no others (see `notes`).
+    Scores and roles include only seeds that fitted (see `notes`).
 
     Args:
-        seeds: of the first gates.
-        lambda_: of the penalty.
-        trajectories: the gates of G0 (no penalty), G+ and G- (from G0, pushed open and pushed shut)
-            on the way, those after the last update last.
-        recorded_at: updates of the stage before each gate of a trajectory, 0 and all among them.
-        losses: mean NLL of a held-out target token in nats, by stage and seed.
-        dense_loss: that of the model without gates.
-        fitted: whether G+ and G- of a seed are at most ``8 |lambda|`` nats above `dense_loss`,
-            twice the standard error aside: otherwise opening all gates would have been better, and
-            the gates say nothing about heads.
-        removed: nats of NLL that it costs to remove this head alone from the model.
-        removed_together: what it costs to remove all heads of a role, by what they are removed
-            from (the model, the fitted G+), role and seed.
+        seeds: random seeds of the initial gates.
+        lambda_: coefficient of the penalty.
+        trajectories: recorded gates of G0 (no penalty), G+ and G- (from G0, pushed open and pushed
+            shut), final gates last.
+        recorded_at: number of updates before each recorded gate, from 0 to all.
+        losses: mean NLL per held-out target token in nats, by stage and seed.
+        dense_loss: mean NLL of the model without gates.
+        fitted: whether a seed's G+ and G- are at most ``8 |lambda|`` nats above `dense_loss`, plus
+            two standard errors. Otherwise opening all gates would have been better, and the gates
+            are not informative.
+        removed: increase of NLL in nats when one head is removed from the model.
+        removed_together: increase of NLL when all heads of a role are removed, by what they are
+            removed from (the model, the fitted G+), role and seed.
     """
 
     seeds: tuple[int, ...]
@@ -56,44 +56,44 @@ class HeadRoles(Result):
 
     @property
     def g0(self) -> Float[Tensor, "seed layer head"]:
-        """Gates fitted without penalty."""
+        """Gates fitted without a penalty."""
         return self.trajectories[0, :, -1]
 
     @property
     def g_plus(self) -> Float[Tensor, "seed layer head"]:
-        """Gates fitted from g0 while pushed open."""
+        """Gates fitted from g0 under a penalty that opens them."""
         return self.trajectories[1, :, -1]
 
     @property
     def g_minus(self) -> Float[Tensor, "seed layer head"]:
-        """Gates fitted from g0 while pushed shut."""
+        """Gates fitted from g0 under a penalty that closes them."""
         return self.trajectories[2, :, -1]
 
     @property
     def facilitation(self) -> Float[Tensor, "fitted layer head"]:
-        """G-: open although pushed shut. The head helps."""
+        """G-: open even if pushed shut. The head helps."""
         return self.score("facilitation")
 
     @property
     def interference(self) -> Float[Tensor, "fitted layer head"]:
-        """1 - G+: shut although pushed open. The head harms."""
+        """1 - G+: shut even if pushed open. The head harms."""
         return self.score("interference")
 
     @property
     def irrelevance(self) -> Float[Tensor, "fitted layer head"]:
-        """G+ (1 - G-): goes wherever it is pushed. The head does not matter."""
+        """G+ (1 - G-): follows the penalty both ways. The head does not matter."""
         return self.score("irrelevance")
 
     @property
     def price(self) -> float:
-        """Nats of the mean NLL that the penalty pays for closing one head: 8 |lambda| / heads."""
+        """Mean NLL in nats that the penalty trades for closing one head: 8 |lambda| / heads."""
         return 2 * LARGEST_LOGIT * abs(self.lambda_) / self.removed.numel()
 
     def score(self, role: Role | str) -> Float[Tensor, "fitted layer head"]:
         """The score of a role, 0 to 1, for each seed that fitted.
 
         Raises:
-            ValueError: an unknown role.
+            ValueError: the role is unknown.
         """
         if role not in ROLES:
             raise ValueError(f"expected a role of {ROLES}; got {role!r}")
@@ -106,21 +106,21 @@ class HeadRoles(Result):
         return self.score(role) >= threshold
 
     def ranking(self, role: Role | str) -> list[list[tuple[int, int]]]:
-        """All heads as (layer, head) by falling score, for each seed that fitted; ties in the
+        """All heads as (layer, head) by decreasing score, for each seed that fitted; ties keep the
         model's order."""
         n_heads = self.g0.shape[2]
         order = self.score(role).flatten(1).argsort(dim=1, descending=True, stable=True)
         return [[divmod(place, n_heads) for place in seed] for seed in order.tolist()]
 
     def consistency(self, threshold: float = THRESHOLD) -> pd.DataFrame:
-        """How often each head is in each class over seeds: share, and whether always or ever."""
+        """How often each head has each role over seeds: share, always, and any."""
         found = torch.stack([self.members(role, threshold).double().mean(dim=0) for role in ROLES])
         columns = {"share": found, "always": found == 1.0, "any": found > 0.0}
         return head_table("role", ROLES, columns)
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per seed and head: gates, scores (NaN where the seed did not fit), and `removed`,
-        what it costs to remove this head alone from the model, in nats per target token."""
+        """One row per seed and head: gates, scores (NaN if the seed did not fit), and `removed`,
+        the cost of removing this head alone from the model, in nats per target token."""
         columns = {name: getattr(self, name) for name in ("g0", "g_plus", "g_minus")}
         unknown = ~self.fitted[:, None, None]
         for role, score in role_scores(self.g_plus, self.g_minus).items():
@@ -129,7 +129,7 @@ class HeadRoles(Result):
         return head_table("seed", self.seeds, columns)
 
     def classes(self) -> pd.DataFrame:
-        """One row per role, mean over seeds: its heads, and what it costs to remove all of them
+        """One row per role, mean over seeds: number of heads, and the cost of removing all of them
         from the model and from the fitted G+, in nats per target token."""
         heads = [self.members(role).sum(dim=(1, 2)).double().mean().item() for role in ROLES]
         from_model, from_g_plus = self.removed_together[:, :, self.fitted].mean(dim=2).tolist()
@@ -137,11 +137,11 @@ class HeadRoles(Result):
         return pd.DataFrame(columns, index=pd.Index(ROLES, name="role"))
 
     def notes(self) -> list[str]:
-        """What must be known before these roles are believed, as sentences; none where all is well.
+        """Caveats about these roles, as sentences; empty if there are none.
 
-        Seeds that did not fit; and irrelevant heads that matter when they are gone: each alone
+        Reports seeds that did not fit, and irrelevant heads whose removal matters: one head alone
         costs more than `price`, below which the penalty calls a head irrelevant, or all of them
-        together more than so many times that.
+        together cost more than their number times `price`.
         """
         notes = []
         stuck = [place for place, fitted in enumerate(self.fitted.tolist()) if not fitted]
@@ -176,7 +176,7 @@ class HeadRoles(Result):
         return notes
 
     def mean_scores(self) -> Float[Tensor, "role layer head"]:
-        """The scores of `ROLES`, mean over the seeds that fitted.
+        """The scores of `ROLES`, averaged over the seeds that fitted.
 
         Raises:
             ValueError: no seed fitted.
@@ -185,10 +185,10 @@ class HeadRoles(Result):
         return torch.stack([self.score(role).mean(dim=0) for role in ROLES])
 
     def check_fitted(self) -> None:
-        """Make sure that at least one seed fitted.
+        """Check that at least one seed fitted.
 
         Raises:
-            ValueError: none did.
+            ValueError: no seed fitted.
         """
         if not self.fitted.any():
             raise ValueError(
@@ -229,7 +229,7 @@ def role_scores(
 
 
 def head_table(first: str, labels: Sequence[Any], columns: Mapping[str, Tensor]) -> pd.DataFrame:
-    """One row per label, layer and head, of tensors with these three axes."""
+    """One row per label, layer and head, from tensors with these three axes."""
     _, n_layers, n_heads = next(iter(columns.values())).shape
     index = pd.MultiIndex.from_product(
         [labels, range(n_layers), range(n_heads)], names=[first, "layer", "head"]
@@ -239,6 +239,6 @@ def head_table(first: str, labels: Sequence[Any], columns: Mapping[str, Tensor])
 
 
 def mean_table(table: pd.DataFrame) -> pd.DataFrame:
-    """Means over seeds of a table by seed, layer and head."""
+    """Mean over seeds of a table by seed, layer and head."""
     mean: Any = table.drop(columns="seed").groupby(["layer", "head"]).mean()
     return mean

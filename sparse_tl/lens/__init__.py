@@ -1,4 +1,4 @@
-"""The only part of the package that knows TransformerLens: adapters, hooks, checks, loading."""
+"""The only room that imports TransformerLens: adapters, hooks, checks, loading."""
 
 from transformer_lens.utilities.devices import get_device as get_device
 

@@ -1,7 +1,7 @@
-"""The seam to TransformerLens: all that the package asks of a model, in the model's own terms.
+"""The interface to TransformerLens: everything that the package needs from a model.
 
-Everything else asks an `Adapter` and never reads a parameter, starts at a layer or copies a model
-by itself. There is one for each kind of model; what does not depend on the kind is here.
+All other code goes through an `Adapter`: only adapters read parameters, start a pass at a layer or
+copy a model. Each kind of model has its own adapter; this module holds what they share.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Slot = Literal["q", "k", "v"]
 
 
 class Adapter(ABC):
-    """A model as the package sees it. It holds no state beside the model."""
+    """Uniform access to a model. An adapter has no state besides the model."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -45,7 +45,7 @@ class Adapter(ABC):
         self.d_vocab_out: int = cfg.d_vocab_out if cfg.d_vocab_out > 0 else cfg.d_vocab
         self.causal: bool = cfg.attention_dir == "causal"
         self.has_mlps: bool = getattr(model.blocks[0], "mlp", None) is not None
-        self.coupled = False  # by a normalisation of what a layer's heads write
+        self.coupled = False  # whether a norm of attention output couples a layer's heads
 
     # ---- facts -----------------------------------------------------------------------------------
 
@@ -59,15 +59,15 @@ class Adapter(ABC):
 
     @property
     def gate_dtype(self) -> torch.dtype:
-        """What gates are computed in: float64 for float64 models, float32 for all others."""
+        """The precision of gates: float64 for float64 models, float32 for all others."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @cached_property
     def graph(self) -> CircuitGraph:
-        """The circuit graph, once the model is known to be the sum of its parts.
+        """The circuit graph, after checking that the model is the sum of its parts.
 
         Raises:
-            ValueError: a model whose parts do not read and write the residual stream as they are.
+            ValueError: parts do not read and write the residual stream directly.
         """
         check_circuits(self)
         return CircuitGraph(
@@ -81,29 +81,29 @@ class Adapter(ABC):
 
     @property
     def parallel(self) -> bool:
-        """Whether an MLP reads beside its layer's heads, not after them."""
+        """Whether an MLP reads the same input as its layer's heads, not their output."""
         return bool(self.model.cfg.parallel_attn_mlp)
 
     @property
     def activations_per_token(self) -> int:
-        """Numbers that one layer keeps of a token, without its attention; a rough size."""
+        """Approximate number of activations per token and layer, without attention patterns."""
         cfg = self.model.cfg
         return 4 * cfg.d_model + (cfg.d_mlp or 0)
 
     @property
     def core(self) -> nn.Module:
-        """What is one and the same for all objects that run this very model."""
+        """The module that all wrappers around the same model share."""
         return self.model
 
     def unsupported(self) -> str | None:
-        """Why circuits are not defined on the model as it is configured, if they are not."""
+        """Why circuits are not defined for the model as configured; None if they are."""
         return None if self.causal else "its attention is not causal"
 
     def check_head(self, layer: int, head: int) -> None:
-        """Make sure that there is such a head.
+        """Check that a head exists.
 
         Raises:
-            ValueError: there is not.
+            ValueError: the model has no such head.
         """
         if not (0 <= layer < self.n_layers and 0 <= head < self.n_heads):
             raise ValueError(
@@ -112,10 +112,10 @@ class Adapter(ABC):
             )
 
     def check_tokens(self, tokens: Int[Tensor, "*batch pos"]) -> None:
-        """Make sure that the model can read these tokens.
+        """Check that the model can read these tokens.
 
         Raises:
-            ValueError: too many for the context, or outside the vocabulary.
+            ValueError: the tokens exceed the context, or are outside the vocabulary.
         """
         if tokens.shape[-1] > self.n_ctx:
             raise ValueError(
@@ -127,19 +127,19 @@ class Adapter(ABC):
             raise ValueError(f"expected tokens in 0..{self.d_vocab - 1}; got {int(outside[0])}")
 
     def check_mask(self, attention_mask: Int[Tensor, "batch pos"] | None) -> None:  # noqa: B027
-        """Raise a ValueError where the model returns NaN for prompts that are padded so."""
+        """Raise a ValueError if the model returns NaN for prompts with this padding."""
 
     # ---- hook points -----------------------------------------------------------------------------
 
     @abstractmethod
     def place(self, name: str) -> HookPoint | Place:
-        """Where a function goes that is attached by this name.
+        """Where to attach a function, by name.
 
-        That of a hook point of TransformerLens, or in a layer ``blocks.{layer}.``: ``mlp_input``,
-        what the normalisation before its MLP reads; ``mlp_normalized``, what the MLP reads;
-        ``mlp_read``, the same after all edits, for a function that only looks;
-        `heads_point`, what its heads write with; ``attn.cached_columns``, how many columns of the
-        prompts a key-value cache holds when attention is called, for a function that only looks.
+        A name is that of a TransformerLens hook point, or one of these in a layer
+        ``blocks.{layer}.``: ``mlp_input``, the input of the norm before the MLP;
+        ``mlp_normalized``, the MLP's input; ``mlp_read``, the same after all edits, read-only;
+        `heads_point`, the value that heads write from; ``attn.cached_columns``, the number of
+        prompt columns in the key-value cache when attention is called, read-only.
 
         Raises:
             ValueError: the model lacks the hook point, or it is switched off and never fires.
@@ -149,7 +149,7 @@ class Adapter(ABC):
         """Names ``blocks.{layer}.{suffix}`` of one hook point in every layer.
 
         Raises:
-            ValueError: a layer lacks that hook point.
+            ValueError: a layer lacks the hook point.
         """
         names = [f"blocks.{layer}.{suffix}" for layer in range(self.n_layers)]
         for name in names:
@@ -157,11 +157,11 @@ class Adapter(ABC):
         return names
 
     def heads_point(self, layer: int) -> str:
-        """The name of what the heads of a layer write with: their write is linear in it."""
+        """The name of the value that a layer's heads write from; their output is linear in it."""
         return f"blocks.{layer}.attn.hook_z"
 
     def source_points(self) -> list[str]:
-        """The hook points at which the sources of a circuit graph write; heads before ``W_O``."""
+        """The hook points of a circuit graph's sources; for heads, before ``W_O``."""
         names = [EMBEDDED]
         for layer in range(self.n_layers):
             names.append(self.heads_point(layer))
@@ -169,12 +169,12 @@ class Adapter(ABC):
         return names
 
     def destination_points(self, layer: int) -> list[str]:
-        """What the destinations of a layer read: q, k, v before rotary embeddings, and the MLP."""
+        """The destinations' inputs in a layer: q, k, v before rotary embeddings, and the MLP's."""
         names = [f"blocks.{layer}.attn.hook_{slot}" for slot in "qkv"]
         return names + [f"blocks.{layer}.mlp_normalized"] * self.has_mlps
 
     def residual_points(self, layer: int) -> list[str]:
-        """The residual stream at the places where a layer reads it."""
+        """The residual stream where a layer reads it."""
         return [f"blocks.{layer}.hook_resid_pre"] + [f"blocks.{layer}.mlp_input"] * self.has_mlps
 
     # ---- running ---------------------------------------------------------------------------------
@@ -193,11 +193,11 @@ class Adapter(ABC):
 
         Args:
             inputs: tokens, or the residual stream that enters `from_layer`.
-            from_layer: the first layer that is run; above 0 with a residual stream.
-            read: the positions that matter; the last MLP is left out elsewhere, where nobody looks.
-            copies: how often the prompts are repeated, one copy after the other.
-            attend_once: the first layer's attention sees the prompts once, all copies being alike
-                there: a hook at its ``hook_z`` makes the copies.
+            from_layer: first layer to run; above 0 with a residual stream.
+            read: positions that are needed; elsewhere the last MLP is skipped if unobserved.
+            copies: number of copies of the prompts, one after the other.
+            attend_once: run the first layer's attention on one copy, since all copies are equal
+                there; a hook at its ``hook_z`` makes the copies.
             attention_mask: 0 at padding.
         """
         if from_layer and not inputs.is_floating_point():
@@ -213,14 +213,14 @@ class Adapter(ABC):
 
     @contextmanager
     def only_at(self, read: Bool[Tensor, "batch pos"]) -> Iterator[None]:
-        """Inside the block, passes over prompts of this shape compute what `read` needs, no more.
+        """Inside the block, passes over prompts of this shape compute only what `read` needs.
 
-        Logits at the other positions are meaningless. Everything before the last MLP, the attention
-        of all layers among it, is computed everywhere. Where somebody hooks what would be left out,
-        it is computed too: hooks see what a plain pass shows them.
+        Logits at other positions are meaningless. Only the last MLP is restricted; everything
+        before it, including all attention, is computed everywhere. Parts with hooks on them are
+        computed in full, so hooks see the same as in a plain pass.
 
         Args:
-            read: the positions whose logits or final residual stream are read.
+            read: positions whose logits or final residual stream are read.
         """
         last = mlp_only_at(*self._last_mlp(), read) if self.has_mlps else nullcontext()
         with last, self._fused():
@@ -228,24 +228,24 @@ class Adapter(ABC):
 
     @abstractmethod
     def _final(self, rows: Tensor, from_layer: int, attention_mask: Tensor | None) -> Tensor:
-        """The final residual stream, from tokens or from what enters a layer."""
+        """The final residual stream, from tokens or from a layer's input."""
 
     @abstractmethod
     def _last_mlp(self) -> tuple[nn.Module, Sequence[nn.Module], set[int]]:
-        """What `mlp_only_at` asks."""
+        """The arguments of `mlp_only_at`."""
 
     def _fused(self) -> AbstractContextManager[None]:
-        """Inside the block, what the model computes in many small operations is done in fewer."""
+        """Inside the block, sequences of small operations are fused."""
         return nullcontext()
 
     @abstractmethod
     def logits(self, final: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
-        """Logits of whatever stands in the residual stream after the last layer."""
+        """Logits for a final residual stream."""
 
     def logits_at(
         self, final: Float[Tensor, "batch pos d_model"], read: Bool[Tensor, "batch pos"]
     ) -> Float[Tensor, "label vocab"]:
-        """Logits at some positions alone, row by row: no ``[batch, pos, vocab]`` is ever made."""
+        """Logits at some positions only, one row each; never allocates ``[batch, pos, vocab]``."""
         return self.logits(final[read][:, None])[:, 0]
 
     # ---- weights ---------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def W_O(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
-        """What takes what stands at `heads_point` to the residual stream."""
+        """The matrix from `heads_point` to the residual stream."""
 
     def heads_written(
         self,
@@ -271,12 +271,12 @@ class Adapter(ABC):
         *,
         heads: Sequence[int] | None = None,
     ) -> Float[Tensor, "some batch pos d_model"]:
-        """What all heads of a layer, or some, add to the residual stream, without the bias.
+        """What all or some heads of a layer add to the residual stream, without the bias.
 
         Args:
-            layer: theirs.
-            z: what stood at `heads_point`, or the difference of two such values.
-            heads: which; all when left out.
+            layer: layer of the heads.
+            z: value at `heads_point`, or the difference of two such values.
+            heads: heads to include; all by default.
         """
         weight = self.W_O(layer).to(z.dtype)
         if heads is not None and len(heads) < len(weight):
@@ -288,13 +288,13 @@ class Adapter(ABC):
 
     @abstractmethod
     def copy(self) -> Model:
-        """A copy of the model, with no parameter in common."""
+        """A copy of the model that shares no parameter with it."""
 
     @abstractmethod
     def parameters(self, group: Literal["qk", "all"]) -> list[nn.Parameter]:
-        """The parameters of queries and keys, or all that a pass reads."""
+        """The parameters of queries and keys, or all parameters that a pass reads."""
 
     def sync_config(self) -> None:
-        """Let the configuration say where the weights are now, and in which dtype."""
+        """Update the configuration with the weights' current device and dtype."""
         self.model.cfg.device = str(self.device)
         self.model.cfg.dtype = self.dtype

@@ -1,4 +1,4 @@
-"""The adapter of a model, by its class."""
+"""Find the adapter of a model by its class."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sparse_tl.lens.points import HookedModel, HookedTransformer, Model, Transfo
 
 
 def adapt(model: HookedModel) -> Adapter:
-    """The adapter of a model, by its class; a SparseTransformer's is that of the model inside.
+    """The adapter of a model, by its class; for a SparseTransformer, that of the wrapped model.
 
     Raises:
-        TypeError: a model of a kind that is not supported.
-        ValueError: a TransformerBridge that is not one stack of blocks.
+        TypeError: the kind of model is not supported.
+        ValueError: a TransformerBridge that is not a single stack of blocks.
     """
     under_gates = getattr(model, "model_under_gates", None)
     inner = model if under_gates is None else under_gates()
@@ -30,9 +30,9 @@ def adapt(model: HookedModel) -> Adapter:
 
 
 def read_parameters(module: nn.Module | HookedModel) -> dict[str, nn.Parameter]:
-    """The parameters of a module, by name, that passes of the models in it read.
+    """The parameters of a module, by name, that forward passes read.
 
-    Bridges have more: those that they have made parts of, which nothing reads any more.
+    Bridges also have others: joint parameters that were split and are no longer read.
     """
     assert isinstance(module, nn.Module)
     models = [part for part in module.modules() if isinstance(part, Model)]

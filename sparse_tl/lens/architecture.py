@@ -1,7 +1,7 @@
-"""What `tl_config.json` may say: fields that describe an architecture, each with its type.
+"""The contents of `tl_config.json`: fields that describe an architecture, with their types.
 
-A folder may come from a stranger. TransformerLens's own configuration also names tokenizers to
-fetch and code to trust, devices and seeds; none of that is read from a file.
+A folder may be untrusted. TransformerLens's own configuration also names tokenizers to fetch, code
+to trust, devices and seeds; none of these are read from a file.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a list of 'global' and 'local'",
     ),
 }
-"""What a field holds: a test, and in words."""
+"""For each field a test of its value, and a description."""
 _REQUIRED = ("n_layers", "n_ctx", "d_model", "d_head")
-# In folders of earlier versions; they say nothing about what the model computes.
+# Found in folders of earlier versions; they do not affect what the model computes.
 _IGNORED = (
     "seed device n_devices init_mode initializer_range uses_rms_norm layer_norm_folding "
     "from_checkpoint checkpoint_index checkpoint_label_type checkpoint_value load_in_4bit "
@@ -76,10 +76,10 @@ _IGNORED = (
 
 
 def dtype_named(name: Any) -> torch.dtype:
-    """The torch dtype of this name, with or without ``torch.``.
+    """The torch dtype with this name, with or without ``torch.``.
 
     Raises:
-        ValueError: not one of `DTYPES`.
+        ValueError: the name is not in `DTYPES`.
     """
     plain = name.removeprefix("torch.") if isinstance(name, str) else name
     if plain not in DTYPES:
@@ -88,10 +88,10 @@ def dtype_named(name: Any) -> torch.dtype:
 
 
 def model_config(model: Model) -> dict[str, Any]:
-    """The model's architecture as JSON can hold it."""
+    """The model's architecture as JSON-serialisable fields."""
     kept: dict[str, Any] = {}
     for name, value in model.cfg.to_dict().items():
-        # None is TransformerLens's default but for the normalisation, where it means: there is none
+        # None is TransformerLens's default, except for normalisation, where it means no norm.
         if name not in _FIELDS or (value is None and name != "normalization_type"):
             continue
         if isinstance(value, torch.dtype):
@@ -105,7 +105,7 @@ def read_architecture(file: Path) -> dict[str, Any]:
     """The fields of a `tl_config.json` that describe the architecture.
 
     Raises:
-        ValueError: a field that is not known, lacks, or has a value of another kind.
+        ValueError: a field is unknown, missing, or has a value of the wrong type.
     """
     config = read_json(file)
     if not isinstance(config, dict):

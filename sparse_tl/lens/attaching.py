@@ -1,4 +1,4 @@
-"""Hooks that stay until they are taken off, run in a stated order, and leave nothing behind."""
+"""Hooks that persist until removed, run in a defined order, and leave no trace."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Order(Enum):
-    """When a hook runs among all hooks of its point, whatever is registered before or after.
+    """When a hook runs relative to all other hooks of its point, whatever is registered later.
 
-    Of several that are to be first, or last, the one that was attached earlier runs earlier.
+    Among several hooks with the same order, those attached earlier run earlier.
 
-    A gate must read the scores after every edit by a user's hooks, and must write the pattern
-    before any of them reads it.
+    Gates must read scores after all edits by user hooks, and must write patterns before any user
+    hook reads them.
     """
 
     FIRST = "first"
@@ -32,14 +32,14 @@ class Order(Enum):
 
 
 class AttachedHooks:
-    """Hooks on a model that survive `reset_hooks()` and come off with `remove()`, exactly once.
+    """Hooks on a model that survive `reset_hooks()` and are removed by `remove()`.
 
     Args:
-        adapter: of the model that is hooked.
-        hooks: (hook point, order, function), by the names that `Adapter.place` knows. The function
-            takes the activation and returns its replacement, or None to leave it. At q, k, v and z
-            it returns what it keeps where gradients are wanted there: bridges show views that
-            nothing else reads. Names are bound by closure: what a hook is told about its own name
+        adapter: adapter of the model.
+        hooks: (hook point, order, function), with the names that `Adapter.place` accepts. The
+            function takes the activation and returns its replacement, or None to keep it. At q, k,
+            v and z it must return what it keeps for gradients, since bridges pass views that
+            nothing else reads. Bind hook point names by closure: the name that a hook receives
             differs between kinds of model.
 
     Raises:
@@ -47,7 +47,7 @@ class AttachedHooks:
     """
 
     def __init__(self, adapter: Adapter, hooks: Sequence[tuple[str, Order, HookFunction]]) -> None:
-        # All of them are looked up before anything is attached.
+        # Look up all places before attaching anything.
         places = [adapter.place(name) for name, _, _ in hooks]
         self._attached: list[tuple[HookPoint, LensHandle]] = []
         self._handles: list[RemovableHandle] = []
@@ -61,9 +61,9 @@ class AttachedHooks:
         point.add_hook(lambda tensor, *, hook: function(tensor), is_permanent=True)
         handle = point.fwd_hooks[-1]
         self._attached.append((point, handle))
-        # Pre-hooks run before the hooks of the point are listed, so moving our own entry there
-        # settles its place for that very call.
-        # Whoever moves last stands outermost: the earliest of the first, the latest of the last.
+        # Pre-hooks run before the point's hooks are listed, so moving our entry there takes effect
+        # in the same call. The last one to move is outermost: the earliest FIRST hook, the latest
+        # LAST hook.
         ordering = point.register_forward_pre_hook(
             partial(_take_place, handle, order), prepend=order is Order.FIRST
         )
@@ -71,13 +71,13 @@ class AttachedHooks:
 
     @property
     def in_place(self) -> bool:
-        """Whether every hook is still registered (somebody may have reset permanent hooks)."""
+        """Whether every hook is still registered (permanent hooks may have been reset)."""
         return bool(self._attached) and all(
             handle.hook.id in point._forward_hooks for point, handle in self._attached
         )
 
     def remove(self) -> None:
-        """Take the hooks off; hooks of others stay. Calling it again does nothing."""
+        """Remove these hooks only. Calling it again has no effect."""
         for point, handle in self._attached:
             handle.hook.remove()
             if handle in point.fwd_hooks:
@@ -88,14 +88,14 @@ class AttachedHooks:
 
 
 def _take_place(handle: LensHandle, order: Order, point: HookPoint, _args: object) -> None:
-    """Move a hook before or behind all others of its point."""
+    """Move a hook before or after all others of its point."""
     if handle.hook.id in point._forward_hooks:
         point._forward_hooks.move_to_end(handle.hook.id, last=order is Order.LAST)  # type: ignore[attr-defined]
 
 
 @contextmanager
 def attached(adapter: Adapter, hooks: Sequence[tuple[str, Order, HookFunction]]) -> Iterator[None]:
-    """Hooks for the length of a ``with`` block; they come off also after an exception."""
+    """Attach hooks for the duration of a ``with`` block, also if it raises."""
     handles = AttachedHooks(adapter, hooks)
     try:
         yield
@@ -105,7 +105,7 @@ def attached(adapter: Adapter, hooks: Sequence[tuple[str, Order, HookFunction]])
 
 @contextmanager
 def others_off(model: HookedModel) -> Iterator[None]:
-    """Inside the block only hooks that are attached there run; the others are back after it."""
+    """Inside the block only hooks attached there run; the others are restored afterwards."""
     kept = [
         (point, point._forward_hooks, point._forward_pre_hooks)
         for point in model.hook_dict.values()

@@ -1,4 +1,4 @@
-"""Models of `transformers` under a TransformerBridge's hooks."""
+"""Wrap `transformers` models in a TransformerBridge."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from sparse_tl.lens.hugging_face import check_tokenizer
 
 
 def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> TransformerBridge:
-    """A bridge around a causal language model of `transformers`, ready to be analysed.
+    """Wrap a causal language model of `transformers` in a bridge, ready for analysis.
 
-    The model itself gets the hooks; nothing is copied and nothing is fetched. It is in evaluation
-    mode afterwards, and its attention is computed step by step, since hooks see nothing of a fused
-    one.
+    The model itself gets the hooks; nothing is copied or downloaded. It is switched to evaluation
+    mode and eager attention, since fused attention exposes no intermediate values.
 
     Args:
-        model: of `transformers`; TransformerLens must know its class.
-        tokenizer: its own.
-        name: what it is called in messages and figures.
+        model: model of `transformers`, of a class that TransformerLens supports.
+        tokenizer: tokenizer of the model.
+        name: name of the model in messages and figures.
 
     Raises:
-        ValueError: a class that TransformerLens does not know, no causal language model, one that
-            has a bridge already or that TransformerLens computes otherwise than transformers, or a
-            tokenizer of another model.
+        ValueError: TransformerLens does not support the class, the model is not a causal language
+            model or already has a bridge, TransformerLens computes something else than
+            transformers, or the tokenizer belongs to another model.
     """
     kind = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -44,14 +43,14 @@ def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> Transform
     model.set_attn_implementation("eager")
     tokens, expected = few_logits(model.eval())
     try:
-        with torch.random.fork_rng(devices=[]):  # parts of joint projections are drawn at first
+        with torch.random.fork_rng(devices=[]):  # initialises split parts at random
             bridge = build_bridge_from_module(model, kind, hf_config=model.config, model_name=name)
     except (KeyError, ValueError) as error:
         raise ValueError(f"expected a model that TransformerLens knows; {kind}: {error}") from error
     if tokenizer is not None:
         check_tokenizer(tokenizer, bridge.cfg.d_vocab)
         pad = tokenizer.pad_token_id
-        if pad is None or pad >= bridge.cfg.d_vocab:  # texts of several lengths are padded
+        if pad is None or pad >= bridge.cfg.d_vocab:  # needed to pad texts of different lengths
             tokenizer.pad_token = tokenizer.eos_token
         bridge.tokenizer = tokenizer
         found = detect_tokenizer_bos_eos(tokenizer)
@@ -61,10 +60,10 @@ def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> Transform
 
 
 def check_alone(model: TransformerBridge) -> None:
-    """Make sure that this bridge, and no other, is what its model of `transformers` runs.
+    """Check that this bridge is the only one around its model of `transformers`.
 
-    A bridge puts its parts into the model. One that is made later takes their place, and hooks on
-    the first do nothing any more; it runs the first one's parts inside its own.
+    A bridge puts its components into the model. A later bridge replaces them and runs them inside
+    its own components, so that hooks on the first bridge have no effect.
 
     Raises:
         ValueError: there is another bridge around the same model.

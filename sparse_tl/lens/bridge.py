@@ -1,8 +1,8 @@
-"""A TransformerBridge as the package sees it: a model of transformers under hooks.
+"""The adapter of a TransformerBridge: a `transformers` model under hooks.
 
-It is read by three kinds of handle: hook points, by the names that a HookedTransformer's have;
-weights of the wrapped modules; and which norms stand before and after attention and MLP, found in
-one pass and not by names, which differ between versions.
+It uses three kinds of handle: hook points, under the names of a HookedTransformer; weights of the
+wrapped modules; and the norms before and after attention and MLP, identified in a forward pass and
+not by name, since names differ between versions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class BridgeAdapter(Adapter):
-    """A TransformerBridge as the package sees it."""
+    """The adapter of a TransformerBridge."""
 
     model: TransformerBridge
 
@@ -51,11 +51,11 @@ class BridgeAdapter(Adapter):
 
     @property
     def core(self) -> nn.Module:
-        """The model that is wrapped, maybe by several bridges."""
+        """The wrapped model, possibly shared by several bridges."""
         return self.model.original_model
 
     def unsupported(self) -> str | None:
-        """Why circuits are not defined on the model as it is configured, if they are not."""
+        """Why circuits are not defined for the model as configured; None if they are."""
         if any(here.before_mlp == here.before_attention is not None for here in self.layouts):
             return "its MLPs read what a normalisation makes for attention"
         return super().unsupported()
@@ -63,7 +63,7 @@ class BridgeAdapter(Adapter):
     # ---- hook points -----------------------------------------------------------------------------
 
     def place(self, name: str) -> HookPoint | Place:
-        """As of `Adapter`."""
+        """See `Adapter`."""
         layer, _, what = name.removeprefix("blocks.").partition(".")
         if what == "attn.cached_columns":
             return CachedColumns(self.model.blocks[int(layer)].attn, partial(_cached, int(layer)))
@@ -75,12 +75,12 @@ class BridgeAdapter(Adapter):
             return hook_point(self.model, name)
         norm = self._module(int(layer), "before_mlp")
         if norm is None:
-            # What the MLP reads is what its normalisation would: one function after the other.
+            # The norm's output would be the MLP's own input: run one function after the other.
             return Before(self.model.blocks[int(layer)].mlp, first=what == "mlp_input")
         return Before(norm) if what == "mlp_input" else After(norm)
 
     def heads_point(self, layer: int) -> str:
-        """As of `Adapter`; ``z_written`` is z over the scale of a norm of what attention writes."""
+        """See `Adapter`; ``z_written`` is z divided by the scale of a norm of attention output."""
         if self.layouts[layer].after_attention is None:
             return super().heads_point(layer)
         return f"blocks.{layer}.attn.z_written"
@@ -106,7 +106,7 @@ class BridgeAdapter(Adapter):
 
     @torch.no_grad()
     def check_mask(self, attention_mask: Int[Tensor, "batch pos"] | None) -> None:
-        """As of `Adapter`."""
+        """See `Adapter`."""
         if self._pads_in_float64(attention_mask):
             tokens = torch.zeros(1, 2, dtype=torch.long, device=self.device)
             mask = torch.tensor([[0, 1]], device=self.device)
@@ -114,7 +114,7 @@ class BridgeAdapter(Adapter):
                 self._check_padded(self.model(tokens, attention_mask=mask))
 
     def _pads_in_float64(self, attention_mask: Tensor | None) -> bool:
-        """Whether prompts are padded on the left where it may be too much for the model."""
+        """Whether prompts are padded on the left of a float64 model, which may return NaN."""
         return (
             attention_mask is not None
             and self.dtype == torch.float64
@@ -130,13 +130,13 @@ class BridgeAdapter(Adapter):
             )
 
     def logits(self, final: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
-        """As of `Adapter`."""
+        """See `Adapter`."""
         model: Any = self.model
         return model.adapter.apply_output_logits_transform(model.unembed(model.ln_final(final)))
 
     def _final(self, rows: Tensor, from_layer: int, attention_mask: Tensor | None) -> Tensor:
-        # A key-value cache costs a copy. Some models in half precision run only with one: it makes
-        # v as wide as k, which rotary tables have made float32.
+        # A key-value cache costs a copy. Some half-precision models only run with one: it casts v
+        # to k's dtype, which rotary tables have made float32.
         options: dict[str, Any] = {} if self.dtype in _HALVES else {"use_cache": False}
         if attention_mask is not None:
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
@@ -144,7 +144,7 @@ class BridgeAdapter(Adapter):
         entering = rows if rows.is_floating_point() else None
         with _stopped(self.model), _entered(self.model, from_layer, entering):
             final = self.model(rows, **options)
-        # Not by `check_mask`: hooks of this very pass would meet its prompt.
+        # Not via `check_mask`: hooks of this pass would see its prompt.
         if self._pads_in_float64(attention_mask):
             self._check_padded(final)
         return final
@@ -166,7 +166,7 @@ class BridgeAdapter(Adapter):
         )
 
     def post_norm(self, layer: int) -> Norm:
-        """The normalisation of what a layer's attention writes."""
+        """The normalisation of a layer's attention output."""
         return self._norm(self._module(layer, "after_attention"))
 
     def _module(self, layer: int, where: str) -> Any:
@@ -181,7 +181,7 @@ class BridgeAdapter(Adapter):
         rms = bool(module.uses_rms_norm)
         weight, bias = getattr(inner, "weight", None), getattr(inner, "bias", None)
         offset = getattr(module, "uses_weight_offset", None)
-        if offset is None:  # before 4.1
+        if offset is None:  # TransformerLens before 4.1
             offset = rms and bool(getattr(cfg, "rmsnorm_uses_offset", False))
         if offset and weight is not None:
             weight = 1.0 + weight
@@ -198,7 +198,7 @@ class BridgeAdapter(Adapter):
         return weight, weight.new_zeros(len(weight), weight.shape[2]) if bias is None else bias
 
     def W_O(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
-        """What takes what stands at `heads_point` to the residual stream."""
+        """The matrix from `heads_point` to the residual stream."""
         block = self.model.blocks[layer]
         weight, scale = block.attn.W_O, getattr(block, "residual_contribution_scale", 1.0)
         post = self.post_norm(layer).weight
@@ -208,12 +208,12 @@ class BridgeAdapter(Adapter):
     # ---- as a whole ------------------------------------------------------------------------------
 
     def copy(self) -> TransformerBridge:
-        """A copy with no parameter in common and without hooks."""
+        """A copy without hooks that shares no parameter."""
         model = self.model
         return boot(plain_copy(model), model.tokenizer, name=self.name).train(model.training)
 
     def parameters(self, group: Literal["qk", "all"]) -> list[nn.Parameter]:
-        """The parameters of queries and keys, or all that a pass reads."""
+        """The parameters of queries and keys, or all parameters that a pass reads."""
         if group == "all":
             unread = {id(parameter) for parameter in unread_parameters(self.model)}
             return [p for p in self.model.parameters() if id(p) not in unread]
@@ -223,7 +223,7 @@ class BridgeAdapter(Adapter):
 
 
 def _cached(layer: int, kwargs: dict[str, Any]) -> int:
-    # More than the keys that a layer with a sliding window shows: these are the last of them.
+    # Can exceed the keys of a layer with a sliding window, which are the last of these columns.
     cache = kwargs.get("past_key_values")
     cache = kwargs.get("layer_past") if cache is None else cache  # GPT-NeoX
     return 0 if cache is None else int(cache.get_seq_length(layer))
@@ -231,7 +231,7 @@ def _cached(layer: int, kwargs: dict[str, Any]) -> int:
 
 @contextmanager
 def _stopped(model: TransformerBridge) -> Iterator[None]:
-    """Inside the block a call returns what the last normalisation would read."""
+    """Inside the block a call returns the input of the final normalisation."""
 
     def stop(_module: nn.Module, args: tuple[Any, ...]) -> None:
         raise StopAtLayerException(args[0])
@@ -245,11 +245,11 @@ def _stopped(model: TransformerBridge) -> Iterator[None]:
 
 @contextmanager
 def _entered(model: TransformerBridge, layer: int, residual: Tensor | None) -> Iterator[None]:
-    """Inside the block a call with the residual stream starts at a layer; one with tokens at 0.
+    """Inside the block a call with a residual stream starts at a layer; one with tokens at 0.
 
-    The layers before hand on what they get. The wrapped model makes masks and position embeddings
-    as always and numbers its layers from 0; what it does itself to embeddings that it is given
-    (GPT-2's positions, Gemma's factor) goes no further than the first layer that is run.
+    Skipped layers pass their input on. The wrapped model builds masks and position embeddings as
+    usual and numbers its layers from 0. What it does to given embeddings (GPT-2's positions,
+    Gemma's factor) is discarded at the first layer that is run.
     """
     if residual is None:
         yield
@@ -267,7 +267,7 @@ def _entered(model: TransformerBridge, layer: int, residual: Tensor | None) -> I
     handle = model.blocks[layer].register_forward_pre_hook(enter, with_kwargs=True)
     try:
         for block in skipped:
-            block.__dict__["forward"] = hand_on  # setattr would give it to the wrapped layer
+            block.__dict__["forward"] = hand_on  # setattr would set it on the wrapped layer
         yield
     finally:
         handle.remove()

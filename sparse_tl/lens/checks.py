@@ -1,19 +1,19 @@
-"""Whether a model is what the package takes it for, seen in numbers when it is first used.
+"""Numerical checks that a model behaves as the package assumes, made on first use.
 
-One small forward pass each, in which only the package's own hooks run:
+Each is a small forward pass in which only the package's own hooks run:
 
-*both*     two passes over a prompt agree: nothing is dropped at random; a bridge computes what
-           the model of `transformers` does that it wraps;
-*gates*    an edit of the attention scores moves the pattern of every layer; with the pattern at
-           zero heads write nothing, and nothing of a token reaches the positions behind it;
-*mlps*     each MLP is called once and then writes; whatever stands in the place of what it writes
-           is what the layer adds to the residual stream, beside what its heads write;
-*circuits* normalisation and projection of the residual stream give q, k and v; what the heads write
-           adds up to the attention layer's output, and all sources to the final residual stream;
-           unembedding that gives the logits; a pass that starts at layer 1 ends as a whole one;
-           heads and MLPs that are shown what they read in another prompt write what they do there.
+*both*     two passes over a prompt agree (no dropout); a bridge computes the same as the
+           `transformers` model that it wraps;
+*gates*    editing attention scores changes the pattern in every layer; with a pattern of zeros,
+           heads write nothing, and nothing of a token reaches later positions;
+*mlps*     each MLP is called once before it writes; whatever replaces its output is what the layer
+           adds to the residual stream, besides the output of its heads;
+*circuits* normalising and projecting the residual stream gives q, k and v; head outputs sum to the
+           attention layer's output, and all sources to the final residual stream; unembedding that
+           gives the logits; a pass that starts at layer 1 matches a full pass; heads and MLPs given
+           the inputs from another prompt produce the outputs from that prompt.
 
-This catches what no list of architectures can, and turns a wrong number into a refusal.
+This covers architectures that no list could, and turns wrong numbers into errors.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ _checked: dict[str, WeakSet[Model]] = {
 
 
 def check_gates(adapter: Adapter) -> None:
-    """Make sure that gates on attention edges and heads act on a model.
+    """Check that gates on attention edges and heads take effect on a model.
 
     Raises:
-        ValueError: a hook point is missing, fires never or twice, or edits to it are dropped.
+        ValueError: a hook point is missing, does not fire exactly once, or ignores edits.
     """
     _once("gates", adapter, _gates_act)
 
 
 def check_mlps(adapter: Adapter) -> None:
-    """Make sure that gates on what MLPs write act on a model.
+    """Check that gates on MLP outputs take effect on a model.
 
     Raises:
-        ValueError: it has no MLPs, or they write to the residual stream by other ways.
+        ValueError: the model has no MLPs, or they write to the residual stream in other ways.
     """
     _once("mlps", adapter, _mlps_write)
 
 
 def check_circuits(adapter: Adapter) -> None:
-    """Make sure that a model is the sum of its heads and MLPs, each of which reads what is written.
+    """Check that a model is the sum of its heads and MLPs, each reading the residual stream.
 
     Raises:
-        ValueError: it is not, with the part that differs.
+        ValueError: it is not; the message names the part that differs.
     """
     _once("circuits", adapter, _circuits_hold)
 
@@ -81,14 +81,14 @@ def _once(kind: str, adapter: Adapter, check: Callable[[Adapter, Tensor], None])
 
 
 def _few_tokens(adapter: Adapter) -> Int[Tensor, "1 pos"]:
-    """A prompt that means nothing, always the same."""
+    """A fixed random prompt."""
     generator = torch.Generator().manual_seed(0)
     length = min(5, adapter.n_ctx)
     return torch.randint(adapter.d_vocab, (1, length), generator=generator).to(adapter.device)
 
 
 def _repeats(adapter: Adapter, tokens: Tensor) -> None:
-    """Dropout would be taken for an effect of whatever is looked at."""
+    """Check that there is no dropout, which would be mistaken for an effect."""
     if not adapter.model.training:
         return
     first, second = adapter.model(tokens), adapter.model(tokens)
@@ -110,7 +110,7 @@ def _gates_act(adapter: Adapter, tokens: Tensor) -> None:
         edited: Sequence[str] = (),
         edit: HookFunction = torch.clone,
     ) -> dict[str, list[Tensor]]:
-        """What stands at some hook points while others are edited."""
+        """Activations at some hook points while others are edited."""
         found: dict[str, list[Tensor]] = {name: [] for name in names}
         hooks: list[tuple[str, Order, HookFunction]]
         hooks = [(name, Order.FIRST, edit) for name in edited]
@@ -131,7 +131,7 @@ def _gates_act(adapter: Adapter, tokens: Tensor) -> None:
     for layer, name in enumerate(patterns):
         if tokens.shape[1] > 1 and torch.equal(moved[name][0], plain[name][0]):
             _refuse(adapter, layer, "edits to its attention scores do not reach the pattern")
-    # With the first token in two versions, what differs behind it came by way of attention.
+    # Two versions of the first token: later differences must have come through attention.
     two = tokens.repeat(2, 1)
     two[1, 0] = (two[1, 0] + 1) % adapter.d_vocab
     closed = seen(two, [*heads, *residuals], patterns, torch.zeros_like)
@@ -161,12 +161,12 @@ def _mlps_write(adapter: Adapter, tokens: Tensor) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def write(before: str, written: str, value: Tensor) -> Tensor:
-        """Something as large as what it is added to, so that it does not drown in rounding."""
+        """Noise as large as the residual stream, so that it is not lost to rounding."""
         noise = torch.randn(value.shape, generator=generator).to(value)
         found[written].append(noise * found[before][-1].abs().max())
         return found[written][-1]
 
-    # Without a pattern heads write nothing, and their biases are the same at every position.
+    # With a zero pattern heads write nothing, and their biases are equal at all positions.
     hooks: list[tuple[str, Order, HookFunction]] = [
         (name, Order.FIRST, torch.zeros_like) for name in adapter.layer_points("attn.hook_pattern")
     ]
@@ -216,7 +216,7 @@ def _parts_add_up(adapter: Adapter, tokens: Tensor) -> None:
             _same(adapter, kept[f"{block}.attn.hook_{slot}"], rebuilt, f"{slot} of layer {layer}")
         heads = adapter.heads_written(layer, kept[adapter.heads_point(layer)]).sum(dim=0)
         written = kept[f"{block}.hook_attn_out"]
-        # The bias belongs to no head; it is the same at every position.
+        # The bias belongs to no head; it is equal at all positions.
         rest = written - heads
         _same(adapter, written, heads + rest[:, :1], f"what the heads of layer {layer} write")
         if has_mlps:
@@ -234,7 +234,7 @@ def _parts_add_up(adapter: Adapter, tokens: Tensor) -> None:
 
 
 def _edits_reach(adapter: Adapter, tokens: Tensor) -> None:
-    """Heads and MLPs that are shown what they read in another prompt write what they do there."""
+    """Check that heads and MLPs given another prompt's inputs produce its outputs."""
     layers = range(adapter.n_layers)
     written = [name for name in adapter.source_points() if name != EMBEDDED]
     read = [name for layer in layers for name in adapter.destination_points(layer)]

@@ -1,9 +1,9 @@
-"""A HookedTransformer's configuration and weights as a plain `transformers` model.
+"""Convert a HookedTransformer's configuration and weights to a plain `transformers` model.
 
-That is how folders of HookedTransformers load where TransformerLens has that class no longer. Three
-families say exactly what most of them compute: GPT-2 (learned positions, LayerNorm), GPT-NeoX
-(rotary positions, LayerNorm) and Llama (rotary positions, RMS norms, a gated MLP). All else is
-refused: a model that computes nearly the same would be a silent wrong number.
+Needed to load HookedTransformer folders where TransformerLens no longer has that class. Three
+families exactly cover what most of them compute: GPT-2 (learned positions, LayerNorm), GPT-NeoX
+(rotary positions, LayerNorm) and Llama (rotary positions, RMS norms, a gated MLP). Everything else
+is refused: a nearly equal model would silently give wrong numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sparse_tl.lens.families import FAMILIES, Named
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# What no family has, and what the fields say where a model does not have it either.
+# Features that no family has, with the value of each field in a model without the feature.
 _ABSENT: dict[str, Any] = {
     "attn_only": False,
     "attention_dir": "causal",
@@ -65,10 +65,10 @@ _ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "s
 
 
 def as_transformers(fields: dict[str, Any], weights: dict[str, Tensor]) -> PreTrainedModel:
-    """The model that these fields of `HookedTransformerConfig` and these weights make.
+    """The model defined by fields of `HookedTransformerConfig` and weights.
 
     Raises:
-        ValueError: an architecture that no family says exactly, or weights of another one.
+        ValueError: no family covers the architecture exactly, or the weights do not fit it.
     """
     said = _completed(fields)
     family = _family(said)
@@ -77,7 +77,7 @@ def as_transformers(fields: dict[str, Any], weights: dict[str, Tensor]) -> PreTr
     named.check_read()
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with torch.random.fork_rng(devices=[]):  # its own first weights are drawn, and dropped
+    with torch.random.fork_rng(devices=[]):  # its initial random weights are discarded
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(
                 family,
@@ -99,10 +99,10 @@ def as_transformers(fields: dict[str, Any], weights: dict[str, Tensor]) -> PreTr
 
 
 def _completed(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields, with TransformerLens's own values where they say nothing."""
+    """The fields, completed with TransformerLens's defaults."""
     said = {**_ABSENT, "gated_mlp": False, "parallel_attn_mlp": False, "final_rms": False, **fields}
     said["dtype"] = getattr(torch, said.get("dtype", "float32"))
-    # Norms without weights are those with weights of one.
+    # Norms without weights equal norms with weights of one.
     said["normalization_type"] = str(said.get("normalization_type", "LN")).removesuffix("Pre")
     for name, value in {
         "positional_embedding_type": "standard",
@@ -121,7 +121,7 @@ def _completed(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _family(said: dict[str, Any]) -> str:
-    """The family that says exactly what these fields do."""
+    """The family that covers these fields exactly."""
     wanted = _ABSENT | {"d_vocab_out": said.get("d_vocab")}
     strange = {name: said[name] for name, value in wanted.items() if said[name] != value}
     if said.get("act_fn") not in _ACTIVATIONS:

@@ -1,8 +1,8 @@
-"""What transformers may see of a folder that may come from a stranger.
+"""Restrict what transformers can see of an untrusted folder.
 
 Its files can name code to run: ``auto_map``, ``*.py``, pickled weights, adapters, kernels. So
-transformers never sees the folder itself. It sees links to the files that are data, in a temporary
-folder, with the fields left out that point elsewhere.
+transformers never sees the folder itself, but a temporary folder with links to the data files, in
+which fields that point elsewhere are removed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sparse_tl.files import read_json, write_json
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
 _PLAIN = (*_VOCABULARIES, "merges.txt", "vocab.txt", "added_tokens.json")
-# Fields of config.json, at any depth, that name code or another place.
+# Fields of config.json, at any depth, that name code or another location.
 _POINTERS = (
     "auto_map _name_or_path trust_remote_code attn_implementation _attn_implementation "
     "experts_implementation _experts_implementation transformers_weights custom_pipelines"
@@ -39,15 +39,15 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack")
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds the files of a tokenizer."""
+    """Whether a folder holds tokenizer files."""
     return any((folder / name).is_file() for name in _VOCABULARIES)
 
 
 @contextmanager
 def data_alone(folder: Path) -> Iterator[Path]:
-    """A temporary folder with the tokenizer's files alone, to which others can be added.
+    """A temporary folder with the tokenizer files only, to which others can be added.
 
-    Its path says nothing, since what reads it may guess from the name of a family in it.
+    Its path is neutral, since readers may guess the model family from a name in it.
     """
     with tempfile.TemporaryDirectory(prefix="model-") as temporary:
         data = Path(temporary) / "model"
@@ -63,22 +63,22 @@ def data_alone(folder: Path) -> Iterator[Path]:
 
 
 def _link(file: Path, data: Path) -> None:
-    # Links stay: the hub's cache is made of them. Pipes and devices would never end.
+    # Follow links: the hub's cache consists of them. Pipes and devices would never end.
     if file.is_file():
         (data / file.name).symlink_to(file.resolve())
 
 
 def link_weights(folder: Path, data: Path) -> dict[str, int]:
-    """Add the safetensors files, and their index if it names no others; how large each weight is.
+    """Link the safetensors files, and their index if it names only these; return weight sizes.
 
-    Other files of that kind, gates among them, stay where they are.
+    Other files of that kind, including gates, are not linked.
 
     Raises:
-        ValueError: pickled or damaged weights, or an index of files elsewhere.
+        ValueError: weights are pickled or damaged, or the index names files elsewhere.
     """
     named: Any = {"": _WEIGHTS}
     if (folder / _WEIGHTS).is_file():
-        pass  # an index beside it is of other weights, for transformers too
+        pass  # transformers ignores an index beside it, too
     elif (folder / _INDEX).is_file():
         index = json_object(folder / _INDEX)
         named = index.get("weight_map")
@@ -107,10 +107,10 @@ def link_weights(folder: Path, data: Path) -> dict[str, int]:
 
 
 def checked_config(folder: Path) -> dict[str, Any]:
-    """The model's configuration without what points elsewhere.
+    """The model's configuration without fields that point elsewhere.
 
     Raises:
-        ValueError: an adapter, quantised weights, or a class that transformers does not have.
+        ValueError: it is an adapter, has quantised weights, or a class unknown to transformers.
     """
     if (folder / "adapter_config.json").exists():
         raise ValueError(
@@ -134,7 +134,7 @@ def checked_config(folder: Path) -> dict[str, Any]:
 
 
 def depths(config: Any) -> Iterator[tuple[str, Any]]:
-    """The numbers of layers in a configuration, at any depth."""
+    """The layer counts in a configuration, at any depth."""
     for name, value in config.items():
         if name in _DEPTHS and value is not None:
             yield name, value
@@ -143,10 +143,10 @@ def depths(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_depth(layers: Any, weights: int, said: str) -> None:
-    """Make sure that there are enough weights for so many layers, before these are made.
+    """Check that there are enough weights for this many layers, before any is allocated.
 
     Raises:
-        ValueError: there are more layers than weights, or not a number of them.
+        ValueError: there are more layers than weights, or `layers` is not a positive integer.
     """
     if type(layers) is not int or not 0 < layers <= weights:
         raise ValueError(

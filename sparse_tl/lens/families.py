@@ -1,4 +1,4 @@
-"""Weights of a HookedTransformer in the names and shapes of GPT-2, GPT-NeoX and Llama."""
+"""Weights of a HookedTransformer under the names and shapes of GPT-2, GPT-NeoX and Llama."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 class Named:
-    """Weights by their names in a HookedTransformer; it knows which were read."""
+    """Weights by HookedTransformer name, keeping track of which were read."""
 
     def __init__(self, said: dict[str, Any], weights: dict[str, Tensor]) -> None:
         self._said, self._weights, self._read = said, weights, set[str]()
 
     def __call__(self, name: str, *axes: str) -> Tensor:
-        """The weight whose axes are these sizes; biases and weights of norms may be absent."""
+        """The weight with these axes; missing biases are zeros, missing norm weights ones."""
         shape = tuple(self._said[axis] for axis in axes)
         parent, _, leaf = name.rpartition(".")
-        grouped = f"{parent}._{leaf}"  # k and v of fewer heads than queries have
+        grouped = f"{parent}._{leaf}"  # k and v with fewer heads than queries
         name = grouped if grouped in self._weights else name
         self._read.add(name)
         found = self._weights.get(name)
@@ -31,7 +31,7 @@ class Named:
         return found
 
     def check_read(self) -> None:
-        """Make sure that no weight is left over."""
+        """Check that no weight is left over."""
         left_over = sorted(set(self._weights) - self._read)
         if left_over:
             raise ValueError(f"expected weights of this architecture alone; got {left_over[:5]}")
@@ -44,8 +44,8 @@ class Named:
         bias = self(f"{at}.b_{slot}", heads, "d_head")
         rotary = self._said["positional_embedding_type"] == "rotary"
         if rotary and self._said["rotary_adjacent_pairs"] and slot != "V":
-            # Pairs that are rotated together: (0, 1), (2, 3), .. here, (0, n/2), (1, n/2+1), ..
-            # there. The scores do not depend on the order.
+            # Pairs rotated together: (0, 1), (2, 3), .. here, (0, n/2), (1, n/2+1), .. there.
+            # The scores do not depend on the order.
             turned, rest = torch.arange(self._said["d_head"]).split(
                 [self._said["rotary_dim"], self._said["d_head"] - self._said["rotary_dim"]]
             )
@@ -54,7 +54,7 @@ class Named:
         return weight, bias
 
     def out(self, layer: int) -> tuple[Tensor, Tensor]:
-        """What takes z of all heads to the residual stream: ``[z, d_model]``, and its bias."""
+        """The matrix from z of all heads to the residual stream, ``[z, d_model]``, and its bias."""
         weight = self(f"blocks.{layer}.attn.W_O", "n_heads", "d_head", "d_model")
         return weight.flatten(0, 1), self(f"blocks.{layer}.attn.b_O", "d_model")
 
@@ -65,7 +65,7 @@ class Named:
         return self(f"blocks.{layer}.mlp.{name}", *(axes | rest)[name])
 
     def norms(self, layer: int, attention: str, mlp: str) -> dict[str, Tensor]:
-        """Weights and biases of a layer's LayerNorms, which are called so before each part."""
+        """Weights and biases of a layer's LayerNorms, under the given names of the two norms."""
         return {
             f"{theirs}.{kind}": self(f"blocks.{layer}.{ours}.{kind[0]}", "d_model")
             for ours, theirs in (("ln1", attention), ("ln2", mlp))
@@ -73,7 +73,7 @@ class Named:
         }
 
     def around(self, embedding: str, norm: str) -> dict[str, Tensor]:
-        """What comes before and after the layers: embedding, last norm and unembedding."""
+        """The parts around the layers: embedding, final norm and unembedding."""
         last, unembedding = self._ending()
         return {
             f"{embedding}.weight": self("embed.W_E", "d_vocab", "d_model"),
@@ -82,11 +82,11 @@ class Named:
         }
 
     def _ending(self) -> tuple[dict[str, Tensor], Tensor]:
-        """The last norm, and the unembedding ``[vocabulary, d_model]``, which has no bias there.
+        """The final norm, and an unembedding ``[vocabulary, d_model]`` without a bias.
 
-        A bias b_U is taken over by both. What LayerNorm standardises, x, sums to 0: adding a number
-        to a whole column of the unembedding changes nothing. With weight and bias of the norm 1,
-        the logits are ``(x + 1) A``, which is ``x (w W_U) + (b W_U + b_U)`` for
+        A bias b_U is absorbed into both. LayerNorm's standardised x sums to 0, so adding a constant
+        to a column of the unembedding changes nothing. With the norm's weight and bias set to 1,
+        the logits are ``(x + 1) A``, which equals ``x (w W_U) + (b W_U + b_U)`` for
         ``A = w W_U - mean(w W_U) + (b W_U + b_U) / d_model``.
         """
         rms = self._said["normalization_type"] == "RMS"
@@ -180,7 +180,7 @@ def _llama(said: dict[str, Any], named: Named) -> tuple[dict[str, Any], dict[str
         block |= {"self_attn.o_proj.weight": weight.T, "self_attn.o_proj.bias": bias}
         for ours, theirs in (("in", "up"), ("out", "down"), ("gate", "gate")):
             block[f"mlp.{theirs}_proj.weight"] = named.mlp(layer, f"W_{ours}").T
-        # HookedTransformer adds b_in after the product of both, and not to what W_in gives.
+        # HookedTransformer adds b_in after the product of both, not to the output of W_in.
         inner = named.mlp(layer, "b_in")
         block["mlp.down_proj.bias"] = named.mlp(layer, "b_out") + inner @ named.mlp(layer, "W_out")
         block |= dict.fromkeys(("mlp.up_proj.bias", "mlp.gate_proj.bias"), torch.zeros_like(inner))
@@ -195,7 +195,7 @@ def _llama(said: dict[str, Any], named: Named) -> tuple[dict[str, Any], dict[str
         "head_dim": said["d_head"],
         "rope_parameters": _rope(said),
     }
-    # Biases that are all zero are left out, as in the checkpoints that such models come from.
+    # Leave out biases that are all zero, as in the original checkpoints of such models.
     for part, field in (("self_attn", "attention_bias"), ("mlp", "mlp_bias")):
         biases = [name for name in found if f".{part}." in name and name.endswith(".bias")]
         config[field] = any(bool(found[name].any()) for name in biases)
@@ -209,4 +209,4 @@ def _rope(said: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 FAMILIES = {"gpt2": _gpt2, "gpt_neox": _neox, "llama": _llama}
-"""What makes fields of a configuration, and weights by name, of a family of `transformers`."""
+"""For each `transformers` family, a function to configuration fields and weights by name."""

@@ -1,7 +1,7 @@
-"""Whether a bridge computes what the model of `transformers` does that it wraps.
+"""Check that a bridge computes the same as the `transformers` model that it wraps.
 
-TransformerLens computes attention itself, and knows some settings of a configuration not at all:
-GPT-2's ``scale_attn_weights=False``, for one. No list of them is complete; a few logits are.
+TransformerLens has its own attention and ignores some configuration settings, such as GPT-2's
+``scale_attn_weights=False``. No list of these is complete, so a few logits are compared.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from sparse_tl.lens.attaching import others_off
 
 _LENGTH = 8
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}
-_HALVES = 0.1  # rounding alone makes 2 % in bfloat16
+_HALVES = 0.1  # rounding alone gives 2 % in bfloat16
 _known: WeakSet[TransformerBridge] = WeakSet()
 
 
 @torch.no_grad()
 def few_logits(model: Any) -> tuple[Int[Tensor, "1 pos"], Float[Tensor, "1 pos vocab"]]:
-    """A prompt that means nothing, always the same, and what a model of `transformers` says.
+    """A fixed random prompt, and a `transformers` model's logits on it.
 
     Raises:
-        ValueError: the model fails on it, or returns NaN.
+        ValueError: the model fails on the prompt, or returns NaN.
     """
     generator, config = torch.Generator().manual_seed(0), model.config.get_text_config()
     length = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
@@ -37,7 +37,7 @@ def few_logits(model: Any) -> tuple[Int[Tensor, "1 pos"], Float[Tensor, "1 pos v
         tokens = torch.randint(config.vocab_size, (1, length), generator=generator)
         tokens = tokens.to(model.get_input_embeddings().weight.device)
         logits = model(tokens).logits
-    except Exception as error:  # whatever a configuration leads the model's own code to
+    except Exception as error:  # the model's own code can raise anything
         raise ValueError(
             f"expected a {type(model).__name__} that runs; on a prompt of {length} tokens it fails "
             f"with {type(error).__name__}: {error}"
@@ -56,12 +56,12 @@ def check_same(
     tokens: Int[Tensor, "1 pos"],
     expected: Float[Tensor, "1 pos vocab"],
 ) -> None:
-    """Make sure that a bridge without hooks gives these logits.
+    """Check that a bridge without hooks gives these logits.
 
-    Half of the positions may differ: experts are chosen anew where rounding decides.
+    Half of the positions may differ, since rounding can change the choice of experts.
 
     Raises:
-        ValueError: it gives others.
+        ValueError: the logits differ.
     """
     with others_off(bridge), _evaluated(bridge):
         found = bridge(tokens)
@@ -73,7 +73,7 @@ def check_same(
 
 
 def is_known(bridge: TransformerBridge) -> bool:
-    """Whether it was the same as the model that it wraps when it was last compared."""
+    """Whether the bridge matched its wrapped model when last compared."""
     return bridge in _known
 
 
@@ -100,7 +100,7 @@ def _said(bridge: TransformerBridge, off: str) -> str:
 
 @contextmanager
 def _evaluated(model: torch.nn.Module) -> Iterator[None]:
-    """Inside the block nothing is dropped at random."""
+    """Inside the block the model is in evaluation mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""A HookedTransformer as the package sees it; there are none from TransformerLens 4 on."""
+"""The adapter of a HookedTransformer, a class that TransformerLens 4 and later do not have."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _QK = ("W_Q", "W_K", "b_Q", "b_K")
 
 
 class HookedAdapter(Adapter):
-    """A HookedTransformer as the package sees it."""
+    """The adapter of a HookedTransformer."""
 
     model: HookedTransformer
 
     def unsupported(self) -> str | None:
-        """Why circuits are not defined on the model as it is configured, if they are not."""
+        """Why circuits are not defined for the model as configured; None if they are."""
         cfg = self.model.cfg
         if cfg.positional_embedding_type == "shortformer":
             return "its keys and queries read position embeddings beside the residual stream"
@@ -37,7 +37,7 @@ class HookedAdapter(Adapter):
         return super().unsupported()
 
     def place(self, name: str) -> HookPoint | Place:
-        """As of `Adapter`."""
+        """See `Adapter`."""
         layer, _, what = name.removeprefix("blocks.").partition(".")
         if what in ("mlp_input", "mlp_normalized"):
             norm = self.model.blocks[int(layer)].ln2
@@ -49,11 +49,11 @@ class HookedAdapter(Adapter):
         return hook_point(self.model, name)
 
     def logits(self, final: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
-        """As of `Adapter`."""
+        """See `Adapter`."""
         model = self.model
         if model.cfg.normalization_type is not None:
             final = getattr(model, "ln_final")(final)  # noqa: B009 - absent without normalisation
-        # The model's own unembedding copies its whole matrix anew in every pass.
+        # The model's own unembedding copies its whole matrix in every pass.
         unembed = model.unembed
         logits = unembed.hook_out(F.linear(unembed.hook_in(final), unembed.W_U.T, unembed.b_U))
         cap = model.cfg.output_logits_soft_cap
@@ -75,21 +75,21 @@ class HookedAdapter(Adapter):
     ) -> tuple[Float[Tensor, "head d_model d_head"], Float[Tensor, "head d_head"]]:
         """A projection and its bias; k and v of key-value heads."""
         attention, upper = self.model.blocks[layer].attn, slot.upper()
-        grouped = getattr(attention, f"_W_{upper}", None)  # without the copies for each query head
+        grouped = getattr(attention, f"_W_{upper}", None)  # not repeated for each query head
         if grouped is not None:
             return grouped, getattr(attention, f"_b_{upper}")
         return getattr(attention, f"W_{upper}"), getattr(attention, f"b_{upper}")
 
     def W_O(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
-        """What takes each head's z to the residual stream."""
+        """The matrix from each head's z to the residual stream."""
         return self.model.blocks[layer].attn.W_O
 
     def copy(self) -> HookedTransformer:
-        """A copy of the model, with no parameter in common."""
+        """A copy of the model that shares no parameter with it."""
         return copy.deepcopy(self.model)
 
     def parameters(self, group: Literal["qk", "all"]) -> list[nn.Parameter]:
-        """The parameters of queries and keys, or all."""
+        """The parameters of queries and keys, or all parameters."""
         if group == "all":
             return list(self.model.parameters())
         return [
@@ -117,10 +117,10 @@ class HookedAdapter(Adapter):
 
     @contextmanager
     def _fused(self) -> Iterator[None]:
-        """The normalisations of the residual stream in one operation each."""
+        """Run each normalisation of the residual stream as one operation."""
         found = [getattr(b, name, None) for b in self.model.blocks for name in ("ln1", "ln2")]
         found.append(getattr(self.model, "ln_final", None))
-        # Hooks on the module itself see the same input and output; those inside would see nothing.
+        # Hooks on the module itself see the same values; hooks inside it would not fire.
         norms = [
             norm
             for norm in found

@@ -1,9 +1,9 @@
-"""HookedTransformers: built from fields, and as a folder of ours.
+"""HookedTransformers, built from configuration fields or stored as a folder.
 
-Such a folder holds ``tl_config.json``, ``model.safetensors`` in HookedTransformer's names and,
-where the model has one, its tokenizer's files. Weights are loaded as they are: no folding, no
-centring, so that the model can be trained on. Where TransformerLens has no HookedTransformer any
-more, the folder gives a bridge around the model of `transformers` that computes the same.
+A folder holds ``tl_config.json``, ``model.safetensors`` under HookedTransformer's names and the
+tokenizer's files, if the model has a tokenizer. Weights are loaded without folding or centring, so
+that the model can be trained further. Where TransformerLens no longer has HookedTransformer, the
+folder loads as a bridge around the equivalent model of `transformers`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sparse_tl.lens.points import HookedTransformer, Model
 
 try:
     from transformer_lens import HookedTransformerConfig
-except ImportError:  # there is none from version 4 on
+except ImportError:  # removed in version 4
     HookedTransformerConfig = None
 
 WEIGHTS_FILE = "model.safetensors"
@@ -35,16 +35,16 @@ _BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 def build_model(
     config: dict[str, Any], *, tokenizer: Any = None, device: str | None = None
 ) -> HookedTransformer:
-    """A HookedTransformer from a plain dictionary; its weights are random unless told otherwise.
+    """Build a HookedTransformer from a dictionary; weights are random unless configured otherwise.
 
     Args:
         config: fields of `HookedTransformerConfig`; ``dtype`` may be a name such as "float32".
         tokenizer: a Hugging Face tokenizer.
-        device: where the model goes; a GPU if there is one when left out.
+        device: device of the model; a GPU by default if there is one.
 
     Raises:
-        ValueError: an unknown field or dtype, fields that make no model together, or a
-            TransformerLens that has no HookedTransformer.
+        ValueError: a field or dtype is unknown, the fields are inconsistent, or this version of
+            TransformerLens has no HookedTransformer.
     """
     if HookedTransformerConfig is None:
         raise ValueError(
@@ -64,7 +64,7 @@ def build_model(
 
 
 def save_hooked(model: HookedTransformer, folder: Path) -> None:
-    """Write configuration and weights into an existing folder."""
+    """Write configuration and weights to an existing folder."""
     write_json(folder / CONFIG_FILE, model_config(model))
     weights = {
         name: tensor
@@ -75,10 +75,10 @@ def save_hooked(model: HookedTransformer, folder: Path) -> None:
 
 
 def check_hooked(folder: Path) -> dict[str, Any]:
-    """The fields of the configuration in a folder that has weights beside it.
+    """The configuration fields of a folder, after checking that it has weights.
 
     Raises:
-        ValueError: a field that does not describe an architecture, or no weights.
+        ValueError: a field does not describe an architecture, or there are no weights.
     """
     config = read_architecture(folder / CONFIG_FILE)
     if not (folder / WEIGHTS_FILE).is_file():
@@ -87,11 +87,11 @@ def check_hooked(folder: Path) -> dict[str, Any]:
 
 
 def load_hooked(folder: Path, *, device: str, dtype: torch.dtype | None = None) -> Model:
-    """The model in a folder that `save_hooked` wrote, whatever else is in it.
+    """Load the model from a folder that `save_hooked` wrote, ignoring other files.
 
     Raises:
-        ValueError: a field that does not describe an architecture, weights that do not fit, or an
-            architecture that this TransformerLens cannot have.
+        ValueError: a field does not describe an architecture, weights do not fit, or this version
+            of TransformerLens cannot represent the architecture.
     """
     config, file = check_hooked(folder), folder / WEIGHTS_FILE
     weights = read_tensors(file)
@@ -113,7 +113,7 @@ def load_hooked(folder: Path, *, device: str, dtype: torch.dtype | None = None) 
 
 
 def _check_sizes(config: dict[str, Any], weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Refuse sizes beyond what there is in the weights, before a tensor of such a size is made."""
+    """Refuse sizes that exceed the weights, before allocating tensors of such sizes."""
     held = sum(tensor.numel() for tensor in weights.values())
     large = {name: config[name] for name in _SIZES if config.get(name, 0) > held}
     if large:
@@ -140,11 +140,11 @@ def _as_bridge(
 
 
 def _set_tokenizer(model: HookedTransformer, tokenizer: Any) -> None:
-    """Give a model its tokenizer as it is.
+    """Give a model its tokenizer unchanged.
 
-    TransformerLens reads one that has a BOS token but does not add it a second time: from a path,
-    with all that its files say, and so that it adds the token. That would run code that they name,
-    and cost prompts of a model that never had a BOS their last token where they fill the context.
+    TransformerLens reloads tokenizers that have a BOS token but do not add it: from a path, with
+    all settings in its files, and so that BOS is added. That would run code named in the files, and
+    a model trained without BOS would lose the last token of prompts that fill its context.
     """
     bos = tokenizer.bos_token
     if not tokenizer.init_kwargs.get("add_bos_token"):
@@ -154,7 +154,7 @@ def _set_tokenizer(model: HookedTransformer, tokenizer: Any) -> None:
 
 
 def _load_weights(model: HookedTransformer, weights: dict[str, torch.Tensor], origin: Path) -> None:
-    """Fill the model; buffers may be absent, anything else that does not fit is refused."""
+    """Load weights into the model; buffers may be absent, any other mismatch is refused."""
     try:
         outcome = model.load_state_dict(weights, strict=False)
     except RuntimeError as error:

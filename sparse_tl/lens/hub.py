@@ -1,4 +1,4 @@
-"""Models by their name on the hub: fetched as data, or refused at once without a network."""
+"""Hub models by name: downloaded as data, or refused at once without a network."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 import huggingface_hub
 from transformer_lens.supported_models import MODEL_ALIASES
 
-# Their authors publish pickles, which can run code.
+# These authors publish pickles, which can run code.
 _PICKLED = ("NeelNanda/", "ArthurConmy/", "Baidicoot/")
 _DATA = ["*.json", "*.txt", "*.safetensors"]
 _REST = ["*/*", "consolidated*"]  # other formats of the same weights
-_PATIENCE = 2.0  # seconds until the hub counts as out of reach
+_PATIENCE = 2.0  # seconds to wait for the hub
 
 
 def fetch(name: str) -> tuple[Path, str]:
-    """The folder that holds a model of the hub, and the model's name without its author.
+    """Download a hub model; return its folder and its name without the author.
 
-    What is fetched is configuration, weights and tokenizer as data; no code. Where the hub does not
-    answer, what an earlier call has left on this machine is taken.
+    Only configuration, weights and tokenizer are downloaded, as data; no code. If the hub does not
+    answer, the local cache is used.
 
     Args:
-        name: on the hub, or one that TransformerLens has for it.
+        name: name on the hub, or TransformerLens's alias.
 
     Raises:
-        ValueError: no such model, one that is published as a pickle, or a hub out of reach.
+        ValueError: there is no such model, it is published as a pickle, or the hub does not answer.
     """
     official = _official(name)
     silence = _silence()
@@ -37,7 +37,7 @@ def fetch(name: str) -> tuple[Path, str]:
             ignore_patterns=_REST,
             local_files_only=silence is not None,
         )
-    except Exception as error:  # of whatever library huggingface_hub speaks with
+    except Exception as error:  # of any underlying library
         if silence is None:
             raise ValueError(
                 f"expected a folder, or the name of a model on the hub that may be fetched; "
@@ -60,7 +60,7 @@ def fetch(name: str) -> tuple[Path, str]:
 
 
 def _official(name: str) -> str:
-    """The hub's name for a model."""
+    """The hub's name for a model name or alias."""
     aliases = {
         alias.lower(): official for official, known in MODEL_ALIASES.items() for alias in known
     }
@@ -82,10 +82,10 @@ def _official(name: str) -> str:
 
 
 def _silence() -> Any:
-    """What keeps the hub from answering; None where it does.
+    """Why the hub does not answer; None if it does.
 
-    transformers and huggingface_hub would try for half a minute, file by file. A thread, since no
-    time limit holds for the look-up of a host's address.
+    transformers and huggingface_hub would retry for half a minute, file by file. Runs in a thread,
+    since time limits do not cover host name look-up.
     """
     outcome: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Models and tokenizers of Hugging Face folders, read by transformers as data."""
+"""Read models and tokenizers from Hugging Face folders, with transformers, as data."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 OWN_FIELDS = "sparse_tl"
-"""What `config.json` says in a folder of ours beside what transformers reads."""
+"""Key in `config.json` of fields that this package adds to those of transformers."""
 _OWN = {"model_name": str, "default_prepend_bos": bool}
-_WHOLE = ("TokenizersBackend", "PreTrainedTokenizerFast")  # tokenizer.json says all
+_WHOLE = ("TokenizersBackend", "PreTrainedTokenizerFast")  # tokenizer.json is complete
 _MISFITS = ("missing", "unexpected", "mismatched")
-_LARGE = 10**9  # numbers; reading fewer takes no time that a bar could show
-# transformers asks on standard input where this is left out, and fetches where it may.
+_LARGE = 10**9  # weights; smaller models load too fast for a bar
+# By default transformers asks on standard input, and downloads where it may.
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without the progress bars of transformers."""
+    """Hide the progress bars of transformers."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -51,16 +51,16 @@ def quietly() -> Iterator[None]:
 def read_model(
     folder: Path, *, dtype: torch.dtype | None, device_map: str | dict[str, Any]
 ) -> tuple[PreTrainedModel, Any, dict[str, Any]]:
-    """The `transformers` model in a folder, its tokenizer if there is one, and our own fields.
+    """The `transformers` model in a folder, its tokenizer if any, and this package's own fields.
 
     Args:
-        folder: that holds them.
-        dtype: of the weights; when left out, float32, but what a folder of our own was saved in.
+        folder: folder of the model.
+        dtype: dtype of the weights; by default float32, or as saved by this package.
         device_map: where the weights go, as `transformers` understands it.
 
     Raises:
-        ValueError: no causal language model that transformers itself knows, weights that are
-            damaged, missing, left over, pickled or quantised, or an adapter.
+        ValueError: the model is not a causal language model that transformers knows, or an adapter;
+            weights are damaged, missing, left over, pickled or quantised.
     """
     from transformers import AutoModelForCausalLM
 
@@ -74,7 +74,7 @@ def read_model(
                 device_map=device_map,
                 use_safetensors=True,
                 attn_implementation="eager",
-                ignore_mismatched_sizes=True,  # else it only says that there are some
+                ignore_mismatched_sizes=True,  # otherwise it does not list them
                 output_loading_info=True,
                 **_LOCAL,
             )
@@ -90,7 +90,7 @@ def read_model(
 def _checked(folder: Path) -> Iterator[tuple[Path, dict[str, Any], dict[str, Any], int]]:
     """What transformers may see of a folder, once its sizes are known to fit its weights.
 
-    With it: the configuration, our own fields, and how many numbers the weights are.
+    Also yields the configuration, this package's own fields, and the number of weights.
     """
     config = checked_config(folder)
     own = _own_fields(config.pop(OWN_FIELDS, None), folder)
@@ -106,38 +106,38 @@ def _checked(folder: Path) -> Iterator[tuple[Path, dict[str, Any], dict[str, Any
 
 
 def check_files(folder: Path) -> None:
-    """Make sure that configuration and weights can be of one model, without reading weights.
+    """Check that configuration and weights can belong to one model, without reading weights.
 
     Raises:
-        ValueError: as of `read_model`.
+        ValueError: as in `read_model`.
     """
     with _checked(folder):
         pass
 
 
 def read_tokenizer(folder: Path, *, adds_bos: bool = False) -> Any:
-    """The tokenizer in a folder.
+    """Load the tokenizer in a folder.
 
     Args:
-        folder: that holds its files.
-        adds_bos: whether it shall begin every text with its BOS token, where it has one, also when
-            its files do not say so; a HookedTransformer asks for that.
+        folder: folder of the tokenizer's files.
+        adds_bos: whether the tokenizer starts every text with its BOS token, if it has one, even if
+            its files do not say so; HookedTransformer requires that.
 
     Raises:
-        ValueError: damaged files.
+        ValueError: the files are damaged.
     """
     with data_alone(folder) as data:
         return _tokenizer_in(data, folder, adds_bos=adds_bos)
 
 
 def check_tokenizer(tokenizer: Any, d_vocab: int) -> None:
-    """Make sure that a tokenizer is one of a model with so many tokens.
+    """Check that a tokenizer fits a model with this many tokens.
 
-    The model may have more, since vocabularies are padded; and a few added ones may be beyond it,
-    such as Gemma 3's for images.
+    The model may have more, since vocabularies are padded; and a few added tokens may exceed it,
+    such as Gemma 3's image tokens.
 
     Raises:
-        ValueError: it numbers more tokens, or begins texts with one that the model lacks.
+        ValueError: the tokenizer has more tokens, or starts texts with one that the model lacks.
     """
     bos = tokenizer.bos_token_id
     if tokenizer.vocab_size > d_vocab or (bos is not None and bos >= d_vocab):
@@ -149,7 +149,7 @@ def check_tokenizer(tokenizer: Any, d_vocab: int) -> None:
 
 
 def _check_size(data: Path, held: int) -> None:
-    """Refuse a configuration of more numbers than the files hold, before any is made."""
+    """Refuse a configuration with more weights than the files hold, before allocating any."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(str(data), **_LOCAL)
@@ -161,14 +161,14 @@ def _check_size(data: Path, held: int) -> None:
 
 
 def _check_fit(outcome: dict[str, list[Any]]) -> None:
-    """Refuse weights that transformers has made up or left out, with no more than a warning."""
+    """Refuse weights that transformers initialised or dropped with only a warning."""
     if any(outcome.values()):
         said = ", ".join(f"{kind} {found[:5]}" for kind, found in outcome.items())
         raise ValueError(f"the weights do not fit their config.json; {said}")
 
 
 def _own_fields(value: Any, folder: Path) -> dict[str, Any]:
-    """What `save_model` adds to the configuration; nothing where others wrote it."""
+    """The fields that `save_model` adds to a configuration; empty in other folders."""
     fields = {} if value is None else value
     if not isinstance(fields, dict) or any(
         type(said) is not _OWN.get(name) for name, said in fields.items()
@@ -185,12 +185,12 @@ def _tokenizer_in(data: Path, folder: Path, *, adds_bos: bool = False) -> Any:
 
     said = data / "tokenizer_config.json"
     named = json_object(said).get("tokenizer_class") if said.is_file() else None
-    # AutoTokenizer would take the class that belongs to the model's, with a vocabulary of its own.
+    # AutoTokenizer would pick the class of the model family, with its own vocabulary.
     reader: Any = PreTrainedTokenizerFast if named in _WHOLE else AutoTokenizer
     with _said_of(folder, "tokenizer"):
         tokenizer: Any = reader.from_pretrained(str(data), **_LOCAL)
         if adds_bos and tokenizer.bos_token is not None:
-            # Where its template cannot hold this BOS token, TransformerLens prepends it.
+            # If the template cannot hold this BOS token, TransformerLens prepends it.
             with suppress(ValueError):
                 tokenizer = reader.from_pretrained(str(data), add_bos_token=True, **_LOCAL)
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -201,7 +201,7 @@ def _tokenizer_in(data: Path, folder: Path, *, adds_bos: bool = False) -> Any:
 
 @contextmanager
 def _said_of(folder: Path, what: str) -> Iterator[None]:
-    """Name the folder, whatever a wrong file leads transformers and tokenizers to raise."""
+    """Name the folder in any error that transformers or tokenizers raise on a bad file."""
     try:
         yield
     except Exception as error:

@@ -1,8 +1,8 @@
-"""Which normalisations stand before and after attention and MLP in the blocks of a bridge.
+"""Find the normalisations before and after attention and MLP in the blocks of a bridge.
 
-Names do not say: the norms after OLMo-2's attention and MLP are ``ln1`` and ``ln2`` in some
-versions of TransformerLens, ``ln1_post`` and ``ln2_post`` in others. One pass over one token does:
-a norm that reads the very tensor which attention wrote stands after it.
+Names do not tell: the norms after OLMo-2's attention and MLP are ``ln1`` and ``ln2`` in some
+versions of TransformerLens, ``ln1_post`` and ``ln2_post`` in others. A pass over one token does: a
+norm whose input is the very tensor that attention returned comes after it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Call = tuple[str, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """The names of a block's normalisations by where they stand; None where there is none.
+    """The names of a block's normalisations by their position; None if absent.
 
-    The norm before attention may be that before the MLP as well.
+    The norm before attention may be the same as the norm before the MLP.
     """
 
     before_attention: str | None = None
@@ -42,7 +42,7 @@ _found: WeakKeyDictionary[nn.Module, list[Layout]] = WeakKeyDictionary()
 
 
 def layouts(adapter: BridgeAdapter) -> list[Layout]:
-    """Those of all blocks, found when a model is first seen."""
+    """The layouts of all blocks, determined when a model is first seen."""
     if adapter.model not in _found:
         _found[adapter.model] = [_layout(calls) for calls in _calls(adapter)]
     return _found[adapter.model]
@@ -50,7 +50,7 @@ def layouts(adapter: BridgeAdapter) -> list[Layout]:
 
 @torch.no_grad()
 def _calls(adapter: BridgeAdapter) -> list[list[Call]]:
-    """What went in and out of the parts of each block, in their order."""
+    """Inputs and outputs of the parts of each block, in execution order."""
     blocks = adapter.model.blocks
     calls: list[list[Call]] = [[] for _ in blocks]
 

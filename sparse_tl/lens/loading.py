@@ -1,9 +1,9 @@
-"""Models from a hub name, a Hugging Face folder, a folder of ours, or an object; and their saving.
+"""Load models from a hub name, a Hugging Face folder, a saved folder or an object; save models.
 
-Names and Hugging Face folders give a TransformerBridge with every version of TransformerLens: one
-way to read them, which knows more architectures and gives the same tokens everywhere. A bridge is
-saved as a Hugging Face folder, which transformers reads, too; a HookedTransformer as
-`hooked_folder` says. Nothing that a folder says is run.
+Names and Hugging Face folders give a TransformerBridge with every version of TransformerLens,
+so that one code path covers all architectures and gives the same tokens everywhere. A bridge is
+saved as a Hugging Face folder, which transformers can read too; for a HookedTransformer see
+`hooked_folder`. No code from a folder is ever run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sparse_tl.lens.points import HookedTransformer, Model, TransformerBridge
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-GATES_FILE = "gates.json"  # what a SparseTransformer's folder has beside its model
+GATES_FILE = "gates.json"  # marks a SparseTransformer's folder
 
 
 def load_model(
@@ -38,28 +38,28 @@ def load_model(
     dtype: str | torch.dtype | None = None,
     device_map: str | Mapping[str, Any] | None = None,
 ) -> Model:
-    """Load a model without processing its weights, and without running anything that it brings.
+    """Load a model without processing its weights, and without running code that it brings.
 
-    A name and a Hugging Face folder give a TransformerBridge. A folder of ours gives what was saved
-    in it; a HookedTransformer becomes a bridge where TransformerLens has no such class any more.
+    A name or Hugging Face folder gives a TransformerBridge. A folder written by `save_model` gives
+    the saved model; where TransformerLens has no HookedTransformer, that becomes a bridge too.
 
     Args:
-        source: a name on the hub, a local Hugging Face folder, one of our own folders, a causal
-            language model of `transformers`, which becomes a bridge in place, or a model of
-            TransformerLens, which is returned as it is.
-        tokenizer: of a model of `transformers`, or in place of the one that a name or a Hugging
-            Face folder brings.
-        device: where the model goes; a GPU if there is one when left out.
-        dtype: of the weights, such as "bfloat16"; when left out, float32 for names and Hugging Face
-            folders, and what it was saved in for our own.
-        device_map: in place of `device`, where each part goes, as `transformers` understands it;
-            for names and Hugging Face folders.
+        source: hub name, Hugging Face folder, or folder written by `save_model`; or a causal
+            language model of `transformers`, which is turned into a bridge in place; or a
+            TransformerLens model, which is returned unchanged.
+        tokenizer: tokenizer for a model of `transformers`, or to replace the one that a name or a
+            Hugging Face folder brings.
+        device: device of the model; a GPU by default if there is one.
+        dtype: dtype of the weights, such as "bfloat16"; by default float32 for names and Hugging
+            Face folders, and the saved dtype for folders written by `save_model`.
+        device_map: placement of each part, as in `transformers`, instead of `device`; for names
+            and Hugging Face folders.
 
     Raises:
-        TypeError: an object that is no model.
-        ValueError: a folder that holds no model or a sparse one, weights that do not fit their
-            configuration or are pickled, a class of models that TransformerLens does not know, a
-            name that the hub does not, or a hub that cannot be reached.
+        TypeError: the object is not a model.
+        ValueError: the folder holds no model or a sparse one, weights do not fit their
+            configuration or are pickled, TransformerLens does not support the model class, the
+            hub does not have the name, or the hub cannot be reached.
     """
     if not isinstance(source, (str, Path)):
         placed = {"device": device, "dtype": dtype, "device_map": device_map}
@@ -67,7 +67,7 @@ def load_model(
         return _of_object(source, tokenizer)
     folder, name = Path(source).expanduser(), None
     if not folder.is_dir():
-        _placed(device, device_map)  # refused before anything is fetched
+        _placed(device, device_map)  # check arguments before downloading
         _dtype(dtype)
         folder, name = fetch(str(source))
     if (folder / GATES_FILE).exists():
@@ -87,9 +87,9 @@ def load_folder(
     dtype: str | torch.dtype | None = None,
     device_map: str | Mapping[str, Any] | None = None,
 ) -> Model:
-    """The dense model in a folder, whatever else is in it; see `load_model`.
+    """Load the dense model in a folder, ignoring other files; see `load_model`.
 
-    Its name is the one that it was saved under, or else this one or the folder's.
+    The model's name is the saved one, or else `name`, or else the folder's.
     """
     number = _dtype(dtype)
     if (folder / CONFIG_FILE).is_file():
@@ -102,10 +102,10 @@ def load_folder(
 
 
 def check_folder(folder: str | Path) -> None:
-    """Make sure that the files in a folder can be those of a model, without reading its weights.
+    """Check that a folder can hold a model, without reading its weights.
 
     Raises:
-        ValueError: as of `load_model`, for all but the values of weights.
+        ValueError: as in `load_model`, except for errors in the weights' values.
     """
     folder = Path(folder)
     if (folder / CONFIG_FILE).is_file():
@@ -124,9 +124,9 @@ def _no_model(folder: Path) -> ValueError:
 
 
 def save_model(model: Model, folder: str | Path) -> None:
-    """Write configuration, weights and tokenizer into an existing folder.
+    """Write configuration, weights and tokenizer to an existing folder.
 
-    That of a bridge is a Hugging Face folder: transformers reads it, too.
+    A bridge is saved as a Hugging Face folder, which transformers can read too.
     """
     folder = Path(folder)
     if isinstance(model, HookedTransformer):
@@ -138,7 +138,7 @@ def save_model(model: Model, folder: str | Path) -> None:
 
 
 def _save_bridge(model: TransformerBridge, folder: Path) -> None:
-    (folder / CONFIG_FILE).unlink(missing_ok=True)  # of another model that was here
+    (folder / CONFIG_FILE).unlink(missing_ok=True)  # left over from another model
     with quietly():
         plain_model(model).save_pretrained(folder)
     own = {
@@ -164,7 +164,7 @@ def _of_object(source: Any, tokenizer: Any) -> Model:
 
 
 def _name_of(model: PreTrainedModel) -> str:
-    """The last part of what it was loaded from; its family where it was made here."""
+    """The last part of the path it was loaded from, or else its model family."""
     return Path(model.config.name_or_path or "").name or model.config.model_type
 
 
@@ -197,7 +197,7 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 def _placed(
     device: str | torch.device | None, device_map: str | Mapping[str, Any] | None
 ) -> str | dict[str, Any]:
-    """Where each part of a model goes."""
+    """The device map of a model."""
     if device_map is None:
         return {"": str(device or get_device())}
     if device is not None:

@@ -1,4 +1,4 @@
-"""A normalisation of the residual stream as one operation, and the way back through it."""
+"""A normalisation of the residual stream as one operation, and its pullback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 class Norm:
     """``weight (x - mean) / scale + bias`` with ``scale = sqrt(mean((x - mean)^2) + eps)``.
 
-    An RMS norm subtracts no mean; without normalisation (`kind` None) the output is the input.
+    An RMS norm does not subtract the mean; without normalisation (`kind` None) it is the identity.
     """
 
     kind: Literal["layer", "rms"] | None
@@ -24,7 +24,7 @@ class Norm:
     eps: float
 
     def __call__(self, residual: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
-        """In one operation, without the model's hook points."""
+        """Apply the norm as one operation, without the model's hook points."""
         if self.kind is None:
             return residual
         shape = residual.shape[-1:]
@@ -33,7 +33,7 @@ class Norm:
         return F.rms_norm(residual, shape, self.weight, self.eps)
 
     def centred(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
-        """Without its mean over d_model, where this norm subtracts it."""
+        """Subtract the mean over d_model, if this norm does so."""
         return x - x.mean(dim=-1, keepdim=True) if self.kind == "layer" else x
 
     def scale(self, residual: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows 1"]:
@@ -46,7 +46,7 @@ class Norm:
     def standardised(
         self, residual: Float[Tensor, "*rows d_model"]
     ) -> tuple[Float[Tensor, "*rows d_model"], Float[Tensor, "*rows 1"]]:
-        """The input without mean and scale, and the scale."""
+        """The input minus its mean and divided by its scale, and the scale."""
         x = residual.detach()
         scale = self.scale(x)
         return (self.centred(x) / scale).to(x.dtype), scale.to(x.dtype)
@@ -54,10 +54,10 @@ class Norm:
     def pulled_back(
         self, residual: Float[Tensor, "*rows d_model"], gradient: Float[Tensor, "*rows d_model"]
     ) -> Float[Tensor, "*rows d_model"]:
-        """Through the transposed Jacobian: ``(g - mean g - x mean(g x)) / scale``.
+        """Multiply by the transposed Jacobian: ``(g - mean g - x mean(g x)) / scale``.
 
-        g is the gradient times the weight and x the standardised input; an RMS norm subtracts no
-        mean. Exact with the epsilon inside the scale.
+        g is the gradient times the weight, x the standardised input; an RMS norm does not subtract
+        the mean. Exact, with epsilon included in the scale.
         """
         if self.kind is None:
             return gradient

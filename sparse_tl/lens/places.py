@@ -1,4 +1,4 @@
-"""Where functions go that have no hook point of TransformerLens: before and after modules."""
+"""Attachment points other than TransformerLens hook points: before and after modules."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ HookFunction = Callable[[Tensor], Tensor | None]
 
 @runtime_checkable
 class Place(Protocol):
-    """Something that shows a function an activation, and takes what it returns instead."""
+    """A point that passes an activation to a function and uses what it returns."""
 
     def attach(self, function: HookFunction) -> list[RemovableHandle]:
-        """Call the function in every pass, until the handles are removed."""
+        """Call the function in every pass until the handles are removed."""
         ...
 
 
 @dataclass(frozen=True)
 class Before:
-    """What a module reads.
+    """The input of a module.
 
     Args:
-        module: that reads it.
-        first: whether the function runs before those that are there already.
+        module: module that reads the input.
+        first: whether the function runs before existing pre-hooks.
     """
 
     module: nn.Module
@@ -37,7 +37,7 @@ class Before:
 
     def attach(self, function: HookFunction) -> list[RemovableHandle]:
         def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            # A view has the module as its only reader, and a gradient of its own.
+            # The view is read only by this module, and has a gradient of its own.
             shown = args[0].view_as(args[0])
             changed = function(shown)
             return (shown if changed is None else changed, *args[1:])
@@ -47,13 +47,13 @@ class Before:
 
 @dataclass(frozen=True)
 class After:
-    """What a module returns, for readers that all come by it."""
+    """The output of a module, for all its readers."""
 
     module: nn.Module
 
     def attach(self, function: HookFunction) -> list[RemovableHandle]:
         def after(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
-            # Without normalisation the output is the input itself.
+            # Without normalisation the output is the input tensor itself.
             shown = output.view_as(output)
             changed = function(shown)
             return shown if changed is None else changed
@@ -63,10 +63,10 @@ class After:
 
 @dataclass(frozen=True)
 class Given:
-    """What a module was called with, shown once it has returned: all edits of it are made.
+    """The input of a module, shown after it has returned, once all edits are made.
 
     Args:
-        module: that was called.
+        module: module that is called.
     """
 
     module: nn.Module
@@ -80,11 +80,11 @@ class Given:
 
 @dataclass(frozen=True)
 class CachedColumns:
-    """How many columns of the prompts a key-value cache holds before a layer's attention is called.
+    """The number of prompt columns in the key-value cache when a layer's attention is called.
 
     Args:
-        attention: the module that is called.
-        count: the number, from what it is called with by name.
+        attention: attention module.
+        count: function from the module's keyword arguments to the number.
     """
 
     attention: nn.Module
@@ -99,17 +99,17 @@ class CachedColumns:
 
 @dataclass(frozen=True)
 class Written:
-    """What heads write with where the sum of their outputs is normalised: z over the scale.
+    """The value that heads write from if the sum of their outputs is normalised: z over the scale.
 
     With W_h and the norm's weight w, ``norm(sum z_h W_h) = sum (z_h / scale) W_h w``. The scale is
-    that of the very run, so that this is linear between runs, as z is without such a norm.
+    taken from the run itself, so the write is linear in this value, as in z without such a norm.
 
     Args:
-        projection: the module that reads all heads' z, one after the other.
-        norm: of what it returns.
-        n_heads: of the layer.
-        scale: the norm's, of an input.
-        write: what is added to the residual stream for ``z / scale``.
+        projection: module that reads the concatenated z of all heads.
+        norm: norm of the projection's output.
+        n_heads: number of heads in the layer.
+        scale: function from the norm's input to its scale.
+        write: function from ``z / scale`` to what is added to the residual stream.
     """
 
     projection: nn.Module

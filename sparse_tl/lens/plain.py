@@ -1,8 +1,8 @@
-"""A bridge's weights as a plain model of transformers, which can be copied and saved.
+"""Convert a bridge to a plain `transformers` model, which can be copied and saved.
 
-A bridge cannot: a copy of it dies with its original, and its own names mix those of the wrapped
-model with TransformerLens's. Where it has split a joint projection into parts (GPT-2's q, k and v),
-passes read the parts, and the joint weights are what they were when it was made.
+A bridge cannot: its copies depend on the original, and its parameter names mix those of the wrapped
+model with TransformerLens's. Where it has split a joint projection (GPT-2's q, k and v), passes
+read the parts, and the joint weights keep their initial values.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _unset: WeakKeyDictionary[TransformerBridge, bool] = WeakKeyDictionary()
 
 
 def plain_model(model: TransformerBridge) -> Any:
-    """A model of transformers without hooks; it shares all weights but those of joint projections.
+    """A hook-free `transformers` model that shares all weights except joint projections.
 
     Raises:
-        ValueError: a bridge around something else than a model of transformers, a projection that
-            was split in a way that is not known, or weights that were processed and say something
-            else in a model of transformers.
+        ValueError: the bridge wraps something else than a `transformers` model, a projection was
+            split in an unknown way, or processed weights mean something else in a `transformers`
+            model.
     """
     if not isinstance(model.original_model, PreTrainedModel):
         raise ValueError(
@@ -67,7 +67,7 @@ def _assembled(model: TransformerBridge) -> Any:
 
 
 def check_raw(model: Model) -> None:
-    """Make sure that the weights of a model can be copied and saved, and so trained.
+    """Check that the weights of a model can be copied and saved, and so trained.
 
     Raises:
         ValueError: they cannot; see `plain_model`.
@@ -77,12 +77,12 @@ def check_raw(model: Model) -> None:
 
 
 def check_wrapped(model: Model) -> None:
-    """Make sure that a bridge computes what the model does that it wraps.
+    """Check that a bridge computes the same as its wrapped model.
 
-    Weights that were processed are compared when they are read: a pass is right under them.
+    Processed weights are not compared here but when they are read; passes with them are correct.
 
     Raises:
-        ValueError: it computes something else.
+        ValueError: the bridge computes something else.
     """
     if not isinstance(model, TransformerBridge) or is_known(model) or model.compatibility_mode:
         return
@@ -91,12 +91,12 @@ def check_wrapped(model: Model) -> None:
 
 
 def plain_copy(model: TransformerBridge) -> Any:
-    """As `plain_model`, with weights of its own."""
+    """As `plain_model`, but without shared weights."""
     return copy.deepcopy(plain_model(model))
 
 
 def unread_parameters(model: TransformerBridge) -> list[nn.Parameter]:
-    """The parameters that no pass reads, or that the wrapped model does not have."""
+    """The parameters that no pass reads, or that the wrapped model lacks."""
     found = [p for split in _splits(model) for p in split.joint.parameters()]
     bias = getattr(model.unembed.original_component, "bias", None)
     if isinstance(bias, nn.Parameter) and _is_unset(model, bias):
@@ -105,7 +105,7 @@ def unread_parameters(model: TransformerBridge) -> list[nn.Parameter]:
 
 
 def _is_unset(model: TransformerBridge, bias: Tensor) -> bool:
-    """Whether a bridge of TransformerLens 3.9 to 4.0 has added the bias: 0 when first seen."""
+    """Whether TransformerLens (3.9 to 4.0) added the bias: it was 0 when first seen."""
     if model not in _unset:
         _unset[model] = not bool(bias.any())
     return _unset[model]
@@ -113,13 +113,13 @@ def _is_unset(model: TransformerBridge, bias: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Split:
-    """A joint projection of which a bridge has made parts.
+    """A joint projection that a bridge has split into parts.
 
     Args:
-        made: what makes the parts of a module of transformers.
-        whole: that module.
-        joint: the joint projection in it.
-        parts: what was made.
+        made: function that splits a module of transformers.
+        whole: module that was split.
+        joint: joint projection in that module.
+        parts: parts made from it.
     """
 
     made: Callable[[nn.Module], Sequence[nn.Module]]
@@ -129,9 +129,9 @@ class _Split:
 
     @torch.no_grad()
     def joined(self) -> dict[str, Tensor]:
-        """The weights of the joint projection as the parts have them, whatever its layout.
+        """The weights of the joint projection, reassembled from the parts, whatever its layout.
 
-        Splitting entries that are numbered says where each entry of a part belongs.
+        Splitting a tensor of indices reveals where each entry of a part belongs.
         """
         found: dict[str, Tensor] = {}
         for kind, kept in [(kind, tensor.data) for kind, tensor in self.joint.named_parameters()]:

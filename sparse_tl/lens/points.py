@@ -1,4 +1,4 @@
-"""What kinds of models there are, and which hook points they have."""
+"""The kinds of models, and their hook points."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformer_lens.model_bridge import TransformerBridge
 if TYPE_CHECKING:
 
     class HookedTransformer(nn.Module):
-        """What type checkers see: the version that they read has none any more."""
+        """Stub for type checkers, for versions of TransformerLens without this class."""
 
         cfg: Any
         tokenizer: Any
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 else:
     try:
         from transformer_lens import HookedTransformer
-    except ImportError:  # there is none from version 4 on
+    except ImportError:  # removed in version 4
 
         class HookedTransformer(nn.Module):
-            """In the place of the class that is not there: no model is one."""
+            """Placeholder for the missing class; no model is an instance."""
 
 
 Model = HookedTransformer | TransformerBridge
-"""A dense model: what can be wrapped, trained and saved."""
+"""A dense model that can be wrapped, trained and saved."""
 
 _SWITCHES = {
     "hook_result": "use_attn_result",
@@ -42,15 +42,15 @@ _SWITCHES = {
     "hook_mlp_in": "use_hook_mlp_in",
     "hook_attn_in": "use_attn_in",
 }
-"""The configuration flags without which TransformerLens skips a hook point silently."""
+"""Configuration flags without which TransformerLens silently skips a hook point."""
 
 
 @runtime_checkable
 class HookedModel(Protocol):
-    """What analyses ask of a model: those of TransformerLens have it, and a SparseTransformer."""
+    """What analyses need from a model; TransformerLens models and SparseTransformer provide it."""
 
-    # Not there at run time: a check against a protocol of methods alone is made once per class,
-    # one with attributes asks every model for all of them, every time.
+    # Not declared at run time: `isinstance` on a protocol of methods is cached per class, whereas
+    # attributes are looked up on the model every time.
     if TYPE_CHECKING:
         cfg: Any
         tokenizer: Any
@@ -66,12 +66,12 @@ class HookedModel(Protocol):
 
 
 def hook_point(model: HookedModel, name: str) -> HookPoint:
-    """The hook point of that name.
+    """The hook point with this name.
 
     Raises:
-        ValueError: the model has no such hook point, or it is switched off and would never fire.
+        ValueError: the model lacks the hook point, or it is switched off and never fires.
     """
-    point: Any = model  # a bridge makes its `hook_dict` anew each time
+    point: Any = model  # a bridge rebuilds its `hook_dict` each time
     for part in name.split("."):
         point = None if point is None else getattr(point, part, None)
     if not isinstance(point, HookPoint):

@@ -1,4 +1,4 @@
-"""One forward pass with what stood at some hook points kept, and some of it replaced."""
+"""A forward pass that records activations at some hook points and replaces others."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from sparse_tl.lens.adapter import Adapter
 
 EMBEDDED = "blocks.0.hook_resid_pre"
-"""Where the input node writes: token and learned positional embeddings together."""
+"""Where the input node writes: token plus learned positional embeddings."""
 
 
 @runtime_checkable
 class Activations(Protocol):
-    """Values by the name of their hook point: a dictionary, or TransformerLens's cache."""
+    """Values by hook point name: a dictionary, or TransformerLens's cache."""
 
     def __getitem__(self, name: str, /) -> Tensor: ...
 
@@ -38,19 +38,19 @@ def record(
     differentiable: bool = False,
     attention_mask: Int[Tensor, "batch pos"] | None = None,
 ) -> tuple[dict[str, Tensor], Float[Tensor, "batch pos d_model"]]:
-    """What stands at some hook points, after all edits, and the final residual stream.
+    """Activations at some hook points, after all edits, and the final residual stream.
 
     Args:
-        adapter: of the model.
-        tokens: the prompts.
-        names: of the hook points.
-        replaced: values to put in the place of the model's own.
-        differentiable: keep the autograd graph, from the first replaced value or the input node on:
-            these are leaves, so that weights may be frozen and nothing before needs a gradient.
+        adapter: adapter of the model.
+        tokens: prompts.
+        names: names of the hook points.
+        replaced: values that replace the model's own.
+        differentiable: keep the autograd graph from the replaced values or the input node on; these
+            are leaves, so weights may be frozen and nothing earlier needs a gradient.
         attention_mask: 0 at padding.
 
     Raises:
-        ValueError: a hook point that does not fire.
+        ValueError: a hook point does not fire.
     """
     kept: dict[str, Tensor] = {}
     changed = {} if replaced is None else {name: replaced[name] for name in replaced}
@@ -60,7 +60,7 @@ def record(
         if differentiable and (name in changed or name == EMBEDDED):
             value = value.detach().requires_grad_()
         kept[name] = value
-        # Returned also where nothing changes: some models hand out a view that leads nowhere.
+        # Returned even if unchanged: some models pass a view that nothing else reads.
         return value
 
     every = [*names, *changed, *([EMBEDDED] if differentiable else [])]
@@ -82,9 +82,9 @@ def record(
 def source_outputs(
     adapter: Adapter, values: Activations
 ) -> Float[Tensor, "source batch pos d_model"]:
-    """Every source's own contribution to the residual stream, in the graph's order.
+    """Each source's contribution to the residual stream, in the graph's order.
 
-    Biases of ``W_O`` belong to no head and cancel in differences; so do MLPs' own.
+    Biases of ``W_O`` belong to no head and cancel in differences; so do biases of MLPs.
     """
     graph = adapter.graph
     embedded = values[EMBEDDED]

@@ -1,4 +1,4 @@
-"""Forward passes that leave out what nobody reads, with the same result where somebody does."""
+"""Forward passes that skip unused positions without changing any value that is read."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 MOSTLY = 0.7
-"""Share of read positions above which picking them out costs more than it saves."""
+"""Share of read positions above which selecting them costs more than it saves."""
 
 
 @contextmanager
 def mlp_only_at(
     mlp: nn.Module, behind: Sequence[nn.Module], own: set[int], read: Bool[Tensor, "batch pos"]
 ) -> Iterator[None]:
-    """Inside the block, the last MLP sees some positions, as one row, and writes nothing elsewhere.
+    """Inside the block, the last MLP runs on some positions only, and writes zeros elsewhere.
 
     Args:
-        mlp: of the last layer.
-        behind: the modules that are run after it, and those inside it. Where somebody hooks one,
-            all positions are computed: a hook there would see zeros.
-        own: identifiers of hooks that do not count.
-        read: the positions that matter.
+        mlp: MLP of the last layer.
+        behind: modules that run after the MLP, and those inside it. If any of them is hooked, all
+            positions are computed, since the hook would see zeros.
+        own: ids of hooks to ignore.
+        read: positions that are needed.
     """
     if any(hooked(module, own) for module in behind) or read.float().mean() > MOSTLY:
         yield
@@ -35,9 +35,9 @@ def mlp_only_at(
     def select(_module: nn.Module, args: Any) -> tuple[Any, ...] | None:
         nonlocal selected
         selected = args[0].shape[:2] == read.shape
-        if not selected:  # other prompts, in between
+        if not selected:  # a pass over other prompts
             return None
-        # Bloom's MLPs also get the residual stream, to add to it.
+        # Bloom's MLPs also take the residual stream, to add to it.
         return tuple(arg[read][None] if isinstance(arg, Tensor) else arg for arg in args)
 
     def scatter(_module: nn.Module, _args: Any, output: Tensor) -> Tensor | None:
@@ -57,7 +57,7 @@ def mlp_only_at(
 
 @contextmanager
 def sees_first(attention: nn.Module, n_rows: int | None) -> Iterator[None]:
-    """Inside the block, an attention layer sees the first rows of what it is called with."""
+    """Inside the block, an attention layer sees only the first rows of its inputs."""
     if n_rows is None:
         yield
         return
@@ -80,12 +80,12 @@ def sees_first(attention: nn.Module, n_rows: int | None) -> Iterator[None]:
 
 
 def repeated(rows: Tensor, copies: int) -> Tensor:
-    """The rows so often, one copy of all after the other."""
+    """`copies` copies of the rows, one after the other."""
     return rows if copies == 1 else rows.repeat(copies, *[1] * (rows.ndim - 1))
 
 
 def hooked(module: nn.Module, own: set[int] | None = None) -> bool:
-    """Whether a module has hooks other than some."""
+    """Whether a module has hooks other than those in `own`."""
     kinds = (
         module._forward_hooks,
         module._forward_pre_hooks,

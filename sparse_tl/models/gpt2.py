@@ -1,4 +1,4 @@
-"""The built-in models are small GPT-2s, which every TransformerLens of today can run."""
+"""The built-in models are small GPT-2s, supported by all current TransformerLens versions."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def build_gpt2(
     seed: int = 0,
     device: str | None = None,
 ) -> Model:
-    """A GPT-2 with random weights, an unembedding of its own and no dropout.
+    """A GPT-2 with random weights, untied unembedding and no dropout.
 
     Args:
         architecture: fields of `transformers.GPT2Config`.
-        tokenizer: of its words; None for none.
-        name: of the model.
-        seed: of its weights.
-        device: where it goes; a GPU if there is one when left out.
+        tokenizer: tokenizer of the model, or None.
+        name: name of the model.
+        seed: random seed for the weights.
+        device: device of the model; a GPU by default if there is one.
     """
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -38,7 +38,7 @@ def build_gpt2(
         **{f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id", None) for kind in _SPECIAL},
         **dict.fromkeys(_DROPOUT, 0.0),
         tie_word_embeddings=False,
-        # GPT-2's own 0.02 is for its width: a model of 128 learns more slowly from there.
+        # GPT-2's own 0.02 suits its width: a model of width 128 learns more slowly from it.
         initializer_range=0.8 / math.sqrt(architecture["n_embd"]),
     )
     with torch.random.fork_rng(devices=[]):

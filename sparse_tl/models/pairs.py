@@ -1,9 +1,9 @@
-"""A dense model and the sparse one made from it: built in a folder, read, or from the package.
+"""A dense model and the sparse model made from it: built in a folder, read, or shipped.
 
-`build_pair` trains the dense model and makes it sparse. Its folder holds ``dense`` and ``sparse``,
-each whole or absent, and the checkpoint of whichever is in the making, so that a build that was
-interrupted goes on where it stopped. Built-in pairs of other seeds than 0 are built by it, too, in
-the user's cache folder, where ``recipe.json`` says what they were made by.
+`build_pair` trains the dense model and sparsifies it. Its folder holds ``dense`` and ``sparse``,
+each complete or absent, and the checkpoint of the one in progress, so that an interrupted build
+resumes. Built-in pairs of seeds other than 0 are also built by it, in the user's cache folder,
+where ``recipe.json`` records how.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from sparse_tl.lens import Model, load_model, save_model
 from sparse_tl.models.recipes import Recipe
 
 SHIPPED = Path(__file__).parent / "shipped"
-"""The pairs that come with the package, of seed 0; `sparse_tl.models.shipping` made them."""
+"""The pairs of seed 0 that ship with the package, made by `sparse_tl.models.shipping`."""
 
 
 class Pair(NamedTuple):
-    """A dense model, the sparse one made from it, and whether that met its target."""
+    """A dense model, the sparse model made from it, and whether that met its target."""
 
     dense: Model
     sparse: SparseTransformer
@@ -51,17 +51,17 @@ def build_pair(
     device: str | None = None,
     progress: bool = True,
 ) -> None:
-    """Train the dense model and make it sparse: whichever of the two the folder does not hold yet.
+    """Train the dense model and sparsify it, skipping whichever the folder already holds.
 
     Args:
-        recipe: of both.
-        folder: of the pair: ``dense``, ``sparse``, ``verdict.json`` and ``history.csv``.
-        seed: of everything random.
-        device: where to train; a GPU if there is one when left out.
-        progress: whether to show it.
+        recipe: recipe of both models.
+        folder: folder of the pair: ``dense``, ``sparse``, ``verdict.json`` and ``history.csv``.
+        seed: random seed for everything.
+        device: device for training; a GPU by default if there is one.
+        progress: whether to show a progress bar.
 
     Raises:
-        KeyboardInterrupt: after Ctrl-C, once the state is saved; called again, it goes on.
+        KeyboardInterrupt: after Ctrl-C, once the state is saved; another call resumes.
     """
     folder = Path(folder)
     if not recover_folder(folder / "dense"):
@@ -83,10 +83,10 @@ def build_pair(
 
 
 def read_pair(folder: str | Path, *, device: str | None = None) -> Pair:
-    """The pair that `build_pair` left in a folder.
+    """Load the pair that `build_pair` wrote to a folder.
 
     Raises:
-        ValueError: there is none, or a damaged one.
+        ValueError: there is no pair, or it is damaged.
     """
     folder = Path(folder)
     try:
@@ -112,9 +112,9 @@ def load_built_in(
     device: str | None = None,
     progress: bool = True,
 ) -> tuple[Model, SparseTransformer]:
-    """The pair of a seed: the one that comes with the package, or else built in the cache folder.
+    """The pair of a seed: shipped with the package, or built in the cache folder.
 
-    It warns where the sparse model misses the target of its post-training.
+    Warns if the sparse model missed its post-training target.
     """
     folder = SHIPPED / recipe.name
     if seed or not folder.is_dir():
@@ -128,7 +128,7 @@ def load_built_in(
 
 
 def cache_folder(cache: str | Path | None = None) -> Path:
-    """The folder of all pairs that were built here; in the user's cache folder by default."""
+    """The folder of all locally built pairs; the user's cache folder by default."""
     return Path(cache) if cache is not None else platformdirs.user_cache_path("sparse_tl")
 
 
@@ -140,14 +140,14 @@ def build_cached(
     device: str | None = None,
     progress: bool = True,
 ) -> Path:
-    """The folder of a pair in the cache, built unless it is there, of this recipe and version."""
+    """The cache folder of a pair, built unless one of this recipe and version is there."""
     folder = cache_folder(cache) / recipe.name / f"seed-{seed}"
     made_by = {"version": __version__, **recipe.settings(seed)}
     whole = recover_folder(folder / "dense") and recover_folder(folder / "sparse")
     if whole and _made_by(folder) == made_by:
         return folder
     check_writable(folder.parent)
-    # The jobs of a cluster share the user's cache folder: one builds, the others wait.
+    # Cluster jobs share the user's cache folder: one builds, the others wait.
     lock = FileLock(folder.with_suffix(".lock"))
     try:
         lock.acquire(blocking=False)
@@ -159,7 +159,7 @@ def build_cached(
         )
         lock.acquire()
     try:
-        if _made_by(folder) != made_by:  # nothing, or of another recipe or version
+        if _made_by(folder) != made_by:  # absent, or of another recipe or version
             shutil.rmtree(folder, ignore_errors=True)
             write_json(folder / "recipe.json", made_by)
         build_pair(recipe, folder, seed, device=device, progress=progress)
@@ -173,7 +173,7 @@ def _made_by(folder: Path) -> Any:
 
 
 def _write_history(folder: Path, phase: pd.DataFrame) -> None:
-    """Add the steps of a phase to ``history.csv``, in place of an earlier attempt's."""
+    """Write the steps of a phase to ``history.csv``, replacing those of an earlier attempt."""
     path, earlier = folder / "history.csv", []
     if path.exists():
         found = pd.read_csv(path)

@@ -1,4 +1,4 @@
-"""What determines a pair of models, dense and sparse: a `Recipe`."""
+"""`Recipe`: everything that determines a dense model and the sparse one made from it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from sparse_tl.training import PostTraining, post_train, pretrain
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recipe:
-    """How a dense model is trained, and a sparse one made from it.
+    """How a dense model is trained and sparsified.
 
     Args:
-        name: of the pair, and of its folder.
+        name: name of the pair and of its folder.
         architecture: fields of `transformers.GPT2Config`.
-        tokenizer: makes the model's tokenizer.
-        rows: those of a seed to train on, and to choose among evaluations by.
-        sparse_rows: those of post-training, where they are others.
-        measure: shares of right answers and active attention edges of a model, on examples that
-            neither training nor selection saw.
+        tokenizer: function that returns the model's tokenizer.
+        rows: function from seed to training and validation rows.
+        sparse_rows: the same for post-training, if different.
+        measure: function from a model to its accuracies and active attention edges, on examples
+            unseen in training and selection.
         batch_size: rows per step.
         dense: settings of `pretrain`.
         sparse: settings of `post_train`.
-        initial_bias: of the gates.
+        initial_bias: initial bias of the gates.
         mlps: whether the MLPs have gates too.
     """
 
@@ -56,7 +56,7 @@ class Recipe:
         sparse: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> Recipe:
-        """The recipe with some settings of either training replaced, and other fields as given."""
+        """The recipe with some settings of either training phase, or other fields, replaced."""
         both = {
             "dense": {**self.dense, **(dense or {})},
             "sparse": {**self.sparse, **(sparse or {})},
@@ -64,7 +64,7 @@ class Recipe:
         return replace(self, **both, **fields)
 
     def settings(self, seed: int) -> dict[str, Any]:
-        """What determines the weights beside the code, as JSON can hold it."""
+        """Everything besides the code that determines the weights, as JSON-serialisable values."""
         settings = {
             "name": self.name,
             "seed": seed,
@@ -78,7 +78,7 @@ class Recipe:
         return json.loads(json.dumps(settings))
 
     def build(self, seed: int = 0, device: str | None = None) -> Model:
-        """The dense model before its training."""
+        """The dense model before training."""
         return build_gpt2(
             self.architecture, self.tokenizer(), name=self.name, seed=seed, device=device
         )
@@ -94,13 +94,13 @@ class Recipe:
         """Train the dense model from scratch.
 
         Args:
-            seed: of weights, rows and batches.
-            checkpoint: folder of the run's checkpoint; found there, an interrupted run goes on.
-            device: where to train; a GPU if there is one when left out.
-            progress: whether to show it.
+            seed: random seed for weights, rows and batches.
+            checkpoint: folder for checkpoints; a run interrupted there is resumed.
+            device: device for training; a GPU by default if there is one.
+            progress: whether to show a progress bar.
 
         Returns:
-            The model with its best validation weights, and the history.
+            The model with its best validation weights, and the training history.
         """
         training, validation = self.rows(seed)
         model = self.build(seed, device)
@@ -125,10 +125,10 @@ class Recipe:
         """Post-train a dense model in place until few attention edges are left.
 
         Args:
-            dense: a trained model; it is wrapped and changed.
-            seed: of gate noise, batches and rows: the dense model's own rows with its own seed.
-            checkpoint: folder of the run's checkpoint; found there, an interrupted run goes on.
-            progress: whether to show it.
+            dense: a trained model; it is wrapped and modified.
+            seed: random seed for gate noise, batches and rows; the dense model's for its rows.
+            checkpoint: folder for checkpoints; a run interrupted there is resumed.
+            progress: whether to show a progress bar.
         """
         training, validation = (self.sparse_rows or self.rows)(seed)
         sparse = SparseTransformer(dense, initial_bias=self.initial_bias, mlps=self.mlps)

@@ -1,10 +1,10 @@
-"""Makes the pairs of models that come with the package: ``python -m sparse_tl.models.shipping``.
+"""Build the model pairs that ship with the package: ``python -m sparse_tl.models.shipping``.
 
-1. Build the pairs of seed 0 by their recipes, or take them from the user's cache.
-2. Write them into the package with weights in half precision, to keep it small.
-3. Measure what was written, not what was built, and write that down beside it (``claims.json``).
+1. Build the pairs of seed 0 from their recipes, or take them from the user's cache.
+2. Write them into the package with half-precision weights, to keep it small.
+3. Measure the written models, not the built ones, and store the results (``claims.json``).
 
-A test loads the shipped models and measures the claims again.
+A test loads the shipped models and checks the claims.
 """
 
 from __future__ import annotations

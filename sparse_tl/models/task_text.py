@@ -1,11 +1,11 @@
-"""What the task model reads: its words, its tokenizer, and the rows that it is trained on.
+"""Data of the task model: its vocabulary, its tokenizer, and its training rows.
 
-A row is a prompt of one of the four tasks, filled up on the right with the padding token, which
-nothing before it can see in a causal model. Most rows carry a loss where the answer is read and
-nowhere else. The others are *text*: there every token is predicted from those before it.
+A row is a prompt of one of the four tasks, padded on the right, which nothing earlier can see in a
+causal model. Most rows have a loss only where the answer is read. The others are *text* rows, in
+which every token is predicted from those before it.
 
-Whether a prompt is for training, for validation or held out follows from its own words, whatever
-the seed: no draw of one part can contain a prompt of another.
+Whether a prompt is for training, for validation or held out depends only on its words, not on the
+seed: no draw from one part can contain a prompt of another.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ TASKS: tuple[GreaterThanTask | IOITask | DocstringTask, ...] = (
     IOILongTask(),
     DocstringTask(),
 )
-"""The tasks that the model is trained on, each in equal shares."""
+"""The tasks that the model is trained on, in equal shares."""
 N_NAMES, N_ARGUMENTS, N_NOUNS = 32, 48, 40
-"""Words taken from the start of the tasks' long lists: few enough to be learned in minutes."""
+"""Number of words taken from the start of long word lists: few enough to learn in minutes."""
 WIDTH = 30
-"""Tokens of the longest prompt, Docstring's."""
+"""Number of tokens in the longest prompt, Docstring's."""
 
 MAX_DRAWS = 1000
-"""Draws after which a part, an eighth of all prompts, is taken to be empty."""
+"""Number of draws after which a part (an eighth of all prompts) is considered empty."""
 
 PADDING, UNKNOWN = "<pad>", "<unk>"
 _SPLIT = r'\d\d|\(self,|\):|"""|:param|\w+|[^\w\s]'
@@ -54,7 +54,7 @@ _FRAMES = 'The lasted from the year to def (self, , ): """ :param :'
 
 
 def task_vocabulary() -> tuple[str, ...]:
-    """All words of the model; a word's place is its token, and the padding's is 0."""
+    """All words of the model; a word's index is its token, and padding is token 0."""
     templates = re.sub(r"\[[A-Z]+\]", "", " ".join(ioi.TEMPLATES + ioi.LONG_TEMPLATES))
     words = [
         *(f"{number:02d}" for number in range(100)),
@@ -70,7 +70,7 @@ def task_vocabulary() -> tuple[str, ...]:
 
 
 def task_tokenizer() -> Any:
-    """The tokenizer of words: years are two tokens, ``(self,`` and ``:param`` are one each."""
+    """The word tokenizer: years are two tokens, ``(self,`` and ``:param`` one token each."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -79,14 +79,14 @@ def task_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex(_SPLIT), "isolated")]
     )
-    # TransformerLens gives a tokenizer without these tokens new ones, outside the vocabulary.
+    # TransformerLens would give a tokenizer without these tokens new ones outside the vocabulary.
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token=UNKNOWN, pad_token=PADDING, eos_token=PADDING
     )
 
 
 def part_of(prompt: str) -> Part:
-    """The part that a prompt belongs to: one in eight is held out, one in eight for validation."""
+    """The part that a prompt belongs to: an eighth each is held out and for validation."""
     remainder = zlib.crc32(prompt.encode()) % 8
     if remainder > 1:
         return "training"
@@ -96,16 +96,16 @@ def part_of(prompt: str) -> Part:
 def task_pairs(
     task: WordTask, n: int, *, part: Part | str = "held_out", seed: int = 0
 ) -> PromptPairs:
-    """Clean and corrupted prompts of one task in the model's tokens.
+    """Clean and corrupted prompts of one task, in the model's tokens.
 
     Args:
-        task: one of `TASKS`, or of their kind.
-        n: how many.
-        part: of all prompts; the clean one decides.
-        seed: of the draw.
+        task: one of `TASKS`, or another task of these types.
+        n: number of pairs.
+        part: part to draw from, decided by the clean prompt.
+        seed: random seed for the draws.
 
     Raises:
-        ValueError: an unknown part, one without a prompt, or no pair asked for.
+        ValueError: the part is unknown or has no prompts, or `n` is below 1.
     """
     tokenizer = task_tokenizer()
     prompts = _draw(task, tokenizer, n, part, random.Random(seed))
@@ -113,19 +113,19 @@ def task_pairs(
 
 
 def task_rows(n: int, *, part: Part | str, text: float = 0.0, seed: int = 0) -> TokenBatch:
-    """Rows of all tasks, shuffled, with the label of every position and where a loss is taken.
+    """Shuffled rows of all tasks, with labels for every position and a loss mask.
 
-    A prompt of several answers is labelled with one of them, drawn at random. Every task is a group
-    of rows, in the order of `TASKS`, and rows of text are one more.
+    A prompt with several answers is labelled with one of them, drawn at random. Each task is a
+    group of rows, in the order of `TASKS`, and text rows are one more group.
 
     Args:
-        n: rows of each task.
-        part: of all prompts.
-        text: share of the rows in which every token is predicted, not the answer alone.
-        seed: of the draw.
+        n: number of rows per task.
+        part: part to draw from.
+        text: share of text rows, in which every token is predicted and not only the answer.
+        seed: random seed for the draws.
 
     Raises:
-        ValueError: an unknown part, no rows, or a share outside 0..1.
+        ValueError: the part is unknown, `n` is below 1, or the share is outside 0..1.
     """
     if not 0 <= text <= 1:
         raise ValueError(f"expected a share of text in 0..1; got {text}")

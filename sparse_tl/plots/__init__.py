@@ -1,4 +1,4 @@
-"""Results in, pictures out: nothing here knows a model."""
+"""Figures of results, independent of models."""
 
 from sparse_tl.plots.attention_view import (
     AttentionView as AttentionView,

@@ -1,8 +1,8 @@
-"""Attention patterns of heads: a grid of heat maps, which circuitsvis makes browsable.
+"""Attention patterns of heads: a grid of heat maps, browsable with circuitsvis.
 
 1. Draw the static SVG: a heat map per head, queries from top to bottom, keys from left to right.
-2. Put it into HTML together with circuitsvis's own component in its local build, which takes its
-   place where a script runs. Nothing is loaded.
+2. Embed it in HTML together with a local build of circuitsvis's component, which replaces it where
+   scripts run. Nothing is loaded from the network.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sparse_tl.plots.rendering import SelfContainedFigure
 from sparse_tl.plots.token_text import clip_text, visible_text
 
 MAX_NUMBERS = 200_000
-"""Attention weights that one view holds at most."""
+"""Maximum number of attention weights in one view."""
 
 _GAP, _NAME_HEIGHT, _KEY_HEIGHT = 26, 22, 18
 _LIGHT, _DARK = ATTENTION
@@ -43,7 +43,7 @@ _MIN_LABELLED_CELL = 13.0
 
 
 class AttentionView(SelfContainedFigure):
-    """Attention patterns: shows itself in notebooks and saves itself to files."""
+    """Attention patterns as a figure that displays in notebooks and can be saved to files."""
 
     def __init__(self, html: str, svg: str, title: str, heads: Sequence[str]) -> None:
         super().__init__(html, svg, title)
@@ -61,17 +61,17 @@ def attention_view(
     *,
     title: str | None = None,
 ) -> AttentionView:
-    """Show attention patterns, to browse head by head.
+    """Show attention patterns, browsable head by head.
 
     Args:
         attention: weights in 0..1 of every head.
-        tokens: the text of each column.
+        tokens: text of each column.
         heads: names of the heads.
-        title: above the heat maps.
+        title: title above the heat maps.
 
     Raises:
-        ValueError: no head, shapes that do not agree, weights that are not finite or outside 0..1,
-            or more than `MAX_NUMBERS` of them.
+        ValueError: there is no head, shapes do not match, weights are not finite or outside 0..1,
+            or there are more than `MAX_NUMBERS` of them.
     """
     weights = attention.detach().double().cpu()
     _check(weights, tokens, heads)
@@ -126,7 +126,7 @@ def _draw_svg(
 
 
 def _heat_map(weights: Tensor, name: str, x: float, y: float, cell: float) -> Iterator[str]:
-    """One path for all the cells of a grade, in units of cells."""
+    """One path for all cells of a grade, in units of cells."""
     n = len(weights)
     yield (
         f'<text x="{x:g}" y="{y - 7:g}" font-size="{LABEL_SIZE:g}" font-weight="bold">'
@@ -198,8 +198,8 @@ def _html(
 
 @cache
 def _circuitsvis() -> str:
-    """The local build of circuitsvis, as it can stand inside a script element."""
+    """The local build of circuitsvis, safe to embed in a script element."""
     source = read_assets("dist/cdn/iife.js", package="circuitsvis")
     source = re.sub(r"^//# sourceMappingURL=.*$", "", source, flags=re.MULTILINE)
-    # Only inside strings, where a backslash before these letters means nothing.
+    # These occur only in strings, where a backslash before these letters has no effect.
     return source.replace("</script", r"<\/script").replace("<!--", r"<\!--")

@@ -1,4 +1,4 @@
-"""Each kind of result with its figure: what ``result.figure()`` calls."""
+"""The figure for each type of result, as returned by ``result.figure()``."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from sparse_tl.plots.rendering import Figure
 
 @singledispatch
 def figure(result: Any, **style: Any) -> Figure:
-    """A result as a figure of its kind.
+    """Draw a result with the default figure of its type.
 
     Args:
-        result: a circuit, with its ``scores`` (component diagram); scores of heads, with those
-            that are ``marked`` (head map); an evaluation or a curve (explained effect); the
-            attention of a prompt (circuit diagram); an ablation curve; or roles of heads (heat
-            map).
-        **style: ``title``, and what the function that draws such figures takes.
+        result: a circuit, optionally with ``scores`` (component diagram); scores of heads,
+            optionally with ``marked`` heads (head map); an evaluation or curve (explained effect);
+            an attention graph (circuit diagram); an ablation curve; or head roles (heat map).
+        **style: ``title``, and arguments of the function that draws the figure.
 
     Raises:
-        TypeError: there is no figure of such a result.
+        TypeError: there is no figure for this type of result.
     """
     kinds = sorted(kind.__name__ for kind in figure.registry if kind is not object)
     raise TypeError(f"expected one of {', '.join(kinds)} to draw; got {type(result).__name__}")

@@ -1,10 +1,10 @@
 """Circuit diagrams: the attention edges of one prompt, one panel per model.
 
 1. Check the panels, and round their weights to thousandths (`drawn_edges`).
-2. Choose the edges to draw and lay the figure out (`diagram_layout`).
+2. Choose the edges to draw and compute the layout (`diagram_layout`).
 3. Draw the static SVG (`circuit_svg`).
-4. Put the SVG, the numbers behind it and a small script into one piece of HTML; the script redraws
-   the lines of that SVG when the reader moves the threshold or chooses something else.
+4. Combine the SVG, its data and a small script in one HTML fragment; the script redraws the lines
+   when the reader changes the threshold or another option.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from sparse_tl.plots.figure_frame import Surround
 from sparse_tl.plots.interactive_html import PanelFigure, checked_panels
 from sparse_tl.plots.token_text import visible_text
 
-# How many weights the script is sent at most, at three to four bytes each.
+# Maximum number of weights sent to the script, at three to four bytes each.
 _MAX_NUMBERS = 100_000
 
 
 class CircuitDiagram(PanelFigure):
-    """A circuit diagram: shows itself in notebooks and saves itself to files."""
+    """A circuit diagram that displays in notebooks and can be saved to files."""
 
     script = "circuit_diagram"
 
@@ -49,35 +49,35 @@ def circuit_diagram(
     transition: str | None = "Sparsity-Regularised Finetuning",
     title: str | None = None,
 ) -> CircuitDiagram:
-    """Draw which attention edges move information to a predicted character.
+    """Draw which attention edges move information to a predicted token.
 
-    Columns are token positions and rows are layers, upwards. An edge is drawn where the largest
+    Columns are token positions and rows are layers, upwards. An edge is drawn if the largest
     weight of any head in its layer reaches the threshold, darker and thicker with weight. Edges
-    from which the predicted character cannot be reached over drawn edges stay light; of the others
-    the 32 that carry most to it are the dark ones (`drawn_edges` says how that is counted). Where
-    MLPs have gates, a square below a node is an MLP that writes to it.
+    from which drawn edges do not lead to the predicted token are light; of the others, the 32 that
+    carry most are dark (see `drawn_edges` for how that is computed). If MLPs have gates, a square
+    below a node is an open MLP that writes to it.
 
     Args:
-        panels: a flow for each panel, from top to bottom, by the name written on it. All trace
-            the same prompt: the same columns and targets.
-        target: index into the flows' targets: the predicted character.
-        weight: ``"attention"`` is gate times attention probability; ``"effect"`` how the predicted
-            character's logit changes when the edge is removed, relative to the panel's largest;
-            ``"first-order"`` is an estimate of that. A panel without exact effects shows the
-            estimate in their place, and says so.
-        threshold: the smallest absolute weight that is drawn, in 0..1. Weights are rounded to
-            thousandths first.
+        panels: attention graphs by panel name, from top to bottom. All must trace the same prompt,
+            with the same columns and targets.
+        target: index into the graphs' targets: the predicted token.
+        weight: ``"attention"``: gate times attention probability; ``"effect"``: change of the
+            predicted token's logit when the edge is removed, relative to the panel's largest;
+            ``"first-order"``: estimate of that. A panel without exact effects shows the estimate
+            instead, and says so.
+        threshold: smallest absolute weight to draw, in 0..1, after rounding weights to
+            thousandths.
         transition: text along the arrow from each panel to the next; ``None`` for no arrow.
-        title: above the panels.
+        title: title above the panels.
 
     Returns:
-        The figure: static SVG, which a script without any dependency makes interactive.
+        The figure: static SVG that a dependency-free script makes interactive.
 
     Raises:
-        ValueError: if there is no panel, panels disagree on columns or targets, the target or the
-            threshold is out of range, effects are asked for but absent, or weights are not finite,
+        ValueError: there is no panel, panels disagree on columns or targets, the target or
+            threshold is out of range, effects are requested but absent, or weights are not finite,
             out of range or acausal.
-        TypeError: if a panel is not an `AttentionGraph`.
+        TypeError: a panel is not an `AttentionGraph`.
     """
     flows = _checked_panels(panels)
     check_options(weight, threshold)
@@ -116,10 +116,10 @@ def _checked_panels(panels: Mapping[str, AttentionGraph]) -> dict[str, Attention
 
 
 def check_options(weight: str, threshold: float) -> None:
-    """Make sure that a figure can be drawn so.
+    """Check the options of a figure.
 
     Raises:
-        ValueError: another weight, or a threshold out of range.
+        ValueError: the weight is unknown, or the threshold is out of range.
     """
     if weight not in get_args(EdgeWeight):
         raise ValueError(f"expected a weight of {get_args(EdgeWeight)}; got {weight!r}")
@@ -153,7 +153,7 @@ def _checked_target(flows: Mapping[str, AttentionGraph], target: int) -> int:
 def _script_data(
     panels: Sequence[RoundedGraph], layout: Layout, state: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the script needs to redraw the lines of the static figure."""
+    """The data with which the script redraws the lines of the static figure."""
     floor = _smallest_threshold(panels, state["limit"])
     return {
         "state": state,
@@ -177,7 +177,7 @@ def _script_data(
 
 
 def _smallest_threshold(panels: Sequence[RoundedGraph], limit: int) -> int:
-    """The threshold, in thousandths, down to which a figure of bounded size can show every edge."""
+    """Lowest threshold, in thousandths, at which a figure of bounded size can show every edge."""
     weights = torch.cat([panel.largest.flatten().repeat(panel.n_views) for panel in panels])
     beyond = weights.sort(descending=True).values[_MAX_NUMBERS:]
     return min(int(beyond[0]) + 1, limit) if len(beyond) else 1
@@ -199,7 +199,7 @@ def _panel_data(
         "arrows": [
             prediction_arrow(layout, place, column, read_at) for column, read_at in graph.targets
         ],
-        # From each listed place to the next in [layer, head, query, key].
+        # Differences between consecutive listed places in [layer, head, query, key].
         "steps": places.diff(prepend=torch.zeros(1, dtype=places.dtype)).tolist(),
         "nPairs": graph.n_pairs,
         "mlps": mlp_caption(graph),

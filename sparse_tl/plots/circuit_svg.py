@@ -1,6 +1,6 @@
-"""The static circuit diagram: an SVG that needs no script, no style sheet and no network.
+"""The static circuit diagram: an SVG without script, style sheet or network access.
 
-Every group that the script of the interactive figure takes over carries ``data-role``.
+Groups that the script of the interactive figure takes over carry ``data-role``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sparse_tl.plots.figure_frame import Surround, panel_frame, xml_text
 from sparse_tl.plots.palette import ACCENT, INK, NODE_REACHED, NODE_UNREACHED, RULE_WEIGHT
 from sparse_tl.plots.token_text import clip_text, visible_text
 
-_N_GRADES = 10  # of the weight of an edge
+_N_GRADES = 10  # number of steps of edge weight
 
 # (weakest, strongest); blue for positive and orange for negative weights.
 _COLOURS: dict[EdgeKind, tuple[palette.Scale, palette.Scale]] = {
@@ -39,11 +39,11 @@ _SCORE_NAMES = {"effect": "effect", "first-order": "first-order attribution"}
 
 
 def line_styles(scale: float = 1.0) -> list[tuple[EdgeKind, palette.Colour, float]]:
-    """Kind, colour and width of all lines, in the order of drawing: the light kind first, and of
-    each kind the weakest grade first, in blue and in orange. Darker and thicker is more weight.
+    """Kind, colour and width of all lines, in drawing order: light kinds first, and within each
+    kind weak grades first, in blue and in orange. Darker and thicker means more weight.
 
     Args:
-        scale: thickness relative to a figure with wide columns; what is dark stays thicker.
+        scale: thickness relative to a figure with wide columns; dark lines shrink less.
     """
     styles: list[tuple[EdgeKind, palette.Colour, float]] = []
     for kind in get_args(EdgeKind):
@@ -52,7 +52,7 @@ def line_styles(scale: float = 1.0) -> list[tuple[EdgeKind, palette.Colour, floa
             share = (grade + 0.5) / _N_GRADES
             width = (thin + (thick - thin) * share) * (max(scale, 0.6) if kind == "main" else scale)
             for weakest, strongest in _COLOURS[kind]:
-                # Most attention weights are small: the root keeps them apart from one another.
+                # Most attention weights are small: an exponent below 1 separates them.
                 stroke = palette.blend(weakest, strongest, share**0.6)
                 styles.append((kind, stroke, round(width, 2)))
     return styles
@@ -70,12 +70,12 @@ def draw_svg(
     """The figure as an SVG element.
 
     Args:
-        panels: from top to bottom: what is drawn, and the edges of it.
-        layout: of these panels.
-        surround: of the panels.
-        target: index of the predicted character.
-        weight: that lines show.
-        limit: the threshold in thousandths.
+        panels: graph and selected edges of each panel, from top to bottom.
+        layout: layout of the panels.
+        surround: title and arrows around the panels.
+        target: index of the predicted token.
+        weight: weight that lines show.
+        limit: threshold in thousandths.
     """
     content: list[str] = []
     for index, (rounded, selection) in enumerate(panels):
@@ -99,7 +99,7 @@ def _caption(
 
 
 def mlp_caption(graph: AttentionGraph) -> str:
-    """What a caption says of MLPs; nothing where they have no gates."""
+    """Caption text about MLPs; empty without MLP gates."""
     if graph.mlps is None:
         return ""
     return f"; squares: {int(graph.mlps.sum()):,} of {graph.mlps.numel():,} MLP outputs"
@@ -158,7 +158,7 @@ def _residual_stream(selection: EdgeSelection, layout: Layout, place: PanelLayou
 
 
 def _edges(selection: EdgeSelection, layout: Layout, place: PanelLayout) -> Iterator[str]:
-    """One path for all the lines of a style: thousands of lines stay a small file."""
+    """One path for all lines of a style, which keeps thousands of lines in a small file."""
     styles = line_styles(layout.line_scale)
     curves = [""] * len(styles)
     for edge in selection.edges:
@@ -188,7 +188,7 @@ def _nodes(selection: EdgeSelection, layout: Layout, place: PanelLayout) -> Iter
 
 
 def _mlps(graph: AttentionGraph, layout: Layout, place: PanelLayout) -> Iterator[str]:
-    """A square below the node that an open MLP writes to; a closed one is not drawn."""
+    """A square below each node that an open MLP writes to; closed MLPs are not drawn."""
     if graph.mlps is None:
         return
     fill, stroke = palette.MLP_NODE

@@ -1,8 +1,8 @@
-"""The lines of a component diagram: smooth curves that leave and enter their nodes vertically.
+"""Lines of a component diagram: smooth curves that leave and enter nodes vertically.
 
-A curve is a piecewise cubic x(y) through the bends of its line. Its slopes at the bends are those
-of Fritsch and Carlson, under which x never overshoots between two bends: a line stays in the gap
-that the layout has given it.
+A curve is a piecewise cubic x(y) through the bends of its line. Its slopes at the bends follow
+Fritsch and Carlson, so that x never overshoots between two bends: a line stays in the gap that the
+layout assigned to it.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from sparse_tl.plots.drawn_circuit import Line
 _MAX_SPREAD_STEP = 7.0
 
 Point = tuple[float, float]
-"""x and y, in pixels."""
+"""x and y in pixels."""
 
 
 @dataclass(frozen=True)
 class NodeBox:
-    """A node: the middle of its box and its width, in pixels."""
+    """A node: centre and width of its box, in pixels."""
 
     x: float
     y: float
     width: float
 
     def port(self, slot: Slot | None) -> float:
-        """The x coordinate at which the slot is read."""
+        """The x coordinate of a slot's input."""
         return self.x + port_offset(self.width, slot)
 
 
 def port_offset(width: float, slot: Slot | None) -> float:
-    """Where a box is read: q, k and v from left to right, in pixels from its middle."""
+    """Offset of a slot's input from the box centre, in pixels: q, k and v from left to right."""
     return {"q": -0.3, "k": 0.0, "v": 0.3, None: 0.0}[slot] * width
 
 
@@ -44,13 +44,13 @@ def line_curves(
 ) -> dict[Line, str]:
     """Each line as SVG path data, from the top of one box to the bottom of another.
 
-    Lines that leave a node, or enter an MLP or the logits, are spread over the side of the box in
-    the order of where they go to or come from, so that they do not cross there.
+    Lines that leave a node, or enter an MLP or the logits, are spread over the side of the box, in
+    the order of their other ends, so that they do not cross there.
 
     Args:
-        bends: the points between the ends of each line, upwards.
-        boxes: of all sources and readers.
-        node_height: of the boxes.
+        bends: intermediate points of each line, upwards.
+        boxes: boxes of all sources and readers.
+        node_height: height of the boxes.
     """
     outgoing: dict[Node, list[Line]] = defaultdict(list)
     incoming: dict[Node, list[Line]] = defaultdict(list)
@@ -85,7 +85,7 @@ def line_curves(
 
 
 def _spread(lines: Sequence[Line], box: NodeBox) -> dict[Line, float]:
-    """The x coordinate of each end along the side of a box."""
+    """The x coordinates of line ends along the side of a box."""
     n_gaps = max(len(lines) - 1, 1)
     step = min(_MAX_SPREAD_STEP, (box.width - 12) / n_gaps)
     first = box.x - step * (len(lines) - 1) / 2
@@ -93,7 +93,7 @@ def _spread(lines: Sequence[Line], box: NodeBox) -> dict[Line, float]:
 
 
 def _curve(points: Sequence[Point]) -> str:
-    """A monotone piecewise cubic x(y) through points whose y decreases, as SVG path data."""
+    """A monotone piecewise cubic x(y) through points of decreasing y, as SVG path data."""
     secants = [(x1 - x0) / (y1 - y0) for (x0, y0), (x1, y1) in pairwise(points)]
     slopes = [0.0]
     for before, after in pairwise(secants):

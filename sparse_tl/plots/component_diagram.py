@@ -1,10 +1,10 @@
-"""Component diagrams: a circuit as nodes by layer and the edges between them, per model.
+"""Component diagrams: a circuit as nodes by layer with the edges between them, per model.
 
-1. Check the panels, and take the strongest edges of each (`drawn_circuit`).
-2. Lay all panels out together (`component_layout`).
+1. Check the panels, and select the strongest edges of each (`drawn_circuit`).
+2. Lay out all panels together (`component_layout`).
 3. Draw the static SVG (`component_svg`).
-4. Put the SVG, the numbers behind it and a small script into one piece of HTML; the script shows
-   fewer edges, or what is before and after a node, in that SVG.
+4. Combine the SVG, its data and a small script in one HTML fragment; the script reduces the number
+   of edges, or highlights what is before and after a node.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sparse_tl.plots.token_text import visible_text
 
 
 class ComponentDiagram(PanelFigure):
-    """A component diagram: shows itself in notebooks and saves itself to files."""
+    """A component diagram that displays in notebooks and can be saved to files."""
 
     script = "component_diagram"
 
@@ -48,34 +48,33 @@ def component_diagram(
     transition: str | None = "Sparsity-Regularised Finetuning",
     title: str | None = None,
 ) -> ComponentDiagram:
-    """Draw which components a circuit joins, and through which slot.
+    """Draw which components a circuit connects, and through which slot.
 
     Rows are layers, upwards, from the input to the logits. A line is thicker and darker with
     ``|score|``, relative to the largest of its panel. Edges on no path from the input to the
-    logits are light. A node is at the same place in every panel; it is faint where the panel
-    draws no edge of it.
+    logits are light. A node has the same position in every panel; it is faint in panels that
+    draw none of its edges.
 
     Args:
-        panels: a circuit of circuit edges for each panel, from top to bottom, by the name written
-            on it.
-        scores: of the circuits' edges, by the same names; negative: patching the edge lowers the
-            metric, so it helps. Where there are none, all lines are alike.
-        max_circuit_edges: the most edges drawn in a panel, by absolute score.
-        colour: ``"slot"`` colours lines by what reads them: the query, key or value input of a
-            head, or an MLP or the logits; ``"sign"`` by whether the edge helps (negative score)
-            or hurts.
-        unit: of the scores, such as "logits" or "nats".
-        marked: heads that are framed wherever they are drawn, as of `head_map`.
+        panels: circuits of circuit edges by panel name, from top to bottom.
+        scores: scores of the circuits' edges, by panel name; negative: patching the edge lowers
+            the metric, so it helps. Without scores, all lines look the same.
+        max_circuit_edges: maximum number of edges drawn in a panel, by absolute score.
+        colour: ``"slot"`` colours lines by their reader: the query, key or value input of a head,
+            or an MLP or the logits; ``"sign"`` by whether the edge helps (negative score) or
+            hurts.
+        unit: unit of the scores, such as "logits" or "nats".
+        marked: heads to frame wherever they are drawn, as in `head_map`.
         transition: text along the arrow from each panel to the next; ``None`` for no arrow.
-        title: above the panels.
+        title: title above the panels.
 
     Returns:
-        The figure: static SVG, which a script without any dependency makes interactive.
+        The figure: static SVG that a dependency-free script makes interactive.
 
     Raises:
-        ValueError: if there is no panel, no edge may be drawn, signs are asked for without any
-            score, or heads are marked that the first panel's model lacks, or by too many names.
-        TypeError: if a panel is not a `Circuit`.
+        ValueError: there is no panel, `max_circuit_edges` is below 1, signs are requested without
+            scores, the first panel's model lacks a marked head, or there are too many mark names.
+        TypeError: a panel is not a `Circuit`.
     """
     way = "attribute_circuit_edges(...).top(100) makes one"
     panels = checked_panels(panels, Circuit, way)
@@ -122,7 +121,7 @@ def _check_options(
 def _marked_nodes(
     panels: Mapping[str, Circuit], marked: Mapping[str, Sequence[Any]]
 ) -> dict[str, list[Node]]:
-    """The marked heads of the first panel's model, by what the legend calls them."""
+    """The marked heads of the first panel's model, by legend entry."""
     heads = next(iter(panels.values())).graph.heads
     return {
         visible_text(name): [Node("head", *place) for place in places]
@@ -133,7 +132,7 @@ def _marked_nodes(
 def _script_data(
     panels: Sequence[DrawnCircuit], layout: ComponentLayout, colour: LineColour, unit: str
 ) -> dict[str, Any]:
-    """What the script cannot read from the static figure."""
+    """The data that the script cannot read from the static figure."""
     return {
         "colour": colour,
         "openStroke": palette.OPEN_EDGE,

@@ -1,12 +1,12 @@
-"""Where everything in a component diagram lies: all coordinates, in pixels at full size.
+"""Layout of a component diagram: all coordinates, in pixels at full size.
 
-1. Rows, upwards: the input; each layer's heads with its MLP beside them, or above them where the
-   MLP reads from one of these heads; the logits. A layer without a drawn edge has no row.
+1. Rows, upwards: the input; each layer's heads with its MLP beside them, or above them if the MLP
+   reads from one of these heads; the logits. A layer without drawn edges has no row.
 2. Order and place the nodes, and the bends where lines pass a row (`layered_layout`), for the
-   lines of all panels together: a node, and a line, is at the same place in every panel.
-3. Make the lines smooth curves (`component_curves`).
+   lines of all panels together: nodes and lines have the same position in every panel.
+3. Turn the lines into smooth curves (`component_curves`).
 
-Nodes, bands and curves are given relative to the top of their panel's frame.
+Nodes, bands and curves are relative to the top of their panel's frame.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ NODE_HEIGHT = 19
 LEGEND_HEIGHT, MARK_HEIGHT = 30, 22
 
 _HEADING_HEIGHT, _FOOT, _SIDE = 42, 14, 16
-# (distance between lines that run side by side, between nodes): the roomiest that fits is taken.
+# (gap between parallel lines, gap between nodes): the widest spacing that fits is used.
 _SPACINGS = ((10, 56), (10, 40), (9, 28), (8, 20), (7, 15), (6, 12), (5, 10), (4, 8), (3, 7))
 _LINE_TO_NODE = 5
-# As in Graphviz: of segments with no, one and two bends at their ends.
+# Segment weights by the number of bends at the ends (0, 1, 2), as in Graphviz.
 _WEIGHTS = (1.0, 2.0, 8.0)
 _END_ROOM = 24.0
 
@@ -53,14 +53,14 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Bend:
-    """Where a line passes a row; itself and no other, so that it is quick to look up."""
+    """Where a line passes a row; compared by identity, for fast look-up."""
 
     row: int
 
 
 @dataclass(frozen=True)
 class Band:
-    """The ground of one layer."""
+    """The background of one layer."""
 
     label: str
     top: float
@@ -69,17 +69,17 @@ class Band:
 
 @dataclass(frozen=True)
 class ComponentLayout:
-    """The whole figure.
+    """Layout of the whole figure.
 
     Args:
-        width, height: of the figure.
-        left, right: of every frame.
-        frames: from top to bottom, all of one height.
-        boxes: every node that is drawn in some panel.
-        curves: every line as SVG path data.
-        bands: one per layer.
-        legend_y: the middle of the legend, from the top of the figure; what marks say is a line
-            below it.
+        width, height: size of the figure.
+        left, right: horizontal extent of every frame.
+        frames: frames from top to bottom, all of one height.
+        boxes: boxes of all nodes drawn in some panel.
+        curves: SVG path data of every line.
+        bands: backgrounds, one per layer.
+        legend_y: middle of the legend, from the top of the figure; the legend of marks is on the
+            line below.
     """
 
     width: int
@@ -96,7 +96,7 @@ class ComponentLayout:
 def lay_out(
     panels: Sequence[DrawnCircuit], surround: Surround, *, marks: bool = False
 ) -> ComponentLayout:
-    """Place the nodes and lines of these panels, with room to say what marks on nodes mean."""
+    """Place the nodes and lines of these panels, with room for a legend of marks if needed."""
     lines = list(dict.fromkeys(line for panel in panels for line in panel.lines))
     rows = node_rows(lines)
     heights = _row_heights(rows)
@@ -131,8 +131,8 @@ def lay_out(
 
 
 def node_rows(lines: Sequence[Line]) -> list[Row]:
-    """The rows of the nodes that these lines join, from the lowest to the highest."""
-    # An MLP that reads from a head of its layer has to be above it.
+    """The rows of the nodes that these lines connect, from bottom to top."""
+    # An MLP that reads from a head of its own layer must be above it.
     raised = {
         line.reader
         for line in lines
@@ -154,7 +154,7 @@ def node_rows(lines: Sequence[Line]) -> list[Row]:
 
 
 def _row_heights(rows: Sequence[Row]) -> list[float]:
-    """The y coordinate of each row; the rows of one layer are closer together."""
+    """The y coordinate of each row; rows of one layer are closer together."""
     pitch = min(62, max(38, 760 // len(rows)))
     heights = [float(_HEADING_HEIGHT + NODE_HEIGHT / 2)]
     for above, below in pairwise(reversed(rows)):
@@ -177,7 +177,7 @@ def _node_width(node: Node, lines: Sequence[Line]) -> float:
     text = math.ceil(text_width(str(node), NODE_TEXT_SIZE)) + 8.0
     if node not in (INPUT, LOGITS):
         return text
-    # The ends of the residual stream are as wide as their lines need.
+    # The input and logits boxes are as wide as their lines need.
     n_lines = sum(node in (line.source, line.reader) for line in lines)
     return max(text, min(360.0, 7.0 * n_lines + 12))
 
@@ -188,9 +188,9 @@ def _place(
     widths: Mapping[Node, float],
     bounds: tuple[int, int],
 ) -> tuple[dict[Line, list[Bend]], dict[Node | Bend, float], int]:
-    """The bends of each line, the x coordinates of nodes and bends, and where the right end is."""
+    """The bends of each line, the x coordinates of nodes and bends, and the right end."""
     height = {node: index for index, row in enumerate(rows) for node in row.nodes}
-    # Each line starts straight, between nodes that are spread evenly.
+    # Each line starts out straight, between evenly spread nodes.
     at: dict[Node | Bend, float] = {
         node: (index + 0.5) / len(row.nodes) for row in rows for index, node in enumerate(row.nodes)
     }
@@ -218,7 +218,7 @@ def _place(
 def _roomiest(
     order: Sequence[Sequence[Node | Bend]], widths: Mapping[Node, float], room: float
 ) -> tuple[list[list[float]], int]:
-    """The least distances between neighbours, as roomy as fits, and the width that they need."""
+    """The widest minimum distances between neighbours that fit, and the width that they need."""
     separations: list[list[float]] = []
     widest = 0.0
     for line_gap, node_gap in _SPACINGS:

@@ -1,6 +1,6 @@
-"""The static component diagram: an SVG that needs no script, no style sheet and no network.
+"""The static component diagram: an SVG without script, style sheet or network access.
 
-Every group that the script of the interactive figure takes over carries ``data-role``.
+Groups that the script of the interactive figure takes over carry ``data-role``.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SLOT_COLOURS: dict[Slot | None, palette.Colour] = {
 }
 _THIN, _THICK = 0.8, 4.6
 _MARK_GAP = 2.0
-# Of the full colour; as light as the weakest line may be and still be followed.
+# Share of the full colour: the lightest at which the weakest line can still be followed.
 _WEAKEST = 0.8
 
 _Entry = tuple[palette.Colour, float, str]
-"""Of a legend: the colour and width of a line, and what it means."""
+"""A legend entry: colour and width of a line, and its meaning."""
 _LEGENDS: dict[LineColour, list[_Entry]] = {
     "slot": [
         (palette.QUERY, 3.0, "q: query"),
@@ -64,12 +64,12 @@ def draw_svg(
     """The figure as an SVG element.
 
     Args:
-        panels: from top to bottom.
-        layout: of these panels.
-        surround: of the panels.
-        colour: what the colour of a line shows.
-        unit: of the scores, as it is written behind a number.
-        marked: nodes that are framed in every panel, by what the legend calls them.
+        panels: drawn circuits, from top to bottom.
+        layout: layout of the panels.
+        surround: title and arrows around the panels.
+        colour: what the colour of a line encodes.
+        unit: unit written after scores.
+        marked: nodes to frame in every panel, by legend entry.
     """
     content = [
         part
@@ -83,7 +83,7 @@ def draw_svg(
 
 
 def score_text(score: float, unit: str) -> str:
-    """A score with three digits and its unit."""
+    """A score with three significant digits and its unit."""
     return f"{score:.3g}".replace("-", "\N{MINUS SIGN}") + (f" {unit}" if unit else "")
 
 
@@ -99,7 +99,7 @@ def line_stroke(edge: DrawnEdge, colour: LineColour) -> palette.Colour:
 
 
 def node_paint(kind: str, state: LineState) -> dict[str, palette.Colour]:
-    """SVG attributes of a node's box (fill, stroke) and of its text (ink)."""
+    """SVG colours of a node's box (fill, stroke) and text (ink)."""
     if state == "absent":
         (fill, stroke), ink = palette.ABSENT_NODE, palette.ABSENT_NODE_INK
     elif state == "open":
@@ -159,7 +159,7 @@ def _panel(
 
 def _lines(panel: DrawnCircuit, layout: ComponentLayout, colour: LineColour) -> Iterator[str]:
     ranked = [(edge, rank, line) for rank, edge in enumerate(panel.edges) for line in edge.lines]
-    # Strong lines over weak ones, and lines on a path over all others.
+    # Strong lines above weak ones, and lines on a path above all others.
     ranked.sort(key=lambda drawn: (drawn[2] in panel.on_path, -drawn[1]))
     for edge, rank, line in ranked:
         state = panel.state([line])
@@ -172,12 +172,12 @@ def _lines(panel: DrawnCircuit, layout: ComponentLayout, colour: LineColour) -> 
 
 
 def _line_width(strength: float) -> float:
-    """Pixels. Scores are spread over orders of magnitude: the root keeps the weaker ones apart."""
+    """Width in pixels. Scores span orders of magnitude, so the square root separates weak ones."""
     return round(_THIN + (_THICK - _THIN) * strength**0.5, 2)
 
 
 def _node(node: Node, box: NodeBox, panel: DrawnCircuit) -> Iterator[str]:
-    """A box, with a dot for each slot that a drawn line enters."""
+    """A node's box, with a dot for each slot that a drawn line enters."""
     entering = [line for line in panel.lines if line.reader == node]
     state = panel.state([*entering, *(line for line in panel.lines if line.source == node)])
     paint = node_paint(node.kind, state)
@@ -201,7 +201,7 @@ def _node(node: Node, box: NodeBox, panel: DrawnCircuit) -> Iterator[str]:
 
 
 def _marks(layout: ComponentLayout, marked: Mapping[str, Sequence[Node]]) -> Iterator[str]:
-    """A frame around the box of every marked node; of one with several names, the last."""
+    """A frame around every marked node; for nodes with several marks, the last mark is on top."""
     yield '<g data-role="marks" fill="none" pointer-events="none">'
     for nodes, colour in zip(marked.values(), palette.MARKS, strict=False):
         for node in nodes:
@@ -221,7 +221,7 @@ _SAMPLE, _SAMPLE_GAP, _ENTRY_GAP = 20, 5, 14
 
 
 def _legends(layout: ComponentLayout, colour: LineColour, with_scores: bool) -> Iterator[str]:
-    """The legend of each colouring, of which one is visible, and that of thickness."""
+    """The legends of both colourings, one of them visible, and the legend of thickness."""
     yield f'<g data-role="legends" font-size="{LEGEND_SIZE:g}" fill="{MUTED}">'
     for name, entries in _LEGENDS.items():
         if name == colour or with_scores:
@@ -243,7 +243,7 @@ def _legends(layout: ComponentLayout, colour: LineColour, with_scores: bool) -> 
 
 
 def _mark_legend(layout: ComponentLayout, marked: Mapping[str, Sequence[Node]]) -> Iterator[str]:
-    """The names of those marks that some node has."""
+    """Legend of the marks that some drawn node has."""
     entries = [
         (colour, palette.MARK_WEIGHT, name)
         for (name, nodes), colour in zip(marked.items(), palette.MARKS, strict=False)
@@ -256,7 +256,7 @@ def _mark_legend(layout: ComponentLayout, marked: Mapping[str, Sequence[Node]]) 
 
 
 def _samples(entries: Sequence[_Entry], x: float, y: float) -> Iterator[str]:
-    """Pieces of line in a row, each with what it means."""
+    """Line samples in a row, each with its meaning."""
     for stroke, width, text in entries:
         yield (
             f'<path d="M{x:.1f} {y:g}h{_SAMPLE}" stroke="{stroke}" stroke-width="{width:g}"/>'

@@ -1,10 +1,10 @@
-"""The figure of explained effect against the number of parts kept: one panel per task.
+"""Figure of explained effect against the number of parts kept: one panel per task.
 
 1. Check the panels, and find the pairs of models, which share colours and a legend.
-2. Give all panels one range of effects, with room for the multiplier and, where a legend would
-   hide a curve, for the legend.
-3. Draw each curve with its interval, or each seed's and their median; a dashed line where two
-   curves reach the level, and over it the multiplier.
+2. Give all panels the same effect range, with room for the multiplier and for legends that would
+   hide a curve.
+3. Draw each curve with its interval, or the curves of all seeds and their median; and a dashed line
+   between two curves at the level, with the multiplier above it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from sparse_tl.plots.token_text import text_width
 Parts = Literal["heads", "circuit_edges"]
 
 _WIDTH, _GAP = 184, 66
-# Pixels per unit of effect, and the height at which a plot stops growing.
+# Pixels per unit of effect, and the maximum height of a plot.
 _UNIT, _MAX_HEIGHT = 147, 300
-# The room that texts take in a plot, in pixels.
+# Space for texts in a plot, in pixels.
 _LABEL_HEIGHT, _LEGEND_WIDTH, _LEGEND_HEIGHT, _NOTE_HEIGHT = 19, 140, 46, 18
-# Of one seed among several.
+# Line style of one seed among several.
 _SEED_WEIGHT, _SEED_OPACITY = 1.0, 0.55
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -52,27 +52,27 @@ def effect_figure(
     level: float = 0.9,
     colours: Sequence[tuple[str, str]] = MODEL_PAIRS,
 ) -> GridFigure:
-    """Draw the explained effect against the parts kept, one panel per task in a row.
+    """Draw the explained effect against the parts kept, in a row with one panel per task.
 
-    A curve has its interval around it; curves of several seeds are thin lines, and their median is
-    a thick one. A dashed line at the level leads from one thick line to the other; above it stands
-    the multiplier, of several seeds the median and the range of theirs, and how many seeds do not
-    reach the level. The dashed line is left out where a thick line does not reach it. The
-    logarithmic axis of circuit edges begins at 1, where a size of 0 stands too.
+    Single curves are drawn with their intervals; several seeds are thin lines with a thick median.
+    A dashed line at the level connects both models, and above it is the multiplier; for several
+    seeds its median and range, and the number of seeds that miss the level. The dashed line is
+    left out if a thick line does not reach the level. The logarithmic axis of circuit edges starts
+    at 1, where a size of 0 is drawn too.
 
     Args:
-        panels: for each task, by the title of its panel, the dense model's curve or those of its
-            seeds and then the sparse one's, or a single model's.
+        panels: curves by panel title, one panel per task: the dense model's curve, or those of its
+            seeds, then the sparse model's; or a single model's.
         parts: ``"heads"`` for a linear axis, ``"circuit_edges"`` for a logarithmic one.
         level: explained effect at which the models are compared, above 0 and at most 1.
         colours: (dense, sparse) for each pair of models in order of appearance, as ``"#rrggbb"``.
 
     Returns:
-        The figure; its `save` writes it to a file.
+        The figure; call its `save` to write it to a file.
 
     Raises:
-        ValueError: if there is no panel, a panel has no curve, more than two or two of one name,
-            dense and sparse curves are of different seeds, there are more pairs of models than
+        ValueError: there is no panel, a panel has no curve, more than two or two of one name,
+            dense and sparse curves have different seeds, there are more pairs of models than
             colours, or an option is out of range.
     """
     check_level(level)
@@ -80,7 +80,7 @@ def effect_figure(
     pairs = _checked_pairs(drawn, parts, colours)
     said = {title: _words(curves, level) for title, curves in drawn.items()}
     log = parts == "circuit_edges"
-    # The legend of a pair stands in its first panel only.
+    # The legend of a pair appears in its first panel only.
     first = {names: title for title, names in reversed(pairs.items())}
     order = list(dict.fromkeys(pairs.values()))
     label_height = _LABEL_HEIGHT * max(1, *map(len, said.values()))
@@ -98,7 +98,7 @@ def effect_figure(
     figure.update_yaxes(range=span, **ticks(0, 1, 2))
     for column, (title, curves) in enumerate(drawn.items(), start=1):
         stop = _stop(curves, log)
-        # A little room at both ends, where no line is cut in half.
+        # A margin at both ends, so that no line is cut off.
         figure.update_xaxes(
             type="log" if log else "linear",
             range=(-0.02 * stop, 1.02 * stop),
@@ -136,16 +136,16 @@ def _of_seeds(curve: EffectCurve | SeedCurves) -> SeedCurves:
 
 
 def _words(curves: Curves, level: float) -> tuple[str, ...]:
-    """What stands above the dashed line, line by line."""
+    """The text above the dashed line, line by line."""
     if len(curves) != 2:
         return ()
     found = seed_multipliers(*curves, level=level)
-    # Of a single seed the missing line says that the level is not reached.
+    # For a single seed, the missing dashed line already says that the level is not reached.
     return () if len(found.seeds) == len(found.missing) == 1 else found.words()
 
 
 def _notes(panels: Mapping[str, Curves]) -> list[str]:
-    """What the lines are, where there are several seeds."""
+    """Explanation of the lines, if there are several seeds."""
     counts = sorted({len(curve.seeds) for curves in panels.values() for curve in curves})
     if counts[-1] == 1:
         return []
@@ -156,7 +156,7 @@ def _notes(panels: Mapping[str, Curves]) -> list[str]:
 
 
 def _add_notes(figure: Any, notes: Iterable[str]) -> None:
-    """Sentences below all panels, at the left: as many in a line as there is room for."""
+    """Add notes below all panels, at the left, with as many per line as fit."""
     layout, lines = figure.layout, []
     room = layout.width - layout.margin.l - layout.margin.r
     for note in notes:
@@ -183,12 +183,12 @@ def _add_notes(figure: Any, notes: Iterable[str]) -> None:
 
 
 def _places(sizes: Sequence[float], log: bool) -> np.ndarray:
-    """Where sizes stand on an axis, in the unit of its range."""
+    """Positions of sizes on an axis, in units of its range."""
     return np.log10(np.maximum(sizes, 1)) if log else np.asarray(sizes, dtype=float)
 
 
 def _stop(curves: Curves, log: bool) -> float:
-    """Where an axis from 0 (a logarithmic one from 1) ends, without margin."""
+    """The end of an axis that starts at 0 (logarithmic: at 1), without margin."""
     largest = max(curve.sizes[-1] for seeds in curves for curve in seeds.curves)
     return max(float(_places([largest], log)[0]), 1.0)
 
@@ -216,18 +216,18 @@ def _checked_pairs(
         )
     for pair in colours:
         for colour in pair:
-            channels(colour)  # raises where it is none
+            channels(colour)  # raises if invalid
     return pairs
 
 
 def _effect_span(
     panels: Mapping[str, Curves], with_legend: Iterable[Curves], log: bool, label_height: float
 ) -> tuple[float, float]:
-    """Of all panels: room for the multiplier and, where it would hide a curve, for the legend."""
+    """Effect range of all panels, with room for the multiplier and legends that hide a curve."""
     drawn = [one for curves in panels.values() for seeds in curves for one in seeds.curves]
     effects = [effect for one in drawn for effect in one.mean]
     low, high = min(0, *effects), max(1, *effects)
-    # What stands where a legend at the lower right would stand.
+    # Lowest curve point behind a legend at the lower right.
     lowest = 1.0
     for curves in with_legend:
         stop = _stop(curves, log)
@@ -237,7 +237,7 @@ def _effect_span(
                 # Seeds among others have no interval.
                 ends = one.low if len(seeds.curves) == 1 else one.mean
                 lowest = min(lowest, *np.interp(behind, _places(one.sizes, log), ends))
-    # Where a plot may not grow any more, a unit has fewer pixels, and texts need more of them.
+    # At maximum height a unit has fewer pixels, and texts take up more units.
     unit = min(_UNIT, (_MAX_HEIGHT - _LEGEND_HEIGHT - label_height) / (high - low + 0.03))
     hidden = lowest < low - 0.05 + _LEGEND_HEIGHT / unit
     room = _LEGEND_HEIGHT / unit if hidden else 0.05
@@ -247,7 +247,7 @@ def _effect_span(
 def _add_curve(
     figure: go.Figure, column: int, seeds: SeedCurves, colour: str, parts: Parts
 ) -> None:
-    """A curve with its interval; or the curve of every seed, and over them their median."""
+    """A curve with its interval; or the curves of all seeds with their median on top."""
     if len(seeds.curves) == 1:
         one = seeds.curves[0]
         style = {"low": one.low, "high": one.high, "name": one.name}
@@ -271,7 +271,7 @@ def _add_line(
     interval: str,
     **style: Any,
 ) -> None:
-    """One line, with what its points say when they are pointed at."""
+    """One line with the tooltips of its points."""
     what = parts.replace("_", " ")
     rows = zip(curve.sizes, curve.mean, curve.low, curve.high, strict=True)
     hover = [

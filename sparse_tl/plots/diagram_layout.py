@@ -1,7 +1,7 @@
-"""Where everything in a circuit diagram lies: all coordinates, in pixels at full size.
+"""Layout of a circuit diagram: all coordinates, in pixels at full size.
 
-The same numbers are drawn by Python and sent to the script of the interactive figure. What an
-edge is made of are whole numbers, which both sides write alike.
+The same numbers are drawn by Python and sent to the script of the interactive figure. Coordinates
+of edges are integers, which both sides format identically.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _ROOMY_COLUMN_WIDTH = 60
 
 @dataclass(frozen=True)
 class PanelLayout(Frame):
-    """One frame and what is in it.
+    """One frame and its contents.
 
     Args:
-        levels: the y coordinate of each level, the input first.
+        levels: y coordinate of each level, the input first.
         output_y, input_y: baselines of the token rows.
     """
 
@@ -45,25 +45,25 @@ class PanelLayout(Frame):
 
     @property
     def bend(self) -> int:
-        """How far up the edge from a column to itself turns away from the residual line."""
+        """Vertical extent of the bend of the edge from a column to itself."""
         return round(0.3 * (self.levels[0] - self.levels[1]))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The whole figure.
+    """Layout of the whole figure.
 
     Args:
-        width, height: of the figure.
-        left, right: of every frame.
-        columns: the x coordinate of each column.
+        width, height: size of the figure.
+        left, right: horizontal extent of every frame.
+        columns: x coordinate of each column.
         token_size: font size of the tokens.
-        token_width: the width beyond which a token is clipped.
+        token_width: width beyond which a token is clipped.
         rotated: whether tokens are written at 45 degrees.
-        bow: how far the edge from a column to itself leaves the residual line.
-        node_radius: of the circles.
-        line_scale: the thickness of lines, relative to a figure with wide columns.
-        panels: the frames, from top to bottom.
+        bow: horizontal distance of the edge from a column to itself from the residual line.
+        node_radius: radius of the node circles.
+        line_scale: line thickness relative to a figure with wide columns.
+        panels: frames from top to bottom.
     """
 
     width: int
@@ -81,7 +81,7 @@ class Layout:
 
 
 def lay_out(flows: Sequence[AttentionGraph], surround: Surround) -> Layout:
-    """Place the panels of these flows below one another."""
+    """Place the panels of these graphs below one another."""
     n_columns = flows[0].n_columns
     tokens = [
         visible_text(token) for flow in flows for token in (*flow.input_tokens, *flow.output_tokens)
@@ -96,7 +96,7 @@ def lay_out(flows: Sequence[AttentionGraph], surround: Surround) -> Layout:
     spacing = min(_MAX_COLUMN_WIDTH, room // n_gaps)
     token_size, rotated = _token_style(tokens, spacing)
     if rotated:
-        room -= 40  # the last label leans out to the right
+        room -= 40  # the last rotated label extends to the right
         spacing = min(_MAX_COLUMN_WIDTH, room // n_gaps)
     spacing = max(spacing, _MIN_COLUMN_WIDTH)
     width = max(FIGURE_WIDTH, FIGURE_WIDTH + n_gaps * spacing - room)
@@ -128,7 +128,7 @@ def lay_out(flows: Sequence[AttentionGraph], surround: Surround) -> Layout:
 
 
 def _token_style(tokens: Sequence[str], spacing: int) -> tuple[float, bool]:
-    """The font size of the tokens, and whether they have to be rotated to be readable."""
+    """The font size of the tokens, and whether they must be rotated to be legible."""
     for size in (17.0, 15.0, 13.0, MIN_FONT_SIZE):
         if max(text_width(token, size) for token in tokens) <= spacing - 6:
             return size, False
@@ -137,7 +137,7 @@ def _token_style(tokens: Sequence[str], spacing: int) -> tuple[float, bool]:
 
 def _lay_out_panel(flow: AttentionGraph, top: int, rotated: bool, label_height: int) -> PanelLayout:
     row_height = min(55, max(30, 5 * (420 // flow.n_layers // 5)))
-    # An arrow from one character to the next arches over the output row.
+    # An arrow from one token to the next arches over the output row.
     has_arch = not rotated and any(column != read_at for column, read_at in flow.targets)
     output_y = top + (34 + label_height if rotated else 72 if has_arch else 56)
     top_level = output_y + 34
@@ -150,7 +150,7 @@ def _lay_out_panel(flow: AttentionGraph, top: int, rotated: bool, label_height: 
 
 
 def edge_path(layout: Layout, panel: PanelLayout, layer: int, query: int, key: int) -> str:
-    """The line of the attention edge of a layer from key to query, as SVG path data."""
+    """The line of a layer's attention edge from key to query, as SVG path data."""
     start_x, start_y = layout.columns[key], panel.levels[layer]
     end_x, end_y = layout.columns[query], panel.levels[layer + 1]
     if query != key:
@@ -162,10 +162,10 @@ def edge_path(layout: Layout, panel: PanelLayout, layer: int, query: int, key: i
 def prediction_arrow(
     layout: Layout, panel: PanelLayout, column: int, read_at: int
 ) -> tuple[str, str]:
-    """The arrow at a predicted character: its line and its head, as SVG path data.
+    """The arrow at a predicted token: line and head, as SVG path data.
 
-    It runs from the column at which the character is read to the predicted column; where both
-    are the same, from the last node up into the character.
+    It runs from the column where the token is read to the predicted column; if both are the same,
+    from the last node up to the token.
     """
     end_x, start_x = layout.columns[column], layout.columns[read_at]
     node_top = panel.levels[-1] - layout.node_radius - 3

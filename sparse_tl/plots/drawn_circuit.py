@@ -1,12 +1,12 @@
-"""What a component diagram draws: the strongest kept edges of a circuit, and what is on a path.
+"""Contents of a component diagram: the strongest kept edges, and which of them are on a path.
 
-1. Rank the kept edges by ``|score|``, the largest first; ties stay in the graph's order.
-2. Draw the first of them. The *strength* of an edge is ``|score| / max |score|`` over the kept
-   edges of its panel, and 1 where there are no scores.
-3. An edge has a line to every node that reads there: one, or under grouped-query attention
-   those heads of the group that take part in the drawn circuit.
-4. A line is *on a path* if its source can be reached from the input, and the logits can be
-   reached from its end, over drawn lines. A head passes on what any of its three slots reads.
+1. Rank the kept edges by decreasing ``|score|``; ties keep the graph's order.
+2. Draw the first ones. The *strength* of an edge is ``|score| / max |score|`` over the kept edges
+   of its panel, and 1 without scores.
+3. An edge has a line to every node that reads from it: one node, or under grouped-query attention
+   the heads of the group that appear in the drawn circuit.
+4. A line is *on a path* if drawn lines lead from the input to its source and from its end to the
+   logits. A head passes on what any of its three slots reads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sparse_tl.nodes import CircuitEdge, Node, Slot
 INPUT, LOGITS = Node("input"), Node("logits")
 
 LineState = Literal["path", "open", "absent"]
-"""On a path from the input to the logits; drawn, but on none; not drawn."""
+"""On a path from the input to the logits; drawn but on no path; not drawn."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class DrawnEdge:
     """One kept edge.
 
     Args:
-        edge: what it joins.
-        lines: that stand for it; several under grouped-query attention.
-        score: in units of the metric; ``None`` without scores.
-        strength: 0..1, relative to the strongest kept edge.
+        edge: the circuit edge.
+        lines: lines that represent it; several under grouped-query attention.
+        score: score in units of the metric; ``None`` without scores.
+        strength: strength in 0..1, relative to the strongest kept edge.
     """
 
     edge: CircuitEdge
@@ -55,11 +55,11 @@ class DrawnCircuit:
     """The drawn edges of one panel.
 
     Args:
-        name: of the panel.
-        edges: the strongest first.
-        on_path: the lines that lead from the input to the logits.
-        n_kept: edges of the circuit, drawn or not.
-        n_existing: edges of the model.
+        name: name of the panel.
+        edges: edges in order of decreasing strength.
+        on_path: lines on a path from the input to the logits.
+        n_kept: number of edges in the circuit, drawn or not.
+        n_existing: number of edges in the model.
     """
 
     name: str
@@ -74,7 +74,7 @@ class DrawnCircuit:
 
     @property
     def n_on_path(self) -> int:
-        """Edges of which a line is on a path."""
+        """Number of edges with a line on a path."""
         return sum(self.state(edge.lines) == "path" for edge in self.edges)
 
     @property
@@ -82,7 +82,7 @@ class DrawnCircuit:
         return any(edge.score is not None for edge in self.edges)
 
     def state(self, lines: Sequence[Line]) -> LineState:
-        """That of something to which these lines belong."""
+        """The state of something that these lines belong to."""
         if not lines:
             return "absent"
         return "open" if self.on_path.isdisjoint(lines) else "path"
@@ -91,14 +91,14 @@ class DrawnCircuit:
 def draw_strongest(
     name: str, circuit: Circuit, edge_scores: Scores | None, max_circuit_edges: int
 ) -> DrawnCircuit:
-    """The strongest edges of a circuit, at most so many.
+    """Select the strongest edges of a circuit.
 
     Args:
-        name: of the panel.
-        circuit: of circuit edges.
-        edge_scores: signed; negative: patching the edge lowers the metric, so it helps. ``None``:
-            no edge has a score, as in circuits found by search.
-        max_circuit_edges: how many are drawn at most.
+        name: name of the panel.
+        circuit: circuit of circuit edges.
+        edge_scores: signed scores; negative: patching the edge lowers the metric, so it helps.
+            ``None`` if edges have no score, as in circuits found by search.
+        max_circuit_edges: maximum number of edges to draw.
     """
     graph = circuit.graph
     mask = circuit.mask.cpu()
@@ -114,7 +114,7 @@ def draw_strongest(
     edges = []
     for edge, score in chosen:
         readers = graph.readers_of(edge.destination)
-        # A group of which no head takes part still shows where the edge goes.
+        # If no head of a group appears in the circuit, draw lines to all of them.
         readers = [node for node in readers if node in taking_part] or readers
         lines = tuple(Line(edge.source, node, edge.destination.slot) for node in readers)
         strength = 1.0 if score is None else abs(score) / largest if largest else 0.0
@@ -127,7 +127,7 @@ def draw_strongest(
 
 
 def _on_path(upwards: Sequence[Line]) -> frozenset[Line]:
-    """The lines on a path, of lines in the order in which their sources write."""
+    """The lines on a path, given lines in the order in which their sources write."""
     above, below = {INPUT}, {LOGITS}
     for line in upwards:
         if line.source in above:

@@ -1,15 +1,15 @@
 """Which attention edges a circuit diagram draws, and which of them lead to the prediction.
 
-1. Round every weight to thousandths, so that the static figure and the interactive one, which is
-   sent these whole numbers, compare the same numbers with the threshold.
+1. Round every weight to thousandths, so that the static and the interactive figure, which gets
+   these integers, compare the same numbers with the threshold.
 2. Merge the heads of a layer: an edge from key to query has the largest weight of any head.
-3. Keep the edges at or above the threshold. Those from which the predicted character can be
-   reached over kept edges are on the path; the others are merely *open*.
+3. Keep the edges at or above the threshold. Those from which kept edges lead to the predicted
+   token are on the path; the others are merely *open*.
 4. An edge on the path carries its weight times the weights along the best route from its end to
    the prediction (1 for each step up the residual stream). The 32 edges that carry most are the
-   *main* ones, the remaining edges of a *path* are drawn lighter: in a sparse model every edge on
-   the path is a main one, in a dense model they stand out from the web. An edge from a column to
-   itself is never a main one, since the residual stream goes the same way at no loss.
+   *main* ones; other edges on a *path* are lighter. In a sparse model usually every edge on the
+   path is a main edge; in a dense model the main edges stand out. An edge from a column to itself
+   is never a main edge, since the residual stream takes the same way without loss.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from torch import Tensor
 from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight, ancestors
 
 STEPS = 1000
-"""Weights are whole numbers: the steps between a weight of 0 and a weight of 1."""
+"""Weights are integers: the number of steps between a weight of 0 and of 1."""
 N_MAIN_EDGES = 32
-"""How many lines of a panel are dark at most."""
+"""Maximum number of dark lines in a panel."""
 
 EdgeKind = Literal["open", "path", "main"]
 
 
 @dataclass(frozen=True, eq=False)
 class RoundedGraph:
-    """An attention graph with its weights in thousandths.
+    """An attention graph with weights in thousandths.
 
     Args:
-        name: of its panel.
-        graph: as it was traced.
+        name: name of its panel.
+        graph: the traced graph.
         attention: gate times attention, 0..1000.
-        scores: "effect" and "first-order", as far as they are known: of removing an edge, positive
-            where the edge helps, -1000..1000 for each target, relative to `scales`.
-        scales: the largest absolute effect of each target, in logits.
+        scores: available scores, "effect" and "first-order", of removing an edge; positive: the
+            edge helps; -1000..1000 for each target, relative to `scales`.
+        scales: largest absolute effect of each target, in logits.
     """
 
     name: str
@@ -51,24 +51,24 @@ class RoundedGraph:
     scales: dict[str, list[float]]
 
     def shown(self, weight: EdgeWeight) -> EdgeWeight:
-        """What is drawn where a weight is asked for: effects that are not known exactly are
-        estimated to first order."""
+        """The weight that is drawn for a requested one: effects that are not known exactly are
+        replaced by first-order estimates."""
         return "first-order" if weight == "effect" and "effect" not in self.scores else weight
 
     def values(self, weight: EdgeWeight, target: int) -> Int[Tensor, "layer head query key"]:
-        """The weight of each edge in thousandths, of one target."""
+        """The weight of each edge for one target, in thousandths."""
         kind = self.shown(weight)
         return self.attention if kind == "attention" else self.scores[kind][target]
 
     @property
     def largest(self) -> Int[Tensor, "layer head query key"]:
-        """The largest absolute weight that each edge has, of all that can be shown."""
+        """The largest absolute weight of each edge among all weights that can be shown."""
         scores = [values.abs().amax(dim=0) for values in self.scores.values()]
         return torch.stack([self.attention, *scores]).amax(dim=0)
 
     @property
     def n_views(self) -> int:
-        """How many weights an edge has."""
+        """Number of weights per edge."""
         return 1 + len(self.graph.targets) * len(self.scores)
 
 
@@ -85,12 +85,12 @@ class DrawnEdge:
 
 @dataclass(frozen=True, eq=False)
 class EdgeSelection:
-    """What one panel shows.
+    """Contents of one panel.
 
     Args:
-        edges: the lines, in the order of layer, query and key.
-        reached: the nodes from which the predicted character can be reached.
-        n_attention_edges: edges at or above the threshold, each head counted for itself.
+        edges: lines, ordered by layer, query and key.
+        reached: nodes from which the predicted token can be reached.
+        n_attention_edges: number of edges at or above the threshold, counted per head.
     """
 
     edges: tuple[DrawnEdge, ...]
@@ -103,25 +103,25 @@ class EdgeSelection:
 
 
 def threshold_steps(threshold: float) -> int:
-    """A threshold in thousandths; at 0 every edge that is not 0 passes."""
+    """A threshold in thousandths; 0 keeps every non-zero edge."""
     return max(1, round(threshold * STEPS))
 
 
 def round_graph(graph: AttentionGraph, name: str) -> RoundedGraph:
-    """The graph's weights in thousandths, checked.
+    """Check a graph and round its weights to thousandths.
 
     Args:
-        graph: the graph to round.
-        name: how error messages call it.
+        graph: graph to round.
+        name: panel name for error messages.
 
     Raises:
-        ValueError: if a weight is not finite, an attention weight is outside 0..1, or an edge
-            that cannot exist (from a later position, or through a closed gate) has a weight.
+        ValueError: a weight is not finite, an attention weight is outside 0..1, or an impossible
+            edge (from a later position, or through a closed gate) has a weight.
     """
     attention = graph.attention.detach().double().cpu()
     _check_finite(attention, f"attention of panel {name!r}")
     low, high = (float(bound) for bound in attention.aminmax())
-    # Half-precision attention can exceed 1 by its rounding error.
+    # Half-precision attention can exceed 1 by rounding.
     if low < 0 or high > 1 + 1e-2:
         raise ValueError(
             f"expected attention weights of panel {name!r} in 0..1; got {low:.4g}..{high:.4g}; "
@@ -170,12 +170,12 @@ def _check_finite(values: Tensor, what: str) -> None:
 def select_edges(
     values: Int[Tensor, "layer head query key"], limit: int, read_at: int
 ) -> EdgeSelection:
-    """The edges to draw, and those among them that lead to the prediction.
+    """The edges to draw, and which of them lead to the prediction.
 
     Args:
         values: signed weights in thousandths.
-        limit: draw edges whose absolute weight is at least this, in thousandths.
-        read_at: the column at which the prediction is read, at the last level.
+        limit: smallest absolute weight to draw, in thousandths.
+        read_at: column where the prediction is read, at the last level.
     """
     strongest_head = values.abs().argmax(dim=1, keepdim=True)
     merged = values.gather(1, strongest_head).squeeze(1)
@@ -184,7 +184,7 @@ def select_edges(
     on_path = kept & reached[1:, :, None]
     moving = (on_path & ~torch.eye(values.shape[-1], dtype=torch.bool)).flatten().nonzero()[:, 0]
     carried = _carried(merged * kept, read_at).flatten()[moving]
-    # Of edges that carry the same, the first in the order of layer, query and key.
+    # Ties are broken by layer, query and key.
     best = carried.argsort(descending=True, stable=True)[:N_MAIN_EDGES]
     rank = on_path.int().flatten().index_fill(0, moving[best], 2).view_as(merged)
     kinds = get_args(EdgeKind)
@@ -201,7 +201,7 @@ def _carried(
     values: Int[Tensor, "layer query key"], read_at: int
 ) -> Float[Tensor, "layer query key"]:
     """For each edge, the largest product of weights over the routes through it."""
-    # In double precision, as the script does it: both come out alike to the last bit.
+    # In double precision, as in the script, so that both agree to the last bit.
     carried = values.abs().double() / STEPS
     strength = torch.zeros(values.shape[-1], dtype=torch.float64)
     strength[read_at] = 1.0

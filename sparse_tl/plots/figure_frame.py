@@ -1,4 +1,4 @@
-"""What every circuit figure has: a white ground, a title, framed panels, the arrow between them."""
+"""Common parts of circuit figures: white ground, title, framed panels, arrows between them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRANSITION_WIDTH = 76
 
 @dataclass(frozen=True)
 class Frame:
-    """Where the frame of one panel lies.
+    """The position of one panel's frame.
 
     Args:
         top, height: in pixels.
@@ -43,17 +43,17 @@ class Frame:
 
 
 def xml_text(text: str) -> str:
-    """Text that can stand in an element or in an attribute."""
+    """Text escaped for use in an element or attribute."""
     return escape(text, quote=True)
 
 
 @dataclass(frozen=True)
 class Surround:
-    """What stands around the panels of a diagram.
+    """The surroundings of a diagram's panels.
 
     Args:
-        names: of the panels, from top to bottom.
-        title: above them.
+        names: names of the panels, from top to bottom.
+        title: title above the panels.
         transition: text along the arrow from each panel to the next; ``None`` for no arrow.
     """
 
@@ -63,22 +63,22 @@ class Surround:
 
     @property
     def left(self) -> int:
-        """Where frames begin."""
+        """Left edge of the frames."""
         has_arrow = self.transition is not None and len(self.names) > 1
         return MARGIN + (TRANSITION_WIDTH if has_arrow else 0)
 
     @property
     def top(self) -> int:
-        """Where the first frame begins."""
+        """Top edge of the first frame."""
         return MARGIN + (TITLE_HEIGHT if self.title else 0)
 
     def svg(self, width: int, height: int, frames: Sequence[Frame], content: Iterable[str]) -> str:
         """The whole figure as an SVG element.
 
         Args:
-            width, height: of the figure.
-            frames: of the panels.
-            content: the panels, and whatever else there is.
+            width, height: size of the figure.
+            frames: frames of the panels.
+            content: SVG of the panels and everything else.
         """
         parts = [*figure_start(width, height, self.names, self.title)]
         if self.transition is not None:
@@ -89,7 +89,7 @@ class Surround:
 def figure_start(
     width: int, height: int, panel_names: Sequence[str], title: str | None
 ) -> Iterator[str]:
-    """The opening of the SVG element, its ground, and the title; a plain ``</svg>`` ends it."""
+    """The opening of the SVG element, its ground and title; close it with ``</svg>``."""
     names = " and ".join(panel_names)
     label = xml_text(visible_text(title or f"Circuit diagram of {names}"))
     yield (
@@ -107,7 +107,7 @@ def figure_start(
 
 
 def panel_frame(left: int, right: int, frame: Frame, name: str, caption: str) -> Iterator[str]:
-    """The frame of a panel with its name and, beside it, the caption that a script may change."""
+    """The frame of a panel with its name, and a caption that a script may change."""
     yield (
         f'<rect x="{left}" y="{frame.top}" width="{right - left}" '
         f'height="{frame.height}" rx="7" fill="{GROUND}" stroke="{INK}" '
@@ -122,7 +122,7 @@ def panel_frame(left: int, right: int, frame: Frame, name: str, caption: str) ->
 
 
 def transition_arrow(left: int, frames: Sequence[Frame], text: str) -> Iterator[str]:
-    """A curved arrow from each panel to the next, left of the frames, and what it says."""
+    """A curved arrow from each panel to the next, left of the frames, with its text."""
     edge = left - 6
     first, last = frames[0], frames[-1]
     if first is last:

@@ -1,9 +1,8 @@
-"""Grids of panels as this package shows and saves them.
+"""Grids of panels: how they are displayed and saved.
 
-In a notebook a figure is plotly's data, which JupyterLab draws and moves, beside a static picture,
-which stands wherever plotly is absent: in nbconvert's HTML, which leaves out plotly's data, and
-under a server without plotly's extension. Neither holds plotly's script, 4 MB in every cell, nor
-loads it.
+In a notebook, a figure consists of plotly data, which JupyterLab draws interactively, and a static
+image for use without plotly: in nbconvert's HTML, which drops plotly data, and on servers without
+plotly's extension. Neither includes plotly's script (4 MB per cell) nor loads it.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from sparse_tl.plots.static_drawing import draw_svg
 from sparse_tl.plots.token_text import visible_text
 
 PLOTLY_DATA = "application/vnd.plotly.v1+json"
-# The buttons would cover the last title; dragging zooms, a double click resets.
+# Buttons would cover the last title; dragging zooms, a double click resets.
 _CONFIG = {"displayModeBar": False, "responsive": False}
 
 
 class GridFigure(Figure):
-    """A figure of panels; `plotly` is the same as plotly's own figure, to be changed at will.
+    """A figure of panels; `plotly` returns it as a plotly figure that can be modified.
 
-    `save` also writes ``.json``, plotly's data.
+    `save` also supports ``.json``, which holds plotly data.
     """
 
     page_margin = 0
@@ -40,12 +39,12 @@ class GridFigure(Figure):
     def __init__(self, drawn: go.Figure, said: str) -> None:
         super().__init__(visible_text(said))
         self._drawn = drawn
-        # Once for the pictures of all kinds: what `save` writes is a copy, which has this too.
+        # Cached across file kinds: `save` works on a copy, which shares this.
         self._draw_svg = cache(partial(draw_svg, drawn, self.title))
 
     @property
     def plotly(self) -> go.Figure:
-        """A new plotly figure."""
+        """The figure as a new plotly figure."""
         return go.Figure(_turned(self._drawn.to_dict()) if self.is_dark else self._drawn)
 
     @property
@@ -58,7 +57,7 @@ class GridFigure(Figure):
         return self._drawn.to_html(
             full_html=False,
             include_plotlyjs=True,
-            div_id=f"figure-{digest}",  # else random: the same figure is the same file
+            div_id=f"figure-{digest}",  # deterministic, so that files are reproducible
             config=_CONFIG,
         )
 
@@ -67,7 +66,7 @@ class GridFigure(Figure):
         return {**kinds, ".json": lambda: str(self.plotly.to_json()) + "\n"}
 
     def show(self, *args: Any, **kwargs: Any) -> None:
-        """Show the figure in the notebook, or as plotly does where there is none or if told how."""
+        """Show the figure in the notebook; with arguments, or elsewhere, as plotly does."""
         if args or kwargs or not _in_notebook():
             return self.plotly.show(*args, **kwargs)
         from IPython.display import display
@@ -77,7 +76,7 @@ class GridFigure(Figure):
     def _ipython_display_(self) -> None:
         if not _in_notebook():
             return self.plotly.show()
-        # IPython takes this as "not me", and asks for the bundle.
+        # Makes IPython fall back to the MIME bundle.
         raise NotImplementedError
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
@@ -85,7 +84,7 @@ class GridFigure(Figure):
         return {PLOTLY_DATA: data, "text/html": self._repr_html_(), "text/plain": repr(self)}
 
     def _repr_html_(self) -> str:
-        # A picture of its own, which shares neither names nor styles with others on the page.
+        # A separate image shares no names or styles with others on the page.
         data = base64.b64encode(self.svg.encode()).decode()
         label, width = escape(self.title, quote=True), self._drawn.layout.width
         style = f"display: block; width: {width}px; max-width: 100%; height: auto"
@@ -96,12 +95,12 @@ class GridFigure(Figure):
 
 
 def _in_notebook() -> bool:
-    """Whether plotly would show its data in a notebook: nobody has chosen another way."""
+    """Whether plotly would display in a notebook, with its default renderer."""
     return "plotly_mimetype" in (pio.renderers.default or "")
 
 
 def _turned(value: Any, key: str = "") -> Any:
-    """A part of a figure with its colours turned: what stands under the name of a colour."""
+    """A part of a figure with all colour values turned dark."""
     if isinstance(value, dict):
         return {name: _turned(part, name) for name, part in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Scores of heads as a map: layers upwards, heads across, and some heads framed."""
+"""Maps of head scores: layers upwards, heads across, selected heads framed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sparse_tl.plots.panels import (
 )
 
 _REACH = 0.42
-"""From the middle of a cell to its frame."""
+"""Distance from the centre of a cell to its frame."""
 
 _Heads = dict[str, list[tuple[int, ...]]]
 
@@ -33,23 +33,23 @@ def head_map(
     marked: Mapping[str, Sequence[Any]] | None = None,
     unit: str = "",
 ) -> GridFigure:
-    """Draw how much every head matters, one panel per model in a row.
+    """Draw how much every head matters, in a row with one panel per model.
 
-    Blue heads help (negative score), orange ones hurt; full colour is the largest ``|score|`` of
-    the panel, which its title gives.
+    Blue heads help (negative score), orange heads hurt; full colour is the panel's largest
+    ``|score|``, which its title states.
 
     Args:
-        panels: scores of heads, by the title of their panel.
-        marked: heads that are framed in every panel, as ``(layer, head)`` or ``"a9.h9"``, by what
-            the legend calls them, such as `sparse_tl.tasks.GPT2_IOI_HEADS`.
-        unit: of the scores, such as "logits".
+        panels: scores of heads, by panel title.
+        marked: heads to frame in every panel, as ``(layer, head)`` or ``"a9.h9"``, by legend
+            entry, such as `sparse_tl.tasks.GPT2_IOI_HEADS`.
+        unit: unit of the scores, such as "logits".
 
     Returns:
-        The figure; its `save` writes it to a file.
+        The figure; call its `save` to write it to a file.
 
     Raises:
-        ValueError: no panel, scores of other parts than heads, models of different shapes, a marked
-            head that they lack, or more names of marked heads than colours.
+        ValueError: there is no panel, scores are not of heads, models differ in shape, a model
+            lacks a marked head, or there are more mark names than colours.
     """
     grid = _checked(panels)
     framed = marked_heads(grid, marked or {})
@@ -73,10 +73,10 @@ def head_map(
 
 
 def marked_heads(grid: HeadGrid, marked: Mapping[str, Sequence[Any]]) -> _Heads:
-    """Where the marked heads are, by what the legend calls them.
+    """The indices of the marked heads, by legend entry.
 
     Raises:
-        ValueError: a head that the model lacks, or more names than there are colours.
+        ValueError: the model lacks a head, or there are more names than colours.
     """
     if len(marked) > len(MARKS):
         raise ValueError(f"expected at most {len(MARKS)} names of heads; got {list(marked)}")
@@ -84,7 +84,7 @@ def marked_heads(grid: HeadGrid, marked: Mapping[str, Sequence[Any]]) -> _Heads:
 
 
 def _checked(panels: Mapping[str, Scores]) -> HeadGrid:
-    """The heads that all panels are of."""
+    """The heads that all panels share."""
     sites = list(dict.fromkeys(scores.site for scores in panels.values()))
     if len(sites) != 1 or not isinstance(sites[0], HeadGrid):
         raise ValueError(
@@ -119,7 +119,7 @@ def _add_cells(
 
 
 def _add_frames(figure: go.Figure, column: int, framed: _Heads) -> None:
-    """One broken line for each name: the frames of its heads."""
+    """One broken line per name, made of the frames of its heads."""
     corners = ((-1, -1), (1, -1), (1, 1), (-1, 1), (-1, -1), (math.nan, math.nan))
     for (name, heads), colour in zip(framed.items(), MARKS, strict=False):
         at = [

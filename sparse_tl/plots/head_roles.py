@@ -1,4 +1,4 @@
-"""The roles of heads: what ablating them does, where they are, how their gates got there."""
+"""Figures of head roles: effects of ablation, roles by head, and gate trajectories."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ _PALE = 0.35
 
 
 def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> GridFigure:
-    """Delta log-probability of the target response against the heads ablated.
+    """Delta log-probability of the target response against the number of ablated heads.
 
-    One row of panels per task, which share their vertical axis; one column per model. Lines are
-    means over seeds, shaded from the smallest to the largest. A line ends where its model has no
-    head left, and is pale where no head of its role is left. The first control of a panel is its
-    random order.
+    One row of panels per task, with a shared vertical axis; one column per model. Lines are means
+    over seeds, shaded from minimum to maximum. A line ends where its model has no heads left, and
+    is pale where its role has no heads left. The first control of a panel is its random order.
 
     Args:
-        rows: for each task by its title, for each model by its title, the curves of a panel.
+        rows: curves of each panel, by task title and then model title.
 
     Returns:
-        The figure; its `save` writes it to a file.
+        The figure; call its `save` to write it to a file.
 
     Raises:
-        ValueError: no row, or a panel without curves.
+        ValueError: there is no row, or a panel has no curves.
     """
     columns = list(dict.fromkeys(name for row in rows.values() for name in row))
     every = [curve for row in rows.values() for curves in row.values() for curve in curves]
@@ -60,7 +59,7 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
         for column, name in enumerate(columns, start=1):
             if name in row:
                 _add_curves(figure, number, column, row[name])
-            else:  # axes without a trace would not be drawn
+            else:  # plotly draws no axes without a trace
                 figure.add_scatter(x=[], y=[], showlegend=False, row=number, col=column)
     add_side_legend(figure)
     said = f"Effect of ablating heads in {', '.join([*columns, *filter(None, rows)])}"
@@ -68,10 +67,10 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
 
 
 def head_roles_figure(roles: HeadRoles) -> GridFigure:
-    """The mean scores of all heads over seeds, one panel per role: layers upwards, heads across.
+    """Mean head scores over seeds, one panel per role: layers upwards, heads across.
 
-    A panel's title says what it costs to remove all heads of the role from the model, in nats per
-    target token; a tooltip, what it costs to remove the head alone.
+    Panel titles state the cost of removing all heads of the role from the model, in nats per
+    target token; tooltips state the cost of removing one head.
     """
     costs = roles.classes()["removed"]
     scores = dict(zip(ROLES, roles.mean_scores().tolist(), strict=True))
@@ -98,7 +97,7 @@ def head_roles_figure(roles: HeadRoles) -> GridFigure:
 
 
 def gate_trajectories(roles: HeadRoles) -> GridFigure:
-    """Every head's gate, mean over seeds, through the three stages, by its strongest role."""
+    """Every head's gate, mean over seeds, in the three stages, coloured by its strongest role."""
     strongest = roles.mean_scores().argmax(dim=0)
     titles = ["G0", "G+, pushed open", "G\N{MINUS SIGN}, pushed shut"]
     figure = panel_figure(titles, x="Update", y="Gate")
@@ -124,7 +123,7 @@ def gate_trajectories(roles: HeadRoles) -> GridFigure:
 
 
 def _span_updates(figure: go.Figure, last: int) -> None:
-    """Horizontal axes from 0 to the last, with a little room at both ends."""
+    """Set horizontal axes from 0 to the last update, with a small margin."""
     last = max(last, 1)
     figure.update_xaxes(range=(-0.02 * last, 1.02 * last), **ticks(0, last, whole=True))
 
@@ -147,7 +146,7 @@ def _add_curve(
     values: Float[Tensor, "seed count"],
     in_role: int,
 ) -> None:
-    """The mean in full colour as far as there are heads of the role, and then pale."""
+    """The mean, in full colour while there are heads of the role, then pale."""
     name = order.capitalize()
     mean, low, high = (
         over_seeds.tolist()
@@ -185,7 +184,7 @@ def _add_curve(
 
 
 def _vertical_span(curves: Sequence[AblationCurve]) -> tuple[float, float]:
-    """Holds every mean and 0, and as much of the ranges as does not flatten the means."""
+    """A range that holds every mean and 0, and as much of the spread as leaves means legible."""
     values = [
         some for curve in curves for some in (curve.values, curve.control) if some is not None
     ]

@@ -1,4 +1,4 @@
-"""A static SVG, the numbers behind it and the script that moves it, in one piece of HTML."""
+"""A static SVG, its data and its script in one HTML fragment."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ STYLE = "interactive_figure.css"
 
 
 class PanelFigure(SelfContainedFigure):
-    """A figure of framed panels: shows itself in notebooks and saves itself to files.
+    """A figure of framed panels that displays in notebooks and can be saved to files.
 
     Args:
-        svg: the static figure.
-        data: the numbers behind it, as its script gets them.
-        surround: of the panels.
+        svg: static figure.
+        data: data for its script.
+        surround: title and arrows around the panels.
     """
 
     script: str
@@ -43,15 +43,15 @@ class PanelFigure(SelfContainedFigure):
 
 
 def checked_panels(panels: Mapping[str, Content], kind: type[Content], way: str) -> dict[str, Any]:
-    """Panels by name.
+    """Check panels given by name.
 
     Args:
-        panels: what is drawn, by the name of its panel.
-        kind: of every panel.
-        way: how to get that, for whoever gave something else.
+        panels: contents by panel name.
+        kind: expected type of every panel.
+        way: how to obtain that type, for error messages.
 
     Raises:
-        TypeError: not a mapping, or a panel of another kind.
+        TypeError: `panels` is not a mapping, or a panel has another type.
         ValueError: there is no panel.
     """
     said = f'{{"Base Model": {kind.__name__}(...)}}'
@@ -71,17 +71,17 @@ def checked_panels(panels: Mapping[str, Content], kind: type[Content], way: str)
 
 
 def interactive_html(script: str, svg: str, data: Mapping[str, Any]) -> str:
-    """The figure as a fragment of HTML, which shows the static SVG where no script runs.
+    """The figure as an HTML fragment, which shows the static SVG if scripts do not run.
 
     Args:
-        script: names what makes a copy of the figure interactive: the last of these JavaScript
-            files, beside this module, has the function ``start(root, data)``.
-        svg: the static figure.
-        data: what the script gets.
+        script: key into `SCRIPTS`; the last of these JavaScript files defines the function
+            ``start(root, data)`` that makes a copy of the figure interactive.
+        svg: static figure.
+        data: data for the script.
     """
     payload = script_json(data)
-    # The same figure always has the same id; the script takes every copy on the page that has not
-    # been started yet, so that showing a figure twice works too.
+    # The same figure always has the same id; the script starts every copy on the page that is
+    # not running yet, so that a figure can be shown twice.
     digest = hashlib.sha256((script + svg + payload).encode()).hexdigest()[:12]
     return (
         f'<div class="sparse-tl-circuit" data-figure="{digest}">\n'
@@ -97,13 +97,13 @@ def interactive_html(script: str, svg: str, data: Mapping[str, Any]) -> str:
 
 
 def read_assets(*names: str, package: str = "sparse_tl.plots") -> str:
-    """Scripts or styles of a package, one after the other."""
+    """Concatenated scripts or styles of a package."""
     folder = resources.files(package)
     return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
 
 
 def script_json(data: Any) -> str:
-    """JSON that can stand inside a script element, whatever the tokens are."""
+    """JSON that is safe inside a script element, for any tokens."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     # ensure_ascii has escaped U+2028 and U+2029 already.
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,15 +1,15 @@
-"""Drawing a graph in rows: an order of each row with few crossings, then positions.
+"""Layered graph drawing: order each row to reduce crossings, then compute positions.
 
-The method of Sugiyama, Tagawa and Toda, in the manner of Graphviz's dot:
+The method of Sugiyama, Tagawa and Toda, as in Graphviz's dot:
 
-1. The caller puts every vertex into a row and gives a line that skips rows a *bend*, a vertex of
-   its own, in each row that it passes, so that every segment joins neighbouring rows.
-2. Order: sweep up and down, sorting each row by the mean place of its neighbours in the row that
-   was sorted before; keep the order with the fewest crossings.
+1. The caller assigns every vertex to a row. A line that skips rows gets a *bend*, a vertex of its
+   own, in each row that it passes, so that every segment joins neighbouring rows.
+2. Order: sweep up and down, sorting each row by the mean position of its neighbours in the row
+   sorted before; keep the order with the fewest crossings.
 3. Positions: sweep up and down, moving each row to the least-squares positions
    ``min sum_i w_i (x_i - d_i)^2`` under ``x_{i+1} - x_i >= separation``, where d_i is the weighted
-   mean of the neighbours' positions. With the separations taken off, this is isotonic regression,
-   which pooling adjacent violators solves exactly, and bounds on it merely clip the answer.
+   mean of the neighbours' positions. After subtracting the separations this is isotonic regression,
+   solved exactly by pooling adjacent violators; bounds only clip the solution.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import numpy as np
 _ORDER_SWEEPS = 24
 _PLACE_SWEEPS = 16
 _FREE_WEIGHT = 0.1
-# Of a place, for each pixel: ports order the lines into one vertex.
+# Weight of a port offset, per pixel, when ordering the lines into one vertex.
 _PORT_SHARE = 0.01
 
 Vertex = Any
-"""Whatever can be the key of a dictionary."""
+"""Any hashable value."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Segment:
     """A line between neighbouring rows.
 
     Args:
-        lower, upper: vertices.
-        weight: how strongly it wants to be vertical.
-        port: where it ends on the upper vertex, in pixels from the middle.
+        lower, upper: vertices at its ends.
+        weight: strength of its preference for being vertical.
+        port: offset of its end on the upper vertex, in pixels from the centre.
     """
 
     lower: Vertex
@@ -49,17 +49,17 @@ class Segment:
 
 
 Rows = Sequence[Sequence[Vertex]]
-"""From the lowest to the highest, each from left to right."""
+"""Rows from bottom to top, each from left to right."""
 Pulls = dict[Vertex, list[tuple[Vertex, float, float]]]
-"""For each vertex its neighbours in the next row, how far beside each to be, and how strongly."""
+"""For each vertex its neighbours in the next row, with offset and weight."""
 
 
 def order_rows(rows: Rows, segments: Sequence[Segment]) -> list[list[Vertex]]:
-    """The vertices of each row from left to right, so that few segments cross.
+    """The vertices of each row from left to right, ordered so that few segments cross.
 
     Args:
-        rows: in the order to start from.
-        segments: between neighbouring rows.
+        rows: initial order.
+        segments: segments between neighbouring rows.
     """
     below, above = _pulls(segments)
     order = [list(row) for row in rows]
@@ -76,7 +76,7 @@ def order_rows(rows: Rows, segments: Sequence[Segment]) -> list[list[Vertex]]:
 
 
 def _pulls(segments: Sequence[Segment]) -> tuple[Pulls, Pulls]:
-    """What pulls each vertex from the row below it, and from the row above it."""
+    """The pulls on each vertex from the row below, and from the row above."""
     below: Pulls = defaultdict(list)
     above: Pulls = defaultdict(list)
     for segment in segments:
@@ -86,7 +86,7 @@ def _pulls(segments: Sequence[Segment]) -> tuple[Pulls, Pulls]:
 
 
 def _sorted(row: list[Vertex], fixed: Sequence[Vertex], pulls: Pulls) -> list[Vertex]:
-    """A row by the mean places of its neighbours; without any, a vertex keeps its place."""
+    """Sort a row by the mean positions of neighbours; a vertex without any keeps its place."""
     place = {vertex: index for index, vertex in enumerate(fixed)}
     keys: dict[Vertex, float] = {}
     for index, vertex in enumerate(row):
@@ -97,7 +97,7 @@ def _sorted(row: list[Vertex], fixed: Sequence[Vertex], pulls: Pulls) -> list[Ve
 
 
 def count_crossings(rows: Rows, segments: Sequence[Segment]) -> int:
-    """How many pairs of segments cross when the rows have this order."""
+    """Number of pairs of segments that cross in this order of the rows."""
     place = {vertex: index for row in rows for index, vertex in enumerate(row)}
     height = {vertex: index for index, row in enumerate(rows) for vertex in row}
     gaps: dict[int, list[tuple[float, float]]] = defaultdict(list)
@@ -106,7 +106,7 @@ def count_crossings(rows: Rows, segments: Sequence[Segment]) -> int:
         gaps[height[segment.lower]].append(ends)
     total = 0
     for gap in map(np.array, gaps.values()):
-        apart = gap[:, None] - gap  # at the lower end, and at the upper end
+        apart = gap[:, None] - gap  # at the lower and the upper end
         total += int(np.count_nonzero(apart.prod(axis=-1) < 0)) // 2
     return total
 
@@ -120,10 +120,10 @@ def place_rows(
     """The position of each vertex.
 
     Args:
-        rows: in the order in which they are drawn.
-        segments: between neighbouring rows.
-        separations: for each row, the least distance from each vertex to the next.
-        bounds: the least and the largest position; what does not fit is centred.
+        rows: rows in drawing order.
+        segments: segments between neighbouring rows.
+        separations: minimum distances between neighbours in each row.
+        bounds: smallest and largest position; rows that do not fit are centred.
     """
     below, above = _pulls(segments)
     offsets = [list(accumulate(gaps, initial=0.0)) for gaps in separations]
@@ -152,7 +152,7 @@ def place_rows(
 
 
 def isotonic(targets: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The non-decreasing sequence that is nearest to the targets in weighted least squares."""
+    """The non-decreasing sequence nearest to the targets in weighted least squares."""
     blocks: list[tuple[float, float, int]] = []  # mean, weight, length
     for target, weight in zip(targets, weights, strict=True):
         block = (target, weight, 1)

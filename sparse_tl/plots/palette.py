@@ -1,10 +1,10 @@
-"""The visual language of all figures: colours by what they stand for, type, weights, dark.
+"""Visual style of all figures: colours by meaning, type sizes, line weights, dark theme.
 
-Colours are those on a white ground. A dark figure is the light one with every colour turned: mixed
-92 % of the way to its negative, then hues turned back by half a circle. So light and dark change
-places, and blue stays blue. Both steps are linear in sRGB, and are what the CSS filters ``invert``
-and ``hue-rotate`` do: one rule turns a page with all that its script draws, `dark_colour` and
-`dark_svg` turn pictures, and the two agree.
+Colours are for a white ground. A dark figure is the light one with every colour turned: mixed 92 %
+of the way to its negative, then hues rotated by 180 degrees. Light and dark swap, and blue stays
+blue. Both steps are linear in sRGB and equal the CSS filters ``invert`` and ``hue-rotate``: one CSS
+rule turns a page with everything its scripts draw, and `dark_colour` and `dark_svg` turn images
+consistently.
 
 Reference: Filter Effects Module Level 1 (W3C), 8.5 and 8.6, for the matrix of the turned hues.
 """
@@ -22,13 +22,13 @@ Colour = str
 FONT_FAMILY = "Helvetica Neue, Helvetica, Arial, Liberation Sans, DejaVu Sans, sans-serif"
 
 TITLE_SIZE = 18.0
-"""Of a figure's title, in pixels, as all sizes here."""
+"""Font size of a figure's title in pixels, as all sizes here."""
 FRAME_TITLE_SIZE = 16.0
-"""Of a framed panel, as in diagrams."""
+"""Title of a framed panel, as in diagrams."""
 PANEL_TITLE_SIZE = 14.0
-"""Of one plot among several, as in curves."""
+"""Title of one plot among several, as in curves."""
 LABEL_SIZE = 12.0
-"""Of axis titles, captions and what a pointer shows."""
+"""Axis titles, captions and tooltips."""
 TICK_SIZE = 11.0
 LEGEND_SIZE = 11.5
 
@@ -36,30 +36,30 @@ LEGEND_SIZE = 11.5
 
 FRAME_WEIGHT = 1.3
 RULE_WEIGHT = 1.4
-"""Of lines that carry no number: residual streams, levels, rings of nodes."""
+"""Lines that encode no number: residual streams, levels, outlines of nodes."""
 CURVE_WEIGHT = 2.0
 THIN_CURVE_WEIGHT = 1.3
-"""Where a panel holds a curve for each head."""
+"""For panels with one curve per head."""
 DASHES = (4, 3)
-"""Lengths of the strokes and gaps of a broken line."""
+"""Lengths of the strokes and gaps of a dashed line."""
 INTERVAL_ALPHA = 0.18
-"""Of the shading around a mean."""
+"""Opacity of the shading around a mean."""
 
 # ---- ground and ink ----------------------------------------------------------------------------
 
 GROUND: Colour = "#ffffff"
 CLEAR = "rgba(0,0,0,0)"
-"""What lies behind a legend within a plot: nothing, in light and in dark."""
+"""Background of a legend inside a plot: transparent, in light and dark."""
 BAND: Colour = "#f6f7f9"
-"""Behind the nodes of one layer."""
+"""Background of one layer's nodes."""
 INK: Colour = "#16181d"
 MUTED: Colour = "#5c6470"
-"""Of captions, legends and ticks."""
+"""Captions, legends and ticks."""
 CONTROL_INK: Colour = "#3d434d"
 ACCENT: Colour = "#0b3a86"
-"""What is chosen: the predicted character, nodes on its path, heads."""
+"""Selected items: the predicted token, nodes on its path, heads."""
 POINTED: Colour = "#c2410c"
-"""What the pointer or the keyboard is on."""
+"""The item under the pointer or keyboard focus."""
 
 # ---- rules: lines that are only looked at when they are looked for -----------------------------
 
@@ -68,7 +68,7 @@ AXIS: Colour = "#7d8590"
 BORDER: Colour = "#aeb5c0"
 RESIDUAL, RESIDUAL_ON_PATH = "#d3d7de", "#868e9b"
 OPEN_EDGE, OPEN_PORT = "#cdd2da", "#aab1bc"
-"""Circuit edges on no path from the input to the logits, and where they end."""
+"""Circuit edges on no path from the input to the logits, and their end points."""
 EMPTY_CELL: Colour = "#f2f3f5"
 
 # ---- models ------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ ATTENTION: Scale = ("#f7fafe", "#08307a")
 
 QUERY, KEY, VALUE = "#c85200", "#008f6a", "#0062ac"
 RESIDUAL_READER: Colour = "#2a2e37"
-"""Into an MLP or the logits, and edges without a score."""
+"""Edges into an MLP or the logits, and edges without a score."""
 HELPS, HURTS = "#0a3e8c", "#c2540c"
 
 # ---- heads that are framed, by what they are called --------------------------------------------
@@ -118,7 +118,7 @@ MARKS: tuple[Colour, ...] = (
     "#b87a00",
     "#4c4c00",
 )
-"""Neither of the two hues that say whether a head helps."""
+"""Distinct from the two hues for heads that help or hurt."""
 MARK_WEIGHT = 2.2
 
 
@@ -140,7 +140,7 @@ def channels(colour: Colour) -> tuple[int, int, int]:
     """Red, green and blue, 0..255.
 
     Raises:
-        ValueError: not a colour of six hexadecimal digits.
+        ValueError: the colour does not have six hexadecimal digits.
     """
     if not re.fullmatch(r"#[0-9a-fA-F]{6}", colour):
         raise ValueError(f"expected a colour like '#0072b2'; got {colour!r}")
@@ -149,7 +149,7 @@ def channels(colour: Colour) -> tuple[int, int, int]:
 
 
 def blend(start: Colour, end: Colour, share: float) -> Colour:
-    """The colour that is so far on the way from one to the other."""
+    """The colour at a given share of the way from `start` to `end`."""
     ends = zip(channels(start), channels(end), strict=True)
     return _hex(round(a + (b - a) * share) for a, b in ends)
 
@@ -158,22 +158,22 @@ def blend(start: Colour, end: Colour, share: float) -> Colour:
 
 _TURNED = 0.92
 DARK_FILTER = f"invert({_TURNED}) hue-rotate(180deg)"
-"""What turns a page dark, as CSS."""
+"""CSS filter that turns a page dark."""
 _HALF_CIRCLE = ((-0.574, 1.43, 0.144), (0.426, 0.43, 0.144), (0.426, 1.43, -0.856))
 _SVG_PAINT = re.compile(r'\b(fill|stroke)(="|: )(#[0-9a-fA-F]{6})(?=["; ])')
 
 
 def dark_colour(colour: Colour) -> Colour:
-    """What a colour becomes on a dark ground."""
+    """The dark version of a colour."""
     negative = [255 * _TURNED + part * (1 - 2 * _TURNED) for part in channels(colour)]
     turned = (sum(w * part for w, part in zip(row, negative, strict=True)) for row in _HALF_CIRCLE)
     return _hex(min(max(round(part), 0), 255) for part in turned)
 
 
 def dark_svg(svg: str) -> str:
-    """An SVG document with its colours turned; its texts stay as they are.
+    """An SVG document with its colours turned dark; texts do not change.
 
-    A quotation mark within a text is escaped, so that no text looks like an attribute.
+    Quotation marks in texts are escaped, so no text can look like an attribute.
     """
     return _SVG_PAINT.sub(lambda found: found[1] + found[2] + dark_colour(found[3]), svg)
 

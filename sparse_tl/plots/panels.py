@@ -1,7 +1,7 @@
-"""Plotly figures of panels in rows and columns, in this package's look.
+"""Plotly figures of panels in rows and columns, in this package's style.
 
-Lengths are pixels. Every range, tick and place is explicit, so that `static_drawing` agrees. Rows
-and columns are counted from 1, as plotly does.
+Lengths are in pixels. Every range, tick and position is explicit, so that `static_drawing` agrees.
+Rows and columns are counted from 1, as in plotly.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sparse_tl.plots.token_text import clip_text, fit_text, text_width, visible_
 
 _TOP, _BOTTOM, _LEFT, _RIGHT = 34, 52, 62, 12
 _ROW_GAP, _ROW_TITLE_WIDTH = 20, 26
-# The line beside a name in a legend, with the gaps around it; the most that a name takes.
+# Width of a line sample in a legend including gaps, and maximum width of a name.
 _LEGEND_SAMPLE, _LONGEST_NAME = 40, 144
 
 _AXIS: dict[str, Any] = {
@@ -88,16 +88,16 @@ def panel_figure(
     gap: float = 18,
     shared: bool = True,
 ) -> go.Figure:
-    """A figure of panels without content.
+    """An empty figure of panels.
 
     Args:
-        titles: above the columns.
-        row_titles: at the right of the rows; empty ones take no room.
-        x, y: titles of the axes.
-        width, height: of one plot.
-        gap: between two plots of a row.
-        shared: whether the plots of a row share their vertical axis, and those of a column their
-            horizontal one; only the outer ones are then labelled.
+        titles: titles above the columns.
+        row_titles: titles at the right of the rows; empty ones take no space.
+        x, y: axis titles.
+        width, height: size of one plot.
+        gap: gap between two plots of a row.
+        shared: whether plots of a row share their vertical axis, and plots of a column their
+            horizontal one; only the outer axes are then labelled.
     """
     n_rows, n_columns = len(row_titles), len(titles)
     inner_width = n_columns * (width + gap) - gap
@@ -132,7 +132,7 @@ def panel_figure(
 def _add_title(
     figure: go.Figure, row: int, column: int, title: str, room: float, place: dict[str, Any]
 ) -> None:
-    """A title as large as it fits, at a place in the unit of the panel."""
+    """A title, as large as fits, at a position in panel units."""
     if not title:
         return
     shown, size = fit_text(visible_text(title), PANEL_TITLE_SIZE, room)
@@ -157,26 +157,26 @@ def add_line(
     opacity: float = 1.0,
     dashed: bool = False,
 ) -> None:
-    """A line with, perhaps, intervals around it.
+    """Add a line, optionally with intervals.
 
     Args:
-        figure: that gets it.
-        row, column: of its panel.
-        x, y: its points.
-        colour: of the line and, paler, of its intervals.
-        name: of what it shows; lines of one name are switched on and off together, where a legend
-            lists it.
-        group: the name with which it is switched, if no legend is to list it.
-        low, high: the ends of the interval of each point; none if empty.
-        hover: for each point the words of its tooltip, the first of them bold.
-        width: in pixels.
-        opacity: below 1 for a pale line.
-        dashed: whether it is broken.
+        figure: figure to draw on.
+        row, column: panel of the line.
+        x, y: points of the line.
+        colour: colour of the line and, paler, of its intervals.
+        name: name in the legend; lines of one name are toggled together, where a legend lists
+            it.
+        group: name by which the line is toggled, if no legend lists it.
+        low, high: ends of the interval at each point; empty for none.
+        hover: lines of text in the tooltip of each point, the first one bold.
+        width: line width in pixels.
+        opacity: opacity of the line; below 1 for a pale line.
+        dashed: whether the line is dashed.
     """
     style = {"row": row, "col": column, "mode": "lines", "showlegend": False}
     style["legendgroup"] = name or group
     if len(low):
-        # Along the upper ends and back along the lower ones.
+        # Along the upper ends, then back along the lower ends.
         figure.add_scatter(
             x=[*x, *reversed(x)],
             y=[*high, *reversed(low)],
@@ -188,7 +188,7 @@ def add_line(
             **style,
         )
     dash = {"dash": ",".join(f"{length}px" for length in DASHES)} if dashed else {}
-    # No hovertemplate: it would fill in whatever %{...} a name holds.
+    # No hovertemplate: it would substitute any %{...} in a name.
     figure.add_scatter(
         x=list(x),
         y=list(y),
@@ -202,7 +202,7 @@ def add_line(
 
 
 def add_legend(figure: go.Figure, column: int) -> None:
-    """A legend of its own for a panel of the first row, at its lower right."""
+    """Add a legend to a panel of the first row, at its lower right."""
     panel: Any = figure.get_subplot(1, column)
     name = f"legend{column}" if column > 1 else "legend"
     place = {"x": panel.xaxis.domain[1], "y": panel.yaxis.domain[0]}
@@ -212,7 +212,7 @@ def add_legend(figure: go.Figure, column: int) -> None:
 
 
 def add_side_legend(figure: Any) -> None:
-    """One legend at the right of all panels, which lists each name once."""
+    """Add one legend at the right of all panels, which lists each name once."""
     layout, left, right = figure.layout, figure.layout.margin.l, figure.layout.margin.r
     first = {trace.name: trace for trace in figure.data[::-1] if trace.name}
     for trace in first.values():
@@ -225,7 +225,7 @@ def add_side_legend(figure: Any) -> None:
 
 
 def head_panels(titles: Sequence[str], n_layers: int, n_heads: int) -> Any:
-    """A row of maps of a model's heads, still empty: layers upwards, heads across."""
+    """A row of empty maps of a model's heads: layers upwards, heads across."""
     cell = max(8, min(26, 420 // max(n_layers, n_heads)))
     figure: Any = panel_figure(
         titles,
@@ -247,7 +247,7 @@ def add_head_cells(
     colours: Sequence[tuple[float, Colour]],
     limits: tuple[float, float],
 ) -> None:
-    """Fill one of `head_panels`, with the text that a cell shows when it is pointed at."""
+    """Fill one of `head_panels`, with a tooltip text for each cell."""
     figure.add_heatmap(
         z=values,
         zmin=limits[0],
@@ -264,23 +264,23 @@ def add_head_cells(
 
 
 def hover_text(words: Sequence[str]) -> str:
-    """A tooltip of several lines, the first of them bold."""
+    """A tooltip of several lines, the first one bold."""
     first, *rest = map(_shown, map(visible_text, words))
     return "<br>".join([f"<b>{first}</b>", *rest])
 
 
 def _shown(text: str) -> str:
-    """A text that plotly, which reads some HTML, shows as it is."""
+    """A text escaped so that plotly, which parses some HTML, shows it unchanged."""
     return escape(text, quote=False)
 
 
 def ticks(low: float, high: float, most: int = 4, *, whole: bool = False) -> dict[str, Any]:
-    """Ticks at round numbers within a range, as plotly's axes take them.
+    """Ticks at round numbers within a range, in plotly's format.
 
     Args:
         low, high: ends of the range.
-        most: how many intervals they make at most.
-        whole: whether fractions are left out.
+        most: maximum number of intervals.
+        whole: whether to allow integers only.
     """
     from matplotlib.ticker import MaxNLocator, ScalarFormatter
 

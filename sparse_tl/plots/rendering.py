@@ -1,4 +1,4 @@
-"""Figures that show and save themselves: nothing is loaded, with or without a network."""
+"""Figures that display and save themselves without loading anything from the network."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from sparse_tl.files import atomic_file
 from sparse_tl.plots.palette import DARK_FILTER, GROUND, dark_svg
 
 Theme = Literal["auto", "light", "dark"]
-"""Of a saved figure. ``"auto"``: HTML as the reader's system has it, pictures light."""
+"""Theme of a saved figure. ``"auto"``: HTML follows the reader's system, images are light."""
 
 Kind = TypeVar("Kind", bound="Figure")
 
 
 class Figure:
-    """A figure on a light ground, or turned dark, that saves itself to files.
+    """A figure on a light or dark ground that can be saved to files.
 
     Args:
-        title: of the page, when saved as HTML.
+        title: title of the page, when saved as HTML.
     """
 
     page_margin = 16
@@ -35,7 +35,7 @@ class Figure:
 
     @property
     def light_html(self) -> str:
-        """A fragment of HTML that shows the figure on a light ground."""
+        """An HTML fragment that shows the figure on a light ground."""
         raise NotImplementedError
 
     @property
@@ -49,7 +49,7 @@ class Figure:
         return dark_svg(self.light_svg) if self.is_dark else self.light_svg
 
     def dark(self: Kind) -> Kind:
-        """The same figure on a dark ground; without it, figures in notebooks are light cards."""
+        """The same figure on a dark ground. By default, figures in notebooks are light."""
         turned = copy(self)
         turned.is_dark = True
         return turned
@@ -57,19 +57,19 @@ class Figure:
     def save(
         self, path: str | os.PathLike[str], *, scale: float = 2.0, theme: Theme = "auto"
     ) -> Path:
-        """Write the figure to a file, which appears whole or not at all.
+        """Write the figure to a file, completely or not at all.
 
         Args:
-            path: ends in ``.html`` (interactive), ``.svg`` or ``.png``, as `file_kinds` has it.
+            path: path ending in ``.html`` (interactive), ``.svg`` or ``.png``; see `file_kinds`.
             scale: pixels of a PNG per pixel of the figure.
-            theme: ``"light"``, ``"dark"``, or ``"auto"``: as `dark` has made the figure; otherwise
-                HTML as the reader's system has it, and pictures light.
+            theme: ``"light"``, ``"dark"``, or ``"auto"``: dark if made by `dark`; otherwise HTML
+                follows the reader's system, and images are light.
 
         Returns:
-            The path written.
+            The path of the file.
 
         Raises:
-            ValueError: if the suffix or the theme is another one.
+            ValueError: the suffix or the theme is unknown.
         """
         if theme not in get_args(Theme):
             raise ValueError(f"expected a theme of {list(get_args(Theme))}; got {theme!r}")
@@ -90,7 +90,7 @@ class Figure:
         return path
 
     def file_kinds(self, scale: float, theme: Theme) -> dict[str, Callable[[], str | bytes]]:
-        """What makes a file's content, by its suffix."""
+        """Functions that produce a file's content, by suffix."""
         return {
             ".html": lambda: html_page(
                 self.title, self.light_html, margin=self.page_margin, theme=theme
@@ -101,15 +101,15 @@ class Figure:
 
 
 class SelfContainedFigure(Figure, RenderedHTML):
-    """A figure that is one piece of HTML.
+    """A figure that consists of one piece of HTML.
 
-    circuitsvis asks the internet whether it is there and then chooses between two sources; here
-    there is a single source, which holds everything that it needs.
+    circuitsvis checks for an internet connection and then chooses between two sources; here there
+    is a single source, which contains everything.
 
     Args:
-        html: a fragment with every tag closed, which also shows without JavaScript.
+        html: HTML fragment with every tag closed, which also works without JavaScript.
         svg: the same figure as a static SVG element.
-        title: of the page, when saved as HTML.
+        title: title of the page, when saved as HTML.
     """
 
     def __init__(self, html: str, svg: str, title: str) -> None:
@@ -129,15 +129,15 @@ class SelfContainedFigure(Figure, RenderedHTML):
             return f'<div style="filter: {DARK_FILTER}">\n{self.light_html}\n</div>'
         return self.light_html
 
-    # The words of circuitsvis for the same; what its class would choose from is never made.
+    # circuitsvis's names for the same; the sources that its class chooses from are never made.
     __str__ = __html__ = show_code = _repr_html_
 
 
 def svg_to_png(svg: str, *, scale: float = 2.0) -> bytes:
-    """Draw an SVG document, without a browser, and with text where the machine has no fonts.
+    """Render an SVG document, without a browser, and with text even if no fonts are installed.
 
     Raises:
-        ValueError: if the scale is not positive.
+        ValueError: the scale is not positive.
     """
     if not scale > 0:
         raise ValueError(f"expected a positive scale; got {scale}; 2 is sharp on most screens")
@@ -145,7 +145,7 @@ def svg_to_png(svg: str, *, scale: float = 2.0) -> bytes:
     import resvg_py
 
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
-    # The machine's own fonts serve what DejaVu Sans cannot write.
+    # Installed fonts are used for characters that DejaVu Sans lacks.
     fonts = [str(folder / name) for name in ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf")]
     family = "DejaVu Sans"
     return bytes(
@@ -160,15 +160,15 @@ def svg_to_png(svg: str, *, scale: float = 2.0) -> bytes:
 
 
 def html_page(title: str, body: str, *, margin: int, theme: Theme = "auto") -> str:
-    """A fragment as a page of its own.
+    """A fragment as a complete page.
 
     Args:
-        title: of the page.
-        body: the fragment, drawn for a light ground.
-        margin: in pixels.
-        theme: whether the page is turned dark: always, never, or where the reader's system is.
+        title: title of the page.
+        body: HTML fragment, drawn for a light ground.
+        margin: margin in pixels.
+        theme: whether the page is dark: always, never, or following the reader's system.
     """
-    # On the root element the filter takes in the ground around the figure too.
+    # Applied to the root element, the filter includes the ground around the figure.
     turned = f":root {{ filter: {DARK_FILTER}; }}"
     rule = {
         "auto": f"@media screen and (prefers-color-scheme: dark) {{ {turned} }}\n",

@@ -1,7 +1,7 @@
-"""A plotly figure of panels as static SVG, by matplotlib: no browser, no script, and text as
-outlines, so that it looks the same on every machine.
+"""A plotly figure of panels as static SVG, drawn by matplotlib: no browser, no script, and text
+as outlines, so that it looks the same on every machine.
 
-It draws what `panels` makes: lines, areas and heat maps, axes with given ranges and ticks,
+Supports what `panels` produces: lines, areas and heat maps, axes with given ranges and ticks,
 annotations and legends.
 """
 
@@ -31,30 +31,30 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# matplotlib's SVG has 72 dots per inch: its points are our pixels.
+# matplotlib's SVG has 72 dots per inch, so its points are our pixels.
 _DOTS = 72
-# Between a plot and the middle of its vertical axis's title.
+# Distance between a plot and the middle of its vertical axis title.
 _TITLE_ASIDE = 44
-# How far letters reach below their line, as a share of their size.
+# Depth of descenders as a share of the font size.
 _DESCENT = 0.22
 
 
 def draw_svg(figure: Any, said: str) -> str:
-    """The figure as an SVG element; always the same for the same figure.
+    """The figure as an SVG element; deterministic.
 
     Args:
-        figure: plotly's.
-        said: what it shows, in words.
+        figure: plotly figure.
+        said: text description of the figure.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
     traces, layout = figure.data, figure.layout
-    # Whatever style the user has set for figures of their own stays as it is, and out of ours.
+    # The user's matplotlib style is left unchanged, and does not affect this figure.
     with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update({"svg.hashsalt": "sparse_tl", "lines.scale_dashes": False})
-        # Of letters that DejaVu Sans lacks, boxes are drawn.
+        # Characters that DejaVu Sans lacks are drawn as boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         size = (layout.width / _DOTS, layout.height / _DOTS)
         page = Figure(size, dpi=_DOTS, facecolor=GROUND)
@@ -77,7 +77,7 @@ def draw_svg(figure: Any, said: str) -> str:
 
 
 def _on_page(layout: Any, x: float, y: float) -> tuple[float, float]:
-    """A place between plotly's margins, in the unit of the page."""
+    """A position between plotly's margins, in page units."""
     margin, width, height = layout.margin, layout.width, layout.height
     return (
         (margin.l + x * (width - margin.l - margin.r)) / width,
@@ -103,7 +103,7 @@ def _add_axes(page: Figure, layout: Any, x: str, y: str) -> Axes:
         drawn.set_tick_params(color=AXIS, labelcolor=MUTED, labelsize=TICK_SIZE)
         drawn.set_label_text(axis.title.text or "", size=LABEL_SIZE, color=INK)
         drawn.labelpad = 6
-    # At one place in all rows, whatever their ticks are.
+    # At the same place in all rows, whatever the ticks.
     axes.yaxis.set_label_coords(-_TITLE_ASIDE / axes.bbox.width, 0.5)
     axes.tick_params("y", length=0)
     axes.tick_params("x", length=4)
@@ -128,10 +128,10 @@ def _draw_trace(axes: Axes, trace: Any) -> Artist:
 
 
 def _write(axes: Axes, text: Any) -> None:
-    """An annotation; whatever it holds is no formula."""
+    """Draw an annotation; its text is never parsed as a formula."""
     at, unit = (text.x, text.y), "axes fraction"
     if not text.xref.endswith("domain"):
-        # Places on plotly's logarithmic axes are powers of ten.
+        # Positions on plotly's logarithmic axes are exponents of ten.
         at, unit = (10**text.x if axes.get_xscale() == "log" else text.x, text.y), "data"
     above = text.yanchor == "bottom"
     axes.annotate(
@@ -163,13 +163,13 @@ def _draw_legend(page: Figure, layout: Any, legend: Any, samples: dict[str, Arti
         handletextpad=0.5,
         labelspacing=0.3,
     )
-    # Set later: a label that begins with an underscore is left out, one with $ is a formula.
+    # Set afterwards: matplotlib drops labels starting with an underscore, and parses $ as math.
     for written, name in zip(drawn.get_texts(), samples, strict=True):
         written.set(text=unescape(name), parse_math=False)
 
 
 def _as_element(document: str, said: str) -> str:
-    """The SVG element alone, in pixels, with a name, and without a style for others on its page."""
+    """The SVG element alone, in pixels, labelled, and without styles for the rest of the page."""
     svg = document[document.index("<svg ") :].strip()
     svg = re.sub(r"\s*<style type=\"text/css\">.*?</style>", "", svg, flags=re.DOTALL)
     head, rest = svg.split(">", 1)

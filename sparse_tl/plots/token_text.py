@@ -1,4 +1,4 @@
-"""How a token is written in a figure: whitespace made visible, long tokens clipped."""
+"""Token text in figures: whitespace made visible, long tokens clipped."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import unicodedata
 
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 SMALLEST_SIZE = 11.0
-"""Of a font that is read with ease, in pixels."""
-# Every common font has it, unlike the open box.
+"""Smallest font size that is easy to read, in pixels."""
+# In every common font, unlike the open box.
 SPACE = "\N{MIDDLE DOT}"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -15,22 +15,22 @@ _WHITESPACE = {
     "\n": "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}",
     "\t": "\N{RIGHTWARDS ARROW TO BAR}",
 }
-# Widths in em of DejaVu Sans, which is wider than the other common sans-serif fonts: what fits
-# by this table fits everywhere.
+# Widths in em of DejaVu Sans, which is wider than other common sans-serif fonts: what fits by
+# this table fits everywhere.
 _NARROW, _AVERAGE, _CAPITAL, _WIDE = 0.42, 0.64, 0.76, 1.0
 _NARROW_CHARACTERS = frozenset("ijlrtfI.,:;'|!()[]` /\\")
 _WIDE_CHARACTERS = frozenset("mwMWQO@%+=<>~^#" + ELLIPSIS)
-# These reorder the text around them, which would make a label lie about the token.
+# These reorder the text around them, so that a label would misrepresent the token.
 _BIDI_CONTROLS = frozenset(
     "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 )
 
 
 def visible_text(token: str) -> str:
-    """The token as it is written in a figure, with every character visible and valid in XML.
+    """The token as written in a figure, with every character visible and valid in XML.
 
-    Spaces at the ends become middle dots, line feeds and tabs arrows, other control characters
-    their Unicode pictures, and what XML cannot hold the replacement character.
+    Spaces at the ends become middle dots, line feeds and tabs become arrows, other control
+    characters their Unicode pictures, and characters invalid in XML the replacement character.
     """
     inner = token.strip(" ")
     if not inner:
@@ -71,12 +71,12 @@ def _em_width(character: str) -> float:
 
 
 def clip_text(text: str, font_size: float, max_width: float) -> str:
-    """The text, or as much of its beginning as fits, with an ellipsis at the end.
+    """The text, or its beginning followed by an ellipsis, within a width.
 
     Args:
-        text: what to write.
-        font_size: in pixels.
-        max_width: in pixels; the first character is kept even where it is wider than this.
+        text: text to write.
+        font_size: font size in pixels.
+        max_width: width in pixels; the first character is kept even if it is wider.
     """
     if text_width(text, font_size) <= max_width:
         return text
@@ -87,15 +87,15 @@ def clip_text(text: str, font_size: float, max_width: float) -> str:
 
 
 def fit_text(text: str, font_size: float, max_width: float) -> tuple[str, float]:
-    """A text in the largest font in which it fits, down to a legible one; clipped at last.
+    """A text in the largest font size that fits, clipped at the smallest legible size.
 
     Args:
-        text: what to write.
-        font_size: the largest, in pixels.
-        max_width: in pixels.
+        text: text to write.
+        font_size: largest font size, in pixels.
+        max_width: width in pixels.
 
     Returns:
-        The text, and its size.
+        The text and its font size.
     """
     fitting = max_width / max(text_width(text, 1.0), 1e-9)
     size = max(SMALLEST_SIZE, min(font_size, fitting))

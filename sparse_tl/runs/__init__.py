@@ -1,4 +1,4 @@
-"""Whole jobs from settings to an output folder; what the command line runs."""
+"""Complete jobs from settings to an output folder; the command line runs these."""
 
 from sparse_tl.runs.addition import AdditionRun as AdditionRun, run_addition as run_addition
 from sparse_tl.runs.circuits import run_circuits as run_circuits

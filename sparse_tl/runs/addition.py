@@ -1,4 +1,4 @@
-"""The main job end to end: train the addition model, make it sparse, measure both, draw them."""
+"""The addition job: train the model, sparsify it, measure both models and draw them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from sparse_tl.training import TargetLoss, evaluate_held_out
 PROMPT = "36+28"
 DIGITS: tuple[Digit, ...] = get_args(Digit)
 PAIRS = 128
-"""Sums per digit, half to score its circuit edges, half to evaluate them."""
+"""Sums per digit: half to score its circuit edges, half to evaluate them."""
 EXAMPLES = 1000
-"""Sums per digit that tell how often it is right."""
+"""Sums per digit for measuring accuracy."""
 
 
 @dataclass(frozen=True, repr=False)
 class AdditionRun(SparseRun):
-    """What the run left behind.
+    """Results of an addition run.
 
     Args:
         dense: the dense model.
-        diagram: the base-vs-sparse figure.
+        diagram: figure of the dense and the sparse model.
     """
 
     dense: Model
@@ -54,21 +54,21 @@ def run_addition(
     restart: bool = False,
     progress: bool = True,
 ) -> AdditionRun:
-    """Run what is not finished yet and return everything.
+    """Run all unfinished steps and return all results.
 
     Args:
         out: folder for both models, ``metrics.json``, ``history.csv`` and the figure.
-        form: of the sums.
-        seed: of everything random.
-        dense_steps: steps of the dense model at most; those of `addition_recipe` when left out.
-        steps: steps of post-training; likewise.
-        target_loss: nats per answer character; likewise.
-        device: where to train; a GPU if there is one when left out.
-        restart: begin anew.
-        progress: whether to show live progress.
+        form: form of the sums.
+        seed: random seed for everything.
+        dense_steps: maximum number of dense training steps; by default as in `addition_recipe`.
+        steps: number of post-training steps; by default as in `addition_recipe`.
+        target_loss: nats per answer character; by default as in `addition_recipe`.
+        device: device for training; a GPU by default if there is one.
+        restart: discard an earlier run.
+        progress: whether to show a progress bar.
 
     Raises:
-        ValueError: bad settings, or an output folder that cannot be used.
+        ValueError: a setting is invalid, or the output folder cannot be used.
     """
     task = AdditionTask(form)
     asked = {"steps": steps, "target_loss": target_loss}
@@ -103,7 +103,7 @@ def run_addition(
 
 
 def draw(dense: Model, sparse: SparseTransformer, task: AdditionTask) -> CircuitDiagram:
-    """The figure: ``36+28``, every answer character to choose from, the last one shown."""
+    """The figure: ``36+28``, with every answer character to choose from and the last one shown."""
     prompt = decode(task.prompt(PROMPT).tokens[0])
     return circuit_diagram(
         {"Base Model": dense, "Sparse Model": sparse},
@@ -120,7 +120,7 @@ def _circuits(
     models: dict[str, Model | SparseTransformer],
     progress: bool,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Which heads and circuit edges each digit needs, dense and sparse; and why some have none."""
+    """Heads and circuit edges that each digit needs, per side, and why some digits have none."""
     for side, model in models.items():
         folder.pin(f"{side} model", digest(read_parameters(model)))
     titles, failed = {}, []
@@ -135,7 +135,7 @@ def _circuits(
                 with folder.stage(name):
                     place = folder / name
                     measure(models[side], pairs, every, logit_difference, place, progress=progress)
-            except NoEffectError as error:  # of a model that has not learned the sums
+            except NoEffectError as error:  # the model has not learned the sums
                 failed.append(f"{title}, {side} model: {error}")
         if all(map(folder.finished, names.values())):
             titles[digit] = title

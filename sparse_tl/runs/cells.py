@@ -1,4 +1,4 @@
-"""The cells of the head-roles grid: each a model and the prompts of a task in its tokens."""
+"""The cells of the head-roles grid: each one a model with a task's prompts in its tokens."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from sparse_tl.tasks import AdditionTask
 from sparse_tl.tasks.questions import QUESTION_SETS
 
 WINDOW = 64
-"""Tokens per window of running text."""
+"""Number of tokens per window of running text."""
 N_SUMS = 1000
-"""Held-out sums of the addition task."""
+"""Number of held-out sums in the addition task."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One model on one task: their names for files, and their titles as column and row."""
+    """One model on one task: names for files, titles for row and column, and how to load them."""
 
     task: str
     row: str
@@ -37,7 +37,7 @@ class Cell:
 def built_in_cells(
     tasks: Sequence[str], prompts: int, seed: int, device: str | None, progress: bool
 ) -> list[Cell]:
-    """The built-in models, dense and sparse, on their tasks; on all when none is named."""
+    """The built-in models, dense and sparse, on the given tasks; on all tasks by default."""
     known = {"addition": "Addition", **{task.name: task.title for task in TASKS}}
     unknown = [name for name in tasks if name not in known]
     if unknown:
@@ -73,9 +73,9 @@ def built_in_cells(
 def cells_of(
     models: Sequence[str], tasks: Sequence[str], prompts: int, device: str | None
 ) -> list[Cell]:
-    """Models by name or folder on question sets and text, one model in memory at a time.
+    """Models by name or folder on question sets and text, with one model in memory at a time.
 
-    Without tasks, all question sets.
+    The default tasks are all question sets.
     """
     rows = [_row(name, prompts) for name in dict.fromkeys(tasks or QUESTION_SETS)]
     if len({kind for kind, *_ in rows}) < len(rows):
@@ -88,7 +88,7 @@ def cells_of(
 
     def load(model: str) -> HookedModel:
         if model not in held:
-            held.clear()  # the one before may fill the device
+            held.clear()  # the previous model may fill the device
             held[model] = load_dense_or_sparse(model, device=device)
         return held[model]
 
@@ -100,7 +100,7 @@ def cells_of(
 
 
 def _row(name: str, prompts: int) -> tuple[str, str, Callable[[HookedModel], TargetDataset]]:
-    """A task's name, title and prompts; its source is read now, before any long work."""
+    """A task's name, title and prompts; reads from its source now, before any long work."""
     kind, _, source = name.partition("=")
     if kind == "text" and source:
         next(read_documents(source), None)
@@ -122,7 +122,7 @@ def _windows(source: str, n: int, model: HookedModel) -> TargetDataset:
 
 
 def _titled(models: Sequence[str]) -> dict[str, str]:
-    """Models by title: the last part of their name, and more of it where two would be the same."""
+    """Models by title: the last part of their name, with more parts where titles would clash."""
     for n_parts in range(1, max(len(Path(model).parts) for model in models) + 1):
         titles = ["/".join(Path(model).parts[-n_parts:]) for model in models]
         if len(set(map(_file_name, titles))) == len(models):

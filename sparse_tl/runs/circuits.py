@@ -1,4 +1,4 @@
-"""Dense beside sparse on every task: scores, circuits, curves of explained effect, multipliers."""
+"""Compare dense and sparse models on every task: scores, circuits, effect curves, multipliers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from sparse_tl.runs.comparison import SIDES, Comparison, measure, measured_folde
 from sparse_tl.runs.folder import RunFolder
 
 ORDER = ("greater_than", "ioi", "docstring", "ioi_long")
-"""Of the panels."""
+"""Order of the panels."""
 EXAMPLES = 500
-"""Prompts of each task that accuracy is measured on: 64 would tell 98 from 100 % only by chance."""
+"""Prompts per task for accuracy; 64 prompts could not distinguish 98 from 100 %."""
 
 
 def run_circuits(
@@ -36,30 +36,30 @@ def run_circuits(
     restart: bool = False,
     progress: bool = True,
 ) -> Comparison:
-    """Score, evaluate and draw what is not finished yet, and return everything.
+    """Score, evaluate and draw everything unfinished, and return all results.
 
     Half of the prompt pairs score the edges and heads, the other half evaluates the circuits;
-    accuracy is that on 500 prompts. 16 pairs of the other half also have circuits of their own
-    (`circuit_sizes_per_prompt`). Each seed's sparse model is compared with its own dense one.
-    Seeds can be added later: what the folder has of others is kept.
+    accuracy is measured on 500 prompts. 16 pairs of the other half also get circuits of their own
+    (`circuit_sizes_per_prompt`). Each seed's sparse model is compared with its own dense model.
+    Seeds can be added later: existing results of other seeds are kept.
 
     Args:
         out: folder for ``metrics.json``, curves, scores, circuits and figures.
-        model: the dense model: a hub name or a folder; the built-in task model when left out.
-        sparse: the folder of its sparse counterpart; needed with `model`.
-        tasks: names of tasks; all of them when empty.
-        pairs: prompt pairs of each task, at least 4.
-        method: how edges and heads are scored, as of `attribute_circuit_edges`.
-        patch: what a part outside of the circuit shows.
-        batch_size: pairs per pass.
-        seeds: of the prompts, and of the built-in models: a pair for each; all are drawn, with
-            their median. Of a pair of your own they are those of the prompts alone.
-        device: where to run.
-        restart: begin anew.
-        progress: whether to show live progress.
+        model: hub name or folder of the dense model; the built-in task model by default.
+        sparse: folder of its sparse counterpart; required with `model`.
+        tasks: names of tasks; all tasks if empty.
+        pairs: prompt pairs per task, at least 4.
+        method: attribution method, as in `attribute_circuit_edges`.
+        patch: patch at parts outside a circuit.
+        batch_size: prompt pairs per forward pass.
+        seeds: seeds of the prompts and of the built-in models, one model pair per seed; all are
+            drawn, with their median. With `model`, seeds affect only the prompts.
+        device: device to run on.
+        restart: discard an earlier run.
+        progress: whether to show a progress bar.
 
     Raises:
-        ValueError: bad settings, no seed, or a task that the model does not do at all.
+        ValueError: a setting is invalid, there is no seed, or the model cannot do a task at all.
     """
     if (model is None) != (sparse is None):
         raise ValueError(
@@ -101,7 +101,7 @@ def run_circuits(
         ]
         if not missing:
             continue
-        # One pair at a time is in memory.
+        # Keep one pair in memory at a time.
         with folder.stage(f"models of seed {seed}"):
             models = _models(model, sparse, seed, device, progress)
             for side, one in models.items():

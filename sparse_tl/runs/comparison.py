@@ -1,7 +1,7 @@
-"""Dense beside sparse: scores and curves measured into a folder, then drawn and compared.
+"""Compare dense and sparse models: measure scores and curves into a folder, then draw them.
 
 1. `measure` one side on one task: half of the pairs score edges and heads, the others evaluate.
-2. `report` on all tasks and seeds from what is saved: multipliers, tables, figures, circuits.
+2. `report` on all tasks and seeds from saved results: multipliers, tables, figures, circuits.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ from sparse_tl.results import table_html
 from sparse_tl.runs.folder import save_figure
 
 LEVEL = 0.9
-"""The explained effect that models are compared at."""
+"""The explained effect at which models are compared."""
 SIDES = ("dense", "sparse")
 PARTS: tuple[Parts, ...] = ("heads", "circuit_edges")
 PER_PROMPT = f"circuit_edges_at_{LEVEL}_per_prompt"
-"""The name of how many circuit edges a single prompt needs."""
+"""Key of the number of circuit edges that a single prompt needs."""
 PROMPTS = 16
-"""How many of the held-out pairs have circuits of their own."""
+"""Number of held-out pairs that get circuits of their own."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is needed on each task: as ``metrics.json`` has it, and the curves as a table."""
+    """What each task needs: the content of ``metrics.json``, and the curves as a table."""
 
     metrics: dict[str, Any]
     curves: pd.DataFrame
 
     def to_pandas(self) -> pd.DataFrame:
-        """How many parts each task needs for the level of explained effect, dense and sparse; of
-        several seeds the medians."""
+        """Number of parts that each task needs for the level of explained effect, dense and sparse;
+        medians over several seeds."""
         rows = [
             {
                 "task": task,
@@ -89,8 +89,8 @@ def measure(
     batch_size: int = 32,
     progress: bool = True,
 ) -> None:
-    """Scores from the first half of the pairs, curves from the other, accuracy from examples; and
-    the circuits of single prompts, on some of the other half.
+    """Measure scores on the first half of the pairs, curves on the other, accuracy on examples, and
+    circuits of single prompts on some of the other half.
 
     Raises:
         ValueError: there is no effect to explain; the folder is then not written.
@@ -103,7 +103,7 @@ def measure(
     heads = attribute_heads(model, scoring, metric, method=method, **options)
     by_edges = evaluate_circuit_edges(model, held_out, metric, edges, **options)
     by_heads = evaluate_heads(model, held_out, metric, heads, **options)
-    _ = by_edges.effect, by_heads.effect  # no effect to explain is an error here, not when drawn
+    _ = by_edges.effect, by_heads.effect  # fail here if there is no effect to explain
     per_prompt = circuit_sizes_per_prompt(
         model, single, metric, level=LEVEL, method=method, **options
     )
@@ -118,14 +118,14 @@ def measure(
 
 
 def measured_folder(task: str, seed: int, side: str) -> str:
-    """Where, in the folder of a run, `measure` writes one side of a seed."""
+    """Path in a run's folder where `measure` writes one side of a seed."""
     return f"{task}/seed-{seed}/{side}"
 
 
 def effect_curves(
     folder: Path, task: str, seeds: Sequence[int], side: str, parts: Parts, name: str
 ) -> SeedCurves:
-    """What `measure` wrote of one side on one task, to be drawn under a name."""
+    """The curves that `measure` wrote for one side on one task, with a name for figures."""
     places = [folder / measured_folder(task, seed, side) / parts for seed in seeds]
     return SeedCurves(seeds, [Evaluation.load(place).curve(name) for place in places])
 
@@ -138,14 +138,14 @@ def report(
     seeds: Sequence[int] = (0,),
     patch: str = "corrupted",
 ) -> Comparison:
-    """Write figures, tables, circuits and ``metrics.json`` from what is measured.
+    """Write figures, tables, circuits and ``metrics.json`` from saved measurements.
 
     Args:
-        folder: with what `measure` wrote, as `measured_folder` says.
-        tasks: titles of the panels by the name of the task.
-        names: of the models, by side.
-        seeds: that were measured.
-        patch: that was measured with.
+        folder: folder with the output of `measure`, laid out as in `measured_folder`.
+        tasks: panel titles by task name.
+        names: model names by side.
+        seeds: seeds that were measured.
+        patch: patch that was used in measuring.
     """
     metrics: dict[str, Any] = {}
     tables: list[pd.DataFrame] = []
@@ -184,7 +184,7 @@ def report(
 
 
 def _numbers(folder: Path) -> tuple[dict[str, Any], dict[Parts, pd.DataFrame]]:
-    """What was measured of one side of one seed; and the curves as tables."""
+    """The measurements of one side of one seed, and its curves as tables."""
     said: dict[str, Any] = {"accuracy": read_json(folder / "accuracy.json")}
     tables: dict[Parts, pd.DataFrame] = {}
     for parts in PARTS:
@@ -206,7 +206,7 @@ def _numbers(folder: Path) -> tuple[dict[str, Any], dict[Parts, pd.DataFrame]]:
 
 
 def _medians(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of each number over seeds; prompts are counted over all of them."""
+    """The median of each number over seeds; counts of prompts are summed."""
     found: dict[str, Any] = {}
     for name in seeds[0]:
         values = [said[name] for said in seeds]
@@ -220,7 +220,7 @@ def _medians(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _draw_circuits(
     folder: Path, title: str, measured: dict[str, Any], names: Mapping[str, str], patch: str
 ) -> None:
-    """The circuit that explains enough, of both models, as a diagram and as a list of edges."""
+    """Draw and list the circuit that reaches the level, for both models."""
     circuits: dict[str, Circuit] = {}
     by_name: dict[str, Scores] = {}
     for side in SIDES:
@@ -236,7 +236,7 @@ def _draw_circuits(
 
 
 def _smallest(scores: Scores, size: int, patch: str) -> Circuit:
-    """The best-scored edges, as few as needed for `size` of them to have an effect."""
+    """The fewest best-scored edges of which `size` have an effect."""
     sizes = range(size, scores.site.n_parts)
     taken = bisect_left(sizes, size, key=lambda some: len(scores.top(some).connected(patch=patch)))
     return scores.top(size + taken).connected(patch=patch)

@@ -1,4 +1,4 @@
-"""What works on this machine, and on a model: versions, devices, the cache folder, gates."""
+"""Check this machine and, optionally, a model: versions, devices, cache folder, gates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sparse_tl.models.pairs import cache_folder
 
 
 class Check(NamedTuple):
-    """One thing that was looked at: whether it works, and what was found."""
+    """The result of one check: whether it works, and details."""
 
     name: str
     works: bool
@@ -32,12 +32,12 @@ class Check(NamedTuple):
 def run_doctor(
     model: str | Path | HookedModel | None = None, *, device: str | None = None
 ) -> list[Check]:
-    """Look at everything that the package needs; what is amiss is told, not raised.
+    """Check everything that the package needs; problems are reported, not raised.
 
     Args:
-        model: also check this one: a hub name, a Hugging Face folder, one of our own folders, or
-            a model that is loaded already.
-        device: where it is loaded; a GPU if there is one when left out.
+        model: model to check as well: a hub name, a Hugging Face folder, a folder written by
+            `save_model`, or a loaded model.
+        device: device to load it on; a GPU by default if there is one.
     """
     with torch.random.fork_rng(devices=[]):
         checks = [*_versions(), *_devices(), _tried("cache folder", _cache)]
@@ -84,7 +84,7 @@ def _cache() -> str:
 
 
 def _model(name: str, load: Callable[[], HookedModel]) -> Iterator[Check]:
-    """Whether a model loads, and which of the analyses it can be given to."""
+    """Whether a model loads, and which analyses it supports."""
     loaded: list[HookedModel] = []
 
     def described() -> str:
@@ -141,7 +141,7 @@ def _padding(adapter: Adapter) -> str:
     found, expected = adapter.final(padded, attention_mask=mask)[:, 1:], adapter.final(tokens)
     off = ((found - expected).abs().max() / expected.abs().max()).item()
     exact = adapter.dtype in (torch.float32, torch.float64)
-    if not off < (1e-3 if exact else 5e-2):  # nor NaN
+    if not off < (1e-3 if exact else 5e-2):  # also catches NaN
         raise ValueError(
             "expected prompts to end alike whether or not they are padded on the left; what this "
             f"model computes differs by {off:.2g}. Give it prompts of one length"
@@ -157,6 +157,6 @@ def _saving(adapter: Adapter) -> str:
 def _tried(name: str, check: Callable[[], str]) -> Check:
     try:
         return Check(name, True, check())
-    except Exception as error:  # whatever stops it is what is asked for here
+    except Exception as error:  # any failure is a result here
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         return Check(name, False, kind + " ".join(str(error).split())[:600])

@@ -1,4 +1,4 @@
-"""The output folder of a command: what it was made with, what is finished, what is left in it."""
+"""The output folder of a command: its settings, finished stages, and results."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ RUN_FILE = "run.json"
 
 
 def save_figure(figure: Figure, folder: Path, name: str) -> None:
-    """Write a figure in every form: interactive, and as pictures."""
+    """Write a figure in every format: interactive HTML, SVG and PNG."""
     for suffix in ("html", "svg", "png"):
         figure.save(folder / f"{name}.{suffix}")
 
 
 @dataclass(frozen=True, repr=False)
 class SparseRun:
-    """What a command that makes a model sparse left behind.
+    """Results of a command that sparsifies a model.
 
     Args:
-        metrics: as in ``metrics.json``; ``dense`` and ``sparse`` are the fields of a `HeldOut`.
+        metrics: content of ``metrics.json``; ``dense`` and ``sparse`` are fields of `HeldOut`.
         sparse: the sparse model.
     """
 
@@ -46,17 +46,17 @@ class SparseRun:
 
     @property
     def held_out(self) -> dict[str, HeldOut]:
-        """The dense and the sparse model on held-out examples."""
+        """Held-out measurements of the dense and the sparse model."""
         found = {}
         for side in ("dense", "sparse"):
             numbers = self.metrics[side]
             losses = numbers.get("group_losses", {})
-            groups = {int(group): loss for group, loss in losses.items()}  # words in a file
+            groups = {int(group): loss for group, loss in losses.items()}  # JSON keys are strings
             found[side] = HeldOut(**{**numbers, "group_losses": groups})
         return found
 
     def to_pandas(self) -> pd.DataFrame:
-        """Both models on held-out examples, side by side."""
+        """Held-out measurements of both models, side by side."""
         return pd.DataFrame({side: found.numbers for side, found in self.held_out.items()})
 
     def __repr__(self) -> str:
@@ -67,14 +67,14 @@ class SparseRun:
 
 
 class RunFolder:
-    """An output folder that a command can come back to.
+    """An output folder that a command can resume.
 
-    ``run.json`` holds the command's settings, what `pin` noted and the seconds of each stage. A
-    stage is finished when its result is in the folder; the caller decides which file that is.
+    ``run.json`` holds the command's settings, values noted by `pin`, and the seconds of each stage.
+    A stage is finished when its result exists in the folder; the caller decides which file that is.
 
     Args:
-        path: the folder; made when absent.
-        settings: what determines the results; a folder made with others is refused.
+        path: the folder; created if absent.
+        settings: everything that determines the results; a folder with other settings is refused.
         restart: remove an earlier run of this kind first.
 
     Raises:
@@ -107,14 +107,14 @@ class RunFolder:
         return self.path / name
 
     def finished(self, name: str) -> bool:
-        """Whether a stage's result is there."""
+        """Whether a stage's result exists."""
         return recover_folder(self.path / name)
 
     def pin(self, name: str, value: Any) -> None:
-        """Note what the run was made from, where that is known only once it is loaded.
+        """Record an input of the run that is only known once it is loaded.
 
         Raises:
-            ValueError: an earlier call of the command was made from something else.
+            ValueError: an earlier call of the command used another input.
         """
         earlier = self._said["pinned"].setdefault(name, value)
         if earlier != value:
@@ -126,10 +126,10 @@ class RunFolder:
 
     @contextmanager
     def stage(self, name: str, what: str = "") -> Iterator[None]:
-        """Count the seconds of a block, also when it is interrupted.
+        """Add the duration of a block to a stage, even if it is interrupted.
 
         Raises:
-            ValueError: the block does; it then begins with `what`.
+            ValueError: the block raised it; the message is prefixed with `what`.
         """
         started = time.monotonic()
         try:
@@ -145,7 +145,7 @@ class RunFolder:
 
     @property
     def seconds(self) -> float:
-        """Seconds spent on all stages, over all calls of the command."""
+        """Total seconds of all stages, over all calls of the command."""
         return sum(self._said["seconds"].values())
 
     def _found(self) -> dict[str, Any] | None:
@@ -161,7 +161,7 @@ class RunFolder:
         )
 
     def _nothing_done(self) -> bool:
-        """Whether an earlier command was refused before it left anything."""
+        """Whether an earlier command failed before producing anything."""
         left = [entry for entry in self.path.iterdir() if entry.name != RUN_FILE]
         return not any(entry.is_file() or any(entry.iterdir()) for entry in left)
 

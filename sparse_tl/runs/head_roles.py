@@ -1,8 +1,8 @@
-"""Head roles of several models on several tasks: gates fitted, heads ablated, the grid drawn.
+"""Head roles of several models on several tasks: fit gates, ablate heads, draw the grid.
 
 1. `run_head_roles` checks the settings and lists the cells: one per task and model.
-2. Each cell fits the gates on most of its prompts and measures the ablation curves on the others.
-3. `_report` draws the grid and writes the tables from what is saved.
+2. Each cell fits gates on most of its prompts and measures ablation curves on the others.
+3. `_report` draws the grid and writes the tables from saved results.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from sparse_tl.runs.cells import Cell, built_in_cells, cells_of
 from sparse_tl.runs.folder import RunFolder, save_figure
 
 FEWEST = 8
-"""Prompts of a task."""
+"""Minimum number of prompts per task."""
 HELD_OUT = 0.25
-"""Share of the prompts that the curves are measured on."""
+"""Share of the prompts used for the ablation curves."""
 
 
 @dataclass(frozen=True)
 class HeadRolesRun:
-    """What the run left behind: as ``metrics.json`` has it, scores and curves as tables."""
+    """Results of a run: the content of ``metrics.json``, and scores and curves as tables."""
 
     metrics: dict[str, Any]
     scores: pd.DataFrame
     curves: pd.DataFrame
 
     def to_pandas(self) -> pd.DataFrame:
-        """For each task, model and role: how many heads, and nats per response without them."""
+        """Per task, model and role: number of heads, and nats per response if ablated."""
         rows = [
             {"task": task, "model": model, "role": role, **numbers[role]}
             for task, models in self.metrics["tasks"].items()
@@ -77,30 +77,30 @@ def run_head_roles(
     restart: bool = False,
     progress: bool = True,
 ) -> HeadRolesRun:
-    """Fit, ablate and draw what is not finished yet, and return everything.
+    """Fit, ablate and draw everything unfinished, and return all results.
 
     Args:
         out: folder for the grid, ``metrics.json``, ``scores.csv``, ``curves.csv`` and each cell.
-        models: hub names or folders, dense or sparse; the built-in dense and sparse models when
-            empty.
+        models: hub names or folders of dense or sparse models; the built-in dense and sparse
+            models if empty.
         tasks: with built-in models: addition, greater_than, ioi, docstring, ioi_long. With others:
             syntax, common_sense, math, each with its source (a file, a folder, a dataset) after
-            ``=`` where it is not the published dataset; and ``text=SOURCE`` for running text.
-        seeds: how many gate matrices are fitted together.
-        updates: of each of the three stages.
-        lambda_: of the penalty.
-        prompts: of each task; a quarter is held out for the curves.
+            ``=`` unless it is the published dataset; and ``text=SOURCE`` for running text.
+        seeds: number of gate matrices that are fitted together.
+        updates: optimizer steps in each of the three stages.
+        lambda_: coefficient of the penalty.
+        prompts: prompts per task; a quarter is held out for the curves.
         batch_size: prompts per update.
-        accumulate: pieces of a batch that pass one after the other, to save memory.
-        max_heads: how many heads are ablated at most.
-        seed: of prompts, batches and random orders, and of the built-in models.
-        device: where to run.
-        restart: begin anew.
-        progress: whether to show live progress.
+        accumulate: micro-batches per update, to save memory.
+        max_heads: maximum number of heads to ablate.
+        seed: random seed for prompts, batches and random orders, and seed of the built-in models.
+        device: device to run on.
+        restart: discard an earlier run.
+        progress: whether to show a progress bar.
 
     Raises:
-        ValueError: bad settings, prompts that a model cannot read, or an output folder that cannot
-            be used.
+        ValueError: a setting is invalid, a model cannot read the prompts, or the output folder
+            cannot be used.
     """
     if prompts < FEWEST or seeds < 1 or max_heads < 1 or lambda_ == 0:
         raise ValueError(
@@ -149,7 +149,7 @@ def run_head_roles(
                 )
             options = {**fitting, "accumulate": accumulate, "progress": progress}
             _measure(model, dataset, folder, name, **options)
-            del model  # the next one may need its place
+            del model  # free its memory for the next model
     return _report(folder, cells)
 
 
@@ -164,7 +164,7 @@ def _measure(
     progress: bool,
     **fitting: Any,
 ) -> None:
-    """One cell: roles from most prompts, curves from the others."""
+    """Measure one cell: roles on most prompts, curves on the others."""
     fitted, held_out = dataset.split(HELD_OUT, seed=seed)
     checkpoint = folder / "checkpoints" / name
     fitting |= {"held_out": held_out, "checkpoint": checkpoint}
@@ -188,7 +188,7 @@ def _measure(
 
 
 def _report(folder: RunFolder, cells: Sequence[Cell]) -> HeadRolesRun:
-    """Draw the grid and write the tables from what is saved."""
+    """Draw the grid and write the tables from saved results."""
     metrics: dict[str, Any] = {cell.task: {} for cell in cells}
     panels: dict[str, dict[str, list[AblationCurve]]] = {cell.row: {} for cell in cells}
     scores, tables = [], []
@@ -221,7 +221,7 @@ def _report(folder: RunFolder, cells: Sequence[Cell]) -> HeadRolesRun:
 
 
 def _numbers(roles: HeadRoles, curves: Mapping[str, AblationCurve]) -> dict[str, Any]:
-    """Losses, and for each role how many heads have it and what ablating them does."""
+    """Losses, and for each role its number of heads and the effect of ablating them."""
     losses = roles.losses[:, roles.fitted].mean(dim=1).tolist()
     numbers: dict[str, Any] = {"dense_loss": roles.dense_loss, "notes": roles.notes()}
     numbers |= dict(zip(("g0_loss", "g_plus_loss", "g_minus_loss"), losses, strict=True))

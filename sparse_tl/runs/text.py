@@ -19,9 +19,9 @@ from sparse_tl.runs.folder import RunFolder, SparseRun
 from sparse_tl.training import evaluate_held_out, post_train
 
 VALIDATION_WINDOWS = 200
-"""Windows that choose among the evaluations, at most; half of what is held out otherwise."""
+"""Maximum number of windows for model selection; at most half of the held-out windows."""
 TEST_WINDOWS = 800
-"""Windows that the result is reported on, at most; the other half otherwise."""
+"""Maximum number of windows to report on: the other held-out windows."""
 TRAINED = ("all", "qk", "gates")
 HELD_OUT_WINDOWS = VALIDATION_WINDOWS + TEST_WINDOWS
 
@@ -39,6 +39,7 @@ def run_post_training(
     learning_rate: float = 7e-4,
     trained: str = "all",
     head_cost: float = 0.0,
+    mlps: bool = False,
     initial_bias: float = 4.0,
     precision: Literal["float32", "bf16"] = "float32",
     accumulate: int = 1,
@@ -47,32 +48,33 @@ def run_post_training(
     restart: bool = False,
     progress: bool = True,
 ) -> SparseRun:
-    """Run what is not finished yet and return everything.
+    """Run all unfinished steps and return all results.
 
-    Some held-out windows choose the weights, the others are reported on.
+    Some held-out windows select the weights; the others are reported on.
 
     Args:
         out: folder for the sparse model, ``metrics.json`` and ``history.csv``.
-        model: a hub name, a local Hugging Face folder, or one of our own folders.
-        text: a text file, or a dataset's name (streamed).
-        target_loss: nats per token, absolute or over the dense model (``"+0.05"``).
-        held_out_text: other text to hold out; the last tenth of `text` when left out.
-        window: tokens per window; the text is cut into full ones.
+        model: hub name, Hugging Face folder, or folder written by `save_model`.
+        text: text file, or dataset name (streamed).
+        target_loss: nats per token, absolute or relative to the dense model (``"+0.05"``).
+        held_out_text: separate held-out text; by default the last tenth of `text`.
+        window: tokens per window; the text is cut into full windows.
         batch_size: windows per step.
-        steps: of post-training.
-        learning_rate: at its peak.
-        trained: the weights that move beside the gates: "all", "qk" or "gates", for none.
-        head_cost: of a head in use, in attention edges; as of `post_train`.
-        initial_bias: of the gates.
+        steps: number of post-training steps.
+        learning_rate: peak learning rate.
+        trained: weights to train besides the gates: "all", "qk", or "gates" for none.
+        head_cost: cost of a head in use, in attention edges; as in `post_train`.
+        mlps: whether to gate MLPs too; as in `SparseTransformer`.
+        initial_bias: initial bias of the gates.
         precision: "bf16" runs the forward pass under autocast.
-        accumulate: pieces that a step's windows are run in, one after the other, to save memory.
-        seed: of data order and gate noise.
-        device: where to train.
-        restart: begin anew.
-        progress: whether to show live progress.
+        accumulate: micro-batches per step, to save memory.
+        seed: random seed for data order and gate noise.
+        device: device for training.
+        restart: discard an earlier run.
+        progress: whether to show a progress bar.
 
     Raises:
-        ValueError: bad settings, too little text, or an output folder that cannot be used.
+        ValueError: a setting is invalid, there is too little text, or `out` cannot be used.
     """
     settings = {
         "command": "post-train",
@@ -86,6 +88,7 @@ def run_post_training(
         "learning_rate": learning_rate,
         "trained": trained,
         "head_cost": head_cost,
+        "mlps": mlps,
         "initial_bias": initial_bias,
         "precision": precision,
         "accumulate": accumulate,
@@ -112,7 +115,7 @@ def run_post_training(
         train, validation, test = map(TokenBatch.next_token, _split(windows, other))
         with folder.stage("post-training"):
             dense = evaluate_held_out(dense_model, test)
-            sparse = SparseTransformer(dense_model, initial_bias=initial_bias)
+            sparse = SparseTransformer(dense_model, initial_bias=initial_bias, mlps=mlps)
             outcome = post_train(
                 sparse,
                 ShuffledStream(train, min(batch_size, len(train)), seed, accumulate=accumulate),
@@ -143,7 +146,7 @@ def run_post_training(
 
 
 def _split(windows: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Training, validation and test windows."""
+    """Split into training, validation and test windows."""
     if other is None:
         kept = min(HELD_OUT_WINDOWS, len(windows) // 10)
         if kept < 2:

@@ -1,8 +1,8 @@
 """Two-digit addition in characters: ``36+28=00064``, eleven tokens.
 
-*Autoregressive*: the model reads the sum's characters too and predicts each from those before it;
-the loss is on the five answer characters. *Placeholder*: the answer's columns carry ``?`` and each
-character is read at its own column.
+*Autoregressive*: the model also reads the characters of the sum and predicts each from those before
+it; the loss is on the five answer characters. *Placeholder*: the answer columns contain ``?``, and
+each character is read at its own column.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AdditionTask:
         form: "autoregressive" or "placeholder".
 
     Raises:
-        ValueError: another form.
+        ValueError: the form is unknown.
     """
 
     form: Form = "placeholder"
@@ -50,7 +50,7 @@ class AdditionTask:
         """Sums as tokens, labels and loss positions.
 
         Raises:
-            ValueError: an operand outside 0..99, or not as many on both sides.
+            ValueError: an operand is outside 0..99, or the two sides differ in number.
         """
         if len(left) != len(right):
             raise ValueError(f"expected pairs of operands; got {len(left)} and {len(right)}")
@@ -67,16 +67,16 @@ class AdditionTask:
             tokens[:, ANSWER] = CHARACTERS.index("?")
             loss_mask[:, ANSWER] = True
             return TokenBatch(tokens, text, loss_mask)
-        # The character at a column is predicted one column to its left.
+        # The character in a column is predicted one column to its left.
         loss_mask[:, ANSWER.start - 1 : ANSWER.stop - 1] = True
         return TokenBatch(text, text.roll(-1, dims=1), loss_mask)
 
     def split(
         self, *, validation: int = 1000, test: int = 1000, seed: int = 0
     ) -> tuple[TokenBatch, TokenBatch, TokenBatch]:
-        """Training, validation and test sums, disjoint, at random.
+        """Disjoint random training, validation and test sums.
 
-        Validation sums choose among checkpoints; test sums are what is reported.
+        Validation sums select among checkpoints; test sums are for reporting.
         """
         if not 0 < validation + test < 10_000 or min(validation, test) < 1:
             raise ValueError(
@@ -92,18 +92,18 @@ class AdditionTask:
         )
 
     def pairs(self, digit: Digit | str, n: int, *, seed: int = 0) -> PromptPairs:
-        """Held-out sums beside other sums whose digit at that place is another one.
+        """Test sums, each paired with a sum whose digit at the given place differs.
 
         The answer is the clean sum's digit, the wrong answer the corrupted sum's; the position is
-        where that digit is read off.
+        where that digit is read.
 
         Args:
             digit: "hundreds", "tens" or "units" of the answer.
-            n: how many; at most the 1,000 test sums.
-            seed: of the split, as in `split`, and of the draw.
+            n: number of pairs, at most the 1,000 test sums.
+            seed: random seed for the split, as in `split`, and for the pairs.
 
         Raises:
-            ValueError: an unknown digit, or more pairs than test sums.
+            ValueError: the digit is unknown, or `n` exceeds the number of test sums.
         """
         if digit not in COLUMNS or not 1 <= n <= 1000:
             raise ValueError(
@@ -125,10 +125,10 @@ class AdditionTask:
         )
 
     def read_at(self, column: int) -> int:
-        """The column at which the character of an answer column is read off the logits.
+        """The column where the character of an answer column is read from the logits.
 
         Raises:
-            ValueError: not one of the answer's columns.
+            ValueError: the column is not an answer column.
         """
         if not ANSWER.start <= column < ANSWER.stop:
             raise ValueError(
@@ -137,10 +137,10 @@ class AdditionTask:
         return column if self.form == "placeholder" else column - 1
 
     def prompt(self, text: str) -> TokenBatch:
-        """One sum such as ``"36+28"`` as a batch of one.
+        """A sum such as ``"36+28"`` as a batch of one.
 
         Raises:
-            ValueError: not two numbers of at most two digits joined by a plus sign.
+            ValueError: the text is not two numbers of at most two digits joined by a plus sign.
         """
         found = re.fullmatch(r"(\d\d?)\+(\d\d?)", text.replace(" ", ""))
         if found is None:
@@ -150,18 +150,18 @@ class AdditionTask:
 
 
 def _digits(numbers: Int[Tensor, " sum"], count: int) -> Int[Tensor, "sum digit"]:
-    """The last digits of numbers, as tokens: the token of a digit is the digit."""
+    """The last digits of numbers as tokens; the token of a digit is the digit itself."""
     powers = 10 ** torch.arange(count - 1, -1, -1)
     return numbers[:, None] // powers % 10
 
 
 def decode(tokens: Int[Tensor, " pos"]) -> str:
-    """Tokens to characters."""
+    """Convert tokens to characters."""
     return "".join(CHARACTERS[token] for token in tokens.tolist())
 
 
 def addition_tokenizer() -> Any:
-    """The character tokenizer; ``?`` is its mask token, and it adds no BOS."""
+    """The character tokenizer; ``?`` is its mask token, and it does not add BOS."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -169,6 +169,6 @@ def addition_tokenizer() -> Any:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    # TransformerLens gives a tokenizer without these tokens new ones, outside the vocabulary.
+    # TransformerLens would give a tokenizer without these tokens new ones outside the vocabulary.
     special = dict.fromkeys(("mask_token", "pad_token", "eos_token"), "?")
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

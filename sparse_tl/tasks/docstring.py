@@ -1,4 +1,4 @@
-"""Docstring: which argument a function's documentation describes next.
+"""Docstring: predict the argument that a function's documentation describes next.
 
 ::
 
@@ -9,10 +9,10 @@
         :param last: dog tree
         :param
 
-Two arguments come first in the definition, then three *matching* ones, then one more; the
-docstring describes the matching ones in turn, and the answer is the third, ``key``. The
-corrupted prompt has other names for the matching arguments, and again others where the docstring
-describes them, so that nothing in it matches.
+The definition has two arguments, then three *matching* ones, then one more; the docstring
+describes the matching ones in turn, and the answer is the third, ``key``. The corrupted prompt
+has other names for the matching arguments, and yet others where the docstring describes them, so
+that nothing in it matches.
 
 Reference: Heimersheim and Janiak, *A circuit for Python docstrings in a 4-layer attention-only
 transformer* (2023); sizes and corruption ("random_random") as in ACDC, arXiv 2304.14997.
@@ -35,18 +35,18 @@ ARGUMENTS = content("docstring", "arguments")
 NOUNS = content("docstring", "nouns")
 
 PREFIX, MATCHING, SUFFIX = 2, 3, 1
-"""Arguments of the definition."""
+"""Numbers of arguments in the definition."""
 SUMMARY, DESCRIPTION = 3, 2
-"""Nouns of the docstring's first line and of an argument's description."""
+"""Numbers of nouns in the docstring's first line and in an argument's description."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocstringTask(WordTask):
-    """The next argument of a reST docstring.
+    """Predict the next argument of a reST docstring.
 
     Args:
         arguments: names for the function and its arguments, at least twelve.
-        nouns: words of the descriptions, at least three.
+        nouns: words for the descriptions, at least three.
     """
 
     name: str = "docstring"
@@ -58,8 +58,8 @@ class DocstringTask(WordTask):
     def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], Prompt]:
         """The answer is the third matching argument.
 
-        Wrong are all other arguments, of the clean and of the corrupted prompt, as a model that
-        follows the corrupted one names the third of its definition.
+        All other arguments of the clean and the corrupted prompt are wrong answers, since a model
+        that follows the corrupted prompt names the third argument of its definition.
         """
         needed = 1 + PREFIX + MATCHING + SUFFIX + MATCHING + (MATCHING - 1)
         spelled = single_words(tokenizer, self.arguments, needed, "arguments")
@@ -93,7 +93,7 @@ def _write(
     described: Sequence[str],
     descriptions: Sequence[str],
 ) -> str:
-    # The published prompts begin with a line break.
+    # The published prompts start with a line break.
     lines = [
         "",
         f"def {function}(self, {', '.join(defined)}):",

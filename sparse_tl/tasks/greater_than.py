@@ -1,7 +1,7 @@
 """Greater-Than: ``The war lasted from the year 1732 to the year 17``, answered by 33 to 99.
 
-The corrupted prompt starts in the year 1701, after which every end but 00 and 01 is right. Only
-years are used that the tokenizer splits into century and year, as the answer is the second half.
+The corrupted prompt starts in the year 1701, where every ending except 00 and 01 is right. Only
+years that the tokenizer splits into century and year are used, since the answer is the second half.
 
 Reference: Hanna et al., arXiv 2305.00586; nouns and range of years as in EAP-IG's data.
 """
@@ -32,14 +32,14 @@ CORRUPTED = "01"
 
 @dataclass(frozen=True, kw_only=True)
 class GreaterThanTask(WordTask):
-    """Years that end later than they start.
+    """Complete end years that are later than start years.
 
     Args:
-        nouns: what lasts.
-        centuries: the first two digits of the years.
+        nouns: events that last, such as wars.
+        centuries: first two digits of the years.
 
     Raises:
-        ValueError: a century that has not two digits.
+        ValueError: a century does not have two digits.
     """
 
     name: str = "greater_than"
@@ -54,7 +54,7 @@ class GreaterThanTask(WordTask):
             raise ValueError(f"expected centuries in 10..99, two digits each; got {odd}")
 
     def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], Prompt]:
-        """Answers are the year ends above YY, wrong answers the rest."""
+        """Answers are the year endings above YY; all others are wrong."""
         nouns = list(single_words(tokenizer, self.nouns, 1, "nouns"))
         years = self.years(tokenizer)
 
@@ -70,12 +70,12 @@ class GreaterThanTask(WordTask):
         return draw
 
     def years(self, tokenizer: Any) -> list[tuple[str, str]]:
-        """Start years as (century, YY), each half a token; YY in 02..98.
+        """Start years as (century, YY), each half one token; YY in 02..98.
 
-        Up to 01 nothing would be corrupted, and after 98 no answer but one is left.
+        Up to 01 the corruption would change nothing, and 99 would leave no answer.
 
         Raises:
-            ValueError: the tokenizer splits no year like that, or lacks some of 00..99.
+            ValueError: the tokenizer splits no year like this, or lacks some of 00..99.
         """
         encode = encoder(tokenizer)
         lacking = [end for end in ENDS if not is_token(tokenizer, encode(end), end)]

@@ -1,8 +1,8 @@
 """Indirect object identification: ``Then, Mary and John went to the store. John gave a ring to``.
 
-The answer is the indirect object (IO), Mary; the wrong one is the subject (S), John, who comes
-twice. The corrupted prompt has three other names in the three places (the ABC of the paper), so
-that it names nobody twice and neither of the two. *IOI Long* has the same tails after longer heads.
+The answer is the indirect object (IO), Mary; the wrong answer is the subject (S), John, who appears
+twice. The corrupted prompt has three other names in the three places (ABC in the paper), so that no
+name repeats and neither answer appears. *IOI Long* has the same endings after longer beginnings.
 
 Reference: Wang et al., arXiv 2211.00593.
 """
@@ -36,15 +36,15 @@ GPT2_IOI_HEADS: dict[str, tuple[tuple[int, int], ...]] = {
         *((11, 2), (11, 9)),
     ),
 }
-"""The heads (layer, head) of GPT-2 small that do IOI, by their class.
+"""The heads (layer, head) of GPT-2 small that perform IOI, by class.
 
 Wang et al., arXiv 2211.00593, figure 2: found with mean ablation over the ABC prompts, and path
-patching. Of other models they say nothing.
+patching. They do not apply to other models.
 """
 
 
 def in_both_orders(templates: tuple[str, ...]) -> tuple[str, ...]:
-    """Templates that name the IO first (ABBA), and the same with the subject first (BABA)."""
+    """Templates that name the IO first (ABBA), and versions with the subject first (BABA)."""
     return templates + tuple(
         template.replace("[A] and [B]", "[B] and [A]", 1) for template in templates
     )
@@ -53,21 +53,21 @@ def in_both_orders(templates: tuple[str, ...]) -> tuple[str, ...]:
 TEMPLATES = in_both_orders(content("ioi", "templates"))
 """15 ABBA and 15 BABA; [A] is the IO, [B] the subject."""
 LONG_TEMPLATES = in_both_orders(content("ioi", "long_templates"))
-"""The same with longer heads."""
+"""The same with longer beginnings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IOITask(WordTask):
-    """Who is given something by one of two people.
+    """Name who receives something from one of two people.
 
     Args:
-        templates: each with [A] once and [B] twice, and " [A]", the answer, at its end.
-        names: at least five, as clean and corrupted prompts have none in common.
-        places: for [PLACE].
-        objects: for [OBJECT].
+        templates: templates with [A] once and [B] twice, and " [A]", the answer, at the end.
+        names: at least five names, since clean and corrupted prompts share none.
+        places: words for [PLACE].
+        objects: words for [OBJECT].
 
     Raises:
-        ValueError: no template, or one of another form.
+        ValueError: there is no template, or one has another form.
     """
 
     name: str = "ioi"
@@ -112,7 +112,7 @@ class IOITask(WordTask):
 
 @dataclass(frozen=True, kw_only=True)
 class IOILongTask(IOITask):
-    """IOI with longer heads."""
+    """IOI with longer beginnings."""
 
     name: str = "ioi_long"
     title: str = "IOI Long"

@@ -1,13 +1,13 @@
 """Prompts with targets from question sets and minimal pairs: syntax, common sense, mathematics.
 
-Each builder reads the rows of one kind of set, as its files and its Hugging Face dataset have them:
+Each builder reads the rows of one kind of set, formatted as in its files or Hugging Face dataset:
 
-- *Syntax* (BLiMP): the sentence up to where the grammatical and the ungrammatical one part, and the
-  grammatical continuation.
+- *Syntax* (BLiMP): the text up to where grammatical and ungrammatical sentence diverge; the target
+  is the grammatical continuation.
 - *Common sense* (CommonsenseQA): a question with lettered choices; the target is the letter.
 - *Mathematics* (GSM8K): a question; the target is the worked solution.
 
-Questions stand behind one answered example, which is the set's first row and is not asked.
+Questions follow one answered example: the set's first row, which is not used as a question.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from sparse_tl.tasks.words import prepends_bos
 
 Record = Mapping[str, Any]
 Question = tuple[str, str]
-"""The text, up to where the answer begins, and the answer."""
+"""The text up to the answer, and the answer."""
 
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """One kind of prompts with targets, from a Hugging Face dataset unless told otherwise."""
+    """A kind of prompts with targets, by default from a Hugging Face dataset."""
 
     name: str
     title: str
     source: str
     split: str
     build: Callable[[Sequence[Record]], list[Question]]
-    """All questions of some rows."""
+    """Function from rows to questions."""
 
     def load(
         self, model: HookedModel, n: int, *, source: str | Path | None = None
@@ -46,10 +46,10 @@ class QuestionSet:
         """The first `n` questions that fit the model's context, as prompts with targets.
 
         Args:
-            model: whose tokens the prompts are in, behind the BOS token where it prepends one.
-            n: how many questions at most.
-            source: a file with one JSON object per line, a folder of such files, or a dataset's
-                name; the set's own dataset when left out.
+            model: model whose tokenizer is used; BOS is prepended if the model does so.
+            n: maximum number of questions.
+            source: a file with one JSON object per line, a folder of such files, or a dataset
+                name; the set's own dataset by default.
         """
         if n < 1:
             raise ValueError(f"expected at least one question; got {n}")
@@ -68,7 +68,7 @@ class QuestionSet:
         return TargetDataset.from_texts(tokenizer, texts, answers, prepend_bos=bos)
 
     def questions(self, source: str | Path | None, n_rows: int) -> list[Question]:
-        """The questions in the first rows of a source, as of `load`."""
+        """The questions in the first rows of a source, as in `load`."""
         rows = read_rows(self.source if source is None else source, self.split, n_rows)
         try:
             return self.build(rows)
@@ -87,7 +87,7 @@ def read_rows(source: str | Path, split: str = "train", limit: int | None = None
         rows = read_jsonl(path)
     elif path.is_dir():
         files = [read_jsonl(file) for file in sorted(path.glob("*.jsonl"))]
-        # A few of each file, so that the first rows are not all of one kind.
+        # Interleave the files, so that the first rows are not all of one kind.
         longest = max(map(len, files), default=0)
         rows = [file[row] for row in range(longest) for file in files if row < len(file)]
     else:
@@ -99,10 +99,10 @@ def read_rows(source: str | Path, split: str = "train", limit: int | None = None
 
 
 def syntax_questions(rows: Sequence[Record]) -> list[Question]:
-    """BLiMP's minimal pairs: what both sentences share, and how the grammatical one goes on.
+    """BLiMP's minimal pairs: the shared start of both sentences, and the grammatical continuation.
 
-    The target is the critical word where the set names it, and the rest of the sentence otherwise.
-    Pairs whose first word differs already are left out: nothing stands before the target.
+    The target is the critical word if the set names it, otherwise the rest of the sentence. Pairs
+    that differ in their first word are skipped, since no text would precede the target.
     """
     questions = []
     for row in rows:
@@ -118,7 +118,7 @@ def syntax_questions(rows: Sequence[Record]) -> list[Question]:
 
 
 def common_sense_questions(rows: Sequence[Record]) -> list[Question]:
-    """CommonsenseQA's questions with lettered choices, behind an answered one."""
+    """CommonsenseQA's questions with lettered choices, after an answered example."""
 
     def asked(row: Record) -> Question:
         choices = row["choices"]
@@ -131,7 +131,7 @@ def common_sense_questions(rows: Sequence[Record]) -> list[Question]:
 
 
 def mathematics_questions(rows: Sequence[Record]) -> list[Question]:
-    """GSM8K's questions and worked solutions, without the calculator's notes in ``<<...>>``."""
+    """GSM8K's questions and worked solutions, without calculator annotations ``<<...>>``."""
 
     def asked(row: Record) -> Question:
         solution = re.sub(r"<<.*?>>", "", row["answer"]).strip()

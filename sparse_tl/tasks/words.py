@@ -1,4 +1,4 @@
-"""What all tasks in words share: single-token words, distinct prompts, prompts as `PromptPairs`."""
+"""Shared by word tasks: single-token words, distinct prompts, and conversion to `PromptPairs`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONTENT = json.loads(files("sparse_tl.tasks").joinpath("content.json").read_tex
 
 
 def content(task: str, key: str) -> tuple[str, ...]:
-    """A published word list or templates, kept beside this module."""
+    """A published word list or set of templates, stored next to this module."""
     return tuple(_CONTENT[task][key])
 
 
@@ -32,27 +32,27 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class WordTask:
-    """A task whose prompts are drawn at random from words; a subclass says how one is drawn."""
+    """A task whose prompts are drawn at random from words; subclasses define one draw."""
 
     def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], Prompt]:
-        """What draws one prompt.
+        """A function that draws one prompt.
 
         Raises:
-            ValueError: the tokenizer knows too few of the task's words as single tokens.
+            ValueError: too few of the task's words are single tokens.
         """
         raise NotImplementedError
 
     def pairs(self, model: HookedModel, n: int, *, seed: int = 0) -> PromptPairs:
-        """Clean and corrupted prompts, with right and wrong answers as the task describes them.
+        """Clean and corrupted prompts, with right and wrong answers as defined by the task.
 
         Args:
-            model: whose tokens the prompts are in, behind the BOS token where it prepends one.
-            n: how many.
-            seed: the same seed gives the same pairs.
+            model: model whose tokenizer is used; BOS is prepended if the model does so.
+            n: number of pairs.
+            seed: random seed for the draws.
 
         Raises:
-            ValueError: a model without a tokenizer; too few of the task's words are single tokens;
-                no pair asked for.
+            ValueError: the model has no tokenizer, too few of the task's words are single tokens,
+                or `n` is below 1.
         """
         begins_with_bos = prepends_bos(model)
         draw = self.drawing(model.tokenizer, random.Random(seed))
@@ -60,7 +60,7 @@ class WordTask:
 
 
 def prepends_bos(model: HookedModel) -> bool:
-    """Whether the model itself puts a BOS token before every text that it reads."""
+    """Whether the model itself prepends a BOS token to every text."""
     if model.tokenizer is None:
         raise ValueError(
             "expected a model with a tokenizer; this one has none. Build it with one, or make "
@@ -70,7 +70,7 @@ def prepends_bos(model: HookedModel) -> bool:
 
 
 def encoder(tokenizer: Any, *, prepend_bos: bool = False) -> Callable[[str], tuple[int, ...]]:
-    """A text to its tokens, remembered, since tasks ask for the same few words again and again."""
+    """A cached function from text to tokens, since tasks encode the same few words repeatedly."""
     start = (int(tokenizer.bos_token_id),) if prepend_bos else ()
 
     @cache
@@ -81,17 +81,17 @@ def encoder(tokenizer: Any, *, prepend_bos: bool = False) -> Callable[[str], tup
 
 
 def single_words(tokenizer: Any, words: Iterable[str], needed: int, what: str) -> dict[str, str]:
-    """The words that are one token after a space, and how each is written as a text of its own.
+    """The words that are one token after a space, with how each is written as a separate text.
 
-    Mostly that is " Mary". Tokenizers of the SentencePiece kind begin every text with a space
-    themselves: there " Mary" alone is two tokens, and "Mary" the one that follows in a prompt.
-    Fewer than `needed` are refused; `what` is the name of the task's field.
+    Usually that is " Mary". SentencePiece-style tokenizers add a space before every text: there
+    " Mary" alone is two tokens, and "Mary" is the one that follows in a prompt. Raises if there
+    are fewer than `needed`; `what` is the name of the task's field.
     """
     encode, words = encoder(tokenizer), tuple(dict.fromkeys(words))
     before, found = encode("to"), {}
     for word in words:
         tokens = encode(f"to {word}")
-        # What is decoded tells a known word from an unknown one, whatever the unknown token is.
+        # Decoding distinguishes known from unknown words, whatever the unknown token is.
         if tokens[:-1] != before or not is_token(tokenizer, tokens[-1:], word):
             continue
         alone = [text for text in (f" {word}", word) if encode(text) == tokens[-1:]]
@@ -107,11 +107,11 @@ def single_words(tokenizer: Any, words: Iterable[str], needed: int, what: str) -
 
 
 def draw_distinct(draw: Callable[[], Prompt], n: int) -> list[Prompt]:
-    """`n` draws with distinct clean prompts, as far as there are as many."""
+    """`n` draws with distinct clean prompts, as far as there are that many."""
     if n < 1:
         raise ValueError(f"expected to draw at least 1 prompt pair; got n={n}")
     found: dict[str, Prompt] = {}
-    # Enough tries to meet every prompt of a small task, few enough to notice that none is left.
+    # Enough tries to find every prompt of a small task, few enough to stop when none is left.
     for _ in range(20 * n + 1000):
         if len(found) == n:
             break
@@ -121,7 +121,7 @@ def draw_distinct(draw: Callable[[], Prompt], n: int) -> list[Prompt]:
 
 
 def to_pairs(tokenizer: Any, prompts: Sequence[Prompt], *, prepend_bos: bool) -> PromptPairs:
-    """Prompts as tokens; one with a word that the tokenizer does not know is refused."""
+    """Prompts as tokens; raises if the tokenizer does not know a word."""
     encode = encoder(tokenizer)
     for text in (text for prompt in prompts for text in (prompt.clean, prompt.corrupted)):
         if not _is_known(tokenizer, encode(text), text):
@@ -137,12 +137,12 @@ def to_pairs(tokenizer: Any, prompts: Sequence[Prompt], *, prepend_bos: bool) ->
 
 
 def is_token(tokenizer: Any, tokens: tuple[int, ...], word: str) -> bool:
-    """Whether these tokens are one, and read as the word."""
+    """Whether these tokens are a single one that decodes to the word."""
     return len(tokens) == 1 and tokenizer.decode(list(tokens)).strip() == word
 
 
 def _is_known(tokenizer: Any, tokens: tuple[int, ...], text: str) -> bool:
-    # Tokenizers of words forget how many spaces there were, and some forget capitals.
+    # Word-level tokenizers lose the number of spaces, and some lose capitals.
     def bare(some: str) -> str:
         return "".join(some.split()).casefold()
 

@@ -1,4 +1,4 @@
-"""The finetuning phase: loss constraint, loop, checkpoints, validation evaluation."""
+"""Model training: loss constraint, training loop, checkpoints, validation."""
 
 from sparse_tl.training.config import Selection as Selection, TrainingConfig as TrainingConfig
 from sparse_tl.training.constraint import LossConstraint as LossConstraint, TargetLoss as TargetLoss

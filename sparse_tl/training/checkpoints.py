@@ -1,4 +1,4 @@
-"""The state of a training run as a folder: ``state.json`` and ``tensors.safetensors``."""
+"""Training checkpoints: a folder with ``state.json`` and ``tensors.safetensors``."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _SHOWN = {"loss": "loss", "violation": "over", "lambda": "λ", "expected_per_tok
 
 @dataclass
 class TrainingState:
-    """All that a run needs to go on as if it had never stopped.
+    """The complete state of a run, from which it resumes as if never interrupted.
 
     Args:
-        step: steps done.
+        step: number of completed steps.
         history: one dictionary per logged step.
-        best: metrics of the best evaluation so far, its step among them; empty before the first.
+        best: metrics of the best evaluation so far, including its step; empty before the first.
         best_weights: trained weights at that evaluation.
-        objective: whatever the objective carries from step to step: plain values and tensors.
-        first_batch: digest of the batch of the first step.
-        last_batch: digest of that of the last step done.
+        objective: the objective's state: plain values and tensors.
+        first_batch: digest of the first step's batch.
+        last_batch: digest of the last completed step's batch.
     """
 
     step: int = 0
@@ -54,8 +54,8 @@ class TrainingState:
     def latest(self) -> str:
         """The last step's measurements, in nats and attention edges per token.
 
-        ``over`` is how far the loss lies above what is allowed at this step; ``best`` counts the
-        active edges per token of the best evaluation.
+        ``over`` is the excess of the loss over what this step allows; ``best`` is the number of
+        active edges per token at the best evaluation.
         """
         row = self.history[-1]
         shown = {label: row[name] for name, label in _SHOWN.items() if name in row}
@@ -71,13 +71,13 @@ _PLAIN = [f.name for f in fields(TrainingState) if f.name != "best_weights"]
 
 
 def fingerprint(model: nn.Module, settings: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint must agree with: settings, parameter shapes, a digest of the weights."""
+    """Identity of a run: settings, parameter shapes, and a digest of the weights."""
     digest = hashlib.sha256()
     shapes = {}
     for name, parameter in read_parameters(model).items():
         shapes[name] = list(parameter.shape)
         flat = parameter.detach().flatten()
-        # Strided samples: enough to tell two models apart, cheap for billions of weights.
+        # Strided samples suffice to distinguish models, and are cheap for billions of weights.
         some = flat[:: max(1, flat.numel() // 1024)]
         digest.update(name.encode() + some.double().cpu().numpy().tobytes())
     return {"settings": settings, "shapes": shapes, "weights": digest.hexdigest()}
@@ -90,7 +90,7 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     identity: dict[str, Any],
 ) -> None:
-    """Write the whole state; an earlier checkpoint stays until the new one is complete."""
+    """Write the complete state; the earlier checkpoint remains until the new one is complete."""
     tensors = {f"weights/{name}": parameter for name, parameter in trained.items()}
     tensors |= {f"best/{name}": tensor for name, tensor in state.best_weights.items()}
     for name, parameter in trained.items():
@@ -113,11 +113,11 @@ def load_checkpoint(
     identity: dict[str, Any],
     stream: TokenStream,
 ) -> TrainingState:
-    """Put weights and optimizer back and return the rest; a fresh state where nothing is there.
+    """Restore weights and optimizer and return the rest; a fresh state if there is no checkpoint.
 
     Raises:
-        ValueError: the folder holds something else, is damaged, or belongs to another run or to one
-            on other data.
+        ValueError: the folder holds something else, is damaged, or belongs to another run or other
+            data.
     """
     recover_folder(folder)
     check_replaceable(folder, *_FILES)
@@ -151,7 +151,7 @@ def load_checkpoint(
 
 
 def _restored(plain: dict[str, Any]) -> TrainingState:
-    """The state without its tensors, if nothing lacks, is too much, or of another type."""
+    """The state without its tensors; checks that entries are known and of the right type."""
     start = TrainingState()
     wrong = [name for name, found in plain.items() if type(found) is not type(getattr(start, name))]
     if wrong:
@@ -177,7 +177,7 @@ def _check_identity(folder: Path, found: dict[str, Any], expected: dict[str, Any
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings with the entries of dictionaries in them by themselves."""
+    """Settings with nested dictionaries flattened by one level."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         flat |= value if isinstance(value, dict) else {name: value}
@@ -185,7 +185,7 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_stream(folder: Path, state: TrainingState, stream: TokenStream) -> None:
-    """Raise unless the first batch and the last are those that the run was trained on."""
+    """Check that the first and last batch are those that the run was trained on."""
     for step, digest in ((0, state.first_batch), (state.step - 1, state.last_batch)):
         if stream.batch(step).digest() != digest:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What a training run is told: how weights move, which ones, and which evaluation is best."""
+"""Settings of a training run: optimisation, trained parameters, and model selection."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How weights are moved.
+    """Settings of the optimizer and the training loop.
 
     Args:
-        steps: optimizer steps.
-        learning_rate: at its peak.
-        warmup: steps of linear increase.
-        decay: the last share of all steps, over which the rate falls.
-        schedule: how it falls there: along a cosine or a line.
-        final_rate: what is left of the rate at the end, as a share of the peak.
-        betas: of AdamW.
-        weight_decay: of AdamW.
-        clip: largest norm of the gradient; None for any.
+        steps: number of optimizer steps.
+        learning_rate: peak learning rate.
+        warmup: number of linear warm-up steps.
+        decay: share of all steps, at the end, over which the rate decays.
+        schedule: shape of the decay: cosine or linear.
+        final_rate: learning rate at the end, as a share of the peak.
+        betas: betas of AdamW.
+        weight_decay: weight decay of AdamW.
+        clip: maximum gradient norm; None for no clipping.
         accumulate: micro-batches per step.
         precision: "bf16" runs the forward pass under autocast.
-        seed: of gate noise.
+        seed: random seed for gate noise.
         evaluate_every: steps between validation evaluations.
         checkpoint_every: steps between checkpoints.
-        patience: evaluations without improvement after which training stops; None for never.
+        patience: evaluations without improvement before training stops; None for no early stop.
     """
 
     steps: int
@@ -67,7 +67,7 @@ class TrainingConfig:
             )
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step: warm-up, plateau, decay."""
+        """The learning rate at a step: warm-up, plateau, decay."""
         scale = min(1.0, (step + 1) / max(1, self.warmup))
         start = self.steps * (1 - self.decay)
         if step > start:
@@ -81,12 +81,12 @@ class TrainingConfig:
 
 @dataclass
 class Selection:
-    """Which evaluation is best, and when training may end.
+    """Model selection: which evaluation is best, and when training may stop early.
 
     Args:
-        evaluate: validation metrics of the model as it is now.
+        evaluate: validation metrics of the current model.
         better: whether the first metrics beat the second.
-        finished: whether nothing more is to be gained after these metrics.
+        finished: whether these metrics leave nothing to gain.
     """
 
     evaluate: Callable[[], Metrics]
@@ -95,15 +95,15 @@ class Selection:
 
 
 def choose_trained(model: HookedModel, rates: Mapping[str, float]) -> dict[str, float]:
-    """The parameters that are named or match a pattern, with the number of the first such name.
+    """Resolve names and patterns to parameter names, each with the rate of its first match.
 
     Args:
-        model: theirs.
-        rates: numbers by ``"gates"``, those on attention edges and on MLPs, ``"qk"``, ``"all"``, or
-            a pattern of parameter names.
+        model: model that owns the parameters.
+        rates: learning-rate multiples by ``"gates"`` (on attention edges and MLPs), ``"qk"``,
+            ``"all"``, or a pattern of parameter names.
 
     Raises:
-        ValueError: a name that no parameter has.
+        ValueError: a name or pattern matches no parameter.
     """
     parameters = read_parameters(model)
     names = {id(parameter): name for name, parameter in parameters.items()}

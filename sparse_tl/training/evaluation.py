@@ -1,4 +1,4 @@
-"""Held-out measurements, dense and sparse through the same code, and what a run came to by them."""
+"""Held-out measurements for dense and sparse models, and the results of post-training."""
 
 from __future__ import annotations
 
@@ -19,27 +19,25 @@ from sparse_tl.results import Result
 from sparse_tl.training.constraint import TargetLoss
 
 LOGITS_AT_ONCE = 2**26
-"""Logits of one forward pass at most: 256 MB in float32, and a few copies of them."""
+"""Maximum number of logits in one forward pass: 256 MB in float32, times a few copies."""
 
 
 @dataclass(frozen=True, repr=False)
 class HeldOut(Result):
-    """A model on held-out examples.
+    """Measurements of a model on held-out examples.
 
     Args:
         loss: mean cross-entropy in nats over all loss positions.
         accuracy: share of examples with every loss position right.
-        active_attention_edges: open ones per example; all possible ones for a dense model.
-        active_attention_edges_per_token: the same per token.
+        active_attention_edges: open edges per example; all possible edges for a dense model.
+        active_attention_edges_per_token: open edges per token.
         possible_attention_edges: causal attention edges per example.
-        active_heads: heads with at least one active edge in some example.
-        group_losses: mean loss of each group of rows, by its number; of group 0 where the rows have
-            no groups.
-        active_mlps: MLP outputs open per example, one for each layer and token; None where MLPs
-            have no gates, as in a dense model.
-        possible_mlps: layers times tokens of an example; None likewise.
-        active_size: open attention edges, each at its cost, and open MLP outputs, per example; None
-            likewise.
+        active_heads: number of heads with at least one active edge in some example.
+        group_losses: mean loss by group number; rows without groups form group 0.
+        active_mlps: open MLP outputs per example, one per layer and token. This field and those
+            below are None if MLPs have no gates, as in a dense model.
+        possible_mlps: number of layers times tokens per example.
+        active_size: open attention edges, weighted by cost, plus open MLP outputs, per example.
     """
 
     loss: float
@@ -55,7 +53,7 @@ class HeldOut(Result):
 
     @property
     def numbers(self) -> dict[str, float]:
-        """All measurements of the examples as a whole, by name."""
+        """All measurements except group losses, by name."""
         return {
             name: value
             for name, value in asdict(self).items()
@@ -64,7 +62,7 @@ class HeldOut(Result):
 
     @property
     def active_share(self) -> float:
-        """Active edges as a share of the possible ones."""
+        """Active edges as a share of possible edges."""
         return self.active_attention_edges / self.possible_attention_edges
 
     def __repr__(self) -> str:
@@ -76,7 +74,7 @@ class HeldOut(Result):
 
     @property
     def _mlps(self) -> str:
-        """What is said of MLPs beside attention edges; nothing where they have no gates."""
+        """Text about MLPs for reprs and verdicts; empty without MLP gates."""
         if self.active_mlps is None:
             return ""
         return f", {self.active_mlps:,.2f} of {self.possible_mlps:,.0f} MLP outputs active"
@@ -84,15 +82,15 @@ class HeldOut(Result):
 
 @dataclass(frozen=True, eq=False)
 class PostTraining(Result):
-    """The outcome of a post-training run.
+    """The result of a post-training run.
 
     Args:
         feasible: whether any validation evaluation met the target.
-        target: the loss constraint.
+        target: loss constraint.
         dense: validation measurements of the dense model.
-        sparse: validation measurements of the weights that were kept.
-        best_step: the step that they come from.
-        history: one row per step; validation columns are filled where it was evaluated.
+        sparse: validation measurements of the selected weights.
+        best_step: step of the selected weights.
+        history: one row per step; validation columns are set at steps with an evaluation.
     """
 
     feasible: bool
@@ -104,18 +102,18 @@ class PostTraining(Result):
 
     @property
     def loss_increase(self) -> float:
-        """Held-out loss over the dense model's, in nats."""
+        """Held-out loss minus the dense model's, in nats."""
         return self.sparse.loss - self.dense.loss
 
     @property
     def times_fewer(self) -> float:
-        """Possible edges over active ones; infinite when none is left."""
+        """Possible edges over active edges; infinite if none is active."""
         active = self.sparse.active_attention_edges
         return self.sparse.possible_attention_edges / active if active else math.inf
 
     @property
     def verdict(self) -> str:
-        """What came out, in a sentence."""
+        """The outcome in one sentence."""
         edges = (
             f"{self.sparse.active_attention_edges:,.2f} of "
             f"{self.sparse.possible_attention_edges:,.0f} attention edges active per example "
@@ -154,17 +152,17 @@ def evaluate_held_out(
     batch_size: int | None = None,
     edge_cost: Float[Tensor, "*#edge"] | None = None,
 ) -> HeldOut:
-    """Loss, accuracy, attention edges and MLP outputs of a dense or sparse model.
+    """Measure loss, accuracy, attention edges and MLP outputs of a dense or sparse model.
 
     Gates are deterministic.
 
     Args:
         model: a dense model or a SparseTransformer.
-        examples: the held-out rows.
-        batch_size: rows per forward pass; as many as keep the logits below `LOGITS_AT_ONCE` when
-            left out.
-        edge_cost: of an attention edge in `HeldOut.active_size`, broadcastable to
-            ``[layer, head, query, key]``; 1 when left out.
+        examples: held-out rows.
+        batch_size: rows per forward pass; by default as many as keep the logits below
+            `LOGITS_AT_ONCE`.
+        edge_cost: cost per attention edge for `HeldOut.active_size`, broadcastable to
+            ``[layer, head, query, key]``; 1 by default.
     """
     adapter = adapt(model)
     fitting = LOGITS_AT_ONCE // (examples.tokens.shape[1] * adapter.d_vocab_out)
@@ -173,7 +171,7 @@ def evaluate_held_out(
         for piece in examples.split(batch_size or max(1, min(256, fitting)))
         for part in piece.by_length()
     ]
-    # A dense model is one whose gates are all open: wrap it for the length of the measurement.
+    # Measure a dense model as one whose gates are all open, wrapped for the duration of the call.
     wrapped = model if isinstance(model, SparseTransformer) else SparseTransformer(model)
     losses, groups, exact, counts = [], [], [], []
     try:

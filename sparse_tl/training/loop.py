@@ -1,8 +1,8 @@
-"""The training loop that dense models and post-training share: resumable, and never losing work.
+"""The resumable training loop, shared by pretraining and post-training.
 
-Each step: the stream's batch, a loss from the objective (in micro-batches if asked for), backward,
-clip, optimizer, objective's update. Every random number is drawn from a generator seeded by the
-step, so a resumed run draws what an uninterrupted one would have drawn.
+Each step: get the stream's batch, compute the objective's loss (in micro-batches if requested),
+backpropagate, clip, step the optimizer, update the objective. Random generators are seeded by step,
+so a resumed run draws the same numbers as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from sparse_tl.training.config import Selection, TrainingConfig
 from sparse_tl.training.objectives import Objective
 
 STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
-"""Signals after which a run is saved and ends; the last is not known everywhere."""
+"""Signals that save and end a run; SIGHUP does not exist on every platform."""
 SAVE_AFTER = 120.0
-"""Seconds after which a checkpoint is due, however few the steps were."""
+"""Seconds after which a checkpoint is due, however few steps were done."""
 
 
 class NonFiniteLossError(ValueError):
-    """The loss or its gradient became NaN or infinite; the last checkpoint is still good."""
+    """The loss or its gradient became NaN or infinite; the last checkpoint remains valid."""
 
 
 def train(
@@ -57,23 +57,23 @@ def train(
     title: str,
     progress: bool,
 ) -> TrainingState:
-    """Run the loop; on return the model holds the best weights that an evaluation saw.
+    """Run the training loop; on return the model holds the weights of the best evaluation.
 
     Args:
-        model: the module whose parameters are trained.
-        objective: what is minimised.
+        model: module whose parameters are trained.
+        objective: objective to minimise.
         stream: training batches by step.
-        selection: evaluation, and what counts as better.
-        config: how weights are moved.
-        trained: names of the parameters to train, with multiples of the learning rate; all others
-            are frozen meanwhile.
-        settings: what else identifies this run in its checkpoints.
-        checkpoint: folder of the run's checkpoint; an interrupted run found there goes on.
-        title: shown beside the progress bar.
-        progress: whether to show it.
+        selection: evaluation and model selection.
+        config: settings of the optimizer and the loop.
+        trained: names of the parameters to train, with multiples of the learning rate; all other
+            parameters are frozen during the run.
+        settings: further settings that identify this run in its checkpoints.
+        checkpoint: folder for checkpoints; a run interrupted there is resumed.
+        title: title of the progress bar.
+        progress: whether to show a progress bar.
 
     Raises:
-        NonFiniteLossError: NaN or infinity turned up; the last checkpoint is kept as it was.
+        NonFiniteLossError: NaN or infinity occurred; the last checkpoint is left unchanged.
         ValueError: the checkpoint belongs to another run.
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, once the state is saved.
     """
@@ -85,7 +85,7 @@ def train(
         betas=config.betas,
         weight_decay=config.weight_decay,
     )
-    as_read_back = json.loads(json.dumps(asdict(config)))  # so that both compare equal
+    as_read_back = json.loads(json.dumps(asdict(config)))  # so that it equals the stored copy
     identity = fingerprint(model, {**settings, "trained": dict(trained), "config": as_read_back})
     state, folder = TrainingState(), None
     if checkpoint is not None:
@@ -123,7 +123,7 @@ def train(
 
 @dataclass
 class _Run:
-    """One run's moving parts, so that a step and an evaluation each fit a screen."""
+    """The mutable parts of one run."""
 
     objective: Objective
     stream: TokenStream
@@ -208,7 +208,7 @@ class _Run:
 
 @contextmanager
 def _only_trained(model: nn.Module, trained: dict[str, nn.Parameter]) -> Iterator[None]:
-    """Gradients for the trained parameters alone; every flag is put back at the end."""
+    """Enable gradients for the trained parameters only; all flags are restored at the end."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     chosen = {id(parameter) for parameter in trained.values()}
     for parameter, _ in flags:
@@ -224,20 +224,20 @@ def _only_trained(model: nn.Module, trained: dict[str, nn.Parameter]) -> Iterato
 
 @contextmanager
 def _repeatable() -> Iterator[None]:
-    """The same sums in the same order every time; the caller's setting is put back at the end.
+    """Use deterministic algorithms; the previous setting is restored at the end.
 
-    Without it the gradient of an embedding is added up by several threads in the order in which
-    they come, and a resumed run drifts from an uninterrupted one. Operations that have no
-    repeatable form (a few, on CUDA) warn and go on.
+    Otherwise several threads add up embedding gradients in varying order, and a resumed run drifts
+    from an uninterrupted one. Operations without a deterministic implementation (a few, on CUDA)
+    only warn.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    # Untyped: the module adds the setting to itself in a way that type checkers do not follow.
+    # Untyped: type checkers cannot follow how the module adds this setting to itself.
     settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    settings.fill_uninitialized_memory = False  # a debugging aid, at a price
+    settings.fill_uninitialized_memory = False  # a slow debugging aid
     try:
         yield
     finally:
@@ -247,9 +247,9 @@ def _repeatable() -> Iterator[None]:
 
 @contextmanager
 def _interrupt_noted() -> Iterator[Callable[[], bool]]:
-    """Hold Ctrl-C back until the running step is complete, so that what is saved is whole.
+    """Defer Ctrl-C until the running step is complete, so that checkpoints are consistent.
 
-    So it is with what a cluster or a closed terminal sends before it kills.
+    The same goes for signals that a cluster or a closing terminal sends before killing a process.
     """
     noted = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -262,11 +262,11 @@ def _interrupt_noted() -> Iterator[Callable[[], bool]]:
 
     def note(number: int, frame: object) -> None:
         noted.set()
-        put_back()  # a second one stops at once
+        put_back()  # a second signal stops at once
 
     known = [getattr(signal, name) for name in STOPPING if hasattr(signal, name)]
     before = {number: signal.getsignal(number) for number in known}
-    # What is ignored stays so: `nohup` keeps a run alive when its terminal goes.
+    # Ignored signals stay ignored: `nohup` keeps a run alive when its terminal closes.
     before = {k: v for k, v in before.items() if v not in (signal.SIG_IGN, None)}
     for number in before:
         signal.signal(number, note)

@@ -1,4 +1,4 @@
-"""Training a small dense model from scratch."""
+"""Train a small dense model from scratch."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def pretrain(
     """Train all weights on the stream; the model ends with its best validation weights.
 
     Args:
-        model: a freshly built model.
+        model: a newly initialised model.
         stream: training batches.
-        validation: examples for selection.
-        steps: optimizer steps at most.
-        learning_rate: at its peak.
-        good_enough: validation loss in nats at which training ends, all rows being right.
-        checkpoint: folder of the run's checkpoint; found there, an interrupted run goes on.
-        progress: whether to show live progress.
+        validation: examples for model selection.
+        steps: maximum number of optimizer steps.
+        learning_rate: peak learning rate.
+        good_enough: validation loss in nats at which training stops, if all rows are right.
+        checkpoint: folder for checkpoints; a run interrupted there is resumed.
+        progress: whether to show a progress bar.
         **config: further fields of `TrainingConfig`.
 
     Returns:
         The history, one row per step.
 
     Raises:
-        ValueError: weights that were processed, and cannot be saved.
+        ValueError: the weights were processed, so that they cannot be saved.
     """
     check_raw(model)
 
