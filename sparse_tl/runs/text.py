@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -113,6 +114,13 @@ def run_post_training(
             documents = read_documents(held_out_text, split="validation")
             other = cut(documents, limit=HELD_OUT_WINDOWS)
         train, validation, test = map(TokenBatch.next_token, _split(windows, other))
+        if steps * batch_size > len(train):
+            warnings.warn(
+                f"the run takes {steps * batch_size:,} windows and the text has {len(train):,}: "
+                "some are seen more than once, and may meet a target that held-out text misses. "
+                "More text helps, or fewer steps",
+                stacklevel=2,
+            )
         with folder.stage("post-training"):
             dense = evaluate_held_out(dense_model, test)
             sparse = SparseTransformer(dense_model, initial_bias=initial_bias, mlps=mlps)
