@@ -48,7 +48,7 @@ HEAD_ROLES: dict[str, Any] = {
     "updates": 60,
     "prompts": 96,
 }
-_MOST_PICTURE, _MOST_PAGE, _MOST_ALL = 250_000, 300_000, 3_000_000
+_MOST_PICTURE, _MOST_PAGE, _MOST_ALL = 200_000, 300_000, 3_000_000
 
 
 # ---- the figures -------------------------------------------------------------------------------
@@ -85,17 +85,17 @@ def edges_kept(runs: Path) -> Figure:
     return effect_figure(curves(runs / "circuits", "circuit_edges"), parts="circuit_edges")
 
 
-def circuit_ioi(runs: Path) -> Figure:
-    """The strongest circuit edges for indirect object identification, by what reads them."""
-    circuits, scores = measured_circuits(runs / "circuits/ioi/seed-0")
-    return component_diagram(circuits, scores=scores, max_circuit_edges=60, unit="logits")
+def circuit_docstring(runs: Path) -> Figure:
+    """The strongest circuit edges for the next argument of a docstring, by what reads them."""
+    circuits, scores = measured_circuits(runs / "circuits/docstring/seed-0")
+    return component_diagram(circuits, scores=scores, max_circuit_edges=30, unit="logits")
 
 
 def circuit_sign(runs: Path) -> Figure:
-    """The same for longer prompts, by whether an edge helps or hurts the right answer."""
+    """A circuit for indirect objects, by whether an edge helps or hurts the right answer."""
     circuits, scores = measured_circuits(runs / "circuits/ioi_long/seed-0")
     name = "Sparse Task Model"
-    return circuits[name].figure(scores=scores[name], max_circuit_edges=40, colour="sign")
+    return circuits[name].figure(scores=scores[name], max_circuit_edges=25, colour="sign")
 
 
 def head_ablation(runs: Path) -> Figure:
@@ -166,7 +166,7 @@ FIGURES: dict[Callable[[Path], Figure], tuple[str, str]] = {
     attention_patterns: ("Attention patterns", "addition"),
     heads_kept: ("Heads kept", "circuits"),
     edges_kept: ("Edges kept", "circuits"),
-    circuit_ioi: ("A circuit", "circuits"),
+    circuit_docstring: ("A circuit", "circuits"),
     circuit_sign: ("A circuit by sign", "circuits"),
     head_ablation: ("Head ablation", "head-roles"),
     ablation_curve: ("One ablation curve", "head-roles"),
