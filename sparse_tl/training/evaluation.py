@@ -85,7 +85,7 @@ class PostTraining(Result):
     """The result of a post-training run.
 
     Args:
-        feasible: whether any validation evaluation met the target.
+        feasible: whether any validation evaluation after the first step met the target.
         target: loss constraint.
         dense: validation measurements of the dense model.
         sparse: validation measurements of the selected weights.
@@ -123,17 +123,12 @@ class PostTraining(Result):
         target = f"Target {self.target} nats"
         if len(self.dense.group_losses) > 1:
             target += f" in each of {len(self.dense.group_losses)} groups"
-        if self.feasible and self.best_step == 0:
-            return (
-                f"{target} met by the model as it was before the first step alone: nothing was "
-                f"made sparser. {edges}. Allow more loss, or train for longer."
-            )
         if self.feasible:
             return f"{target} met at step {self.best_step}: {edges}."
         return (
-            f"{target} NOT met by any validation evaluation; kept the weights that came closest, "
-            f"from step {self.best_step}: {edges}. Train for longer, start from a larger bias, or "
-            "allow more loss."
+            f"{target} NOT met by any validation evaluation after the first step; kept the weights "
+            f"that came closest, from step {self.best_step}: {edges}. Train for longer, start from "
+            "a larger bias, or allow more loss."
         )
 
     def to_pandas(self) -> pd.DataFrame:

@@ -142,6 +142,8 @@ def post_train(
         return metrics["violation"] <= 0
 
     def better(new: Metrics, old: Metrics) -> bool:
+        if old["step"] == 0:
+            return True  # the model as it came meets most targets, and is what nobody asks for
         if feasible(new) != feasible(old):
             return feasible(new)
         size = "active_attention_edges" if sparse.mlp_gates is None else "active_size"

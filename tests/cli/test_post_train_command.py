@@ -57,9 +57,7 @@ def test_post_train_on_other_held_out_text(tmp_path: Path, tiny: Path, story: Pa
     assert json.loads((tmp_path / "out" / "metrics.json").read_text())["held_out_windows"] == 4
 
 
-def test_gates_on_mlps_and_text_that_is_seen_twice(
-    tmp_path: Path, tiny: Path, story: Path
-) -> None:
+def test_gates_on_mlps_and_text_that_is_seen_twice(tmp_path: Path, tiny: Path, story: Path) -> None:
     outcome = _text_run(tiny, story, tmp_path / "out", "--mlps", "--steps", "40")
     assert outcome.code == 0
     assert "the run takes 160 windows and the text has" in " ".join(outcome.err.split())
