@@ -11,9 +11,11 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from rich.console import Console
 
 from sparse_tl.circuits import CircuitSizes, Evaluation, Scores, SeedMultipliers, multiplier
-from sparse_tl.cli.printing import comparison, console
+from sparse_tl.cli import printing
+from sparse_tl.cli.printing import comparison
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import load_model, save_model
 from sparse_tl.models import load_task_models
@@ -142,8 +144,9 @@ def test_seeds_are_added_compared_each_with_its_own_and_summed_up(
     assert set(outcome.curves["seed"]) == {0, 1}
     svg = (out / "circuit_edges_kept.svg").read_text()
     assert svg.count("opacity: 0.55") == 4
-    monkeypatch.setenv("COLUMNS", "200")
-    with console.capture() as printed:
+    wide = Console(width=200)
+    monkeypatch.setattr(printing, "console", wide)
+    with wide.capture() as printed:
         comparison(outcome.metrics)
     shown = printed.get()
     assert "medians of 2 seeds (range)" in shown and "of one prompt" in shown
