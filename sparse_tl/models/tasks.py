@@ -25,8 +25,8 @@ TEXT_SHARE = 1 / 32
 """Rows of the dense model's training in which every token is predicted, and not an answer alone."""
 TRAINING_ROWS, VALIDATION_ROWS, MEASURED_ROWS = 8192, 256, 500
 """Prompts of each task."""
-FRESH_ROWS, FRESH_VALIDATION_ROWS, OTHER_SEED = 16_384, 256, 1_000
-"""Prompts of each task that post-training draws, and what is added to the seed of the draw."""
+FRESH_ROWS, OTHER_SEED = 16_384, 1_000
+"""Prompts of each task that post-training trains on, and what is added to the seed of its draws."""
 ARCHITECTURE: dict[str, Any] = {
     "n_layer": 12,
     "n_head": 12,
@@ -119,5 +119,5 @@ def _sparse_rows(seed: int) -> tuple[TokenBatch, TokenBatch]:
     """
     return (
         task_rows(FRESH_ROWS, part="training", seed=OTHER_SEED + seed),
-        task_rows(FRESH_VALIDATION_ROWS, part="validation", seed=OTHER_SEED + seed),
+        task_rows(VALIDATION_ROWS, part="validation", seed=OTHER_SEED + seed),
     )

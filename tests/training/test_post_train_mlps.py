@@ -225,8 +225,7 @@ def test_gates_are_trained_by_name(build_echo: Build, echo_rows: Rows) -> None:
     assert not gates & set(choose_trained(sparse, {"qk": 1.0}))
     before = {name: p.detach().clone() for name, p in sparse.named_parameters()}
     outcome = _post_train(sparse, echo_rows, target_loss=50.0, learning_rate={"gates": 0.1})
-    if outcome.best_step == 0:
-        pytest.fail("the example should move the weights")
+    assert outcome.best_step > 0
     moved = {name for name, p in sparse.named_parameters() if not torch.equal(p, before[name])}
     assert moved == gates
 
