@@ -3,10 +3,12 @@
     min_theta max_lambda  log(1 + size) + sum_g lambda_g (loss_g - target)
 
 Every group ``g`` of rows has a ``lambda_g > 0`` of its own. A PI controller moves its logarithm by
-the relative violation, averaged over about 20 steps, ``e = clip(ema((loss_g - allowed) / allowed),
--1, CLIP)``:
+the relative violation, averaged over about 20 steps, ``e = clip(ema((loss_g - target) / target),
+-1, 1)``:
 
     log lambda  =  log START + INTEGRAL * sum_t e_t + PROPORTIONAL * e_t
+
+The clip is symmetric, so that the noise of the batches moves lambda neither up nor down.
 
 The integral finds lambda; the proportional part answers a violation at once and takes its answer
 back when it is over, which keeps lambda from swinging. The average comes before the clip: where a
@@ -28,14 +30,12 @@ from torch import Tensor, nn
 
 Reference = Literal["absolute", "dense"]
 
-START = 4.0
+START = 10.0
 """lambda before the first step."""
 INTEGRAL, PROPORTIONAL = 0.01, 0.5
 """Gains of the controller: by step, and at once."""
 SMOOTHING = 0.95
 """Weight of the past in the average of the violations."""
-CLIP = 3.0
-"""The largest average violation that is told from larger ones."""
 WILD = 30.0
 """The largest violation of one step that the average knows, up or down."""
 BOUNDS = (-5.0, 10.0)
@@ -128,7 +128,7 @@ class LossConstraint:
             found = min(max(found, -WILD), WILD)
             average = found if average is None else SMOOTHING * average + (1 - SMOOTHING) * found
             self._averages[group] = average
-            log_lambda.grad = torch.full_like(log_lambda, min(max(average, -1.0), CLIP))
+            log_lambda.grad = torch.full_like(log_lambda, min(max(average, -1.0), 1.0))
         self._controller.step()
         with torch.no_grad():
             for log_lambda in self._log_lambdas:

@@ -16,12 +16,10 @@ from sparse_tl.lens import HookedModel, Model, adapt
 from sparse_tl.metrics import divergence
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
 
-NO_NOISE = 0.9
+NO_NOISE = 0.7
 """Part of the run after which the gates have no noise."""
 DISTILLED = 0.5
 """Share of ``KL(dense || sparse)`` in the loss that is minimised, where there is a dense model."""
-SLACK = 0.035
-"""Nats above the target that are allowed at full noise."""
 FLOOR = 0.2
 """Gradient on open gates, for each logit that they are open by, where the sigmoid has none."""
 HEAD_IN_USE = 0.1
@@ -99,8 +97,12 @@ class SparsityObjective(Objective):
     throughout; it does not move the optimum for a given lambda. It is the same for all
     micro-batches of a step, whatever groups they hold; the size is that of each by itself.
 
-    Sampled gates cost loss that deterministic ones do not, and so do weights that move fast. Both
-    fall to 0 in the course of a run, and what is allowed with them: ``target + SLACK * noise``.
+    The constraint is on held-out rows under deterministic gates, as selection is. Every batch says
+    what training rows lose under sampled gates; `held_out` says at every evaluation how far that
+    is off, and until the next one this gap is added to the batches' losses:
+
+        loss_g  =  mean loss of the batch's group g  +  gap_g
+        gap_g   =  held-out loss_g  -  mean loss of group g in training since the last evaluation
 
     Args:
         sparse: the model under its gates.
@@ -126,16 +128,15 @@ class SparsityObjective(Objective):
         self.sparse, self.dense = sparse, dense
         self.target, self.constraint = target, constraint
         self.edge_cost, self.head_cost = edge_cost, head_cost
-        self._noise = 1.0
+        # Rows per group: held-out loss above training loss, and losses since the last evaluation.
+        n_groups = len(constraint.lambda_)
+        self._gap = torch.zeros(n_groups, dtype=torch.float64)
+        self._since = torch.zeros(2, n_groups, dtype=torch.float64)
         self._forget()
 
     def noise(self, fraction_done: float) -> float:
         """The scale of the gates' noise: 1 at first, 0 in the end."""
         return 0.5 * (1 + math.cos(math.pi * min(fraction_done / NO_NOISE, 1.0)))
-
-    def allowed(self, noise: float) -> float:
-        """The loss that is allowed at this noise, in nats, as the target counts it."""
-        return self.target.nats + SLACK * noise
 
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
@@ -149,8 +150,8 @@ class SparsityObjective(Objective):
         if self.edge_cost is not None:
             width = batch.tokens.shape[1]
             check_edge_cost(self.edge_cost, (*self.sparse.gates.bias.shape, width, width))
-        self._noise = self.noise(fraction_done)
-        parts = [self._run(part, generator) for part in batch.by_length()]
+        noise = self.noise(fraction_done)
+        parts = [self._run(part, generator, noise) for part in batch.by_length()]
         labels = _Labels(*map(torch.cat, zip(*(part for part, _ in parts), strict=True)))
         counts = AttentionEdgeCounts.concatenate([edges for _, edges in parts])
         group = labels.group.cpu()
@@ -170,12 +171,12 @@ class SparsityObjective(Objective):
         return objective, measured
 
     def _run(
-        self, batch: TokenBatch, generator: torch.Generator
+        self, batch: TokenBatch, generator: torch.Generator, noise: float
     ) -> tuple[_Labels, AttentionEdgeCounts]:
         """One pass under sampled gates, and one of the dense model."""
         cost = costs_of_first(self.edge_cost, batch.tokens.shape[1])
         with (
-            self.sparse.sampled(generator, self._noise),
+            self.sparse.sampled(generator, noise),
             adapt(self.sparse).only_at(batch.loss_mask),
         ):
             logits, counts = self.sparse.run_with_counts(
@@ -202,16 +203,33 @@ class SparsityObjective(Objective):
         return size
 
     def update(self, measured: dict[str, float]) -> None:
-        allowed, loss = self.allowed(self._noise), self._losses / self._labels
-        measured["violation"] = (loss[self._labels > 0].max() - allowed).item()
-        self.constraint.update((loss - allowed) / allowed)
+        loss, target = self._losses / self._labels + self._gap, self.target.nats
+        measured["violation"] = (loss[self._labels > 0].max() - target).item()
+        self.constraint.update((loss - target) / target)
+        self._since += torch.stack([self._losses, self._labels])
         self._forget()
 
+    def held_out(self, losses: Float[Tensor, " group"]) -> None:
+        """Correct the batches' losses from here on by what the model loses on held-out rows.
+
+        Args:
+            losses: in nats, under deterministic gates, as the target counts them.
+        """
+        losses_since, labels = self._since
+        self._gap = torch.where(labels > 0, losses - losses_since / labels, self._gap)
+        self._since.zero_()
+
     def state(self) -> dict[str, Any]:
-        return self.constraint.state()
+        return {
+            **self.constraint.state(),
+            "gap": self._gap.tolist(),
+            "since_evaluation": self._since.tolist(),
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.constraint.load_state(state)
+        self._gap = torch.tensor(state["gap"], dtype=torch.float64)
+        self._since = torch.tensor(state["since_evaluation"], dtype=torch.float64)
 
     def _forget(self) -> None:
         """Begin a step: no micro-batch of it was measured."""

@@ -268,6 +268,25 @@ def test_a_target_that_only_the_start_met(build_echo: Build, echo_rows: Rows) ->
     assert "NOT met by any validation evaluation after the first step" in outcome.verdict
 
 
+def test_the_constraint_is_on_held_out_rows(build_echo: Build, echo_rows: Rows) -> None:
+    """A third of them has wrong labels, which no training row has; the violation knows."""
+    validation = echo_rows(seed=1)
+    labels = validation.labels.clone()
+    labels[::3] = (labels[::3] + 1) % 13
+    validation = replace(validation, labels=labels)
+    sparse = SparseTransformer(build_echo())
+    target = evaluate_held_out(sparse, validation).loss + 0.5
+    outcome = _post_train(
+        sparse, echo_rows, target_loss=target, validation=validation, steps=80, learning_rate=1e-3
+    )
+    history, every = outcome.history, 80 // module.EVALUATIONS
+    for evaluation in range(every, 80, every):
+        before = history.loss[evaluation - every + 1 : evaluation + 1].mean()
+        gap = history.validation_loss[evaluation] - before
+        after = history[evaluation + 1 : evaluation + every + 1]
+        assert after.violation.tolist() == pytest.approx((after.loss + gap - target).tolist())
+
+
 def test_padding_on_the_left_changes_nothing(build_tiny: Build) -> None:
     """Few positions count, so the last MLP is computed there alone, and a padded row fits too."""
     tokens = torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(0))
