@@ -29,7 +29,7 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, adapt, read_parameters
 from sparse_tl.models.addition import ARCHITECTURE
 from sparse_tl.tasks import AdditionTask
-from sparse_tl.training.constraint import LossConstraint, TargetLoss
+from sparse_tl.training.constraint import LossConstraint
 from sparse_tl.training.objectives import Objective, PlainLoss, SparsityObjective
 
 VARIANTS = ("plain", "gated", "paired")
@@ -64,7 +64,7 @@ def stepper(variant: str, build: Callable[[], Model], batch: TokenBatch) -> Call
         objective = SparsityObjective(
             sparse,
             sparse.dense_copy() if paired else None,
-            TargetLoss.parse("+0.05" if paired else 20.0),
+            torch.tensor([0.05]),
             LossConstraint(),
         )
     parameters = [*read_parameters(module).values()]

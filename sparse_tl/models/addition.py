@@ -35,8 +35,8 @@ DENSE: dict[str, Any] = {
     "weight_decay": 0.01,
     "evaluate_every": 50,
 }
-# At 0.006 nats, 99.6 percent of the sums are right.
-SPARSE: dict[str, Any] = {"steps": 600, "target_loss": 0.002}
+# At 0.002 nats, some runs have 99.2 percent of new sums right.
+SPARSE: dict[str, Any] = {"steps": 600, "target_loss": 0.001}
 
 
 def addition_recipe(form: Form = "placeholder") -> Recipe:

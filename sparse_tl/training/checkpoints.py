@@ -24,7 +24,7 @@ from sparse_tl.files import (
 )
 from sparse_tl.lens import read_parameters
 
-FORMAT = 3
+FORMAT = 4
 _FILES = ("state.json", "tensors.safetensors")
 _SHOWN = {"loss": "loss", "violation": "over", "lambda": "λ", "expected_per_token": "edges/token"}
 

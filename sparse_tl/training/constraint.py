@@ -1,18 +1,17 @@
-"""The loss constraint: the smallest size at which every group's loss meets its target.
+"""The loss constraint: the smallest size at which every group's held-out loss meets its target.
 
     min_theta max_lambda  log(1 + size) + sum_g lambda_g (loss_g - target)
 
-Every group ``g`` of rows has a ``lambda_g > 0`` of its own. A PI controller moves its logarithm by
-the relative violation, averaged over about 20 steps, ``e = clip(ema((loss_g - target) / target),
--1, 1)``:
+Every group ``g`` of rows has a ``lambda_g`` of its own. A PI controller moves its logarithm at
+every step ``t`` by the relative violation ``e_t = clip((loss_g - allowed) / allowed, -1, 1)`` at
+the last validation evaluation; what is allowed falls to the target in the course of the run:
 
-    log lambda  =  log START + INTEGRAL * sum_t e_t + PROPORTIONAL * e_t
-
-The clip is symmetric, so that the noise of the batches moves lambda neither up nor down.
+    log lambda_t  =  log START + INTEGRAL * sum_{s <= t} e_s + PROPORTIONAL * e_t
 
 The integral finds lambda; the proportional part answers a violation at once and takes its answer
-back when it is over, which keeps lambda from swinging. The average comes before the clip: where a
-few wrong answers make the loss, most batches have none, and clipping those that do would hide them.
+back when it is over, which keeps lambda from swinging. Held-out rows under deterministic gates are
+what the target is about; the loss of a training batch says little of it, since sampled gates cost
+loss that deterministic ones do not, and a batch's own noise can be many times a small target.
 
 Reference: nu-PI, Sohrabi et al., arXiv 2406.04558, from the library `cooper`; the logarithm is that
 of GECO, Rezende and Viola, arXiv 1810.00597.
@@ -34,12 +33,9 @@ START = 10.0
 """lambda before the first step."""
 INTEGRAL, PROPORTIONAL = 0.01, 0.5
 """Gains of the controller: by step, and at once."""
-SMOOTHING = 0.95
-"""Weight of the past in the average of the violations."""
-WILD = 30.0
-"""The largest violation of one step that the average knows, up or down."""
-BOUNDS = (-5.0, 10.0)
-"""Of log lambda."""
+BOUNDS = (5.0, 20_000.0)
+"""Of lambda. Below, a group that meets its target for long would have no weight when it is needed:
+at 5, a nat of the loss is worth e^5 = 150 times fewer edges, more than any target that is of use."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +75,11 @@ class LossConstraint:
     """lambda of every group, and the controller that moves it.
 
     Args:
-        n_groups: of rows, each with a loss of its own.
+        n_groups: number of groups of rows, each with a loss of its own.
         start: lambda before the first step.
         integral: gain by step.
         proportional: gain at once.
+        bounds: least and largest lambda.
     """
 
     def __init__(
@@ -92,16 +89,16 @@ class LossConstraint:
         start: float = START,
         integral: float = INTEGRAL,
         proportional: float = PROPORTIONAL,
+        bounds: tuple[float, float] = BOUNDS,
     ) -> None:
         from cooper.optim import nuPI, nuPIInitType
 
-        # In float64, so that a resumed run reads back from JSON exactly what was there. Each by
-        # itself, since the controller leaves alone what has no gradient, and moves all else.
-        begin = torch.tensor(math.log(start), dtype=torch.float64)
-        self._log_lambdas = [nn.Parameter(begin.clone()) for _ in range(n_groups)]
-        self._averages: list[float | None] = [None] * n_groups
+        # In float64, so that a resumed run reads back from JSON exactly what was there.
+        log_lambda = torch.full((n_groups,), math.log(start), dtype=torch.float64)
+        self._log_lambda = nn.Parameter(log_lambda)
+        self._bounds = [math.log(bound) for bound in bounds]
         self._controller = nuPI(
-            self._log_lambdas,
+            [self._log_lambda],
             lr=1.0,
             Kp=torch.tensor(proportional, dtype=torch.float64),
             Ki=torch.tensor(integral, dtype=torch.float64),
@@ -112,41 +109,27 @@ class LossConstraint:
     @property
     def lambda_(self) -> Float[Tensor, " group"]:
         """lambda of every group."""
-        return torch.stack([one.detach() for one in self._log_lambdas]).exp()
+        return self._log_lambda.detach().exp()
 
     def update(self, violation: Float[Tensor, " group"]) -> None:
         """Move lambda by one step.
 
         Args:
-            violation: relative; NaN for a group that the batch has no row of, whose lambda stays.
+            violation: of every group, relative to what is allowed.
         """
-        for group, found in enumerate(violation.tolist()):
-            log_lambda, average = self._log_lambdas[group], self._averages[group]
-            if math.isnan(found):
-                log_lambda.grad = None
-                continue
-            found = min(max(found, -WILD), WILD)
-            average = found if average is None else SMOOTHING * average + (1 - SMOOTHING) * found
-            self._averages[group] = average
-            log_lambda.grad = torch.full_like(log_lambda, min(max(average, -1.0), 1.0))
+        self._log_lambda.grad = violation.clamp(-1, 1).to(self._log_lambda)
         self._controller.step()
         with torch.no_grad():
-            for log_lambda in self._log_lambdas:
-                log_lambda.clamp_(*BOUNDS)
+            self._log_lambda.clamp_(*self._bounds)
 
     def state(self) -> dict[str, Any]:
         """What is carried from step to step."""
-        known = self._controller.state  # of those that were moved before
-        return {
-            "log_lambda": [one.item() for one in self._log_lambdas],
-            "average_violation": list(self._averages),
-            "last_error": [float(known[one].get("xi", 0.0)) for one in self._log_lambdas],
-        }
+        known = self._controller.state.get(self._log_lambda, {})
+        error = known.get("xi", torch.zeros_like(self._log_lambda))
+        return {"log_lambda": self._log_lambda.tolist(), "last_error": error.tolist()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        self._averages = list(state["average_violation"])
-        kept = zip(state["log_lambda"], state["last_error"], strict=True)
-        for one, (log_lambda, error) in zip(self._log_lambdas, kept, strict=True):
-            one.data.fill_(log_lambda)
-            self._controller.state[one]["xi"] = torch.full_like(one.data, error)
+        self._log_lambda.data.copy_(torch.tensor(state["log_lambda"], dtype=torch.float64))
+        error = torch.tensor(state["last_error"], dtype=torch.float64)
+        self._controller.state[self._log_lambda]["xi"] = error

@@ -14,10 +14,12 @@ from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.attention import check_edge_cost, costs_of_first
 from sparse_tl.lens import HookedModel, Model, adapt
 from sparse_tl.metrics import divergence
-from sparse_tl.training.constraint import LossConstraint, TargetLoss
+from sparse_tl.training.constraint import LossConstraint
 
 NO_NOISE = 0.7
 """Part of the run after which the gates have no noise."""
+MARGIN = 3.5
+"""How much more the loss may rise at full noise than in the end, relative to that."""
 DISTILLED = 0.5
 """Share of ``KL(dense || sparse)`` in the loss that is minimised, where there is a dense model."""
 FLOOR = 0.2
@@ -71,11 +73,10 @@ class PlainLoss(Objective):
 
 
 class _Labels(NamedTuple):
-    """Of every label what is minimised, its loss, that as the target counts it, and its group."""
+    """For every label, what is minimised, its loss, and its group."""
 
     minimised: Float[Tensor, " label"]
     loss: Float[Tensor, " label"]
-    counted: Float[Tensor, " label"]
     group: Int[Tensor, " label"]
 
 
@@ -83,9 +84,9 @@ class SparsityObjective(Objective):
     """The smallest size at a bounded loss, with sampled gates.
 
     Minimises ``(log(1 + size) + sum_g share_g lambda_g loss_g) / (1 + mean_g lambda_g)``, share_g
-    being the share of group g in the batch's labels. Where the target is relative to the dense
-    model, half of the loss is ``KL(dense || sparse)`` instead of the cross-entropy: the dense
-    model's whole prediction tells more than one label. The size is per example
+    being the share of group g in the batch's labels. Where the dense model is given, half of the
+    loss is ``KL(dense || sparse)`` instead of the cross-entropy: the dense model's whole prediction
+    tells more than one label. The size is per example
 
         size = sum edge_cost * P(attention edge is open) + sum P(MLP output is open)
                + head_cost * sum_h (1 - exp(-E_h / 0.1))
@@ -97,17 +98,15 @@ class SparsityObjective(Objective):
     throughout; it does not move the optimum for a given lambda. It is the same for all
     micro-batches of a step, whatever groups they hold; the size is that of each by itself.
 
-    The constraint is on held-out rows under deterministic gates, as selection is. Every batch says
-    what training rows lose under sampled gates; `held_out` says at every evaluation how far that
-    is off, and until the next one this gap is added to the batches' losses:
-
-        loss_g  =  mean loss of the batch's group g  +  gap_g
-        gap_g   =  held-out loss_g  -  mean loss of group g in training since the last evaluation
+    The constraint is on held-out rows, and `held_out` is told of them after every evaluation:
+    their loss may rise by ``room * (1 + MARGIN * noise)``. Weights that move fast, and under noise,
+    cost loss that is won back later; both fall to 0 in the course of a run, and the margin with
+    them.
 
     Args:
         sparse: the model under its gates.
-        dense: the frozen dense model; needed when the target is relative to it.
-        target: the loss of every group in the end.
+        dense: the frozen dense model, where its predictions are part of what is minimised.
+        room: nats by which the loss of every group may be above the dense model's in the end.
         constraint: lambda, and how it moves.
         edge_cost: of an attention edge, broadcastable to ``[layer, head, query, key]``; relative
             to an MLP output, which costs 1.
@@ -118,25 +117,24 @@ class SparsityObjective(Objective):
         self,
         sparse: SparseTransformer,
         dense: Model | None,
-        target: TargetLoss,
+        room: Float[Tensor, " group"],
         constraint: LossConstraint,
         edge_cost: Float[Tensor, "*#edge"] | None = None,
         head_cost: float = 0.0,
     ) -> None:
-        if dense is None and target.reference == "dense":
-            raise ValueError("a target relative to the dense model needs `dense`")
         self.sparse, self.dense = sparse, dense
-        self.target, self.constraint = target, constraint
+        self.room, self.constraint = room, constraint
         self.edge_cost, self.head_cost = edge_cost, head_cost
-        # Rows per group: held-out loss above training loss, and losses since the last evaluation.
-        n_groups = len(constraint.lambda_)
-        self._gap = torch.zeros(n_groups, dtype=torch.float64)
-        self._since = torch.zeros(2, n_groups, dtype=torch.float64)
-        self._forget()
+        self._noise = 1.0
+        self._increase = self.allowed(1.0)
 
     def noise(self, fraction_done: float) -> float:
         """The scale of the gates' noise: 1 at first, 0 in the end."""
         return 0.5 * (1 + math.cos(math.pi * min(fraction_done / NO_NOISE, 1.0)))
+
+    def allowed(self, noise: float) -> Float[Tensor, " group"]:
+        """By how many nats the held-out loss of every group may rise at this noise."""
+        return self.room * (1 + MARGIN * noise)
 
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
@@ -150,13 +148,10 @@ class SparsityObjective(Objective):
         if self.edge_cost is not None:
             width = batch.tokens.shape[1]
             check_edge_cost(self.edge_cost, (*self.sparse.gates.bias.shape, width, width))
-        noise = self.noise(fraction_done)
-        parts = [self._run(part, generator, noise) for part in batch.by_length()]
+        self._noise = self.noise(fraction_done)
+        parts = [self._run(part, generator) for part in batch.by_length()]
         labels = _Labels(*map(torch.cat, zip(*(part for part, _ in parts), strict=True)))
         counts = AttentionEdgeCounts.concatenate([edges for _, edges in parts])
-        group = labels.group.cpu()
-        self._losses.index_add_(0, group, labels.counted.double().cpu())
-        self._labels.index_add_(0, group, torch.ones(len(group), dtype=torch.float64))
         lambdas = lambdas.to(labels.loss)
         weights = lambdas[labels.group]
         task = (weights * labels.minimised).mean()
@@ -171,27 +166,24 @@ class SparsityObjective(Objective):
         return objective, measured
 
     def _run(
-        self, batch: TokenBatch, generator: torch.Generator, noise: float
+        self, batch: TokenBatch, generator: torch.Generator
     ) -> tuple[_Labels, AttentionEdgeCounts]:
         """One pass under sampled gates, and one of the dense model."""
         cost = costs_of_first(self.edge_cost, batch.tokens.shape[1])
         with (
-            self.sparse.sampled(generator, noise),
+            self.sparse.sampled(generator, self._noise),
             adapt(self.sparse).only_at(batch.loss_mask),
         ):
             logits, counts = self.sparse.run_with_counts(
                 batch.tokens, pressure=FLOOR, edge_cost=cost, **batch.model_kwargs
             )
         minimised = loss = per_label_loss(logits, batch)
-        counted = loss.detach()
         if self.dense is not None:
             with torch.no_grad(), adapt(self.dense).only_at(batch.loss_mask):
                 dense_logits = self.dense(batch.tokens, **batch.model_kwargs)
-            # The same batch for both: what the batch happens to hold cancels out.
-            counted = counted - per_label_loss(dense_logits, batch)
             found, expected = (some[batch.loss_mask].to(loss) for some in (logits, dense_logits))
             minimised = (1 - DISTILLED) * loss + DISTILLED * divergence(found, expected)
-        return _Labels(minimised, loss.detach(), counted, batch.label_groups()), counts
+        return _Labels(minimised, loss.detach(), batch.label_groups()), counts
 
     def size(self, counts: AttentionEdgeCounts) -> Float[Tensor, ""]:
         """What is minimised, per example; an attention edge or MLP output counts 1 by itself."""
@@ -202,36 +194,22 @@ class SparsityObjective(Objective):
             size = size + counts.expected_mlps.mean(dim=1).sum()
         return size
 
-    def update(self, measured: dict[str, float]) -> None:
-        loss, target = self._losses / self._labels + self._gap, self.target.nats
-        measured["violation"] = (loss[self._labels > 0].max() - target).item()
-        self.constraint.update((loss - target) / target)
-        self._since += torch.stack([self._losses, self._labels])
-        self._forget()
-
-    def held_out(self, losses: Float[Tensor, " group"]) -> None:
-        """Correct the batches' losses from here on by what the model loses on held-out rows.
+    def held_out(self, increase: Float[Tensor, " group"]) -> None:
+        """Take what held-out rows lose, under deterministic gates, as the violation from here on.
 
         Args:
-            losses: in nats, under deterministic gates, as the target counts them.
+            increase: loss above the dense model's, in nats.
         """
-        losses_since, labels = self._since
-        self._gap = torch.where(labels > 0, losses - losses_since / labels, self._gap)
-        self._since.zero_()
+        self._increase = increase
+
+    def update(self, measured: dict[str, float]) -> None:
+        allowed = self.allowed(self._noise)
+        measured["violation"] = (self._increase - allowed).max().item()
+        self.constraint.update((self._increase - allowed) / allowed)
 
     def state(self) -> dict[str, Any]:
-        return {
-            **self.constraint.state(),
-            "gap": self._gap.tolist(),
-            "since_evaluation": self._since.tolist(),
-        }
+        return {**self.constraint.state(), "increase": self._increase.tolist()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.constraint.load_state(state)
-        self._gap = torch.tensor(state["gap"], dtype=torch.float64)
-        self._since = torch.tensor(state["since_evaluation"], dtype=torch.float64)
-
-    def _forget(self) -> None:
-        """Begin a step: no micro-batch of it was measured."""
-        n_groups = len(self.constraint.lambda_)
-        self._losses, self._labels = torch.zeros(2, n_groups, dtype=torch.float64)
+        self._increase = torch.tensor(state["increase"], dtype=torch.float64)

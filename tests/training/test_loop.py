@@ -661,9 +661,9 @@ def _file(folder: Path) -> None:
     [
         (_foreign, r"an earlier state.json.*holiday\.jpg"),
         (_rewrite("state.json", "{"), r"expected valid JSON in .*state\.json"),
-        (_rewrite("state.json", "[]"), "expected a checkpoint of format 3"),
-        (_rewrite("state.json", '{"format": 99}'), "expected a checkpoint of format 3"),
-        (_rewrite("state.json", '{"format": 3}'), "expected a whole checkpoint"),
+        (_rewrite("state.json", "[]"), "expected a checkpoint of format 4"),
+        (_rewrite("state.json", '{"format": 99}'), "expected a checkpoint of format 4"),
+        (_rewrite("state.json", '{"format": 4}'), "expected a whole checkpoint"),
         (_changed(step="x"), r"expected a whole checkpoint in .*step.* of another type"),
         (_changed(steps=0), r"expected a whole checkpoint in .*steps"),
         (_truncate, r"expected a safetensors file at .*tensors\.safetensors"),

@@ -21,7 +21,6 @@ from sparse_tl.lens import Model
 from sparse_tl.training import (
     LossConstraint,
     PostTraining,
-    TargetLoss,
     evaluate_held_out,
     post_train,
 )
@@ -135,7 +134,7 @@ def test_an_open_mlp_output_counts_one(build_echo: Build, echo_rows: Rows, costl
         gates.weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(0))
     edge_cost = torch.tensor(0.25) if costly else None
     objective = SparsityObjective(
-        sparse, None, TargetLoss.parse(0.1), LossConstraint(), edge_cost, head_cost=0.0
+        sparse, None, torch.tensor([0.1]), LossConstraint(), edge_cost, head_cost=0.0
     )
     _, counts = sparse.run_with_counts(batch.tokens, edge_cost=edge_cost)
     _, cache = sparse.run_with_cache(batch.tokens)
