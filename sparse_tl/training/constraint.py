@@ -34,8 +34,8 @@ START = 10.0
 INTEGRAL, PROPORTIONAL = 0.01, 0.5
 """Gains of the controller: by step, and at once."""
 BOUNDS = (5.0, 20_000.0)
-"""Of lambda. Below, a group that meets its target for long would have no weight when it is needed:
-at 5, a nat of the loss is worth e^5 = 150 times fewer edges, more than any target that is of use."""
+"""Of lambda. A group that has met its target for long keeps some weight for when it does not: at 5,
+a nat of its loss is worth e^5 = 150 times fewer edges."""
 
 
 @dataclass(frozen=True)
