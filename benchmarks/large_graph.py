@@ -1,0 +1,76 @@
+"""What discovery costs on the graph of a 7B model: 32 layers of 32 heads, 1,592,881 circuit edges.
+
+The model has small widths and random weights, so that what is measured is the graph and not the
+model: every line is the wall time of one step and the largest resident size of the process until
+then, over that of the model alone.
+
+    OMP_NUM_THREADS=2 python benchmarks/large_graph.py
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from random_gpt2 import random_gpt2
+
+from sparse_tl import attribute_circuit_edges, evaluate_circuit_edges, logit_difference
+from sparse_tl.circuits import log_sizes
+from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.lens import adapt
+
+SHAPE = {
+    "n_layer": 32,
+    "n_head": 32,
+    "n_embd": 64,
+    "n_inner": 128,
+    "n_positions": 32,
+    "vocab_size": 100,
+    "activation_function": "gelu_new",
+}
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def main() -> None:
+    """Print a row for each step."""
+    model = random_gpt2(SHAPE)
+    generator = torch.Generator().manual_seed(0)
+    clean, corrupted = torch.randint(100, (2, 2, 16), generator=generator)
+    answer, wrong = torch.randint(100, (2, 2, 1), generator=generator)
+    pairs = PromptPairs(clean, corrupted, answer, wrong, torch.full((2,), 15))
+    with torch.no_grad():
+        model(clean)
+    before = _peak()
+
+    def timed(name: str, step: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        found = step()
+        print(f"{name:20} {time.perf_counter() - start:6.2f} s  {_peak() - before:6.0f} MB")
+        return found
+
+    graph = timed("graph", lambda: adapt(model).graph)
+    print(f"{graph.n_parts:,} circuit edges")
+    metric, quiet = logit_difference, {"progress": False}
+    scores = timed(
+        "EAP", lambda: attribute_circuit_edges(model, pairs, metric, method="eap", **quiet)
+    )
+    best = timed("top 2,000", lambda: scores.top(2000))
+    timed("print", lambda: repr(scores))
+    timed("table in a notebook", scores._repr_html_)
+    timed(
+        "evaluate 10 sizes",
+        lambda: evaluate_circuit_edges(
+            model, pairs, metric, scores, log_sizes(graph.n_parts)[-10:], **quiet
+        ),
+    )
+    timed("diagram of 2,000", lambda: best.figure()._repr_html_())
+
+
+if __name__ == "__main__":
+    main()
