@@ -14,7 +14,8 @@ A negative score means that patching lowers the metric m: the edge helps. Steps:
 This costs at least two forward passes and one backward pass of the plain model. For heads and
 attention edges, the gradient is with respect to the activation at their own hook points.
 
-Reference: EAP, Syed et al., arXiv 2310.10348; EAP-IG, Hanna et al., arXiv 2403.17806, equation 4.
+Reference: EAP, Syed et al., arXiv 2310.10348; EAP-IG, Hanna et al., arXiv 2403.17806, equation 4;
+RelP, Rezaei Jafari et al., arXiv 2508.21258.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def attribute_circuit_edges(
         metric: metric function with one value per pair.
         method: "eap": gradient at the clean prompt; "eap-ig": mean gradient over embeddings
             ``corrupted + k / steps (clean - corrupted)``, k = 1..steps; "eap-ig-activations":
-            interpolates one layer's outputs at a time instead.
+            interpolates one layer's outputs at a time instead; "relp": as "eap", with the rules of
+            relevance propagation for norms and MLPs in place of their gradients.
         steps: number of interpolation steps.
         patch: patch of an edge, as in `PairRuns`; also the far end of the interpolation.
         by_pair: keep scores per pair, on a leading axis ``[pair, source, destination]``. Costs no

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Literal, get_args
 
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor
 from sparse_tl.circuits.pair_runs import PairRuns, read_mask
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import Heads, PatchValues
-from sparse_tl.lens import EMBEDDED, record
+from sparse_tl.lens import EMBEDDED, record, relevance_rules
 from sparse_tl.metrics import Metric, measure
 
-Method = Literal["eap", "eap-ig", "eap-ig-activations"]
+Method = Literal["eap", "eap-ig", "eap-ig-activations", "relp"]
 
 
 class Passes:
@@ -93,7 +94,7 @@ class Passes:
         one.change = change
         single = self.method == "eap-ig-activations"
         if not single:
-            one.share = 1.0 if self.method == "eap" else 1 / self.steps
+            one.share = 1 / self.steps if self.method == "eap-ig" else 1.0
             yield from _lent(one)
         del one  # frees the autograd graph before the next pass
         for name in self._moved:
@@ -121,6 +122,7 @@ class GradientPass:
         value: metric, summed over pairs.
         change: patch minus clean activation, by hook point.
         share: weight of the pass.
+        by_relevance: whether gradients follow the rules of relevance propagation.
         moved: the only hook point whose sources the pass contributes to; None for all.
 
     Raises:
@@ -135,12 +137,15 @@ class GradientPass:
         self, plan: Passes, batch: PromptPairs, replaced: dict[str, Tensor] | None = None
     ) -> None:
         self._plan, self._batch, self._replaced = plan, batch, replaced or {}
-        self.kept, final = record(
-            plan.adapter, batch.clean, plan.names, replaced=self._replaced, differentiable=True
-        )
-        self.kept["final"] = final
-        with torch.enable_grad():
-            self.value = self._metric(final)
+        self.by_relevance = plan.method == "relp"
+        # First of all hooks: what is recorded after a norm has the gradient of the rules.
+        with relevance_rules(plan.adapter) if self.by_relevance else nullcontext():
+            self.kept, final = record(
+                plan.adapter, batch.clean, plan.names, replaced=self._replaced, differentiable=True
+            )
+            self.kept["final"] = final
+            with torch.enable_grad():
+                self.value = self._metric(final)
         if not self.value.requires_grad:
             raise ValueError(
                 "expected a metric with a gradient, such as a difference of logits; what it "

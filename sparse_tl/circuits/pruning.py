@@ -37,6 +37,8 @@ REACHED_AT = 0.6
 """Share of the run after which the target is the requested size."""
 FULL_VIOLATION = 0.1
 """Excess of the log size at which lambda moves at its full rate."""
+BOUNDS = (0.005, 20_000.0)
+"""Of lambda."""
 
 
 def prune_circuit_edges(
@@ -88,7 +90,7 @@ def prune_circuit_edges(
     )
     exists = graph.exists.to(gates.logits.device)
     optimizer = torch.optim.Adam([gates.logits], lr=learning_rate)
-    constraint = LossConstraint(start=lambda_, integral=lambda_rate)
+    constraint = LossConstraint(start=lambda_, integral=lambda_rate, bounds=BOUNDS)
     generator = torch.Generator(exists.device).manual_seed(seed)
     order = _order(len(runs), steps, seed)
     rows = []

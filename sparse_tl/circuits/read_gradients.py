@@ -5,6 +5,7 @@ with weight w, scale s and standardised input x (an RMS norm does not centre):
 
     back(g) = (V g - x mean(x . V g)) / s,     V = w W, centred over d_model
 
+Where the scale counts as a constant (``relp``), the term with x is absent.
 V depends only on weights, so only ``g / s`` and the coefficients of x are summed over passes; the
 large product with V is computed once, in `ReadGradients.layer`. ``x . V g`` needs no extra product:
 ``x V`` is q, k or v without its biases.
@@ -49,7 +50,9 @@ class ReadGradients:
             self._add_heads(layer, one, names[:3], one.kept[residuals[0]], gradients)
             for name in names[3:]:
                 norm = self.adapter.norm(layer, "mlp")
-                back = norm.pulled_back(one.kept[residuals[1]], gradients[name])
+                back = norm.pulled_back(
+                    one.kept[residuals[1]], gradients[name], fixed_scale=one.by_relevance
+                )
                 self._add(name, one.share * back)
         self._add("final", one.share * gradients["final"])
 
@@ -66,11 +69,12 @@ class ReadGradients:
         if norm.kind is not None:
             x, scale = norm.standardised(residual)
             found = {name: gradient / scale[..., None] for name, gradient in found.items()}
-            along = [
-                ((one.kept[name].detach() - self._constant(layer, slot)) * gradient).sum(dim=-1)
-                for slot, (name, gradient) in zip("qkv", found.items(), strict=True)
-            ]
-            self._along[layer].append((torch.cat(along, dim=-1) / x.shape[-1], x))
+            if not one.by_relevance:
+                along = [
+                    ((one.kept[name].detach() - self._constant(layer, slot)) * gradient).sum(dim=-1)
+                    for slot, (name, gradient) in zip("qkv", found.items(), strict=True)
+                ]
+                self._along[layer].append((torch.cat(along, dim=-1) / x.shape[-1], x))
         for name, gradient in found.items():
             self._add(name, gradient)
 

@@ -32,3 +32,4 @@ from sparse_tl.lens.recording import (
     record as record,
     source_outputs as source_outputs,
 )
+from sparse_tl.lens.relevance import relevance_rules as relevance_rules

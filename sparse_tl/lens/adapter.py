@@ -255,6 +255,10 @@ class Adapter(ABC):
         """The normalisation before a layer's attention or MLP."""
 
     @abstractmethod
+    def norms(self) -> dict[str, Norm]:
+        """All normalisations of the residual stream and of what is added to it, by module name."""
+
+    @abstractmethod
     def qkv(
         self, layer: int, slot: Slot
     ) -> tuple[Float[Tensor, "head d_model d_head"], Float[Tensor, "head d_head"]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from functools import partial
 from typing import Any, Literal
 
@@ -168,6 +169,15 @@ class BridgeAdapter(Adapter):
     def post_norm(self, layer: int) -> Norm:
         """The normalisation of a layer's attention output."""
         return self._norm(self._module(layer, "after_attention"))
+
+    def norms(self) -> dict[str, Norm]:
+        """All normalisations of the residual stream and of what is added to it, by module name."""
+        found = {"ln_final": self._norm(self.model.ln_final)}
+        for layer, layout in enumerate(self.layouts):
+            for name in filter(None, astuple(layout)):
+                norm = self._norm(getattr(self.model.blocks[layer], name))
+                found[f"blocks.{layer}.{name}"] = norm
+        return {name: norm for name, norm in found.items() if norm.kind is not None}
 
     def _module(self, layer: int, where: str) -> Any:
         name = getattr(self.layouts[layer], where)

@@ -64,6 +64,19 @@ class HookedAdapter(Adapter):
         module = getattr(self.model.blocks[layer], "ln1" if which == "attn" else "ln2", None)
         return self._norm(module)
 
+    def norms(self) -> dict[str, Norm]:
+        """All normalisations of the residual stream and of what is added to it, by module name."""
+        if self.model.cfg.normalization_type is None:
+            return {}
+        names = ("ln1", "ln1_post", "ln2", "ln2_post")
+        found = {
+            f"blocks.{layer}.{name}": getattr(block, name, None)
+            for layer, block in enumerate(self.model.blocks)
+            for name in names
+        }
+        found["ln_final"] = getattr(self.model, "ln_final", None)
+        return {name: self._norm(norm) for name, norm in found.items() if norm is not None}
+
     def _norm(self, module: nn.Module | None) -> Norm:
         cfg = self.model.cfg
         name = cfg.normalization_type

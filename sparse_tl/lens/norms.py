@@ -52,12 +52,21 @@ class Norm:
         return (self.centred(x) / scale).to(x.dtype), scale.to(x.dtype)
 
     def pulled_back(
-        self, residual: Float[Tensor, "*rows d_model"], gradient: Float[Tensor, "*rows d_model"]
+        self,
+        residual: Float[Tensor, "*rows d_model"],
+        gradient: Float[Tensor, "*rows d_model"],
+        *,
+        fixed_scale: bool = False,
     ) -> Float[Tensor, "*rows d_model"]:
         """Multiply by the transposed Jacobian: ``(g - mean g - x mean(g x)) / scale``.
 
         g is the gradient times the weight, x the standardised input; an RMS norm does not subtract
         the mean. Exact, with epsilon included in the scale.
+
+        Args:
+            residual: the norm's input.
+            gradient: with respect to its output.
+            fixed_scale: whether the scale counts as a constant: ``(g - mean g) / scale``.
         """
         if self.kind is None:
             return gradient
@@ -65,4 +74,6 @@ class Norm:
         if self.weight is not None:
             gradient = gradient * self.weight
         gradient = self.centred(gradient)
+        if fixed_scale:
+            return gradient / scale
         return (gradient - (gradient * x).mean(dim=-1, keepdim=True) * x) / scale

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,9 +12,10 @@ from random_models import KINDS, MORE_KINDS, random_pairs, shaken
 from torch import Tensor
 
 from sparse_tl.circuits import attribute_circuit_edges, attribute_heads
+from sparse_tl.circuits.gradient_passes import Method
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, adapt
+from sparse_tl.lens import Model, adapt, relevance_rules
 from sparse_tl.metrics import logit_difference
 
 Build = Callable[..., Model]
@@ -29,6 +30,20 @@ def test_fast_equals_slow(build_tiny: Build, kind: str) -> None:
     slow = slow_scores(model, graph, pairs, logit_difference)
     assert slow[graph.exists].abs().min() > 0
     torch.testing.assert_close(fast.values, slow, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.usefixtures("double_precision")
+@pytest.mark.parametrize("kind", MORE_KINDS)
+def test_relevance_is_contracted_as_gradients_are(build_tiny: Build, kind: str) -> None:
+    model = shaken(build_tiny(**MORE_KINDS[kind], dtype="float64"))
+    pairs, graph = random_pairs(), adapt(model).graph
+    fast = attribute_circuit_edges(model, pairs, logit_difference, method="relp", batch_size=3)
+    with relevance_rules(adapt(model)):
+        slow = slow_scores(model, graph, pairs, logit_difference)
+    torch.testing.assert_close(fast.values, slow, rtol=1e-9, atol=1e-12)
+    if kind != "unnormalised" or graph.has_mlps:
+        plain = attribute_circuit_edges(model, pairs, logit_difference, method="eap").values
+        assert (plain - slow).abs().max() > 1e-3 * slow.abs().max()
 
 
 @pytest.mark.usefixtures("double_precision")
@@ -69,11 +84,12 @@ def test_padding_on_the_right_changes_nothing(model: Model) -> None:
     torch.testing.assert_close(one.values, other.values, rtol=1e-9, atol=1e-12)
 
 
-def test_scores_over_sources_add_up_to_a_head_score(model: Model) -> None:
+@pytest.mark.parametrize("method", ["eap", "relp"])
+def test_scores_over_sources_add_up_to_a_head_score(model: Model, method: Any) -> None:
     """What reaches the logits and later layers of a head is all that its output can do."""
     pairs, graph = random_pairs(), adapt(model).graph
-    edges = attribute_circuit_edges(model, pairs, logit_difference, method="eap")
-    heads = attribute_heads(model, pairs, logit_difference, method="eap")
+    edges = attribute_circuit_edges(model, pairs, logit_difference, method=method)
+    heads = attribute_heads(model, pairs, logit_difference, method=method)
     for layer in range(graph.n_layers):
         first = graph.source_index(f"a{layer}.h0")
         summed = edges.values[first : first + graph.n_heads].sum(dim=1)
@@ -101,7 +117,7 @@ def test_integrated_gradients_are_complete(model: Model) -> None:
     assert errors[1] < max(0.3 * errors[0], 0.01 * effect), errors
 
 
-@pytest.mark.parametrize("method", ["eap", "eap-ig", "eap-ig-activations"])
+@pytest.mark.parametrize("method", get_args(Method))
 def test_equal_prompts_give_exactly_nothing(model: Model, method: Any) -> None:
     pairs = random_pairs()
     same = PromptPairs(pairs.clean, pairs.clean, pairs.answers, pairs.wrong, pairs.positions)

@@ -1,0 +1,111 @@
+"""Gradients by the rules of layer-wise relevance propagation, in place of the model's own.
+
+Inside the block, forward passes have the values that they always have. Backward, non-linear parts
+count as the linear maps that they are at this input:
+
+- a norm of the residual stream keeps its scale fixed (LN-rule): ``dy = w centred(dx) / scale``;
+- an activation function is a factor (identity rule): ``da = (a / pre) d pre``;
+- where a product gates the MLP, each factor gets half (half-rule): ``d(a l) = (l da + a dl) / 2``.
+
+Attention has its own gradient. Where no attention score moves, as for prompts of one token, and
+there are no biases, output = gradient . input.
+
+Reference: RelP, arXiv 2508.21258.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from sparse_tl.lens.attaching import Order, attached
+from sparse_tl.lens.norms import Norm
+from sparse_tl.lens.places import HookFunction
+
+if TYPE_CHECKING:
+    from sparse_tl.lens.adapter import Adapter
+
+
+@contextmanager
+def relevance_rules(adapter: Adapter) -> Iterator[None]:
+    """Inside the block, gradients follow these rules.
+
+    Raises:
+        ValueError: an MLP lacks the hook points before and after its activation function.
+    """
+    hooks = [hook for layer in range(adapter.n_layers) for hook in _mlp_hooks(adapter, layer)]
+    rules = {name: _NormRule(norm) for name, norm in adapter.norms().items()}
+    with ExitStack() as stack:
+        for name, rule in rules.items():
+            module = attrgetter(name)(adapter.model)
+            if getattr(module, "hook_in", None) is not None:
+                hooks.append((f"{name}.hook_in", Order.LAST, rule.keep))
+            handle = module.register_forward_hook(rule.after, with_kwargs=True)
+            stack.callback(handle.remove)
+        stack.enter_context(attached(adapter, hooks))
+        yield
+
+
+class _NormRule:
+    """The rule of one norm: its scale is a constant."""
+
+    def __init__(self, norm: Norm) -> None:
+        self.norm = norm
+        self._edited: Tensor | None = None
+
+    def keep(self, residual: Tensor) -> Tensor:
+        """Keep what the norm reads, where its hook point shows that after all edits."""
+        self._edited = residual
+        return residual
+
+    def after(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor | None:
+        """The norm's output, with the gradient of the rule."""
+        edited, self._edited = self._edited, None
+        if not torch.is_grad_enabled():
+            return None
+        given = args[0] if args else kwargs["hidden_states"]
+        residual, norm = given if edited is None else edited, self.norm
+        linear = norm.centred(residual) / norm.scale(residual).detach().to(residual.dtype)
+        return _with_gradient_of(output, linear if norm.weight is None else linear * norm.weight)
+
+
+def _mlp_hooks(adapter: Adapter, layer: int) -> list[tuple[str, Order, HookFunction]]:
+    """The hooks that make an MLP linear in what enters its activation function and its gate."""
+    if not adapter.has_mlps:
+        return []
+    mlp: Any = adapter.model.blocks[layer].mlp
+    gated = getattr(mlp, "hook_pre_linear", None) is not None
+    factors = ["hook_pre", "hook_pre_linear"] if gated else ["hook_pre"]
+    kept: dict[str, Tensor] = {}
+
+    def after(post: Tensor) -> Tensor | None:
+        if not torch.is_grad_enabled():
+            return None
+        product = post.detach()
+        if getattr(mlp, "b_in", None) is not None and gated:
+            product = product - mlp.b_in.detach()  # HookedTransformers add it to the product
+        linear = sum(_ratio(product, kept[name]) * kept[name] for name in factors)
+        return _with_gradient_of(post, linear / len(factors))
+
+    block = f"blocks.{layer}.mlp"
+    before = [(f"{block}.{name}", Order.LAST, partial(kept.__setitem__, name)) for name in factors]
+    return [*before, (f"{block}.hook_post", Order.FIRST, after)]
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Their quotient as a constant; 0 where the denominator is."""
+    below = denominator.detach()
+    return torch.where(below == 0, 0.0, numerator / torch.where(below == 0, 1.0, below))
+
+
+def _with_gradient_of(value: Tensor, linear: Tensor) -> Tensor:
+    """This value, bit for bit, with the gradient of something else."""
+    return value.detach() + (linear - linear.detach()).to(value.dtype)
