@@ -24,6 +24,8 @@ DISTILLED = 0.5
 """Share of ``KL(dense || sparse)`` in the loss that is minimised, where there is a dense model."""
 FLOOR = 0.2
 """Gradient on open gates, for each logit that they are open by, where the sigmoid has none."""
+WORTH = 1.0
+"""Closing one edge is worth at most the loss that is allowed over this."""
 HEAD_IN_USE = 0.1
 """Expected edges per example at which a head counts as in use, to 63 percent."""
 
@@ -98,6 +100,11 @@ class SparsityObjective(Objective):
     throughout; it does not move the optimum for a given lambda. It is the same for all
     micro-batches of a step, whatever groups they hold; the size is that of each by itself.
 
+    Of every group's lambda, ``max(lambda_g, WORTH / (room_g (1 + size)))`` is taken, with the size
+    of the step before: closing one more edge, which lowers the logarithm by ``1 / (1 + size)``, is
+    then worth no more than a part of the loss that the group may gain in all. Without this, the
+    last needed edges close before lambda has risen; a closed gate has hardly any gradient.
+
     The constraint is on held-out rows, and `held_out` is told of them after every evaluation:
     their loss may rise by ``room * (1 + MARGIN * noise)``. Weights that move fast, and under noise,
     cost loss that is won back later; both fall to 0 in the course of a run, and the margin with
@@ -127,6 +134,7 @@ class SparsityObjective(Objective):
         self.edge_cost, self.head_cost = edge_cost, head_cost
         self._noise = 1.0
         self._increase = self.allowed(1.0)
+        self._size = math.inf
 
     def noise(self, fraction_done: float) -> float:
         """The scale of the gates' noise: 1 at first, 0 in the end."""
@@ -139,7 +147,7 @@ class SparsityObjective(Objective):
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-        lambdas = self.constraint.lambda_
+        lambdas = self.constraint.lambda_.maximum(WORTH / (self.room * (1 + self._size)))
         if batch.n_groups > len(lambdas):
             raise ValueError(
                 f"expected rows of the {len(lambdas)} groups that the validation rows have; got "
@@ -155,10 +163,12 @@ class SparsityObjective(Objective):
         lambdas = lambdas.to(labels.loss)
         weights = lambdas[labels.group]
         task = (weights * labels.minimised).mean()
-        objective = (torch.log1p(self.size(counts)) + task) / (1 + lambdas.mean())
+        size = self.size(counts)
+        objective = (torch.log1p(size) + task) / (1 + lambdas.mean())
         measured = {
             "loss": labels.loss.mean().item(),
             "lambda": weights.mean().item(),
+            "size": size.item(),
             "expected_per_token": counts.expected.sum().item() / counts.tokens.sum().item(),
         }
         if counts.expected_mlps is not None:
@@ -206,10 +216,13 @@ class SparsityObjective(Objective):
         allowed = self.allowed(self._noise)
         measured["violation"] = (self._increase - allowed).max().item()
         self.constraint.update((self._increase - allowed) / allowed)
+        self._size = measured["size"]
 
     def state(self) -> dict[str, Any]:
-        return {**self.constraint.state(), "increase": self._increase.tolist()}
+        carried = {"increase": self._increase.tolist(), "size": self._size}
+        return {**self.constraint.state(), **carried}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.constraint.load_state(state)
         self._increase = torch.tensor(state["increase"], dtype=torch.float64)
+        self._size = state["size"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, read_parameters
 from sparse_tl.training import LossConstraint, TargetLoss
 from sparse_tl.training.constraint import START
-from sparse_tl.training.objectives import MARGIN, NO_NOISE, SparsityObjective
+from sparse_tl.training.objectives import MARGIN, NO_NOISE, WORTH, SparsityObjective
 
 Build = Callable[..., Model]
 Rows = Callable[..., TokenBatch]
@@ -182,6 +183,30 @@ def test_every_group_counts_at_its_own_lambda(build_echo: Build, echo_rows: Rows
     expected = (math.log1p(size) + 0.25 * 6.0 * first + 0.75 * 9.0 * second) / (1 + 7.5)
     assert found.item() == pytest.approx(expected, rel=1e-5)
     assert measured["lambda"] == pytest.approx(0.25 * 6.0 + 0.75 * 9.0)
+
+
+def test_the_last_edges_are_worth_no_more_than_the_loss_that_is_allowed(
+    build_echo: Build, echo_rows: Rows
+) -> None:
+    """lambda is at least ``WORTH / (room (1 + size))``, with the size of the step before."""
+    batch, sparse = echo_rows(12, seed=3), SparseTransformer(build_echo(), initial_bias=0.5)
+    objective = _objective(sparse, "0.001")
+    _, first = _measured(objective, batch, SILENT)
+    assert first["lambda"] == pytest.approx(START), "nothing is known of the size yet"
+    objective.load_state({**objective.state(), "log_lambda": [math.log(6.0)], "last_error": [0.0]})
+    again = json.loads(json.dumps(objective.state()))
+    found, second = _measured(objective, batch, SILENT)
+    least = WORTH / (0.001 * (1 + first["size"]))
+    assert second["lambda"] == pytest.approx(least) and least > 6.0
+    with torch.no_grad():
+        logits, counts = sparse.run_with_counts(batch.tokens)
+    size = counts.expected.sum().item() / 12
+    assert first["size"] == pytest.approx(size, rel=1e-5)
+    expected = (math.log1p(size) + least * _nll(logits, batch)) / (1 + least)
+    assert found.item() == pytest.approx(expected, rel=1e-5)
+    resumed = _objective(sparse, "0.001")
+    resumed.load_state(again)
+    assert _measured(resumed, batch, SILENT)[1] == second
 
 
 def test_a_group_that_is_never_validated_is_refused(build_echo: Build, echo_rows: Rows) -> None:

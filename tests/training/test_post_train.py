@@ -198,7 +198,7 @@ def test_the_history_has_the_columns_it_promises(
 ) -> None:
     history = run[0].history
     validation = [f"validation_{name}" for name in run[0].sparse.numbers]
-    every_step = ["step", "seconds", "rate", "loss", "violation", "lambda", "expected_per_token"]
+    every_step = ["step", "seconds", "rate", "loss", "violation", "lambda", "size"]
     assert set(every_step + validation) <= set(history)
     assert history["step"].tolist() == list(range(51))
     assert history.loc[1:, every_step].notna().all(axis=None)
