@@ -168,7 +168,7 @@ def circuits(
         subject("NAMES", "Comma-separated: greater_than, ioi, docstring, ioi_long. Default: all."),
     ] = "",
     pairs: Annotated[int, setting("N", "Prompt pairs per task: half score, half evaluate.")] = 128,
-    method: Annotated[str, setting("NAME", "eap, eap-ig or eap-ig-activations.")] = "eap-ig",
+    method: Annotated[str, setting("NAME", "eap, eap-ig, eap-ig-activations, relp.")] = "eap-ig",
     patch: Annotated[str, setting("NAME", "corrupted, mean, resample or zero.")] = "corrupted",
     batch_size: Annotated[int, setting("N", "Prompt pairs per forward pass.")] = 32,
     out: Out = Path("runs/circuits"),
