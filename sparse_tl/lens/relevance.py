@@ -92,8 +92,8 @@ def _mlp_hooks(adapter: Adapter, layer: int) -> list[tuple[str, Order, HookFunct
         product = post.detach()
         if getattr(mlp, "b_in", None) is not None and gated:
             product = product - mlp.b_in.detach()  # HookedTransformers add it to the product
-        linear = sum(_ratio(product, kept[name]) * kept[name] for name in factors)
-        return _with_gradient_of(post, linear / len(factors))
+        first, *others = [_ratio(product, kept[name]) * kept[name] for name in factors]
+        return _with_gradient_of(post, sum(others, first) / len(factors))
 
     block = f"blocks.{layer}.mlp"
     before = [(f"{block}.{name}", Order.LAST, partial(kept.__setitem__, name)) for name in factors]
