@@ -29,7 +29,7 @@ def _gradient(model: Model, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _without_biases(model: Model) -> Model:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.rsplit(".", 1)[-1].startswith("b"):  # bias, b_O, b of a norm
+            if name.rsplit(".", 1)[-1].lstrip("_").startswith("b"):  # bias, b_O, _b_K, b of a norm
                 parameter.zero_()
     return model
 
