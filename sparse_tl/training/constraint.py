@@ -3,8 +3,12 @@
     min_theta max_lambda  log(1 + size) + sum_g lambda_g (loss_g - target)
 
 Every group ``g`` of rows has a ``lambda_g`` of its own. A PI controller moves its logarithm at
-every step ``t`` by the relative violation ``e_t = clip((loss_g - allowed) / allowed, -1, 1)`` at
-the last validation evaluation; what is allowed falls to the target in the course of the run:
+every step ``t`` by the relative violation at the last validation evaluation,
+
+    e_t  =  clip((increase_g - allowed_g) / allowed_g, -1, 1),
+
+the increase being the loss above the dense model's; what is allowed falls, in the course of the
+run, to what the target leaves:
 
     log lambda_t  =  log START + INTEGRAL * sum_{s <= t} e_s + PROPORTIONAL * e_t
 
