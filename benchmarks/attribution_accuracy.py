@@ -4,28 +4,27 @@ For each built-in task and model: the Pearson correlation of a method's scores w
 of the metric, over circuit edges drawn at random, those out of heads and those out of MLPs apart.
 Prints a row in Markdown for each model and task.
 
-    python benchmarks/attribution_accuracy.py [--edges 400 --pairs 8 --model NAME]
+    python benchmarks/attribution_accuracy.py [--edges 400 --pairs 8]
 """
 
 from __future__ import annotations
 
 import argparse
 
+import pandas as pd
 import torch
 
 from sparse_tl import attribute_circuit_edges, load_task_models, patch_exactly
 from sparse_tl.circuits.scores import Scores
-from sparse_tl.graph import CircuitEdge
 from sparse_tl.models import TASKS
 
 METHODS = ("eap", "eap-ig", "relp")
 KINDS = {"a": "heads", "m": "MLPs"}
 
 
-def correlation(scores: Scores, exact: torch.Tensor, edges: list[CircuitEdge]) -> float:
-    """The Pearson correlation over some edges."""
-    found = torch.tensor([scores[edge] for edge in edges], dtype=torch.float64)
-    return torch.corrcoef(torch.stack([found, exact]))[0, 1].item()
+def correlation(scores: Scores, exact: pd.Series) -> float:
+    """The Pearson correlation over some edges, by name; NaN where none has an effect."""
+    return exact.corr(pd.Series({name: scores[name] for name in exact.index}))
 
 
 def main() -> None:
@@ -49,13 +48,11 @@ def main() -> None:
             graph, row = scores["eap"].site, []
             generator = torch.Generator().manual_seed(0)
             for letter in KINDS:
-                of_kind = [edge for edge in graph.edges if str(edge).startswith(letter)]
-                chosen = torch.randperm(len(of_kind), generator=generator)[: options.edges]
-                edges = [of_kind[i] for i in chosen.tolist()]
-                names = [str(edge) for edge in edges]
-                changes = patch_exactly(model, pairs, task.metric, names, progress=False)
-                exact = torch.tensor(changes.to_numpy())
-                row += [correlation(one, exact, edges) for one in scores.values()]
+                names = [str(edge) for edge in graph.edges if str(edge).startswith(letter)]
+                chosen = torch.randperm(len(names), generator=generator)[: options.edges]
+                some = [names[i] for i in chosen.tolist()]
+                exact = patch_exactly(model, pairs, task.metric, some, progress=False)
+                row += [correlation(one, exact) for one in scores.values()]
             print(f"| {side} | {task.name} | " + " | ".join(f"{r:.3f}" for r in row) + " |")
 
 

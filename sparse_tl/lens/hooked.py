@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -131,21 +132,24 @@ class HookedAdapter(Adapter):
     @contextmanager
     def _fused(self) -> Iterator[None]:
         """Run each normalisation of the residual stream as one operation."""
-        found = [getattr(b, name, None) for b in self.model.blocks for name in ("ln1", "ln2")]
-        found.append(getattr(self.model, "ln_final", None))
+        known = {
+            attrgetter(name)(self.model): norm
+            for name, norm in self.norms().items()
+            if not name.endswith("_post")
+        }
         # Hooks on the module itself see the same values; hooks inside it would not fire.
-        norms = [
-            norm
-            for norm in found
-            if isinstance(norm, nn.Module) and not any(map(hooked, norm.children()))
-        ]
+        fused = {
+            module: norm
+            for module, norm in known.items()
+            if not any(map(hooked, module.children()))
+        }
         try:
-            for norm in norms:
-                norm.forward = self._norm(norm).__call__
+            for module, norm in fused.items():
+                module.forward = norm.__call__
             yield
         finally:
-            for norm in norms:
-                norm.__dict__.pop("forward", None)
+            for module in fused:
+                module.__dict__.pop("forward", None)
 
 
 def _cached(kwargs: dict[str, Any]) -> int:

@@ -24,8 +24,6 @@ DISTILLED = 0.5
 """Share of ``KL(dense || sparse)`` in the loss that is minimised, where there is a dense model."""
 FLOOR = 0.2
 """Gradient on open gates, for each logit that they are open by, where the sigmoid has none."""
-WORTH = 1.0
-"""Closing one edge is worth at most the loss that is allowed over this."""
 HEAD_IN_USE = 0.1
 """Expected edges per example at which a head counts as in use, to 63 percent."""
 
@@ -100,10 +98,10 @@ class SparsityObjective(Objective):
     throughout; it does not move the optimum for a given lambda. It is the same for all
     micro-batches of a step, whatever groups they hold; the size is that of each by itself.
 
-    Of every group's lambda, ``max(lambda_g, WORTH / (room_g (1 + size)))`` is taken, with the size
-    of the step before: closing one more edge, which lowers the logarithm by ``1 / (1 + size)``, is
-    then worth no more than a part of the loss that the group may gain in all. Without this, the
-    last needed edges close before lambda has risen; a closed gate has hardly any gradient.
+    Of every group's lambda, ``max(lambda_g, 1 / (room_g (1 + size)))`` is taken, with the size of
+    the step before: closing one more edge, which lowers the logarithm by ``1 / (1 + size)``, is
+    then worth no more than all of the loss that the group may gain. Without this, the last needed
+    edges close before lambda has risen; a closed gate has hardly any gradient.
 
     The constraint is on held-out rows, and `held_out` is told of them after every evaluation:
     their loss may rise by ``room * (1 + MARGIN * noise)``. Weights that move fast, and under noise,
@@ -147,7 +145,7 @@ class SparsityObjective(Objective):
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-        lambdas = self.constraint.lambda_.maximum(WORTH / (self.room * (1 + self._size)))
+        lambdas = self.constraint.lambda_.maximum(1 / (self.room * (1 + self._size)))
         if batch.n_groups > len(lambdas):
             raise ValueError(
                 f"expected rows of the {len(lambdas)} groups that the validation rows have; got "

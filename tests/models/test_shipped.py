@@ -19,6 +19,8 @@ from sparse_tl.models import (
 from sparse_tl.models.pairs import SHIPPED, read_pair
 from sparse_tl.models.shipping import RECIPES
 
+FEWER = {"addition-placeholder": 0.012, "tasks": 0.001}
+"""The largest share of the dense model's attention edges that the sparse one may have open."""
 each = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 
 
@@ -36,7 +38,7 @@ def test_a_shipped_pair_does_what_it_claims(
         assert measured[side] == pytest.approx(claimed[side], abs=0.002)
     active = {side: of.pop("active_attention_edges") for side, of in measured.items()}
     assert min(measured["sparse"].values()) >= 0.99
-    assert active["sparse"] < 0.02 * active["dense"]
+    assert active["sparse"] < FEWER[recipe.name] * active["dense"]
     assert list(tmp_path.iterdir()) == [], "nothing was built"
 
 

@@ -17,7 +17,7 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, read_parameters
 from sparse_tl.training import LossConstraint, TargetLoss
 from sparse_tl.training.constraint import START
-from sparse_tl.training.objectives import MARGIN, NO_NOISE, WORTH, SparsityObjective
+from sparse_tl.training.objectives import MARGIN, NO_NOISE, SparsityObjective
 
 Build = Callable[..., Model]
 Rows = Callable[..., TokenBatch]
@@ -188,7 +188,7 @@ def test_every_group_counts_at_its_own_lambda(build_echo: Build, echo_rows: Rows
 def test_the_last_edges_are_worth_no_more_than_the_loss_that_is_allowed(
     build_echo: Build, echo_rows: Rows
 ) -> None:
-    """lambda is at least ``WORTH / (room (1 + size))``, with the size of the step before."""
+    """lambda is at least ``1 / (room (1 + size))``, with the size of the step before."""
     batch, sparse = echo_rows(12, seed=3), SparseTransformer(build_echo(), initial_bias=0.5)
     objective = _objective(sparse, "0.001")
     _, first = _measured(objective, batch, SILENT)
@@ -196,7 +196,7 @@ def test_the_last_edges_are_worth_no_more_than_the_loss_that_is_allowed(
     objective.load_state({**objective.state(), "log_lambda": [math.log(6.0)], "last_error": [0.0]})
     again = json.loads(json.dumps(objective.state()))
     found, second = _measured(objective, batch, SILENT)
-    least = WORTH / (0.001 * (1 + first["size"]))
+    least = 1 / (0.001 * (1 + first["size"]))
     assert second["lambda"] == pytest.approx(least) and least > 6.0
     with torch.no_grad():
         logits, counts = sparse.run_with_counts(batch.tokens)
