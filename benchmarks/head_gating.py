@@ -23,7 +23,7 @@ from jaxtyping import Float
 from random_gpt2 import GPT2_SMALL, add_hooked, random_gpt2
 from torch import Tensor
 
-from sparse_tl.data.batches import TokenBatch, cross_entropy
+from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.head_roles.fitting import first_gates
 from sparse_tl.head_roles.likelihood import GatedHeads, Likelihood
 from sparse_tl.lens import Model
@@ -72,7 +72,8 @@ def _everywhere(model: Model, batch: TokenBatch) -> None:
     rows = [t.repeat(SEEDS, 1) for t in (batch.tokens, batch.labels, batch.loss_mask)]
     with model.hooks(fwd_hooks=hooks):
         logits = model(rows[0])
-    cross_entropy(logits, TokenBatch(*rows)).backward()
+    every = TokenBatch(*rows)
+    token_losses(logits[every.loss_mask], every.loss_labels()).mean().backward()
 
 
 def _times(

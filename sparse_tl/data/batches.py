@@ -143,6 +143,10 @@ class TokenBatch(Rows):
         """Number of groups: one more than the largest group index."""
         return 1 if self.groups is None else int(self.groups.max()) + 1
 
+    def loss_labels(self) -> Int[Tensor, " label"]:
+        """The labels at loss positions, in row-major order."""
+        return self.labels[self.loss_mask]
+
     def label_groups(self) -> Int[Tensor, " label"]:
         """The group of each label, in row-major order."""
         if self.groups is None:
@@ -155,29 +159,21 @@ class TokenBatch(Rows):
         return {} if self.attention_mask is None else {"attention_mask": self.attention_mask}
 
 
-def cross_entropy(logits: Float[Tensor, "batch pos vocab"], batch: TokenBatch) -> Float[Tensor, ""]:
-    """Mean cross-entropy in nats over the batch's loss positions, in at least float32."""
-    return per_label_loss(logits, batch).mean()
-
-
-def per_label_loss(
-    logits: Float[Tensor, "batch pos vocab"], batch: TokenBatch
-) -> Float[Tensor, " label"]:
-    """Cross-entropy in nats at each loss position, in row-major order."""
-    return token_losses(logits[batch.loss_mask], batch.labels[batch.loss_mask])
+def log_probabilities(logits: Float[Tensor, "label vocab"]) -> Float[Tensor, "label vocab"]:
+    """Logarithms of the predicted probabilities, in nats and at least float32."""
+    precise = logits if logits.dtype == torch.float64 else logits.float()
+    return precise.log_softmax(dim=-1)
 
 
 def token_losses(
     logits: Float[Tensor, "label vocab"], labels: Int[Tensor, " label"]
 ) -> Float[Tensor, " label"]:
     """Cross-entropy in nats of each label, in at least float32."""
-    precise = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(precise, labels, reduction="none")
+    return F.nll_loss(log_probabilities(logits), labels, reduction="none")
 
 
-def exact_rows(
-    logits: Float[Tensor, "batch pos vocab"], batch: TokenBatch
-) -> Bool[Tensor, " batch"]:
+def exact_rows(logits: Float[Tensor, "label vocab"], batch: TokenBatch) -> Bool[Tensor, " batch"]:
     """Whether the top prediction equals the label at every loss position of a row."""
-    right = logits.argmax(dim=-1) == batch.labels
-    return (right | ~batch.loss_mask).all(dim=-1)
+    right = torch.ones_like(batch.loss_mask)
+    right[batch.loss_mask] = logits.argmax(dim=-1) == batch.loss_labels()
+    return right.all(dim=-1)

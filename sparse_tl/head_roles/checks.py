@@ -40,7 +40,7 @@ def check_fits(model: HookedModel, dataset: TargetDataset) -> None:
         )
     checked = {
         "tokens": (rows.tokens, adapter.d_vocab),
-        "targets": (rows.labels[rows.loss_mask], adapter.d_vocab_out),
+        "targets": (rows.loss_labels(), adapter.d_vocab_out),
     }
     for name, (found, known) in checked.items():
         low, high = int(found.min()), int(found.max())

@@ -51,7 +51,7 @@ def target_losses(
     final = GatedRun(
         model, Heads(), batch.tokens, batch.loss_mask, attention_mask=batch.attention_mask
     ).final(gates)
-    return label_losses(model, final, batch.labels[batch.loss_mask])
+    return label_losses(model, final, batch.loss_labels())
 
 
 def label_losses(

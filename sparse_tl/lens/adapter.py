@@ -7,7 +7,7 @@ copy a model. Each kind of model has its own adapter; this module holds what the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from sparse_tl.lens.norms import Norm
 from sparse_tl.lens.places import Place
 from sparse_tl.lens.points import Model, hook_point
 from sparse_tl.lens.recording import EMBEDDED
-from sparse_tl.lens.shortcuts import mlp_only_at, repeated, sees_first
+from sparse_tl.lens.shortcuts import logits_only_at, mlp_only_at, repeated, sees_first
 
 Slot = Literal["q", "k", "v"]
 
@@ -206,25 +206,34 @@ class Adapter(ABC):
         everywhere = inputs.new_ones(inputs.shape[:2], dtype=torch.bool) if read is None else read
         once = len(inputs) if attend_once and copies > 1 else None
         with (
-            self.only_at(repeated(everywhere, copies)),
+            self._last_mlp_at(repeated(everywhere, copies)),
+            self._fused(),
             sees_first(self.model.blocks[from_layer].attn, once),
         ):
             return self._final(repeated(inputs, copies), from_layer, mask)
 
     @contextmanager
-    def only_at(self, read: Bool[Tensor, "batch pos"]) -> Iterator[None]:
+    def only_at(
+        self, read: Bool[Tensor, "batch pos"]
+    ) -> Iterator[Callable[[Tensor], Float[Tensor, "label vocab"]]]:
         """Inside the block, passes over prompts of this shape compute only what `read` needs.
 
-        Logits at other positions are meaningless. Only the last MLP is restricted; everything
-        before it, including all attention, is computed everywhere. Parts with hooks on them are
-        computed in full, so hooks see the same as in a plain pass.
+        Only the last MLP and the unembedding are restricted; everything before, including all
+        attention, is computed everywhere. Parts with hooks on them are computed in full, so hooks
+        see the same as in a plain pass.
+
+        Yields:
+            What takes the logits at these positions out of the model's output, in row-major order.
 
         Args:
-            read: positions whose logits or final residual stream are read.
+            read: positions whose logits are read.
         """
-        last = mlp_only_at(*self._last_mlp(), read) if self.has_mlps else nullcontext()
-        with last, self._fused():
-            yield
+        unembed = self.model.unembed
+        with self._last_mlp_at(read), self._fused(), logits_only_at(unembed, read) as logits_at:
+            yield logits_at
+
+    def _last_mlp_at(self, read: Bool[Tensor, "batch pos"]) -> AbstractContextManager[None]:
+        return mlp_only_at(*self._last_mlp(), read) if self.has_mlps else nullcontext()
 
     @abstractmethod
     def _final(self, rows: Tensor, from_layer: int, attention_mask: Tensor | None) -> Tensor:

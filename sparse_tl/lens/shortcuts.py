@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 MOSTLY = 0.7
@@ -53,6 +53,38 @@ def mlp_only_at(
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def logits_only_at(
+    unembed: nn.Module, read: Bool[Tensor, "batch pos"]
+) -> Iterator[Callable[[Tensor], Float[Tensor, "label vocab"]]]:
+    """Inside the block, logits are computed at some positions only.
+
+    Yields:
+        What takes the logits at these positions out of the model's output, in row-major order.
+
+    Args:
+        unembed: the model's last part. If it is hooked, all positions are computed, since the hook
+            would see others missing.
+        read: positions that are needed.
+    """
+    if any(map(hooked, unembed.modules())):
+        yield lambda logits: logits[read]
+        return
+
+    selected = False
+
+    def select(_module: nn.Module, args: Any) -> tuple[Tensor, ...] | None:
+        nonlocal selected
+        selected = args[0].shape[:2] == read.shape
+        return (args[0][read][None], *args[1:]) if selected else None
+
+    handle = unembed.register_forward_pre_hook(select)
+    try:
+        yield lambda logits: logits[0] if selected else logits[read]
+    finally:
+        handle.remove()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.data.batches import TokenBatch, exact_rows, per_label_loss
+from sparse_tl.data.batches import TokenBatch, exact_rows, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.attention import costs_of_first
 from sparse_tl.lens import Model, adapt
@@ -173,13 +173,14 @@ def evaluate_held_out(
         with wrapped.opened() if wrapped is not model else nullcontext():
             for batch in pieces:
                 batch = batch.to(wrapped.gates.bias.device)
-                with adapter.only_at(batch.loss_mask):
-                    logits, counted = wrapped.run_with_counts(
+                with adapter.only_at(batch.loss_mask) as logits_at:
+                    output, counted = wrapped.run_with_counts(
                         batch.tokens,
                         edge_cost=costs_of_first(edge_cost, batch.tokens.shape[1]),
                         **batch.model_kwargs,
                     )
-                losses.append(per_label_loss(logits, batch).double())
+                logits = logits_at(output)
+                losses.append(token_losses(logits, batch.loss_labels()).double())
                 groups.append(batch.label_groups())
                 exact.append(exact_rows(logits, batch))
                 counts.append(counted)

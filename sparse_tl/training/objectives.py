@@ -6,14 +6,14 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.data.batches import TokenBatch, per_label_loss
+from sparse_tl.data.batches import TokenBatch, log_probabilities, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.attention import check_edge_cost, costs_of_first
 from sparse_tl.lens import HookedModel, Model, adapt
-from sparse_tl.metrics import divergence
 from sparse_tl.training.constraint import LossConstraint
 
 NO_NOISE = 0.7
@@ -21,7 +21,7 @@ NO_NOISE = 0.7
 MARGIN = 3.5
 """How much more the loss may rise at full noise than in the end, relative to that."""
 DISTILLED = 0.5
-"""Share of ``KL(dense || sparse)`` in the loss that is minimised, where there is a dense model."""
+"""Share of the dense model's prediction in what is learned, where there is one; else the label."""
 FLOOR = 0.2
 """Gradient on open gates, for each logit that they are open by, where the sigmoid has none."""
 HEAD_IN_USE = 0.1
@@ -65,9 +65,9 @@ class PlainLoss(Objective):
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
         losses = []
         for part in batch.by_length():
-            with adapt(self.model).only_at(part.loss_mask):
-                logits = self.model(part.tokens, **part.model_kwargs)
-            losses.append(per_label_loss(logits, part))
+            with adapt(self.model).only_at(part.loss_mask) as logits_at:
+                logits = logits_at(self.model(part.tokens, **part.model_kwargs))
+            losses.append(token_losses(logits, part.loss_labels()))
         loss = torch.cat(losses).mean()
         return loss, {"loss": loss.item()}
 
@@ -85,8 +85,8 @@ class SparsityObjective(Objective):
 
     Minimises ``(log(1 + size) + sum_g share_g lambda_g loss_g) / (1 + mean_g lambda_g)``, share_g
     being the share of group g in the batch's labels. Where the dense model is given, half of the
-    loss is ``KL(dense || sparse)`` instead of the cross-entropy: the dense model's whole prediction
-    tells more than one label. The size is per example
+    cross-entropy is with its prediction in place of the label, which has the gradient of
+    ``KL(dense || sparse)``: a whole prediction tells more than one label. The size is per example
 
         size = sum edge_cost * P(attention edge is open) + sum P(MLP output is open)
                + head_cost * sum_h (1 - exp(-E_h / 0.1))
@@ -180,17 +180,18 @@ class SparsityObjective(Objective):
         cost = costs_of_first(self.edge_cost, batch.tokens.shape[1])
         with (
             self.sparse.sampled(generator, self._noise),
-            adapt(self.sparse).only_at(batch.loss_mask),
+            adapt(self.sparse).only_at(batch.loss_mask) as logits_at,
         ):
-            logits, counts = self.sparse.run_with_counts(
+            output, counts = self.sparse.run_with_counts(
                 batch.tokens, pressure=FLOOR, edge_cost=cost, **batch.model_kwargs
             )
-        minimised = loss = per_label_loss(logits, batch)
+        found = log_probabilities(logits_at(output))
+        minimised = loss = F.nll_loss(found, batch.loss_labels(), reduction="none")
         if self.dense is not None:
-            with torch.no_grad(), adapt(self.dense).only_at(batch.loss_mask):
-                dense_logits = self.dense(batch.tokens, **batch.model_kwargs)
-            found, expected = (some[batch.loss_mask].to(loss) for some in (logits, dense_logits))
-            minimised = (1 - DISTILLED) * loss + DISTILLED * divergence(found, expected)
+            with torch.no_grad(), adapt(self.dense).only_at(batch.loss_mask) as logits_at:
+                output = self.dense(batch.tokens, **batch.model_kwargs)
+                expected = logits_at(output).to(found).softmax(dim=-1)
+            minimised = (1 - DISTILLED) * loss - DISTILLED * (expected * found).sum(dim=-1)
         return _Labels(minimised, loss.detach(), batch.label_groups()), counts
 
     def size(self, counts: AttentionEdgeCounts) -> Float[Tensor, ""]:

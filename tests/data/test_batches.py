@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_tl.data.batches import TokenBatch, cross_entropy, exact_rows, per_label_loss
+from sparse_tl.data.batches import TokenBatch, exact_rows, token_losses
 
 
 def _batch(
@@ -43,11 +43,11 @@ def test_the_loss_of_known_probabilities() -> None:
         torch.tensor([[True, True, True, False]]),
     )
     by_hand = [math.log(2), math.log(4), math.log(4)]
-    assert per_label_loss(logits, batch).tolist() == pytest.approx(by_hand)
-    assert cross_entropy(logits, batch).item() == pytest.approx(sum(by_hand) / 3)
+    losses = token_losses(logits[batch.loss_mask], batch.loss_labels())
+    assert losses.tolist() == pytest.approx(by_hand)
 
 
-def test_the_loss_is_the_mean_over_labels_not_over_rows() -> None:
+def test_the_loss_of_every_label() -> None:
     batch = _batch(seed=3)
     logits = torch.randn(5, 4, 7, dtype=torch.float64)
     total, labels = 0.0, 0
@@ -57,25 +57,16 @@ def test_the_loss_is_the_mean_over_labels_not_over_rows() -> None:
                 weights = [math.exp(x) for x in logits[row, pos].tolist()]
                 total -= math.log(weights[int(batch.labels[row, pos])] / sum(weights))
                 labels += 1
-    loss = cross_entropy(logits, batch)
-    assert loss.dtype == torch.float64
-    assert loss.item() == pytest.approx(total / labels, rel=1e-13)
-    assert len(per_label_loss(logits, batch)) == labels
-
-
-def test_positions_without_a_loss_do_not_count() -> None:
-    batch = _batch()
-    logits = torch.randn(5, 4, 7)
-    changed = torch.where(batch.loss_mask[..., None], logits, torch.full_like(logits, 1e4))
-    assert torch.equal(cross_entropy(logits, batch), cross_entropy(changed, batch))
+    losses = token_losses(logits[batch.loss_mask], batch.loss_labels())
+    assert losses.dtype == torch.float64 and len(losses) == labels
+    assert losses.sum().item() == pytest.approx(total, rel=1e-13)
 
 
 def test_the_loss_of_half_precision_logits_is_taken_in_float32() -> None:
-    batch = _batch()
-    logits = torch.randn(5, 4, 7).bfloat16()
-    loss = cross_entropy(logits, batch)
-    assert loss.dtype == torch.float32
-    assert torch.equal(loss, cross_entropy(logits.float(), batch))
+    logits, labels = torch.randn(5, 7).bfloat16(), torch.arange(5)
+    losses = token_losses(logits, labels)
+    assert losses.dtype == torch.float32
+    assert torch.equal(losses, token_losses(logits.float(), labels))
 
 
 def test_next_token() -> None:
@@ -167,8 +158,7 @@ def test_labels_are_of_the_group_of_their_row() -> None:
         if counts
     ]
     assert batch.label_groups().tolist() == expected
-    # In the order of the losses.
-    assert len(per_label_loss(torch.randn(5, 4, 7), batch)) == len(expected)
+    assert len(batch.loss_labels()) == len(expected)
 
 
 def test_groups_go_with_their_rows() -> None:
@@ -230,7 +220,6 @@ def test_exact_rows_ask_for_every_label_and_for_nothing_else() -> None:
     labels = torch.tensor([[0, 1, 2], [0, 1, 2], [0, 1, 2]])
     loss_mask = torch.tensor([[True, True, False]] * 3)
     logits = torch.nn.functional.one_hot(labels, 3).float()
-    logits[1, 2] = torch.tensor([1.0, 0.0, 0.0])  # wrong, where nothing is asked
     logits[2, 1] = torch.tensor([1.0, 0.0, 0.0])  # wrong
     batch = TokenBatch(labels, labels, loss_mask)
-    assert exact_rows(logits, batch).tolist() == [True, True, False]
+    assert exact_rows(logits[loss_mask], batch).tolist() == [True, True, False]

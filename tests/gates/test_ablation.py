@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import in_pieces
 
-from sparse_tl.data.batches import TokenBatch, per_label_loss
+from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import SparseTransformer, ablate_attention_edges, ablate_heads
 from sparse_tl.head_roles import target_log_probabilities
 from sparse_tl.lens import Model
@@ -89,7 +89,8 @@ def test_gates_are_measured_under_an_ablation(build_tiny: Build, kind: str) -> N
         logits = model(tokens)
     with ablate_heads(model, HEADS, kind, **options):
         found = target_log_probabilities(model, rows, torch.ones(2, 2, 2).double())
-    expected = -per_label_loss(logits, rows).view(3, 5).sum(dim=1)
+    losses = token_losses(logits[rows.loss_mask], rows.loss_labels())
+    expected = -losses.view(3, 5).sum(dim=1)
     assert torch.allclose(found, expected.expand(2, -1), atol=1e-10)
 
 

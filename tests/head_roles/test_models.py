@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_tl.data.batches import TokenBatch, per_label_loss
+from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles import fit_head_gates
 from sparse_tl.head_roles.checks import check_fits
@@ -19,7 +19,8 @@ SETTINGS: dict[str, Any] = {"updates": 2, "batch_size": 8, "seeds": 1, "progress
 
 
 def _own_losses(model: Model, rows: TokenBatch) -> torch.Tensor:
-    return per_label_loss(model(rows.tokens, **rows.model_kwargs), rows).detach()
+    logits = model(rows.tokens, **rows.model_kwargs)[rows.loss_mask]
+    return token_losses(logits, rows.loss_labels()).detach()
 
 
 def _random_rows(n: int = 12, length: int = 6) -> TargetDataset:
