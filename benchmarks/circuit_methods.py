@@ -1,9 +1,9 @@
 """Does a sparse model need fewer circuit edges whichever method looks for them?
 
-For a dense model and its sparse one, on one task, three ways to circuits of growing size:
+For a dense model and its sparse one, on one task, four ways to circuits of growing size:
 
 - the ranking by EAP-IG, cut at many sizes;
-- `prune_circuit_edges`, towards each of several sizes;
+- `prune_circuit_edges`, towards each of several sizes, and the same started from EAP-IG's scores;
 - `acdc`, at each of several thresholds.
 
 All see the same half of the prompt pairs, and all circuits are evaluated on the other half; edges
@@ -45,7 +45,12 @@ from sparse_tl.metrics import Metric
 from sparse_tl.models import TASKS, load_task_models, task_pairs
 from sparse_tl.runs.folder import RunFolder
 
-METHODS = {"eap-ig": "EAP-IG ranking", "pruning": "learned pruning", "acdc": "ACDC"}
+METHODS = {
+    "eap-ig": "EAP-IG ranking",
+    "pruning": "learned pruning",
+    "warm": "learned pruning, from EAP-IG",
+    "acdc": "ACDC",
+}
 TASK_NAMES = tuple(task.name for task in TASKS)
 
 
@@ -112,7 +117,7 @@ class _Search:
 
     def curves(self) -> dict[str, EffectCurve | None]:
         """Of every method, as far as it was asked for; prints each circuit as it is found."""
-        model, args = self.model, self.args
+        model = self.model
         scores = self._kept(
             "scores",
             Scores,
@@ -126,11 +131,8 @@ class _Search:
             ),
         ).curve("eap-ig")
         self._say("EAP-IG ranking", f"{len(ranked.sizes)} sizes")
-        start: Any = "circuit_edges"
-        if args.acdc_start is not None:
-            start = scores.top(min(args.acdc_start, scores.site.n_parts))
-        found: dict[str, list[tuple[int, float]]] = {"pruning": [], "acdc": []}
-        for method, name, search in self._searches(start):
+        found: dict[str, list[tuple[int, float]]] = {"pruning": [], "warm": [], "acdc": []}
+        for method, name, search in self._searches(scores):
             began = time.monotonic()
             circuit = self._kept(name, Circuit, search)
             measured = self._kept(f"{name}-effect", Evaluation, partial(self._effect, circuit))
@@ -141,15 +143,19 @@ class _Search:
             self._say(name, f"{size:,} edges, {effect:.3f}; EAP-IG {same:.3f}; {seconds:.0f} s")
         return {"eap-ig": ranked, **{name: _curve(name, some) for name, some in found.items()}}
 
-    def _searches(self, start: Any) -> Iterator[tuple[str, str, Callable[[], Circuit]]]:
+    def _searches(self, scores: Scores) -> Iterator[tuple[str, str, Callable[[], Circuit]]]:
         """Method, name and search of each circuit."""
         model, args = self.model, self.args
+        begin: Any = "circuit_edges"
+        if args.acdc_start is not None:
+            begin = scores.top(min(args.acdc_start, scores.site.n_parts))
 
-        def prune(size: int) -> Circuit:
+        def prune(size: int, start: Scores | None) -> Circuit:
             found = prune_circuit_edges(
                 model,
                 self.searched,
                 size=size,
+                start=start,
                 steps=args.pruning_steps,
                 seed=args.seed,
                 **self.options,
@@ -162,13 +168,14 @@ class _Search:
                 model,
                 self.searched,
                 threshold=threshold,
-                start=start,
+                start=begin,
                 checkpoint=place,
                 **self.options,
             ).circuit
 
         for size in sorted(set(args.sizes)):
-            yield "pruning", f"pruning-{size}", partial(prune, size)
+            yield "pruning", f"pruning-{size}", partial(prune, size, None)
+            yield "warm", f"warm-{size}", partial(prune, size, scores)
         for threshold in sorted(set(args.thresholds), reverse=True):
             yield "acdc", f"acdc-{threshold:g}", partial(search, threshold)
 

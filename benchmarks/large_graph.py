@@ -1,14 +1,19 @@
-"""What discovery costs on the graph of a 7B model: 32 layers of 32 heads, 1,592,881 circuit edges.
+"""What discovery costs on the graph of a 7B model, and at its width.
 
-The model has small widths and random weights, so that what is measured is the graph and not the
-model: every line is the wall time of one step and the largest resident size of the process until
-then, over that of the model alone.
+The graph: 32 layers of 32 heads, 1,592,881 circuit edges. The model has small widths and random
+weights, so that what is measured is the graph and not the model: every line is the wall time of one
+step and the largest resident size of the process until then, over that of the model alone.
+
+The width: 2 layers of 32 heads with d_model 4,096, 32 prompt pairs of 16 tokens. Every line is the
+largest resident size of a process that attributes, or that runs one plain forward and backward
+pass, over that of the model alone.
 
     OMP_NUM_THREADS=2 python benchmarks/large_graph.py
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import resource
 import time
 from collections.abc import Callable
@@ -16,6 +21,7 @@ from typing import Any
 
 import torch
 from random_gpt2 import random_gpt2
+from torch import Tensor
 
 from sparse_tl import attribute_circuit_edges, evaluate_circuit_edges, logit_difference
 from sparse_tl.circuits import log_sizes
@@ -33,19 +39,47 @@ SHAPE = {
 }
 
 
+WIDE = SHAPE | {"n_layer": 2, "n_embd": 4096, "n_inner": 16384}
+
+
 def _peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def _pairs(n: int) -> PromptPairs:
+    generator = torch.Generator().manual_seed(0)
+    clean, corrupted = torch.randint(100, (2, n, 16), generator=generator)
+    answer, wrong = torch.randint(100, (2, n, 1), generator=generator)
+    return PromptPairs(clean, corrupted, answer, wrong, torch.full((n,), 15))
+
+
+def _wide(method: str) -> float:
+    model, pairs = random_gpt2(WIDE), _pairs(32)
+    with torch.no_grad():
+        model(pairs.clean[:1])
+    before = _peak()
+    if method.startswith("plain"):
+        for parameter in model.parameters():
+            parameter.requires_grad_(method == "plain")
+        with model.hooks(fwd_hooks=[("hook_embed", lambda value, hook: _leaf(value))]):
+            model(pairs.clean)[:, -1, 0].sum().backward()
+    else:
+        attribute_circuit_edges(model, pairs, logit_difference, method=method, progress=False)
+    return _peak() - before
+
+
+def _leaf(value: Tensor) -> Tensor:
+    return value if value.requires_grad else value.requires_grad_()
+
+
 def main() -> None:
     """Print a row for each step."""
-    model = random_gpt2(SHAPE)
-    generator = torch.Generator().manual_seed(0)
-    clean, corrupted = torch.randint(100, (2, 2, 16), generator=generator)
-    answer, wrong = torch.randint(100, (2, 2, 1), generator=generator)
-    pairs = PromptPairs(clean, corrupted, answer, wrong, torch.full((2,), 15))
+    for method in ("plain", "plain, weights frozen", "eap", "eap-ig"):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            print(f"{method:22} {pool.apply(_wide, (method,)):6.0f} MB")
+    model, pairs = random_gpt2(SHAPE), _pairs(2)
     with torch.no_grad():
-        model(clean)
+        model(pairs.clean)
     before = _peak()
 
     def timed(name: str, step: Callable[[], Any]) -> Any:

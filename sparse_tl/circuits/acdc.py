@@ -71,7 +71,7 @@ def acdc(
             the divergence from the whole model's predictions, where only increases count.
         start: all edges, all heads, or a circuit to start from, such as attribution's top edges.
         patch: patch at closed parts, as in `PairRuns`.
-        batch_size: prompt pairs per forward pass; the states of all batches stay in memory.
+        batch_size: prompt pairs per forward pass.
         checkpoint: folder for checkpoints; a search interrupted there is resumed.
         progress: whether to show a progress bar.
 
@@ -132,7 +132,7 @@ class _Search:
     ) -> None:
         self.site, self.metric, self.patch = begin.site, metric, runs.patch
         self.n_layers = runs.adapter.n_layers
-        self.runs = list(runs)
+        self.runs = runs
         self.state = SearchState(begin.mask.cpu().clone(), threshold)
         # Parts in test order, last first; parts of one destination, or layer, are adjacent.
         exists = self.site.exists

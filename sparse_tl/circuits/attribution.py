@@ -20,7 +20,7 @@ RelP, Rezaei Jafari et al., arXiv 2508.21258.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Literal, get_args
 
@@ -34,13 +34,15 @@ from sparse_tl.circuits.read_gradients import ReadGradients
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import AttentionEdges, CircuitEdges, Heads, HookPoints, Patch, PatchValues
-from sparse_tl.graph import CircuitGraph, Node
+from sparse_tl.graph import Node
 from sparse_tl.grids import AttentionGrid
 from sparse_tl.lens import EMBEDDED, HookedModel, adapt, source_outputs
 from sparse_tl.metrics import Metric
 from sparse_tl.progress import tracked
 
 EdgePatch = Literal["zero", "corrupted"]
+WRITES_AT_ONCE = 2**25
+"""Maximum number of values that all sources write, in d_model dimensions, held at one time."""
 
 
 def attribute_circuit_edges(
@@ -83,27 +85,20 @@ def attribute_circuit_edges(
     plan = Passes(metric, method, steps, runs)
     with tracked("scoring circuit edges", plan.count, progress) as step:
         for index in range(len(runs)):
-            difference = places = None
             for rows, passes in groupby(plan.passes(index), key=plan.rows_of):
-                back = ReadGradients(runs.adapter)
+                back, change = ReadGradients(runs.adapter), {}
                 for one in passes:
-                    if difference is None:
-                        difference = source_outputs(runs.adapter, one.change)
-                        # Nothing changes before the first token that differs, nor at padding.
-                        places = (difference != 0).any(dim=-1).any(dim=0)
-                        difference = difference[:, places]
+                    change = one.change
                     back.add(one)
                     step()
-                assert difference is not None and places is not None
+                places = _moved(change, plan.sources)
                 if not by_pair:
-                    scores[0] += _contract(graph, back, difference, places, rows)
+                    scores[0] += _contract(back, change, places, rows)
                     continue
-                of_pair = places.nonzero()[:, 0]
                 for pair in range(len(places)):
                     own = torch.zeros_like(places)
                     own[pair] = places[pair]
-                    found = _contract(graph, back, difference[:, of_pair == pair], own, rows)
-                    scores[index * batch_size + pair] += found
+                    scores[index * batch_size + pair] += _contract(back, change, own, rows)
     scores = scores.where(graph.exists, 0.0)
     return Scores(graph, scores if by_pair else scores[0] / len(pairs), method)
 
@@ -195,24 +190,49 @@ def _effects(
     return torch.stack([change[name] * gradients[name] for name in names])
 
 
+def _moved(change: Mapping[str, Tensor], sources: Sequence[str]) -> Bool[Tensor, "batch pos"]:
+    """Where a source changes: not before the first token that differs, nor at padding."""
+    return torch.stack([(change[name] != 0).flatten(2).any(dim=2) for name in sources]).any(dim=0)
+
+
 def _contract(
-    graph: CircuitGraph,
+    back: ReadGradients,
+    change: Mapping[str, Tensor],
+    places: Bool[Tensor, "batch pos"],
+    rows: slice,
+) -> Float[Tensor, "source destination"]:
+    """Contract some sources with all destinations; returned on the CPU in float64.
+
+    The sum over places is taken over a few at a time: what every source writes in d_model
+    dimensions is the largest tensor of all.
+
+    Args:
+        back: gradients with respect to the destinations' inputs.
+        change: patch minus clean activation of every source.
+        places: prompt positions to sum over.
+        rows: sources to score.
+    """
+    graph = back.adapter.graph
+    scores = torch.zeros(len(graph.sources), len(graph.destinations), dtype=torch.float64)
+    at_once = max(1, WRITES_AT_ONCE // (len(graph.sources) * back.adapter.d_model))
+    moved = places.flatten().nonzero()[:, 0]
+    for start in range(0, len(moved), at_once):
+        few = torch.zeros_like(places)
+        few.view(-1)[moved[start : start + at_once]] = True
+        own = {name: change[name][few][None] for name in back.adapter.source_points()}
+        _contract_few(scores, back, source_outputs(back.adapter, own)[:, 0], few, rows)
+    return scores
+
+
+def _contract_few(
+    scores: Float[Tensor, "source destination"],
     back: ReadGradients,
     difference: Float[Tensor, "source place d_model"],
     places: Bool[Tensor, "batch pos"],
     rows: slice,
-) -> Float[Tensor, "source destination"]:
-    """Contract some sources with all destinations, layer by layer; returned on the CPU in float64.
-
-    Args:
-        graph: circuit graph of the model.
-        back: gradients with respect to the destinations' inputs.
-        difference: patch minus clean activation of every source.
-        places: prompt positions that `difference` covers.
-        rows: sources to score.
-    """
-    scores = torch.zeros(len(graph.sources), len(graph.destinations), dtype=torch.float64)
-    flat = difference.flatten(1)
+) -> None:
+    """Add what a few places contribute to the scores, layer by layer."""
+    graph, flat = back.adapter.graph, difference.flatten(1)
     first, end, _ = rows.indices(len(graph.sources))
     most = graph.n_heads + 2 * graph.n_kv_heads + graph.has_mlps
     buffer = difference.new_empty(most, *difference.shape[1:])
@@ -223,8 +243,6 @@ def _contract(
             start += most
             continue
         reading = back.layer(layer, places, buffer).flatten(1)
-        found = (flat[before] @ reading.T).cpu().double()
-        scores[before, start : start + len(reading)] = found
+        scores[before, start : start + len(reading)] += (flat[before] @ reading.T).cpu().double()
         start += len(reading)
-    scores[rows, -1] = (flat[rows] @ back.final[places].flatten()).cpu().double()
-    return scores
+    scores[rows, -1] += (flat[rows] @ back.final[places].flatten()).cpu().double()

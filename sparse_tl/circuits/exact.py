@@ -70,7 +70,7 @@ def patch_exactly(
             # Group parts by layer: a pass starts at the first layer that differs.
             in_order = sorted(asked, key=lambda i: grid.layer(places[i]))
             for batch, run in PairRuns(model, site, pairs, patch, batch_size):
-                clean = measure(metric, run.clean_logits, batch)
+                clean = measure(metric, run.start_from(None), batch)
                 size = max(1, rows // len(batch))
                 for _, layer in groupby(in_order, key=lambda i: grid.layer(places[i])):
                     together = list(layer)

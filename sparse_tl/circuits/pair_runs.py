@@ -10,13 +10,19 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.gates import GatedRun, Patch, PatchValues, Site
+from sparse_tl.gates import CircuitEdges, GatedRun, Patch, PatchValues, Site
 from sparse_tl.gates.patches import drawn, mean_activations, needs_reference
 from sparse_tl.lens import HookedModel, adapt
+
+STATES_AT_ONCE = 2**28
+"""Maximum number of values in the states of the runs that are kept."""
 
 
 class PairRuns:
     """Prompt pairs to run under gates at one site, batch by batch.
+
+    The runs of the first batches are kept, with their patches and what they start from; those of
+    further batches are made again whenever they are needed, so memory does not grow with pairs.
 
     Args:
         model: dense or sparse model.
@@ -41,6 +47,8 @@ class PairRuns:
         self.adapter.check_tokens(torch.cat([pairs.clean, pairs.corrupted]))
         self.batches = [piece.to(self.adapter.device) for piece in pairs.split(batch_size)]
         self._points = site.points(self.adapter)
+        self._runs: dict[int, GatedRun] = {}
+        self._n_kept = max(1, STATES_AT_ONCE // (batch_size * pairs.clean.shape[1] * self._state))
         # A mean is shared by all batches; other prompts are split into batches.
         self._shown = self._mean() if patch == "mean" else "corrupted" if needed else patch
         self._others: Sequence[Tensor] = ()
@@ -59,8 +67,20 @@ class PairRuns:
 
     def run(self, index: int) -> GatedRun:
         """A `GatedRun` of one batch."""
+        if index in self._runs:
+            return self._runs[index]
         batch = self.batches[index]
-        return GatedRun(self.model, self.site, batch.clean, read_mask(batch), self.values(index))
+        run = GatedRun(self.model, self.site, batch.clean, read_mask(batch), self.values(index))
+        if index < self._n_kept:
+            self._runs[index] = run
+        return run
+
+    @property
+    def _state(self) -> int:
+        """Number of values per token that a run holds at most."""
+        graph, layers = self.adapter.graph, self.adapter.n_layers
+        written = len(graph.sources) if isinstance(self.site, CircuitEdges) else 0
+        return (3 * layers + written) * self.adapter.d_model
 
     def values(self, index: int) -> PatchValues:
         """The patch values for a batch."""

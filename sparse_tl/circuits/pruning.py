@@ -6,7 +6,11 @@ with hard-concrete gates and E their expected number. The target decreases from 
 requested size, linearly in the logarithm; lambda grows while E exceeds it. Finally, the edges whose
 gates are most likely open are kept.
 
-Reference: Bhaskar et al., arXiv 2406.16778. Penalising the logarithm of the size, instead of the
+The search can start from scores: logits then fall with the logarithm of an edge's rank, from
+``initial_logit`` at the requested size to its negative at the last edge.
+
+Reference: Bhaskar et al., arXiv 2406.16778; from attribution scores: Mondorf et al.,
+arXiv 2510.06811. Penalising the logarithm of the size, instead of the
 share of edges, keeps the slope constant as the circuit shrinks.
 """
 
@@ -15,6 +19,8 @@ from __future__ import annotations
 import math
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from sparse_tl.circuits.outcomes import Pruning
 from sparse_tl.circuits.pair_runs import PairRuns
@@ -46,6 +52,7 @@ def prune_circuit_edges(
     pairs: PromptPairs,
     *,
     size: int,
+    start: Scores | None = None,
     steps: int = 300,
     learning_rate: float = 0.3,
     lambda_: float = 0.01,
@@ -62,18 +69,19 @@ def prune_circuit_edges(
         model: dense or sparse model; left unchanged.
         pairs: prompt pairs; the circuit must preserve the clean predictions.
         size: number of circuit edges to keep.
+        start: scores to start from, ranked by absolute value; by default all gates are alike.
         steps: number of optimizer steps, one batch each.
         learning_rate: learning rate of Adam on the gate logits.
         lambda_: initial lambda, in nats.
         lambda_rate: change of log lambda per step while the size is off target.
-        initial_logit: initial logit of every gate.
+        initial_logit: initial logit of every gate, or of the scores' edge of rank `size`.
         patch: patch at closed edges, as in `PairRuns`.
-        batch_size: prompt pairs per step; the states of all batches stay in memory.
+        batch_size: prompt pairs per step.
         seed: random seed for gate noise and batch order.
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: `size` or another setting is out of range.
+        ValueError: `size` or another setting is out of range, or the scores are of another model.
     """
     import pandas as pd
 
@@ -83,21 +91,26 @@ def prune_circuit_edges(
             f"expected a size in 1..{graph.n_edges}, at least one step, and a learning rate and "
             f"lambda_ above 0; got {size=}, {steps=}, {learning_rate=}, {lambda_=}"
         )
-    runs = [run for _, run in PairRuns(model, CircuitEdges(), pairs, patch, batch_size)]
+    if start is not None and start.site != graph:
+        raise ValueError(f"expected scores of {graph!r} to start from; got {start!r}")
+    runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size)
     distribution = HardConcreteGate()
     gates = LearnedGates(
         model, CircuitEdges(), distribution=distribution, initial_logit=initial_logit
     )
+    if start is not None:
+        gates.logits.data.copy_(_initial_logits(start, size, initial_logit))
     exists = graph.exists.to(gates.logits.device)
     optimizer = torch.optim.Adam([gates.logits], lr=learning_rate)
     constraint = LossConstraint(start=lambda_, integral=lambda_rate, bounds=BOUNDS)
     generator = torch.Generator(exists.device).manual_seed(seed)
     order = _order(len(runs), steps, seed)
+    first_size = expected_size(distribution, gates.logits[exists]).item()
     rows = []
     with tracked("pruning edges", steps, progress) as step:
         for done in range(steps):
-            run = runs[order[done]]
-            target = _target(graph.n_edges, size, done / steps)
+            run = runs.run(order[done])
+            target = _target(first_size, size, done / steps)
             clean = run.clean_logits
             lost = divergence(run.logits(gates(GateMode.SAMPLED, generator)), clean).mean()
             expected = expected_size(distribution, gates.logits[exists])
@@ -126,9 +139,23 @@ def prune_circuit_edges(
     return Pruning(kept, Scores(graph, open_now, "pruning"), pd.DataFrame(rows))
 
 
-def _target(total: int, size: int, progress: float) -> float:
-    """The target size: from all edges to the requested size, linear in the logarithm."""
-    return total * (size / total) ** min(1.0, progress / REACHED_AT)
+def _initial_logits(
+    scores: Scores, size: int, initial_logit: float
+) -> Float[Tensor, "source destination"]:
+    """Logits that fall with the logarithm of the rank; 0 halfway between `size` and the last."""
+    exists = scores.site.exists
+    values = scores.mean()[exists].abs()
+    ranks = torch.empty_like(values)
+    ranks[values.argsort(descending=True)] = torch.arange(1, len(values) + 1).to(values)
+    half = math.log(len(values) / size) / 2
+    logits = torch.zeros(exists.shape, dtype=torch.float64)
+    logits[exists] = initial_logit * (1 + (math.log(size) - ranks.log()) / max(half, 0.5))
+    return logits
+
+
+def _target(first: float, size: int, progress: float) -> float:
+    """The target size: from the first to the requested one, linear in the logarithm."""
+    return first * (size / first) ** min(1.0, progress / REACHED_AT)
 
 
 def _order(n_batches: int, steps: int, seed: int) -> list[int]:

@@ -75,14 +75,14 @@ def removal_effects(
     columns = [int(read[0, :column].sum()) for column in read_at]  # indices among the read logits
     sites = Heads(), AttentionEdges()
     runs = [GatedRun(model, site, tokens[None], read) for site in sites]
-    whole = runs[0].clean_logits[columns].double()
+    whole = runs[0].start_from(None)[columns].double()
     predicted = whole.argmax(dim=-1)
     found = [_of(predicted, whole[None])[:0]]
     per_token = adapter.activations_per_token + 3 * adapter.n_heads * len(tokens)
     size = max(1, _MOST_NUMBERS // (len(tokens) * per_token))
     for run, parts in zip(runs, (heads, attention_edges), strict=True):
         # Passes start at the first layer that differs from this run.
-        alone = run.clean_logits[columns].double() if parts else whole
+        alone = run.start_from(None)[columns].double() if parts else whole
         for start in range(0, len(parts), size):
             gates = _leave_one_out(adapter, run.site, parts[start : start + size])
             logits = run.logits(gates)[:, columns].double()

@@ -129,7 +129,7 @@ class GatedRun:
     """A batch of prompts to run under any number of gate settings at one site.
 
     Stacked settings share a forward pass, and each pass starts at the first layer in which a gate
-    differs from the cached state: that of the whole model, or of `start_from`.
+    differs from the state of `start_from`, if there is one.
 
     Args:
         model: dense or sparse model; left unchanged.
@@ -169,10 +169,8 @@ class GatedRun:
 
     @property
     def clean_logits(self) -> Float[Tensor, "label vocab"]:
-        """Logits of the whole model; its state is cached unless another one already is."""
-        if self._clean is None and self._base is None:
-            self._clean = self.start_from(None)
-        elif self._clean is None:
+        """Logits of the whole model."""
+        if self._clean is None:
             mask = self.attention_mask
             with torch.no_grad():
                 final = self.adapter.final(self.tokens, read=self.read, attention_mask=mask)
@@ -181,7 +179,10 @@ class GatedRun:
 
     @torch.no_grad()
     def start_from(self, gates: Tensor | None) -> Float[Tensor, "label vocab"]:
-        """Logits under one setting (None: the whole model); later passes start from its state."""
+        """Logits under one setting (None: the whole model); later passes start from its state.
+
+        For circuit edges, the state holds what every source writes in d_model dimensions.
+        """
         adapter, edges = self.adapter, isinstance(self.site, CircuitEdges)
         if gates is None:
             gates = torch.ones([max(size, 1) for size in self.site.shape(adapter)])

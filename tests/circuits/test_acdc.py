@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +17,16 @@ from torch import Tensor
 
 from sparse_tl.circuits import (
     Circuit,
+    Scores,
     acdc,
     acdc as acdc_function,
     attribute_circuit_edges,
     evaluate,
+    pair_runs,
     prune_circuit_edges,
 )
 from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.gates import GatedRun
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import logit_difference
@@ -64,6 +70,46 @@ def test_planted_circuits_are_learned(planted: Planted) -> None:
         planted.model, planted.pairs, size=len(planted.edges), steps=240, progress=False
     )
     assert _names(found.circuit) == planted.edges
+
+
+def test_pruning_can_start_from_scores(planted: Planted) -> None:
+    """Without learning it finds the best-scored edges; with it, the circuit."""
+    scores = attribute_circuit_edges(planted.model, planted.pairs, planted.metric)
+    size = len(planted.edges)
+    prune = partial(
+        prune_circuit_edges, planted.model, planted.pairs, size=size, start=scores, progress=False
+    )
+    still = prune(steps=1, learning_rate=1e-6)
+    assert _names(still.circuit) == _names(scores.top(size))
+    assert size < still.history["expected"][0] < 0.6 * scores.site.n_parts
+    assert _names(prune(steps=120).circuit) == planted.edges
+
+
+def test_states_of_few_batches_are_held(planted: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More pairs take no more memory, and what is found is the same."""
+    searches = {
+        "acdc": partial(acdc, threshold=1e-4),
+        "pruning": partial(prune_circuit_edges, size=len(planted.edges), steps=20),
+    }
+    options = {"batch_size": 2, "progress": False}
+    pairs = planted.pairs.select(torch.arange(24) % len(planted.pairs))
+    whole = [str(some(planted.model, pairs, **options)) for some in searches.values()]
+    monkeypatch.setattr(pair_runs, "STATES_AT_ONCE", 1)
+    alive: set[int] = set()
+    most = 0
+
+    class Counted(GatedRun):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            nonlocal most
+            super().__init__(*args, **kwargs)
+            alive.add(id(self))
+            weakref.finalize(self, alive.discard, id(self))
+            most = max(most, len(alive))
+
+    monkeypatch.setattr(pair_runs, "GatedRun", Counted)
+    again = [str(some(planted.model, pairs, **options)) for some in searches.values()]
+    assert again == whole
+    assert most <= 4 < len(pairs) / 2, "the first, the last, and the one that takes its place"
 
 
 def test_lambda_of_pruning_rises_while_too_many_edges_are_open() -> None:
@@ -207,6 +253,9 @@ def test_settings_that_make_no_sense(build_tiny: Build, pairs: PromptPairs) -> N
         acdc(model, pairs, threshold=0.1, start=other, progress=False)
     with pytest.raises(ValueError, match="expected a size in 1.."):
         prune_circuit_edges(model, pairs, size=0, progress=False)
+    scores = Scores(grouped, grouped.exists.double(), "eap")
+    with pytest.raises(ValueError, match="expected scores of"):
+        prune_circuit_edges(model, pairs, size=3, start=scores, progress=False)
 
 
 def test_edges_on_no_path_are_left_out() -> None:

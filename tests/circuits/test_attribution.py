@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -16,7 +18,7 @@ from sparse_tl.circuits import attribute_circuit_edges, attribute_heads
 from sparse_tl.circuits.gradient_passes import Method
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, adapt, relevance_rules
+from sparse_tl.lens import Activations, Adapter, Model, adapt, relevance_rules, source_outputs
 from sparse_tl.metrics import logit_difference
 
 Build = Callable[..., Model]
@@ -57,6 +59,31 @@ def test_integrated_gradients_are_those_of_eap_ig(build_tiny: Build, kind: str) 
     torch.testing.assert_close(fast, sum(slow[1:]) / 5, rtol=1e-9, atol=1e-12)
     theirs = sum(slow[:5]) / 5
     torch.testing.assert_close(fast + (slow[0] - slow[5]) / 5, theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.usefixtures("double_precision")
+@pytest.mark.parametrize("method", ["eap-ig", "eap-ig-activations"])
+@pytest.mark.parametrize("by_pair", [False, True])
+def test_a_few_places_at_a_time(
+    build_tiny: Build, monkeypatch: pytest.MonkeyPatch, method: str, by_pair: bool
+) -> None:
+    model, options = shaken(build_tiny(dtype="float64")), {"method": method, "by_pair": by_pair}
+    attribute = partial(
+        attribute_circuit_edges, model, random_pairs(), logit_difference, batch_size=3, **options
+    )
+    whole, sizes = attribute().values, []
+
+    def noted(adapter: Adapter, values: Activations) -> torch.Tensor:
+        written = source_outputs(adapter, values)
+        sizes.append(written.numel())
+        return written
+
+    one_place = adapt(model).d_model * len(adapt(model).graph.sources)
+    module = sys.modules[attribute_circuit_edges.__module__]
+    monkeypatch.setattr(module, "WRITES_AT_ONCE", 2 * one_place)
+    monkeypatch.setattr(module, "source_outputs", noted)
+    torch.testing.assert_close(attribute().values, whole, rtol=1e-12, atol=1e-14)
+    assert max(sizes) == 2 * one_place
 
 
 @pytest.mark.parametrize("kind", ["sequential", "parallel", "grouped", "attention_only"])

@@ -30,10 +30,10 @@ def test_it_prints_a_table_and_goes_on_where_it_stopped(
     said = capsys.readouterr().out
     before, table = said.split("\n\n", 1)
     for side in ("dense ", "sparse"):
-        for name in ("EAP-IG ranking", "pruning-8", "acdc-0.1"):
+        for name in ("EAP-IG ranking", "pruning-8", "warm-8", "acdc-0.1"):
             assert f"{side} {name}" in before
     rows = table.splitlines()[2:]
-    assert [row.count("|") for row in rows] == [5] * 5
+    assert [row.count("|") for row in rows] == [5] * 6
     assert rows[0] == "| method | dense | sparse | dense / sparse |"
     assert rows[2].startswith("| EAP-IG ranking | ") and rows[2].endswith("x |")
 
@@ -44,7 +44,7 @@ def test_it_prints_a_table_and_goes_on_where_it_stopped(
     monkeypatch.setattr(circuit_methods, "attribute_circuit_edges", refuse)
     circuit_methods.main([*words, "--sizes", "8,4", "--thresholds", "0.1"])
     again = capsys.readouterr().out
-    assert "pruning-4" in again and again.splitlines()[-3] == rows[2]
+    assert "pruning-4" in again and again.splitlines()[-4] == rows[2]
     with pytest.raises(ValueError, match="holds a run with other settings"):
         circuit_methods.main([*words, "--seed", "1"])
 
