@@ -6,7 +6,6 @@ from sparse_tl.data.streams import (
     IterableStream as IterableStream,
     ShuffledStream as ShuffledStream,
     TokenStream as TokenStream,
-    read_documents as read_documents,
-    token_windows as token_windows,
 )
 from sparse_tl.data.targets import TargetDataset as TargetDataset
+from sparse_tl.data.text import read_documents as read_documents, token_windows as token_windows

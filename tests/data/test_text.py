@@ -1,0 +1,230 @@
+"""Texts are read as far as they are needed, and cut into full windows of the same tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub.constants
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from sparse_tl.data import read_documents, text, token_windows
+
+WORDS = ["<s>", "a", "b", "c", "d"]
+
+
+def _tokenizer(bos: bool = True) -> PreTrainedTokenizerFast:
+    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="d"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **({"bos_token": "<s>"} if bos else {}))
+
+
+def test_every_document_follows_a_bos_and_nothing_is_padded() -> None:
+    windows = token_windows(["a b c", "d", "b b b b"], _tokenizer(), 3)
+    # <s> a b | c <s> d | <s> b b | and the last two tokens fill no window.
+    assert windows.tolist() == [[0, 1, 2], [3, 0, 4], [0, 2, 2]]
+
+
+def test_documents_without_a_bos_token_are_joined() -> None:
+    windows = token_windows(["a b c", "d", "b b"], _tokenizer(bos=False), 2)
+    assert windows.tolist() == [[1, 2], [3, 4], [2, 2]]
+
+
+def test_a_limit_reads_no_further_than_it_must() -> None:
+    read = []
+
+    def documents() -> Iterator[str]:
+        for i in range(100):
+            read.append(i)
+            yield "a b c"
+
+    windows = token_windows(documents(), _tokenizer(), 4, limit=2)
+    assert windows.tolist() == [[0, 1, 2, 3]] * 2
+    assert read == [0, 1]
+
+
+@pytest.mark.parametrize(("documents", "count"), [(["a b"], 3), ([], 0), (["", ""], 2)])
+def test_text_shorter_than_a_window(documents: list[str], count: int) -> None:
+    with pytest.raises(ValueError, match=f"one window of 8 tokens; got {count} tokens"):
+        token_windows(documents, _tokenizer(), 8)
+
+
+def test_a_window_that_predicts_nothing() -> None:
+    with pytest.raises(ValueError, match="a window of at least 2 tokens; got 1"):
+        token_windows(["a b"], _tokenizer(), 1)
+
+
+def test_text_needs_a_tokenizer() -> None:
+    with pytest.raises(ValueError, match="expected a model with a tokenizer"):
+        token_windows(["a b"], None, 2)
+
+
+def test_documents_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "stories.txt"
+    path.write_text("\nOne — día.\n<|endoftext|>\n\n<|endoftext|>Two\nlines.", encoding="utf-8")
+    assert list(read_documents(path)) == ["One — día.", "Two\nlines."]
+    assert list(read_documents(str(path), separator="Two")) == [
+        "One — día.\n<|endoftext|>\n\n<|endoftext|>",
+        "lines.",
+    ]
+
+
+@pytest.mark.parametrize("block", [1, 7, 2**20])
+def test_separators_between_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    documents = [f"{'día ' * n}{n}" for n in range(1, 12)]
+    (tmp_path / "text.txt").write_text("<|end|>".join(documents), encoding="utf-8")
+    monkeypatch.setattr(text, "BLOCK", block)
+    assert list(read_documents(tmp_path / "text.txt", separator="<|end|>")) == documents
+
+
+def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "latin.txt"
+    path.write_bytes("día".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"expected UTF-8 text in .*latin\.txt"):
+        list(read_documents(path))
+
+
+def test_without_a_network_it_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`load_dataset` asked six times, over half a minute."""
+    asked: list[str] = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *name, **_: asked.append(name[0]))
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ValueError, match="no-such-set is no file, and loading it as a dataset"):
+        list(read_documents("no-such-set"))
+    assert asked == []
+
+
+@pytest.mark.usefixtures("offline")
+def test_neither_a_file_nor_a_dataset() -> None:
+    with pytest.raises(ValueError, match="no-such-dataset is no file, and loading it as a dataset"):
+        list(read_documents("no-such-dataset"))
+
+
+def _dataset_folder(folder: Path) -> str:
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    return str(folder)
+
+
+def test_documents_of_a_dataset(tmp_path: Path) -> None:
+    assert list(read_documents(_dataset_folder(tmp_path / "data"))) == ["one", "two"]
+
+
+def test_empty_rows_of_a_dataset_are_no_documents(tmp_path: Path) -> None:
+    """Datasets of lines have one between any two paragraphs: each became a lone BOS token."""
+    rows = [
+        '{"text": "one"}',
+        '{"text": ""}',
+        '{"text": " \\n"}',
+        '{"text": null}',
+        '{"text": "two"}',
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    assert list(read_documents(tmp_path)) == ["one", "two"]
+
+
+def test_a_dataset_without_the_column_names_those_it_has(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a column 'story' in dataset .*it has \['text'\]"):
+        list(read_documents(_dataset_folder(tmp_path / "data"), column="story"))
+
+
+# Long documents.
+
+
+def _odd() -> str:
+    """Words, and what tokenizers treat in ways of their own."""
+    draw = random.Random(0).choice
+    parts = [
+        "word",
+        " a",
+        "ä",
+        "é ",
+        "  ",
+        "\n",
+        "\n\n",
+        "\t",
+        " 😀",
+        "漢字",
+        "I'm ",
+        "...",
+        "   \n ",
+    ]
+    return "".join(draw(parts) for _ in range(4000))
+
+
+@pytest.fixture(params=["gpt2", "olmo", "stories260K"])
+def real_tokenizer(request: pytest.FixtureRequest, shared_data: Path) -> PreTrainedTokenizerFast:
+    kind = "models" if request.param == "stories260K" else "tokenizers"
+    path = shared_data / kind / request.param / "tokenizer.json"
+    return PreTrainedTokenizerFast(tokenizer_file=str(path))
+
+
+@pytest.mark.parametrize("name", ["tinyshakespeare", "wikitext2_test", "tinystories_val", "odd"])
+@pytest.mark.parametrize(("piece", "context"), [(200, 32), (300, 64), (5000, 512)])
+def test_pieces_have_the_tokens_of_the_whole(
+    real_tokenizer: PreTrainedTokenizerFast,
+    shared_data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    piece: int,
+    context: int,
+) -> None:
+    path = shared_data / "text" / f"{name}.txt"
+    document = _odd() if name == "odd" else path.read_text(encoding="utf-8")[:50_000]
+    whole = token_windows([document], real_tokenizer, 16)
+    monkeypatch.setattr(text, "PIECE", piece)
+    monkeypatch.setattr(text, "CONTEXT", context)
+    assert token_windows([document], real_tokenizer, 16).equal(whole)
+
+
+class _Counting:
+    """A tokenizer that knows how much text it was given."""
+
+    def __init__(self, inner: Callable[..., Any]) -> None:
+        self.inner, self.characters = inner, 0
+        self.bos_token_id, self.is_fast = None, True
+
+    def __call__(self, given: str, **options: Any) -> Any:
+        self.characters += len(given)
+        return self.inner(given, **options)
+
+
+@pytest.mark.parametrize("limit", [1, 20])
+def test_a_long_document_is_tokenised_as_far_as_needed(
+    monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(text, "PIECE", 400)
+    monkeypatch.setattr(text, "CONTEXT", 40)
+    document, tokenizer = "a b c d " * 5000, _Counting(_tokenizer(bos=False))
+    windows = token_windows([document], tokenizer, 50, limit=limit)
+    assert windows.flatten().tolist() == [1, 2, 3, 4] * (50 * limit // 4) + [1, 2] * (limit % 2)
+    assert tokenizer.characters <= 2 * 50 * limit * 1.3 + 480
+
+
+def test_a_document_without_spaces_is_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "PIECE", 10)
+    letters = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters)
+    assert token_windows(["ab" * 500], tokenizer, 1000).tolist() == [[0, 1] * 500]
+
+
+def test_tokens_that_depend_on_all_the_text_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a document is refused: its pieces would have other tokens, which nobody would see."""
+
+    def tokenizer(given: str, **options: Any) -> dict[str, list]:
+        step = 3 + len(given) % 2
+        spans = [(i, min(i + step, len(given))) for i in range(0, len(given), step)]
+        return {"input_ids": [0] * len(spans), "offset_mapping": spans}
+
+    monkeypatch.setattr(text, "PIECE", 50)
+    monkeypatch.setattr(text, "CONTEXT", 7)
+    with pytest.raises(ValueError, match="shorter documents"):
+        token_windows(["ab " * 500], _Counting(tokenizer), 16)
