@@ -8,6 +8,9 @@ that a machine that slows down slows all of them:
 - paired: the same with the constraint relative to the frozen dense model, which adds one forward
   pass without gradients (a third of a training step) to any implementation.
 
+The shapes: the addition model; GPT-2 small with 4 windows of 128 tokens; and "layer-T", one layer
+of its width with one window of T tokens.
+
 Usage: python benchmarks/post_training_step.py [--hooked] [--runs 15] [--shapes addition,gpt2]
 """
 
@@ -43,8 +46,14 @@ def shape(name: str, hooked: bool) -> tuple[Callable[[], Model], TokenBatch]:
             ARCHITECTURE,
         )
     else:
-        generator, fields = torch.Generator().manual_seed(0), GPT2_SMALL
-        batch = TokenBatch.next_token(torch.randint(50257, (4, 128), generator=generator))
+        rows, window, fields = 4, 128, GPT2_SMALL
+        if name.startswith("layer-"):  # a small vocabulary, so that attention is what is measured
+            rows, window = 1, int(name.removeprefix("layer-"))
+            fields = fields | {"n_layer": 1, "n_positions": window, "vocab_size": 1000}
+        drawn = torch.randint(
+            fields["vocab_size"], (rows, window), generator=torch.Generator().manual_seed(0)
+        )
+        batch = TokenBatch.next_token(drawn)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return partial(random_gpt2, fields, hooked=hooked, device=device), batch
 

@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from sparse_tl.gates.counting import attention_edges_of_layer, possible_attention_edges
 from sparse_tl.gates.distributions import BernoulliGate, GateDistribution, GateMode, gate_values
 from sparse_tl.gates.passes import Counted, GateSettings, PassGates
 from sparse_tl.gates.patches import gate
+from sparse_tl.gates.straight_through import gated_pattern
 from sparse_tl.lens import Adapter, HookFunction, Order
 
 
@@ -105,6 +106,20 @@ class AttentionGates(PassGates):
         now = self._settings_of(layer, scores[:, :1])
         if now.idle:
             return None
+        rule = self.distribution
+        if now.mode is GateMode.SAMPLED and type(rule) is BernoulliGate and not now.keep_gates:
+            gated, counted = gated_pattern(
+                scores,
+                pattern,
+                self.bias[layer],
+                rule.temperature,
+                now,
+                self._cost(layer, now, scores),
+                _real_queries(now, scores),
+            )
+            if now.counts is not None:
+                now.counts.append(counted)
+            return gated
         logits = scores.to(self.bias.dtype) + self.bias[layer, :, None, None]
         if now.counts is not None:
             now.counts.append(self._count(layer, now, scores, pattern, logits))
@@ -118,16 +133,33 @@ class AttentionGates(PassGates):
     ) -> Counted:
         """Count the edges of one layer."""
         valid = possible_attention_edges(scores, pattern)
-        if now.real is not None:
-            # Models mask padding as a key, but not as a query.
-            valid = valid & now.real.to(valid.device).bool()[:, None, -scores.shape[2] :, None]
+        real = _real_queries(now, scores)
+        if real is not None:
+            valid = valid & real
         is_open, probability = self._opened(now, logits, valid)
-        if now.real is not None:
+        if real is not None:
             probability = probability * valid
-        cost = None
-        if now.edge_cost is not None:
-            cost = _cost_of(layer, len(self.bias), now.edge_cost, logits)
+        cost = self._cost(layer, now, logits)
         return attention_edges_of_layer(valid, is_open, probability, cost, now.keep_gates)
+
+    def _cost(
+        self, layer: int, now: GateSettings, like: Float[Tensor, "prompt head query key"]
+    ) -> Float[Tensor, "#head #query #key"] | None:
+        """The costs of a layer's edges, if they differ."""
+        if now.edge_cost is None:
+            return None
+        check_edge_cost(now.edge_cost, (len(self.bias), *like.shape[1:]))
+        cost = now.edge_cost.reshape((1,) * (4 - now.edge_cost.ndim) + tuple(now.edge_cost.shape))
+        return cost[layer if len(cost) > 1 else 0].to(like.device, self.bias.dtype)
+
+
+def _real_queries(
+    now: GateSettings, scores: Float[Tensor, "prompt head query key"]
+) -> Bool[Tensor, "prompt 1 query 1"] | None:
+    """Queries that are no padding: models mask it as a key, but not as a query."""
+    if now.real is None:
+        return None
+    return now.real.to(scores.device).bool()[:, None, -scores.shape[2] :, None]
 
 
 def check_edge_cost(cost: Float[Tensor, "*#edge"], edges: Sequence[int | None]) -> None:
@@ -165,15 +197,3 @@ def costs_of_first(
     if cost is None or cost.ndim == 0:
         return cost
     return cost[..., :width] if cost.ndim == 1 else cost[..., :width, :width]
-
-
-def _cost_of(
-    layer: int,
-    n_layers: int,
-    cost: Float[Tensor, "*#edge"],
-    logits: Float[Tensor, "prompt head query key"],
-) -> Float[Tensor, "#head #query #key"]:
-    """The costs of a layer's edges."""
-    check_edge_cost(cost, (n_layers, *logits.shape[1:]))
-    cost = cost.reshape((1,) * (4 - cost.ndim) + tuple(cost.shape)).to(logits)
-    return cost[layer if len(cost) > 1 else 0]

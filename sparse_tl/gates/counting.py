@@ -18,8 +18,8 @@ _FAR_BELOW = 5000.0
 
 
 def possible_attention_edges(
-    scores: Float[Tensor, "prompt head query key"], pattern: Float[Tensor, "prompt head query key"]
-) -> Bool[Tensor, "prompt head query key"]:
+    scores: Float[Tensor, "*head query key"], pattern: Float[Tensor, "*head query key"]
+) -> Bool[Tensor, "*head query key"]:
     """The query-key pairs that the model does not mask, read off its own pattern and scores.
 
     A masked pair has zero attention and a score far below all others of its query: models mask with
@@ -204,7 +204,7 @@ def attention_edges_of_layer(
     valid: Bool[Tensor, "prompt head query key"],
     is_open: Bool[Tensor, "prompt head query key"],
     probability: Float[Tensor, "prompt head query key"],
-    cost: Float[Tensor, "#head #query #key"] | None,
+    cost: Float[Tensor, "*#prompt #head #query #key"] | None,
     keep_gates: bool,
 ) -> dict[str, Tensor]:
     """Counts over the queries and keys of one layer, keyed by field of `AttentionEdgeCounts`.
@@ -215,9 +215,9 @@ def attention_edges_of_layer(
     edges = (-2, -1)
     found = {
         "real": valid[:, 0].any(dim=-1),
-        "active": is_open.sum(dim=edges),
+        "active": _number_of(is_open),
         "expected": probability.sum(dim=edges),
-        "possible": valid.sum(dim=edges),
+        "possible": _number_of(valid),
     }
     if keep_gates:
         found["gates"] = is_open
@@ -225,6 +225,11 @@ def attention_edges_of_layer(
         found["cost"] = (cost * probability).sum(dim=edges)
         found["active_cost"] = (cost * is_open).sum(dim=edges)
     return found
+
+
+def _number_of(edges: Bool[Tensor, "*head query key"]) -> Int[Tensor, "*head"]:
+    """How many there are; a query's keys in float32, which is exact and much faster than int64."""
+    return edges.sum(dim=-1, dtype=torch.float32).sum(dim=-1, dtype=torch.int64)
 
 
 def mlps_of_layer(

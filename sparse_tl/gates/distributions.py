@@ -28,7 +28,7 @@ class GateDistribution:
         self, logits: Gates, generator: torch.Generator | None = None, noise: float = 1.0
     ) -> Gates:
         """A random gate, differentiable in the logit; `noise` scales the logistic noise."""
-        return self.squash(logits + noise * _logistic_noise(logits, generator))
+        return self.squash(logits + noise * logistic_noise(logits, generator))
 
     def mode(self, logits: Gates) -> Gates:
         """The deterministic gate that evaluation uses."""
@@ -152,7 +152,8 @@ def expected_size(distribution: GateDistribution, logits: Gates) -> Float[Tensor
     return distribution.open_probability(logits).sum()
 
 
-def _logistic_noise(logits: Gates, generator: torch.Generator | None) -> Gates:
+def logistic_noise(logits: Gates, generator: torch.Generator | None) -> Gates:
+    """Standard logistic noise for every gate."""
     # The open interval (0, 1): an exact 0 or 1 would make the noise infinite.
     tiny = torch.finfo(torch.float32).tiny
     uniform = torch.rand(

@@ -1,0 +1,119 @@
+"""Gates on a pattern with a backward pass of their own: equal to the same, composed by autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparse_tl.gates import straight_through
+from sparse_tl.gates.counting import attention_edges_of_layer, possible_attention_edges
+from sparse_tl.gates.distributions import BernoulliGate, press
+from sparse_tl.gates.passes import GateSettings
+from sparse_tl.gates.straight_through import gated_pattern
+
+SHAPE = (3, 2, 7, 7)
+MASKS = ("causal", "window", "padded", "lowest", "none")
+
+
+def _inputs(mask: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores and pattern as models mask them, and biases."""
+    generator = torch.Generator().manual_seed(0)
+    scores = 2 * torch.randn(SHAPE, generator=generator, dtype=torch.float64).to(dtype)
+    seen = torch.ones(7, 7, dtype=torch.bool)
+    if mask != "none":
+        seen = seen.tril()
+    if mask == "window":
+        seen &= ~seen.tril(-3)
+    lowest = torch.finfo(dtype).min if mask == "lowest" else -torch.inf
+    scores = scores.masked_fill(~seen, lowest).requires_grad_()
+    if mask == "padded":
+        scores = scores.masked_fill(
+            torch.arange(7) >= torch.tensor([7, 5, 2])[:, None, None, None], -1e5
+        )
+    bias = torch.tensor([0.3, -0.5], dtype=torch.float64, requires_grad=True)
+    return scores, scores.softmax(dim=-1), bias
+
+
+def _composed(
+    scores: Tensor,
+    pattern: Tensor,
+    bias: Tensor,
+    now: GateSettings,
+    rule: BernoulliGate,
+    **options: Any,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    logits = scores.to(bias.dtype) + bias[:, None, None]
+    gates = rule.sample(logits, now.generator, now.noise)
+    valid = possible_attention_edges(scores, pattern)
+    chance = press(rule.open_probability(logits), logits, now.pressure)
+    if options["real"] is not None:
+        valid = valid & options["real"]
+        chance = chance * valid
+    is_open = rule.is_open(logits) & valid
+    counts = attention_edges_of_layer(valid, is_open, chance, options["cost"], False)
+    return gates.to(pattern.dtype) * pattern, counts
+
+
+@pytest.mark.parametrize("at_once", [1, 100, 2**20])
+@pytest.mark.parametrize("noise", [1.0, 0.3, 0.0])
+@pytest.mark.parametrize("costly", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+def test_values_counts_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, mask: str, costly: bool, noise: float, at_once: int
+) -> None:
+    monkeypatch.setattr(straight_through, "EDGES_AT_ONCE", at_once)
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda *shape: torch.rand(shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    cost = draw(2, 1, 7) if costly else None
+    real = torch.arange(7) < torch.tensor([7, 5, 2])[:, None]
+    options = {"cost": cost, "real": real[:, None, :, None] if mask == "padded" else None}
+    weights = draw(*SHAPE), draw(3, 2), draw(3, 2)
+    rule, found = BernoulliGate(temperature=0.7), []
+    for way in (gated_pattern, _composed):
+        scores, pattern, bias = _inputs(mask)
+        again = torch.Generator().manual_seed(2)
+        now = GateSettings(generator=again, noise=noise, counts=[], pressure=0.2)
+        if way is gated_pattern:
+            gated, counts = gated_pattern(scores, pattern, bias, 0.7, now, **options)
+        else:
+            gated, counts = _composed(scores, pattern, bias, now, rule, **options)
+        total = (gated * weights[0]).sum() + (counts["expected"] * weights[1]).sum()
+        if costly:
+            total = total + (counts["cost"] * weights[2]).sum()
+        by = torch.autograd.grad(total, (scores, bias))
+        found.append({"gated": gated, **counts, "by scores": by[0], "by bias": by[1]})
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name], rtol=1e-12, atol=1e-13, msg=name)
+    assert found[0]["by bias"].abs().min() > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_pattern_keeps_its_precision(dtype: torch.dtype) -> None:
+    scores, pattern, bias = _inputs("causal", dtype)
+    now = GateSettings(generator=torch.Generator().manual_seed(0), counts=[])
+    gated, counts = gated_pattern(scores, pattern, bias, 1.0, now)
+    assert gated.dtype == dtype and counts["expected"].dtype == torch.float64
+    (by,) = torch.autograd.grad(gated.sum(), scores)
+    assert by.dtype == dtype
+
+
+def test_what_is_kept_for_the_backward_pass() -> None:
+    """Scores, pattern and noise; noise that is 0 is not kept."""
+    sizes = []
+    for noise in (1.0, 0.0):
+        scores, pattern, bias = _inputs("causal")
+        kept: dict[int, int] = {}
+
+        def note(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        now = GateSettings(generator=torch.Generator(), noise=noise, counts=[], pressure=0.2)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            gated_pattern(scores, pattern, bias, 1.0, now)
+        sizes.append(sum(size for size in kept.values() if size >= scores.nbytes) / scores.nbytes)
+    assert sizes == [3, 2]
