@@ -118,8 +118,8 @@ def _gates(adapter: Adapter) -> str:
     weights = sum(weight.nbytes for weight in adapter.parameters("all"))
     return (
         "gates act on its attention edges and heads. Post-training all weights takes "
-        f"{decimal(6 * weights)} for weights, gradients, Adam, the dense and the best model, "
-        "beside the activations of a batch"
+        f"{decimal(5 * weights)} for weights, gradients, Adam and the dense model, beside the "
+        "activations of a batch; the best weights are kept in the memory of the CPU"
     )
 
 

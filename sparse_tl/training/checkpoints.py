@@ -37,7 +37,7 @@ class TrainingState:
         step: number of completed steps.
         history: one dictionary per logged step.
         best: metrics of the best evaluation so far, including its step; empty before the first.
-        best_weights: trained weights at that evaluation.
+        best_weights: trained weights at that evaluation, on the CPU.
         objective: the objective's state: plain values and tensors.
         first_batch: digest of the first step's batch.
         last_batch: digest of the last completed step's batch.
@@ -135,8 +135,7 @@ def load_checkpoint(
         _check_identity(folder, content["identity"], identity)
         state = _restored(content["state"])
         weights = {name: groups["weights"][name] for name in trained}
-        for name, tensor in groups["best"].items():
-            state.best_weights[name] = tensor.to(trained[name].device)
+        state.best_weights = groups["best"]
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"expected a whole checkpoint in {folder}; {error!r}") from error
     _check_stream(folder, state, stream)

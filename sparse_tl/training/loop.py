@@ -185,7 +185,8 @@ class _Run:
         if not self.state.best or self.selection.better(metrics, self.state.best):
             self.state.best = metrics
             self.state.best_weights = {
-                name: parameter.detach().clone() for name, parameter in self.trained.items()
+                name: parameter.detach().to("cpu", copy=True)
+                for name, parameter in self.trained.items()
             }
         if not self.state.history:
             self.state.history.append(self._now())
