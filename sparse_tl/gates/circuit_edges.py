@@ -14,6 +14,7 @@ and reads of destinations with a closed incoming edge.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -191,11 +192,14 @@ class CircuitPass:
     ) -> Float[Tensor, "stack n flat"]:
         """What n destinations read, each under its own closed edges."""
         n_stack, count, _ = weights.shape
-        changes = self._changes.first(count).view(count, n_stack, -1)
-        flat = residual.reshape(n_stack, 1, -1)
-        if n_stack == 1:
-            return torch.addmm(flat[0], weights[0].T, changes[:, 0], alpha=-1)[None]
-        return torch.baddbmm(flat, weights.mT, changes.transpose(0, 1), alpha=-1)
+        reads = residual.reshape(n_stack, 1, -1)
+        for rows, part in self._changes.parts(count):
+            share, changes = weights[:, rows], part.view(len(part), n_stack, -1)
+            if n_stack == 1:
+                reads = torch.addmm(reads[0], share[0].T, changes[:, 0], alpha=-1)[None]
+            else:
+                reads = torch.baddbmm(reads, share.mT, changes.transpose(0, 1), alpha=-1)
+        return reads
 
     def _read_heads(
         self, layer: int, slot: str, value: Float[Tensor, "rows pos head d_head"]
@@ -227,7 +231,8 @@ class CircuitPass:
         """What some heads read under some of the settings."""
         assert self._residual is not None
         reads = self._residual.unflatten(0, (self.now.n_stack, -1))[stack]
-        changes = self._changes.first(weights.shape[1]).unflatten(1, (self.now.n_stack, -1))
+        ((_, first),) = self._changes.parts(weights.shape[1])
+        changes = first.unflatten(1, (self.now.n_stack, -1))
         part, row = (weights[stack, :, head] != 0).nonzero().unbind(dim=1)
         share = weights[stack[part], row, head[part]]
         change = changes[row, stack[part]] * share[:, None, None, None]
@@ -258,8 +263,8 @@ class CircuitPass:
 class _Changes:
     """Writes of the separated sources minus the patch, in the graph's order.
 
-    Without gradients, rows go into one preallocated buffer: concatenating them for every read would
-    cost more than the model itself. With gradients, they are concatenated.
+    Without gradients, rows go into one preallocated buffer, which is read as a whole. With
+    gradients, they are read part by part, since a read keeps what it reads for its backward pass.
     """
 
     def __init__(self, n_rows: int, *, keep_all: bool) -> None:
@@ -278,10 +283,12 @@ class _Changes:
         self._buffer[self._filled : self._filled + len(part)] = part
         self._filled += len(part)
 
-    def first(self, count: int) -> Float[Tensor, "some rows pos d_model"]:
-        """The rows of the first sources; these must have been appended."""
-        if self._keep_all:
-            self._parts = [torch.cat(self._parts)]
-            return self._parts[0][:count]
-        assert self._buffer is not None
-        return self._buffer[:count]
+    def parts(self, count: int) -> Iterator[tuple[slice, Float[Tensor, "some rows pos d_model"]]]:
+        """The rows of the first sources, some at a time; these must have been appended."""
+        start = 0
+        for part in self._parts if self._keep_all else [self._buffer]:
+            if start < count:
+                assert part is not None
+                stop = min(start + len(part), count)
+                yield slice(start, stop), part[: stop - start]
+                start = stop
