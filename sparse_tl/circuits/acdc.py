@@ -86,7 +86,8 @@ def acdc(
     if size is not None and not 0 <= size <= len(begin):
         raise ValueError(f"expected a size in 0..{len(begin)}, what is started from; got {size}")
     edges = begin.site == graph
-    runs = PairRuns(model, CircuitEdges() if edges else Heads(), pairs, patch, batch_size)
+    site = CircuitEdges() if edges else Heads()
+    runs = PairRuns(model, site, pairs, patch, batch_size, keep=True)
     search = _Search(begin, runs, metric, threshold or 1e-4)
     if checkpoint is not None:
         search.save_to(Path(checkpoint), f"{size} {threshold}", pairs)

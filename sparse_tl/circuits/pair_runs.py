@@ -21,9 +21,6 @@ STATES_AT_ONCE = 2**28
 class PairRuns:
     """Prompt pairs to run under gates at one site, batch by batch.
 
-    The runs of the first batches are kept, with their patches and what they start from; those of
-    further batches are made again whenever they are needed, so memory does not grow with pairs.
-
     Args:
         model: dense or sparse model.
         site: where the gates sit.
@@ -32,6 +29,9 @@ class PairRuns:
             over clean prompts at each position; "resample", the value of a randomly drawn clean
             prompt; "zero", zeros; or tensors by hook point.
         batch_size: prompt pairs per forward pass.
+        keep: for searches that come back to every batch: keep the runs of the first batches, with
+            their patches and what they start from. Those of further batches are made again
+            whenever they are needed, so memory does not grow with pairs.
 
     Raises:
         ValueError: the patch is unknown, `batch_size` is below 1, a prompt does not fit the model,
@@ -39,7 +39,14 @@ class PairRuns:
     """
 
     def __init__(
-        self, model: HookedModel, site: Site, pairs: PromptPairs, patch: Patch, batch_size: int
+        self,
+        model: HookedModel,
+        site: Site,
+        pairs: PromptPairs,
+        patch: Patch,
+        batch_size: int,
+        *,
+        keep: bool = False,
     ) -> None:
         needed = needs_reference(patch)
         self.model, self.site, self.patch = model, site, patch
@@ -48,7 +55,8 @@ class PairRuns:
         self.batches = [piece.to(self.adapter.device) for piece in pairs.split(batch_size)]
         self._points = site.points(self.adapter)
         self._runs: dict[int, GatedRun] = {}
-        self._n_kept = max(1, STATES_AT_ONCE // (batch_size * pairs.clean.shape[1] * self._state))
+        state = batch_size * pairs.clean.shape[1] * self._state_per_token
+        self._n_kept = max(1, STATES_AT_ONCE // state) if keep else 0
         # A mean is shared by all batches; other prompts are split into batches.
         self._shown = self._mean() if patch == "mean" else "corrupted" if needed else patch
         self._others: Sequence[Tensor] = ()
@@ -76,7 +84,7 @@ class PairRuns:
         return run
 
     @property
-    def _state(self) -> int:
+    def _state_per_token(self) -> int:
         """Number of values per token that a run holds at most."""
         graph, layers = self.adapter.graph, self.adapter.n_layers
         written = len(graph.sources) if isinstance(self.site, CircuitEdges) else 0

@@ -93,7 +93,7 @@ def prune_circuit_edges(
         )
     if start is not None and start.site != graph:
         raise ValueError(f"expected scores of {graph!r} to start from; got {start!r}")
-    runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size)
+    runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size, keep=True)
     distribution = HardConcreteGate()
     gates = LearnedGates(
         model, CircuitEdges(), distribution=distribution, initial_logit=initial_logit
