@@ -22,7 +22,7 @@ from sparse_tl.cli.options import (
 )
 from sparse_tl.cli.printing import comparison, console, held_out, table
 
-ADDITION_MINUTES = 3
+ADDITION_MINUTES = "3 to 4"
 """Measured with the default settings of `addition`."""
 ROLES = ("facilitation", "irrelevance", "interference")
 
