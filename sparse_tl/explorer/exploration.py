@@ -18,7 +18,7 @@ from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.circuits.removal import AttentionEdge, Head, RemovalEffects
 from sparse_tl.circuits.trace import Prompt, output_text
 from sparse_tl.explorer.ablated_model import AblatedModel
-from sparse_tl.lens import HookedModel
+from sparse_tl.lens import HookedModel, check_head
 
 
 class Exploration:
@@ -151,7 +151,7 @@ class Exploration:
             ValueError: the model or head does not exist.
         """
         model = self._of(title)
-        model.adapter.check_head(layer, head)
+        check_head(model.adapter, layer, head)
         model.remove(model.heads ^ {(layer, head)}, model.edges)
 
     def toggle_attention_edges(self, title: str, edges: Iterable[AttentionEdge]) -> None:

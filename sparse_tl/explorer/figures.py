@@ -12,7 +12,7 @@ from sparse_tl.circuits.attention_graph import EdgeWeight
 from sparse_tl.circuits.removal import Head
 from sparse_tl.circuits.trace import Prompt
 from sparse_tl.explorer.ablated_model import trace_weights
-from sparse_tl.lens import HookedModel, adapt
+from sparse_tl.lens import HookedModel, adapt, check_head
 from sparse_tl.nodes import Node
 
 
@@ -92,7 +92,7 @@ def attention_view(
     if not heads:
         raise ValueError("expected at least one head (layer, head); got none")
     for head in heads:
-        adapter.check_head(*head)
+        check_head(adapter, *head)
     # A bidirectional model runs the whole prompt, wherever it is read.
     positions = None if adapter.causal else [0]
     graph = trace_attention(model, prompt, positions=positions, labels=labels)

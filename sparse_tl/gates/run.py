@@ -20,6 +20,7 @@ from sparse_tl.lens import (
     adapt,
     attached,
     check_gates,
+    check_head,
     record,
     source_outputs,
 )
@@ -86,7 +87,7 @@ def ablate_heads(
         raise ValueError("expected at least one head to ablate; got none")
     gates = torch.ones(adapter.n_layers, adapter.n_heads, device=adapter.device)
     for layer, head in heads:
-        adapter.check_head(layer, head)
+        check_head(adapter, layer, head)
         gates[layer, head] = 0
     with gated(model, Heads(), gates, patch, reference=reference, seed=seed):
         yield
@@ -112,7 +113,7 @@ def ablate_attention_edges(
     if not len(edges):
         raise ValueError("expected at least one attention edge to ablate; got none")
     for layer, head, query, key in edges:
-        adapter.check_head(layer, head)
+        check_head(adapter, layer, head)
         inside = 0 <= query < adapter.n_ctx and 0 <= key < adapter.n_ctx
         if not inside or (adapter.causal and key > query):
             raise ValueError(

@@ -99,18 +99,6 @@ class Adapter(ABC):
         """Why circuits are not defined for the model as configured; None if they are."""
         return None if self.causal else "its attention is not causal"
 
-    def check_head(self, layer: int, head: int) -> None:
-        """Check that a head exists.
-
-        Raises:
-            ValueError: the model has no such head.
-        """
-        if not (0 <= layer < self.n_layers and 0 <= head < self.n_heads):
-            raise ValueError(
-                f"expected heads (layer, head) of {self.n_layers} layers of {self.n_heads} heads; "
-                f"got ({layer}, {head})"
-            )
-
     def check_tokens(self, tokens: Int[Tensor, "*batch pos"]) -> None:
         """Check that the model can read these tokens.
 
@@ -228,9 +216,8 @@ class Adapter(ABC):
         Args:
             read: positions whose logits are read.
         """
-        unembed = self.model.unembed
-        with self._last_mlp_at(read), self._fused(), logits_only_at(unembed, read) as logits_at:
-            yield logits_at
+        with self._last_mlp_at(read), self._fused(), logits_only_at(self.model.unembed, read) as at:
+            yield at
 
     def _last_mlp_at(self, read: Bool[Tensor, "batch pos"]) -> AbstractContextManager[None]:
         return mlp_only_at(*self._last_mlp(), read) if self.has_mlps else nullcontext()

@@ -256,3 +256,16 @@ def _same(adapter: Adapter, found: Tensor, rebuilt: Tensor, what: str) -> None:
             f"{off:.3g}. Its parts are normalised, scaled or weighted in a way that circuits do "
             "not support."
         )
+
+
+def check_head(adapter: Adapter, layer: int, head: int) -> None:
+    """Check that a head exists.
+
+    Raises:
+        ValueError: the model has no such head.
+    """
+    if not (0 <= layer < adapter.n_layers and 0 <= head < adapter.n_heads):
+        raise ValueError(
+            f"expected heads (layer, head) of {adapter.n_layers} layers of {adapter.n_heads} "
+            f"heads; got ({layer}, {head})"
+        )
