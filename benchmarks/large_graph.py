@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from random_gpt2 import random_gpt2
-from torch import Tensor
 
 from sparse_tl import attribute_circuit_edges, evaluate_circuit_edges, logit_difference
 from sparse_tl.circuits import log_sizes
@@ -37,8 +36,6 @@ SHAPE = {
     "vocab_size": 100,
     "activation_function": "gelu_new",
 }
-
-
 WIDE = SHAPE | {"n_layer": 2, "n_embd": 4096, "n_inner": 16384}
 
 
@@ -61,15 +58,11 @@ def _wide(method: str) -> float:
     if method.startswith("plain"):
         for parameter in model.parameters():
             parameter.requires_grad_(method == "plain")
-        with model.hooks(fwd_hooks=[("hook_embed", lambda value, hook: _leaf(value))]):
+        with model.hooks(fwd_hooks=[("hook_embed", lambda value, hook: value.requires_grad_())]):
             model(pairs.clean)[:, -1, 0].sum().backward()
     else:
         attribute_circuit_edges(model, pairs, logit_difference, method=method, progress=False)
     return _peak() - before
-
-
-def _leaf(value: Tensor) -> Tensor:
-    return value if value.requires_grad else value.requires_grad_()
 
 
 def main() -> None:

@@ -147,9 +147,9 @@ def _initial_logits(
     values = scores.mean()[exists].abs()
     ranks = torch.empty_like(values)
     ranks[values.argsort(descending=True)] = torch.arange(1, len(values) + 1).to(values)
-    half = math.log(len(values) / size) / 2
+    half = max(math.log(len(values) / size) / 2, 0.5)  # 0 where all edges are asked for
     logits = torch.zeros(exists.shape, dtype=torch.float64)
-    logits[exists] = initial_logit * (1 + (math.log(size) - ranks.log()) / max(half, 0.5))
+    logits[exists] = initial_logit * (1 + (math.log(size) - ranks.log()) / half)
     return logits
 
 

@@ -80,9 +80,9 @@ def removal_effects(
     found = [_of(predicted, whole[None])[:0]]
     per_token = adapter.activations_per_token + 3 * adapter.n_heads * len(tokens)
     size = max(1, _MOST_NUMBERS // (len(tokens) * per_token))
-    for run, parts in zip(runs, (heads, attention_edges), strict=True):
-        # Passes start at the first layer that differs from this run.
-        alone = run.start_from(None)[columns].double() if parts else whole
+    # Passes start at the first layer that differs from the whole model's.
+    wholes = [whole, runs[1].start_from(None)[columns].double() if attention_edges else whole]
+    for run, parts, alone in zip(runs, (heads, attention_edges), wholes, strict=True):
         for start in range(0, len(parts), size):
             gates = _leave_one_out(adapter, run.site, parts[start : start + size])
             logits = run.logits(gates)[:, columns].double()

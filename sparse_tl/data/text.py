@@ -15,10 +15,9 @@ from torch import Tensor
 BLOCK = 2**20
 """Characters that are read from a file at a time, while documents are shorter."""
 PIECE = 2**17
-"""Characters of a long document that are tokenised at a time: tokenizers hold a kilobyte for each
-few of them."""
+"""Characters of a long document that are tokenised at a time, at some 160 bytes each."""
 CONTEXT = 2**9
-"""Characters before a piece that are tokenised with it."""
+"""Characters before and behind a piece that are tokenised with it."""
 
 
 def read_documents(
