@@ -17,6 +17,13 @@ from sparse_tl.lens.checks import (
     check_head as check_head,
     check_mlps as check_mlps,
 )
+from sparse_tl.lens.deferred import (
+    Deferred as Deferred,
+    DeferredScores as DeferredScores,
+    explicit as explicit,
+    function_name as function_name,
+)
+from sparse_tl.lens.expressions import Block as Block, Expression as Expression
 from sparse_tl.lens.hooked_folder import build_model as build_model
 from sparse_tl.lens.loading import (
     check_folder as check_folder,

@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from sparse_tl import SparseTransformer, evaluate_held_out
 from sparse_tl.data import TokenBatch
+from sparse_tl.gates import blockwise
 from sparse_tl.gates.passes import KNOWN_PASSES
-from sparse_tl.lens import Model, adapt
+from sparse_tl.lens import Model, adapt, deferred
 
 Build = Callable[..., Model]
 # A bridge keeps keys and values unless told otherwise; layers that run again would add them twice.
@@ -105,8 +106,13 @@ def _checkpointed(sparse: SparseTransformer) -> SparseTransformer:
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["each", "together"])
 @pytest.mark.parametrize("pieces", [1, 2, 4])
+@pytest.mark.parametrize("by_blocks", [False, True], ids=["whole", "by blocks"])
 def test_checkpointed_activations_have_the_same_gradients(
-    build_tiny: Build, pieces: int, at_once: bool
+    build_tiny: Build,
+    monkeypatch: pytest.MonkeyPatch,
+    pieces: int,
+    at_once: bool,
+    by_blocks: bool,
 ) -> None:
     """Layers run again in the backward pass, when the block that sampled gates is left.
 
@@ -114,6 +120,9 @@ def test_checkpointed_activations_have_the_same_gradients(
     """
     tokens = _tokens(4)
     tokens[1] = tokens[0]
+    if by_blocks:
+        monkeypatch.setattr(deferred, "LONG", tokens.shape[1])
+        monkeypatch.setattr(blockwise, "QUERIES_AT_ONCE", 2)
 
     def gradients(checkpointed: bool) -> list[torch.Tensor]:
         sparse = SparseTransformer(build_tiny(dtype="float64"), initial_bias=0.0)
