@@ -12,13 +12,14 @@ from torch import Tensor
 
 from sparse_tl.graph import CircuitEdge, CircuitGraph
 from sparse_tl.grids import AttentionGrid, HeadGrid
+from sparse_tl.positioned_graph import PositionedGraph
 from sparse_tl.results import Result
 
 if TYPE_CHECKING:
     import networkx as nx
     import pandas as pd
 
-Site = CircuitGraph | HeadGrid | AttentionGrid
+Site = CircuitGraph | PositionedGraph | HeadGrid | AttentionGrid
 """The set of parts that scores and circuits are defined over."""
 
 
