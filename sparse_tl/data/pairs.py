@@ -152,7 +152,7 @@ class PromptPairs(Rows):
         """
         return replace(self, spans=Spans.named(spans, self.positions, self.clean.shape[1]))
 
-    def spans_of(self, positions: Positions) -> Spans:
+    def spans_of(self, positions: Positions | str) -> Spans:
         """The spans that ``positions=`` of an analysis asks for.
 
         Raises:

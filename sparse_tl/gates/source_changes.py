@@ -108,9 +108,7 @@ class SourceChanges:
                 f"{tuple(self._at.shape)}; got {(rows // n_stack, n_columns)}"
             )
 
-    def _first(
-        self, count: int
-    ) -> Iterator[tuple[slice, Float[Tensor, "some rows pos d_model"]]]:
+    def _first(self, count: int) -> Iterator[tuple[slice, Float[Tensor, "some rows pos d_model"]]]:
         """The rows of the first sources, some at a time; these must have been appended."""
         start = 0
         for part in self._parts if self._keep_all else [self._buffer]:
