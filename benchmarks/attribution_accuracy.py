@@ -29,6 +29,8 @@ from sparse_tl.models import TASKS
 
 METHODS = ("eap", "eap-ig", "relp")
 KINDS = {"a": "heads", "m": "MLPs"}
+AT_POSITIONS = 4
+"""How many times as many edges are drawn by position: fewer of those have an effect."""
 
 
 def correlation(scores: Scores, exact: pd.Series) -> float:
@@ -79,7 +81,8 @@ def main() -> None:
             if isinstance(task, IOITask):
                 pairs, by = pairs.with_spans(task.spans(pairs)), "spans"
             for positions in (None, by):
-                row = correlations(model, pairs, task.metric, positions, options.edges)
+                n_edges = options.edges * (1 if positions is None else AT_POSITIONS)
+                row = correlations(model, pairs, task.metric, positions, n_edges)
                 shown = " | ".join(f"{r:.3f}" for r in row)
                 print(f"| {side} | {task.name} | {positions or 'all'} | {shown} |", flush=True)
 
