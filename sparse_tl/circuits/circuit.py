@@ -12,13 +12,14 @@ from torch import Tensor
 
 from sparse_tl.graph import CircuitEdge, CircuitGraph
 from sparse_tl.grids import AttentionGrid, HeadGrid
+from sparse_tl.positioned_graph import PositionedGraph
 from sparse_tl.results import Result
 
 if TYPE_CHECKING:
     import networkx as nx
     import pandas as pd
 
-Site = CircuitGraph | HeadGrid | AttentionGrid
+Site = CircuitGraph | PositionedGraph | HeadGrid | AttentionGrid
 """The set of parts that scores and circuits are defined over."""
 
 
@@ -64,11 +65,28 @@ class Circuit(Result):
         """The site of a circuit made of circuit edges.
 
         Raises:
-            ValueError: the circuit consists of heads or of attention edges.
+            ValueError: the circuit consists of other parts.
         """
         if not isinstance(self.site, CircuitGraph):
-            raise ValueError(f"expected a circuit of circuit edges; got one of {self.site.noun}")
+            how = ""
+            if isinstance(self.site, PositionedGraph):
+                how = f'; circuit.at("{self.site.positions[-1]}") has those of one position'
+            raise ValueError(
+                f"expected a circuit of circuit edges; got one of {self.site.noun}{how}"
+            )
         return self.site
+
+    def at(self, position: str | int) -> Circuit:
+        """The circuit edges that are kept at one position.
+
+        Args:
+            position: column of a token, or name of a span.
+
+        Raises:
+            ValueError: the circuit has no positions, or not this one.
+        """
+        site = positioned(self.site)
+        return Circuit(site.graph, self.mask[site.position(position)])
 
     @property
     def edges(self) -> tuple[CircuitEdge, ...]:
@@ -123,16 +141,19 @@ class Circuit(Result):
         patches from other prompts, it also needs a kept path from the input to its source: a node
         that reads only patches then writes its patch. (Not so under mean or zero patches.)
         """
-        graph, mask = self.graph, self.mask.clone()
+        site = self.site
+        if not isinstance(site, PositionedGraph):
+            site = PositionedGraph(self.graph, ("0",))
+        graph, mask = site.graph, self.mask.view(site.exists.shape).clone()
         for row, node in enumerate(graph.sources):
-            read = [column for mover in graph.movers(node) for column in graph.readers(mover)]
-            reads = node.kind == "input" or bool(mask[:, read].any())
-            if patch in ("corrupted", "resample") and not reads:
-                mask[row] = False
+            reads = torch.full((len(mask),), node.kind == "input")
+            for column in [c for mover in graph.movers(node) for c in graph.readers(mover)]:
+                reads |= _spread(site, column, mask[:, :, column].any(dim=1).cpu())
+            if patch in ("corrupted", "resample"):
+                mask[~reads, row] = False
         for column in reversed(range(len(graph.destinations))):
-            if not reaches_logits(graph, mask, column):
-                mask[:, column] = False
-        return Circuit(graph, mask)
+            mask[:, :, column] &= _reaching_logits(site, mask, column).to(mask.device)[:, None]
+        return Circuit(self.site, mask.view(self.mask.shape))
 
     def to_networkx(self) -> nx.MultiDiGraph:
         """The kept circuit edges and the nodes that they connect."""
@@ -155,12 +176,46 @@ class Circuit(Result):
         return f"Circuit({len(self):,} of {self.site.n_parts:,} {self.site.noun} of {self.site!r})"
 
 
+def positioned(site: Site) -> PositionedGraph:
+    """The site, checked to have positions.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if not isinstance(site, PositionedGraph):
+        raise ValueError(
+            f'expected circuit edges by position, as scored with positions="tokens"; got '
+            f"{site.noun}"
+        )
+    return site
+
+
 def reaches_logits(
     graph: CircuitGraph, mask: Bool[Tensor, "source destination"], column: int
 ) -> bool:
     """Whether a read at this column can reach the logits: a node that it feeds keeps an edge."""
+    return bool(_reaching_logits(PositionedGraph(graph, ("0",)), mask[None], column))
+
+
+def _reaching_logits(
+    site: PositionedGraph, mask: Bool[Tensor, "position source destination"], column: int
+) -> Bool[Tensor, " position"]:
+    """The positions at which a read at this column can reach the logits."""
+    graph = site.graph
     readers = graph.readers_of(graph.destinations[column])
-    moved = {node for reader in readers for node in graph.movers(reader)}
-    return any(
-        node.kind == "logits" or bool(mask[graph.source_index(node)].any()) for node in moved
-    )
+    reaches = torch.zeros(len(mask), dtype=torch.bool)
+    for node in {node for reader in readers for node in graph.movers(reader)}:
+        if node.kind == "logits":
+            return torch.ones_like(reaches)
+        reaches |= mask[:, graph.source_index(node)].any(dim=1).cpu()
+    return _spread(site, column, reaches, back=True)
+
+
+def _spread(
+    site: PositionedGraph, column: int, at: Bool[Tensor, " position"], *, back: bool = False
+) -> Bool[Tensor, " position"]:
+    """Where a head writes, given where it reads keys and values; `back`: the other way round."""
+    if site.graph.destinations[column].slot not in ("k", "v"):
+        return at
+    follows = site.follows.T if back else site.follows
+    return (follows & at).any(dim=1)

@@ -19,10 +19,11 @@ from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.effect import Evaluation
 from sparse_tl.circuits.pair_runs import PairRuns, read_mask
 from sparse_tl.circuits.scores import Scores
-from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.metrics import Metric, is_right, measure
+from sparse_tl.positioned_graph import PositionedGraph
 from sparse_tl.progress import tracked
 
 
@@ -42,27 +43,31 @@ def evaluate(
         model: dense or sparse model; left unchanged.
         pairs: prompt pairs.
         metric: metric function with one value per pair.
-        circuits: one circuit or several, of edges or of heads.
+        circuits: one circuit or several, of edges, of edges by position, or of heads. Named spans
+            are those of `pairs`.
         patch: patch at everything outside a circuit, as in `PairRuns`.
         batch_size: prompt pairs per forward pass.
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: no circuit is given, a circuit belongs to another model's graph, the patch is
-            unknown, or the metric is not one finite number per pair.
+        ValueError: no circuit is given, a circuit belongs to another model's graph, the pairs lack
+            its positions, the patch is unknown, or the metric is not one finite number per pair.
     """
     graph = adapt(model).graph
     asked = [circuits] if isinstance(circuits, Circuit) else list(circuits)
-    if not asked or len({type(circuit.site) for circuit in asked}) > 1:
-        raise ValueError("expected one circuit or more, all of edges or all of heads")
-    for circuit in asked:
-        if circuit.site not in (graph, graph.heads):
-            raise ValueError(
-                f"expected circuits of the model's own {graph!r}, or of its heads; got one of "
-                f"{circuit.site!r}"
-            )
-    edges = asked[0].site == graph
-    runs = PairRuns(model, CircuitEdges() if edges else Heads(), pairs, patch, batch_size)
+    if not asked or len({circuit.site for circuit in asked}) > 1:
+        raise ValueError(
+            "expected one circuit or more, all of edges (at the same positions) or all of heads"
+        )
+    own = asked[0].site
+    positions = _positions(own, pairs) if isinstance(own, PositionedGraph) else None
+    if (own.graph if isinstance(own, PositionedGraph) else own) not in (graph, graph.heads):
+        raise ValueError(
+            f"expected circuits of the model's own {graph!r}, or of its heads; got one of {own!r}"
+        )
+    edges = own != graph.heads
+    site = CircuitEdges() if edges else Heads()
+    runs = PairRuns(model, site, pairs, patch, batch_size, positions=positions)
     values: list[list[Tensor]] = [[] for _ in asked]
     clean, none = [], []
     with torch.no_grad(), tracked("evaluating", len(asked) * len(runs), progress) as step:
@@ -88,6 +93,17 @@ def evaluate(
         torch.cat(clean).cpu().double(),
         torch.cat(none).cpu().double(),
     )
+
+
+def _positions(site: PositionedGraph, pairs: PromptPairs) -> Positions:
+    """What the positions of a circuit are; checked to be those of the pairs."""
+    positions = "tokens" if site.of_tokens else "spans"
+    if pairs.spans_of(positions).names != site.positions:
+        raise ValueError(
+            f"expected pairs with the positions of the circuit, {site.positions}; these have "
+            f"{pairs.spans_of(positions).names}"
+        )
+    return positions
 
 
 def evaluate_circuit_edges(

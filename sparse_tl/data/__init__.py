@@ -2,6 +2,7 @@
 
 from sparse_tl.data.batches import TokenBatch as TokenBatch
 from sparse_tl.data.pairs import PromptPairs as PromptPairs
+from sparse_tl.data.spans import Positions as Positions, Spans as Spans
 from sparse_tl.data.streams import (
     IterableStream as IterableStream,
     ShuffledStream as ShuffledStream,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -35,11 +35,23 @@ class Rows:
 
     def digest(self) -> str:
         """A short hash of the rows."""
-        return digest({name: value for name, value in vars(self).items() if value is not None})
+        return digest(self._tensors())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        found = {name: some for name, some in vars(self).items() if isinstance(some, Tensor)}
+        for name, some in vars(self).items():
+            if isinstance(some, Rows):
+                found |= {f"{name}.{key}": tensor for key, tensor in some._tensors().items()}
+        return found
 
     def _each(self: Kind, change: Callable[[Tensor], Tensor]) -> Kind:
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        return type(self)(**{name: change(tensor) for name, tensor in given.items()})
+        changed = {
+            name: change(some) if isinstance(some, Tensor) else some._each(change)
+            for name, some in vars(self).items()
+            if isinstance(some, Tensor | Rows)
+        }
+        mine: Any = self
+        return replace(mine, **changed)
 
 
 @dataclass(frozen=True, eq=False)

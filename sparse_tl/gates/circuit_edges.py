@@ -5,7 +5,8 @@
 where ``now_u`` is what source u writes in this pass, ``patch_u`` is what the patch writes, and
 ``residual_v`` is the current residual stream, the sum of everything written in this pass. With all
 gates at 1 this is the plain model, bit for bit; with all gates at 0 it is the patched model.
-Normalisation is recomputed at every destination.
+Normalisation is recomputed at every destination. With spans, an edge has a gate for every span,
+which acts on the span's tokens.
 
 Only what a closed gate affects is computed: per-head writes of sources with a closed outgoing edge,
 and reads of destinations with a closed incoming edge.
@@ -14,7 +15,6 @@ and reads of destinations with a closed incoming edge.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,8 +24,10 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.data import Spans
 from sparse_tl.gates.patches import PatchValues
 from sparse_tl.gates.sites import Hooks, Pass
+from sparse_tl.gates.source_changes import SourceChanges
 from sparse_tl.graph import Destination
 from sparse_tl.lens import EMBEDDED, Adapter, Order
 from sparse_tl.nodes import Node
@@ -36,27 +38,36 @@ _FEW = 0.5
 
 @dataclass(frozen=True)
 class CircuitEdges:
-    """One gate per circuit edge, ``[source, destination]`` as in the model's graph."""
+    """One gate per circuit edge, ``[source, destination]`` as in the model's graph.
+
+    Args:
+        spans: the span of every token of the prompts that are run, for gates per span,
+            ``[span, source, destination]``; see `PromptPairs.spans_of`.
+    """
+
+    spans: Spans | None = None
 
     def shape(self, adapter: Adapter) -> tuple[int, ...]:
-        return tuple(adapter.graph.exists.shape)
+        spans = () if self.spans is None else (len(self.spans.names),)
+        return *spans, *adapter.graph.exists.shape
 
     def points(self, adapter: Adapter, gates: Any = None) -> list[str]:
         return adapter.source_points()
 
     def first_layer(self, adapter: Adapter, differ: Tensor) -> int:
         graph = adapter.graph
-        columns = (differ & graph.exists.to(differ.device)).any(dim=-2).any(dim=0).nonzero()
+        read = (differ & graph.exists.to(differ.device)).any(dim=-2)
+        columns = read.flatten(0, -2).any(dim=0).nonzero()
         return graph.layer((0, int(columns[0]))) if len(columns) else graph.n_layers
 
     def hooks(
         self,
         adapter: Adapter,
-        gates: Float[Tensor, "stack source destination"],
+        gates: Float[Tensor, "stack *span source destination"],
         patch: PatchValues,
         now: Pass,
     ) -> Hooks:
-        return CircuitPass(adapter, gates, patch, now).hooks()
+        return CircuitPass(adapter, gates, patch, now, self.spans).hooks()
 
 
 class CircuitPass:
@@ -67,28 +78,31 @@ class CircuitPass:
         gates: gates on the edges; differentiable if they require gradients.
         patch: patch values that closed edges use.
         now: where the pass starts, and what earlier sources wrote.
+        spans: the span of every token, for gates per span.
     """
 
     def __init__(
         self,
         adapter: Adapter,
-        gates: Float[Tensor, "stack source destination"],
+        gates: Float[Tensor, "stack *span source destination"],
         patch: PatchValues,
         now: Pass,
+        spans: Spans | None = None,
     ) -> None:
         self.adapter, self.graph, self.patch, self.now = adapter, adapter.graph, patch, now
         exists = self.graph.exists.to(adapter.device)
-        self.closed = torch.where(exists, 1 - gates.to(adapter.device, adapter.dtype), 0)
+        closed = torch.where(exists, 1 - gates.to(adapter.device, adapter.dtype), 0)
+        self.closed = closed.view(len(gates), -1, *exists.shape)
         self.learned = gates.requires_grad
-        acts = exists if self.learned else (self.closed != 0).any(dim=0)
+        acts = exists if self.learned else (self.closed != 0).flatten(0, 1).any(dim=0)
         # On the CPU: these lookups happen at every read and must not synchronise with a GPU.
         self._rows = acts.any(dim=1).nonzero()[:, 0].tolist()
         """Sources with a closed outgoing edge; the writes of all others are never separated."""
         self._columns = acts.any(dim=0).tolist()
-        self._compact = self.closed[:, self._rows]
+        self._compact = self.closed[:, :, self._rows]
         self._residual: Tensor | None = None
         self._made: dict[str, Tensor] = {}
-        self._changes = _Changes(len(self._rows), keep_all=self.learned)
+        self._changes = SourceChanges(len(self._rows), spans, keep_all=self.learned)
         first = self.graph.n_sources_before(Node("head", now.from_layer))
         before = self._rows[: bisect_left(self._rows, first)]
         if now.changes is not None and before:
@@ -137,9 +151,9 @@ class CircuitPass:
     ) -> Float[Tensor, "rows pos d_model"]:
         """What one destination reads, replacing the residual stream."""
         weights = self._weights(column, 1, before)
-        if weights.shape[1] == 0:
+        if weights.shape[2] == 0:
             return residual
-        return self._reads(weights, residual)[:, 0].reshape(residual.shape)
+        return self._changes.taken_from(residual, weights)[:, 0].reshape(residual.shape)
 
     # ---- reading ---------------------------------------------------------------------------------
 
@@ -158,18 +172,18 @@ class CircuitPass:
     def _closes(self, column: int, count: int) -> bool:
         return any(self._columns[column : column + count])
 
-    def _weights(self, column: int, count: int, before: int) -> Float[Tensor, "stack some n"]:
+    def _weights(self, column: int, count: int, before: int) -> Float[Tensor, "stack span some n"]:
         """How far the edges from the separated sources are closed."""
-        return self._compact[:, : bisect_left(self._rows, before), column : column + count]
+        return self._compact[:, :, : bisect_left(self._rows, before), column : column + count]
 
-    def _head_weights(self, layer: int, slot: str) -> Float[Tensor, "stack some n"]:
+    def _head_weights(self, layer: int, slot: str) -> Float[Tensor, "stack span some n"]:
         """The weights of the q, k or v inputs of a layer."""
         before = self.graph.n_sources_before(Node("head", layer))
         return self._weights(*self._heads(layer, slot), before)
 
     def _changes_many(self, layer: int, slot: str) -> bool:
         """Whether enough heads of a layer read something different to compute them as a batch."""
-        changed = (self._head_weights(layer, slot) != 0).any(dim=1)
+        changed = (self._head_weights(layer, slot) != 0).flatten(1, 2).any(dim=1)
         return self.learned or bool(changed.float().mean() > _FEW)
 
     def _enter(
@@ -182,24 +196,10 @@ class CircuitPass:
         self._residual = residual
         weights = [self._head_weights(layer, slot) for slot in many]
         if weights:
-            reads = self._reads(torch.cat(weights, dim=-1), residual)
+            reads = self._changes.taken_from(residual, torch.cat(weights, dim=-1))
             counts = [part.shape[-1] for part in weights]
             self._made = dict(zip(many, reads.split(counts, dim=1), strict=True))
         return residual
-
-    def _reads(
-        self, weights: Float[Tensor, "stack some n"], residual: Float[Tensor, "rows pos d_model"]
-    ) -> Float[Tensor, "stack n flat"]:
-        """What n destinations read, each under its own closed edges."""
-        n_stack, count, _ = weights.shape
-        reads = residual.reshape(n_stack, 1, -1)
-        for rows, part in self._changes.parts(count):
-            share, changes = weights[:, rows], part.view(len(part), n_stack, -1)
-            if n_stack == 1:
-                reads = torch.addmm(reads[0], share[0].T, changes[:, 0], alpha=-1)[None]
-            else:
-                reads = torch.baddbmm(reads, share.mT, changes.transpose(0, 1), alpha=-1)
-        return reads
 
     def _read_heads(
         self, layer: int, slot: str, value: Float[Tensor, "rows pos head d_head"]
@@ -215,8 +215,9 @@ class CircuitPass:
                 out, "head (rows pos) d_head -> rows pos head d_head", rows=len(value)
             ).to(value.dtype)
         weights = self._head_weights(layer, slot)
-        stack, head = (weights != 0).any(dim=1).nonzero().unbind(dim=1)
-        reads = norm(self._few_reads(weights, stack, head))
+        stack, head = (weights != 0).flatten(1, 2).any(dim=1).nonzero().unbind(dim=1)
+        assert self._residual is not None
+        reads = norm(self._changes.taken_from_few(self._residual, weights, stack, head))
         flat = rearrange(reads, "part batch pos d -> part (batch pos) d")
         out = torch.baddbmm(
             bias[head].to(flat.dtype)[:, None], flat, weight[head].to(flat.dtype)
@@ -224,19 +225,6 @@ class CircuitPass:
         value = value.unflatten(0, (self.now.n_stack, -1)).clone()
         value[stack, :, :, head] = out.to(value.dtype)
         return value.flatten(0, 1)
-
-    def _few_reads(
-        self, weights: Float[Tensor, "stack some n"], stack: Tensor, head: Tensor
-    ) -> Float[Tensor, "part batch pos d_model"]:
-        """What some heads read under some of the settings."""
-        assert self._residual is not None
-        reads = self._residual.unflatten(0, (self.now.n_stack, -1))[stack]
-        ((_, first),) = self._changes.parts(weights.shape[1])
-        changes = first.unflatten(1, (self.now.n_stack, -1))
-        part, row = (weights[stack, :, head] != 0).nonzero().unbind(dim=1)
-        share = weights[stack[part], row, head[part]]
-        change = changes[row, stack[part]] * share[:, None, None, None]
-        return reads.index_add(0, part, change, alpha=-1)
 
     def _shape(self) -> tuple[int, int, int]:
         """Prompts, positions and d_model."""
@@ -258,37 +246,3 @@ class CircuitPass:
         change = self.patch.change(self.adapter.heads_point(layer), z, self.now.n_stack)
         self._changes.append(self.adapter.heads_written(layer, change, heads=heads))
         return z
-
-
-class _Changes:
-    """Writes of the separated sources minus the patch, in the graph's order.
-
-    Without gradients, rows go into one preallocated buffer, which is read as a whole. With
-    gradients, they are read part by part, since a read keeps what it reads for its backward pass.
-    """
-
-    def __init__(self, n_rows: int, *, keep_all: bool) -> None:
-        self._n_rows, self._keep_all = n_rows, keep_all
-        self._buffer: Tensor | None = None
-        self._parts: list[Tensor] = []
-        self._filled = 0
-
-    def append(self, part: Float[Tensor, "some rows pos d_model"]) -> None:
-        """Add the writes of the next sources."""
-        if self._keep_all:
-            self._parts.append(part)
-            return
-        if self._buffer is None:
-            self._buffer = part.new_empty(self._n_rows, *part.shape[1:])
-        self._buffer[self._filled : self._filled + len(part)] = part
-        self._filled += len(part)
-
-    def parts(self, count: int) -> Iterator[tuple[slice, Float[Tensor, "some rows pos d_model"]]]:
-        """The rows of the first sources, some at a time; these must have been appended."""
-        start = 0
-        for part in self._parts if self._keep_all else [self._buffer]:
-            if start < count:
-                assert part is not None
-                stop = min(start + len(part), count)
-                yield slice(start, stop), part[: stop - start]
-                start = stop
