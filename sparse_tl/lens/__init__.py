@@ -11,6 +11,7 @@ from sparse_tl.lens.attaching import (
     attached as attached,
 )
 from sparse_tl.lens.booting import boot as boot
+from sparse_tl.lens.checkpointing import checkpointed_activations as checkpointed_activations
 from sparse_tl.lens.checks import (
     check_circuits as check_circuits,
     check_gates as check_gates,
