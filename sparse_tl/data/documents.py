@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import copy
-import hashlib
 import io
 import json
 from collections.abc import Iterable, Iterator
@@ -95,10 +93,10 @@ def dataset_rows(source: str | Path, split: str) -> Iterable[dict[str, Any]]:
 
 
 class DocumentRows(Documents):
-    """Documents that are rows of a dataset, or strings.
+    """Documents that are rows of a dataset, or strings; a place is a row's number.
 
-    Where rows can continue from a state (``state_dict``, as a streamed Hugging Face dataset), a
-    place is found at once; otherwise by passing over the rows before it.
+    It is found by passing over the rows before it. The states of streamed Hugging Face datasets are
+    no places: they lose shuffle buffers, and are shared by all that iterate the dataset.
 
     Args:
         rows: dictionaries or strings; an iterable that starts anew each time.
@@ -118,38 +116,14 @@ class DocumentRows(Documents):
         self.rows, self.column, self.name = rows, column, name
 
     def since(self, place: Any) -> Iterator[tuple[Any, Iterable[str]]]:
-        place = place or {"row": 0}
-        first, state = place["row"], place.get("state")
-        if state is not None:
-            found = self._read(first, state)
-            document = next(found, None)
-            # A shuffled dataset does not keep its buffer: what comes next may be another row.
-            if document is not None and document[0]["digest"] == place["digest"]:
-                yield document
-                yield from found
-                return
-        yield from (document for document in self._read(0, None) if document[0]["row"] >= first)
-
-    def _read(self, first: int, state: Any) -> Iterator[tuple[Any, Iterable[str]]]:
-        rows: Any = self.rows
-        resumable = hasattr(rows, "state_dict") and hasattr(rows, "load_state_dict")
-        if resumable:
-            rows = copy.copy(rows)  # the caller's stays where it is
-        if state is not None:
-            rows.load_state_dict(state)
-        state = rows.state_dict() if resumable else None
-        for number, row in enumerate(rows, first):
-            text = row if isinstance(row, str) else _text_of(row, self.column, self.name)
-            if text is not None:
-                place: dict[str, Any] = {"row": number}
-                if state is not None:
-                    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-                    place |= {"state": state, "digest": digest[:12]}
-                yield place, (text,)
-            state = rows.state_dict() if resumable else None
+        for number, row in enumerate(self.rows):
+            if number >= (place or 0):
+                text = row if isinstance(row, str) else _text_of(row, self.column, self.name)
+                if text is not None:
+                    yield number, (text,)
 
     def where(self, place: Any) -> str:
-        return f"row {place['row']:,} of {self.name}"
+        return f"row {place:,} of {self.name}"
 
     def identity(self) -> Any:
         return None

@@ -189,11 +189,6 @@ class TextStream:
         windows, after = ahead[1].result()
         if len(windows) < self.shuffle:
             self.n_windows = block * self.shuffle + len(windows)
-            if self.n_windows == 0:
-                raise ValueError(
-                    f"expected text of more windows than are held out; all of its {after.window} "
-                    f"are in {self.held_out}"
-                )
         else:
             self._places.setdefault(block + 1, after)
         following = 0 if self._ended(block + 1) else block + 1
@@ -235,16 +230,16 @@ def _cut(
     documents: Documents, tokenizer: Any, window: int, held_out: range, place: _Place
 ) -> Iterator[tuple[array[int], _Place]]:
     """The windows from a place on that are not held out, each with the place behind it."""
-    where = "at the start"
+    where = "the start"
 
     def opened() -> Iterator[tuple[Any, Iterable[str]]]:
         nonlocal where
         for document, parts in documents.since(place.document):
-            where = f"at {documents.where(document)}"
+            where = documents.where(document)
             yield document, parts
-            where = f"after {documents.where(document)}"
 
     tokens, number, skipped = array("q"), place.window, place.token
+    n_given = 0
     try:
         for (document, character), piece in tokenised(opened(), tokenizer, place.character):
             tokens.extend(piece[skipped:])
@@ -255,9 +250,12 @@ def _cut(
                 number += 1
                 if number - 1 not in held_out:
                     behind = len(piece) - (len(tokens) - begin)
+                    n_given += 1
                     yield row, _Place(document, character, behind, number)
             del tokens[:begin]
     except Exception as error:  # of a tokenizer, a dataset or the network: of any type
-        raise ValueError(f"the text could not be read, {where}: {error}") from error
+        raise ValueError(f"reading the text stopped at or after {where}: {error}") from error
     if number == 0:
         raise too_short(window, len(tokens))
+    if place.window == n_given == 0:
+        raise ValueError(f"expected more windows of text than are held out; got {number}")
