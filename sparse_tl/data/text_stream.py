@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -46,13 +47,12 @@ class TextStream:
     ever dropped. A batch may span blocks and epochs. With a block as long as the text, batches are
     those of a `ShuffledStream`.
 
-    While a block is in use, a thread tokenises the next one; no others are in memory. The batch of
-    any step can be asked for: it takes tokenising the text up to there the first time, and one
-    block later, or after `load_state`.
+    While a block is in use, a thread tokenises the next one; no others are in memory. Any step's
+    batch can be asked for: this takes tokenising the text up to there the first time, and a single
+    block once its place is known, from then or by `load_state`.
 
-    Every process of several has to have the same batches, and takes its own rows of them:
-    ``batch.select(slice(rank, None, n_ranks))``. Where a window begins depends on all text before
-    it, so that each has to read all the text anyway, and the windows do not depend on their number.
+    All processes of a run have the same batches, and each takes its own rows of them. Where a
+    window begins depends on all text before it, so each has to tokenise all the text.
 
     Args:
         documents: what `read_documents` returns, or any iterable of strings that starts anew each
@@ -87,7 +87,8 @@ class TextStream:
             if value < 1:
                 raise ValueError(f"expected {name} of at least 1; got {value}")
         self.documents = documents if isinstance(documents, Documents) else DocumentRows(documents)
-        self.tokenizer = tokenizer
+        # Its own: padding and truncation of other calls are settings of the object.
+        self.tokenizer = copy.deepcopy(tokenizer)
         self.window = window
         self.batch_size = batch_size
         self.seed = seed
@@ -119,10 +120,7 @@ class TextStream:
         return TokenBatch.next_token(torch.stack([row for _, row in found]))
 
     def state(self) -> dict[str, Any]:
-        """Where the text of the last batch is, as JSON; a stream that loads it goes on from there.
-
-        The same for all processes.
-        """
+        """Where in the text the last batch begins, as JSON, the same in all processes."""
         return {
             **self._settings(),
             "text": self._identity,
@@ -149,7 +147,7 @@ class TextStream:
                 f"sizes in bytes and times of change were {state['text']}, and are "
                 f"{self._identity}. Restore them, or start anew."
             )
-        self.n_windows = state["n_windows"]
+        self.n_windows = state["n_windows"] or self.n_windows
         self._places[state["block"]] = _Place(**state["place"])
 
     def _settings(self) -> dict[str, Any]:

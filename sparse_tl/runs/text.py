@@ -111,14 +111,14 @@ def run_post_training(
                 f"context; got {window}"
             )
         documents = read_documents(text)
-        other = None
-        if held_out_text is not None:
-            other = read_documents(held_out_text, split="validation")
         cut = partial(token_windows, tokenizer=dense_model.tokenizer, window=window)
         needed = steps * batch_size + HELD_OUT_WINDOWS
         limit = min(needed, WINDOW_TOKENS // window)
         windows = cut(documents, limit=limit)
-        train, held_out = _split(windows, cut(other, limit=HELD_OUT_WINDOWS) if other else None)
+        other = None
+        if held_out_text is not None:
+            other = cut(read_documents(held_out_text, split="validation"), limit=HELD_OUT_WINDOWS)
+        train, held_out = _split(windows, other)
         n_validation = min(VALIDATION_WINDOWS, len(held_out) // 2)
         validation = TokenBatch.next_token(held_out[:n_validation])
         test = TokenBatch.next_token(held_out[n_validation:])

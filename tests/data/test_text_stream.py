@@ -221,12 +221,11 @@ def test_what_was_before_is_not_tokenised_again(
     path = _as_text(tmp_path / "a.txt", texts)
     first = TextStream(read_documents(path), Counting(tokenizer), 8, 4, shuffle=32)
     expected = first.batch(900).tokens
-    counting = Counting(tokenizer)
-    resumed = TextStream(read_documents(path), counting, 8, 4, shuffle=32)
+    resumed = TextStream(read_documents(path), Counting(tokenizer), 8, 4, shuffle=32)
     resumed.load_state(first.state())
     assert torch.equal(resumed.batch(900).tokens, expected)
     # A block of 256 words of 5 characters, the one ahead, and text around pieces.
-    assert counting.characters < 2 * 256 * 5 * 1.6 < first.tokenizer.characters / 10
+    assert resumed.tokenizer.characters < 2 * 256 * 5 * 1.6 < first.tokenizer.characters / 10
 
 
 def test_a_file_that_has_changed_is_refused(tmp_path: Path, tokenizer: Any) -> None:
@@ -284,9 +283,8 @@ def test_what_the_thread_meets_is_said_with_its_place(tmp_path: Path, tokenizer:
     texts = _texts(80)
     texts[70] = "w1 strange w2"
     path = _as_text(tmp_path / "a.txt", texts, "<|endoftext|>")
-    counting = Counting(tokenizer)
-    stream = TextStream(read_documents(path), counting, 8, 4, shuffle=16)
-    counting.refused = "strange"
+    stream = TextStream(read_documents(path), Counting(tokenizer), 8, 4, shuffle=16)
+    stream.tokenizer.refused = "strange"
     begin = len("<|endoftext|>".join(texts[:70])) + len("<|endoftext|>")
     steps = iter(range(100))
     with pytest.raises(ValueError, match=rf"at byte {begin:,} of .*a\.txt: no token for strange"):
@@ -297,7 +295,7 @@ def test_what_the_thread_meets_is_said_with_its_place(tmp_path: Path, tokenizer:
     # The error is raised again, and the stream goes on when its cause is gone.
     with pytest.raises(ValueError, match="no token for strange"):
         stream.batch(step)
-    counting.refused = ""
+    stream.tokenizer.refused = ""
     expected = TextStream(texts, tokenizer, 8, 4, shuffle=16)
     assert torch.equal(stream.batch(step).tokens, expected.batch(step).tokens)
 
@@ -349,9 +347,17 @@ def _threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("tokenise")]
 
 
+def test_the_thread_has_a_tokenizer_of_its_own(tokenizer: Any) -> None:
+    """Other calls set truncation and padding on the object, which would cut documents."""
+    given = Counting(tokenizer)
+    stream = TextStream(_texts(80), given, 8, 4)
+    given.refused = "w"
+    assert stream.batch(0).tokens.shape == (4, 8)
+
+
 def test_the_next_block_is_tokenised_in_the_background(tokenizer: Any) -> None:
-    counting = Counting(tokenizer)
-    stream = TextStream(_texts(400), counting, 8, 4, shuffle=32)
+    stream = TextStream(_texts(400), Counting(tokenizer), 8, 4, shuffle=32)
+    counting = stream.tokenizer
     stream.batch(0)
     deadline = time.monotonic() + 10
     while counting.characters < 2 * 32 * 8 * 4 and time.monotonic() < deadline:
