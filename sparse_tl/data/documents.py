@@ -95,8 +95,8 @@ def dataset_rows(source: str | Path, split: str) -> Iterable[dict[str, Any]]:
 class DocumentRows(Documents):
     """Documents that are rows of a dataset, or strings; a place is a row's number.
 
-    It is found by passing over the rows before it. The states of streamed Hugging Face datasets are
-    no places: they lose shuffle buffers, and are shared by all that iterate the dataset.
+    It is found by passing over the rows before it. The states of streamed Hugging Face datasets
+    (``state_dict``) are not used: they lose the rows of a shuffle buffer.
 
     Args:
         rows: dictionaries or strings; an iterable that starts anew each time.

@@ -60,8 +60,8 @@ def run_post_training(
         model: hub name, Hugging Face folder, or folder written by `save_model`.
         text: text file, or dataset name (streamed).
         target_loss: nats per token, absolute or relative to the dense model (``"+0.05"``).
-        held_out_text: separate held-out text; by default the last tenth of `text`, as far as it is
-            needed and in memory.
+        held_out_text: separate held-out text; by default the last tenth of what is read of `text`
+            before training.
         window: tokens per window; the text is cut into full windows.
         batch_size: windows per step.
         steps: number of post-training steps.
