@@ -88,11 +88,10 @@ def main() -> None:
             ("one document", given.megabytes, text.replace(SEPARATOR, "\n")),
         ):
             path = Path(folder) / f"{name}.txt"
+            between = SEPARATOR if written is text else "\n"
             with path.open("w", encoding="utf-8") as file:
                 while file.tell() < size * 10**6:
-                    file.write(
-                        written + (SEPARATOR if SEPARATOR in text and written is text else "\n")
-                    )
+                    file.write(written + between)
             kinds = ["whole text"]
             if name != "a tenth":
                 kinds += ["going on"]
