@@ -11,7 +11,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from sparse_tl.data import ShuffledStream, read_documents, token_windows
+from sparse_tl.data import ShuffledStream, TextStream, read_documents, token_windows
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.files import read_json, write_csv, write_json
 from sparse_tl.gates import SparseTransformer
@@ -24,6 +24,8 @@ VALIDATION_WINDOWS = 200
 TEST_WINDOWS = 800
 """Maximum number of windows to report on: the other held-out windows."""
 TRAINED = ("all", "qk", "gates")
+WINDOW_TOKENS = 2**24
+"""Maximum number of tokens whose windows are all in memory, 128 MB; runs on more text stream it."""
 HELD_OUT_WINDOWS = VALIDATION_WINDOWS + TEST_WINDOWS
 
 
@@ -58,7 +60,8 @@ def run_post_training(
         model: hub name, Hugging Face folder, or folder written by `save_model`.
         text: text file, or dataset name (streamed).
         target_loss: nats per token, absolute or relative to the dense model (``"+0.05"``).
-        held_out_text: separate held-out text; by default the last tenth of `text`.
+        held_out_text: separate held-out text; by default the last tenth of what is read of `text`
+            before training.
         window: tokens per window; the text is cut into full windows.
         batch_size: windows per step.
         steps: number of post-training steps.
@@ -107,26 +110,35 @@ def run_post_training(
                 f"expected a window of at most {adapt(dense_model).n_ctx} tokens, the model's "
                 f"context; got {window}"
             )
+        documents = read_documents(text)
         cut = partial(token_windows, tokenizer=dense_model.tokenizer, window=window)
-        windows = cut(read_documents(text), limit=steps * batch_size + HELD_OUT_WINDOWS)
+        needed = steps * batch_size + HELD_OUT_WINDOWS
+        limit = min(needed, WINDOW_TOKENS // window)
+        windows = cut(documents, limit=limit)
         other = None
         if held_out_text is not None:
-            documents = read_documents(held_out_text, split="validation")
-            other = cut(documents, limit=HELD_OUT_WINDOWS)
-        train, validation, test = map(TokenBatch.next_token, _split(windows, other))
-        if steps * batch_size > len(train):
-            warnings.warn(
-                f"the run takes {steps * batch_size:,} windows and the text has {len(train):,}: "
-                "some are seen more than once, and may meet a target that held-out text misses. "
-                "More text helps, or fewer steps",
-                stacklevel=2,
+            other = cut(read_documents(held_out_text, split="validation"), limit=HELD_OUT_WINDOWS)
+        train, held_out = _split(windows, other)
+        n_validation = min(VALIDATION_WINDOWS, len(held_out) // 2)
+        validation = TokenBatch.next_token(held_out[:n_validation])
+        test = TokenBatch.next_token(held_out[n_validation:])
+        order = {"seed": seed, "accumulate": accumulate}
+        if len(windows) == limit < needed:
+            left_out = range(len(train), len(windows))
+            stream = TextStream(
+                documents, dense_model.tokenizer, window, batch_size, held_out=left_out, **order
             )
+        else:
+            _warn_of_repeats(steps * batch_size, len(train))
+            rows = TokenBatch.next_token(train)
+            stream = ShuffledStream(rows, min(batch_size, len(train)), **order)
+        del windows, train
         with folder.stage("post-training"):
             dense = evaluate_held_out(dense_model, test)
             sparse = SparseTransformer(dense_model, initial_bias=initial_bias, mlps=mlps)
             outcome = post_train(
                 sparse,
-                ShuffledStream(train, min(batch_size, len(train)), seed, accumulate=accumulate),
+                stream,
                 validation=validation,
                 target_loss=target_loss,
                 steps=steps,
@@ -137,6 +149,8 @@ def run_post_training(
                 checkpoint=folder / "checkpoint",
                 progress=progress,
             )
+        if isinstance(stream, TextStream) and stream.n_windows is not None:
+            _warn_of_repeats(steps * batch_size, stream.n_windows)
         write_csv(folder / "history.csv", outcome.history)
         sparse.save_pretrained(folder / "sparse")
         measured = {
@@ -153,8 +167,18 @@ def run_post_training(
     return SparseRun(read_json(folder / "metrics.json"), sparse)
 
 
-def _split(windows: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Split into training, validation and test windows."""
+def _warn_of_repeats(taken: int, n_windows: int) -> None:
+    if taken > n_windows:
+        warnings.warn(
+            f"the run takes {taken:,} windows and the text has {n_windows:,}: some are seen more "
+            "than once, and may meet a target that held-out text misses. More text helps, or fewer "
+            "steps",
+            stacklevel=3,
+        )
+
+
+def _split(windows: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Split into training and held-out windows."""
     if other is None:
         kept = min(HELD_OUT_WINDOWS, len(windows) // 10)
         if kept < 2:
@@ -162,8 +186,7 @@ def _split(windows: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor, Tenso
                 f"expected at least 20 windows of text, to hold out two; got {len(windows)}. Give "
                 "more text, a smaller window, or --held-out-text."
             )
-        windows, other = windows[:-kept], windows[-kept:]
-    elif len(other) < 2:
+        return windows[:-kept], windows[-kept:].clone()  # so that the others can be let go
+    if len(other) < 2:
         raise ValueError("expected at least two windows of held-out text; got one")
-    n_validation = min(VALIDATION_WINDOWS, len(other) // 2)
-    return windows, other[:n_validation], other[n_validation:]
+    return windows, other

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_tl.data.streams import TokenStream
+from sparse_tl.data.streams import ResumableStream, TokenStream
 from sparse_tl.files import (
     atomic_folder,
     check_replaceable,
@@ -41,6 +41,7 @@ class TrainingState:
         objective: the objective's state: plain values and tensors.
         first_batch: digest of the first step's batch.
         last_batch: digest of the last completed step's batch.
+        stream: the stream's state, if it has one.
     """
 
     step: int = 0
@@ -50,6 +51,7 @@ class TrainingState:
     objective: dict[str, Any] = field(default_factory=dict)
     first_batch: str = ""
     last_batch: str = ""
+    stream: dict[str, Any] = field(default_factory=dict)
 
     def latest(self) -> str:
         """The last step's measurements, in nats and attention edges per token.
@@ -136,6 +138,8 @@ def load_checkpoint(
         state = _restored(content["state"])
         weights = {name: groups["weights"][name] for name in trained}
         state.best_weights = groups["best"]
+        if state.stream and isinstance(stream, ResumableStream):
+            stream.load_state(state.stream)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"expected a whole checkpoint in {folder}; {error!r}") from error
     _check_stream(folder, state, stream)

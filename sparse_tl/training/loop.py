@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparse_tl.data.streams import TokenStream
+from sparse_tl.data.streams import ResumableStream, TokenStream
 from sparse_tl.lens import read_parameters
 from sparse_tl.progress import tracked
 from sparse_tl.training.checkpoints import (
@@ -113,6 +113,7 @@ def train(
             if folder is not None and (due or late or interrupted()):
                 state.objective = objective.state()
                 state.last_batch = run.batch.digest()
+                state.stream = stream.state() if isinstance(stream, ResumableStream) else {}
                 save_checkpoint(folder, state, weights, optimizer, identity)
                 saved = time.monotonic()
             if interrupted():
