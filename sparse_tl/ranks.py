@@ -83,16 +83,17 @@ def on_first(call: Callable[[], Value]) -> Value:
     """What a function returns, or raises, on the first rank; the others wait for it."""
     if count() == 1:
         return call()
-    found: tuple[Any, Exception | None] = (None, None)
+    found: list[Value] = []
+    failed = None
     if is_first():
         try:
-            found = (call(), None)
+            found = [call()]
         except Exception as error:
-            found = (None, _portable(error))
-    value, error = from_first(found)
-    if error is not None:
-        raise error
-    return value
+            failed = _portable(error)
+    found, failed = from_first((found, failed))
+    if failed is not None:
+        raise failed
+    return found[0]
 
 
 def own(items: Sequence[Value]) -> Sequence[Value]:
@@ -117,6 +118,14 @@ def in_order(found: Sequence[Value]) -> list[Value]:
             f"{[len(part) for part in parts]} pieces of it. Give every rank the same data."
         )
     return [parts[place % n][place // n] for place in range(items)]
+
+
+def summed(values: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
+    """The sum over ranks, in their order, of tensors on the CPU; the same bits on all ranks."""
+    first, *others = gathered(values)
+    for values in others:
+        first = first + values
+    return first
 
 
 def share_of(n: int) -> int:

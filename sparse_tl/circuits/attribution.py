@@ -28,6 +28,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sparse_tl import ranks
 from sparse_tl.circuits.gradient_passes import Method, Passes
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.read_gradients import ReadGradients
@@ -59,6 +60,8 @@ def attribute_circuit_edges(
 ) -> Scores:
     """First-order effect of patching each circuit edge, mean over pairs, in units of the metric.
 
+    Several ranks share the pairs, and all return the whole; so do the functions below.
+
     Args:
         model: dense or sparse model; left unchanged.
         pairs: prompt pairs.
@@ -78,13 +81,13 @@ def attribute_circuit_edges(
         ValueError: the method or patch is unknown, `steps` is below 1, the metric is not one finite
             number per pair, or parts do not write directly to the residual stream.
     """
-    runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size)
+    runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size, shared=True)
     graph = runs.adapter.graph
     shape = (len(graph.sources), len(graph.destinations))
     scores = torch.zeros(len(pairs) if by_pair else 1, *shape, dtype=torch.float64)
     plan = Passes(metric, method, steps, runs)
     with tracked("scoring circuit edges", plan.count, progress) as step:
-        for index in range(len(runs)):
+        for index in runs.own:
             for rows, passes in groupby(plan.passes(index), key=plan.rows_of):
                 back, change = ReadGradients(runs.adapter), {}
                 for one in passes:
@@ -98,8 +101,8 @@ def attribute_circuit_edges(
                 for pair in range(len(places)):
                     own = torch.zeros_like(places)
                     own[pair] = places[pair]
-                    scores[index * batch_size + pair] += _contract(back, change, own, rows)
-    scores = scores.where(graph.exists, 0.0)
+                    scores[index * runs.batch_size + pair] += _contract(back, change, own, rows)
+    scores = ranks.summed(scores).where(graph.exists, 0.0)
     return Scores(graph, scores if by_pair else scores[0] / len(pairs), method)
 
 
@@ -121,14 +124,15 @@ def attribute_heads(
     """
     adapter = adapt(model)
     graph, names = adapter.graph, Heads().points(adapter)
-    runs = PairRuns(model, HookPoints((EMBEDDED, *names), (), ()), pairs, patch, batch_size)
+    site = HookPoints((EMBEDDED, *names), (), ())
+    runs = PairRuns(model, site, pairs, patch, batch_size, shared=True)
     scores = torch.zeros(graph.n_layers, graph.n_heads, dtype=torch.float64)
     plan = Passes(metric, method, steps, runs, heads_only=True)
     with tracked("scoring heads", plan.count, progress) as step:
-        for index in range(len(runs)):
+        for index in runs.own:
             effects = _effects(plan, index, names, step).sum(dim=(1, 2, 4))
             scores += effects.cpu().double()
-    return Scores(graph.heads, scores / len(pairs), method)
+    return Scores(graph.heads, ranks.summed(scores) / len(pairs), method)
 
 
 def attribute_attention_edges(
@@ -155,20 +159,20 @@ def attribute_attention_edges(
             f'expected a method of ("eap", "eap-ig") and a patch of {get_args(EdgePatch)}; got '
             f"{method!r} and {patch!r}"
         )
-    runs = PairRuns(model, CircuitEdges(), pairs, "corrupted", batch_size)
+    runs = PairRuns(model, CircuitEdges(), pairs, "corrupted", batch_size, shared=True)
     adapter, length = runs.adapter, pairs.clean.shape[1]
     names = AttentionEdges().points(adapter)
     plan = Passes(metric, method, steps, runs, also=names)
     found = []
     with tracked("scoring attention edges", plan.count, progress) as step:
-        for index, batch in enumerate(runs.batches):
-            reference = batch.corrupted if patch == "corrupted" else None
+        for index in runs.own:
+            reference = runs.batches[index].corrupted if patch == "corrupted" else None
             shown = PatchValues(adapter, names, patch, reference)
             # The gradient of the sum over pairs separates into each pair's gradient by row.
             effects = _effects(plan, index, names, step, shown)
             found.append(effects.transpose(0, 1).cpu().double())
     site = AttentionGrid(adapter.n_layers, adapter.n_heads, length, adapter.causal)
-    return Scores(site, torch.cat(found), method)
+    return Scores(site, torch.cat(ranks.in_order(found)), method)
 
 
 def _effects(

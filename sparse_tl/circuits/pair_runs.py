@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool
 from torch import Tensor
 
+from sparse_tl import ranks
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, GatedRun, Patch, PatchValues, Site
 from sparse_tl.gates.patches import drawn, mean_activations, needs_reference
@@ -32,6 +33,8 @@ class PairRuns:
         keep: for searches that come back to every batch: keep the runs of the first batches, with
             their patches and what they start from. Those of further batches are made again
             whenever they are needed, so memory does not grow with pairs.
+        shared: whether ranks share the batches, each having its `own`; batches are then no larger
+            than a rank's share of the pairs.
 
     Raises:
         ValueError: the patch is unknown, `batch_size` is below 1, a prompt does not fit the model,
@@ -47,12 +50,19 @@ class PairRuns:
         batch_size: int,
         *,
         keep: bool = False,
+        shared: bool = False,
     ) -> None:
         needed = needs_reference(patch)
         self.model, self.site, self.patch = model, site, patch
         self.adapter = adapt(model)
         self.adapter.check_tokens(torch.cat([pairs.clean, pairs.corrupted]))
+        if shared:
+            batch_size = min(batch_size, ranks.share_of(len(pairs)))
+        self.batch_size = batch_size
         self.batches = [piece.to(self.adapter.device) for piece in pairs.split(batch_size)]
+        every = range(len(self.batches))
+        self.own: Sequence[int] = ranks.own(every) if shared else every
+        """The batches that this rank runs."""
         self._points = site.points(self.adapter)
         self._runs: dict[int, GatedRun] = {}
         state = batch_size * pairs.clean.shape[1] * self._state_per_token

@@ -11,6 +11,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from sparse_tl import ranks
 from sparse_tl.data import ShuffledStream, read_documents, token_windows
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.files import read_json, write_csv, write_json
@@ -51,7 +52,8 @@ def run_post_training(
 ) -> SparseRun:
     """Run all unfinished steps and return all results.
 
-    Some held-out windows select the weights; the others are reported on.
+    Some held-out windows select the weights; the others are reported on. Several ranks share the
+    windows of every step; see `sparse_tl.ranks`.
 
     Args:
         out: folder for the sparse model, ``metrics.json`` and ``history.csv``.
@@ -137,8 +139,6 @@ def run_post_training(
                 checkpoint=folder / "checkpoint",
                 progress=progress,
             )
-        write_csv(folder / "history.csv", outcome.history)
-        sparse.save_pretrained(folder / "sparse")
         measured = {
             "seed": seed,
             "verdict": outcome.verdict,
@@ -147,8 +147,14 @@ def run_post_training(
             "dense": asdict(dense),
             "sparse": asdict(evaluate_held_out(sparse, test)),
         }
-        write_json(folder / "metrics.json", measured)
-        shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+
+        def write() -> None:
+            write_csv(folder / "history.csv", outcome.history)
+            sparse.save_pretrained(folder / "sparse")
+            write_json(folder / "metrics.json", measured)
+            shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+
+        ranks.on_first(write)
     sparse = SparseTransformer.from_pretrained(folder / "sparse", device=device)
     return SparseRun(read_json(folder / "metrics.json"), sparse)
 
