@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from accelerate import notebook_launcher
 from several_ranks import on_ranks
 from torch import nn
 
@@ -101,6 +105,24 @@ def test_a_rank_that_dies_is_missed() -> None:
     error, nothing = on_ranks(2, job)
     assert isinstance(error, ranks.LostRankError) and "another rank ended" in str(error)
     assert nothing is None and time.monotonic() - started < 20
+
+
+def test_a_notebook_launches_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def job() -> None:
+        torch.set_num_threads(1)
+        said = [ranks.rank(), ranks.count(), ranks.device(), ranks.gathered(ranks.rank())]
+        (tmp_path / str(ranks.rank())).write_text(json.dumps(said))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        notebook_launcher(job, num_processes=2, use_port=str(port))
+    said = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    assert said == [[rank, 2, "cpu", [0, 1]] for rank in range(2)]
+    assert ranks.count() == 1
 
 
 def test_one_process_where_several_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

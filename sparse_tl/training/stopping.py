@@ -63,6 +63,9 @@ def lost_rank_noted(folder: Path | None) -> Iterator[None]:
     try:
         yield
     except ranks.LostRankError as error:
+        # The launcher ends what is left of the job now; that must not cut off the message.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         left = "There is no checkpoint: the run was not given a folder for it."
         if folder is not None:
             left = f"The last checkpoint in {folder} is whole"
