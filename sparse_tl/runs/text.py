@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import warnings
 from dataclasses import asdict
@@ -99,6 +100,14 @@ def run_post_training(
     }
     if trained not in TRAINED:
         raise ValueError(f"expected trained to be one of {TRAINED}; got {trained!r}")
+    piece = max(1, math.ceil(batch_size / max(1, accumulate)))
+    least = batch_size % piece or piece
+    if least < ranks.count():
+        raise ValueError(
+            f"expected at least one window for each of {ranks.count()} ranks in every micro-batch; "
+            f"{batch_size} windows in {accumulate} micro-batches leave {least}. Give a larger "
+            "--batch-size, fewer --accumulate, or fewer ranks."
+        )
     folder = RunFolder(out, settings, restart=restart)
     if not folder.finished("metrics.json"):
         dense_model = load_model(model, device=device)
