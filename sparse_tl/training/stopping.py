@@ -66,8 +66,7 @@ def lost_rank_noted(folder: Path | None) -> Iterator[None]:
         # The launcher ends what is left of the job now; that must not cut off the message.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        left = "There is no checkpoint: the run was not given a folder for it."
-        if folder is not None:
-            left = f"The last checkpoint in {folder} is whole"
-            left += ": the same command goes on from there." if folder.exists() else " or absent."
+        left = "There is no checkpoint to go on from."
+        if folder is not None and folder.exists():
+            left = f"The last checkpoint in {folder} is whole: the same command goes on from there."
         raise ranks.LostRankError(f"{error}. {left}") from error
