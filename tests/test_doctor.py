@@ -122,19 +122,19 @@ def test_a_model_with_attention_that_ignores_gates(tmp_path: Path) -> None:
 def test_memory_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its parts, counted another way; longer windows are extrapolated from shorter ones."""
     _, sparse = load_addition_models()
-    memory = training_memory(sparse, 16)
+    memory = training_memory(sparse, 10)
     assert memory.weights == sum(p.nbytes for p in sparse.model.parameters())
-    assert memory.logits == 2 * 16 * sparse.cfg.d_vocab_out * 4
+    assert memory.logits == 2 * 10 * sparse.cfg.d_vocab_out * 4
     width, layers = sparse.cfg.d_model, sparse.cfg.n_layers
-    assert layers * 10 * 16 * width * 4 < memory.activations < layers * 100 * 16 * width * 4
-    assert 16 * width * 4 * layers < memory.checkpointed < memory.activations
+    assert layers * 10 * 10 * width * 4 < memory.activations < layers * 100 * 10 * width * 4
+    assert 10 * width * 4 * layers < memory.checkpointed < memory.activations
     monkeypatch.setattr("sparse_tl.runs.memory.PROBED", (4, 8))
     monkeypatch.setattr("sparse_tl.lens.deferred.LONG", 4)
     exact = training_memory(sparse, 8).activations
     monkeypatch.setattr("sparse_tl.runs.memory.PROBED", (4, 6))
     assert training_memory(sparse, 8).activations == pytest.approx(exact, rel=0.02)
-    checks = {check.name: check.found for check in run_doctor(sparse, window=16)}
-    assert str(training_memory(sparse, 16)) in checks.values()
+    checks = {check.name: check.found for check in run_doctor(sparse, window=10)}
+    assert str(training_memory(sparse, 10)) in checks.values()
     with pytest.raises(ValueError, match="at most"):
         training_memory(sparse, 10**6)
 

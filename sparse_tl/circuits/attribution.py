@@ -28,6 +28,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sparse_tl import ranks
 from sparse_tl.circuits.gradient_passes import Method, Passes
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.read_gradients import Places, ReadGradients
@@ -67,6 +68,8 @@ def attribute_circuit_edges(
     positions, ``[position, source, destination]``. What heads move between positions are attention
     edges: `attribute_attention_edges`.
 
+    Several ranks share the pairs, and all return the whole; so do the functions below.
+
     Args:
         model: dense or sparse model; left unchanged.
         pairs: prompt pairs.
@@ -90,7 +93,7 @@ def attribute_circuit_edges(
             positions, or scores by position would take more than 2 GB.
     """
     spans = None if positions is None else pairs.spans_of(positions)
-    runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size)
+    runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size, shared=True)
     graph = runs.adapter.graph
     site = graph if spans is None else PositionedGraph(graph, spans.names)
     n_pairs, n_positions = len(pairs) if by_pair else 1, 1 if spans is None else len(spans.names)
@@ -101,10 +104,10 @@ def attribute_circuit_edges(
     groups = torch.zeros_like(pairs.clean) if spans is None else spans.at
     if by_pair:
         groups = groups + n_positions * torch.arange(n_pairs, device=groups.device)[:, None]
-    grouped = groups.to(runs.adapter.device).split(batch_size)
+    grouped = groups.to(runs.adapter.device).split(runs.batch_size)
     plan = Passes(metric, method, steps, runs)
     with tracked("scoring circuit edges", plan.count, progress) as step:
-        for index in range(len(runs)):
+        for index in runs.own:
             for rows, passes in groupby(plan.passes(index), key=plan.rows_of):
                 back, change = ReadGradients(runs.adapter), {}
                 for one in passes:
@@ -114,7 +117,7 @@ def attribute_circuit_edges(
                 moved = _moved(change, plan.sources)
                 _contract(scores, back, change, grouped[index].where(moved, -1), rows)
     shape = [n_pairs] * by_pair + list(site.exists.shape)
-    scores = scores.where(graph.exists, 0.0).view(shape)
+    scores = ranks.summed(scores).where(graph.exists, 0.0).view(shape)
     return Scores(site, scores if by_pair else scores / len(pairs), method)
 
 
@@ -136,14 +139,15 @@ def attribute_heads(
     """
     adapter = adapt(model)
     graph, names = adapter.graph, Heads().points(adapter)
-    runs = PairRuns(model, HookPoints((EMBEDDED, *names), (), ()), pairs, patch, batch_size)
+    site = HookPoints((EMBEDDED, *names), (), ())
+    runs = PairRuns(model, site, pairs, patch, batch_size, shared=True)
     scores = torch.zeros(graph.n_layers, graph.n_heads, dtype=torch.float64)
     plan = Passes(metric, method, steps, runs, heads_only=True)
     with tracked("scoring heads", plan.count, progress) as step:
-        for index in range(len(runs)):
+        for index in runs.own:
             effects = _effects(plan, index, names, step).sum(dim=(1, 2, 4))
             scores += effects.cpu().double()
-    return Scores(graph.heads, scores / len(pairs), method)
+    return Scores(graph.heads, ranks.summed(scores) / len(pairs), method)
 
 
 def attribute_attention_edges(
@@ -170,20 +174,20 @@ def attribute_attention_edges(
             f'expected a method of ("eap", "eap-ig") and a patch of {get_args(EdgePatch)}; got '
             f"{method!r} and {patch!r}"
         )
-    runs = PairRuns(model, CircuitEdges(), pairs, "corrupted", batch_size)
+    runs = PairRuns(model, CircuitEdges(), pairs, "corrupted", batch_size, shared=True)
     adapter, length = runs.adapter, pairs.clean.shape[1]
     names = AttentionEdges().points(adapter)
     plan = Passes(metric, method, steps, runs, also=names)
     found = []
     with tracked("scoring attention edges", plan.count, progress) as step:
-        for index, batch in enumerate(runs.batches):
-            reference = batch.corrupted if patch == "corrupted" else None
+        for index in runs.own:
+            reference = runs.batches[index].corrupted if patch == "corrupted" else None
             shown = PatchValues(adapter, names, patch, reference)
             # The gradient of the sum over pairs separates into each pair's gradient by row.
             effects = _effects(plan, index, names, step, shown)
             found.append(effects.transpose(0, 1).cpu().double())
     site = AttentionGrid(adapter.n_layers, adapter.n_heads, length, adapter.causal)
-    return Scores(site, torch.cat(found), method)
+    return Scores(site, torch.cat(ranks.in_order(found)), method)
 
 
 def _effects(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_tl import ranks
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.effect import Evaluation
 from sparse_tl.circuits.pair_runs import PairRuns, read_mask
@@ -38,6 +39,8 @@ def evaluate(
     progress: bool = True,
 ) -> Evaluation:
     """The metric under circuits, with everything else patched; one forward pass per circuit.
+
+    Several ranks share the pairs, and all return the whole.
 
     Args:
         model: dense or sparse model; left unchanged.
@@ -67,12 +70,12 @@ def evaluate(
         )
     edges = own != graph.heads
     site = CircuitEdges() if edges else Heads()
-    runs = PairRuns(model, site, pairs, patch, batch_size, positions=positions)
-    values: list[list[Tensor]] = [[] for _ in asked]
-    clean, none = [], []
-    with torch.no_grad(), tracked("evaluating", len(asked) * len(runs), progress) as step:
-        for batch, run in runs:
-            clean.append(measure(metric, run.clean_logits, batch))
+    runs = PairRuns(model, site, pairs, patch, batch_size, positions=positions, shared=True)
+    found: list[tuple[Tensor, ...]] = []
+    with torch.no_grad(), tracked("evaluating", len(asked) * len(runs.own), progress) as step:
+        for index in runs.own:
+            batch, run = runs.batches[index], runs.run(index)
+            clean = measure(metric, run.clean_logits, batch)
             if not edges and patch == "corrupted":
                 # With all heads patched, MLPs still read the clean prompt; `none` is the corrupted
                 # run.
@@ -81,17 +84,18 @@ def evaluate(
                 )
             else:
                 nothing = run.logits(torch.zeros_like(asked[0].mask))
-            none.append(measure(metric, nothing, batch))
-            for row, circuit in zip(values, asked, strict=True):
-                row.append(measure(metric, run.logits(circuit.mask), batch))
+            values = [clean, measure(metric, nothing, batch)]
+            for circuit in asked:
+                values.append(measure(metric, run.logits(circuit.mask), batch))
                 step()
-    joined = torch.stack([torch.cat(row) for row in values])
+            found.append(tuple(value.cpu().double() for value in values))
+    clean, none, *values = map(torch.cat, zip(*ranks.in_order(found), strict=True))
     return Evaluation(
         tuple(len(circuit) for circuit in asked),
         asked[0].site.n_parts,
-        joined.cpu().double(),
-        torch.cat(clean).cpu().double(),
-        torch.cat(none).cpu().double(),
+        torch.stack(values),
+        clean,
+        none,
     )
 
 
@@ -158,11 +162,13 @@ def accuracy(model: HookedModel, pairs: PromptPairs, *, batch_size: int = 32) ->
     """Share of clean prompts, 0 to 1, whose top prediction at the read position is an answer."""
     adapter = adapt(model)
     right = []
-    for batch in pairs.to(adapter.device).split(batch_size):
+    batches = pairs.split(min(batch_size, ranks.share_of(len(pairs))))
+    for batch in ranks.own(batches):
+        batch = batch.to(adapter.device)
         read = read_mask(batch)
         logits = adapter.logits_at(adapter.final(batch.clean, read=read), read)
-        right.append(is_right(logits, batch))
-    return torch.cat(right).double().mean().item()
+        right.append(is_right(logits, batch).cpu())
+    return torch.cat(ranks.in_order(right)).double().mean().item()
 
 
 def log_sizes(total: int, per_doubling: int = 2) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool
 from torch import Tensor
 
+from sparse_tl import ranks
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, GatedRun, Patch, PatchValues, Site
 from sparse_tl.gates.patches import drawn, mean_activations, needs_reference
@@ -34,6 +35,8 @@ class PairRuns:
             their patches and what they start from. Those of further batches are made again
             whenever they are needed, so memory does not grow with pairs.
         positions: positions that circuit edges have gates at, as in `attribute_circuit_edges`.
+        shared: whether ranks share the batches, each having its `own`; batches are then no larger
+            than a rank's share of the pairs.
 
     Raises:
         ValueError: the patch is unknown, `batch_size` is below 1, a prompt does not fit the model,
@@ -50,6 +53,7 @@ class PairRuns:
         *,
         keep: bool = False,
         positions: Positions | str | None = None,
+        shared: bool = False,
     ) -> None:
         needed = needs_reference(patch)
         self.model, self.site, self.patch = model, site, patch
@@ -58,7 +62,13 @@ class PairRuns:
         if positions is not None:
             pairs = replace(pairs, spans=pairs.spans_of(positions))
         self._by_span = positions is not None
+        if shared:
+            batch_size = min(batch_size, ranks.share_of(len(pairs)))
+        self.batch_size = batch_size
         self.batches = [piece.to(self.adapter.device) for piece in pairs.split(batch_size)]
+        every = range(len(self.batches))
+        self.own: Sequence[int] = ranks.own(every) if shared else every
+        """The batches that this rank runs."""
         self._points = site.points(self.adapter)
         self._runs: dict[int, GatedRun] = {}
         state = batch_size * pairs.clean.shape[1] * self._state_per_token

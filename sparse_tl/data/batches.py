@@ -112,6 +112,24 @@ class TokenBatch(Rows):
                 bounds.append(end)
         return [self.select(slice(*some)) for some in pairwise([*bounds, len(self)])]
 
+    def dealt(self, rank: int, n_ranks: int) -> TokenBatch:
+        """The rows of one of several ranks: dealt in turn, those with a label first.
+
+        Raises:
+            ValueError: there are fewer rows with a label than ranks.
+        """
+        if n_ranks == 1:
+            return self
+        labelled = self.loss_mask.any(dim=1)
+        n_labelled = int(labelled.sum())
+        if n_labelled < n_ranks:
+            raise ValueError(
+                f"expected at least {n_ranks} rows with a label in every batch, one for each rank; "
+                f"got {n_labelled}. Give larger batches, fewer micro-batches, or fewer ranks."
+            )
+        order = labelled.logical_not().int().argsort(stable=True)
+        return self.select(order[rank::n_ranks])
+
     def trimmed(self, *, causal: bool) -> TokenBatch:
         """Drop columns that cannot affect the loss.
 

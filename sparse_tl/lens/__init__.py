@@ -1,7 +1,5 @@
 """The only room that imports TransformerLens: adapters, hooks, checks, loading."""
 
-from transformer_lens.utilities.devices import get_device as get_device
-
 from sparse_tl.lens.adapter import Adapter as Adapter
 from sparse_tl.lens.adapting import adapt as adapt, read_parameters as read_parameters
 from sparse_tl.lens.architecture import model_config as model_config
@@ -24,6 +22,7 @@ from sparse_tl.lens.deferred import (
     explicit as explicit,
     function_name as function_name,
 )
+from sparse_tl.lens.devices import get_device as get_device
 from sparse_tl.lens.expressions import Block as Block, Expression as Expression
 from sparse_tl.lens.hooked_folder import build_model as build_model
 from sparse_tl.lens.loading import (

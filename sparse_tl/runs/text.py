@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import warnings
 from dataclasses import asdict
@@ -11,6 +12,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from sparse_tl import ranks
 from sparse_tl.data import ShuffledStream, TextStream, read_documents, token_windows
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.files import read_json, write_csv, write_json
@@ -53,7 +55,8 @@ def run_post_training(
 ) -> SparseRun:
     """Run all unfinished steps and return all results.
 
-    Some held-out windows select the weights; the others are reported on.
+    Some held-out windows select the weights; the others are reported on. Several ranks share the
+    windows of every step; see `sparse_tl.ranks`.
 
     Args:
         out: folder for the sparse model, ``metrics.json`` and ``history.csv``.
@@ -100,6 +103,14 @@ def run_post_training(
     }
     if trained not in TRAINED:
         raise ValueError(f"expected trained to be one of {TRAINED}; got {trained!r}")
+    piece = max(1, math.ceil(batch_size / max(1, accumulate)))
+    least = batch_size % piece or piece
+    if least < ranks.count():
+        raise ValueError(
+            f"expected at least one window for each of {ranks.count()} ranks in every micro-batch; "
+            f"{batch_size} windows in {accumulate} micro-batches leave {least}. Give a larger "
+            "--batch-size, fewer --accumulate, or fewer ranks."
+        )
     folder = RunFolder(out, settings, restart=restart)
     if not folder.finished("metrics.json"):
         dense_model = load_model(model, device=device)
@@ -151,8 +162,6 @@ def run_post_training(
             )
         if isinstance(stream, TextStream) and stream.n_windows is not None:
             _warn_of_repeats(steps * batch_size, stream.n_windows)
-        write_csv(folder / "history.csv", outcome.history)
-        sparse.save_pretrained(folder / "sparse")
         measured = {
             "seed": seed,
             "verdict": outcome.verdict,
@@ -161,8 +170,14 @@ def run_post_training(
             "dense": asdict(dense),
             "sparse": asdict(evaluate_held_out(sparse, test)),
         }
-        write_json(folder / "metrics.json", measured)
-        shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+
+        def write() -> None:
+            write_csv(folder / "history.csv", outcome.history)
+            sparse.save_pretrained(folder / "sparse")
+            write_json(folder / "metrics.json", measured)
+            shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+
+        ranks.on_first(write)
     sparse = SparseTransformer.from_pretrained(folder / "sparse", device=device)
     return SparseRun(read_json(folder / "metrics.json"), sparse)
 
