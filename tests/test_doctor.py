@@ -123,7 +123,9 @@ def test_memory_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its parts, counted another way; longer windows are extrapolated from shorter ones."""
     _, sparse = load_addition_models()
     memory = training_memory(sparse, 10)
-    assert memory.weights == sum(p.nbytes for p in sparse.model.parameters())
+    sparse(torch.arange(10)[None]).sum().backward()
+    read = [p for p in sparse.model.parameters() if p.grad is not None]
+    assert memory.weights == sum(p.nbytes for p in read)
     assert memory.logits == 2 * 10 * sparse.cfg.d_vocab_out * 4
     width, layers = sparse.cfg.d_model, sparse.cfg.n_layers
     assert layers * 10 * 10 * width * 4 < memory.activations < layers * 100 * 10 * width * 4
