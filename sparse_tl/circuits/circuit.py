@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor
@@ -87,7 +88,7 @@ class Circuit(Result):
         return tuple((layer, head) for layer, head in self.mask.nonzero().tolist())
 
     def __len__(self) -> int:
-        return int(self.mask.sum())
+        return int(self.mask.count_nonzero())
 
     def having(self, *parts: Any) -> Circuit:
         """The circuit with these parts added, given by name (``a0.h1->m3``) or index.
@@ -123,16 +124,15 @@ class Circuit(Result):
         patches from other prompts, it also needs a kept path from the input to its source: a node
         that reads only patches then writes its patch. (Not so under mean or zero patches.)
         """
-        graph, mask = self.graph, self.mask.clone()
-        for row, node in enumerate(graph.sources):
-            read = [column for mover in graph.movers(node) for column in graph.readers(mover)]
-            reads = node.kind == "input" or bool(mask[:, read].any())
-            if patch in ("corrupted", "resample") and not reads:
-                mask[row] = False
-        for column in reversed(range(len(graph.destinations))):
-            if not reaches_logits(graph, mask, column):
-                mask[:, column] = False
-        return Circuit(graph, mask)
+        graph, mask = self.graph, self.mask.cpu().numpy().copy()
+        if patch in ("corrupted", "resample"):
+            for group in graph.groups:
+                inputs = np.logical_or.reduce(mask[:, group.columns], axis=0)
+                mask[group.rows] &= group.written_from(inputs)[:, None]
+        for group in reversed(graph.groups):
+            nodes = np.logical_or.reduce(mask[group.rows], axis=1)
+            mask[:, group.columns] &= group.read_for(nodes)
+        return Circuit(graph, torch.from_numpy(mask).to(self.mask.device))
 
     def to_networkx(self) -> nx.MultiDiGraph:
         """The kept circuit edges and the nodes that they connect."""
@@ -159,8 +159,8 @@ def reaches_logits(
     graph: CircuitGraph, mask: Bool[Tensor, "source destination"], column: int
 ) -> bool:
     """Whether a read at this column can reach the logits: a node that it feeds keeps an edge."""
-    readers = graph.readers_of(graph.destinations[column])
-    moved = {node for reader in readers for node in graph.movers(reader)}
-    return any(
-        node.kind == "logits" or bool(mask[graph.source_index(node)].any()) for node in moved
-    )
+    group = next((group for group in graph.groups if column < group.columns.stop), None)
+    if group is None:
+        return True  # the logits themselves
+    read = group.read_for(np.logical_or.reduce(mask[group.rows].numpy(), axis=1))
+    return bool(read[column - group.columns.start])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import networkx as nx
 import pytest
 import torch
 
 from sparse_tl import Circuit, CircuitGraph
+from sparse_tl.circuits.circuit import reaches_logits
 from sparse_tl.graph import CircuitEdge
 
 GRAPH = CircuitGraph(2, 2, 2)
@@ -33,3 +35,45 @@ def test_edges_that_are_not_there_are_refused() -> None:
         EMPTY.without("input->m0")
     with pytest.raises(ValueError, match="too late"):
         EMPTY.having("a1.h1->a0.h0<q>")
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        CircuitGraph(3, 2, 2),
+        CircuitGraph(3, 4, 2),
+        CircuitGraph(3, 2, 2, parallel=True),
+        CircuitGraph(3, 2, 2, has_mlps=False),
+        CircuitGraph(3, 4, 2, coupled=True),
+    ],
+    ids=["plain", "grouped", "parallel", "attention only", "coupled"],
+)
+@pytest.mark.parametrize("share", [0.05, 0.15, 0.4])
+def test_connected_edges_lie_on_paths_of_the_network(graph: CircuitGraph, share: float) -> None:
+    """As searches in a network of every node's reads say, whatever its kind."""
+    generator = torch.Generator().manual_seed(0)
+    kept = graph.exists & (torch.rand(graph.exists.shape, generator=generator) < share)
+    network = nx.DiGraph()
+    network.add_nodes_from(["input", "logits"])
+    for edge in graph.edges_of(kept):
+        network.add_edge(str(edge.source), f"read {edge.destination}")
+    for destination in graph.destinations:
+        for node in graph.readers_of(destination):
+            layer = [n for n in graph.sources if (n.kind, n.layer) == (node.kind, node.layer)]
+            for moved in layer if graph.coupled and node.kind == "head" else [node]:
+                network.add_edge(f"read {destination}", str(moved))
+    from_input = nx.descendants(network, "input") | {"input"}
+    to_logits = nx.ancestors(network, "logits")
+    for patch in ("corrupted", "zero"):
+        expected = {
+            str(edge)
+            for edge in graph.edges_of(kept)
+            if f"read {edge.destination}" in to_logits
+            and (str(edge.source) in from_input or patch == "zero")
+        }
+        joined = Circuit(graph, kept).connected(patch=patch)
+        assert {str(edge) for edge in joined.edges} == expected
+    for column, destination in enumerate(graph.destinations):
+        moved = list(network.successors(f"read {destination}"))
+        reads = any(node == "logits" or network.out_degree(node) for node in moved)
+        assert reaches_logits(graph, kept, column) == reads
