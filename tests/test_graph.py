@@ -193,8 +193,14 @@ def test_graphs_move_between_tools() -> None:
     grouped = _scores(CircuitGraph(2, 4, 2))
     with pytest.raises(ValueError, match="expected scores of"):
         to_eap_ig(grouped, circuit, d_model=16)
-    with pytest.raises(ValueError, match="expected heads with their own k and v"):
-        to_eap_ig(grouped, grouped.top(5), d_model=16)
+    content = to_eap_ig(grouped, grouped.top(5), d_model=16)
+    assert len(content["edges"]) == CircuitGraph(2, 4, 4).n_edges
+    again, kept = from_eap_ig(content, CircuitGraph(2, 4, 2))
+    assert torch.allclose(again.values, grouped.values, rtol=1e-12, atol=0)
+    assert torch.equal(kept.mask, grouped.top(5).mask)
+    alone = _scores(CircuitGraph(2, 2, 2, has_mlps=False))
+    with pytest.raises(ValueError, match="expected a model with MLPs"):
+        to_eap_ig(alone, alone.top(5), d_model=16)
     with pytest.raises(ValueError, match="lacks .'edges'"):
         from_eap_ig({"cfg": {}})
 

@@ -282,16 +282,5 @@ def test_intervals_leave_out_draws_without_an_effect() -> None:
     assert low.tolist() == pytest.approx([0, 0.5, 1]) and high.tolist() == pytest.approx(
         [0, 0.5, 1]
     )
-    with pytest.raises(ValueError, match="expected increasing sizes from 0 to all"):
-        _ = Evaluation((1, 2), 2, torch.stack([clean, clean]), clean, 0 * clean).cpr
-
-
-def test_areas_of_a_straight_line() -> None:
-    """Faithfulness that grows evenly from 0 to 1 has area one half, and so has its distance."""
-    from sparse_tl.circuits import Evaluation
-
-    values = torch.tensor([[0.0], [1.0], [4.0]]).double()
-    line = Evaluation((0, 5, 20), 20, values, torch.tensor([4.0]).double(), torch.zeros(1).double())
-    assert line.cpr == pytest.approx(0.5)
-    assert line.cmd == pytest.approx(0.5)
-    assert line.curve("line").size_at(1.0) == pytest.approx(20)
+    with pytest.raises(ValueError, match="expected a level between 0 and 1"):
+        found.interval(level=95)
