@@ -7,7 +7,7 @@ where ``now_u`` is what source u writes in this pass, ``patch_u`` is what the pa
 gates at 1 this is the plain model, bit for bit; with all gates at 0 it is the patched model.
 Normalisation is recomputed at every destination.
 
-A source with most of its edges closed is *shut*: what it changes is subtracted in a running sum
+A source with nearly all edges closed is *shut*: what it changes is subtracted in a running sum
 that all later destinations share, and only its edges that differ are computed one by one. So a
 small circuit costs what it keeps, and a large one what it leaves out: per-head writes are separated
 for sources with such edges alone, and reads are computed where they differ from the residual

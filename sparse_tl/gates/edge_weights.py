@@ -15,11 +15,14 @@ from sparse_tl.graph import Destination
 from sparse_tl.lens import Adapter
 from sparse_tl.nodes import Node
 
+_MOST = 7 / 8
+"""A source is shut if more than this share of its edges is closed; for fewer, it saves nothing."""
+
 
 class EdgeWeights:
     """Closed circuit edges under stacked gates, as ``1 - gate[u, v] = shut[u] + weight[u, v]``.
 
-    A source is shut where most of its edges are closed, so that few edges have a weight other than
+    A source is shut where nearly all of its edges are closed, so that few edges have a weight other than
     0, in small circuits as in large ones.
 
     Args:
@@ -44,7 +47,7 @@ class EdgeWeights:
         self.shut = gates.new_zeros(gates.shape[:2])
         if not self.learned:
             n_closed = torch.where(exists, 1 - gates, 0).sum(dim=2)
-            self.shut = (2 * n_closed > exists.count_nonzero(dim=1)).to(gates.dtype)
+            self.shut = (n_closed > _MOST * exists.count_nonzero(dim=1)).to(gates.dtype)
         weights = torch.where(exists, (1 - self.shut)[..., None] - gates, 0)
         differs = exists[None] if self.learned else weights != 0
         # On the CPU: these lookups happen at every read and must not synchronise with a GPU.
