@@ -22,8 +22,8 @@ _MOST = 7 / 8
 class EdgeWeights:
     """Closed circuit edges under stacked gates, as ``1 - gate[u, v] = shut[u] + weight[u, v]``.
 
-    A source is shut where nearly all of its edges are closed, so that few edges have a weight other than
-    0, in small circuits as in large ones.
+    A source is shut where nearly all of its edges are closed, so that few edges have a weight other
+    than 0, in small circuits as in large ones.
 
     Args:
         adapter: adapter of the model.
