@@ -25,6 +25,7 @@ from .data import (
     PromptPairs as PromptPairs,
     ShuffledStream as ShuffledStream,
     TargetDataset as TargetDataset,
+    TextStream as TextStream,
     TokenBatch as TokenBatch,
     read_documents as read_documents,
     token_windows as token_windows,

@@ -45,22 +45,33 @@ class NodeGroup:
     n_kv_heads: int
     coupled: bool
 
-    def written_from(self, inputs: Bool[np.ndarray, " column"]) -> Bool[np.ndarray, " row"]:
-        """Which nodes write something that depends on any of these inputs."""
+    def written_from(
+        self,
+        inputs: Bool[np.ndarray, "position column"],
+        follows: Bool[np.ndarray, "later earlier"],
+    ) -> Bool[np.ndarray, "position row"]:
+        """Which nodes write something that depends on any of these inputs.
+
+        Args:
+            inputs: inputs at each position.
+            follows: which positions a query reads keys and values at (`PositionedGraph.follows`).
+        """
         if not self.n_kv_heads:
             return inputs
         n_heads = self.rows.stop - self.rows.start
-        q, k, v = np.split(inputs, [n_heads, n_heads + self.n_kv_heads])
-        nodes = q | np.repeat(k | v, n_heads // self.n_kv_heads)
-        return nodes | nodes.any() if self.coupled else nodes
+        q, k, v = np.split(inputs, [n_heads, n_heads + self.n_kv_heads], axis=1)
+        nodes = q | np.repeat(follows @ (k | v), n_heads // self.n_kv_heads, axis=1)
+        return nodes | nodes.any(axis=1, keepdims=True) if self.coupled else nodes
 
-    def read_for(self, nodes: Bool[np.ndarray, " row"]) -> Bool[np.ndarray, " column"]:
-        """Which inputs affect what any of these nodes writes."""
+    def read_for(
+        self, nodes: Bool[np.ndarray, "position row"], follows: Bool[np.ndarray, "later earlier"]
+    ) -> Bool[np.ndarray, "position column"]:
+        """Which inputs affect what any of these nodes writes; otherwise as `written_from`."""
         if not self.n_kv_heads:
             return nodes
-        heads = nodes | nodes.any() if self.coupled else nodes
-        shared = heads.reshape(self.n_kv_heads, -1).any(axis=1)
-        return np.concatenate([heads, shared, shared])
+        heads = nodes | nodes.any(axis=1, keepdims=True) if self.coupled else nodes
+        shared = follows.T @ heads.reshape(len(heads), self.n_kv_heads, -1).any(axis=2)
+        return np.concatenate([heads, shared, shared], axis=1)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from sparse_tl import ranks
+
 DELAY, PAUSE = 0.5, 0.2
 """Seconds until a notebook shows anything, and minimum seconds between its updates."""
 LOG_DELAY, LOG_PAUSE = 10.0, 60.0
@@ -28,7 +30,7 @@ LOG_DELAY, LOG_PAUSE = 10.0, 60.0
 def tracked(
     title: str, total: int, shown: bool = True, *, done: int = 0
 ) -> Iterator[Callable[..., None]]:
-    """Show progress with the remaining time.
+    """Show progress with the remaining time; of several ranks, the first shows it.
 
     The block calls the yielded function once per piece of work, with any latest measurements.
 
@@ -38,7 +40,7 @@ def tracked(
         shown: False to show nothing.
         done: pieces done before, when resuming.
     """
-    if not shown:
+    if not shown or not ranks.is_first():
         yield lambda measured="": None
     elif kind := _kind_of_line():
         line = kind(title, total, done)

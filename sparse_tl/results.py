@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_or
 from jaxtyping import AbstractArray
 from torch import Tensor
 
+from sparse_tl import ranks
 from sparse_tl.files import (
     atomic_folder,
     check_replaceable,
@@ -51,10 +52,14 @@ class Result:
     def save(self, folder: str | Path) -> Path:
         """Write a folder of safetensors and JSON, completely or not at all.
 
+        Of several ranks, only the first writes.
+
         Raises:
             ValueError: the folder holds something else, which would be deleted.
         """
         folder, kind = Path(folder), type(self)
+        if not ranks.is_first():
+            return folder
         recover_folder(folder)
         check_replaceable(folder, RESULT_FILE, _TENSORS_FILE)
         if (folder / RESULT_FILE).exists():

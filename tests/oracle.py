@@ -95,8 +95,9 @@ def run_patched(
         model: dense.
         graph: its graph.
         pairs: the prompts.
-        mask: ``[source, destination]``, 1 (True) keeps and 0 (False) patches; gates between
-            interpolate. What is no edge of the graph is ignored.
+        mask: ``[source, destination]``, or one for every token, ``[pair, pos, source,
+            destination]``; 1 (True) keeps and 0 (False) patches, gates between interpolate. What
+            is no edge of the graph is ignored.
         patch: the corrupted prompt's own run, the mean over the clean prompts position by
             position, or 0.
     """
@@ -108,7 +109,8 @@ def run_patched(
 
     def read(destination: Destination, written: Tensor) -> Tensor:
         n = len(written)
-        kept = mask[:n, graph.destination_index(destination), None, None, None].to(written.dtype)
+        kept = mask[..., :n, graph.destination_index(destination)].to(written.dtype)
+        kept = kept[:, None, None, None] if mask.ndim == 2 else kept.permute(2, 0, 1)[..., None]
         return (patches[:n] + kept * (written - patches[:n])).sum(0)
 
     return pairs.read(run_split(model, graph, pairs.clean, read))
@@ -137,7 +139,14 @@ def mask_of(graph: CircuitGraph, edges: Sequence[CircuitEdge | str] | frozenset[
 def slow_scores(
     model: Model, graph: CircuitGraph, pairs: PromptPairs, metric: Metric, share: float = 1.0
 ) -> Float[Tensor, "source destination"]:
-    """Edge attribution by the paper's formula, with what every destination reads a leaf of its own.
+    """Edge attribution by the paper's formula, over all tokens, mean over pairs."""
+    return slow_token_scores(model, graph, pairs, metric, share).sum(dim=(0, 1)) / len(pairs)
+
+
+def slow_token_scores(
+    model: Model, graph: CircuitGraph, pairs: PromptPairs, metric: Metric, share: float = 1.0
+) -> Float[Tensor, "pair pos source destination"]:
+    """Edge attribution of every token, with what every destination reads a leaf of its own.
 
     Gradients are taken at embeddings that lie so far on the way from corrupted to clean.
     """
@@ -151,13 +160,13 @@ def slow_scores(
 
     logits = run_split(model, graph, pairs.clean, read, embedded)
     metric(pairs.read(logits), pairs).sum().backward()
-    scores = torch.zeros(graph.exists.shape, dtype=torch.float64)
+    scores = torch.zeros(*pairs.clean.shape, *graph.exists.shape, dtype=torch.float64)
     for edge in graph.edges:
         index = graph.index(edge)
         gradient = leaves[edge.destination].grad
         assert gradient is not None
-        scores[index] = ((corrupted - clean)[index[0]] * gradient).sum()
-    return scores / len(pairs)
+        scores[..., *index] = ((corrupted - clean)[index[0]] * gradient).sum(dim=-1).double()
+    return scores
 
 
 @torch.no_grad()

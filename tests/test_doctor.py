@@ -11,10 +11,12 @@ import torch
 import transformers
 from tiny import HAS_HOOKED
 
+from sparse_tl import load_addition_models
 from sparse_tl.cli import main
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, save_model
 from sparse_tl.runs import Check, doctor, run_doctor
+from sparse_tl.runs.memory import TrainingMemory, training_memory
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +47,7 @@ def test_the_command_says_what_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checks = [Check("first", True, "<b>&"), Check("second", False, "Mend [it].")]
-    monkeypatch.setattr("sparse_tl.runs.run_doctor", lambda model, device: checks)
+    monkeypatch.setattr("sparse_tl.runs.run_doctor", lambda model, **_: checks)
     monkeypatch.setattr("sys.argv", ["sparse-tl", "doctor"])
     with pytest.raises(SystemExit, match="1"):
         main()
@@ -115,3 +117,28 @@ def test_a_model_with_attention_that_ignores_gates(tmp_path: Path) -> None:
     gates, circuits = failed(run_doctor(tmp_path / "model", device="cpu"))
     assert "can be gated by hooks; in layer 0" in gates.found
     assert "its MLPs read what a normalisation makes for attention" in circuits.found
+
+
+def test_memory_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parts, counted another way; longer windows are extrapolated from shorter ones."""
+    _, sparse = load_addition_models()
+    memory = training_memory(sparse, 10)
+    assert memory.weights == sum(p.nbytes for p in sparse.model.parameters())
+    assert memory.logits == 2 * 10 * sparse.cfg.d_vocab_out * 4
+    width, layers = sparse.cfg.d_model, sparse.cfg.n_layers
+    assert layers * 10 * 10 * width * 4 < memory.activations < layers * 100 * 10 * width * 4
+    assert 10 * width * 4 * layers < memory.checkpointed < memory.activations
+    monkeypatch.setattr("sparse_tl.runs.memory.PROBED", (4, 8))
+    monkeypatch.setattr("sparse_tl.lens.deferred.LONG", 4)
+    exact = training_memory(sparse, 8).activations
+    monkeypatch.setattr("sparse_tl.runs.memory.PROBED", (4, 6))
+    assert training_memory(sparse, 8).activations == pytest.approx(exact, rel=0.02)
+    checks = {check.name: check.found for check in run_doctor(sparse, window=10)}
+    assert str(training_memory(sparse, 10)) in checks.values()
+    with pytest.raises(ValueError, match="at most"):
+        training_memory(sparse, 10**6)
+
+
+def test_the_peak_is_in_the_forward_pass_or_in_the_optimizer() -> None:
+    memory = TrainingMemory(window=8, weights=10, activations=30, checkpointed=5, logits=2)
+    assert (memory.peak, memory.least_peak) == (10 + 62, 10 + 50)

@@ -75,11 +75,12 @@ def test_a_head_reads_through_its_group() -> None:
     heads, mlp = graph.groups[2:]
     assert graph.sources[heads.rows] == tuple(Node("head", 1, head) for head in range(4))
     assert graph.sources[mlp.rows] == (Node("mlp", 1),)
-    last = np.array([False, False, False, True])
-    inputs = heads.read_for(last)
+    last = np.array([[False, False, False, True]])
+    here = np.array([[True]])
+    inputs = heads.read_for(last, here)
     names = [str(graph.destinations[heads.columns][place]) for place in np.flatnonzero(inputs)]
     assert names == ["a1.h3<q>", "a1.kv1<k>", "a1.kv1<v>"]
-    assert heads.written_from(inputs).tolist() == [False, False, True, True]
+    assert heads.written_from(inputs, here).tolist() == [[False, False, True, True]]
     readers = graph.readers_of(Destination(Node("kv_head", 0, 1), "k"))
     assert [str(node) for node in readers] == ["a0.h2", "a0.h3"]
 

@@ -18,7 +18,7 @@ Reference: Conmy et al., arXiv 2304.14997, algorithm 1.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Literal
@@ -251,10 +251,9 @@ class _Search:
             ValueError: the folder holds other files, or a checkpoint of another search.
         """
         state, self._folder = self.state, folder
-        tensors = {one.name: getattr(pairs, one.name) for one in fields(pairs)}
         patch = self.patch if isinstance(self.patch, str) else sorted(self.patch)
         kind = "divergence" if self.metric == "kl" else "metric"
-        what = digest({**tensors, "start": state.mask})
+        what = f"{pairs.digest()} {digest({'start': state.mask})}"
         state.asked = f"{self.site!r} {patch} {kind} {asked} {what}"
         # Measured values identify model and metric; a name or an object's address would not.
         clean = [run.clean_logits.mean().item() for _, run in self.runs]

@@ -15,7 +15,7 @@ This costs at least two forward passes and one backward pass of the plain model.
 attention edges, the gradient is with respect to the activation at their own hook points.
 
 Reference: EAP, Syed et al., arXiv 2310.10348; EAP-IG, Hanna et al., arXiv 2403.17806, equation 4;
-RelP, Rezaei Jafari et al., arXiv 2508.21258.
+RelP, Rezaei Jafari et al., arXiv 2508.21258; PEAP, Haklay et al., arXiv 2502.04577.
 """
 
 from __future__ import annotations
@@ -25,24 +25,28 @@ from itertools import groupby
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sparse_tl import ranks
 from sparse_tl.circuits.gradient_passes import Method, Passes
 from sparse_tl.circuits.pair_runs import PairRuns
-from sparse_tl.circuits.read_gradients import ReadGradients
+from sparse_tl.circuits.read_gradients import Places, ReadGradients
 from sparse_tl.circuits.scores import Scores
-from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import AttentionEdges, CircuitEdges, Heads, HookPoints, Patch, PatchValues
-from sparse_tl.graph import Node
+from sparse_tl.graph import CircuitGraph, Node
 from sparse_tl.grids import AttentionGrid
 from sparse_tl.lens import EMBEDDED, HookedModel, adapt, source_outputs
 from sparse_tl.metrics import Metric
+from sparse_tl.positioned_graph import PositionedGraph
 from sparse_tl.progress import tracked
 
 EdgePatch = Literal["zero", "corrupted"]
 WRITES_AT_ONCE = 2**25
 """Maximum number of values that all sources write, in d_model dimensions, held at one time."""
+MOST_BYTES = 2e9
+"""Maximum size of scores by position."""
 
 
 def attribute_circuit_edges(
@@ -54,10 +58,17 @@ def attribute_circuit_edges(
     steps: int = 5,
     patch: Patch = "corrupted",
     by_pair: bool = False,
+    positions: Positions | str | None = None,
     batch_size: int = 32,
     progress: bool = True,
 ) -> Scores:
     """First-order effect of patching each circuit edge, mean over pairs, in units of the metric.
+
+    With `positions`, the effect of patching it at each position (PEAP): the terms of the sum over
+    positions, ``[position, source, destination]``. What heads move between positions are attention
+    edges: `attribute_attention_edges`.
+
+    Several ranks share the pairs, and all return the whole; so do the functions below.
 
     Args:
         model: dense or sparse model; left unchanged.
@@ -71,36 +82,43 @@ def attribute_circuit_edges(
         patch: patch of an edge, as in `PairRuns`; also the far end of the interpolation.
         by_pair: keep scores per pair, on a leading axis ``[pair, source, destination]``. Costs no
             extra passes: the gradient of the metric's sum over pairs separates by row.
+        positions: keep scores per position: "tokens", for prompts of one length; or "spans", those
+            of `PromptPairs.with_spans`, over whose tokens scores are summed. None: sum over all.
         batch_size: prompt pairs per forward pass.
         progress: whether to show a progress bar.
 
     Raises:
         ValueError: the method or patch is unknown, `steps` is below 1, the metric is not one finite
-            number per pair, or parts do not write directly to the residual stream.
+            number per pair, parts do not write directly to the residual stream, the pairs lack the
+            positions, or scores by position would take more than 2 GB.
     """
-    runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size)
+    spans = None if positions is None else pairs.spans_of(positions)
+    runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size, shared=True)
     graph = runs.adapter.graph
-    shape = (len(graph.sources), len(graph.destinations))
-    scores = torch.zeros(len(pairs) if by_pair else 1, *shape, dtype=torch.float64)
+    site = graph if spans is None else PositionedGraph(graph, spans.names)
+    n_pairs, n_positions = len(pairs) if by_pair else 1, 1 if spans is None else len(spans.names)
+    if spans is not None:
+        _check_size(n_pairs, n_positions, graph)
+    scores = torch.zeros(n_pairs * n_positions, *graph.exists.shape, dtype=torch.float64)
+    # Which of these each token's contribution is added to.
+    groups = torch.zeros_like(pairs.clean) if spans is None else spans.at
+    if by_pair:
+        groups = groups + n_positions * torch.arange(n_pairs, device=groups.device)[:, None]
+    grouped = groups.to(runs.adapter.device).split(runs.batch_size)
     plan = Passes(metric, method, steps, runs)
     with tracked("scoring circuit edges", plan.count, progress) as step:
-        for index in range(len(runs)):
+        for index in runs.own:
             for rows, passes in groupby(plan.passes(index), key=plan.rows_of):
                 back, change = ReadGradients(runs.adapter), {}
                 for one in passes:
                     change = one.change
                     back.add(one)
                     step()
-                places = _moved(change, plan.sources)
-                if not by_pair:
-                    scores[0] += _contract(back, change, places, rows)
-                    continue
-                for pair in range(len(places)):
-                    own = torch.zeros_like(places)
-                    own[pair] = places[pair]
-                    scores[index * batch_size + pair] += _contract(back, change, own, rows)
-    scores = scores.where(graph.exists, 0.0)
-    return Scores(graph, scores if by_pair else scores[0] / len(pairs), method)
+                moved = _moved(change, plan.sources)
+                _contract(scores, back, change, grouped[index].where(moved, -1), rows)
+    shape = [n_pairs] * by_pair + list(site.exists.shape)
+    scores = ranks.summed(scores).where(graph.exists, 0.0).view(shape)
+    return Scores(site, scores if by_pair else scores / len(pairs), method)
 
 
 def attribute_heads(
@@ -121,14 +139,15 @@ def attribute_heads(
     """
     adapter = adapt(model)
     graph, names = adapter.graph, Heads().points(adapter)
-    runs = PairRuns(model, HookPoints((EMBEDDED, *names), (), ()), pairs, patch, batch_size)
+    site = HookPoints((EMBEDDED, *names), (), ())
+    runs = PairRuns(model, site, pairs, patch, batch_size, shared=True)
     scores = torch.zeros(graph.n_layers, graph.n_heads, dtype=torch.float64)
     plan = Passes(metric, method, steps, runs, heads_only=True)
     with tracked("scoring heads", plan.count, progress) as step:
-        for index in range(len(runs)):
+        for index in runs.own:
             effects = _effects(plan, index, names, step).sum(dim=(1, 2, 4))
             scores += effects.cpu().double()
-    return Scores(graph.heads, scores / len(pairs), method)
+    return Scores(graph.heads, ranks.summed(scores) / len(pairs), method)
 
 
 def attribute_attention_edges(
@@ -155,20 +174,20 @@ def attribute_attention_edges(
             f'expected a method of ("eap", "eap-ig") and a patch of {get_args(EdgePatch)}; got '
             f"{method!r} and {patch!r}"
         )
-    runs = PairRuns(model, CircuitEdges(), pairs, "corrupted", batch_size)
+    runs = PairRuns(model, CircuitEdges(), pairs, "corrupted", batch_size, shared=True)
     adapter, length = runs.adapter, pairs.clean.shape[1]
     names = AttentionEdges().points(adapter)
     plan = Passes(metric, method, steps, runs, also=names)
     found = []
     with tracked("scoring attention edges", plan.count, progress) as step:
-        for index, batch in enumerate(runs.batches):
-            reference = batch.corrupted if patch == "corrupted" else None
+        for index in runs.own:
+            reference = runs.batches[index].corrupted if patch == "corrupted" else None
             shown = PatchValues(adapter, names, patch, reference)
             # The gradient of the sum over pairs separates into each pair's gradient by row.
             effects = _effects(plan, index, names, step, shown)
             found.append(effects.transpose(0, 1).cpu().double())
     site = AttentionGrid(adapter.n_layers, adapter.n_heads, length, adapter.causal)
-    return Scores(site, torch.cat(found), method)
+    return Scores(site, torch.cat(ranks.in_order(found)), method)
 
 
 def _effects(
@@ -195,44 +214,58 @@ def _moved(change: Mapping[str, Tensor], sources: Sequence[str]) -> Bool[Tensor,
     return torch.stack([(change[name] != 0).flatten(2).any(dim=2) for name in sources]).any(dim=0)
 
 
+def _check_size(n_pairs: int, n_positions: int, graph: CircuitGraph) -> None:
+    size = 8 * n_pairs * n_positions * graph.exists.numel()
+    if size > MOST_BYTES:
+        raise ValueError(
+            f"expected scores by position of at most {MOST_BYTES / 1e9:g} GB; {n_positions:,} "
+            f"positions of {n_pairs:,} pairs by {graph.exists.numel():,} sources and destinations "
+            f"take {size / 1e9:.1f} GB. Join tokens to fewer spans (pairs.with_spans, "
+            'positions="spans"), or average over pairs (by_pair=False)'
+        )
+
+
 def _contract(
+    scores: Float[Tensor, "group source destination"],
     back: ReadGradients,
     change: Mapping[str, Tensor],
-    places: Bool[Tensor, "batch pos"],
+    groups: Int[Tensor, "batch pos"],
     rows: slice,
-) -> Float[Tensor, "source destination"]:
-    """Contract some sources with all destinations; returned on the CPU in float64.
+) -> None:
+    """Add the contraction of some sources with all destinations to the scores.
 
     The sum over places is taken over a few at a time: what every source writes in d_model
     dimensions is the largest tensor of all.
 
     Args:
+        scores: scores of each group of places, on the CPU in float64.
         back: gradients with respect to the destinations' inputs.
         change: patch minus clean activation of every source.
-        places: prompt positions to sum over.
+        groups: group that each prompt position is summed into; -1 to leave it out.
         rows: sources to score.
     """
-    graph = back.adapter.graph
-    scores = torch.zeros(len(graph.sources), len(graph.destinations), dtype=torch.float64)
+    graph, flat = back.adapter.graph, groups.flatten()
     at_once = max(1, WRITES_AT_ONCE // (len(graph.sources) * back.adapter.d_model))
-    moved = places.flatten().nonzero()[:, 0]
-    for start in range(0, len(moved), at_once):
-        few = torch.zeros_like(places)
-        few.view(-1)[moved[start : start + at_once]] = True
-        own = {name: change[name][few][None] for name in back.adapter.source_points()}
-        _contract_few(scores, back, source_outputs(back.adapter, own)[:, 0], few, rows)
-    return scores
+    in_order = flat.argsort(stable=True)[int((flat < 0).sum()) :]
+    for some in in_order.split(at_once) if len(in_order) else ():
+        places = some // groups.shape[1], some % groups.shape[1]
+        own = {name: change[name][places][None] for name in back.adapter.source_points()}
+        difference = source_outputs(back.adapter, own)[:, 0]
+        _contract_few(scores, back, difference, places, flat[some], rows)
 
 
 def _contract_few(
-    scores: Float[Tensor, "source destination"],
+    scores: Float[Tensor, "group source destination"],
     back: ReadGradients,
     difference: Float[Tensor, "source place d_model"],
-    places: Bool[Tensor, "batch pos"],
+    places: Places,
+    groups: Int[Tensor, " place"],
     rows: slice,
 ) -> None:
-    """Add what a few places contribute to the scores, layer by layer."""
-    graph, flat = back.adapter.graph, difference.flatten(1)
+    """Add what a few places, in the order of their groups, contribute, layer by layer."""
+    graph = back.adapter.graph
+    found, counts = (some.tolist() for some in groups.unique_consecutive(return_counts=True))
+    written = [part.flatten(1) for part in difference.split(counts, dim=1)]
     first, end, _ = rows.indices(len(graph.sources))
     most = graph.n_heads + 2 * graph.n_kv_heads + graph.has_mlps
     buffer = difference.new_empty(most, *difference.shape[1:])
@@ -242,7 +275,11 @@ def _contract_few(
         if before.start >= before.stop:  # sources of later layers
             start += most
             continue
-        reading = back.layer(layer, places, buffer).flatten(1)
-        scores[before, start : start + len(reading)] += (flat[before] @ reading.T).cpu().double()
-        start += len(reading)
-    scores[rows, -1] += (flat[rows] @ back.final[places].flatten()).cpu().double()
+        reading = back.layer(layer, places, buffer)
+        stop = start + len(reading)
+        for group, flat, read in zip(found, written, reading.split(counts, dim=1), strict=True):
+            product = flat[before] @ read.flatten(1).T
+            scores[group, before, start:stop] += product.cpu().double()
+        start = stop
+    for group, flat, read in zip(found, written, back.final[places].split(counts), strict=True):
+        scores[group, rows, -1] += (flat[rows] @ read.flatten()).cpu().double()

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from sparse_tl.graph import CircuitEdge, CircuitGraph
 from sparse_tl.grids import AttentionGrid, HeadGrid
+from sparse_tl.positioned_graph import PositionedGraph
 from sparse_tl.results import Result
 
 if TYPE_CHECKING:
     import networkx as nx
     import pandas as pd
 
-Site = CircuitGraph | HeadGrid | AttentionGrid
+Site = CircuitGraph | PositionedGraph | HeadGrid | AttentionGrid
 """The set of parts that scores and circuits are defined over."""
 
 
@@ -65,11 +66,28 @@ class Circuit(Result):
         """The site of a circuit made of circuit edges.
 
         Raises:
-            ValueError: the circuit consists of heads or of attention edges.
+            ValueError: the circuit consists of other parts.
         """
         if not isinstance(self.site, CircuitGraph):
-            raise ValueError(f"expected a circuit of circuit edges; got one of {self.site.noun}")
+            how = ""
+            if isinstance(self.site, PositionedGraph):
+                how = f'; circuit.at("{self.site.positions[-1]}") has those of one position'
+            raise ValueError(
+                f"expected a circuit of circuit edges; got one of {self.site.noun}{how}"
+            )
         return self.site
+
+    def at(self, position: str | int) -> Circuit:
+        """The circuit edges that are kept at one position.
+
+        Args:
+            position: column of a token, or name of a span.
+
+        Raises:
+            ValueError: the circuit has no positions, or not this one.
+        """
+        site = positioned(self.site)
+        return Circuit(site.graph, self.mask[site.position(position)])
 
     @property
     def edges(self) -> tuple[CircuitEdge, ...]:
@@ -124,15 +142,19 @@ class Circuit(Result):
         patches from other prompts, it also needs a kept path from the input to its source: a node
         that reads only patches then writes its patch. (Not so under mean or zero patches.)
         """
-        graph, mask = self.graph, self.mask.cpu().numpy().copy()
+        site = self.site
+        if not isinstance(site, PositionedGraph):
+            site = PositionedGraph(self.graph, ("0",))
+        mask, follows = self.mask.cpu().view(site.exists.shape).numpy().copy(), site.follows.numpy()
         if patch in ("corrupted", "resample"):
-            for group in graph.groups:
-                inputs = np.logical_or.reduce(mask[:, group.columns], axis=0)
-                mask[group.rows] &= group.written_from(inputs)[:, None]
-        for group in reversed(graph.groups):
-            nodes = np.logical_or.reduce(mask[group.rows], axis=1)
-            mask[:, group.columns] &= group.read_for(nodes)
-        return Circuit(graph, torch.from_numpy(mask).to(self.mask.device))
+            for group in site.graph.groups:
+                inputs = np.logical_or.reduce(mask[:, :, group.columns], axis=1)
+                mask[:, group.rows] &= group.written_from(inputs, follows)[:, :, None]
+        for group in reversed(site.graph.groups):
+            nodes = np.logical_or.reduce(mask[:, group.rows], axis=2)
+            mask[:, :, group.columns] &= group.read_for(nodes, follows)[:, None]
+        kept = torch.from_numpy(mask).view(self.mask.shape)
+        return Circuit(self.site, kept.to(self.mask.device))
 
     def to_networkx(self) -> nx.MultiDiGraph:
         """The kept circuit edges and the nodes that they connect."""
@@ -155,6 +177,20 @@ class Circuit(Result):
         return f"Circuit({len(self):,} of {self.site.n_parts:,} {self.site.noun} of {self.site!r})"
 
 
+def positioned(site: Site) -> PositionedGraph:
+    """The site, checked to have positions.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if not isinstance(site, PositionedGraph):
+        raise ValueError(
+            f'expected circuit edges by position, as scored with positions="tokens"; got '
+            f"{site.noun}"
+        )
+    return site
+
+
 def reaches_logits(
     graph: CircuitGraph, mask: Bool[Tensor, "source destination"], column: int
 ) -> bool:
@@ -162,5 +198,6 @@ def reaches_logits(
     group = next((group for group in graph.groups if column < group.columns.stop), None)
     if group is None:
         return True  # the logits themselves
-    read = group.read_for(np.logical_or.reduce(mask[group.rows].numpy(), axis=1))
-    return bool(read[column - group.columns.start])
+    nodes = np.logical_or.reduce(mask[group.rows].numpy(), axis=1)
+    read = group.read_for(nodes[None], np.ones((1, 1), dtype=bool))
+    return bool(read[0, column - group.columns.start])

@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_tl import ranks
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.effect import Evaluation
 from sparse_tl.circuits.pair_runs import PairRuns, read_mask
 from sparse_tl.circuits.scores import Scores
-from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.metrics import Metric, is_right, measure
+from sparse_tl.positioned_graph import PositionedGraph
 from sparse_tl.progress import tracked
 
 
@@ -38,36 +40,42 @@ def evaluate(
 ) -> Evaluation:
     """The metric under circuits, with everything else patched; one forward pass per circuit.
 
+    Several ranks share the pairs, and all return the whole.
+
     Args:
         model: dense or sparse model; left unchanged.
         pairs: prompt pairs.
         metric: metric function with one value per pair.
-        circuits: one circuit or several, of edges or of heads.
+        circuits: one circuit or several, of edges, of edges by position, or of heads. Named spans
+            are those of `pairs`.
         patch: patch at everything outside a circuit, as in `PairRuns`.
         batch_size: prompt pairs per forward pass.
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: no circuit is given, a circuit belongs to another model's graph, the patch is
-            unknown, or the metric is not one finite number per pair.
+        ValueError: no circuit is given, a circuit belongs to another model's graph, the pairs lack
+            its positions, the patch is unknown, or the metric is not one finite number per pair.
     """
     graph = adapt(model).graph
     asked = [circuits] if isinstance(circuits, Circuit) else list(circuits)
-    if not asked or len({type(circuit.site) for circuit in asked}) > 1:
-        raise ValueError("expected one circuit or more, all of edges or all of heads")
-    for circuit in asked:
-        if circuit.site not in (graph, graph.heads):
-            raise ValueError(
-                f"expected circuits of the model's own {graph!r}, or of its heads; got one of "
-                f"{circuit.site!r}"
-            )
-    edges = asked[0].site == graph
-    runs = PairRuns(model, CircuitEdges() if edges else Heads(), pairs, patch, batch_size)
-    values: list[list[Tensor]] = [[] for _ in asked]
-    clean, none = [], []
-    with torch.no_grad(), tracked("evaluating", len(asked) * len(runs), progress) as step:
-        for batch, run in runs:
-            clean.append(measure(metric, run.clean_logits, batch))
+    if not asked or len({circuit.site for circuit in asked}) > 1:
+        raise ValueError(
+            "expected one circuit or more, all of edges (at the same positions) or all of heads"
+        )
+    own = asked[0].site
+    positions = _positions(own, pairs) if isinstance(own, PositionedGraph) else None
+    if (own.graph if isinstance(own, PositionedGraph) else own) not in (graph, graph.heads):
+        raise ValueError(
+            f"expected circuits of the model's own {graph!r}, or of its heads; got one of {own!r}"
+        )
+    edges = own != graph.heads
+    site = CircuitEdges() if edges else Heads()
+    runs = PairRuns(model, site, pairs, patch, batch_size, positions=positions, shared=True)
+    found: list[tuple[Tensor, ...]] = []
+    with torch.no_grad(), tracked("evaluating", len(asked) * len(runs.own), progress) as step:
+        for index in runs.own:
+            batch, run = runs.batches[index], runs.run(index)
+            clean = measure(metric, run.clean_logits, batch)
             if not edges and patch == "corrupted":
                 # With all heads patched, MLPs still read the clean prompt; `none` is the corrupted
                 # run.
@@ -76,18 +84,30 @@ def evaluate(
                 )
             else:
                 nothing = run.logits(torch.zeros_like(asked[0].mask))
-            none.append(measure(metric, nothing, batch))
-            for row, circuit in zip(values, asked, strict=True):
-                row.append(measure(metric, run.logits(circuit.mask), batch))
+            values = [clean, measure(metric, nothing, batch)]
+            for circuit in asked:
+                values.append(measure(metric, run.logits(circuit.mask), batch))
                 step()
-    joined = torch.stack([torch.cat(row) for row in values])
+            found.append(tuple(value.cpu().double() for value in values))
+    clean, none, *values = map(torch.cat, zip(*ranks.in_order(found), strict=True))
     return Evaluation(
         tuple(len(circuit) for circuit in asked),
         asked[0].site.n_parts,
-        joined.cpu().double(),
-        torch.cat(clean).cpu().double(),
-        torch.cat(none).cpu().double(),
+        torch.stack(values),
+        clean,
+        none,
     )
+
+
+def _positions(site: PositionedGraph, pairs: PromptPairs) -> Positions:
+    """What the positions of a circuit are; checked to be those of the pairs."""
+    positions = "tokens" if site.of_tokens else "spans"
+    if pairs.spans_of(positions).names != site.positions:
+        raise ValueError(
+            f"expected pairs with the positions of the circuit, {site.positions}; these have "
+            f"{pairs.spans_of(positions).names}"
+        )
+    return positions
 
 
 def evaluate_circuit_edges(
@@ -142,11 +162,13 @@ def accuracy(model: HookedModel, pairs: PromptPairs, *, batch_size: int = 32) ->
     """Share of clean prompts, 0 to 1, whose top prediction at the read position is an answer."""
     adapter = adapt(model)
     right = []
-    for batch in pairs.to(adapter.device).split(batch_size):
+    batches = pairs.split(min(batch_size, ranks.share_of(len(pairs))))
+    for batch in ranks.own(batches):
+        batch = batch.to(adapter.device)
         read = read_mask(batch)
         logits = adapter.logits_at(adapter.final(batch.clean, read=read), read)
-        right.append(is_right(logits, batch))
-    return torch.cat(right).double().mean().item()
+        right.append(is_right(logits, batch).cpu())
+    return torch.cat(ranks.in_order(right)).double().mean().item()
 
 
 def log_sizes(total: int, per_doubling: int = 2) -> tuple[int, ...]:

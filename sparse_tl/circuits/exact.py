@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparse_tl.circuits.pair_runs import PairRuns
-from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.graph import CircuitEdge, Node
 from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.metrics import Metric, measure
+from sparse_tl.positioned_graph import PositionedGraph
 from sparse_tl.progress import tracked
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def patch_exactly(
     parts: Sequence[CircuitEdge | Node | str] | None = None,
     *,
     patch: Patch = "corrupted",
+    positions: Positions | str | None = None,
     batch_size: int = 32,
     rows: int = 256,
     progress: bool = True,
@@ -42,6 +44,8 @@ def patch_exactly(
         parts: circuit edges and heads, or their names ("a0.h1->m1", "a0.h1"); all edges by
             default. A head is patched for everything that reads it.
         patch: patch at closed parts, as in `PairRuns`.
+        positions: patch edges at one position each, as in `attribute_circuit_edges`: parts are
+            then edges at positions ("a0.h1->m1@3", "a0.h1->m1@END"), all of them by default.
         batch_size: prompt pairs per forward pass.
         rows: maximum number of pairs times parts in one forward pass.
         progress: whether to show a progress bar.
@@ -50,17 +54,20 @@ def patch_exactly(
         The change by part name, mean over pairs, in units of the metric; negative: the part helps.
 
     Raises:
-        ValueError: the graph lacks a part, the patch is unknown, or the metric is not one finite
-            number per pair.
+        ValueError: the graph lacks a part, the patch is unknown, the metric is not one finite
+            number per pair, or the pairs lack the positions.
     """
     import pandas as pd
 
     graph = adapt(model).graph
-    names = [str(part) for part in (graph.edges if parts is None else parts)]
+    edges = graph
+    if positions is not None:
+        edges = PositionedGraph(graph, pairs.spans_of(positions).names)
+    names = [str(part) for part in (edges.names(edges.places) if parts is None else parts)]
     changes = torch.zeros(len(names), dtype=torch.float64)
     in_edges = [i for i, name in enumerate(names) if "->" in name]
     heads = [i for i, name in enumerate(names) if "->" not in name]
-    wanted = [(CircuitEdges(), graph, in_edges), (Heads(), graph.heads, heads)]
+    wanted = [(CircuitEdges(), edges, in_edges), (Heads(), graph.heads, heads)]
     places = {i: grid.index(names[i]) for _, grid, asked in wanted for i in asked}
     total = len(names) * len(pairs.split(batch_size))
     with torch.no_grad(), tracked("patching", total, progress) as step:
@@ -69,7 +76,8 @@ def patch_exactly(
                 continue
             # Group parts by layer: a pass starts at the first layer that differs.
             in_order = sorted(asked, key=lambda i: grid.layer(places[i]))
-            for batch, run in PairRuns(model, site, pairs, patch, batch_size):
+            at = positions if grid is edges else None
+            for batch, run in PairRuns(model, site, pairs, patch, batch_size, positions=at):
                 clean = measure(metric, run.start_from(None), batch)
                 size = max(1, rows // len(batch))
                 for _, layer in groupby(in_order, key=lambda i: grid.layer(places[i])):

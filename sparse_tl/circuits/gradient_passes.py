@@ -76,8 +76,8 @@ class Passes:
 
     @property
     def count(self) -> int:
-        """Total number of passes."""
-        return len(self.runs) * (self.steps * len(self._moved) or 1)
+        """Number of passes over the batches of this rank."""
+        return len(self.runs.own) * (self.steps * len(self._moved) or 1)
 
     def rows_of(self, one: GradientPass) -> slice:
         """The sources that a pass contributes to."""

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl import ranks
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.mib import MIB_FRACTIONS
 from sparse_tl.circuits.scores import Scores
@@ -97,7 +98,7 @@ def save_mib(found: Scores | Sequence[Circuit], folder: str | Path, d_model: int
     Scores become ``importances.json``, from which MIB cuts circuits of its sizes; circuits become
     one file each, with at most 0.1, 0.2, 0.5, 1, 2, 5, 10, 20 and 50 percent of the edges as MIB
     counts them, without those on no path from the input to the logits. MIB's sign is opposite to
-    `Scores`: a positive importance helps.
+    `Scores`: a positive importance helps. Of several ranks, only the first writes.
 
     Args:
         found: scores of circuit edges, or nine circuits, smallest first.
@@ -112,6 +113,8 @@ def save_mib(found: Scores | Sequence[Circuit], folder: str | Path, d_model: int
     Reference: arXiv 2504.13151 and github.com/hannamw/MIB-circuit-track.
     """
     folder = Path(folder)
+    if not ranks.is_first():
+        return folder
     if isinstance(found, Scores):
         names, circuits, values = (_IMPORTANCES,), [found.top(0)], -found.mean()
     else:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sparse_tl.data.pairs import PromptPairs
+from sparse_tl import ranks
+from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, GatedRun, Patch, PatchValues, Site
 from sparse_tl.gates.patches import mean_activations, needs_reference
 from sparse_tl.lens import HookedModel, adapt
@@ -32,10 +34,14 @@ class PairRuns:
         keep: for searches that come back to every batch: keep the runs of the first batches, with
             their patches and what they start from. Those of further batches are made again
             whenever they are needed, so memory does not grow with pairs.
+        positions: positions that circuit edges have gates at, as in `attribute_circuit_edges`.
+        shared: whether ranks share the batches, each having its `own`; batches are then no larger
+            than a rank's share of the pairs.
 
     Raises:
         ValueError: the patch is unknown, `batch_size` is below 1, a prompt does not fit the model,
-            prompts for a mean patch differ in length, or there is no other prompt to resample.
+            prompts for a mean patch differ in length, the pairs lack the positions, or there is no
+            other prompt to resample.
     """
 
     def __init__(
@@ -47,12 +53,23 @@ class PairRuns:
         batch_size: int,
         *,
         keep: bool = False,
+        positions: Positions | str | None = None,
+        shared: bool = False,
     ) -> None:
         needed = needs_reference(patch)
         self.model, self.site, self.patch = model, site, patch
         self.adapter = adapt(model)
         self.adapter.check_tokens(torch.cat([pairs.clean, pairs.corrupted]))
+        if positions is not None:
+            pairs = replace(pairs, spans=pairs.spans_of(positions))
+        self._by_span = positions is not None
+        if shared:
+            batch_size = min(batch_size, ranks.share_of(len(pairs)))
+        self.batch_size = batch_size
         self.batches = [piece.to(self.adapter.device) for piece in pairs.split(batch_size)]
+        every = range(len(self.batches))
+        self.own: Sequence[int] = ranks.own(every) if shared else every
+        """The batches that this rank runs."""
         self._points = site.points(self.adapter)
         self._runs: dict[int, GatedRun] = {}
         state = batch_size * pairs.clean.shape[1] * self._state_per_token
@@ -78,7 +95,8 @@ class PairRuns:
         if index in self._runs:
             return self._runs[index]
         batch = self.batches[index]
-        run = GatedRun(self.model, self.site, batch.clean, read_mask(batch), self.values(index))
+        site = CircuitEdges(batch.spans) if self._by_span else self.site
+        run = GatedRun(self.model, site, batch.clean, read_mask(batch), self.values(index))
         if index < self._n_kept:
             self._runs[index] = run
         return run

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import torch
 from einops import einsum, rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.circuits.gradient_passes import GradientPass
 from sparse_tl.lens import Adapter
+
+Places = tuple[Int[Tensor, " place"], Int[Tensor, " place"]]
+"""Prompts and positions."""
 
 
 class ReadGradients:
@@ -85,7 +88,7 @@ class ReadGradients:
     def layer(
         self,
         layer: int,
-        places: Bool[Tensor, "batch pos"],
+        places: Places,
         out: Float[Tensor, "destination place d_model"],
     ) -> Float[Tensor, "some place d_model"]:
         """Gradients of one layer's destinations in the graph's order, written into `out`: q of

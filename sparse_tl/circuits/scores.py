@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.circuits.circuit import Circuit, Site
+from sparse_tl.circuits.circuit import Circuit, Site, positioned
 from sparse_tl.results import Result
 
 if TYPE_CHECKING:
@@ -23,7 +23,9 @@ class Scores(Result):
 
     Scores of attention edges are kept per prompt pair, on a leading axis: position 3 of one prompt
     means nothing for another, unless both share a template. Circuit edges have the same axis if
-    scored with ``by_pair=True``. Rankings and tables use the mean over pairs.
+    scored with ``by_pair=True``. Rankings and tables use the mean over pairs. Scores of circuit
+    edges by position have an axis of positions before those of edges; their sum over it are the
+    scores of circuit edges.
 
     Args:
         site: the parts that are scored: circuit edges, heads, or attention edges.
@@ -54,6 +56,18 @@ class Scores(Result):
 
     def __getitem__(self, part: Any) -> float:
         return self.mean()[self.site.index(part)].item()
+
+    def at(self, position: str | int) -> Scores:
+        """The scores of circuit edges at one position.
+
+        Args:
+            position: column of a token, or name of a span.
+
+        Raises:
+            ValueError: the scores have no positions, or not this one.
+        """
+        site = positioned(self.site)
+        return Scores(site.graph, self.values[..., site.position(position), :, :], self.method)
 
     def order(self, *, signed: bool = False) -> Int[Tensor, "part axis"]:
         """The indices of all parts, best first; ties keep the site's order.

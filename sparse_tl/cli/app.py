@@ -82,10 +82,17 @@ def command(name: str, *examples: tuple[str, str]) -> Callable[[Any], Any]:
 
 def call(job: str, options: dict[str, Any]) -> Any:
     """Run a job of `runs` with all options of its command, and return its result."""
-    from sparse_tl import runs  # slow import: not needed for help and usage errors
+    from sparse_tl import ranks, runs  # slow imports: not needed for help and usage errors
 
+    if ranks.count() > 1 and job != "run_post_training":
+        raise ValueError(
+            f"expected one process, or `post-train`; got {ranks.count()} ranks. In Python, "
+            "attribution, evaluation and head gates take several too."
+        )
     progress = not options.pop("quiet")
-    return getattr(runs, job)(progress=progress, **options)
+    outcome = getattr(runs, job)(progress=progress, **options)
+    ranks.leave()
+    return outcome
 
 
 def _unwrapped(text: str) -> str:

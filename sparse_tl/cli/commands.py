@@ -260,10 +260,15 @@ def head_roles(
     "doctor",
     ("this machine", ""),
     ("a model, before work on it begins", "--model gpt2"),
+    ("the memory that post-training takes", "--model gpt2 --window 1024"),
 )
 def doctor(
     model: Annotated[
         str | None, subject("NAME", "Also check this model: hub name or folder.")
+    ] = None,
+    window: Annotated[
+        int | None,
+        setting("TOKENS", "Estimate the memory of post-training the model on prompts this long."),
     ] = None,
     device: Device = None,
 ) -> None:
@@ -275,7 +280,9 @@ def doctor(
     """
     from sparse_tl.runs import run_doctor
 
-    checks = run_doctor(model, device=device)
+    if window is not None and model is None:
+        raise typer.BadParameter("expected --model with it: whose memory to estimate")
+    checks = run_doctor(model, device=device, window=window)
     failed = [check.name for check in checks if not check.works]
     lines = [f"{'✓' if check.works else '✗'} {check.name}: {check.found}" for check in checks]
     verdict = f"{len(failed)} of {len(checks)} checks failed: {', '.join(failed)}."

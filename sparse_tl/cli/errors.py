@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 import warnings
@@ -14,7 +15,7 @@ import typer
 from rich.markup import escape
 
 from sparse_tl.cli.app import app
-from sparse_tl.cli.printing import errors
+from sparse_tl.cli.printing import console, errors
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -23,8 +24,11 @@ def main() -> None:
     """Run the command line.
 
     Exit codes: 0, 1 after an error, 2 for invalid usage, 130 after Ctrl-C. ``--debug``, at any
-    position, shows the traceback of an error.
+    position, shows the traceback of an error. Of several ranks the first prints what is found, and
+    every rank its own errors.
     """
+    rank = int(os.environ.get("RANK", "0"))
+    console.quiet = rank > 0
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1
     try:
@@ -39,7 +43,7 @@ def main() -> None:
         if debug:
             traceback.print_exc()
         code = _explain(error, debug)
-    if code == 130:
+    if code == 130 and not rank:
         errors.print("Stopped. What was done is saved: the same command goes on from there.")
     if code:
         sys.exit(code)
@@ -86,7 +90,9 @@ def _foreseen(error: Exception) -> bool:
 
 def _say(message: str) -> None:
     # A message may contain brackets, which rich must not parse as markup.
-    errors.print(f"[bold red]Error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    rank = int(os.environ.get("RANK", "0"))
+    title = f"Error on rank {rank}" if rank else "Error"
+    errors.print(f"[bold red]{title}:[/] {escape(message)}", highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -94,6 +100,8 @@ def _plain_warnings(debug: bool) -> Iterator[None]:
     """Print warnings as single lines, without Python's source code excerpt."""
 
     def show(message: Any, *_: Any, **__: Any) -> None:
+        if console.quiet:
+            return
         text = f"[bold yellow]Warning:[/] {escape(str(message))}"
         errors.print(text, highlight=False, soft_wrap=True)
 

@@ -1,11 +1,13 @@
 """Model inputs: token batches, prompt pairs, prompts with targets, and streams of batches."""
 
 from sparse_tl.data.batches import TokenBatch as TokenBatch
+from sparse_tl.data.documents import Documents as Documents, read_documents as read_documents
 from sparse_tl.data.pairs import PromptPairs as PromptPairs
+from sparse_tl.data.spans import Positions as Positions, Spans as Spans
 from sparse_tl.data.streams import (
-    IterableStream as IterableStream,
     ShuffledStream as ShuffledStream,
     TokenStream as TokenStream,
 )
 from sparse_tl.data.targets import TargetDataset as TargetDataset
-from sparse_tl.data.text import read_documents as read_documents, token_windows as token_windows
+from sparse_tl.data.text import token_windows as token_windows
+from sparse_tl.data.text_stream import TextStream as TextStream

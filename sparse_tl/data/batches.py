@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -35,11 +35,23 @@ class Rows:
 
     def digest(self) -> str:
         """A short hash of the rows."""
-        return digest({name: value for name, value in vars(self).items() if value is not None})
+        return digest(self._tensors())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        found = {name: some for name, some in vars(self).items() if isinstance(some, Tensor)}
+        for name, some in vars(self).items():
+            if isinstance(some, Rows):
+                found |= {f"{name}.{key}": tensor for key, tensor in some._tensors().items()}
+        return found
 
     def _each(self: Kind, change: Callable[[Tensor], Tensor]) -> Kind:
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        return type(self)(**{name: change(tensor) for name, tensor in given.items()})
+        changed = {
+            name: change(some) if isinstance(some, Tensor) else some._each(change)
+            for name, some in vars(self).items()
+            if isinstance(some, Tensor | Rows)
+        }
+        mine: Any = self
+        return replace(mine, **changed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +111,24 @@ class TokenBatch(Rows):
             if self.loss_mask[bounds[-1] : end].any() and self.loss_mask[end:].any():
                 bounds.append(end)
         return [self.select(slice(*some)) for some in pairwise([*bounds, len(self)])]
+
+    def dealt(self, rank: int, n_ranks: int) -> TokenBatch:
+        """The rows of one of several ranks: dealt in turn, those with a label first.
+
+        Raises:
+            ValueError: there are fewer rows with a label than ranks.
+        """
+        if n_ranks == 1:
+            return self
+        labelled = self.loss_mask.any(dim=1)
+        n_labelled = int(labelled.sum())
+        if n_labelled < n_ranks:
+            raise ValueError(
+                f"expected at least {n_ranks} rows with a label in every batch, one for each rank; "
+                f"got {n_labelled}. Give larger batches, fewer micro-batches, or fewer ranks."
+            )
+        order = labelled.logical_not().int().argsort(stable=True)
+        return self.select(order[rank::n_ranks])
 
     def trimmed(self, *, causal: bool) -> TokenBatch:
         """Drop columns that cannot affect the loss.

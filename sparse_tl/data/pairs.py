@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sparse_tl.data.batches import Rows
+from sparse_tl.data.spans import Positions, Span, Spans
 
 NO_TOKEN = -1
 """Padding value for rows with fewer answers than the longest."""
@@ -30,6 +31,7 @@ class PromptPairs(Rows):
         answers: correct tokens of each pair, padded with `NO_TOKEN`.
         wrong: incorrect tokens of each pair, padded with `NO_TOKEN`.
         positions: position of each prompt's last token, where logits are read.
+        spans: the span of every token, as from `with_spans`; for scores and circuits by span.
 
     Raises:
         ValueError: shapes do not match, there is no pair, a row has no answer, a prompt has
@@ -41,6 +43,7 @@ class PromptPairs(Rows):
     answers: Int[Tensor, "pair answer"]
     wrong: Int[Tensor, "pair wrong"]
     positions: Int[Tensor, " pair"]
+    spans: Spans | None = None
 
     def __post_init__(self) -> None:
         if self.clean.shape != self.corrupted.shape:
@@ -72,6 +75,11 @@ class PromptPairs(Rows):
             raise ValueError(
                 f"expected positions in 0..{self.clean.shape[1] - 1}; pair {row} has "
                 f"{int(self.positions[row])}"
+            )
+        if self.spans is not None and self.spans.at.shape != self.clean.shape:
+            raise ValueError(
+                f"expected spans of the prompts' shape {tuple(self.clean.shape)}; got "
+                f"{tuple(self.spans.at.shape)}"
             )
 
     @staticmethod
@@ -128,6 +136,41 @@ class PromptPairs(Rows):
             padded([tokens_of(texts) for texts in wrong], NO_TOKEN),
             torch.tensor([len(one) - 1 for one in first]),
         )
+
+    def with_spans(self, spans: Mapping[str, Span] | Sequence[Mapping[str, Span]]) -> PromptPairs:
+        """The same pairs with named spans of tokens, for ``positions="spans"``.
+
+        Args:
+            spans: the columns of each span by its name, such as ``{"S1": 3, "END": -1}`` or
+                ``{"subject": range(1, 4)}``, where negative columns count from the prompt's last
+                token. One mapping for all pairs, or one per pair with the same names. Tokens in
+                no span belong to a further one, "rest".
+
+        Raises:
+            ValueError: spans share a token or leave the prompt, pairs differ in names, or a name
+                is a number.
+        """
+        return replace(self, spans=Spans.named(spans, self.positions, self.clean.shape[1]))
+
+    def spans_of(self, positions: Positions | str) -> Spans:
+        """The spans that ``positions=`` of an analysis asks for.
+
+        Raises:
+            ValueError: `positions` is unknown; "tokens" for prompts that differ in length; "spans"
+                for pairs without.
+        """
+        if positions == "tokens":
+            return Spans.of_tokens(self.positions, self.clean.shape[1])
+        if positions != "spans":
+            raise ValueError(
+                f"expected positions of {get_args(Positions)}, or None; got {positions!r}"
+            )
+        if self.spans is None:
+            raise ValueError(
+                'expected pairs with spans for positions="spans"; name them by '
+                'pairs.with_spans({"S1": 3, "END": -1})'
+            )
+        return self.spans
 
     def split(self, size: int) -> list[PromptPairs]:
         """Split into consecutive pieces of at most `size` pairs.

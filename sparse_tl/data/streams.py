@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +19,15 @@ class TokenStream(Protocol):
     """
 
     def batch(self, step: int) -> TokenBatch: ...
+
+
+@runtime_checkable
+class ResumableStream(TokenStream, Protocol):
+    """A stream that finds its place again by a state, which is JSON and goes into checkpoints."""
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
 
 
 class ShuffledStream:
@@ -57,42 +65,3 @@ class ShuffledStream:
     def _shuffled(self, epoch: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         return torch.randperm(len(self.examples), generator=generator)
-
-
-class IterableStream:
-    """A stream from an iterable without random access, such as a data loader.
-
-    Args:
-        batches: an iterable that restarts with the same batches whenever it is iterated.
-    """
-
-    def __init__(self, batches: Iterable[TokenBatch]) -> None:
-        self.batches = batches
-        self._iterator: Iterator[TokenBatch] = iter(batches)
-        self._next = 0
-
-    def batch(self, step: int) -> TokenBatch:
-        """The batch of a step; going back restarts the iterable.
-
-        Raises:
-            ValueError: the iterable ends before this step.
-        """
-        if step < self._next:
-            again = iter(self.batches)
-            if again is self._iterator:
-                raise ValueError(
-                    f"expected an iterable that starts anew, to go back to step {step} from "
-                    f"{self._next}; got an iterator ({type(self.batches).__name__}), which cannot"
-                )
-            self._iterator, self._next = again, 0
-        try:
-            while self._next < step:
-                next(self._iterator)
-                self._next += 1
-            batch = next(self._iterator)
-        except StopIteration:
-            raise ValueError(
-                f"expected a batch for step {step}; the stream ended after {self._next}"
-            ) from None
-        self._next += 1
-        return batch

@@ -1,91 +1,22 @@
-"""Text as token windows: documents are read, tokenised and cut as far as they are needed."""
+"""Text as token windows: documents are tokenised and cut as far as they are needed."""
 
 from __future__ import annotations
 
 import sys
 from array import array
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-BLOCK = 2**20
-"""Characters that are read from a file at a time, while documents are shorter."""
+from sparse_tl.data.documents import Documents
+
 PIECE = 2**17
 """Characters of a long document that are tokenised at a time, at some 160 bytes each."""
 CONTEXT = 2**9
 """Characters before and behind a piece that are tokenised with it."""
-
-
-def read_documents(
-    source: str | Path,
-    *,
-    separator: str = "<|endoftext|>",
-    split: str = "train",
-    column: str = "text",
-) -> Iterator[str]:
-    """Yield non-empty documents of a text file, or of a Hugging Face dataset (streamed).
-
-    Args:
-        source: path, or dataset name, with its configuration after a colon if needed.
-        separator: string between documents in a text file.
-        split: split of the dataset.
-        column: dataset column that holds the text.
-
-    Raises:
-        ValueError: the file, dataset or column does not exist, or a file is not UTF-8 text.
-    """
-    path = Path(source)
-    if path.is_file():
-        try:
-            with path.open(encoding="utf-8") as file:
-                yield from (part.strip() for part in _parts(file, separator) if part.strip())
-        except UnicodeDecodeError as error:
-            raise ValueError(f"expected UTF-8 text in {path}; {error}") from error
-        return
-    for row in dataset_rows(source, split):
-        if column not in row:
-            raise ValueError(
-                f"expected a column {column!r} in dataset {source}; it has {sorted(row)}"
-            )
-        if row[column] and not row[column].isspace():
-            yield row[column]
-
-
-def _parts(file: TextIO, separator: str) -> Iterator[str]:
-    """The parts of a file between separators, read block by block."""
-    begun = ""
-    # As much again as there is of an unfinished part: a long one is searched a few times only.
-    while block := file.read(max(BLOCK, len(begun))):
-        *parts, begun = (begun + block).split(separator)
-        yield from parts
-    yield begun
-
-
-def dataset_rows(source: str | Path, split: str) -> Iterator[dict[str, Any]]:
-    """Stream the rows of a Hugging Face dataset, named as in `read_documents`.
-
-    Raises:
-        ValueError: the dataset does not exist, or there is no network.
-    """
-    from datasets import load_dataset
-    from huggingface_hub import constants, get_session
-
-    name, _, configuration = str(source).partition(":")
-    try:
-        if not Path(name).exists():
-            # Check once: without a network, `load_dataset` retries for half a minute.
-            get_session().head(constants.ENDPOINT, timeout=10)
-        rows = load_dataset(name, configuration or None, split=split, streaming=True)
-    except Exception as error:  # hub, network and parser raise different types
-        raise ValueError(
-            f"expected a file or the name of a dataset; {source} is no file, and loading it as a "
-            f"dataset failed: {error}"
-        ) from error
-    yield from rows
 
 
 def token_windows(
@@ -94,7 +25,7 @@ def token_windows(
     """Concatenate documents, each after the tokenizer's BOS token, and cut them into full windows.
 
     Tokens that do not fill a window are dropped; nothing is padded. Documents are taken only as far
-    as the windows need them.
+    as the windows need them. All windows are in memory: `TextStream` is for more text than that.
 
     Args:
         documents: texts.
@@ -105,65 +36,126 @@ def token_windows(
     Raises:
         ValueError: the text is shorter than one window, or there is no tokenizer.
     """
-    if tokenizer is None:
-        raise ValueError("expected a model with a tokenizer to read text; this one has none")
-    if window < 2:
-        raise ValueError(f"expected a window of at least 2 tokens; got {window}")
+    check_window(tokenizer, window)
+    if isinstance(documents, Documents):
+        parts = documents.since(None)
+    else:
+        parts = enumerate((document,) for document in documents)
     tokens = array("q")  # eight bytes each, where a list of numbers takes 36
     needed = sys.maxsize if limit is None else limit * window
-    for document in documents:
-        if tokenizer.bos_token_id is not None:
-            tokens.append(tokenizer.bos_token_id)
-        for piece in _tokenised(document, tokenizer):
-            tokens.extend(piece)
-            if len(tokens) >= needed:
-                break
+    for _, piece in tokenised(parts, tokenizer):
+        tokens.extend(piece)
         if len(tokens) >= needed:
             break
     n_windows = min(len(tokens), needed) // window
     if n_windows == 0:
-        raise ValueError(
-            f"expected text of at least one window of {window} tokens; got {len(tokens)} tokens. "
-            "Give more text or a smaller window."
-        )
+        raise too_short(window, len(tokens))
     return torch.frombuffer(tokens, dtype=torch.int64)[: n_windows * window].view(n_windows, window)
 
 
-def _tokenised(document: str, tokenizer: Any) -> Iterator[list[int]]:
-    """The tokens of a document; those of a long one piece by piece.
+def check_window(tokenizer: Any, window: int) -> None:
+    """Check what cutting text into windows needs.
 
-    A piece is tokenised with some text before and behind it, and ends where both a word and a token
-    end, so that its tokens are those of the whole document.
+    Raises:
+        ValueError: there is no tokenizer, or a window would predict nothing.
+    """
+    if tokenizer is None:
+        raise ValueError("expected a model with a tokenizer to read text; this one has none")
+    if window < 2:
+        raise ValueError(f"expected a window of at least 2 tokens; got {window}")
+
+
+def too_short(window: int, n_tokens: int) -> ValueError:
+    """What is said of a text that does not fill one window."""
+    return ValueError(
+        f"expected text of at least one window of {window} tokens; got {n_tokens} tokens. "
+        "Give more text or a smaller window."
+    )
+
+
+def tokenised(
+    documents: Iterable[tuple[Any, Iterable[str]]], tokenizer: Any, start: int = 0
+) -> Iterator[tuple[tuple[Any, int], list[int]]]:
+    """The tokens of documents, each after the tokenizer's BOS token, piece by piece.
+
+    Args:
+        documents: the place of each and the parts of its text, as of `Documents.since`.
+        tokenizer: a Hugging Face tokenizer.
+        start: the character of the first document at which a piece starts, to start from there.
+
+    Yields:
+        The document's place with the character at which the piece starts, and the tokens.
+    """
+    before = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    for place, parts in documents:
+        for character, tokens in _pieces(_Text(parts, start), tokenizer, start):
+            yield (place, character), tokens if character else before + tokens
+        start = 0
+
+
+class _Text:
+    """A document that is read as far as it is asked for; what lies far back is let go."""
+
+    def __init__(self, parts: Iterable[str], start: int) -> None:
+        self._parts, self._held, self._first = iter(parts), "", 0
+        self.start = start
+        """Nothing is asked for that lies more than `PIECE` before this character."""
+
+    def reaches(self, end: int) -> bool:
+        """Whether the document has that many characters."""
+        while self._first + len(self._held) < end:
+            part = next(self._parts, None)
+            if part is None:
+                return False
+            gone = min(len(self._held), max(0, self.start - PIECE - self._first))
+            self._held, self._first = self._held[gone:] + part, self._first + gone
+        return True
+
+    def __getitem__(self, span: slice) -> str:
+        self.reaches(span.stop)
+        return self._held[span.start - self._first : span.stop - self._first]
+
+
+def _pieces(text: _Text, tokenizer: Any, start: int) -> Iterator[tuple[int, list[int]]]:
+    """The tokens of a document, with the character at which each piece starts.
+
+    A piece of a long document is tokenised with some text before and behind it, and ends where both
+    a word and a token end, so that its tokens are those of the whole document.
 
     Raises:
         ValueError: the pieces do not fit together.
     """
     options = {"add_special_tokens": False, "verbose": False}
-    if len(document) <= 2 * PIECE or not getattr(tokenizer, "is_fast", False):
-        yield tokenizer(document, **options)["input_ids"]
+    fast = getattr(tokenizer, "is_fast", False)
+    if start == 0 and not (fast and text.reaches(2 * PIECE + 1)):
+        yield 0, tokenizer(text[0 : sys.maxsize], **options)["input_ids"]
         return
-    start, piece, context = 0, PIECE, CONTEXT
-    while start < len(document):
+    piece, context = PIECE, CONTEXT
+    while text.reaches(start + 1):
         begin, end = max(0, start - context), start + piece + CONTEXT
-        found = tokenizer(document[begin:end], return_offsets_mapping=True, **options)
-        spans = [(begin + first, begin + last) for first, last in found["offset_mapping"]]
-        n_before = sum(first < start for first, _ in spans)
-        if n_before and spans[n_before - 1][1] > start:  # the piece before ended at another token
-            if begin == 0:
+        read = text[begin:end]
+        found = tokenizer(read, return_offsets_mapping=True, **options)
+        spans = found["offset_mapping"]
+        n_before = sum(begin + first < start for first, _ in spans)
+        if n_before and begin + spans[n_before - 1][1] > start:
+            # The piece before ended at another token.
+            if begin == 0 or context >= PIECE:
                 raise ValueError(
                     f"expected a tokenizer whose tokens depend on the text around them; those at "
                     f"character {start:,} depend on more. Give shorter documents."
                 )
-            context *= 2
+            context = min(2 * context, PIECE)
             continue
-        n_kept, stop = len(spans), len(document)
-        if end < len(document):
-            n_kept, stop = _last_word(document, spans, start + piece)
+        n_kept, stop = len(spans), end
+        if text.reaches(end + 1):
+            n_kept, stop = _last_word(read, spans, start + piece - begin)
+            stop += begin
             if stop <= start:  # one long word
                 piece *= 2
                 continue
-        yield found["input_ids"][n_before:n_kept]
-        start, piece, context = stop, PIECE, CONTEXT
+        yield start, found["input_ids"][n_before:n_kept]
+        text.start = start = stop
+        piece, context = PIECE, CONTEXT
 
 
 def _last_word(text: str, spans: list[tuple[int, int]], end: int) -> tuple[int, int]:

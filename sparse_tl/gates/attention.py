@@ -13,18 +13,21 @@ Reference: arXiv 2512.05865, section 3.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from sparse_tl.gates.blockwise import GatedAttention, GatedPattern
 from sparse_tl.gates.counting import attention_edges_of_layer, possible_attention_edges
 from sparse_tl.gates.distributions import BernoulliGate, GateDistribution, GateMode, gate_values
 from sparse_tl.gates.passes import Counted, GateSettings, PassGates
 from sparse_tl.gates.patches import gate
 from sparse_tl.gates.straight_through import gated_pattern
-from sparse_tl.lens import Adapter, HookFunction, Order
+from sparse_tl.lens import Adapter, Block, Deferred, HookFunction, Order, explicit
 
 
 class AttentionGates(PassGates):
@@ -99,48 +102,62 @@ class AttentionGates(PassGates):
             f"bias {self.bias.min().item():.2f} to {self.bias.max().item():.2f}"
         )
 
+    def by_blocks(self) -> bool:
+        """Whether a pass as set needs no pattern as a whole."""
+        return self.settings.mode is not GateMode.OPEN and not self.settings.keep_gates
+
     def _gate_pattern(
         self, layer: int, pattern: Float[Tensor, "prompt head query key"]
     ) -> Float[Tensor, "prompt head query key"] | None:
         scores = self._scores.pop(layer)
-        now = self._settings_of(layer, scores[:, :1])
+        now = self._settings_of(layer, _last_query(scores))
         if now.idle:
             return None
-        rule = self.distribution
-        if now.mode is GateMode.SAMPLED and type(rule) is BernoulliGate and not now.keep_gates:
-            gated, counted = gated_pattern(
-                scores,
-                pattern,
-                self.bias[layer],
-                rule.temperature,
-                now,
-                self._cost(layer, now, scores),
-                _real_queries(now, scores),
-            )
+        cost, real = self._cost(layer, now, scores), _real_queries(now, scores)
+        if not (isinstance(scores, Deferred) and isinstance(pattern, Deferred)):
+            scores, pattern = explicit(scores), explicit(pattern)
+            gated, counted = self._gate(now, scores, pattern, self.bias[layer], cost, real)
             if now.counts is not None:
                 now.counts.append(counted)
             return gated
-        logits = scores.to(self.bias.dtype) + self.bias[layer, :, None, None]
-        if now.counts is not None:
-            now.counts.append(self._count(layer, now, scores, pattern, logits))
-        if now.mode is GateMode.OPEN:
-            return None
-        gates = gate_values(self.distribution, logits, now.mode, now.generator, now.noise)
-        return gate(gates.to(pattern.dtype), pattern, None)
 
-    def _count(
-        self, layer: int, now: GateSettings, scores: Tensor, pattern: Tensor, logits: Tensor
-    ) -> Counted:
-        """Count the edges of one layer."""
-        valid = possible_attention_edges(scores, pattern)
-        real = _real_queries(now, scores)
-        if real is not None:
-            valid = valid & real
-        is_open, probability = self._opened(now, logits, valid)
-        if real is not None:
-            probability = probability * valid
-        cost = self._cost(layer, now, logits)
-        return attention_edges_of_layer(valid, is_open, probability, cost, now.keep_gates)
+        def gate_block(block: Block, s: Tensor, p: Tensor, bias: Tensor, g: Any) -> Any:
+            some = [None if whole is None else block.of(whole) for whole in (cost, real)]
+            gated, counted = self._gate(replace(now, generator=g), s, p, bias, *some)
+            return p if gated is None else gated, counted
+
+        seed = _drawn(now.generator) if now.mode is GateMode.SAMPLED and now.noise else None
+        attention = GatedAttention(
+            scores.expression, pattern.expression, self.bias[layer], gate_block, seed
+        )
+        return GatedPattern.under(attention, pattern, now.counts)
+
+    def _gate(
+        self,
+        now: GateSettings,
+        scores: Float[Tensor, "prompt head query key"],
+        pattern: Float[Tensor, "prompt head query key"],
+        bias: Float[Tensor, " head"],
+        cost: Float[Tensor, "#head #query #key"] | None,
+        real: Bool[Tensor, "prompt 1 query 1"] | None,
+    ) -> tuple[Float[Tensor, "prompt head query key"] | None, Counted]:
+        """The pattern of some heads under gates, None if it is unchanged, and its counts."""
+        rule = self.distribution
+        if now.mode is GateMode.SAMPLED and type(rule) is BernoulliGate and not now.keep_gates:
+            return gated_pattern(scores, pattern, bias, rule.temperature, now, cost, real)
+        logits = scores.to(bias.dtype) + bias[:, None, None]
+        counted: Counted = {}
+        if now.counts is not None:
+            valid = possible_attention_edges(scores, pattern)
+            valid = valid if real is None else valid & real
+            is_open, probability = self._opened(now, logits, valid)
+            if real is not None:
+                probability = probability * valid
+            counted = attention_edges_of_layer(valid, is_open, probability, cost, now.keep_gates)
+        if now.mode is GateMode.OPEN:
+            return None, counted
+        gates = gate_values(rule, logits, now.mode, now.generator, now.noise)
+        return gate(gates.to(pattern.dtype), pattern, None), counted
 
     def _cost(
         self, layer: int, now: GateSettings, like: Float[Tensor, "prompt head query key"]
@@ -151,6 +168,22 @@ class AttentionGates(PassGates):
         check_edge_cost(now.edge_cost, (len(self.bias), *like.shape[1:]))
         cost = now.edge_cost.reshape((1,) * (4 - now.edge_cost.ndim) + tuple(now.edge_cost.shape))
         return cost[layer if len(cost) > 1 else 0].to(like.device, self.bias.dtype)
+
+
+def _last_query(
+    scores: Float[Tensor, "prompt head query key"],
+) -> Float[Tensor, "1 1 1 key"]:
+    """The scores of the first head's last query in the first prompt."""
+    if isinstance(scores, Deferred) and scores.computed is None:
+        last = slice(scores.shape[2] - 1, None)
+        return scores.expression.on(Block(slice(0, 1), slice(0, 1), last, slice(None)))
+    return scores[:1, :1, -1:]
+
+
+def _drawn(generator: torch.Generator | None) -> int:
+    """A seed drawn from a generator."""
+    device = None if generator is None else generator.device
+    return int(torch.randint(2**62, (), generator=generator, device=device))
 
 
 def _real_queries(

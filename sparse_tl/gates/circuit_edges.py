@@ -5,7 +5,8 @@
 where ``now_u`` is what source u writes in this pass, ``patch_u`` is what the patch writes, and
 ``residual_v`` is the current residual stream, the sum of everything written in this pass. With all
 gates at 1 this is the plain model, bit for bit; with all gates at 0 it is the patched model.
-Normalisation is recomputed at every destination.
+Normalisation is recomputed at every destination. With spans, an edge has a gate for every span,
+which acts on the span's tokens.
 
 A source with nearly all edges closed is *shut*: what it changes is subtracted in a running sum
 that all later destinations share, and only its edges that differ are computed one by one. So a
@@ -16,7 +17,6 @@ stream.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -27,6 +27,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.data import Spans
 from sparse_tl.gates.edge_weights import EdgeWeights
 from sparse_tl.gates.patches import PatchValues
 from sparse_tl.gates.sites import Hooks, Pass
@@ -39,27 +40,36 @@ _FEW = 0.5
 
 @dataclass(frozen=True)
 class CircuitEdges:
-    """One gate per circuit edge, ``[source, destination]`` as in the model's graph."""
+    """One gate per circuit edge, ``[source, destination]`` as in the model's graph.
+
+    Args:
+        spans: the span of every token of the prompts that are run, for gates per span,
+            ``[span, source, destination]``; see `PromptPairs.spans_of`.
+    """
+
+    spans: Spans | None = None
 
     def shape(self, adapter: Adapter) -> tuple[int, ...]:
-        return tuple(adapter.graph.exists.shape)
+        spans = () if self.spans is None else (len(self.spans.names),)
+        return *spans, *adapter.graph.exists.shape
 
     def points(self, adapter: Adapter, gates: Any = None) -> list[str]:
         return adapter.source_points()
 
     def first_layer(self, adapter: Adapter, differ: Tensor) -> int:
         graph = adapter.graph
-        columns = (differ & graph.exists.to(differ.device)).any(dim=-2).any(dim=0).nonzero()
+        read = (differ & graph.exists.to(differ.device)).any(dim=-2)
+        columns = read.flatten(0, -2).any(dim=0).nonzero()
         return graph.layer((0, int(columns[0]))) if len(columns) else graph.n_layers
 
     def hooks(
         self,
         adapter: Adapter,
-        gates: Float[Tensor, "stack source destination"],
+        gates: Float[Tensor, "stack *span source destination"],
         patch: PatchValues,
         now: Pass,
     ) -> Hooks:
-        return CircuitPass(adapter, gates, patch, now).hooks()
+        return CircuitPass(adapter, gates, patch, now, self.spans).hooks()
 
 
 class CircuitPass:
@@ -70,23 +80,25 @@ class CircuitPass:
         gates: gates on the edges; differentiable if they require gradients.
         patch: patch values that closed edges use.
         now: where the pass starts, and what earlier sources wrote.
+        spans: the span of every token, for gates per span.
     """
 
     def __init__(
         self,
         adapter: Adapter,
-        gates: Float[Tensor, "stack source destination"],
+        gates: Float[Tensor, "stack *span source destination"],
         patch: PatchValues,
         now: Pass,
+        spans: Spans | None = None,
     ) -> None:
         self.adapter, self.graph, self.patch, self.now = adapter, adapter.graph, patch, now
         self.edges = EdgeWeights(adapter, gates, now.from_layer)
         self._shared: Tensor | None = None
         self._normed: Tensor | None = None
         self._made: dict[str, Tensor] = {}
-        self._changes = SourceChanges(len(self.edges.rows), keep_all=self.edges.learned)
+        self._changes = SourceChanges(self.edges, spans)
         if now.changes is not None:
-            self._start_after(now.changes[: self.edges.before("head", now.from_layer)])
+            self._changes.start_after(now.changes[: self.edges.before("head", now.from_layer)])
 
     def hooks(self) -> Hooks:
         """The hooks of all layers from the first one that runs."""
@@ -131,17 +143,10 @@ class CircuitPass:
         self, column: int, before: int, residual: Float[Tensor, "rows pos d_model"]
     ) -> Float[Tensor, "rows pos d_model"]:
         """What one destination reads, replacing the residual stream."""
-        shared = self._without_shut(before, residual)
-        return self._reads([column], before, shared)[:, 0].reshape(residual.shape)
+        shared = self._changes.without_shut(before, residual)
+        return self._changes.reads([column], before, shared)[:, 0].reshape(residual.shape)
 
     # ---- reading ---------------------------------------------------------------------------------
-
-    def _without_shut(
-        self, before: int, residual: Float[Tensor, "rows pos d_model"]
-    ) -> Float[Tensor, "rows pos d_model"]:
-        """The residual stream with shut sources patched."""
-        shut = self._changes.sum_before(before)
-        return residual if shut is None else (residual - shut).to(residual.dtype)
 
     def _enter(
         self, layer: int, slots: list[str], residual: Float[Tensor, "rows pos d_model"]
@@ -151,10 +156,10 @@ class CircuitPass:
         All slots at once: reading the sources' writes from memory dominates the cost.
         """
         before = self.edges.before("head", layer)
-        shared = self._shared = self._without_shut(before, residual)
+        shared = self._shared = self._changes.without_shut(before, residual)
         many = {slot: self.edges.heads(layer, slot) for slot in slots if self._many(layer, slot)}
         if many:
-            reads = self._reads([*chain(*many.values())], before, shared)
+            reads = self._changes.reads([*chain(*many.values())], before, shared)
             counts = [len(columns) for columns in many.values()]
             self._made = dict(zip(many, reads.split(counts, dim=1), strict=True))
         moved = shared is not residual and len(many) < len(slots)
@@ -165,21 +170,6 @@ class CircuitPass:
         """Whether enough heads have edges of their own weights to compute them as a batch."""
         weighted = self.edges.weighted(self.edges.heads(layer, slot))
         return self.edges.learned or int(weighted.count_nonzero()) > _FEW * weighted.numel()
-
-    def _reads(
-        self, columns: Sequence[int], before: int, shared: Float[Tensor, "rows pos d_model"]
-    ) -> Float[Tensor, "stack n flat"]:
-        """What n destinations read, each under its own closed edges."""
-        n_stack = self.now.n_stack
-        reads = shared.reshape(n_stack, 1, -1).expand(-1, len(columns), -1)
-        for rows, part in self._changes.parts(self.edges.used(columns, before)):
-            weights = self.edges.of(rows, columns)
-            changes = part.view(len(part), n_stack, -1)
-            if n_stack == 1:
-                reads = torch.addmm(reads[0], weights[0].T, changes[:, 0], alpha=-1)[None]
-            else:
-                reads = torch.baddbmm(reads, weights.mT, changes.transpose(0, 1), alpha=-1)
-        return reads
 
     def _read_heads(
         self, layer: int, slot: str, value: Float[Tensor, "rows pos head d_head"]
@@ -202,7 +192,9 @@ class CircuitPass:
         stack, head = self.edges.weighted(columns).nonzero().unbind(dim=1)
         if not len(head):
             return value
-        reads = norm(self._few_reads(layer, columns, stack, head))
+        assert self._shared is not None
+        before = self.edges.before("head", layer)
+        reads = norm(self._changes.few_reads(columns, before, self._shared, stack, head))
         flat = rearrange(reads, "part batch pos d -> part (batch pos) d")
         out = torch.baddbmm(
             bias[head].to(flat.dtype)[:, None], flat, weight[head].to(flat.dtype)
@@ -210,24 +202,6 @@ class CircuitPass:
         value = value.unflatten(0, (self.now.n_stack, -1)).clone()
         value[stack, :, :, head] = out.to(value.dtype)
         return value.flatten(0, 1)
-
-    def _few_reads(
-        self, layer: int, columns: range, stack: Tensor, head: Tensor
-    ) -> Float[Tensor, "part batch pos d_model"]:
-        """What some heads read under some of the settings."""
-        assert self._shared is not None
-        before, n_stack = self.edges.before("head", layer), self.now.n_stack
-        if n_stack == 1:
-            chosen = [columns[index] for index in head.tolist()]
-            return self._reads(chosen, before, self._shared)[0].unflatten(-1, self._shape())
-        reads = self._shared.unflatten(0, (n_stack, -1))[stack]
-        for rows, changes in self._changes.parts(self.edges.used(columns, before)):
-            weights = self.edges.of(rows, columns)[stack, :, head]
-            part, row = (weights != 0).nonzero().unbind(dim=1)
-            change = changes.unflatten(1, (n_stack, -1))[row, stack.to(part.device)[part]]
-            change = change * weights[part, row, None, None, None]
-            reads = reads.index_add(0, part, change, alpha=-1)
-        return reads
 
     def _shape(self) -> tuple[int, int, int]:
         """Prompts, positions and d_model."""
@@ -237,15 +211,6 @@ class CircuitPass:
 
     # ---- writing ------------------------------------------------------------------------------
 
-    def _start_after(self, changes: Float[Tensor, "source batch pos d_model"]) -> None:
-        """Add the writes of the sources before the first layer that runs."""
-        rows = self.edges.separated(0, len(changes))
-        if rows:
-            self._changes.append(changes[rows].repeat(1, self.now.n_stack, 1, 1))
-        if self.edges.shuts(0, len(changes)):
-            shut = self.edges.shut[:, : len(changes)]
-            self._changes.add(0, torch.einsum("su,ubpd->sbpd", shut, changes).flatten(0, 1))
-
     def _note(
         self, name: str, row: int, value: Float[Tensor, "rows pos d_model"]
     ) -> Float[Tensor, "rows pos d_model"]:
@@ -253,7 +218,7 @@ class CircuitPass:
         if self.edges.separated(row):
             self._changes.append(change[None])
         if self.edges.shuts(row):
-            self._changes.add(row, self._where_shut(row, change[:, :, None])[:, :, 0])
+            self._changes.add(row, self._changes.where_shut(row, change[:, :, None])[:, :, 0])
         return value
 
     def _note_heads(
@@ -265,13 +230,5 @@ class CircuitPass:
             self._changes.append(self.adapter.heads_written(layer, change, heads=heads))
         if self.edges.shuts(first, self.graph.n_heads):
             weight = self.adapter.W_O(layer).to(z.dtype).flatten(0, 1)
-            self._changes.add(first, self._where_shut(first, change).flatten(2) @ weight)
+            self._changes.add(first, self._changes.where_shut(first, change).flatten(2) @ weight)
         return z
-
-    def _where_shut(
-        self, row: int, change: Float[Tensor, "rows pos some n"]
-    ) -> Float[Tensor, "rows pos some n"]:
-        """Changes of some sources, under the settings that shut them; 0 under the others."""
-        shut = self.edges.shut[:, row : row + change.shape[2]]
-        stacked = change.unflatten(0, (self.now.n_stack, -1))
-        return (stacked * shut[:, None, None, :, None]).flatten(0, 1)

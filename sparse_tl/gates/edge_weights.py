@@ -23,7 +23,8 @@ class EdgeWeights:
     """Closed circuit edges under stacked gates, as ``1 - gate[u, v] = shut[u] + weight[u, v]``.
 
     A source is shut where nearly all of its edges are closed, so that few edges have a weight other
-    than 0, in small circuits as in large ones.
+    than 0, in small circuits as in large ones. With gates per span, a source is shut span by span;
+    without, all tokens are one span.
 
     Args:
         adapter: adapter of the model.
@@ -35,7 +36,7 @@ class EdgeWeights:
     def __init__(
         self,
         adapter: Adapter,
-        gates: Float[Tensor, "stack source destination"],
+        gates: Float[Tensor, "stack *span source destination"],
         from_layer: int,
     ) -> None:
         self.graph, self.learned = adapter.graph, gates.requires_grad
@@ -43,21 +44,21 @@ class EdgeWeights:
         at_end = from_layer == self.graph.n_layers
         first = self.graph.destination_index("logits" if at_end else f"a{from_layer}.h0<q>")
         exists[:, :first] = False  # nothing reads there in this pass
-        gates = gates.to(adapter.device, adapter.dtype)
-        self.shut = gates.new_zeros(gates.shape[:2])
+        gates = gates.to(adapter.device, adapter.dtype).reshape(len(gates), -1, *exists.shape)
+        self.shut: Float[Tensor, "stack span source"] = gates.new_zeros(gates.shape[:3])
         if not self.learned:
-            n_closed = torch.where(exists, 1 - gates, 0).sum(dim=2)
+            n_closed = torch.where(exists, 1 - gates, 0).sum(dim=3)
             self.shut = (n_closed > _MOST * exists.count_nonzero(dim=1)).to(gates.dtype)
         weights = torch.where(exists, (1 - self.shut)[..., None] - gates, 0)
-        differs = exists[None] if self.learned else weights != 0
+        differs = exists[None, None] if self.learned else weights != 0
         # On the CPU: these lookups happen at every read and must not synchronise with a GPU.
-        uses = differs.any(dim=0).cpu().numpy()
+        uses = differs.flatten(0, 1).any(dim=0).cpu().numpy()
         self.rows: list[int] = np.flatnonzero(uses.any(axis=1)).tolist()
         """Sources with a weighted edge; the writes of all others are never separated."""
         self._uses = uses[self.rows]
-        self._columns = differs.any(dim=1).cpu()
-        self._shut_rows: list[bool] = self.shut.any(dim=0).tolist()
-        self._weights = weights[:, self.rows]
+        self._columns = differs.flatten(1, 2).any(dim=1).cpu()
+        self._shut_rows: list[bool] = self.shut.flatten(0, 1).any(dim=0).tolist()
+        self._weights = weights[:, :, self.rows]
 
     def before(self, kind: Literal["head", "mlp"], layer: int) -> int:
         """Number of sources that write before the heads, or the MLP, of a layer read."""
@@ -79,9 +80,9 @@ class EdgeWeights:
         uses = self._uses[: bisect_left(self.rows, before), _together(columns)]
         return np.flatnonzero(uses.any(axis=1)).tolist()
 
-    def of(self, rows: Sequence[int], columns: Sequence[int]) -> Float[Tensor, "stack some n"]:
+    def of(self, rows: Sequence[int], columns: Sequence[int]) -> Float[Tensor, "stack span some n"]:
         """The weights of the edges from some separated sources to some destinations."""
-        return self._weights[:, _together(rows)][..., _together(columns)]
+        return self._weights[:, :, _together(rows)][..., _together(columns)]
 
     def moves(self, columns: range, before: int) -> bool:
         """Whether any of these destinations reads something other than the residual stream."""

@@ -232,7 +232,8 @@ class GatedRun:
         if first == adapter.n_layers:
             final = self._entering[first].repeat(n_stack, 1, 1)
             if isinstance(self.site, CircuitEdges):
-                final = CircuitPass(adapter, stack, self.patch, now).read_logits(final)
+                spans = self.site.spans
+                final = CircuitPass(adapter, stack, self.patch, now, spans).read_logits(final)
         else:
             once = isinstance(self.site, Heads)
             now.n_prompts = len(self.tokens) if once and n_stack > 1 else None
@@ -258,7 +259,7 @@ class GatedRun:
             return 0
         if isinstance(self.site, CircuitEdges):
             exists = self.adapter.graph.exists[:, -1]
-            if not bool(stack[:, exists.to(stack.device), -1].any()):
+            if not bool(stack[..., exists.to(stack.device), -1].any()):
                 return self.adapter.n_layers  # the logits read only patches
         return self.site.first_layer(self.adapter, stack != self._base.to(stack))
 

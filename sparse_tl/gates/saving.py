@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sparse_tl import ranks
 from sparse_tl.files import (
     atomic_folder,
     check_replaceable,
@@ -34,7 +35,7 @@ _MLPS = "mlp_gates."
 
 
 def save_sparse(sparse: SparseTransformer, folder: str | Path) -> Path:
-    """Write the folder completely or not at all.
+    """Write the folder completely or not at all; of several ranks, only the first writes.
 
     Raises:
         ValueError: the gate distribution is not defined by this package, or the folder holds
@@ -48,6 +49,8 @@ def save_sparse(sparse: SparseTransformer, folder: str | Path) -> Path:
             "which could not be loaded again"
         )
     folder = Path(folder)
+    if not ranks.is_first():
+        return folder
     if not is_sparse_folder(folder):
         check_replaceable(folder, GATES_FILE)
     with atomic_folder(folder) as temporary:

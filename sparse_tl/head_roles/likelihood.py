@@ -24,6 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from sparse_tl import ranks
 from sparse_tl.data import TokenStream
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import GatedRun, Heads
@@ -82,16 +83,16 @@ def target_log_probabilities(
     """Log-probability in nats of each row's whole target under each gate matrix, on the CPU.
 
     A pass holds as many prompts and matrices as keep one layer's activations below
-    `ACTIVATIONS_AT_ONCE`.
+    `ACTIVATIONS_AT_ONCE`. Several ranks share the rows, and all return the whole.
     """
     adapter, length = adapt(model), rows.tokens.shape[1]
     per_row = length * (adapter.n_heads * length + adapter.activations_per_token)
     rows_at_once = max(1, ACTIVATIONS_AT_ONCE // per_row)
     device = adapter.device
-    n_rows = min(len(rows), 64, rows_at_once)
+    n_rows = min(64, rows_at_once, ranks.share_of(len(rows)))
     n_gates = max(1, rows_at_once // n_rows)
     parts = []
-    for batch in rows.split(n_rows):
+    for batch in ranks.own(rows.split(n_rows)):
         batch = batch.to(device)
         row_of = batch.loss_mask.nonzero()[:, 0].cpu()
         stacks = []
@@ -100,7 +101,7 @@ def target_log_probabilities(
             summed = losses.new_zeros(len(some), len(batch))
             stacks.append(summed.index_add_(1, row_of, losses, alpha=-1))
         parts.append(torch.cat(stacks))
-    return torch.cat(parts, dim=1)
+    return torch.cat(ranks.in_order(parts), dim=1)
 
 
 def _losses(
@@ -154,7 +155,7 @@ class Likelihood(Objective):
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-        losses = self.gated(batch).mean(dim=1)
+        losses = ranks.mean(self.gated(batch), dim=1)
         # Seeds share no term, so the gradient of the sum is each seed's own gradient.
         objective = losses - self.lambda_ * self.gated.mean_theta()
         return objective.sum(), {"loss": losses.mean().item()}
@@ -185,8 +186,10 @@ class Contrast(Likelihood):
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-        others = self.forget.batch(self.updates).to(batch.tokens.device)
-        retained, forgotten = -self.gated(batch).mean(dim=1), -self.gated(others).mean(dim=1)
+        others = self.forget.batch(self.updates).dealt(ranks.rank(), ranks.count())
+        retained, forgotten = (
+            -ranks.mean(self.gated(some.to(batch.tokens.device)), dim=1) for some in (batch, others)
+        )
         margin = (forgotten - retained.detach()).clamp(min=-LARGEST_MARGIN)
         objective = -retained + margin - self.lambda_ * self.gated.mean_theta()
         return objective.sum(), {

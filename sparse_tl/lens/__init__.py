@@ -1,7 +1,5 @@
 """The only room that imports TransformerLens: adapters, hooks, checks, loading."""
 
-from transformer_lens.utilities.devices import get_device as get_device
-
 from sparse_tl.lens.adapter import Adapter as Adapter
 from sparse_tl.lens.adapting import adapt as adapt, read_parameters as read_parameters
 from sparse_tl.lens.architecture import model_config as model_config
@@ -11,12 +9,21 @@ from sparse_tl.lens.attaching import (
     attached as attached,
 )
 from sparse_tl.lens.booting import boot as boot
+from sparse_tl.lens.checkpointing import checkpointed_activations as checkpointed_activations
 from sparse_tl.lens.checks import (
     check_circuits as check_circuits,
     check_gates as check_gates,
     check_head as check_head,
     check_mlps as check_mlps,
 )
+from sparse_tl.lens.deferred import (
+    Deferred as Deferred,
+    DeferredScores as DeferredScores,
+    explicit as explicit,
+    function_name as function_name,
+)
+from sparse_tl.lens.devices import get_device as get_device
+from sparse_tl.lens.expressions import Block as Block, Expression as Expression
 from sparse_tl.lens.hooked_folder import build_model as build_model
 from sparse_tl.lens.loading import (
     check_folder as check_folder,

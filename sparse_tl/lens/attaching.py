@@ -70,6 +70,11 @@ class AttachedHooks:
         self._handles.append(ordering)
 
     @property
+    def ids(self) -> set[int]:
+        """What torch knows these hooks by."""
+        return {handle.hook.id for _, handle in self._attached} | {h.id for h in self._handles}
+
+    @property
     def in_place(self) -> bool:
         """Whether every hook is still registered (permanent hooks may have been reset)."""
         return bool(self._attached) and all(

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformer_lens.utilities.devices import get_device
 
 from sparse_tl.files import read_json, write_json
 from sparse_tl.lens.architecture import CONFIG_FILE, dtype_named
 from sparse_tl.lens.booting import boot
+from sparse_tl.lens.devices import get_device
 from sparse_tl.lens.hooked_folder import check_hooked, load_hooked, save_hooked
 from sparse_tl.lens.hub import fetch
 from sparse_tl.lens.hugging_face import OWN_FIELDS, check_files, quietly, read_model

@@ -103,7 +103,7 @@ def _row(name: str, prompts: int) -> tuple[str, str, Callable[[HookedModel], Tar
     """A task's name, title and prompts; reads from its source now, before any long work."""
     kind, _, source = name.partition("=")
     if kind == "text" and source:
-        next(read_documents(source), None)
+        next(iter(read_documents(source)), None)
         return "text", f"Text: {Path(source).stem}", partial(_windows, source, prompts)
     if kind not in QUESTION_SETS:
         raise ValueError(

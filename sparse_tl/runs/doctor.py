@@ -19,6 +19,7 @@ from sparse_tl.gates.saving import load_dense_or_sparse
 from sparse_tl.lens import Adapter, HookedModel, adapt, check_gates, check_raw
 from sparse_tl.models import build_addition_model
 from sparse_tl.models.pairs import cache_folder
+from sparse_tl.runs.memory import training_memory
 
 
 class Check(NamedTuple):
@@ -30,7 +31,10 @@ class Check(NamedTuple):
 
 
 def run_doctor(
-    model: str | Path | HookedModel | None = None, *, device: str | None = None
+    model: str | Path | HookedModel | None = None,
+    *,
+    device: str | None = None,
+    window: int | None = None,
 ) -> list[Check]:
     """Check everything that the package needs; problems are reported, not raised.
 
@@ -38,16 +42,19 @@ def run_doctor(
         model: model to check as well: a hub name, a Hugging Face folder, a folder written by
             `save_model`, or a loaded model.
         device: device to load it on; a GPU by default if there is one.
+        window: tokens per prompt for which to estimate the memory of post-training it.
     """
     with torch.random.fork_rng(devices=[]):
         checks = [*_versions(), *_devices(), _tried("cache folder", _cache)]
         checks += _model("small model", lambda: build_addition_model(device="cpu"))
         if isinstance(model, (str, Path)):
             source = model
-            checks += _model(f"model {model}", lambda: load_dense_or_sparse(source, device=device))
+            checks += _model(
+                f"model {model}", lambda: load_dense_or_sparse(source, device=device), window
+            )
         elif model is not None:
             loaded = model
-            checks += _model(f"model {adapt(model).name}", lambda: loaded)
+            checks += _model(f"model {adapt(model).name}", lambda: loaded, window)
     return checks
 
 
@@ -83,7 +90,9 @@ def _cache() -> str:
     return f"{folder}, writable, {decimal(shutil.disk_usage(folder).free)} free"
 
 
-def _model(name: str, load: Callable[[], HookedModel]) -> Iterator[Check]:
+def _model(
+    name: str, load: Callable[[], HookedModel], window: int | None = None
+) -> Iterator[Check]:
     """Whether a model loads, and which analyses it supports."""
     loaded: list[HookedModel] = []
 
@@ -98,6 +107,8 @@ def _model(name: str, load: Callable[[], HookedModel]) -> Iterator[Check]:
         yield _tried(f"{name}: circuits", lambda: _circuits(adapter))
         yield _tried(f"{name}: padding", lambda: _padding(adapter))
         yield _tried(f"{name}: saving", lambda: _saving(adapter))
+        if window is not None:
+            yield _tried(f"{name}: memory", lambda: str(training_memory(loaded[0], window)))
 
 
 def _described(model: HookedModel) -> str:
@@ -115,12 +126,7 @@ def _described(model: HookedModel) -> str:
 
 def _gates(adapter: Adapter) -> str:
     check_gates(adapter)
-    weights = sum(weight.nbytes for weight in adapter.parameters("all"))
-    return (
-        "gates act on its attention edges and heads. Post-training all weights takes "
-        f"{decimal(5 * weights)} for weights, gradients, Adam and the dense model, beside the "
-        "activations of a batch; the best weights are kept in the memory of the CPU"
-    )
+    return "gates act on its attention edges and heads"
 
 
 def _circuits(adapter: Adapter) -> str:

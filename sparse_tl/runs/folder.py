@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 
+from sparse_tl import ranks
 from sparse_tl.files import check_writable, read_json, recover_folder, write_json
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.plots.rendering import Figure
@@ -71,6 +72,7 @@ class RunFolder:
 
     ``run.json`` holds the command's settings, values noted by `pin`, and the seconds of each stage.
     A stage is finished when its result exists in the folder; the caller decides which file that is.
+    Of several ranks the first looks and writes, and the others are told.
 
     Args:
         path: the folder; created if absent.
@@ -78,17 +80,16 @@ class RunFolder:
         restart: remove an earlier run of this kind first.
 
     Raises:
-        ValueError: the folder cannot be written, holds another run, or holds other files.
+        ValueError: the folder cannot be written, holds another run, or holds other files; ranks
+            have other settings.
     """
 
     def __init__(
         self, path: str | Path, settings: dict[str, Any], *, restart: bool = False
     ) -> None:
-        self.path = check_writable(path)
-        found = self._found()
-        if found is not None and (restart or self._nothing_done()):
-            self._clear()
-            found = None
+        self.path = Path(path)
+        ranks.check_alike({"out": str(path), **settings})
+        found = ranks.on_first(lambda: self._opened(restart))
         self._said = {"settings": settings, "seconds": {}, "pinned": {}, **(found or {})}
         there = self._said["settings"]
         different = [
@@ -108,7 +109,7 @@ class RunFolder:
 
     def finished(self, name: str) -> bool:
         """Whether a stage's result exists."""
-        return recover_folder(self.path / name)
+        return ranks.on_first(lambda: recover_folder(self.path / name))
 
     def pin(self, name: str, value: Any) -> None:
         """Record an input of the run that is only known once it is loaded.
@@ -148,6 +149,15 @@ class RunFolder:
         """Total seconds of all stages, over all calls of the command."""
         return sum(self._said["seconds"].values())
 
+    def _opened(self, restart: bool) -> dict[str, Any] | None:
+        """What an earlier call left in ``run.json``, if the folder goes on from it."""
+        check_writable(self.path)
+        found = self._found()
+        if found is not None and (restart or self._nothing_done()):
+            self._clear()
+            return None
+        return found
+
     def _found(self) -> dict[str, Any] | None:
         if (self.path / RUN_FILE).exists():
             found = read_json(self.path / RUN_FILE)
@@ -173,4 +183,5 @@ class RunFolder:
                 entry.unlink()
 
     def _write(self) -> None:
-        write_json(self.path / RUN_FILE, self._said)
+        if ranks.is_first():
+            write_json(self.path / RUN_FILE, self._said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import warnings
 from dataclasses import asdict
@@ -11,7 +12,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from sparse_tl.data import ShuffledStream, read_documents, token_windows
+from sparse_tl import ranks
+from sparse_tl.data import ShuffledStream, TextStream, read_documents, token_windows
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.files import read_json, write_csv, write_json
 from sparse_tl.gates import SparseTransformer
@@ -24,6 +26,8 @@ VALIDATION_WINDOWS = 200
 TEST_WINDOWS = 800
 """Maximum number of windows to report on: the other held-out windows."""
 TRAINED = ("all", "qk", "gates")
+WINDOW_TOKENS = 2**24
+"""Maximum number of tokens whose windows are all in memory, 128 MB; runs on more text stream it."""
 HELD_OUT_WINDOWS = VALIDATION_WINDOWS + TEST_WINDOWS
 
 
@@ -51,14 +55,16 @@ def run_post_training(
 ) -> SparseRun:
     """Run all unfinished steps and return all results.
 
-    Some held-out windows select the weights; the others are reported on.
+    Some held-out windows select the weights; the others are reported on. Several ranks share the
+    windows of every step; see `sparse_tl.ranks`.
 
     Args:
         out: folder for the sparse model, ``metrics.json`` and ``history.csv``.
         model: hub name, Hugging Face folder, or folder written by `save_model`.
         text: text file, or dataset name (streamed).
         target_loss: nats per token, absolute or relative to the dense model (``"+0.05"``).
-        held_out_text: separate held-out text; by default the last tenth of `text`.
+        held_out_text: separate held-out text; by default the last tenth of what is read of `text`
+            before training.
         window: tokens per window; the text is cut into full windows.
         batch_size: windows per step.
         steps: number of post-training steps.
@@ -97,6 +103,14 @@ def run_post_training(
     }
     if trained not in TRAINED:
         raise ValueError(f"expected trained to be one of {TRAINED}; got {trained!r}")
+    piece = max(1, math.ceil(batch_size / max(1, accumulate)))
+    least = batch_size % piece or piece
+    if least < ranks.count():
+        raise ValueError(
+            f"expected at least one window for each of {ranks.count()} ranks in every micro-batch; "
+            f"{batch_size} windows in {accumulate} micro-batches leave {least}. Give a larger "
+            "--batch-size, fewer --accumulate, or fewer ranks."
+        )
     folder = RunFolder(out, settings, restart=restart)
     if not folder.finished("metrics.json"):
         dense_model = load_model(model, device=device)
@@ -107,26 +121,35 @@ def run_post_training(
                 f"expected a window of at most {adapt(dense_model).n_ctx} tokens, the model's "
                 f"context; got {window}"
             )
+        documents = read_documents(text)
         cut = partial(token_windows, tokenizer=dense_model.tokenizer, window=window)
-        windows = cut(read_documents(text), limit=steps * batch_size + HELD_OUT_WINDOWS)
+        needed = steps * batch_size + HELD_OUT_WINDOWS
+        limit = min(needed, WINDOW_TOKENS // window)
+        windows = cut(documents, limit=limit)
         other = None
         if held_out_text is not None:
-            documents = read_documents(held_out_text, split="validation")
-            other = cut(documents, limit=HELD_OUT_WINDOWS)
-        train, validation, test = map(TokenBatch.next_token, _split(windows, other))
-        if steps * batch_size > len(train):
-            warnings.warn(
-                f"the run takes {steps * batch_size:,} windows and the text has {len(train):,}: "
-                "some are seen more than once, and may meet a target that held-out text misses. "
-                "More text helps, or fewer steps",
-                stacklevel=2,
+            other = cut(read_documents(held_out_text, split="validation"), limit=HELD_OUT_WINDOWS)
+        train, held_out = _split(windows, other)
+        n_validation = min(VALIDATION_WINDOWS, len(held_out) // 2)
+        validation = TokenBatch.next_token(held_out[:n_validation])
+        test = TokenBatch.next_token(held_out[n_validation:])
+        order = {"seed": seed, "accumulate": accumulate}
+        if len(windows) == limit < needed:
+            left_out = range(len(train), len(windows))
+            stream = TextStream(
+                documents, dense_model.tokenizer, window, batch_size, held_out=left_out, **order
             )
+        else:
+            _warn_of_repeats(steps * batch_size, len(train))
+            rows = TokenBatch.next_token(train)
+            stream = ShuffledStream(rows, min(batch_size, len(train)), **order)
+        del windows, train
         with folder.stage("post-training"):
             dense = evaluate_held_out(dense_model, test)
             sparse = SparseTransformer(dense_model, initial_bias=initial_bias, mlps=mlps)
             outcome = post_train(
                 sparse,
-                ShuffledStream(train, min(batch_size, len(train)), seed, accumulate=accumulate),
+                stream,
                 validation=validation,
                 target_loss=target_loss,
                 steps=steps,
@@ -137,8 +160,8 @@ def run_post_training(
                 checkpoint=folder / "checkpoint",
                 progress=progress,
             )
-        write_csv(folder / "history.csv", outcome.history)
-        sparse.save_pretrained(folder / "sparse")
+        if isinstance(stream, TextStream) and stream.n_windows is not None:
+            _warn_of_repeats(steps * batch_size, stream.n_windows)
         measured = {
             "seed": seed,
             "verdict": outcome.verdict,
@@ -147,14 +170,30 @@ def run_post_training(
             "dense": asdict(dense),
             "sparse": asdict(evaluate_held_out(sparse, test)),
         }
-        write_json(folder / "metrics.json", measured)
-        shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+
+        def write() -> None:
+            write_csv(folder / "history.csv", outcome.history)
+            sparse.save_pretrained(folder / "sparse")
+            write_json(folder / "metrics.json", measured)
+            shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+
+        ranks.on_first(write)
     sparse = SparseTransformer.from_pretrained(folder / "sparse", device=device)
     return SparseRun(read_json(folder / "metrics.json"), sparse)
 
 
-def _split(windows: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Split into training, validation and test windows."""
+def _warn_of_repeats(taken: int, n_windows: int) -> None:
+    if taken > n_windows:
+        warnings.warn(
+            f"the run takes {taken:,} windows and the text has {n_windows:,}: some are seen more "
+            "than once, and may meet a target that held-out text misses. More text helps, or fewer "
+            "steps",
+            stacklevel=3,
+        )
+
+
+def _split(windows: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Split into training and held-out windows."""
     if other is None:
         kept = min(HELD_OUT_WINDOWS, len(windows) // 10)
         if kept < 2:
@@ -162,8 +201,7 @@ def _split(windows: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor, Tenso
                 f"expected at least 20 windows of text, to hold out two; got {len(windows)}. Give "
                 "more text, a smaller window, or --held-out-text."
             )
-        windows, other = windows[:-kept], windows[-kept:]
-    elif len(other) < 2:
+        return windows[:-kept], windows[-kept:].clone()  # so that the others can be let go
+    if len(other) < 2:
         raise ValueError("expected at least two windows of held-out text; got one")
-    n_validation = min(VALIDATION_WINDOWS, len(other) // 2)
-    return windows, other[:n_validation], other[n_validation:]
+    return windows, other

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from sparse_tl.data import PromptPairs
 from sparse_tl.metrics import Metric, logit_difference
 from sparse_tl.tasks.words import Prompt, WordTask, content, single_words
 
@@ -108,6 +109,23 @@ class IOITask(WordTask):
             )
 
         return draw
+
+    def spans(self, pairs: PromptPairs) -> list[dict[str, int]]:
+        """The columns of the names in each pair, for `PromptPairs.with_spans`.
+
+        "IO", "S1", "S1+1" (the token after it), "S2" and "END", the last token: the positions of
+        the paper's circuit.
+        """
+        found = []
+        for row, (io, subject) in enumerate(
+            zip(pairs.answers[:, 0].tolist(), pairs.wrong[:, 0].tolist(), strict=True)
+        ):
+            tokens = pairs.clean[row, : int(pairs.positions[row]) + 1].tolist()
+            first = tokens.index(subject)
+            second = tokens.index(subject, first + 1)
+            names = {"IO": tokens.index(io), "S1": first, "S1+1": first + 1, "S2": second}
+            found.append({**names, "END": len(tokens) - 1})
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

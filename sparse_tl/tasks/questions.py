@@ -19,8 +19,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from sparse_tl.data.documents import dataset_rows
 from sparse_tl.data.targets import TargetDataset, read_jsonl
-from sparse_tl.data.text import dataset_rows
 from sparse_tl.lens import HookedModel
 from sparse_tl.tasks.words import prepends_bos
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections import defaultdict
 from dataclasses import dataclass, field, fields
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparse_tl.data.streams import TokenStream
+from sparse_tl import __version__, ranks
+from sparse_tl.data.streams import ResumableStream, TokenStream
 from sparse_tl.files import (
     atomic_folder,
     check_replaceable,
@@ -41,6 +45,7 @@ class TrainingState:
         objective: the objective's state: plain values and tensors.
         first_batch: digest of the first step's batch.
         last_batch: digest of the last completed step's batch.
+        stream: the stream's state, if it has one.
     """
 
     step: int = 0
@@ -50,6 +55,7 @@ class TrainingState:
     objective: dict[str, Any] = field(default_factory=dict)
     first_batch: str = ""
     last_batch: str = ""
+    stream: dict[str, Any] = field(default_factory=dict)
 
     def latest(self) -> str:
         """The last step's measurements, in nats and attention edges per token.
@@ -101,7 +107,12 @@ def save_checkpoint(
     tensors |= {f"objective/{name}": tensor for name, tensor in carried.items()}
     plain["objective"] = {k: v for k, v in state.objective.items() if k not in carried}
     with atomic_folder(folder) as temporary:
-        content = {"format": FORMAT, "identity": identity, "state": plain}
+        content = {
+            "format": FORMAT,
+            "identity": identity,
+            "ranks": ranks.count(),
+            "state": plain,
+        }
         write_json(temporary / _FILES[0], content)
         write_tensors(temporary / _FILES[1], tensors)
 
@@ -115,14 +126,15 @@ def load_checkpoint(
 ) -> TrainingState:
     """Restore weights and optimizer and return the rest; a fresh state if there is no checkpoint.
 
+    Warns if the checkpoint was made on another number of ranks. The best weights are only given to
+    the first rank, which keeps them.
+
     Raises:
         ValueError: the folder holds something else, is damaged, or belongs to another run or other
             data.
     """
-    recover_folder(folder)
-    check_replaceable(folder, *_FILES)
+    ranks.on_first(partial(_check_folder, folder))
     if not (folder / _FILES[0]).exists():
-        check_writable(folder if folder.exists() else folder.parent)
         return TrainingState()
     content = read_json(folder / _FILES[0])
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -135,10 +147,19 @@ def load_checkpoint(
         _check_identity(folder, content["identity"], identity)
         state = _restored(content["state"])
         weights = {name: groups["weights"][name] for name in trained}
-        state.best_weights = groups["best"]
+        state.best_weights = groups["best"] if ranks.is_first() else {}
+        if state.stream and isinstance(stream, ResumableStream):
+            stream.load_state(state.stream)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"expected a whole checkpoint in {folder}; {error!r}") from error
     _check_stream(folder, state, stream)
+    before = content.get("ranks", 1)
+    if before != ranks.count() and ranks.is_first():
+        warnings.warn(
+            f"the checkpoint in {folder} was made on {before} ranks, and the run goes on on "
+            f"{ranks.count()}: gates draw other noise than they would have on {before}",
+            stacklevel=2,
+        )
     state.objective.update(groups["objective"])
     moments = {kind[len("optimizer/") :]: groups[kind] for kind in groups if "optimizer/" in kind}
     given = [{key: of[name] for key, of in moments.items() if name in of} for name in trained]
@@ -147,6 +168,26 @@ def load_checkpoint(
         for name, parameter in trained.items():
             parameter.copy_(weights[name])
     return state
+
+
+def check_ranks(identity: dict[str, Any]) -> None:
+    """Check that all ranks run the same.
+
+    Raises:
+        ValueError: a rank has other versions, settings or weights.
+    """
+    facts = {name: repr(value) for name, value in _flat(identity["settings"]).items()}
+    facts |= {f"version of {name}": version(name) for name in ("torch", "transformer-lens")}
+    facts |= {"version of sparse_tl": __version__, "weights": identity["weights"]}
+    ranks.check_alike(facts)
+
+
+def _check_folder(folder: Path) -> None:
+    """Check that a checkpoint can be read from a folder and written to it."""
+    recover_folder(folder)
+    check_replaceable(folder, *_FILES)
+    if not (folder / _FILES[0]).exists():
+        check_writable(folder if folder.exists() else folder.parent)
 
 
 def _restored(plain: dict[str, Any]) -> TrainingState:

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl import ranks
 from sparse_tl.data.batches import TokenBatch, exact_rows, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.attention import costs_of_first
@@ -149,7 +150,7 @@ def evaluate_held_out(
 ) -> HeldOut:
     """Measure loss, accuracy, attention edges and MLP outputs of a dense or sparse model.
 
-    Gates are deterministic.
+    Gates are deterministic. Several ranks share the rows, and all return the whole.
 
     Args:
         model: a dense model or a SparseTransformer.
@@ -163,15 +164,17 @@ def evaluate_held_out(
     fitting = LOGITS_AT_ONCE // (examples.tokens.shape[1] * adapter.d_vocab_out)
     pieces = [
         part
-        for piece in examples.split(batch_size or max(1, min(256, fitting)))
+        for piece in examples.split(
+            batch_size or max(1, min(256, fitting, ranks.share_of(len(examples))))
+        )
         for part in piece.by_length()
     ]
     # Measure a dense model as one whose gates are all open, wrapped for the duration of the call.
     wrapped = model if isinstance(model, SparseTransformer) else SparseTransformer(model)
-    losses, groups, exact, counts = [], [], [], []
+    found = []
     try:
         with wrapped.opened() if wrapped is not model else nullcontext():
-            for batch in pieces:
+            for batch in ranks.own(pieces):
                 batch = batch.to(wrapped.gates.bias.device)
                 with adapter.only_at(batch.loss_mask) as logits_at:
                     output, counted = wrapped.run_with_counts(
@@ -180,18 +183,21 @@ def evaluate_held_out(
                         **batch.model_kwargs,
                     )
                 logits = logits_at(output)
-                losses.append(token_losses(logits, batch.loss_labels()).double())
-                groups.append(batch.label_groups())
-                exact.append(exact_rows(logits, batch))
-                counts.append(counted)
+                losses = token_losses(logits, batch.loss_labels()).double()
+                labels = losses, batch.label_groups(), exact_rows(logits, batch)
+                known = {
+                    name: some.cpu() for name, some in vars(counted).items() if some is not None
+                }
+                found.append((*(some.cpu() for some in labels), AttentionEdgeCounts(**known)))
     finally:
         if wrapped is not model:
             wrapped.unwrap()
+    by_piece, of_piece, right, counts = zip(*ranks.in_order(found), strict=True)
     edges = AttentionEdgeCounts.concatenate(counts)
-    by_label, of = torch.cat(losses), torch.cat(groups)
+    by_label, of = torch.cat(by_piece), torch.cat(of_piece)
     return HeldOut(
         loss=by_label.mean().item(),
-        accuracy=torch.cat(exact).double().mean().item(),
+        accuracy=torch.cat(right).double().mean().item(),
         active_attention_edges=edges.active_per_prompt,
         active_attention_edges_per_token=edges.active_per_token,
         possible_attention_edges=edges.possible_per_prompt,

@@ -3,6 +3,9 @@
 Each step: get the stream's batch, compute the objective's loss (in micro-batches if requested),
 backpropagate, clip, step the optimizer, update the objective. Random generators are seeded by step,
 so a resumed run draws the same numbers as an uninterrupted one.
+
+Several ranks take one step together: each has its own rows of the step's batch, and gradients are
+averaged. The first rank keeps the best weights and writes checkpoints.
 """
 
 from __future__ import annotations
@@ -10,34 +13,37 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from sparse_tl.data.streams import TokenStream
+from sparse_tl import ranks
+from sparse_tl.data.streams import ResumableStream, TokenStream
 from sparse_tl.lens import read_parameters
 from sparse_tl.progress import tracked
 from sparse_tl.training.checkpoints import (
     TrainingState,
+    check_ranks,
     fingerprint,
     load_checkpoint,
     save_checkpoint,
 )
 from sparse_tl.training.config import Selection, TrainingConfig
 from sparse_tl.training.objectives import Objective
+from sparse_tl.training.stopping import interrupt_noted, lost_rank_noted, on_any_rank
 
-STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
-"""Signals that save and end a run; SIGHUP does not exist on every platform."""
 SAVE_AFTER = 120.0
 """Seconds after which a checkpoint is due, however few steps were done."""
+BETWEEN_RANKS = 2_654_435_761
+"""Between the seeds of two ranks: the golden ratio of 2^32, since generators on the CPU take a seed
+modulo 2^32. Ranks then share no seed within a million steps."""
 
 
 class NonFiniteLossError(ValueError):
@@ -74,7 +80,8 @@ def train(
 
     Raises:
         NonFiniteLossError: NaN or infinity occurred; the last checkpoint is left unchanged.
-        ValueError: the checkpoint belongs to another run.
+        ValueError: the checkpoint belongs to another run; ranks differ in what they run.
+        LostRankError: another rank ended; the last checkpoint is left unchanged.
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, once the state is saved.
     """
     parameters = read_parameters(model)
@@ -87,17 +94,20 @@ def train(
     )
     as_read_back = json.loads(json.dumps(asdict(config)))  # so that it equals the stored copy
     identity = fingerprint(model, {**settings, "trained": dict(trained), "config": as_read_back})
+    check_ranks(identity)
     state, folder = TrainingState(), None
     if checkpoint is not None:
         folder = Path(checkpoint)
         state = load_checkpoint(folder, weights, optimizer, identity, stream)
     if state.step > 0:
         objective.load_state(state.objective)
+    ranks.check_alike({"step of the checkpoint": state.step})
     run = _Run(objective, stream, selection, config, weights, optimizer, state)
     with (
+        lost_rank_noted(folder),
         _only_trained(model, weights),
         _repeatable(),
-        _interrupt_noted() as interrupted,
+        interrupt_noted() as interrupted,
         tracked(title, config.steps, progress, done=state.step) as show,
     ):
         if state.step == 0:
@@ -109,13 +119,16 @@ def train(
             if state.step % config.evaluate_every == 0 or state.step == config.steps:
                 run.evaluate()
             due = state.step % config.checkpoint_every == 0 or state.step == config.steps
-            late = time.monotonic() - saved > SAVE_AFTER
-            if folder is not None and (due or late or interrupted()):
+            late, stop = on_any_rank(time.monotonic() - saved > SAVE_AFTER, interrupted())
+            if folder is not None and (due or late or stop):
                 state.objective = objective.state()
                 state.last_batch = run.batch.digest()
-                save_checkpoint(folder, state, weights, optimizer, identity)
+                state.stream = stream.state() if isinstance(stream, ResumableStream) else {}
+                ranks.on_first(
+                    partial(save_checkpoint, folder, state, weights, optimizer, identity)
+                )
                 saved = time.monotonic()
-            if interrupted():
+            if stop:
                 raise KeyboardInterrupt
     run.restore_best()
     return state
@@ -143,8 +156,11 @@ class _Run:
         rate = config.rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["scale"]
-        generator = torch.Generator(self.device).manual_seed(config.seed * 1_000_003 + step)
+        seed = config.seed * 1_000_003 + step + ranks.rank() * BETWEEN_RANKS
+        generator = torch.Generator(self.device).manual_seed(seed)
         self.batch = batch = self.stream.batch(step)
+        if ranks.count() > 1:
+            ranks.check_alike({f"batch of step {step}": batch.digest()})
         if step == 0:
             self.state.first_batch = batch.digest()
         pieces = batch.split(math.ceil(len(batch) / config.accumulate))
@@ -155,12 +171,12 @@ class _Run:
             with torch.autocast(
                 self.device.type, torch.bfloat16, enabled=config.precision == "bf16"
             ):
-                loss, some = self.objective.measure(
-                    piece.to(self.device), generator, step / config.steps
-                )
+                own = piece.dealt(ranks.rank(), ranks.count()).to(self.device)
+                loss, some = self.objective.measure(own, generator, step / config.steps)
             (loss * share).backward()
             for name, value in some.items():
                 measured[name] = measured.get(name, 0.0) + share * value
+        ranks.average_gradients(self.trained.values())
         clip = math.inf if config.clip is None else config.clip
         norm = nn.utils.clip_grad_norm_(list(self.trained.values()), clip).item()
         if not all(map(math.isfinite, [*measured.values(), norm])):
@@ -175,7 +191,7 @@ class _Run:
         self.state.history.append({**self._now(), "rate": rate, **measured})
 
     def evaluate(self) -> None:
-        measured = self.selection.evaluate()
+        measured = ranks.from_first(self.selection.evaluate())
         metrics = {"step": self.state.step, **measured}
         if not all(map(math.isfinite, metrics.values())):
             raise NonFiniteLossError(
@@ -184,10 +200,11 @@ class _Run:
             )
         if not self.state.best or self.selection.better(metrics, self.state.best):
             self.state.best = metrics
-            self.state.best_weights = {
-                name: parameter.detach().to("cpu", copy=True)
-                for name, parameter in self.trained.items()
-            }
+            if ranks.is_first():
+                self.state.best_weights = {
+                    name: parameter.detach().to("cpu", copy=True)
+                    for name, parameter in self.trained.items()
+                }
         if not self.state.history:
             self.state.history.append(self._now())
         named = {f"validation_{name}": value for name, value in measured.items()}
@@ -197,6 +214,7 @@ class _Run:
     def restore_best(self) -> None:
         for name, best in self.state.best_weights.items():
             self.trained[name].copy_(best)
+        ranks.copy_first(self.trained.values())
 
     def finished(self) -> bool:
         waited = (self.state.step - self.state.best["step"]) // self.config.evaluate_every
@@ -244,34 +262,3 @@ def _repeatable() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
         settings.fill_uninitialized_memory = fill
-
-
-@contextmanager
-def _interrupt_noted() -> Iterator[Callable[[], bool]]:
-    """Defer Ctrl-C until the running step is complete, so that checkpoints are consistent.
-
-    The same goes for signals that a cluster or a closing terminal sends before killing a process.
-    """
-    noted = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield noted.is_set
-        return
-
-    def put_back() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    def note(number: int, frame: object) -> None:
-        noted.set()
-        put_back()  # a second signal stops at once
-
-    known = [getattr(signal, name) for name in STOPPING if hasattr(signal, name)]
-    before = {number: signal.getsignal(number) for number in known}
-    # Ignored signals stay ignored: `nohup` keeps a run alive when its terminal closes.
-    before = {k: v for k, v in before.items() if v not in (signal.SIG_IGN, None)}
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield noted.is_set
-    finally:
-        put_back()

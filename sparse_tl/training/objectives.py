@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl import ranks
 from sparse_tl.data.batches import TokenBatch, log_probabilities, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.attention import check_edge_cost, costs_of_first
@@ -29,7 +30,11 @@ HEAD_IN_USE = 0.1
 
 
 class Objective:
-    """A loss with state: measured on every micro-batch, updated once per step."""
+    """A loss with state: measured on every micro-batch, updated once per step.
+
+    Of several ranks, each is given its own rows of a micro-batch, and all return the same: means
+    over rows or labels are those of `ranks.mean`, over the rows of all ranks.
+    """
 
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
@@ -68,7 +73,7 @@ class PlainLoss(Objective):
             with adapt(self.model).only_at(part.loss_mask) as logits_at:
                 logits = logits_at(self.model(part.tokens, **part.model_kwargs))
             losses.append(token_losses(logits, part.loss_labels()))
-        loss = torch.cat(losses).mean()
+        loss = ranks.mean(torch.cat(losses))
         return loss, {"loss": loss.item()}
 
 
@@ -160,17 +165,18 @@ class SparsityObjective(Objective):
         counts = AttentionEdgeCounts.concatenate([edges for _, edges in parts])
         lambdas = lambdas.to(labels.loss)
         weights = lambdas[labels.group]
-        task = (weights * labels.minimised).mean()
+        task = ranks.mean(weights * labels.minimised)
         size = self.size(counts)
         objective = (torch.log1p(size) + task) / (1 + lambdas.mean())
         measured = {
-            "loss": labels.loss.mean().item(),
-            "lambda": weights.mean().item(),
+            "loss": ranks.mean(labels.loss).item(),
+            "lambda": ranks.mean(weights).item(),
             "size": size.item(),
-            "expected_per_token": counts.expected.sum().item() / counts.tokens.sum().item(),
+            "expected_per_token": ranks.total(counts.expected.sum()).item()
+            / ranks.total(counts.tokens.sum()).item(),
         }
         if counts.expected_mlps is not None:
-            measured["expected_mlps"] = counts.expected_mlps.mean(dim=1).sum().item()
+            measured["expected_mlps"] = ranks.mean(counts.expected_mlps, dim=1).sum().item()
         return objective, measured
 
     def _run(
@@ -197,10 +203,10 @@ class SparsityObjective(Objective):
     def size(self, counts: AttentionEdgeCounts) -> Float[Tensor, ""]:
         """What is minimised, per example; an attention edge or MLP output counts 1 by itself."""
         edges = counts.expected if counts.cost is None else counts.cost
-        in_use = 1 - torch.exp(-counts.expected.mean(dim=1) / HEAD_IN_USE)
-        size = edges.mean(dim=1).sum() + self.head_cost * in_use.sum()
+        in_use = 1 - torch.exp(-ranks.mean(counts.expected, dim=1) / HEAD_IN_USE)
+        size = ranks.mean(edges, dim=1).sum() + self.head_cost * in_use.sum()
         if counts.expected_mlps is not None:
-            size = size + counts.expected_mlps.mean(dim=1).sum()
+            size = size + ranks.mean(counts.expected_mlps, dim=1).sum()
         return size
 
     def held_out(self, increase: Float[Tensor, " group"]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparse_tl.data import IterableStream, ShuffledStream
+from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 
 
@@ -60,31 +60,3 @@ def test_a_stream_says_in_how_many_pieces_its_batches_are_run() -> None:
     assert [_rows(plain.batch(step)) for step in range(3)] == [
         _rows(in_pieces.batch(step)) for step in range(3)
     ]
-
-
-def test_an_iterable_stream_goes_forward_and_back() -> None:
-    stream = IterableStream([_numbered(1), _numbered(2), _numbered(3), _numbered(4)])
-    assert [len(stream.batch(step)) for step in (0, 1, 3, 0, 2, 2, 1, 3)] == [
-        1,
-        2,
-        4,
-        1,
-        3,
-        3,
-        2,
-        4,
-    ]
-
-
-def test_an_iterable_stream_that_ends_says_when() -> None:
-    stream = IterableStream([_numbered(1), _numbered(2)])
-    with pytest.raises(ValueError, match="a batch for step 5; the stream ended after 2"):
-        stream.batch(5)
-    assert len(stream.batch(1)) == 2
-
-
-def test_a_generator_cannot_go_back() -> None:
-    stream = IterableStream(_numbered(n) for n in (1, 2, 3))
-    assert len(stream.batch(1)) == 2
-    with pytest.raises(ValueError, match="expected"):
-        stream.batch(0)

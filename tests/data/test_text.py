@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from sparse_tl.data import read_documents, text, token_windows
+from sparse_tl.data import documents, read_documents, text, token_windows
 
 WORDS = ["<s>", "a", "b", "c", "d"]
 
@@ -78,10 +78,10 @@ def test_documents_of_a_file(tmp_path: Path) -> None:
 def test_separators_between_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    documents = [f"{'día ' * n}{n}" for n in range(1, 12)]
-    (tmp_path / "text.txt").write_text("<|end|>".join(documents), encoding="utf-8")
-    monkeypatch.setattr(text, "BLOCK", block)
-    assert list(read_documents(tmp_path / "text.txt", separator="<|end|>")) == documents
+    written = [f"{'día ' * n}{n}" for n in range(1, 12)]
+    (tmp_path / "text.txt").write_text("<|end|>".join(written), encoding="utf-8")
+    monkeypatch.setattr(documents, "BLOCK", block)
+    assert list(read_documents(tmp_path / "text.txt", separator="<|end|>")) == written
 
 
 def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from tiny import HAS_HOOKED
-from torch.utils.checkpoint import checkpoint
 
 from sparse_tl import SparseTransformer, evaluate_held_out
 from sparse_tl.data import TokenBatch
+from sparse_tl.gates import blockwise
 from sparse_tl.gates.passes import KNOWN_PASSES
-from sparse_tl.lens import Model, adapt
+from sparse_tl.lens import Model, adapt, checkpointed_activations, deferred
 
 Build = Callable[..., Model]
 # A bridge keeps keys and values unless told otherwise; layers that run again would add them twice.
-NO_CACHE: dict[str, Any] = {} if HAS_HOOKED else {"use_cache": False}
 
 
 def _tokens(rows: int = 3, length: int = 7) -> torch.Tensor:
@@ -94,19 +93,15 @@ def test_moving_a_wrapped_model_moves_its_configuration(build_tiny: Build) -> No
     assert str(sparse.cfg.device) == str(sparse.model.embed.W_E.device) == "meta"
 
 
-def _checkpointed(sparse: SparseTransformer) -> SparseTransformer:
-    for block in sparse.blocks:
-        plain = block.forward
-        block.__dict__["forward"] = lambda *args, plain=plain, **kwargs: checkpoint(
-            plain, *args, use_reentrant=False, **kwargs
-        )
-    return sparse
-
-
 @pytest.mark.parametrize("at_once", [False, True], ids=["each", "together"])
 @pytest.mark.parametrize("pieces", [1, 2, 4])
+@pytest.mark.parametrize("by_blocks", [False, True], ids=["whole", "by blocks"])
 def test_checkpointed_activations_have_the_same_gradients(
-    build_tiny: Build, pieces: int, at_once: bool
+    build_tiny: Build,
+    monkeypatch: pytest.MonkeyPatch,
+    pieces: int,
+    at_once: bool,
+    by_blocks: bool,
 ) -> None:
     """Layers run again in the backward pass, when the block that sampled gates is left.
 
@@ -114,19 +109,19 @@ def test_checkpointed_activations_have_the_same_gradients(
     """
     tokens = _tokens(4)
     tokens[1] = tokens[0]
+    if by_blocks:
+        monkeypatch.setattr(deferred, "LONG", tokens.shape[1])
+        monkeypatch.setattr(blockwise, "QUERIES_AT_ONCE", 2)
 
     def gradients(checkpointed: bool) -> list[torch.Tensor]:
         sparse = SparseTransformer(build_tiny(dtype="float64"), initial_bias=0.0)
-        if checkpointed:
-            _checkpointed(sparse)
         generator = torch.Generator().manual_seed(1)
         cost = torch.linspace(0.5, 2.0, 7)
         sums = []
         for some in tokens.split(4 // pieces):
-            with sparse.sampled(generator):
-                logits, counts = sparse.run_with_counts(
-                    some, pressure=0.1, edge_cost=cost, **NO_CACHE
-                )
+            once_more = checkpointed_activations(sparse) if checkpointed else nullcontext()
+            with once_more, sparse.sampled(generator):
+                logits, counts = sparse.run_with_counts(some, pressure=0.1, edge_cost=cost)
             assert counts.cost is not None
             sums.append(logits.logsumexp(-1).sum() + counts.cost.sum())
             if not at_once:
@@ -140,10 +135,11 @@ def test_checkpointed_activations_have_the_same_gradients(
 
 
 def test_a_checkpointed_pass_that_is_long_over_is_refused(build_tiny: Build) -> None:
-    sparse = _checkpointed(SparseTransformer(build_tiny(), initial_bias=0.0))
-    first = sparse(_tokens(2, 5), **NO_CACHE).sum()
-    for _ in range(KNOWN_PASSES):
-        sparse(_tokens(2, 7), **NO_CACHE)
+    sparse = SparseTransformer(build_tiny(), initial_bias=0.0)
+    with checkpointed_activations(sparse):
+        first = sparse(_tokens(2, 5)).sum()
+        for _ in range(KNOWN_PASSES):
+            sparse(_tokens(2, 7))
     with pytest.raises(RuntimeError, match="after at most 8 forward passes"):
         first.backward()
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from finite_differences import derivative
+from several_ranks import on_ranks
 
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.data.targets import TargetDataset
@@ -359,3 +360,16 @@ def test_results_show_in_a_notebook(fitted: HeadRoles) -> None:
     assert "<table" in fitted._repr_html_()
     assert len(fitted.figure().plotly.data) == 3
     assert len(gate_trajectories(fitted).plotly.data) == 3 * 4
+
+
+# Several ranks
+
+
+def test_ranks_share_the_prompts(build_tiny: Build, fitted: HeadRoles) -> None:
+    def job(rank: int) -> HeadRoles:
+        return fit_head_gates(build_tiny("float64"), _dataset(), seeds=3, **SETTINGS)
+
+    for roles in on_ranks(2, job):
+        torch.testing.assert_close(roles.trajectories, fitted.trajectories, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(roles.removed, fitted.removed, rtol=1e-9, atol=1e-12)
+        assert roles.dense_loss == pytest.approx(fitted.dense_loss, rel=1e-12)

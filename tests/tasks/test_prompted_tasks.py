@@ -457,3 +457,16 @@ def test_what_gpt2_knows(gpt2):
     for words in (NOUNS, ioi.NAMES, ioi.PLACES, ioi.OBJECTS, docstring.ARGUMENTS, docstring.NOUNS):
         assert single_words(gpt2, words, 1, "words") == {word: f" {word}" for word in words}
     assert len(GreaterThanTask().years(gpt2)) == 618
+
+
+@pytest.mark.parametrize("task", [IOITask(), IOILongTask()])
+def test_spans_of_ioi_are_its_names(words, task):
+    pairs = task.pairs(Reader(words), 40, seed=0)
+    for row, spans in enumerate(task.spans(pairs)):
+        text = words.convert_ids_to_tokens(pairs.clean[row].tolist())
+        assert list(spans) == ["IO", "S1", "S1+1", "S2", "END"]
+        assert text[spans["IO"]] == words.decode(pairs.answers[row])
+        assert text[spans["S1"]] == text[spans["S2"]] == words.decode(pairs.wrong[row])
+        assert spans["S1"] + 1 == spans["S1+1"] < spans["S2"] < spans["END"]
+        assert spans["END"] == pairs.positions[row]
+    assert pairs.with_spans(task.spans(pairs)).spans.names[-1] == "rest"

@@ -1,0 +1,235 @@
+"""Documents of text files and datasets, which can be read again from any of their places."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+BLOCK = 2**20
+"""Bytes that are read from a text file at a time."""
+
+
+class Documents:
+    """Texts in a fixed order: an iterable of strings that starts anew each time, from any place.
+
+    A *place* is a JSON value that names a document. Its text comes in parts, so that a document of
+    many gigabytes is never in memory as a whole.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        return ("".join(parts) for _, parts in self.since(None))
+
+    def since(self, place: Any) -> Iterator[tuple[Any, Iterable[str]]]:
+        """Each document from a place on (``None``: the first), with its place, in parts of text."""
+        raise NotImplementedError
+
+    def where(self, place: Any) -> str:
+        """A place, for messages."""
+        raise NotImplementedError
+
+    def identity(self) -> Any:
+        """A JSON value that changes when the documents do, as far as that shows without reading."""
+        raise NotImplementedError
+
+
+def read_documents(
+    source: str | Path | Iterable[Any],
+    *,
+    separator: str = "<|endoftext|>",
+    split: str = "train",
+    column: str = "text",
+) -> Documents:
+    """The non-empty documents of text files, or of a Hugging Face dataset (streamed).
+
+    Args:
+        source: path, or list of paths; or dataset name, with its configuration after a colon if
+            needed; or a dataset, or any other iterable of rows, that starts anew each time.
+        separator: string between documents in a text file.
+        split: split of the dataset.
+        column: dataset column, or key of a ``.jsonl`` file's rows, that holds the text.
+
+    Raises:
+        ValueError: the file, dataset or column does not exist, or a file is not UTF-8 text.
+    """
+    if isinstance(source, (str, Path)):
+        if not Path(source).is_file():
+            return DocumentRows(dataset_rows(source, split), column, f"dataset {source}")
+        source = [source]
+    if not isinstance(source, (list, tuple)) or not all(isinstance(x, (str, Path)) for x in source):
+        return DocumentRows(source, column, f"the {type(source).__name__}")
+    paths = [Path(path) for path in source]
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"expected paths of text files; {path} is no file")
+    return _Files(paths, separator, column)
+
+
+def dataset_rows(source: str | Path, split: str) -> Iterable[dict[str, Any]]:
+    """A Hugging Face dataset, named as in `read_documents`, whose rows are streamed.
+
+    Raises:
+        ValueError: the dataset does not exist, or there is no network.
+    """
+    from datasets import load_dataset
+    from huggingface_hub import constants, get_session
+
+    name, _, configuration = str(source).partition(":")
+    try:
+        if not Path(name).exists():
+            # Check once: without a network, `load_dataset` retries for half a minute.
+            get_session().head(constants.ENDPOINT, timeout=10)
+        return load_dataset(name, configuration or None, split=split, streaming=True)
+    except Exception as error:  # hub, network and parser raise different types
+        raise ValueError(
+            f"expected a file or the name of a dataset; {source} is no file, and loading it as a "
+            f"dataset failed: {error}"
+        ) from error
+
+
+class DocumentRows(Documents):
+    """Documents that are rows of a dataset, or strings; a place is a row's number.
+
+    It is found by passing over the rows before it. The states of streamed Hugging Face datasets
+    (``state_dict``) are not used: they lose the rows of a shuffle buffer.
+
+    Args:
+        rows: dictionaries or strings; an iterable that starts anew each time.
+        column: key of the text in a dictionary.
+        name: of the rows, for messages.
+
+    Raises:
+        ValueError: the rows can be read only once, as those of a generator.
+    """
+
+    def __init__(self, rows: Iterable[Any], column: str = "text", name: str = "the list") -> None:
+        if isinstance(rows, (str, bytes)) or iter(rows) is rows:
+            raise ValueError(
+                "expected documents that can be read again from the start, such as a list, a "
+                f"dataset, or those of `read_documents`; got a {type(rows).__name__}"
+            )
+        self.rows, self.column, self.name = rows, column, name
+
+    def since(self, place: Any) -> Iterator[tuple[Any, Iterable[str]]]:
+        for number, row in enumerate(self.rows):
+            if number >= (place or 0):
+                text = row if isinstance(row, str) else _text_of(row, self.column, self.name)
+                if text is not None:
+                    yield number, (text,)
+
+    def where(self, place: Any) -> str:
+        return f"row {place:,} of {self.name}"
+
+    def identity(self) -> Any:
+        return None
+
+
+class _Files(Documents):
+    """Documents of text files: parts between separators, or rows where the name ends in .jsonl."""
+
+    def __init__(self, paths: list[Path], separator: str, column: str) -> None:
+        self.paths, self.separator, self.column = paths, separator, column
+
+    def since(self, place: Any) -> Iterator[tuple[Any, Iterable[str]]]:
+        first, byte = (0, 0) if place is None else place
+        for number, path in list(enumerate(self.paths))[first:]:
+            if path.suffix == ".jsonl":
+                parts = _lines(path, byte, self.column)
+            else:
+                parts = _separated(path, byte, self.separator)
+            for begin, some in groupby(parts, key=itemgetter(0)):
+                yield [number, begin], (text for _, text in some)
+            byte = 0
+
+    def where(self, place: Any) -> str:
+        number, byte = place
+        return f"the document at byte {byte:,} of {self.paths[number]}"
+
+    def identity(self) -> Any:
+        found = ((path.name, path.stat()) for path in self.paths)
+        return [[name, file.st_size, file.st_mtime_ns] for name, file in found]
+
+
+def _text_of(row: Any, column: str, name: str) -> str | None:
+    """The text of a row; ``None`` where it is blank."""
+    if not isinstance(row, dict) or column not in row:
+        has = f"it has {sorted(row)}" if isinstance(row, dict) else f"got a {type(row).__name__}"
+        raise ValueError(f"expected a column {column!r} in {name}; {has}")
+    text = row[column]
+    if not (text is None or isinstance(text, str)):
+        raise ValueError(
+            f"expected text in column {column!r} of {name}; got a {type(text).__name__}"
+        )
+    return text if text and not text.isspace() else None
+
+
+def _lines(path: Path, byte: int, column: str) -> Iterator[tuple[int, str]]:
+    """The documents of a .jsonl file from a byte on, with the byte at which each begins."""
+    with path.open("rb") as file:
+        file.seek(byte)
+        for line in file:
+            name = f"the line at byte {byte:,} of {path}"
+            try:
+                row = json.loads(line.decode()) if line.strip() else None
+            except UnicodeDecodeError as error:
+                raise _not_text(path, byte + error.start, error) from error
+            except ValueError as error:
+                raise ValueError(f"expected JSON in {name}; {error}") from error
+            text = None if row is None else _text_of(row, column, name)
+            if text is not None:
+                yield byte, text
+            byte += len(line)
+
+
+def _separated(path: Path, byte: int, separator: str) -> Iterator[tuple[int, str]]:
+    """The text between separators from a byte on, in parts, with the byte at which each begins.
+
+    White space at both ends of a document, and documents of nothing else, are left out.
+    """
+    mark = separator.encode()
+    with path.open("rb") as file:
+        file.seek(byte)
+        document, held = _Document(path, byte), b""
+        while block := file.read(BLOCK):
+            *ended, held = (held + block).split(mark)
+            for last in ended:
+                yield from document.add(last, final=True)
+                document = _Document(path, document.end + len(mark))
+            sure = max(0, len(held) - len(mark) + 1)  # a separator may have begun
+            yield from document.add(held[:sure])
+            held = held[sure:]
+        yield from document.add(held, final=True)
+
+
+class _Document:
+    """A document that is decoded part by part, from the byte at which it begins."""
+
+    def __init__(self, path: Path, byte: int) -> None:
+        self.path, self.begin, self.end = path, byte, byte
+        self._decoder = io.IncrementalNewlineDecoder(
+            codecs.getincrementaldecoder("utf-8")(), translate=True
+        )
+        self._begun, self._space = False, ""
+
+    def add(self, data: bytes, *, final: bool = False) -> Iterator[tuple[int, str]]:
+        self.end += len(data)
+        try:
+            text = self._decoder.decode(data, final)
+        except UnicodeDecodeError as error:
+            place = self.end - len(error.object) + error.start
+            raise _not_text(self.path, place, error) from error
+        text = self._space + text if self._begun else text.lstrip()
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        if kept:
+            self._begun = True
+            yield self.begin, kept
+
+
+def _not_text(path: Path, byte: int, error: UnicodeDecodeError) -> ValueError:
+    return ValueError(f"expected UTF-8 text in {path}; at byte {byte:,}: {error.reason}")

@@ -1,0 +1,241 @@
+"""Attention scores that are computed a few queries at a time, by whatever model.
+
+Where a layer's scores are deferred, ``q @ k^T`` gives a `Deferred` tensor. It has a shape and a
+dtype but no storage, and records what the model's own code does to it: scale, soft cap, masks,
+softmax. Code that can use an attention pattern block by block evaluates that record on a block. For
+all other code the tensor computes its values when they are needed: results do not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformer_lens.hook_points import HookPoint
+
+from sparse_tl.lens.adapter import Adapter
+from sparse_tl.lens.attaching import AttachedHooks
+from sparse_tl.lens.expressions import ENTRY, EVERYTHING, Expression
+from sparse_tl.lens.points import hook_point
+from sparse_tl.lens.shortcuts import hooked
+
+LONG = 256
+"""Tokens per prompt from which scores are deferred; shorter ones are faster without."""
+
+_BYENTRY = {
+    *("mul", "multiply", "div", "divide", "true_divide", "add", "sub", "tanh", "masked_fill"),
+    *("where", "isnan", "zeros_like", "to", "float", "type", "clamp", "nan_to_num"),
+}
+_IN_PLACE = {"add_", "sub_", "mul_", "div_", "masked_fill_"}
+_FACTS = {
+    *("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_nested"),
+    *("size", "dim", "numel", "is_floating_point", "is_complex"),
+}
+
+
+_Kind = TypeVar("_Kind", bound="Deferred")
+
+
+class Deferred(Tensor):
+    """A tensor ``[prompt, head, query, key]`` without storage; see `Expression`."""
+
+    expression: Expression
+    computed: Tensor | None
+    """The values, once something has asked for them."""
+
+    @classmethod
+    def of(cls: type[_Kind], expression: Expression) -> _Kind:
+        """A tensor for an expression."""
+        q, k = expression.product.args
+        dtype = expression.on(ENTRY).dtype  # whatever casts the functions make
+        differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            (*q.shape[:3], k.shape[-1]),
+            dtype=dtype,
+            device=q.device,
+            requires_grad=differentiable,
+        )
+        made.expression, made.computed = expression, None
+        if differentiable:
+            with torch._C.DisableTorchFunctionSubclass():
+                made.register_hook(_refuse)
+        return made
+
+    def explicit(self) -> Tensor:
+        """The values, computed once; differentiable as if nothing had been deferred."""
+        if self.computed is None:
+            with torch.set_grad_enabled(self.requires_grad):
+                self.computed = self.expression.on(EVERYTHING)
+        return self.computed
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, function_name(func)
+        if name in _FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name == "dropout" and not _drops(*args[1:], **kwargs):
+            return args[0]
+        later = None
+        if name in _IN_PLACE:
+            later = _recorded(getattr(torch, name[:-1]), args, kwargs)
+            if later is not None and isinstance(args[0], Deferred) and args[0].dtype == later.dtype:
+                args[0].expression = later.expression
+                return args[0]
+            later = None
+        elif name in _BYENTRY or (name == "softmax" and _over_keys(args, kwargs)):
+            later = _recorded(func, args, kwargs)
+        if later is not None:
+            return later
+        return func(*map(explicit, args), **{name: explicit(v) for name, v in kwargs.items()})
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise TypeError(f"expected attention scores with values for {func}; these are deferred")
+
+    def __repr__(self, **_: Any) -> str:
+        return f"Deferred(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _refuse(_gradient: Tensor) -> None:
+    """Called where a gradient ends at a deferred tensor, as behind an autograd function."""
+    raise RuntimeError(
+        "expected attention scores to be used by functions of torch; a function of its own read "
+        "deferred scores, and their gradient would be lost"
+    )
+
+
+def explicit(value: Any) -> Any:
+    """Values in place of deferred tensors, also within lists and tuples; all else as it is."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(explicit, value))
+    return value.explicit() if isinstance(value, Deferred) else value
+
+
+def function_name(func: Any) -> str:
+    """The name of a function that torch dispatches; of a property, that of the property."""
+    name = func.__name__
+    return func.__self__.__name__ if name == "__get__" else name
+
+
+def _over_keys(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a softmax is over the last axis."""
+    return (args[1] if len(args) > 1 else kwargs.get("dim")) in (-1, 3)
+
+
+def _drops(p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
+    """Whether `torch.nn.functional.dropout` with these arguments changes anything."""
+    return training and p > 0
+
+
+def _recorded(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Deferred | None:
+    """The deferred result of a function; None where it must be computed now."""
+    values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    deferred = [value for value in values if isinstance(value, Deferred)]
+    shape = deferred[0].shape
+    if any(value.computed is not None or type(value) is not Deferred for value in deferred):
+        return None
+    if len({id(value.expression.product) for value in deferred}) > 1:
+        return None
+    for value in values:
+        pairs = zip(reversed(value.shape), reversed(shape), strict=False)
+        if value.ndim > 4 or any(size not in (1, there) for size, there in pairs):
+            return None
+
+    def record(value: Any) -> Any:
+        return value.expression if isinstance(value, Deferred) else value
+
+    # A `to` that names another tensor is a cast to its dtype; here it would keep that tensor.
+    named = {name: record(value) for name, value in kwargs.items()}
+    return Deferred.of(Expression(func, [record(value) for value in args], named))
+
+
+class _Deferring(TorchFunctionMode):
+    """Records products of queries and keys."""
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.__name__ == "matmul" and len(args) == 2 and not kwargs and self._scores(*args):
+            return Deferred.of(Expression(torch.matmul, list(args), {}))
+        return func(*args, **(kwargs or {}))
+
+    def _scores(self, q: Any, k: Any) -> bool:
+        """Whether these are queries ``[prompt, head, query, d]`` and keys ``[..., d, key]``."""
+        return (
+            type(q) is type(k) is Tensor
+            and q.ndim == k.ndim == 4
+            and q.shape[:2] == k.shape[:2]
+            and q.shape[1] == self.n_heads
+            and q.shape[3] < k.shape[3]
+        )
+
+
+class DeferredScores:
+    """Makes all attention layers of a model defer the scores of long prompts, until removed.
+
+    Layers in which any other hook reads scores or pattern compute them as before.
+
+    Args:
+        adapter: adapter of the model.
+        hooks: hooks that work on deferred tensors.
+        wanted: whether to defer in a pass.
+    """
+
+    def __init__(self, adapter: Adapter, hooks: AttachedHooks, wanted: Callable[[], bool]) -> None:
+        self._removed: list[Callable[[], None]] = []
+        for layer, block in enumerate(adapter.model.blocks):
+            names = ("hook_attn_scores", "hook_pattern")
+            points = [hook_point(adapter.model, f"blocks.{layer}.attn.{name}") for name in names]
+            self._replace(block.attn, points, adapter.n_heads, hooks, wanted)
+
+    def _replace(
+        self,
+        attention: nn.Module,
+        points: list[HookPoint],
+        n_heads: int,
+        hooks: AttachedHooks,
+        wanted: Callable[[], bool],
+    ) -> None:
+        forward, before = attention.forward, attention.__dict__.get("forward")
+
+        @wraps(forward)
+        def deferred(*args: Any, **kwargs: Any) -> Any:
+            seen = any(hooked(point, hooks.ids) for point in points)
+            if seen or not wanted() or _n_tokens(args, kwargs) < LONG:
+                return forward(*args, **kwargs)
+            with _Deferring(n_heads):
+                return forward(*args, **kwargs)
+
+        def remove() -> None:
+            attention.__dict__.pop("forward", None)
+            if before is not None:
+                attention.__dict__["forward"] = before
+
+        attention.__dict__["forward"] = deferred  # bridges set attributes on what they wrap
+        self._removed.append(remove)
+
+    def remove(self) -> None:
+        """Compute scores as before."""
+        for remove in self._removed:
+            remove()
+        self._removed = []
+
+
+def _n_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Tokens per prompt of the first input ``[prompt, pos, ...]``."""
+    inputs = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    return next((value.shape[1] for value in inputs if value.ndim > 2), 0)

@@ -1,0 +1,116 @@
+"""What a model makes of the product of queries and keys, evaluated on blocks of a pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MASKED = -1e30
+"""Pairs whose score a mask puts below this have a weight of exactly 0."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some prompts, heads, queries and keys of an attention pattern."""
+
+    prompts: slice
+    heads: slice
+    queries: slice
+    keys: slice
+
+    def of(self, values: Tensor) -> Tensor:
+        """The block of a tensor that broadcasts to ``[prompt, head, query, key]``."""
+        places = (self.prompts, self.heads, self.queries, self.keys)[4 - values.ndim :]
+        each = zip(places, values.shape, strict=True)
+        return values[tuple(place if size > 1 else slice(None) for place, size in each)]
+
+
+ENTRY = Block(slice(0, 1), slice(0, 1), slice(0, 1), slice(0, 1))
+"""The first entry of a pattern."""
+EVERYTHING = Block(slice(None), slice(None), slice(None), slice(None))
+"""All of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Expression:
+    """A tensor ``[prompt, head, query, key]``, computed from others entry by entry or row by row.
+
+    Args:
+        function: function that computes it.
+        args: arguments: expressions, tensors that broadcast to its shape, and settings. Those of
+            the first of all functions are the queries and the transposed keys.
+        kwargs: keyword arguments, likewise.
+    """
+
+    function: Callable[..., Tensor]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    @cached_property
+    def product(self) -> Expression:
+        """The product of queries and keys that this is computed from."""
+        inner = (v for v in (*self.args, *self.kwargs.values()) if isinstance(v, Expression))
+        return next((value.product for value in inner), self)
+
+    @cached_property
+    def leaves(self) -> list[Tensor]:
+        """The tensors that this is computed from, each once, without queries and keys."""
+        if self is self.product:
+            return []
+        found: dict[int, Tensor] = {}
+        for value in (*self.args, *self.kwargs.values()):
+            inner = value.leaves if isinstance(value, Expression) else [value]
+            found |= {id(leaf): leaf for leaf in inner if isinstance(leaf, Tensor)}
+        return list(found.values())
+
+    def value(self, leaves: Mapping[int, Tensor], known: dict[int, Tensor]) -> Tensor:
+        """The value on a block.
+
+        Args:
+            leaves: the block of every leaf, by its id.
+            known: values on this block of other expressions, by id, with the product among them;
+                what is computed is added.
+        """
+        if id(self) not in known:
+
+            def of(value: Any) -> Any:
+                if isinstance(value, Expression):
+                    return value.value(leaves, known)
+                return leaves[id(value)] if isinstance(value, Tensor) else value
+
+            kwargs = {name: of(value) for name, value in self.kwargs.items()}
+            known[id(self)] = self.function(*map(of, self.args), **kwargs)
+        return known[id(self)]
+
+    def on(self, block: Block) -> Tensor:
+        """The value on a block, from the tensors themselves."""
+        q, k = self.product.args
+        product = (
+            q[block.prompts, block.heads, block.queries]
+            @ (k[block.prompts, block.heads, :, block.keys])
+        )
+        leaves = {id(leaf): block.of(leaf) for leaf in self.leaves}
+        return self.value(leaves, {id(self.product): product})
+
+    @torch.no_grad()
+    def keys_seen(self, queries: slice) -> slice:
+        """The range of keys that masks leave to any of these queries.
+
+        Of scores, masks are what remains where every product of a query and a key is 0.
+        """
+        q, k = self.product.args
+        alike = [all(len(leaf[(None,) * (4 - leaf.ndim)]) == 1 for leaf in self.leaves)]
+        alike += [all(leaf.ndim < 3 or leaf.shape[-3] == 1 for leaf in self.leaves)]
+        prompts, heads = (slice(0, 1) if same else slice(None) for same in alike)
+        block = Block(prompts, heads, queries, slice(None))
+        like = q[prompts, heads, queries, :1]
+        none = like.new_zeros(()).expand(*like.shape[:3], k.shape[-1])
+        leaves = {id(leaf): block.of(leaf) for leaf in self.leaves}
+        masks = self.value(leaves, {id(self.product): none})
+        seen = (masks > MASKED).flatten(0, -2).any(dim=0).nonzero()
+        return slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, k.shape[-1])

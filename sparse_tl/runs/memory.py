@@ -1,0 +1,145 @@
+"""The memory that a step of post-training takes, from what a short prompt keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from rich.filesize import decimal
+from torch import Tensor
+
+from sparse_tl.data import TokenBatch
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import HookedModel, adapt, checkpointed_activations, read_parameters
+from sparse_tl.training.constraint import LossConstraint
+from sparse_tl.training.objectives import SparsityObjective
+
+PROBED = (256, 320)
+"""Tokens of the prompts from which longer ones are extrapolated: from here on, gated attention
+keeps as much for every further token."""
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes on the device at the peak of a step of post-training all weights.
+
+    Either the forward pass is the peak, with weights, Adam's two means, activations and logits, or
+    the optimizer's step is, with gradients and as much again for its intermediate values:
+
+        dense model + max(3 weights + activations + logits, 5 weights)
+
+    The frozen dense model, as large as the weights, is there where the target is relative to it.
+
+    Args:
+        window: tokens of the step, in one prompt.
+        weights: the weights.
+        activations: what the forward pass keeps for the backward pass.
+        checkpointed: the same inside `checkpointed_activations`, and what one layer keeps, since
+            the backward pass computes one after the other again.
+        logits: the softmax of the logits, and their gradient.
+    """
+
+    window: int
+    weights: int
+    activations: int
+    checkpointed: int
+    logits: int
+
+    @property
+    def peak(self) -> int:
+        """With all activations kept."""
+        return self._peak(self.activations)
+
+    @property
+    def least_peak(self) -> int:
+        """Inside `checkpointed_activations`."""
+        return self._peak(self.checkpointed)
+
+    def _peak(self, activations: int) -> int:
+        forward = 3 * self.weights + activations + self.logits
+        return self.weights + max(forward, 5 * self.weights)
+
+    def __str__(self) -> str:
+        parts = {
+            "weights": self.weights,
+            "gradients": self.weights,
+            "Adam": 2 * self.weights,
+            "the dense model": self.weights,
+            f"activations of {self.window:,} tokens": self.activations,
+            "logits": self.logits,
+        }
+        listed = ", ".join(f"{name} {decimal(size)}" for name, size in parts.items())
+        return (
+            f"post-training takes {decimal(self.peak)} at its peak, of {listed}; or "
+            f"{decimal(self.least_peak)} with checkpointed activations, of which there are "
+            f"{decimal(self.checkpointed)}"
+        )
+
+
+def training_memory(model: HookedModel, window: int) -> TrainingMemory:
+    """Estimate the peak memory of a step of post-training on one prompt, in float32.
+
+    Activations and logits of several prompts take as much each.
+
+    Runs two forward passes on short prompts, and counts what they keep; for a longer window this
+    grows linearly.
+
+    Args:
+        model: dense or sparse model.
+        window: tokens of the prompt.
+
+    Raises:
+        ValueError: the window is longer than the model's context.
+    """
+    adapter = adapt(model)
+    adapter.check_tokens(torch.zeros(1, window, dtype=torch.long))
+    sparse = model if isinstance(model, SparseTransformer) else SparseTransformer(adapter.model)
+    try:
+        kept = _at(window, lambda tokens: _kept(sparse, tokens, whole=True))
+        checkpointed = _at(window, lambda tokens: _kept(sparse, tokens, whole=False))
+    finally:
+        if sparse is not model:
+            sparse.unwrap()
+    return TrainingMemory(
+        window=window,
+        weights=sum(weight.nbytes for weight in adapter.parameters("all")),
+        activations=kept,
+        checkpointed=checkpointed + (kept - checkpointed) // adapter.n_layers,
+        logits=2 * window * adapter.d_vocab_out * 4,
+    )
+
+
+def _at(window: int, kept: Callable[[int], int]) -> int:
+    """What a window keeps, from what shorter ones keep."""
+    first, second = PROBED
+    if window <= second:
+        return kept(window)
+    one, other = kept(first), kept(second)
+    return one + (other - one) * (window - first) // (second - first)
+
+
+def _kept(sparse: SparseTransformer, n_tokens: int, *, whole: bool) -> int:
+    """Bytes of all tensors that the forward pass of a training step keeps, but for weights."""
+    device = adapt(sparse).device
+    weights = {weight.untyped_storage().data_ptr() for weight in read_parameters(sparse).values()}
+    storages: dict[int, int] = {}
+
+    def note(values: Tensor) -> Tensor:
+        storage = values.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return values
+
+    objective = SparsityObjective(sparse, None, torch.tensor([1.0]), LossConstraint())
+    batch = TokenBatch.next_token(torch.zeros(1, n_tokens, dtype=torch.long)).to(device)
+    generator = torch.Generator(device).manual_seed(0)
+    with (
+        torch.enable_grad(),
+        nullcontext() if whole else checkpointed_activations(sparse),
+        torch.autograd.graph.saved_tensors_hooks(note, lambda values: values),
+    ):
+        loss, _ = objective.measure(batch, generator, 0.0)
+        del loss
+    return sum(storages.values())

@@ -1,0 +1,72 @@
+"""How a run ends before its time: by a signal, or because another rank is gone."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sparse_tl import ranks
+
+STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
+"""Signals that save and end a run; SIGHUP does not exist on every platform."""
+
+
+@contextmanager
+def interrupt_noted() -> Iterator[Callable[[], bool]]:
+    """Defer Ctrl-C until the running step is complete, so that checkpoints are consistent.
+
+    The same goes for signals that a cluster or a closing terminal sends before killing a process.
+    """
+    noted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield noted.is_set
+        return
+
+    def put_back() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def note(number: int, frame: object) -> None:
+        noted.set()
+        # A second signal stops at once. Of several ranks, each gets the terminal's and the
+        # launcher's signal for one Ctrl-C; the launcher kills them if they take too long.
+        if ranks.count() == 1:
+            put_back()
+
+    known = [getattr(signal, name) for name in STOPPING if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in known}
+    # Ignored signals stay ignored: `nohup` keeps a run alive when its terminal closes.
+    before = {k: v for k, v in before.items() if v not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield noted.is_set
+    finally:
+        put_back()
+
+
+def on_any_rank(*facts: bool) -> list[bool]:
+    """Which facts hold on at least one rank, so that all ranks go on alike."""
+    return [any(of) for of in zip(*ranks.gathered(facts), strict=True)]
+
+
+@contextmanager
+def lost_rank_noted(folder: Path | None) -> Iterator[None]:
+    """Say where to go on from, when another rank is gone.
+
+    Raises:
+        LostRankError: another rank ended; the message names the last checkpoint.
+    """
+    try:
+        yield
+    except ranks.LostRankError as error:
+        # The launcher ends what is left of the job now; that must not cut off the message.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        left = "There is no checkpoint to go on from."
+        if folder is not None and folder.exists():
+            left = f"The last checkpoint in {folder} is whole: the same command goes on from there."
+        raise ranks.LostRankError(f"{error}. {left}") from error

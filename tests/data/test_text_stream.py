@@ -1,0 +1,411 @@
+"""A text stream has the windows of the whole text, in an order that only step and seed decide."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import load_dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from sparse_tl import ShuffledStream, TextStream, TokenBatch, read_documents, token_windows
+from sparse_tl.data import documents, text
+from sparse_tl.data.streams import ResumableStream
+
+VOCABULARY = 500
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each of the words w1, w2, ..., so that nearly all windows differ."""
+    words = {f"w{number}": number for number in range(1, VOCABULARY)}
+    inner = Tokenizer(models.WordLevel({"<s>": 0, **words}, unk_token="<s>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
+
+
+class Counting:
+    """A tokenizer that counts the characters it is given, and does not know one word."""
+
+    def __init__(self, inner: PreTrainedTokenizerFast) -> None:
+        self.inner, self.characters, self.refused = inner, 0, ""
+        self.bos_token_id, self.is_fast = inner.bos_token_id, True
+
+    def __call__(self, given: str, **options: Any) -> Any:
+        if self.refused and self.refused in given:
+            raise TypeError(f"no token for {self.refused}")
+        self.characters += len(given)
+        return self.inner(given, **options)
+
+
+def _texts(n: int, longest: int = 30, seed: int = 0) -> list[str]:
+    draw = random.Random(seed)
+    return [
+        " ".join(f"w{draw.randrange(1, VOCABULARY)}" for _ in range(draw.randrange(1, longest)))
+        for _ in range(n)
+    ]
+
+
+def _rows(stream: TextStream, steps: range) -> list[list[int]]:
+    return [row for step in steps for row in stream.batch(step).tokens.tolist()]
+
+
+def _as_json(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": some, "n": 1}) + "\n\n" for some in texts))
+    return path
+
+
+def _as_text(path: Path, texts: list[str], between: str = "\n<|endoftext|>\r\n") -> Path:
+    path.write_bytes(between.join(texts).encode())
+    return path
+
+
+Source = Callable[[Path, list[str]], Any]
+SOURCES: dict[str, Source] = {
+    "list": lambda folder, texts: texts,
+    "text": lambda folder, texts: read_documents(_as_text(folder / "a.txt", texts)),
+    "files": lambda folder, texts: read_documents(
+        [
+            _as_text(folder / "a.txt", texts[:20]),
+            _as_json(folder / "b.jsonl", texts[20:50]),
+            _as_text(folder / "c.txt", texts[50:]),
+        ]
+    ),
+    "dataset": lambda folder, texts: read_documents(_streamed(folder, texts)),
+    "shuffled dataset": lambda folder, texts: read_documents(
+        _streamed(folder, texts).shuffle(seed=0, buffer_size=10)
+    ),
+}
+
+
+def _streamed(folder: Path, texts: list[str]) -> Any:
+    files = [
+        str(_as_json(folder / f"{half}.jsonl", some))
+        for half, some in enumerate((texts[:40], texts[40:]))
+    ]
+    return load_dataset("json", data_files=files, split="train", streaming=True)
+
+
+@pytest.fixture(params=SOURCES)
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    return SOURCES[request.param](tmp_path, _texts(80))
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that files have many blocks, and long documents many pieces."""
+    monkeypatch.setattr(documents, "BLOCK", 100)
+    monkeypatch.setattr(text, "PIECE", 60)
+    monkeypatch.setattr(text, "CONTEXT", 8)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_windows_and_epochs_are_those_of_the_whole_text(source: Any, tokenizer: Any) -> None:
+    windows = token_windows(source, tokenizer, 8)
+    n = len(windows)
+    assert n > 100
+    # In the order of the text, from the start again when it ends.
+    in_order = TextStream(source, tokenizer, 8, 5, shuffle=1)
+    expected = [windows[number % n].tolist() for number in range(3 * n)]
+    assert _rows(in_order, range(3 * n // 5)) == expected[: 3 * n // 5 * 5]
+    assert in_order.n_windows == n
+    # With one block, it is the stream of the fixed set.
+    whole = TextStream(source, tokenizer, 8, 5, seed=3, shuffle=n + 1)
+    fixed = ShuffledStream(TokenBatch.next_token(windows), 5, seed=3)
+    for step in (0, 1, 7, n // 5, n // 5 + 1, 2 * n // 5, 50):
+        found, batch = whole.batch(step), fixed.batch(step)
+        assert torch.equal(found.tokens, batch.tokens)
+        assert torch.equal(found.labels, batch.labels)
+        assert torch.equal(found.loss_mask, batch.loss_mask)
+
+
+@pytest.mark.parametrize(
+    ("n", "shuffle", "size"), [(30, 7, 4), (28, 7, 4), (28, 7, 28), (30, 4, 11), (5, 64, 12)]
+)
+def test_every_window_once_per_epoch_and_block(
+    tokenizer: Any, n: int, shuffle: int, size: int
+) -> None:
+    text = _texts(1, longest=2)[:0] + [" ".join(f"w{i + 1}" for i in range(4 * n - 1))]
+    windows = [tuple(row) for row in token_windows(text, tokenizer, 4).tolist()]
+    assert len(set(windows)) == n
+    stream = TextStream(text, tokenizer, 4, size, seed=1, shuffle=shuffle)
+    rows = list(map(tuple, _rows(stream, range(4 * n // size + 1))))
+    epochs = [rows[start : start + n] for start in range(0, 4 * n, n)]
+    for epoch in epochs[:-1]:
+        for start in range(0, n, shuffle):
+            block = slice(start, min(n, start + shuffle))
+            assert sorted(epoch[block]) == sorted(windows[block])
+    assert len(set(map(tuple, epochs[:-1]))) == len(epochs) - 1, "each epoch is shuffled anew"
+    assert epochs[0] != windows
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_any_step_in_any_order(source: Any, tokenizer: Any) -> None:
+    expected = TextStream(source, tokenizer, 8, 6, shuffle=16)
+    in_turn = [expected.batch(step).tokens.tolist() for step in range(60)]
+    steps = list(range(60))
+    random.Random(0).shuffle(steps)
+    jumping = TextStream(source, tokenizer, 8, 6, shuffle=16)
+    for step in [*steps, *steps[:10]]:
+        assert jumping.batch(step).tokens.tolist() == in_turn[step], step
+
+
+def test_seeds_shuffle_differently_and_the_global_generator_is_left_alone(tokenizer: Any) -> None:
+    before = torch.get_rng_state()
+    orders = {str(TextStream(_texts(80), tokenizer, 8, 9, seed).batch(0)) for seed in range(4)}
+    assert len(orders) == 4
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_ranks_share_the_rows_of_a_batch(tokenizer: Any) -> None:
+    joint = TextStream(_texts(80), tokenizer, 8, 6, shuffle=16)
+    ranks = [TextStream(_texts(80), tokenizer, 8, 6, shuffle=16) for _ in range(3)]
+    for step in range(40):
+        shares = [
+            stream.batch(step).select(slice(rank, None, 3)) for rank, stream in enumerate(ranks)
+        ]
+        dealt = torch.stack([share.tokens for share in shares], dim=1).flatten(0, 1)
+        assert torch.equal(dealt, joint.batch(step).tokens)
+
+
+def test_held_out_windows_are_left_out(tokenizer: Any) -> None:
+    windows = token_windows(_texts(80), tokenizer, 8)
+    stream = TextStream(_texts(80), tokenizer, 8, 4, shuffle=16, held_out=range(10, 50))
+    n = len(windows) - 40
+    rows = _rows(stream, range(n // 4 + 2))[:n]
+    assert stream.n_windows == n
+    assert sorted(rows) == sorted(windows[:10].tolist() + windows[50:].tolist())
+
+
+# Going on.
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("size", [6, 40])
+def test_a_stream_goes_on_from_its_state(source: Any, tokenizer: Any, size: int) -> None:
+    whole = TextStream(source, tokenizer, 8, size, seed=2, shuffle=16, held_out=range(20, 30))
+    expected = [whole.batch(step).tokens.tolist() for step in range(50)]
+    for step in random.Random(size).sample(range(45), 6):
+        stopped = TextStream(source, tokenizer, 8, size, 2, shuffle=16, held_out=range(20, 30))
+        stopped.batch(step)
+        state = json.loads(json.dumps(stopped.state()))
+        resumed = TextStream(source, tokenizer, 8, size, 2, shuffle=16, held_out=range(20, 30))
+        assert isinstance(resumed, ResumableStream)
+        resumed.load_state(state)
+        for again in (step, 0, step + 1, step + 2, step + 4, 3):
+            assert resumed.batch(again).tokens.tolist() == expected[again], (step, again)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("lengths", [(2000, 20), (1, 40_000)])
+def test_what_was_before_is_not_tokenised_again(
+    tmp_path: Path, tokenizer: Any, lengths: tuple[int, int]
+) -> None:
+    """Neither many documents nor the start of a long one."""
+    n, longest = lengths
+    draw = random.Random(0)
+    texts = [" ".join(f"w{draw.randrange(1, 500)}" for _ in range(longest)) for _ in range(n)]
+    path = _as_text(tmp_path / "a.txt", texts)
+    first = TextStream(read_documents(path), Counting(tokenizer), 8, 4, shuffle=32)
+    expected = first.batch(900).tokens
+    resumed = TextStream(read_documents(path), Counting(tokenizer), 8, 4, shuffle=32)
+    resumed.load_state(first.state())
+    assert torch.equal(resumed.batch(900).tokens, expected)
+    # A block of 256 words of 5 characters, the one ahead, and text around pieces.
+    assert resumed.tokenizer.characters < 2 * 256 * 5 * 1.6 < first.tokenizer.characters / 10
+
+
+def test_a_file_that_has_changed_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    path = _as_text(tmp_path / "a.txt", _texts(80))
+    stream = TextStream(read_documents(path), tokenizer, 8, 4)
+    state = stream.state()
+    TextStream(read_documents(path), tokenizer, 8, 4).load_state(state)
+    os.utime(path, (1, 1))
+    with pytest.raises(ValueError, match=r"files as they were .*a\.txt.*start anew"):
+        TextStream(read_documents(path), tokenizer, 8, 4).load_state(state)
+
+
+def test_the_state_of_another_stream_is_refused(tokenizer: Any) -> None:
+    state = TextStream(_texts(80), tokenizer, 8, 4).state()
+    with pytest.raises(ValueError, match="with the window of .* goes on .8.; got 9"):
+        TextStream(_texts(80), tokenizer, 9, 4).load_state(state)
+    with pytest.raises(ValueError, match=r"with the shuffle of .* goes on .1024.; got 3"):
+        TextStream(_texts(80), tokenizer, 8, 4, shuffle=3).load_state(state)
+
+
+# What is refused, and where.
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"batch_size": 0}, "batch_size of at least 1; got 0"),
+        ({"shuffle": 0}, "shuffle of at least 1; got 0"),
+        ({"window": 1}, "a window of at least 2 tokens; got 1"),
+        ({"tokenizer": None}, "a model with a tokenizer"),
+        ({"documents": (some for some in "ab")}, "read again from the start.*got a generator"),
+        ({"documents": "text.txt"}, "read again from the start.*got a str"),
+    ],
+)
+def test_settings_that_cannot_be(tokenizer: Any, changed: dict[str, Any], message: str) -> None:
+    settings = {"documents": ["w1 w2"], "tokenizer": tokenizer, "window": 8, "batch_size": 4}
+    with pytest.raises(ValueError, match=message):
+        TextStream(**(settings | changed))
+
+
+@pytest.mark.parametrize(("texts", "count"), [([], 0), (["w1 w2 w3"], 4)])
+def test_text_shorter_than_a_window(tokenizer: Any, texts: list[str], count: int) -> None:
+    stream = TextStream(texts, tokenizer, 8, 4)
+    with pytest.raises(ValueError, match=f"one window of 8 tokens; got {count} tokens"):
+        stream.batch(0)
+
+
+def test_all_text_held_out(tokenizer: Any) -> None:
+    stream = TextStream(["w1 w2 w3 w4"] * 4, tokenizer, 8, 4, held_out=range(100))
+    with pytest.raises(ValueError, match="more windows of text than are held out; got 2"):
+        stream.batch(0)
+
+
+def test_what_the_thread_meets_is_said_with_its_place(tmp_path: Path, tokenizer: Any) -> None:
+    texts = _texts(80)
+    texts[70] = "w1 strange w2"
+    path = _as_text(tmp_path / "a.txt", texts, "<|endoftext|>")
+    stream = TextStream(read_documents(path), Counting(tokenizer), 8, 4, shuffle=16)
+    stream.tokenizer.refused = "strange"
+    begin = len("<|endoftext|>".join(texts[:70])) + len("<|endoftext|>")
+    steps = iter(range(100))
+    with pytest.raises(ValueError, match=rf"at byte {begin:,} of .*a\.txt: no token for strange"):
+        for step in steps:
+            stream.batch(step)
+    step = next(steps) - 1
+    assert step > 20, "the batches before were given"
+    # The error is raised again, and the stream goes on when its cause is gone.
+    with pytest.raises(ValueError, match="no token for strange"):
+        stream.batch(step)
+    stream.tokenizer.refused = ""
+    expected = TextStream(texts, tokenizer, 8, 4, shuffle=16)
+    assert torch.equal(stream.batch(step).tokens, expected.batch(step).tokens)
+
+
+@pytest.mark.parametrize("block", [3, 2**20])
+def test_bytes_that_are_no_text(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr(documents, "BLOCK", block)
+    path = tmp_path / "a.txt"
+    path.write_bytes("w1 día<|endoftext|>w2".encode() + b" \xe4 w3")
+    stream = TextStream(read_documents(path), tokenizer, 8, 4)
+    with pytest.raises(
+        ValueError, match=r"stopped at or after .*UTF-8 text in .*a\.txt; at byte 23: inv"
+    ):
+        stream.batch(0)
+    path = tmp_path / "b.jsonl"
+    path.write_bytes(b'{"text": "w1"}\n{"text": "\xe4"}\n')
+    with pytest.raises(ValueError, match=r"UTF-8 text in .*b\.jsonl; at byte 25"):
+        list(read_documents(path))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "expected JSON in the line at byte 15 of .*a.jsonl"),
+        ('{"story": "w1"}', r"a column 'text' in the line at byte 15 of .*it has \['story'\]"),
+        ('["w1"]', "a column 'text' in .*got a list"),
+        ('{"text": 1}', "expected text in column 'text' of .*got a int"),
+    ],
+)
+def test_lines_that_are_no_rows(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "w1"}\n' + line)
+    with pytest.raises(ValueError, match=message):
+        list(read_documents(path))
+
+
+def test_several_paths_are_all_files(tmp_path: Path) -> None:
+    path = _as_text(tmp_path / "a.txt", _texts(2))
+    with pytest.raises(ValueError, match=r"paths of text files; .*b\.txt is no file"):
+        read_documents([path, tmp_path / "b.txt"])
+
+
+# The thread, and memory.
+
+
+def _threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("tokenise")]
+
+
+def test_the_thread_has_a_tokenizer_of_its_own(tokenizer: Any) -> None:
+    """Other calls set truncation and padding on the object, which would cut documents."""
+    given = Counting(tokenizer)
+    stream = TextStream(_texts(80), given, 8, 4)
+    given.refused = "w"
+    assert stream.batch(0).tokens.shape == (4, 8)
+
+
+def test_the_next_block_is_tokenised_in_the_background(tokenizer: Any) -> None:
+    stream = TextStream(_texts(400), Counting(tokenizer), 8, 4, shuffle=32)
+    counting = stream.tokenizer
+    stream.batch(0)
+    deadline = time.monotonic() + 10
+    while counting.characters < 2 * 32 * 8 * 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert 2 * 32 * 8 * 4 <= counting.characters < 3 * 32 * 8 * 5
+    del stream
+    gc.collect()
+    while _threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _threads(), "the thread is gone with the stream"
+
+
+def test_a_process_ends_although_the_thread_is_at_work() -> None:
+    script = """
+from sparse_tl.data import TextStream
+
+class Slow:
+    bos_token_id, is_fast = None, False
+    def __call__(self, text, **options):
+        import time
+        time.sleep(0.01)
+        return {"input_ids": [1] * 8}
+
+stream = TextStream(["a"] * 1000, Slow(), 8, 4, shuffle=16)
+stream.batch(0)
+raise KeyboardInterrupt
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert done.stderr.decode().strip().endswith("KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("separator", ["<|endoftext|>", " "])
+def test_memory_does_not_grow_with_the_text(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, separator: str
+) -> None:
+    """Nor with a single document."""
+    monkeypatch.setattr(documents, "BLOCK", 2**12)
+    monkeypatch.setattr(text, "PIECE", 2**12)
+
+    def peak(n: int) -> int:
+        path = _as_text(tmp_path / "a.txt", _texts(200) * n, separator)
+        stream = TextStream(read_documents(path), tokenizer, 8, 4, shuffle=64)
+        tracemalloc.start()
+        for step in range(80 * n):
+            stream.batch(step)
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
+    peak(1)
+    assert peak(6) < 1.3 * peak(2) < 600_000

@@ -1,0 +1,284 @@
+"""Gated attention by blocks: the same as with whole patterns, in memory that grows linearly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from architecture_checks import Subject
+from architectures import ARCHITECTURES, VOCABULARY
+from double_precision import DoublePrecision
+from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack as active_modes
+
+from sparse_tl import SparseTransformer
+from sparse_tl.gates import HardConcreteGate, blockwise, distributions, straight_through
+from sparse_tl.lens import Deferred, deferred
+
+Build = Callable[..., Any]
+N_PROMPTS, LENGTH = 3, 24
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blockwise, "QUERIES_AT_ONCE", 5)
+    monkeypatch.setattr(blockwise, "EDGES_AT_ONCE", 150)
+
+
+def _tokens() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, VOCABULARY, (N_PROMPTS, LENGTH), generator=generator)
+
+
+def _step(sparse: SparseTransformer, long: int, **settings: Any) -> dict[str, Tensor]:
+    """Logits, counts and gradients of a training step, with scores deferred from `long` tokens."""
+    noise, mask = settings.pop("noise", 0.0), settings.pop("attention_mask", None)
+    options = {} if mask is None else {"attention_mask": mask}
+    before, deferred.LONG = deferred.LONG, long
+    try:
+        sparse.zero_grad()
+        with DoublePrecision(), sparse.sampled(torch.Generator().manual_seed(0), noise):
+            logits, counts = sparse.run_with_counts(_tokens(), **settings, **options)
+            size = counts.expected if counts.cost is None else counts.cost
+            (logits.logsumexp(-1).sum() + logits[..., 0].sum() + 0.1 * size.sum()).backward()
+    finally:
+        deferred.LONG = before
+    found = {name: p.grad.clone() for name, p in sparse.named_parameters() if p.grad is not None}
+    found |= {name: values for name, values in vars(counts).items() if values is not None}
+    return {name: values.detach() for name, values in (found | {"logits": logits}).items()}
+
+
+def _compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert "gates.bias" in found
+    for name, values in expected.items():
+        scale = values.abs().max().item() if values.is_floating_point() else 0
+        torch.testing.assert_close(
+            found[name], values, rtol=0, atol=1e-10 * scale, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """All blocks that are run."""
+    seen: list[Any] = []
+    plain = blockwise.GatedAttention.on
+
+    def on(self: Any, block: Any, *args: Any) -> Any:
+        seen.append(block)
+        return plain(self, block, *args)
+
+    monkeypatch.setattr(blockwise.GatedAttention, "on", on)
+    yield seen
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_values_counts_and_gradients(name: str, blocks: list[Any]) -> None:
+    """Grouped queries, rotary embeddings, soft caps, sliding windows: whatever the model does."""
+    sparse = SparseTransformer(Subject(name).build("float64"), initial_bias=0.3)
+    mask = None
+    if name in ("gpt2", "llama", "gemma2", "mistral"):
+        mask = (torch.arange(LENGTH) < torch.tensor([24, 17, 3])[:, None]).long()
+    settings = {
+        "pressure": 0.2,
+        "edge_cost": torch.linspace(0.5, 2, LENGTH),
+        "attention_mask": mask,
+    }
+    expected = _step(sparse, LENGTH + 1, **settings)
+    assert not blocks
+    found = _step(sparse, LENGTH, **settings)
+    assert len(blocks) > 10 * sparse.cfg.n_layers
+    _compare(found, expected)
+
+
+def test_later_tokens_and_those_before_a_window_are_left_out(blocks: list[Any]) -> None:
+    for name, before in (("llama", 0), ("mistral", 3)):
+        blocks.clear()
+        _step(SparseTransformer(Subject(name).build("float64")), LENGTH)
+        ranges = {(b.queries.start, b.keys.start, b.keys.stop) for b in blocks}
+        first = [max(0, q - before) if before else 0 for q in range(0, LENGTH, 5)]
+        assert sorted(ranges) == [
+            (q, f, min(q + 5, LENGTH)) for q, f in zip(range(0, LENGTH, 5), first, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("rule", [None, HardConcreteGate()], ids=["binary", "hard concrete"])
+def test_both_passes_draw_the_same_noise(
+    rule: Any, blocks: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole pattern, given the noise that the blocks drew, has the same gradients."""
+    sparse = SparseTransformer(
+        Subject("qwen2").build("float64"), initial_bias=0.3, distribution=rule
+    )
+    drawn: list[Tensor] = []
+    plain = distributions.logistic_noise
+
+    def draw(logits: Tensor, generator: torch.Generator | None) -> Tensor:
+        drawn.append(plain(logits, generator))
+        return drawn[-1]
+
+    for module in (distributions, straight_through):
+        monkeypatch.setattr(module, "logistic_noise", draw)
+    found = _step(sparse, LENGTH, noise=0.7)
+    per_layer = len(blocks) // (2 * sparse.cfg.n_layers)
+    n_forward = per_layer * sparse.cfg.n_layers
+    whole = torch.zeros(sparse.cfg.n_layers, N_PROMPTS, sparse.cfg.n_heads, LENGTH, LENGTH)
+    whole = whole.double()
+    for number, (block, noise) in enumerate(zip(blocks, drawn, strict=True)):
+        layer = number // per_layer if number < n_forward else -1 - (number // per_layer)
+        layer = layer if number < n_forward else layer + sparse.cfg.n_layers
+        part = block.of(whole[layer])
+        if number < n_forward:
+            part.copy_(noise.view_as(part))
+        else:
+            assert torch.equal(part, noise.view_as(part))
+    layers = iter(whole)
+    for module in (distributions, straight_through):
+        monkeypatch.setattr(
+            module, "logistic_noise", lambda logits, _: next(layers).view_as(logits)
+        )
+    monkeypatch.setattr(straight_through, "EDGES_AT_ONCE", 2**20)
+    _compare(found, _step(sparse, LENGTH + 1, noise=0.7))
+
+
+def test_automatic_casts_are_those_of_whole_patterns() -> None:
+    sparse = SparseTransformer(Subject("llama").build(), initial_bias=3.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = _step(sparse, LENGTH), _step(sparse, LENGTH + 1)
+    for name, values in expected.items():
+        assert found[name].dtype == values.dtype
+        off = (found[name].double() - values.double()).norm() / values.double().norm()
+        assert off < 0.03, name
+
+
+def test_nothing_of_the_pattern_s_size_is_kept() -> None:
+    sparse = SparseTransformer(Subject("llama").build())
+    kept: dict[int, int] = {}
+
+    def keep(values: Tensor) -> Tensor:
+        kept[values.untyped_storage().data_ptr()] = values.untyped_storage().nbytes()
+        return values
+
+    def census(long: int) -> int:
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda values: values):
+            _step(sparse, long, noise=1.0)
+        pattern = N_PROMPTS * sparse.cfg.n_heads * LENGTH * LENGTH * 4
+        return sum(size >= pattern for size in kept.values())
+
+    assert census(LENGTH + 1) >= 2 * sparse.cfg.n_layers
+    assert census(LENGTH) == 0
+
+
+def test_evaluation_needs_no_pattern(blocks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    sparse = SparseTransformer(Subject("gpt_neox").build("float64"), initial_bias=0.1)
+    with torch.no_grad():
+        expected, one = sparse.run_with_counts(_tokens())
+        monkeypatch.setattr(deferred, "LONG", LENGTH)
+        found, other = sparse.run_with_counts(_tokens())
+        assert blocks
+        blocks.clear()
+        kept = sparse.run_with_counts(_tokens(), keep_gates=True)[1]
+        with sparse.opened():
+            assert torch.equal(sparse(_tokens()), sparse.unwrap()(_tokens()))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert torch.equal(one.active, other.active) and torch.equal(one.tokens, other.tokens)
+    assert not blocks and kept.gates is not None
+
+
+def test_what_hooks_see_is_whole(blocks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred, "LONG", LENGTH)
+    sparse = SparseTransformer(Subject("llama").build("float64"), initial_bias=0.1)
+    name = "blocks.1.attn.hook_pattern"
+    with torch.no_grad(), DoublePrecision():
+        plain = sparse(_tokens())
+        blocks.clear()
+        logits, cache = sparse.run_with_cache(_tokens(), names_filter=name)
+    assert {type(cache[name]), type(logits)} == {Tensor} and cache[name].shape[-1] == LENGTH
+    torch.testing.assert_close(logits, plain, rtol=0, atol=1e-12)
+    assert blocks, "the other layers have no hooks of the user's"
+
+
+def test_an_interrupt_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred, "LONG", LENGTH)
+    model = Subject("llama").build()
+    sparse = SparseTransformer(model)
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(blockwise.GatedAttention, "on", stop)
+    with pytest.raises(KeyboardInterrupt):
+        sparse(_tokens())
+    assert not active_modes()
+    sparse.unwrap()
+    assert not any("forward" in block.attn.__dict__ for block in model.blocks)
+
+
+def _deferred_scores(q: Tensor, k: Tensor) -> Any:
+    with deferred._Deferring(q.shape[1]):
+        return q @ k.mT
+
+
+SOMETHING = {
+    "addition": lambda s, m: (s + m)[0],
+    "in place": lambda s, m: s.mul_(2).add_(m).sum(),
+    "an entry": lambda s, m: s.softmax(-1).exp().sum(),
+    "set": lambda s, m: (s.__setitem__((0, 0), 1.0), s.sum())[1],
+    "other axis": lambda s, m: s.softmax(dim=1),
+    "larger": lambda s, m: s + torch.ones(2, *s.shape, dtype=s.dtype),
+    "joined": lambda s, m: torch.cat([s, s[..., :1]], dim=-1).softmax(-1),
+    "matrix": lambda s, m: s.softmax(-1) @ s.mT,
+    "cast": lambda s, m: (
+        torch.nn.functional.softmax(s, dim=-1, dtype=torch.float32).to(m.dtype) * m
+    ),
+    "dropout": lambda s, m: F.dropout(s + m, 0.5, training=False) * 1,
+}
+
+
+@pytest.mark.parametrize("name", SOMETHING)
+def test_deferred_scores_are_scores_to_all_other_code(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, m = (
+        torch.randn(2, 3, *shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((9, 4), (9, 4), (9, 9))
+    )
+    scores = _deferred_scores(q, k)
+    assert isinstance(scores, Deferred)
+    found = SOMETHING[name](scores, m)
+    expected = SOMETHING[name]((q @ k.mT).clone(), m)
+    gradients = []
+    for value in (found, expected):
+        q.grad = k.grad = m.grad = None
+        value = value.explicit() if isinstance(value, Deferred) else value
+        value.square().sum().backward()
+        gradients.append([value.detach(), q.grad, k.grad, m.grad])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_function_that_would_lose_the_gradient_is_refused() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, values: Tensor) -> Tensor:
+            return 2 * values.sum(dim=-1)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            return 2 * gradient[..., None].expand(2, 3, 9, 9)
+
+    q = torch.randn(2, 3, 9, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="their gradient would be lost"):
+        Twice.apply(_deferred_scores(q, q)).sum().backward()
+
+
+def test_values_asked_for_without_gradients_keep_theirs() -> None:
+    q = torch.randn(2, 3, 9, 4, requires_grad=True)
+    scores = _deferred_scores(q, q)
+    with torch.no_grad():
+        assert not scores.exp().requires_grad
+    scores.sum().backward()
+    assert q.grad is not None

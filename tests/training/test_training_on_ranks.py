@@ -1,0 +1,341 @@
+"""Several ranks train as one process does on their rows together, and end together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from several_ranks import on_ranks
+from torch import Tensor
+
+from sparse_tl import ranks
+from sparse_tl.data import ShuffledStream
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model, read_parameters
+from sparse_tl.ranks import LostRankError
+from sparse_tl.training import (
+    HeldOut,
+    LossConstraint,
+    Selection,
+    TrainingConfig,
+    evaluate_held_out,
+    post_train,
+)
+from sparse_tl.training.checkpoints import TrainingState
+from sparse_tl.training.loop import _Run
+from sparse_tl.training.objectives import Objective, PlainLoss, SparsityObjective
+
+Build = Callable[..., Model]
+Rows = Callable[..., TokenBatch]
+
+post_train_module = sys.modules[post_train.__module__]
+
+
+# The gradient of a step.
+
+
+def _uneven(rows: TokenBatch) -> TokenBatch:
+    """Rows with different numbers of labels, three without any, in two groups."""
+    for row in range(len(rows)):
+        rows.loss_mask[row, 1 : 1 + row % 6] = False
+    rows.loss_mask[[2, 5, 6]] = False
+    return replace(rows, groups=(torch.arange(len(rows)) % 3 == 0).long())
+
+
+def _objective(build: Build, kind: str) -> tuple[torch.nn.Module, Objective]:
+    model = build().double()
+    if kind == "plain":
+        return model, PlainLoss(model)
+    sparse = SparseTransformer(model, initial_bias=0.5, mlps=kind == "mlps").double()
+    room = torch.tensor([0.05, 0.02], dtype=torch.float64)
+    cost = torch.rand(2, 1, 8, 1, generator=torch.Generator().manual_seed(0)).double()
+    costs = {"edge_cost": cost, "head_cost": 2.0} if kind == "mlps" else {}
+    dense = sparse.dense_copy()
+    return sparse, SparsityObjective(sparse, dense, room, LossConstraint(2), **costs)
+
+
+def _step(
+    model: torch.nn.Module, objective: Objective, stream: ShuffledStream, rank: int = 0
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Gradients and measurements of a step late in a run, where gates have no noise."""
+    trained = read_parameters(model)  # type: ignore[arg-type]
+    config = TrainingConfig(100, 1e-3, clip=None, accumulate=stream.accumulate)
+    selection = Selection(dict, lambda new, old: True)
+    optimizer = torch.optim.AdamW([{"params": list(trained.values()), "scale": 1.0}])
+    run = _Run(objective, stream, selection, config, trained, optimizer, TrainingState(step=95))
+    run.step()
+    gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
+    measured = {k: v for k, v in run.state.history[-1].items() if k != "seconds"}
+    return gradients, measured
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", ["plain", "sparse", "mlps"])
+def test_a_step_on_two_ranks_is_one_process_on_all_rows(
+    build_echo: Build, echo_rows: Rows, kind: str, accumulate: int
+) -> None:
+    stream = ShuffledStream(_uneven(echo_rows(17)), 17, accumulate=accumulate)
+    expected, numbers = _step(*_objective(build_echo, kind), stream)
+    size = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
+    for found, measured in on_ranks(2, partial(_step, *_objective(build_echo, kind), stream)):
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            # Biases of keys have no gradient but rounding: softmax ignores them.
+            allowed = 1e-6 * expected[name].norm() + 1e-12 * size
+            assert (gradient - expected[name]).norm() < allowed, name
+        assert measured == pytest.approx(numbers, rel=1e-9)
+
+
+def test_single_precision_is_as_good_as_it_gets(build_echo: Build, echo_rows: Rows) -> None:
+    stream = ShuffledStream(_uneven(echo_rows(17)), 17)
+
+    def step(rank: int = 0) -> Tensor:
+        model, objective = _objective(build_echo, "sparse")
+        assert isinstance(objective, SparsityObjective) and objective.dense is not None
+        model.float(), objective.dense.float()
+        return torch.cat([g.flatten() for g in _step(model, objective, stream)[0].values()])
+
+    expected = step()
+    for found in on_ranks(2, step):
+        assert (found - expected).norm() / expected.norm() < 1e-6
+
+
+class _Drawn(Objective):
+    """Notes what the generator of a step draws."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        self.weight, self.drawn = weight, list[list[float]]()
+
+    def measure(
+        self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
+    ) -> tuple[Tensor, dict[str, float]]:
+        self.drawn.append(torch.rand(4, generator=generator).tolist())
+        return self.weight.sum(), {"loss": 0.0}
+
+
+def test_ranks_draw_other_noise_and_the_first_that_of_one_process(echo_rows: Rows) -> None:
+    def job(rank: int = 0) -> list[list[float]]:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        objective = _Drawn(weight)
+        selection = Selection(dict, lambda new, old: True)
+        stream = ShuffledStream(echo_rows(8), 8)
+        optimizer = torch.optim.AdamW([{"params": [weight], "scale": 1.0}])
+        config, state = TrainingConfig(10, 1e-3, seed=3), TrainingState()
+        run = _Run(objective, stream, selection, config, {"w": weight}, optimizer, state)
+        for _ in range(3):
+            run.step()
+        return objective.drawn
+
+    alone = job()
+    first, second, third = on_ranks(3, job)
+    assert first == alone
+    every = [tuple(drawn) for drawn in (*first, *second, *third)]
+    assert len(set(every)) == 9
+
+
+def test_rows_are_dealt_once_and_labels_to_everyone(echo_rows: Rows) -> None:
+    rows = _uneven(echo_rows(17))
+    shares = [rows.dealt(rank, 3) for rank in range(3)]
+    assert [int(share.loss_mask.any(dim=1).sum()) for share in shares] == [5, 5, 4]
+    assert sorted(len(share) for share in shares) == [5, 6, 6]
+    dealt = torch.cat([torch.cat([s.tokens, s.loss_mask.long()], dim=1) for s in shares])
+    whole = torch.cat([rows.tokens, rows.loss_mask.long()], dim=1)
+    assert sorted(dealt.tolist()) == sorted(whole.tolist())
+    assert rows.dealt(0, 1) is rows
+
+
+# Whole runs.
+
+
+def _run(
+    build: Build,
+    rows: Rows,
+    rank: int = 0,
+    *,
+    steps: int = 8,
+    stream: Any = None,
+    model: SparseTransformer | None = None,
+    **settings: Any,
+) -> tuple[pd.DataFrame, dict[str, Tensor], HeldOut]:
+    sparse = model or SparseTransformer(build(), initial_bias=2.0)
+    outcome = post_train(
+        sparse,
+        stream or ShuffledStream(rows(), 16),
+        validation=rows(seed=1),
+        **{"target_loss": "+0.05", "learning_rate": 1e-2, "progress": False, **settings},
+        steps=steps,
+    )
+    history = outcome.history.drop(columns="seconds")
+    return history, dict(sparse.state_dict()), outcome.sparse
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three evaluations, and a checkpoint every other step."""
+    monkeypatch.setattr(post_train_module, "EVALUATIONS", 3)
+    config = partial(TrainingConfig, checkpoint_every=2)
+    monkeypatch.setattr(post_train_module, "TrainingConfig", config)
+
+
+def _same(one: Any, other: Any) -> None:
+    pd.testing.assert_frame_equal(one[0], other[0], check_exact=True)
+    assert all(torch.equal(tensor, other[1][name]) for name, tensor in one[1].items())
+    assert one[2] == other[2]
+
+
+class _At:
+    """A stream that calls something before the batch of a step."""
+
+    def __init__(self, stream: ShuffledStream, step: int, call: Callable[[], Any]) -> None:
+        self.stream, self.step, self.call = stream, step, call
+
+    def batch(self, step: int) -> TokenBatch:
+        if step == self.step:
+            self.call()
+        return self.stream.batch(step)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_run_on_two_ranks_meets_its_target(build_echo: Build, echo_rows: Rows) -> None:
+    first, second = on_ranks(2, partial(_run, build_echo, echo_rows, steps=80, target_loss="+0.1"))
+    _same(first, second)
+    history, weights, found = first
+    measured = history.dropna(subset=["validation_loss"])
+    met = measured[measured["validation_violation"] <= 0].iloc[1:]
+    assert len(met) and found.active_share < 0.5
+    sparse = SparseTransformer(build_echo())
+    sparse.load_state_dict(weights)
+    alone = evaluate_held_out(sparse, echo_rows(seed=1))
+    assert alone.active_attention_edges == found.active_attention_edges
+    assert alone.loss == pytest.approx(found.loss, rel=1e-6)
+
+
+def test_an_interrupted_run_on_two_ranks_resumes_exactly(
+    build_echo: Build, echo_rows: Rows, often: None, tmp_path: Path
+) -> None:
+    """One rank is told to stop; both end with the same step."""
+    whole = on_ranks(2, partial(_run, build_echo, echo_rows))
+    stream = ShuffledStream(echo_rows(), 16)
+
+    def stopped(rank: int) -> Any:
+        told = _At(stream, 4, _stop) if rank == 1 else stream
+        return _run(build_echo, echo_rows, rank, stream=told, checkpoint=tmp_path / "c")
+
+    assert [type(error) for error in on_ranks(2, stopped)] == [KeyboardInterrupt] * 2
+    resumed = on_ranks(2, partial(_run, build_echo, echo_rows, checkpoint=tmp_path / "c"))
+    for one, other in zip(whole, resumed, strict=True):
+        _same(one, other)
+
+
+def test_another_number_of_ranks_goes_on_and_says_so(
+    build_echo: Build, echo_rows: Rows, often: None, tmp_path: Path
+) -> None:
+    stream, checkpoint = ShuffledStream(echo_rows(), 16), tmp_path / "c"
+
+    def stopped(rank: int) -> Any:
+        told = _At(stream, 4, _stop)
+        return _run(build_echo, echo_rows, rank, stream=told, checkpoint=checkpoint)
+
+    on_ranks(2, stopped)
+    with pytest.warns(UserWarning, match="was made on 2 ranks, and the run goes on on 1"):
+        history, _, _ = _run(build_echo, echo_rows, checkpoint=checkpoint)
+    assert history["step"].tolist() == list(range(9))
+
+
+def test_a_rank_that_dies_ends_the_others_with_a_whole_checkpoint(
+    build_echo: Build, echo_rows: Rows, often: None, tmp_path: Path
+) -> None:
+    stream, checkpoint = ShuffledStream(echo_rows(), 16), tmp_path / "c"
+
+    def dying(rank: int) -> Any:
+        dies = _At(stream, 5, lambda: os._exit(9)) if rank == 1 else stream
+        return _run(build_echo, echo_rows, rank, stream=dies, checkpoint=checkpoint)
+
+    error, nothing = on_ranks(2, dying)
+    assert isinstance(error, LostRankError) and nothing is None
+    assert "another rank ended" in str(error)
+    assert f"last checkpoint in {checkpoint} is whole: the same command goes on" in str(error)
+    whole, resumed = (
+        on_ranks(2, partial(_run, build_echo, echo_rows, **given))
+        for given in ({}, {"checkpoint": checkpoint})
+    )
+    _same(whole[0], resumed[0])
+
+
+# Refused.
+
+
+def _other_weights(build: Build, rank: int) -> SparseTransformer:
+    model = build()
+    with torch.no_grad():
+        next(iter(read_parameters(model).values())).mul_(1 + rank)
+    return SparseTransformer(model, initial_bias=2.0)
+
+
+@pytest.mark.parametrize("what", ["seed", "weights", "batch of step 0", "version of torch"])
+def test_ranks_that_differ_are_refused(build_echo: Build, echo_rows: Rows, what: str) -> None:
+    def job(rank: int) -> Any:
+        given: dict[str, Any] = {}
+        if what == "seed":
+            given["seed"] = rank
+        elif what == "weights":
+            given["model"] = _other_weights(build_echo, rank)
+        elif what == "batch of step 0":
+            given["stream"] = ShuffledStream(echo_rows(), 16, seed=rank)
+        elif rank == 1:
+            module = sys.modules["sparse_tl.training.checkpoints"]
+            module.version = lambda name: "1.0"  # type: ignore[attr-defined]
+        return _run(build_echo, echo_rows, rank, **given)
+
+    for error in on_ranks(2, job):
+        assert isinstance(error, ValueError), error
+        assert f"rank 1 differs from rank 0 ({what}: " in str(error)
+
+
+def test_a_batch_smaller_than_the_ranks(build_echo: Build, echo_rows: Rows) -> None:
+    stream = ShuffledStream(echo_rows(), 2)
+    for error in on_ranks(3, partial(_run, build_echo, echo_rows, stream=stream)):
+        assert isinstance(error, ValueError)
+        assert "at least 3 rows with a label in every batch, one for each rank; got 2" in str(error)
+
+
+# Held-out rows.
+
+
+def test_held_out_rows_are_shared_and_added_up(build_echo: Build, echo_rows: Rows) -> None:
+    sparse = SparseTransformer(build_echo(), initial_bias=0.5, mlps=True)
+    rows = _uneven(echo_rows(19, seed=1))
+    passes: list[int] = []
+    plain = SparseTransformer.run_with_counts
+
+    def noted(self: SparseTransformer, tokens: Tensor, **more: Any) -> Any:
+        passes.append(len(tokens))
+        return plain(self, tokens, **more)
+
+    def job(rank: int = 0) -> tuple[HeldOut, int]:
+        passes.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SparseTransformer, "run_with_counts", noted)
+            found = evaluate_held_out(sparse, rows, batch_size=4)
+        return found, sum(passes)
+
+    alone, _ = job()
+    found = on_ranks(3, job)
+    assert [held for held, _ in found] == [alone] * 3, "bit for bit"
+    assert [n for _, n in found] == [8, 7, 4]
+    by_itself = on_ranks(3, lambda rank: evaluate_held_out(sparse, rows))[0]
+    assert by_itself.loss == pytest.approx(alone.loss, rel=1e-6)
+    assert ranks.count() == 1
