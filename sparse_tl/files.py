@@ -92,9 +92,9 @@ def recover_folder(path: str | Path) -> bool:
     return path.exists()
 
 
-def write_json(path: str | Path, content: Any) -> None:
+def write_json(path: str | Path, content: Any, *, indent: int | None = 2) -> None:
     """Write JSON atomically; refuses NaN and infinity, which JSON lacks."""
-    text = json.dumps(content, indent=2, allow_nan=False)
+    text = json.dumps(content, indent=indent, allow_nan=False)
     with atomic_file(path) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
 

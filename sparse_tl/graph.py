@@ -30,6 +30,51 @@ __all__ = ["CircuitEdge", "CircuitGraph", "Destination", "Node"]
 
 
 @dataclass(frozen=True)
+class NodeGroup:
+    """The heads, or the MLP, of one layer: nodes that neither read nor write each other.
+
+    Args:
+        rows: their rows, as sources.
+        columns: the columns of their inputs, as destinations.
+        n_kv_heads: number of key-value heads; 0 for an MLP.
+        coupled: whether each node's inputs affect what all of them write, as in `CircuitGraph`.
+    """
+
+    rows: slice
+    columns: slice
+    n_kv_heads: int
+    coupled: bool
+
+    def written_from(
+        self,
+        inputs: Bool[np.ndarray, "position column"],
+        follows: Bool[np.ndarray, "later earlier"],
+    ) -> Bool[np.ndarray, "position row"]:
+        """Which nodes write something that depends on any of these inputs.
+
+        Args:
+            inputs: inputs at each position.
+            follows: which positions a query reads keys and values at (`PositionedGraph.follows`).
+        """
+        if not self.n_kv_heads:
+            return inputs
+        n_heads = self.rows.stop - self.rows.start
+        q, k, v = np.split(inputs, [n_heads, n_heads + self.n_kv_heads], axis=1)
+        nodes = q | np.repeat(follows @ (k | v), n_heads // self.n_kv_heads, axis=1)
+        return nodes | nodes.any(axis=1, keepdims=True) if self.coupled else nodes
+
+    def read_for(
+        self, nodes: Bool[np.ndarray, "position row"], follows: Bool[np.ndarray, "later earlier"]
+    ) -> Bool[np.ndarray, "position column"]:
+        """Which inputs affect what any of these nodes writes; otherwise as `written_from`."""
+        if not self.n_kv_heads:
+            return nodes
+        heads = nodes | nodes.any(axis=1, keepdims=True) if self.coupled else nodes
+        shared = follows.T @ heads.reshape(len(heads), self.n_kv_heads, -1).any(axis=2)
+        return np.concatenate([heads, shared, shared], axis=1)
+
+
+@dataclass(frozen=True)
 class CircuitGraph(PartGrid):
     """All nodes and circuit edges of a model.
 
@@ -167,10 +212,6 @@ class CircuitGraph(PartGrid):
         node = self.destinations[place[1]].node
         return self.n_layers if node.kind == "logits" else node.layer
 
-    def readers(self, node: Node) -> tuple[int, ...]:
-        """The columns that a node reads; a head reads k and v through its group."""
-        return tuple(self._readers.get(node, ()))
-
     def readers_of(self, destination: Destination) -> list[Node]:
         """The nodes that read a destination: for a key-value head, all heads of the group."""
         if destination.node.kind != "kv_head":
@@ -179,11 +220,21 @@ class CircuitGraph(PartGrid):
         first = destination.node.head * size
         return [Node("head", destination.node.layer, h) for h in range(first, first + size)]
 
-    def movers(self, node: Node) -> list[Node]:
-        """The nodes whose inputs affect what a node writes: itself, or all heads of its layer."""
-        if node.kind != "head" or not self.coupled:
-            return [node]
-        return [Node("head", node.layer, head) for head in range(self.n_heads)]
+    @cached_property
+    def groups(self) -> tuple[NodeGroup, ...]:
+        """The heads and the MLP of each layer, in topological order."""
+        found = list[NodeGroup]()
+        row, column = 1, 0
+        for _ in range(self.n_layers):
+            shapes = [(self.n_heads, self.n_kv_heads)] + [(1, 0)] * self.has_mlps
+            for n_nodes, n_kv in shapes:
+                rows, columns = (
+                    slice(row, row + n_nodes),
+                    slice(column, column + n_nodes + 2 * n_kv),
+                )
+                found.append(NodeGroup(rows, columns, n_kv, self.coupled and n_kv > 0))
+                row, column = rows.stop, columns.stop
+        return tuple(found)
 
     def to_networkx(
         self, mask: Bool[Tensor, "source destination"] | None = None
@@ -229,11 +280,3 @@ class CircuitGraph(PartGrid):
     @cached_property
     def _columns(self) -> dict[str, int]:
         return {str(destination): column for column, destination in enumerate(self.destinations)}
-
-    @cached_property
-    def _readers(self) -> dict[Node, list[int]]:
-        found: dict[Node, list[int]] = {node: [] for node in self.nodes}
-        for column, destination in enumerate(self.destinations):
-            for node in self.readers_of(destination):
-                found[node].append(column)
-        return found

@@ -6,6 +6,7 @@ import json
 from html import escape
 
 import networkx as nx
+import numpy as np
 import pytest
 import torch
 
@@ -71,8 +72,15 @@ def test_the_order_is_topological(graph: CircuitGraph) -> None:
 
 def test_a_head_reads_through_its_group() -> None:
     graph = CircuitGraph(2, 4, 2)
-    names = [str(graph.destinations[i]) for i in graph.readers(Node("head", 1, 3))]
+    heads, mlp = graph.groups[2:]
+    assert graph.sources[heads.rows] == tuple(Node("head", 1, head) for head in range(4))
+    assert graph.sources[mlp.rows] == (Node("mlp", 1),)
+    last = np.array([[False, False, False, True]])
+    here = np.array([[True]])
+    inputs = heads.read_for(last, here)
+    names = [str(graph.destinations[heads.columns][place]) for place in np.flatnonzero(inputs)]
     assert names == ["a1.h3<q>", "a1.kv1<k>", "a1.kv1<v>"]
+    assert heads.written_from(inputs, here).tolist() == [[False, False, True, True]]
     readers = graph.readers_of(Destination(Node("kv_head", 0, 1), "k"))
     assert [str(node) for node in readers] == ["a0.h2", "a0.h3"]
 
@@ -186,8 +194,14 @@ def test_graphs_move_between_tools() -> None:
     grouped = _scores(CircuitGraph(2, 4, 2))
     with pytest.raises(ValueError, match="expected scores of"):
         to_eap_ig(grouped, circuit, d_model=16)
-    with pytest.raises(ValueError, match="expected heads with their own k and v"):
-        to_eap_ig(grouped, grouped.top(5), d_model=16)
+    content = to_eap_ig(grouped, grouped.top(5), d_model=16)
+    assert len(content["edges"]) == CircuitGraph(2, 4, 4).n_edges
+    again, kept = from_eap_ig(content, CircuitGraph(2, 4, 2))
+    assert torch.allclose(again.values, grouped.values, rtol=1e-12, atol=0)
+    assert torch.equal(kept.mask, grouped.top(5).mask)
+    alone = _scores(CircuitGraph(2, 2, 2, has_mlps=False))
+    with pytest.raises(ValueError, match="expected a model with MLPs"):
+        to_eap_ig(alone, alone.top(5), d_model=16)
     with pytest.raises(ValueError, match="lacks .'edges'"):
         from_eap_ig({"cfg": {}})
 

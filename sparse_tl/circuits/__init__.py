@@ -27,7 +27,17 @@ from sparse_tl.circuits.evaluation import (
     log_sizes as log_sizes,
 )
 from sparse_tl.circuits.exact import patch_exactly as patch_exactly
-from sparse_tl.circuits.interchange import from_eap_ig as from_eap_ig, to_eap_ig as to_eap_ig
+from sparse_tl.circuits.interchange import (
+    from_eap_ig as from_eap_ig,
+    load_mib as load_mib,
+    save_mib as save_mib,
+    to_eap_ig as to_eap_ig,
+)
+from sparse_tl.circuits.mib import (
+    MIB_FRACTIONS as MIB_FRACTIONS,
+    MIBEvaluation as MIBEvaluation,
+    evaluate_mib as evaluate_mib,
+)
 from sparse_tl.circuits.outcomes import Acdc as Acdc, Pruning as Pruning
 from sparse_tl.circuits.per_prompt import (
     CircuitSizes as CircuitSizes,

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor
@@ -105,7 +106,7 @@ class Circuit(Result):
         return tuple((layer, head) for layer, head in self.mask.nonzero().tolist())
 
     def __len__(self) -> int:
-        return int(self.mask.sum())
+        return int(self.mask.count_nonzero())
 
     def having(self, *parts: Any) -> Circuit:
         """The circuit with these parts added, given by name (``a0.h1->m3``) or index.
@@ -144,16 +145,16 @@ class Circuit(Result):
         site = self.site
         if not isinstance(site, PositionedGraph):
             site = PositionedGraph(self.graph, ("0",))
-        graph, mask = site.graph, self.mask.view(site.exists.shape).clone()
-        for row, node in enumerate(graph.sources):
-            reads = torch.full((len(mask),), node.kind == "input")
-            for column in [c for mover in graph.movers(node) for c in graph.readers(mover)]:
-                reads |= _spread(site, column, mask[:, :, column].any(dim=1).cpu())
-            if patch in ("corrupted", "resample"):
-                mask[~reads, row] = False
-        for column in reversed(range(len(graph.destinations))):
-            mask[:, :, column] &= _reaching_logits(site, mask, column).to(mask.device)[:, None]
-        return Circuit(self.site, mask.view(self.mask.shape))
+        mask, follows = self.mask.cpu().view(site.exists.shape).numpy().copy(), site.follows.numpy()
+        if patch in ("corrupted", "resample"):
+            for group in site.graph.groups:
+                inputs = np.logical_or.reduce(mask[:, :, group.columns], axis=1)
+                mask[:, group.rows] &= group.written_from(inputs, follows)[:, :, None]
+        for group in reversed(site.graph.groups):
+            nodes = np.logical_or.reduce(mask[:, group.rows], axis=2)
+            mask[:, :, group.columns] &= group.read_for(nodes, follows)[:, None]
+        kept = torch.from_numpy(mask).view(self.mask.shape)
+        return Circuit(self.site, kept.to(self.mask.device))
 
     def to_networkx(self) -> nx.MultiDiGraph:
         """The kept circuit edges and the nodes that they connect."""
@@ -194,28 +195,9 @@ def reaches_logits(
     graph: CircuitGraph, mask: Bool[Tensor, "source destination"], column: int
 ) -> bool:
     """Whether a read at this column can reach the logits: a node that it feeds keeps an edge."""
-    return bool(_reaching_logits(PositionedGraph(graph, ("0",)), mask[None], column))
-
-
-def _reaching_logits(
-    site: PositionedGraph, mask: Bool[Tensor, "position source destination"], column: int
-) -> Bool[Tensor, " position"]:
-    """The positions at which a read at this column can reach the logits."""
-    graph = site.graph
-    readers = graph.readers_of(graph.destinations[column])
-    reaches = torch.zeros(len(mask), dtype=torch.bool)
-    for node in {node for reader in readers for node in graph.movers(reader)}:
-        if node.kind == "logits":
-            return torch.ones_like(reaches)
-        reaches |= mask[:, graph.source_index(node)].any(dim=1).cpu()
-    return _spread(site, column, reaches, back=True)
-
-
-def _spread(
-    site: PositionedGraph, column: int, at: Bool[Tensor, " position"], *, back: bool = False
-) -> Bool[Tensor, " position"]:
-    """Where a head writes, given where it reads keys and values; `back`: the other way round."""
-    if site.graph.destinations[column].slot not in ("k", "v"):
-        return at
-    follows = site.follows.T if back else site.follows
-    return (follows & at).any(dim=1)
+    group = next((group for group in graph.groups if column < group.columns.stop), None)
+    if group is None:
+        return True  # the logits themselves
+    nodes = np.logical_or.reduce(mask[group.rows].numpy(), axis=1)
+    read = group.read_for(nodes[None], np.ones((1, 1), dtype=bool))
+    return bool(read[0, column - group.columns.start])

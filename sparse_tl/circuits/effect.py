@@ -40,7 +40,11 @@ class Evaluation(Result):
 
     @property
     def effect(self) -> Float[Tensor, " circuit"]:
-        """The explained effect of each circuit."""
+        """The explained effect of each circuit.
+
+        Raises:
+            NoEffectError: the metric is the same with everything patched.
+        """
         return explained_effect(self.values, self.clean, self.none)
 
     def interval(
@@ -49,6 +53,14 @@ class Evaluation(Result):
         """Bootstrap interval of the explained effect over pairs: lower and upper ends.
 
         Pairs are drawn with replacement; the ends are percentiles of the resampled ratio.
+
+        Args:
+            level: share of draws inside the interval, between 0 and 1.
+            resamples: number of draws, at least 1.
+            seed: random seed.
+
+        Raises:
+            ValueError: an argument is out of range, or as in `effect`.
         """
         if not 0 < level < 1 or resamples < 1:
             raise ValueError(
@@ -67,22 +79,6 @@ class Evaluation(Result):
         low, high = ratios.quantile(ends, dim=0) if len(ratios) else (effect, effect)
         # With few pairs, a percentile interval may exclude the mean; widen it to include the mean.
         return torch.minimum(low, effect), torch.maximum(high, effect)
-
-    @property
-    def cpr(self) -> float:
-        """Area under the explained effect over the share of parts kept; larger is better.
-
-        Reference: the circuit performance ratio of MIB, arXiv 2504.13151.
-        """
-        return torch.trapezoid(self.effect, self._shares()).item()
-
-    @property
-    def cmd(self) -> float:
-        """Area between the explained effect and 1 over the share of parts kept; 0 is optimal.
-
-        Reference: the circuit-model distance of MIB, arXiv 2504.13151.
-        """
-        return torch.trapezoid((1 - self.effect).abs(), self._shares()).item()
 
     def curve(self, name: str) -> EffectCurve:
         """Means and intervals for plotting; sizes must be increasing."""
@@ -103,14 +99,6 @@ class Evaluation(Result):
                 "metric": self.values.mean(dim=1),
             }
         )
-
-    def _shares(self) -> Float[Tensor, " circuit"]:
-        if list(self.sizes) != sorted(self.sizes) or {0, self.total} - set(self.sizes):
-            raise ValueError(
-                f"expected increasing sizes from 0 to all {self.total:,} parts for an area; got "
-                f"{list(self.sizes)}"
-            )
-        return torch.tensor(self.sizes, dtype=self.values.dtype) / self.total
 
     def __repr__(self) -> str:
         said = ", ".join(

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sparse_tl import ranks
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, GatedRun, Patch, PatchValues, Site
-from sparse_tl.gates.patches import drawn, mean_activations, needs_reference
+from sparse_tl.gates.patches import mean_activations, needs_reference
 from sparse_tl.lens import HookedModel, adapt
 
 STATES_AT_ONCE = 2**28
@@ -28,8 +28,8 @@ class PairRuns:
         site: where the gates sit.
         pairs: prompt pairs.
         patch: patch at closed gates: "corrupted", the corrupted prompt's value; "mean", the mean
-            over clean prompts at each position; "resample", the value of a randomly drawn clean
-            prompt; "zero", zeros; or tensors by hook point.
+            over clean prompts at each position; "resample", the value of another clean prompt,
+            drawn at random with a fixed seed; "zero", zeros; or tensors by hook point.
         batch_size: prompt pairs per forward pass.
         keep: for searches that come back to every batch: keep the runs of the first batches, with
             their patches and what they start from. Those of further batches are made again
@@ -40,7 +40,8 @@ class PairRuns:
 
     Raises:
         ValueError: the patch is unknown, `batch_size` is below 1, a prompt does not fit the model,
-            prompts for a mean patch differ in length, or the pairs lack the positions.
+            prompts for a mean patch differ in length, the pairs lack the positions, or there is no
+            other prompt to resample.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class PairRuns:
         if patch == "corrupted":
             self._others = [batch.corrupted for batch in self.batches]
         elif patch == "resample":
-            others = drawn(pairs.clean, len(pairs), seed=0)
+            others = pairs.clean[_other_rows(len(pairs))]
             self._others = others.to(self.adapter.device).split(batch_size)
 
     def __iter__(self) -> Iterator[tuple[PromptPairs, GatedRun]]:
@@ -125,3 +126,15 @@ class PairRuns:
 def read_mask(batch: PromptPairs) -> Bool[Tensor, "pair pos"]:
     """Mask of the position that is read in each pair."""
     return F.one_hot(batch.positions, batch.clean.shape[1]).bool()
+
+
+def _other_rows(n_rows: int) -> Int[Tensor, " row"]:
+    """For every row, another one, drawn at random."""
+    if n_rows < 2:
+        raise ValueError(
+            f'expected at least two prompt pairs for patch="resample", which draws other prompts; '
+            f"got {n_rows}"
+        )
+    generator = torch.Generator().manual_seed(0)
+    steps = torch.randint(1, n_rows, (n_rows,), generator=generator)
+    return (torch.arange(n_rows) + steps) % n_rows

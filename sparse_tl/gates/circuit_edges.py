@@ -8,15 +8,18 @@ gates at 1 this is the plain model, bit for bit; with all gates at 0 it is the p
 Normalisation is recomputed at every destination. With spans, an edge has a gate for every span,
 which acts on the span's tokens.
 
-Only what a closed gate affects is computed: per-head writes of sources with a closed outgoing edge,
-and reads of destinations with a closed incoming edge.
+A source with nearly all edges closed is *shut*: what it changes is subtracted in a running sum
+that all later destinations share, and only its edges that differ are computed one by one. So a
+small circuit costs what it keeps, and a large one what it leaves out: per-head writes are separated
+for sources with such edges alone, and reads are computed where they differ from the residual
+stream.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,12 +28,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.data import Spans
+from sparse_tl.gates.edge_weights import EdgeWeights
 from sparse_tl.gates.patches import PatchValues
 from sparse_tl.gates.sites import Hooks, Pass
 from sparse_tl.gates.source_changes import SourceChanges
-from sparse_tl.graph import Destination
 from sparse_tl.lens import EMBEDDED, Adapter, Order
-from sparse_tl.nodes import Node
 
 _FEW = 0.5
 """Share of a layer's reads below which reads are computed one by one instead of as a batch."""
@@ -90,52 +92,43 @@ class CircuitPass:
         spans: Spans | None = None,
     ) -> None:
         self.adapter, self.graph, self.patch, self.now = adapter, adapter.graph, patch, now
-        exists = self.graph.exists.to(adapter.device)
-        closed = torch.where(exists, 1 - gates.to(adapter.device, adapter.dtype), 0)
-        self.closed = closed.view(len(gates), -1, *exists.shape)
-        self.learned = gates.requires_grad
-        acts = exists if self.learned else (self.closed != 0).flatten(0, 1).any(dim=0)
-        # On the CPU: these lookups happen at every read and must not synchronise with a GPU.
-        self._rows = acts.any(dim=1).nonzero()[:, 0].tolist()
-        """Sources with a closed outgoing edge; the writes of all others are never separated."""
-        self._columns = acts.any(dim=0).tolist()
-        self._compact = self.closed[:, :, self._rows]
-        self._residual: Tensor | None = None
+        self.edges = EdgeWeights(adapter, gates, now.from_layer)
+        self._shared: Tensor | None = None
+        self._normed: Tensor | None = None
         self._made: dict[str, Tensor] = {}
-        self._changes = SourceChanges(len(self._rows), spans, keep_all=self.learned)
-        first = self.graph.n_sources_before(Node("head", now.from_layer))
-        before = self._rows[: bisect_left(self._rows, first)]
-        if now.changes is not None and before:
-            self._changes.append(now.changes[before].repeat(1, now.n_stack, 1, 1))
+        self._changes = SourceChanges(self.edges, spans)
+        if now.changes is not None:
+            self._changes.start_after(now.changes[: self.edges.before("head", now.from_layer)])
 
     def hooks(self) -> Hooks:
         """The hooks of all layers from the first one that runs."""
-        graph, hooks = self.graph, list[tuple]()
-        if self.now.from_layer == 0 and self._rows[:1] == [0]:
-            hooks.append((EMBEDDED, Order.LAST, partial(self._note, EMBEDDED)))
+        graph, edges, hooks = self.graph, self.edges, list[tuple]()
+        if self.now.from_layer == 0 and edges.writes(0):
+            hooks.append((EMBEDDED, Order.LAST, partial(self._note, EMBEDDED, 0)))
         for layer in range(self.now.from_layer, graph.n_layers):
-            block = f"blocks.{layer}"
-            changed = [slot for slot in "qkv" if self._closes(*self._heads(layer, slot))]
-            if changed:
-                many = [slot for slot in changed if self._changes_many(layer, slot)]
-                enter = partial(self._enter, layer, many)
+            block, before = f"blocks.{layer}", edges.before("head", layer)
+            moved = [slot for slot in "qkv" if edges.moves(edges.heads(layer, slot), before)]
+            if moved:
+                enter = partial(self._enter, layer, moved)
                 hooks.append((f"{block}.hook_resid_pre", Order.LAST, enter))
-            for slot in changed:
+            for slot in moved:
                 read = partial(self._read_heads, layer, slot)
                 hooks.append((f"{block}.attn.hook_{slot}", Order.FIRST, read))
-            heads = self._heads_of(layer)
-            if heads:
-                note = partial(self._note_heads, layer, heads)
+            row = graph.source_index(f"a{layer}.h0")
+            if edges.writes(row, graph.n_heads):
+                note = partial(self._note_heads, layer, row)
                 hooks.append((self.adapter.heads_point(layer), Order.LAST, note))
             if graph.has_mlps:
-                mlp = graph.destination_index(f"m{layer}")
-                if self._closes(mlp, 1):
-                    read = partial(self.read, mlp, graph.n_sources_before(Node("mlp", layer)))
+                column, row = graph.destination_index(f"m{layer}"), graph.source_index(f"m{layer}")
+                before = edges.before("mlp", layer)
+                if edges.moves(range(column, column + 1), before):
+                    read = partial(self.read, column, before)
                     hooks.append((f"{block}.mlp_input", Order.FIRST, read))
-                if graph.source_index(f"m{layer}") in self._rows:
+                if edges.writes(row):
                     name = f"{block}.hook_mlp_out"
-                    hooks.append((name, Order.LAST, partial(self._note, name)))
-        if self._closes(len(graph.destinations) - 1, 1):
+                    hooks.append((name, Order.LAST, partial(self._note, name, row)))
+        last = len(graph.destinations) - 1
+        if edges.moves(range(last, last + 1), len(graph.sources)):
             name = f"blocks.{graph.n_layers - 1}.hook_resid_post"
             hooks.append((name, Order.LAST, self.read_logits))
         return hooks
@@ -150,56 +143,33 @@ class CircuitPass:
         self, column: int, before: int, residual: Float[Tensor, "rows pos d_model"]
     ) -> Float[Tensor, "rows pos d_model"]:
         """What one destination reads, replacing the residual stream."""
-        weights = self._weights(column, 1, before)
-        if weights.shape[2] == 0:
-            return residual
-        return self._changes.taken_from(residual, weights)[:, 0].reshape(residual.shape)
+        shared = self._changes.without_shut(before, residual)
+        return self._changes.reads([column], before, shared)[:, 0].reshape(residual.shape)
 
     # ---- reading ---------------------------------------------------------------------------------
 
-    def _heads_of(self, layer: int) -> list[int]:
-        """The heads of a layer whose writes are separated."""
-        first = self.graph.source_index(f"a{layer}.h0")
-        return [row - first for row in self._rows if 0 <= row - first < self.graph.n_heads]
-
-    def _heads(self, layer: int, slot: str) -> tuple[int, int]:
-        """The first column of a layer's q, k or v inputs, and the number of columns."""
-        grouped = slot != "q" and self.graph.n_kv_heads < self.graph.n_heads
-        node = Node("kv_head" if grouped else "head", layer)
-        first = self.graph.destination_index(Destination(node, slot))  # type: ignore[arg-type]
-        return first, self.graph.n_heads if slot == "q" else self.graph.n_kv_heads
-
-    def _closes(self, column: int, count: int) -> bool:
-        return any(self._columns[column : column + count])
-
-    def _weights(self, column: int, count: int, before: int) -> Float[Tensor, "stack span some n"]:
-        """How far the edges from the separated sources are closed."""
-        return self._compact[:, :, : bisect_left(self._rows, before), column : column + count]
-
-    def _head_weights(self, layer: int, slot: str) -> Float[Tensor, "stack span some n"]:
-        """The weights of the q, k or v inputs of a layer."""
-        before = self.graph.n_sources_before(Node("head", layer))
-        return self._weights(*self._heads(layer, slot), before)
-
-    def _changes_many(self, layer: int, slot: str) -> bool:
-        """Whether enough heads of a layer read something different to compute them as a batch."""
-        changed = (self._head_weights(layer, slot) != 0).flatten(1, 2).any(dim=1)
-        return self.learned or bool(changed.float().mean() > _FEW)
-
     def _enter(
-        self, layer: int, many: list[str], residual: Float[Tensor, "rows pos d_model"]
+        self, layer: int, slots: list[str], residual: Float[Tensor, "rows pos d_model"]
     ) -> Float[Tensor, "rows pos d_model"]:
-        """Keep the residual stream that enters a layer, and compute what its heads read.
+        """Keep what all heads of a layer read, and compute what many of them read on their own.
 
         All slots at once: reading the sources' writes from memory dominates the cost.
         """
-        self._residual = residual
-        weights = [self._head_weights(layer, slot) for slot in many]
-        if weights:
-            reads = self._changes.taken_from(residual, torch.cat(weights, dim=-1))
-            counts = [part.shape[-1] for part in weights]
+        before = self.edges.before("head", layer)
+        shared = self._shared = self._changes.without_shut(before, residual)
+        many = {slot: self.edges.heads(layer, slot) for slot in slots if self._many(layer, slot)}
+        if many:
+            reads = self._changes.reads([*chain(*many.values())], before, shared)
+            counts = [len(columns) for columns in many.values()]
             self._made = dict(zip(many, reads.split(counts, dim=1), strict=True))
-        return residual
+        moved = shared is not residual and len(many) < len(slots)
+        self._normed = self.adapter.norm(layer, "attn")(shared) if moved else None
+        return residual  # unchanged: the model, and autograd, continue from this very tensor
+
+    def _many(self, layer: int, slot: str) -> bool:
+        """Whether enough heads have edges of their own weights to compute them as a batch."""
+        weighted = self.edges.weighted(self.edges.heads(layer, slot))
+        return self.edges.learned or int(weighted.count_nonzero()) > _FEW * weighted.numel()
 
     def _read_heads(
         self, layer: int, slot: str, value: Float[Tensor, "rows pos head d_head"]
@@ -214,10 +184,17 @@ class CircuitPass:
             return rearrange(
                 out, "head (rows pos) d_head -> rows pos head d_head", rows=len(value)
             ).to(value.dtype)
-        weights = self._head_weights(layer, slot)
-        stack, head = (weights != 0).flatten(1, 2).any(dim=1).nonzero().unbind(dim=1)
-        assert self._residual is not None
-        reads = norm(self._changes.taken_from_few(self._residual, weights, stack, head))
+        if self._normed is not None:
+            normed = self._normed
+            out = torch.einsum("rpd,hde->rphe", normed, weight.to(normed.dtype))
+            value = (out + bias.to(normed.dtype)).to(value.dtype)
+        columns = self.edges.heads(layer, slot)
+        stack, head = self.edges.weighted(columns).nonzero().unbind(dim=1)
+        if not len(head):
+            return value
+        assert self._shared is not None
+        before = self.edges.before("head", layer)
+        reads = norm(self._changes.few_reads(columns, before, self._shared, stack, head))
         flat = rearrange(reads, "part batch pos d -> part (batch pos) d")
         out = torch.baddbmm(
             bias[head].to(flat.dtype)[:, None], flat, weight[head].to(flat.dtype)
@@ -228,21 +205,30 @@ class CircuitPass:
 
     def _shape(self) -> tuple[int, int, int]:
         """Prompts, positions and d_model."""
-        assert self._residual is not None
-        rows, pos, d_model = self._residual.shape
+        assert self._shared is not None
+        rows, pos, d_model = self._shared.shape
         return rows // self.now.n_stack, pos, d_model
 
     # ---- writing ------------------------------------------------------------------------------
 
     def _note(
-        self, name: str, value: Float[Tensor, "rows pos d_model"]
+        self, name: str, row: int, value: Float[Tensor, "rows pos d_model"]
     ) -> Float[Tensor, "rows pos d_model"]:
-        self._changes.append(self.patch.change(name, value, self.now.n_stack)[None])
-        return value  # unchanged: the model, and autograd, continue from this very tensor
+        change = self.patch.change(name, value, self.now.n_stack)
+        if self.edges.separated(row):
+            self._changes.append(change[None])
+        if self.edges.shuts(row):
+            self._changes.add(row, self._changes.where_shut(row, change[:, :, None])[:, :, 0])
+        return value
 
     def _note_heads(
-        self, layer: int, heads: list[int], z: Float[Tensor, "rows pos head d_head"]
+        self, layer: int, first: int, z: Float[Tensor, "rows pos head d_head"]
     ) -> Float[Tensor, "rows pos head d_head"]:
         change = self.patch.change(self.adapter.heads_point(layer), z, self.now.n_stack)
-        self._changes.append(self.adapter.heads_written(layer, change, heads=heads))
+        heads = [row - first for row in self.edges.separated(first, self.graph.n_heads)]
+        if heads:
+            self._changes.append(self.adapter.heads_written(layer, change, heads=heads))
+        if self.edges.shuts(first, self.graph.n_heads):
+            weight = self.adapter.W_O(layer).to(z.dtype).flatten(0, 1)
+            self._changes.add(first, self._changes.where_shut(first, change).flatten(2) @ weight)
         return z

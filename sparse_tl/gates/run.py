@@ -141,6 +141,10 @@ class GatedRun:
         reference: reference prompts for all named patches except "zero".
         seed: random seed for "resample".
         attention_mask: 0 at padding.
+
+    Raises:
+        ValueError: the patch is unknown, the reference is missing or not needed, or `PatchValues`,
+            which have their own, come with a reference or a seed.
     """
 
     def __init__(
@@ -157,6 +161,12 @@ class GatedRun:
     ) -> None:
         self.adapter, self.site, self.tokens, self.read = adapt(model), site, tokens, read
         self.attention_mask = attention_mask
+        if isinstance(patch, PatchValues) and (reference is not None or seed):
+            raise ValueError(
+                "expected no reference and no seed beside PatchValues, which have their own; pass "
+                f"both to PatchValues instead; got {seed=}"
+                f"{'' if reference is None else ' and a reference'}"
+            )
         if patch == "resample" and reference is not None:
             # Drawn once, so that all settings are compared under the same patch.
             patch, reference = "corrupted", drawn(reference, len(tokens), seed)

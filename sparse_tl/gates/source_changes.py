@@ -1,119 +1,191 @@
-"""What sources write minus its patch, and what destinations read without it.
+"""What sources write minus their patch, and what destinations read without it.
 
-The part of a pass under gates on circuit edges that every read shares,
+The part of a pass under gates on circuit edges that all reads share,
 
     input_v = residual_v - sum_u (1 - gate[u, v]) change_u,
 
-at all tokens, or span by span, each with gates of its own.
+at all tokens alike, or span by span, each with gates of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.data import Spans
+from sparse_tl.gates.edge_weights import EdgeWeights
+
+_FEW = 8
+"""Rows in use are copied where there are that many times as many: a small copy, much unread."""
 
 
 class SourceChanges:
-    """Writes of the separated sources minus the patch, in the graph's order.
+    """Writes of sources minus the patch, in the graph's order: separately, and as a sum.
 
-    Without gradients, rows go into one preallocated buffer, which is read as a whole. With
-    gradients, they are read part by part, since a read keeps what it reads for its backward pass.
+    Without gradients, separate writes go into one preallocated buffer, of which the rows in use are
+    read. With gradients, they are read part by part, since a read keeps what it reads for its
+    backward pass.
 
     Args:
-        n_rows: number of separated sources.
+        edges: how far edges are closed.
         spans: the span of every token; None where all tokens share the gates.
-        keep_all: whether gradients are needed.
     """
 
-    def __init__(self, n_rows: int, spans: Spans | None = None, *, keep_all: bool = False) -> None:
-        self._n_rows, self._keep_all = n_rows, keep_all
+    def __init__(self, edges: EdgeWeights, spans: Spans | None = None) -> None:
+        self.edges = edges
+        self._n_stack = len(edges.shut)
         self._buffer: Tensor | None = None
         self._parts: list[Tensor] = []
         self._filled = 0
-        self._at: Tensor | None = None
+        self._sum: Tensor | None = None
+        self._waiting = deque[tuple[int, Tensor]]()
+        self._spans = spans
+        self._at = edges.shut.new_zeros(1, 1, dtype=torch.long) if spans is None else spans.at
         self._places: list[Tensor | slice] = [slice(None)]
         if spans is not None:
-            self._at = spans.at
             order = spans.at.flatten().argsort(stable=True)
             counts = spans.at.flatten().bincount(minlength=len(spans.names))
             self._places = [*order.split(counts.tolist())]
             self._back = order.argsort()
 
+    # ---- writing ---------------------------------------------------------------------------------
+
     def append(self, part: Float[Tensor, "some rows pos d_model"]) -> None:
-        """Add the writes of the next sources."""
-        if self._keep_all:
+        """Add the writes of the next separated sources."""
+        self._check(len(part[0]) // self._n_stack, part.shape[2])
+        if self.edges.learned:
             self._parts.append(part)
             return
         if self._buffer is None:
-            self._buffer = part.new_empty(self._n_rows, *part.shape[1:])
+            self._buffer = part.new_empty(len(self.edges.rows), *part.shape[1:])
         self._buffer[self._filled : self._filled + len(part)] = part
         self._filled += len(part)
 
-    def taken_from(
-        self,
-        residual: Float[Tensor, "rows pos d_model"],
-        weights: Float[Tensor, "stack span some n"],
+    def where_shut(
+        self, row: int, change: Float[Tensor, "rows pos some n"]
+    ) -> Float[Tensor, "rows pos some n"]:
+        """Changes of some sources, where they are shut; 0 elsewhere."""
+        stacked = change.unflatten(0, (self._n_stack, -1))
+        self._check(*stacked.shape[1:3])
+        shut = self._by_token(self.edges.shut[..., row : row + change.shape[2]])
+        return (stacked * shut[..., None]).flatten(0, 1)
+
+    def add(self, source: int, change: Float[Tensor, "rows pos d_model"]) -> None:
+        """Add writes to the sum: those of a source, or of several from this one on."""
+        self._waiting.append((source, change))
+
+    def start_after(self, changes: Float[Tensor, "source batch pos d_model"]) -> None:
+        """Add the writes of all sources before the first layer that runs."""
+        rows = self.edges.separated(0, len(changes))
+        if rows:
+            self.append(changes[rows].repeat(1, self._n_stack, 1, 1))
+        if self.edges.shuts(0, len(changes)):
+            self._check(*changes.shape[1:3])
+            shut = self._by_token(self.edges.shut[..., : len(changes)])
+            self.add(0, torch.einsum("sbpu,ubpd->sbpd", shut, changes).flatten(0, 1))
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def without_shut(
+        self, before: int, residual: Float[Tensor, "rows pos d_model"]
+    ) -> Float[Tensor, "rows pos d_model"]:
+        """The residual stream with the shut sources before a source patched.
+
+        Args:
+            before: the source, which does not decrease between calls.
+            residual: the residual stream.
+        """
+        while self._waiting and self._waiting[0][0] < before:
+            _, change = self._waiting.popleft()
+            # Many small terms: half precision would lose them one by one.
+            change = change.to(torch.promote_types(change.dtype, torch.float32))
+            self._sum = change if self._sum is None else self._sum + change
+        return residual if self._sum is None else (residual - self._sum).to(residual.dtype)
+
+    def reads(
+        self, columns: Sequence[int], before: int, shared: Float[Tensor, "rows pos d_model"]
     ) -> Float[Tensor, "stack n flat"]:
-        """What n destinations read, each under its own closed edges."""
-        n_stack, n_spans, count, _ = weights.shape
-        self._check(residual, n_stack)
-        tokens = residual.reshape(n_stack, 1, -1, residual.shape[-1])
-        found = []
-        for span in range(n_spans):
-            places = self._places[span]
-            reads = tokens[:, :, places].flatten(2)
-            for rows, part in self._first(count):
-                share = weights[:, span, rows]
-                changes = part.view(len(part), n_stack, *tokens.shape[2:])[:, :, places].flatten(2)
-                if n_stack == 1:
-                    reads = torch.addmm(reads[0], share[0].T, changes[:, 0], alpha=-1)[None]
+        """What n destinations read, each under its own closed edges.
+
+        Args:
+            columns: the destinations.
+            before: number of sources that write before them.
+            shared: the residual stream without shut sources.
+        """
+        tokens = shared.reshape(self._n_stack, 1, -1, shared.shape[-1])
+        parts, found = [*self._in_use(columns, before)], list[Tensor]()
+        for span, places in enumerate(self._places):
+            reads = tokens[:, :, places].flatten(2).expand(-1, len(columns), -1)
+            for rows, part in parts:
+                weights = self.edges.of(rows, columns)[:, span]
+                changes = part.view(len(part), self._n_stack, *tokens.shape[2:])
+                changes = changes[:, :, places].flatten(2)
+                if self._n_stack == 1:
+                    reads = torch.addmm(reads[0], weights[0].T, changes[:, 0], alpha=-1)[None]
                 else:
-                    reads = torch.baddbmm(reads, share.mT, changes.transpose(0, 1), alpha=-1)
+                    reads = torch.baddbmm(reads, weights.mT, changes.transpose(0, 1), alpha=-1)
             found.append(reads)
-        if self._at is None:
+        if self._spans is None:
             return found[0]
         joined = torch.cat([reads.unflatten(2, (-1, tokens.shape[-1])) for reads in found], dim=2)
         return joined[:, :, self._back].flatten(2)
 
-    def taken_from_few(
+    def few_reads(
         self,
-        residual: Float[Tensor, "rows pos d_model"],
-        weights: Float[Tensor, "stack span some n"],
+        columns: range,
+        before: int,
+        shared: Float[Tensor, "rows pos d_model"],
         stack: Int[Tensor, " part"],
-        destination: Int[Tensor, " part"],
+        some: Int[Tensor, " part"],
     ) -> Float[Tensor, "part batch pos d_model"]:
-        """What some destinations read under some of the settings."""
-        n_stack = len(weights)
-        self._check(residual, n_stack)
-        reads = residual.unflatten(0, (n_stack, -1))[stack]
-        ((_, first),) = self._first(weights.shape[2])
-        changes = first.unflatten(1, (n_stack, -1))
-        chosen = weights[stack, :, :, destination]
-        part, row = (chosen != 0).any(dim=1).nonzero().unbind(dim=1)
-        share = chosen[part, :, row]
-        share = share[:, :, None] if self._at is None else share[:, self._at]
-        change = changes[row, stack[part]] * share[..., None]
-        return reads.index_add(0, part, change, alpha=-1)
+        """What some of the destinations read under some of the settings; otherwise as `reads`."""
+        stacked = shared.unflatten(0, (self._n_stack, -1))
+        if self._n_stack == 1:
+            chosen = [columns[index] for index in some.tolist()]
+            return self.reads(chosen, before, shared)[0].unflatten(-1, stacked.shape[1:])
+        reads = stacked[stack]
+        for rows, changes in self._in_use(columns, before):
+            weights = self.edges.of(rows, columns)[stack, :, :, some]
+            part, row = (weights != 0).any(dim=1).nonzero().unbind(dim=1)
+            change = changes.unflatten(1, (self._n_stack, -1))[row, stack.to(part.device)[part]]
+            change = change * self._by_token(weights[part, :, row])[..., None]
+            reads = reads.index_add(0, part, change, alpha=-1)
+        return reads
 
-    def _check(self, residual: Float[Tensor, "rows pos d_model"], n_stack: int) -> None:
-        rows, n_columns, _ = residual.shape
-        if self._at is not None and self._at.shape != (rows // n_stack, n_columns):
-            raise ValueError(
-                f"expected to run the prompts that the spans of the gates are of, in the shape "
-                f"{tuple(self._at.shape)}; got {(rows // n_stack, n_columns)}"
-            )
-
-    def _first(self, count: int) -> Iterator[tuple[slice, Float[Tensor, "some rows pos d_model"]]]:
-        """The rows of the first sources, some at a time; these must have been appended."""
+    def _in_use(
+        self, columns: Sequence[int], before: int
+    ) -> Iterator[tuple[Sequence[int], Float[Tensor, "some rows pos d_model"]]]:
+        """Rows that any of these destinations uses, some at a time; more may be returned."""
+        used = self.edges.used(columns, before)
+        count = used[-1] + 1 if used else 0
+        if not self.edges.learned and _FEW * len(used) <= count:
+            if used:
+                assert self._buffer is not None
+                yield used, self._buffer[used]
+            return
         start = 0
-        for part in self._parts if self._keep_all else [self._buffer]:
+        for part in self._parts if self.edges.learned else [self._buffer]:
             if start < count:
                 assert part is not None
                 stop = min(start + len(part), count)
-                yield slice(start, stop), part[: stop - start]
+                yield range(start, stop), part[: stop - start]
                 start = stop
+
+    # ---- spans -----------------------------------------------------------------------------------
+
+    def _by_token(
+        self, values: Float[Tensor, "some span *more"]
+    ) -> Float[Tensor, "some batch pos *more"]:
+        """Values of spans at their tokens; one token for all, without spans."""
+        return values[:, self._at]
+
+    def _check(self, batch: int, pos: int) -> None:
+        if self._spans is not None and self._at.shape != (batch, pos):
+            raise ValueError(
+                f"expected to run the prompts that the spans of the gates are of, in the shape "
+                f"{tuple(self._at.shape)}; got {(batch, pos)}"
+            )

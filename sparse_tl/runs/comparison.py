@@ -189,11 +189,7 @@ def _numbers(folder: Path) -> tuple[dict[str, Any], dict[Parts, pd.DataFrame]]:
     tables: dict[Parts, pd.DataFrame] = {}
     for parts in PARTS:
         found = Evaluation.load(folder / parts)
-        said |= {
-            f"{parts}_at_{LEVEL}": found.curve(parts).size_at(LEVEL),
-            f"{parts}_cpr": found.cpr,
-            f"{parts}_cmd": found.cmd,
-        }
+        said[f"{parts}_at_{LEVEL}"] = found.curve(parts).size_at(LEVEL)
         tables[parts] = found.to_pandas()
     single = CircuitSizes.load(folder / "circuit_edges_per_prompt")
     said |= {

@@ -23,6 +23,7 @@ from sparse_tl.circuits import (
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, SparseTransformer
+from sparse_tl.gates.edge_weights import EdgeWeights
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.grids import HeadGrid
 from sparse_tl.lens import Model, adapt
@@ -50,7 +51,8 @@ def _plain(model: Model, tokens: Tensor, pairs: PromptPairs) -> Tensor:
 @pytest.mark.parametrize("patch", ["corrupted", "zero"])
 def test_edge_circuits_equal_the_slow_oracle(model: Model, pairs: PromptPairs, patch: Any) -> None:
     graph = adapt(model).graph
-    circuits = [_some_edges(graph, share, seed) for seed, share in enumerate((0.2, 0.5, 0.9))]
+    shares = enumerate((0.03, 0.2, 0.5, 0.9))  # from sources that are patched to some that are kept
+    circuits = [_some_edges(graph, share, seed) for seed, share in shares]
     found = evaluate(
         model, pairs, logit_difference, circuits, patch=patch, batch_size=2, progress=False
     )
@@ -68,6 +70,15 @@ def test_mean_patches_equal_the_slow_oracle(model: Model, pairs: PromptPairs) ->
     found = evaluate(model, pairs, logit_difference, circuit, patch="mean", progress=False)
     slow = run_patched(model, adapt(model).graph, pairs, circuit.mask, "mean")
     torch.testing.assert_close(found.values[0], _metric_of(slow, pairs), rtol=1e-9, atol=1e-9)
+
+
+def test_only_edges_unlike_the_others_of_their_source_are_computed(build_tiny: Build) -> None:
+    """So that time and memory grow with what a small circuit keeps, and a large one leaves out."""
+    adapter = adapt(build_tiny())
+    few = Circuit.of(adapter.graph, ["input->m0", "m0->logits"]).mask
+    for mask in (few, adapter.graph.exists & ~few):
+        weights = EdgeWeights(adapter, mask[None].float(), 0)
+        assert [str(adapter.graph.sources[row]) for row in weights.rows] == ["input", "m0"]
 
 
 def test_single_precision_equals_the_slow_oracle(build_tiny: Build, pairs: PromptPairs) -> None:
@@ -271,16 +282,5 @@ def test_intervals_leave_out_draws_without_an_effect() -> None:
     assert low.tolist() == pytest.approx([0, 0.5, 1]) and high.tolist() == pytest.approx(
         [0, 0.5, 1]
     )
-    with pytest.raises(ValueError, match="expected increasing sizes from 0 to all"):
-        _ = Evaluation((1, 2), 2, torch.stack([clean, clean]), clean, 0 * clean).cpr
-
-
-def test_areas_of_a_straight_line() -> None:
-    """Faithfulness that grows evenly from 0 to 1 has area one half, and so has its distance."""
-    from sparse_tl.circuits import Evaluation
-
-    values = torch.tensor([[0.0], [1.0], [4.0]]).double()
-    line = Evaluation((0, 5, 20), 20, values, torch.tensor([4.0]).double(), torch.zeros(1).double())
-    assert line.cpr == pytest.approx(0.5)
-    assert line.cmd == pytest.approx(0.5)
-    assert line.curve("line").size_at(1.0) == pytest.approx(20)
+    with pytest.raises(ValueError, match="expected a level between 0 and 1"):
+        found.interval(level=95)
