@@ -16,7 +16,7 @@ from sparse_tl.cli import main
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, save_model
 from sparse_tl.runs import Check, doctor, run_doctor
-from sparse_tl.runs.memory import TrainingMemory, training_memory
+from sparse_tl.training.memory import TrainingMemory, training_memory
 
 
 @pytest.fixture(autouse=True)
@@ -130,10 +130,10 @@ def test_memory_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     width, layers = sparse.cfg.d_model, sparse.cfg.n_layers
     assert layers * 10 * 10 * width * 4 < memory.activations < layers * 100 * 10 * width * 4
     assert 10 * width * 4 * layers < memory.checkpointed < memory.activations
-    monkeypatch.setattr("sparse_tl.runs.memory.PROBED", (4, 8))
+    monkeypatch.setattr("sparse_tl.training.memory.PROBED", (4, 8))
     monkeypatch.setattr("sparse_tl.lens.deferred.LONG", 4)
     exact = training_memory(sparse, 8).activations
-    monkeypatch.setattr("sparse_tl.runs.memory.PROBED", (4, 6))
+    monkeypatch.setattr("sparse_tl.training.memory.PROBED", (4, 6))
     assert training_memory(sparse, 8).activations == pytest.approx(exact, rel=0.02)
     checks = {check.name: check.found for check in run_doctor(sparse, window=10)}
     assert str(training_memory(sparse, 10)) in checks.values()
