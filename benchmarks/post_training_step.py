@@ -17,14 +17,13 @@ Usage: python benchmarks/post_training_step.py [--hooked] [--runs 15] [--shapes 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import resource
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
+from own_process import own_process, peak
 from random_gpt2 import GPT2_SMALL, add_hooked, random_gpt2
 
 from sparse_tl.data.batches import TokenBatch
@@ -108,18 +107,11 @@ def times(name: str, hooked: bool, runs: int) -> dict[str, list[float]]:
 
 
 def peak_memory(name: str, hooked: bool, variant: str) -> float:
-    """Peak memory in MB of a process of its own that takes three steps."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_peak, (name, hooked, variant))
-
-
-def _peak(name: str, hooked: bool, variant: str) -> float:
+    """Peak memory in MB of a process that takes three steps."""
     step = stepper(variant, *shape(name, hooked))
     for _ in range(3):
         step()
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 1e6
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    return peak()
 
 
 def main() -> None:
@@ -130,9 +122,8 @@ def main() -> None:
     parser.add_argument("--shapes", default="addition,gpt2")
     options = parser.parse_args()
     shapes = options.shapes.split(",")
-    # First of all: a child's peak starts at that of the process which started it.
     peaks = {
-        (name, variant): peak_memory(name, options.hooked, variant)
+        (name, variant): own_process(peak_memory, name, options.hooked, variant)
         for name in shapes
         for variant in VARIANTS
     }

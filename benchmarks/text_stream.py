@@ -11,8 +11,6 @@ each of 2,000 batches of 8 windows, so that 800 windows per second are the most 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import resource
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from own_process import own_process, peak
 from transformers import PreTrainedTokenizerFast
 
 from sparse_tl import TextStream, read_documents, token_windows
@@ -37,19 +36,15 @@ class InTurn:
         return future
 
 
-def _peak() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
 def _measured(tokenizer_file: str, path: Path, kind: str) -> str:
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=tokenizer_file)
     tokenizer("a word")
-    before = _peak()
+    before = peak()
     started = time.perf_counter()
     if kind == "all windows in memory":
         windows = token_windows(read_documents(path), tokenizer, WINDOW)
         seconds = time.perf_counter() - started
-        return f"{len(windows):,} windows, {seconds:.2f} s, {_peak() - before:.0f} MB"
+        return f"{len(windows):,} windows, {seconds:.2f} s, {peak() - before:.0f} MB"
     stream = TextStream(read_documents(path), tokenizer, WINDOW, BATCH)
     if kind.endswith("no thread"):
         stream._thread = InTurn()  # type: ignore[assignment]
@@ -70,7 +65,7 @@ def _measured(tokenizer_file: str, path: Path, kind: str) -> str:
         if kind.startswith("10 ms steps"):
             time.sleep(0.01)
     rate = step * BATCH / (time.perf_counter() - started)
-    return f"first batch {first:.2f} s, {rate:,.0f} windows/s, {_peak() - before:.0f} MB"
+    return f"first batch {first:.2f} s, {rate:,.0f} windows/s, {peak() - before:.0f} MB"
 
 
 def main() -> None:
@@ -99,8 +94,7 @@ def main() -> None:
                 kinds += ["all windows in memory"]
                 kinds += 3 * ["10 ms steps", "10 ms steps, no thread"]
             for kind in kinds:
-                with multiprocessing.get_context("spawn").Pool(1) as pool:
-                    found = pool.apply(_measured, (given.tokenizer, path, kind))
+                found = own_process(_measured, given.tokenizer, path, kind)
                 print(f"{name}, {path.stat().st_size / 1e6:.0f} MB; {kind}: {found}", flush=True)
 
 

@@ -116,6 +116,9 @@ def post_train(
     window: Annotated[int, setting("N", "Tokens per window.")] = 128,
     batch_size: Annotated[int, setting("N", "Windows per step.")] = 8,
     accumulate: Annotated[int, setting("N", "Micro-batches per step.")] = 1,
+    checkpoint_activations: Annotated[
+        bool, setting("", "Compute activations twice to save memory.", "--checkpoint-activations")
+    ] = False,
     steps: Annotated[int, setting("N", "Number of post-training steps.")] = 2000,
     learning_rate: Annotated[float, setting("RATE", "Peak learning rate.")] = 7e-4,
     trained: Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import warnings
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from sparse_tl.data import ShuffledStream, TextStream, read_documents, token_win
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.files import read_json, write_csv, write_json
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import adapt, check_gates, check_raw, load_model
+from sparse_tl.lens import adapt, check_gates, check_raw, checkpointed_activations, load_model
 from sparse_tl.runs.folder import RunFolder, SparseRun
 from sparse_tl.training import evaluate_held_out, post_train
 
@@ -48,6 +49,7 @@ def run_post_training(
     initial_bias: float = 4.0,
     precision: Literal["float32", "bf16"] = "float32",
     accumulate: int = 1,
+    checkpoint_activations: bool = False,
     seed: int = 0,
     device: str | None = None,
     restart: bool = False,
@@ -75,6 +77,8 @@ def run_post_training(
         initial_bias: initial bias of the gates.
         precision: "bf16" runs the forward pass under autocast.
         accumulate: micro-batches per step, to save memory.
+        checkpoint_activations: whether to save memory by computing activations twice; the outcome
+            is the same. See `checkpointed_activations`.
         seed: random seed for data order and gate noise.
         device: device for training.
         restart: discard an earlier run.
@@ -147,19 +151,20 @@ def run_post_training(
         with folder.stage("post-training"):
             dense = evaluate_held_out(dense_model, test)
             sparse = SparseTransformer(dense_model, initial_bias=initial_bias, mlps=mlps)
-            outcome = post_train(
-                sparse,
-                stream,
-                validation=validation,
-                target_loss=target_loss,
-                steps=steps,
-                learning_rate=dict.fromkeys(dict.fromkeys(["gates", trained]), learning_rate),
-                head_cost=head_cost,
-                seed=seed,
-                precision=precision,
-                checkpoint=folder / "checkpoint",
-                progress=progress,
-            )
+            with checkpointed_activations(sparse) if checkpoint_activations else nullcontext():
+                outcome = post_train(
+                    sparse,
+                    stream,
+                    validation=validation,
+                    target_loss=target_loss,
+                    steps=steps,
+                    learning_rate=dict.fromkeys(dict.fromkeys(["gates", trained]), learning_rate),
+                    head_cost=head_cost,
+                    seed=seed,
+                    precision=precision,
+                    checkpoint=folder / "checkpoint",
+                    progress=progress,
+                )
         if isinstance(stream, TextStream) and stream.n_windows is not None:
             _warn_of_repeats(steps * batch_size, stream.n_windows)
         measured = {

@@ -11,6 +11,7 @@ import pytest
 from command_line import Outcome, no_training, run_command
 
 from sparse_tl.gates import SparseTransformer
+from sparse_tl.runs import text
 from sparse_tl.training import HeldOut
 
 
@@ -32,8 +33,8 @@ def test_post_train_writes_everything(tmp_path: Path, tiny: Path, story: Path) -
         assert metrics[name]["possible_attention_edges"] == 2 * 4 * 8 * 9 / 2
     assert metrics["dense"]["active_attention_edges"] == 288
     assert metrics["verdict"] in outcome.out
-    for text in ("dense", "sparse", "loss (nats per token)", "heads in use", "held-out windows"):
-        assert text in outcome.out, text
+    for said in ("dense", "sparse", "loss (nats per token)", "heads in use", "held-out windows"):
+        assert said in outcome.out, said
     assert pd.read_csv(out / "history.csv")["step"].tolist() == [0, 1, 2, 3, 4]
     sparse = SparseTransformer.from_pretrained(out / "sparse", device="cpu")
     assert sparse.to_tokens("the cat").tolist() == [[0, 1, 2]]
@@ -66,15 +67,35 @@ def test_gates_on_mlps_and_text_that_is_seen_twice(tmp_path: Path, tiny: Path, s
     assert sparse.mlp_gates is not None
 
 
+def test_activations_that_are_computed_twice(
+    tmp_path: Path, tiny: Path, story: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[object] = []
+    plain = text.checkpointed_activations
+
+    def noted(model: object) -> object:
+        entered.append(model)
+        return plain(model)
+
+    monkeypatch.setattr(text, "checkpointed_activations", noted)
+    histories = []
+    for name, more in (("once", ()), ("twice", ("--checkpoint-activations",))):
+        assert _text_run(tiny, story, tmp_path / name, *more).code == 0
+        history = pd.read_csv(tmp_path / name / "history.csv")
+        histories.append(history.drop(columns="seconds"))
+    assert len(entered) == 1
+    pd.testing.assert_frame_equal(*histories)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [(5, "one window of 8 tokens; got 6 tokens"), (100, "at least 20 windows of text")],
 )
 def test_too_little_text(tmp_path: Path, tiny: Path, words: int, message: str) -> None:
-    text = tmp_path / "short.txt"
-    text.write_text("cat " * words)
+    short = tmp_path / "short.txt"
+    short.write_text("cat " * words)
     with no_training():
-        outcome = _text_run(tiny, text, tmp_path / "out")
+        outcome = _text_run(tiny, short, tmp_path / "out")
     assert outcome.code == 1
     assert outcome.err.startswith("Error: expected")
     assert message in outcome.err
