@@ -21,8 +21,8 @@ from random_gpt2 import GPT2_SMALL, random_gpt2
 from sparse_tl.data import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, checkpointed_activations, load_model, read_parameters
-from sparse_tl.runs.memory import TrainingMemory, training_memory
 from sparse_tl.training.constraint import LossConstraint
+from sparse_tl.training.memory import TrainingMemory, training_memory
 from sparse_tl.training.objectives import SparsityObjective
 
 LLAMA_1B: dict[str, Any] = {

@@ -16,7 +16,7 @@ from sparse_tl.cli import main
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, save_model
 from sparse_tl.runs import Check, doctor, run_doctor
-from sparse_tl.runs.memory import TrainingMemory, training_memory
+from sparse_tl.training.memory import TrainingMemory, training_memory
 
 
 @pytest.fixture(autouse=True)
@@ -123,15 +123,17 @@ def test_memory_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its parts, counted another way; longer windows are extrapolated from shorter ones."""
     _, sparse = load_addition_models()
     memory = training_memory(sparse, 10)
-    assert memory.weights == sum(p.nbytes for p in sparse.model.parameters())
+    sparse(torch.arange(10)[None]).sum().backward()
+    read = [p for p in sparse.model.parameters() if p.grad is not None]
+    assert memory.weights == sum(p.nbytes for p in read)
     assert memory.logits == 2 * 10 * sparse.cfg.d_vocab_out * 4
     width, layers = sparse.cfg.d_model, sparse.cfg.n_layers
     assert layers * 10 * 10 * width * 4 < memory.activations < layers * 100 * 10 * width * 4
     assert 10 * width * 4 * layers < memory.checkpointed < memory.activations
-    monkeypatch.setattr("sparse_tl.runs.memory.PROBED", (4, 8))
+    monkeypatch.setattr("sparse_tl.training.memory.PROBED", (4, 8))
     monkeypatch.setattr("sparse_tl.lens.deferred.LONG", 4)
     exact = training_memory(sparse, 8).activations
-    monkeypatch.setattr("sparse_tl.runs.memory.PROBED", (4, 6))
+    monkeypatch.setattr("sparse_tl.training.memory.PROBED", (4, 6))
     assert training_memory(sparse, 8).activations == pytest.approx(exact, rel=0.02)
     checks = {check.name: check.found for check in run_doctor(sparse, window=10)}
     assert str(training_memory(sparse, 10)) in checks.values()

@@ -61,14 +61,14 @@ def _explain(error: Exception, debug: bool) -> int:
         ended = message if message.endswith(("?", ".")) else f"{message}."
         _say(f"{ended} See `{path} --help`.")
         return usage
-    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+    if _foreseen(error):
+        _say(str(error))
+    elif type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
         first = (str(error).splitlines() or ["out of memory"])[0]
         _say(
             f"{first} Use less memory with a smaller --batch-size (and more --accumulate where the "
             "command has it), a smaller --window or model, or another --device."
         )
-    elif _foreseen(error):
-        _say(str(error))
     else:
         hint = "" if debug else "Run the same command with --debug to see where it happened. "
         _say(
@@ -85,7 +85,7 @@ def _foreseen(error: Exception) -> bool:
         return True
     raised = traceback.extract_tb(error.__traceback__)
     own = bool(raised) and PACKAGE in Path(raised[-1].filename).resolve().parents
-    return own and isinstance(error, (ValueError, ImportError))
+    return own and isinstance(error, (ValueError, ImportError, MemoryError))
 
 
 def _say(message: str) -> None:

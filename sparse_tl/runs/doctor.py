@@ -19,7 +19,7 @@ from sparse_tl.gates.saving import load_dense_or_sparse
 from sparse_tl.lens import Adapter, HookedModel, adapt, check_gates, check_raw
 from sparse_tl.models import build_addition_model
 from sparse_tl.models.pairs import cache_folder
-from sparse_tl.runs.memory import training_memory
+from sparse_tl.training.memory import training_memory
 
 
 class Check(NamedTuple):

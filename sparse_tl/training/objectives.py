@@ -14,6 +14,7 @@ from sparse_tl import ranks
 from sparse_tl.data.batches import TokenBatch, log_probabilities, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.attention import check_edge_cost, costs_of_first
+from sparse_tl.gates.deferred_pattern import attention_by_blocks
 from sparse_tl.lens import HookedModel, Model, adapt
 from sparse_tl.training.constraint import LossConstraint
 
@@ -194,7 +195,11 @@ class SparsityObjective(Objective):
         found = log_probabilities(logits_at(output))
         minimised = loss = F.nll_loss(found, batch.loss_labels(), reduction="none")
         if self.dense is not None:
-            with torch.no_grad(), adapt(self.dense).only_at(batch.loss_mask) as logits_at:
+            with (
+                torch.no_grad(),
+                attention_by_blocks(self.dense),
+                adapt(self.dense).only_at(batch.loss_mask) as logits_at,
+            ):
                 output = self.dense(batch.tokens, **batch.model_kwargs)
                 expected = logits_at(output).to(found).softmax(dim=-1)
             minimised = (1 - DISTILLED) * loss - DISTILLED * (expected * found).sum(dim=-1)

@@ -21,6 +21,7 @@ from sparse_tl.training.config import Metrics, Selection, TrainingConfig, choose
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
 from sparse_tl.training.evaluation import HeldOut, PostTraining, evaluate_held_out
 from sparse_tl.training.loop import train
+from sparse_tl.training.memory import out_of_memory_explained
 from sparse_tl.training.objectives import SparsityObjective
 
 EVALUATIONS = 40
@@ -83,6 +84,7 @@ def post_train(
         ValueError: a target below the dense model's own validation loss, unknown parameter names,
             costs that are none, a checkpoint of another run or on other data.
         NonFiniteLossError: the loss or gradient became NaN or infinite.
+        MemoryError: there is not enough memory; says where it goes and what needs less.
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, once the checkpoint is written.
 
     Reference: arXiv 2512.05865, section 3; deviations: the size counts by its logarithm, lambda is
@@ -152,24 +154,25 @@ def post_train(
         decisive = size if feasible(new) else "violation"
         return new[decisive] < old[decisive]
 
-    state = train(
-        sparse,
-        objective,
-        stream,
-        Selection(evaluate, better),
-        config,
-        trained=trained,
-        settings={
-            "target": str(target),
-            "validation": validation.digest(),
-            "gates": repr(sparse.gates.distribution),
-            "edge_cost": None if edge_cost is None else digest({"edge_cost": edge_cost}),
-            "head_cost": head_cost,
-        },
-        checkpoint=checkpoint,
-        title="post-training",
-        progress=progress,
-    )
+    with out_of_memory_explained(sparse, stream):
+        state = train(
+            sparse,
+            objective,
+            stream,
+            Selection(evaluate, better),
+            config,
+            trained=trained,
+            settings={
+                "target": str(target),
+                "validation": validation.digest(),
+                "gates": repr(sparse.gates.distribution),
+                "edge_cost": None if edge_cost is None else digest({"edge_cost": edge_cost}),
+                "head_cost": head_cost,
+            },
+            checkpoint=checkpoint,
+            title="post-training",
+            progress=progress,
+        )
     return PostTraining(
         feasible=feasible(state.best),
         target=target,

@@ -16,6 +16,7 @@ from torch.overrides import _get_current_function_mode_stack as active_modes
 
 from sparse_tl import SparseTransformer
 from sparse_tl.gates import HardConcreteGate, blockwise, distributions, straight_through
+from sparse_tl.gates.deferred_pattern import attention_by_blocks
 from sparse_tl.lens import Deferred, deferred
 
 Build = Callable[..., Any]
@@ -187,6 +188,23 @@ def test_evaluation_needs_no_pattern(blocks: list[Any], monkeypatch: pytest.Monk
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     assert torch.equal(one.active, other.active) and torch.equal(one.tokens, other.tokens)
     assert not blocks and kept.gates is not None
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2"])
+def test_a_model_without_gates(
+    name: str, blocks: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deferred, "LONG", LENGTH)
+    model = Subject(name).build("float64")
+    with torch.no_grad(), DoublePrecision():
+        expected = model(_tokens())
+        assert not blocks
+        with attention_by_blocks(model):
+            found = model(_tokens())
+        assert len(blocks) > 10 * model.cfg.n_layers
+        assert torch.equal(model(_tokens()), expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert not any("forward" in block.attn.__dict__ for block in model.blocks)
 
 
 def test_what_hooks_see_is_whole(blocks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from rich.filesize import decimal
 from torch import Tensor
 
 from sparse_tl.data import TokenBatch
+from sparse_tl.data.streams import TokenStream
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import HookedModel, adapt, checkpointed_activations, read_parameters
 from sparse_tl.training.constraint import LossConstraint
@@ -109,6 +110,42 @@ def training_memory(model: HookedModel, window: int) -> TrainingMemory:
         checkpointed=checkpointed + (kept - checkpointed) // adapter.n_layers,
         logits=2 * window * adapter.d_vocab_out * 4,
     )
+
+
+@contextmanager
+def out_of_memory_explained(sparse: SparseTransformer, stream: TokenStream) -> Iterator[None]:
+    """Say where the memory of post-training goes, and what needs less, when there is not enough.
+
+    Args:
+        sparse: model that is trained.
+        stream: its training batches.
+
+    Raises:
+        MemoryError: the device, or the machine, ran out of memory inside the block.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and _NO_MEMORY not in str(error):
+            raise
+        rows, window = stream.batch(0).tokens.shape
+        pieces = getattr(stream, "accumulate", 1)
+        try:
+            needed = f". By an estimate for one row of {window} tokens, "
+            needed += str(training_memory(sparse, window))
+        except RuntimeError:  # out of memory again
+            needed = ""
+        raise MemoryError(
+            f"post-training ran out of memory on {adapt(sparse).device}, with {rows} rows of "
+            f"{window} tokens in {pieces} micro-batches{needed}. Less is needed with more "
+            "micro-batches (accumulate of the stream, --accumulate), checkpointed_activations "
+            "(--checkpoint-activations), shorter windows, or where fewer weights are trained "
+            f'(learning_rate={{"gates": ..., "qk": ...}}, --trained qk). ({str(error)[:200]})'
+        ) from error
+
+
+_NO_MEMORY = "can't allocate memory"
+"""What torch says of the CPU's memory."""
 
 
 def _at(window: int, kept: Callable[[int], int]) -> int:
