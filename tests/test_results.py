@@ -18,6 +18,7 @@ from sparse_tl.circuits import (
     CircuitSizes,
     EffectCurve,
     Evaluation,
+    MIBEvaluation,
     Overlap,
     Pruning,
     Roc,
@@ -50,6 +51,7 @@ STEPS = pd.DataFrame({"step": [1, 2], "loss": [0.5, 0.25], "validation_loss": [N
 COUNTS = torch.ones(2, 3, 2, dtype=torch.long)
 PAIR = torch.tensor([2.0, 4.0]).double()
 SEEDS = torch.rand(2, 2, 2)
+MIB = Evaluation((0,) * 10, 2, torch.ones(10, 2).double(), PAIR, 0 * PAIR)
 RESULTS: dict[str, Any] = {
     "edge scores": SCORES,
     "head scores": HEADS,
@@ -63,6 +65,7 @@ RESULTS: dict[str, Any] = {
     ),
     "pruning": Pruning(SCORES.top(5), SCORES, HISTORY.assign(divergence=[0.2, 0.1])),
     "evaluation": Evaluation((0, 2), 2, torch.stack([0 * PAIR, PAIR]), PAIR, 0 * PAIR),
+    "evaluation at MIB's sizes": MIBEvaluation(MIB, MIB),
     "curve": EffectCurve("dense", (0, 2), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0)),
     "curves of seeds": SeedCurves((0, 3), [EffectCurve("dense", (0, 2), *[(0.0, 1.0)] * 3)] * 2),
     "multipliers": SeedMultipliers((0, 3), (2.5, None)),
