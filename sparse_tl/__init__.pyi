@@ -50,7 +50,12 @@ from .head_roles import (
     fit_contrastive_head_gates as fit_contrastive_head_gates,
     fit_head_gates as fit_head_gates,
 )
-from .lens import load_model as load_model, save_model as save_model
+from .lens import (
+    add_lora as add_lora,
+    load_model as load_model,
+    merge_lora as merge_lora,
+    save_model as save_model,
+)
 from .metrics import (
     log_probability as log_probability,
     logit_difference as logit_difference,
