@@ -24,7 +24,7 @@ from transformer_lens.model_bridge.generalized_components.base import Generalize
 from transformers.pytorch_utils import Conv1D
 
 from sparse_tl.lens.attaching import others_off
-from sparse_tl.lens.points import Model
+from sparse_tl.lens.points import HookedModel, Model
 
 SCALE = 2
 """What ``B A`` is multiplied by."""
@@ -51,12 +51,11 @@ def add_lora(model: Model, rank: int = 16) -> TransformerBridge:
 
     Raises:
         ImportError: `peft` is not installed.
-        TypeError: the model is no TransformerBridge.
-        ValueError: the rank is below 1, the model has adapters already, or it calls none of its
-            projections.
+        ValueError: the model is no TransformerBridge, has adapters already, or calls none of its
+            projections; the rank is below 1.
     """
     if not isinstance(model, TransformerBridge):
-        raise TypeError(
+        raise ValueError(
             "expected a TransformerBridge, to put low-rank adapters on the modules inside; got a "
             f"{type(model).__name__}. load_model makes one from a name or a Hugging Face folder"
         )
@@ -116,7 +115,7 @@ def merge_lora(model: Model) -> Model:
 
     Does nothing to a model without adapters.
     """
-    if not lora_layers(model):
+    if not isinstance(model, TransformerBridge) or not lora_layers(model):
         return model
     for component in _components(model):
         layer: Any = component.original_component
@@ -132,12 +131,13 @@ def has_adapters(model: nn.Module) -> bool:
     return tuners is not None and any(isinstance(m, tuners.BaseTunerLayer) for m in model.modules())
 
 
-def lora_layers(model: nn.Module) -> list[Any]:
+def lora_layers(model: nn.Module | HookedModel) -> list[Any]:
     """The projections with an adapter in a model."""
+    assert isinstance(model, nn.Module)
     return [module for module in model.modules() if is_lora(module)]
 
 
-def lora_parameters(model: nn.Module) -> list[nn.Parameter]:
+def lora_parameters(model: nn.Module | HookedModel) -> list[nn.Parameter]:
     """The parameters of low-rank adapters in a model."""
     return [
         parameter
@@ -192,7 +192,7 @@ def effective_weight(component: Any) -> Iterator[None]:
         component.set_original_component(inner)
 
 
-def _components(model: TransformerBridge) -> list[GeneralizedComponent]:
+def _components(model: TransformerBridge) -> list[Any]:
     return [m for m in model.blocks.modules() if isinstance(m, GeneralizedComponent)]
 
 

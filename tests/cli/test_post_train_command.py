@@ -9,8 +9,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from command_line import Outcome, no_training, run_command
+from tiny import HAS_HOOKED
 
 from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import lora_parameters
 from sparse_tl.training import HeldOut
 
 
@@ -64,6 +66,20 @@ def test_gates_on_mlps_and_text_that_is_seen_twice(tmp_path: Path, tiny: Path, s
     assert "MLP outputs active" in " ".join(outcome.out.split())
     sparse = SparseTransformer.from_pretrained(tmp_path / "out" / "sparse", device="cpu")
     assert sparse.mlp_gates is not None
+
+
+@pytest.mark.skipif(HAS_HOOKED, reason="the model is a HookedTransformer there, without adapters")
+def test_low_rank_adapters_are_merged_in_what_is_written(
+    tmp_path: Path, tiny: Path, story: Path
+) -> None:
+    pytest.importorskip("peft", reason="low-rank adapters need peft: sparse_tl[lora]")
+    outcome = _text_run(tiny, story, tmp_path / "out", "--lora", "2")
+    assert (outcome.code, outcome.err) == (0, "")
+    sparse = SparseTransformer.from_pretrained(tmp_path / "out" / "sparse", device="cpu")
+    assert not lora_parameters(sparse)
+    changed = _text_run(tiny, story, tmp_path / "out", "--lora", "3")
+    assert changed.code == 1
+    assert "lora" in changed.err
 
 
 @pytest.mark.parametrize(
