@@ -70,7 +70,7 @@ def add_lora(model: Model, rank: int = 16) -> TransformerBridge:
     components = _projections(model)
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(0)  # and no GPU's
+        torch.default_generator.manual_seed(0)  # and no GPU's
         for transposed in (False, True):
             holder = nn.ModuleDict(
                 {
