@@ -1,12 +1,14 @@
 """Time of a post-training step over the same training step without gates.
 
-Three variants of one step (forward, backward, clipping, AdamW on all weights), taken in turn, so
+Four variants of one step (forward, backward, clipping, AdamW on what is trained), taken in turn, so
 that a machine that slows down slows all of them:
 
 - plain: the dense model on its loss;
 - gated: sampled attention gates and the absolute loss constraint;
 - paired: the same with the constraint relative to the frozen dense model, which adds one forward
-  pass without gradients (a third of a training step) to any implementation.
+  pass without gradients (a third of a training step) to any implementation;
+- lora: the same with low-rank adapters of rank 16 trained in place of the weights, without a copy
+  of the dense model (not with --hooked; needs peft).
 
 The shapes: the addition model; GPT-2 small with 4 windows of 128 tokens; and "layer-T", one layer
 of its width with one window of T tokens.
@@ -28,13 +30,15 @@ from random_gpt2 import GPT2_SMALL, add_hooked, random_gpt2
 
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, adapt, read_parameters
+from sparse_tl.lens import Model, adapt, add_lora, read_parameters
 from sparse_tl.models.addition import ARCHITECTURE
 from sparse_tl.tasks import AdditionTask
+from sparse_tl.training.config import choose_trained
 from sparse_tl.training.constraint import LossConstraint
 from sparse_tl.training.objectives import Objective, PlainLoss, SparsityObjective
+from sparse_tl.training.reference import reference_of
 
-VARIANTS = ("plain", "gated", "paired")
+VARIANTS = ("plain", "gated", "paired", "lora")
 
 
 def shape(name: str, hooked: bool) -> tuple[Callable[[], Model], TokenBatch]:
@@ -67,15 +71,19 @@ def stepper(variant: str, build: Callable[[], Model], batch: TokenBatch) -> Call
         module: torch.nn.Module = model
         objective = PlainLoss(model)
     else:
+        if variant == "lora":
+            add_lora(model)
         module = sparse = SparseTransformer(model, initial_bias=2.0)
-        paired = variant == "paired"
         objective = SparsityObjective(
             sparse,
-            sparse.dense_copy() if paired else None,
+            None
+            if variant == "gated"
+            else reference_of(sparse, choose_trained(sparse, {"all": 1.0})),
             torch.tensor([0.05]),
             LossConstraint(),
         )
-    parameters = [*read_parameters(module).values()]
+    chosen = choose_trained(module, {"all": 1.0})
+    parameters = [weight for name, weight in read_parameters(module).items() if name in chosen]
     optimizer = torch.optim.AdamW(parameters, lr=1e-5)
     generator = torch.Generator(device).manual_seed(0)
 
@@ -92,11 +100,16 @@ def stepper(variant: str, build: Callable[[], Model], batch: TokenBatch) -> Call
     return step
 
 
+def variants(hooked: bool) -> tuple[str, ...]:
+    """What is measured on this kind of model."""
+    return VARIANTS[:-1] if hooked else VARIANTS
+
+
 def times(name: str, hooked: bool, runs: int) -> dict[str, list[float]]:
     """Seconds per step of every variant, taken in turn after two warm-up rounds."""
     build, batch = shape(name, hooked)
-    steps = {variant: stepper(variant, build, batch) for variant in VARIANTS}
-    taken: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    steps = {variant: stepper(variant, build, batch) for variant in variants(hooked)}
+    taken: dict[str, list[float]] = {variant: [] for variant in steps}
     for run in range(runs + 2):
         for variant, step in steps.items():
             started = time.perf_counter()
@@ -125,12 +138,12 @@ def main() -> None:
     peaks = {
         (name, variant): own_process(peak_memory, name, options.hooked, variant)
         for name in shapes
-        for variant in VARIANTS
+        for variant in variants(options.hooked)
     }
     for name in shapes:
         taken = times(name, options.hooked, options.runs)
         print(f"\n{name}: {options.runs} steps of each, {torch.get_num_threads()} threads")
-        for variant in VARIANTS:
+        for variant in taken:
             ratios = [a / b for a, b in zip(taken[variant], taken["plain"], strict=True)]
             print(
                 f"  {variant:8} median {1e3 * statistics.median(taken[variant]):8.1f} ms   "

@@ -55,8 +55,10 @@ from .head_roles import (
     fit_head_gates as fit_head_gates,
 )
 from .lens import (
+    add_lora as add_lora,
     checkpointed_activations as checkpointed_activations,
     load_model as load_model,
+    merge_lora as merge_lora,
     save_model as save_model,
 )
 from .metrics import (

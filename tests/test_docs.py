@@ -1,7 +1,7 @@
 """The documentation is true: its code runs and prints what it says, its names and links exist."""
 
 import contextlib
-import importlib
+import importlib.util
 import io
 import re
 import textwrap
@@ -29,6 +29,8 @@ RUN_PAGES = [
 ]
 # The title of a block says when it needs more than is here: a download, another package.
 RUN_TITLES = ("", ' title="sparse_tl"', ' title="TransformerLens: run here too"')
+if importlib.util.find_spec("peft"):
+    RUN_TITLES += (' title="needs peft"',)
 _FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 

@@ -98,7 +98,8 @@ def addition(
     ),
     (
         "in less memory",
-        "--model gpt2 --text story.txt --target-loss +0.05\n--accumulate 4 --precision bf16",
+        "--model gpt2 --text story.txt --target-loss +0.05 --lora 16\n"
+        "--accumulate 4 --precision bf16",
     ),
 )
 def post_train(
@@ -124,6 +125,9 @@ def post_train(
     trained: Annotated[
         str, setting("NAME", "Weights trained besides the gates: all, qk, or gates for none.")
     ] = "all",
+    lora: Annotated[
+        int, setting("RANK", "Train low-rank adapters in place of the weights; 0 for none.")
+    ] = 0,
     head_cost: Annotated[float, setting("EDGES", "Cost of a head in use.")] = 0.0,
     mlps: Annotated[bool, setting("", "Gate MLPs too.", "--mlps")] = False,
     initial_bias: Annotated[float, setting("B", "Initial bias of the gates.")] = 4.0,

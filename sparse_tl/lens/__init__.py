@@ -30,6 +30,13 @@ from sparse_tl.lens.loading import (
     load_model as load_model,
     save_model as save_model,
 )
+from sparse_tl.lens.lora import (
+    add_lora as add_lora,
+    check_lora as check_lora,
+    lora_off as lora_off,
+    lora_parameters as lora_parameters,
+    merge_lora as merge_lora,
+)
 from sparse_tl.lens.norms import Norm as Norm
 from sparse_tl.lens.places import HookFunction as HookFunction
 from sparse_tl.lens.plain import check_raw as check_raw

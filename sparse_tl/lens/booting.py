@@ -14,6 +14,7 @@ from transformer_lens.model_bridge.sources import (
 
 from sparse_tl.lens.fidelity import check_same, few_logits
 from sparse_tl.lens.hugging_face import check_tokenizer
+from sparse_tl.lens.lora import has_adapters
 
 
 def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> TransformerBridge:
@@ -29,8 +30,8 @@ def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> Transform
 
     Raises:
         ValueError: TransformerLens does not support the class, the model is not a causal language
-            model or already has a bridge, TransformerLens computes something else than
-            transformers, or the tokenizer belongs to another model.
+            model or already has a bridge or adapters, TransformerLens computes something else
+            than transformers, or the tokenizer belongs to another model.
     """
     kind = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -39,6 +40,11 @@ def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> Transform
         raise ValueError(
             f"expected a {kind} of transformers as it was loaded; this one has a TransformerBridge "
             "around it already. Use that bridge, or load the model again"
+        )
+    if has_adapters(model):
+        raise ValueError(
+            f"expected a {kind} without adapters of peft, which a bridge may not call; merge them "
+            "first (merge_and_unload), and put new ones on the bridge: add_lora"
         )
     model.set_attn_implementation("eager")
     tokens, expected = few_logits(model.eval())

@@ -24,6 +24,7 @@ from sparse_tl.lens.adapter import Adapter, Slot
 from sparse_tl.lens.attaching import others_off
 from sparse_tl.lens.booting import boot, check_alone
 from sparse_tl.lens.layouts import Layout, layouts
+from sparse_tl.lens.lora import effective_weight
 from sparse_tl.lens.norms import Norm
 from sparse_tl.lens.places import After, Before, CachedColumns, Place, Written
 from sparse_tl.lens.plain import plain_copy, unread_parameters
@@ -204,13 +205,16 @@ class BridgeAdapter(Adapter):
     ) -> tuple[Float[Tensor, "head d_model d_head"], Float[Tensor, "head d_head"]]:
         """A projection and its bias; k and v of key-value heads."""
         attention, upper = self.model.blocks[layer].attn, slot.upper()
-        weight, bias = getattr(attention, f"W_{upper}"), getattr(attention, f"b_{upper}")
+        with effective_weight(getattr(attention, slot)):
+            weight, bias = getattr(attention, f"W_{upper}"), getattr(attention, f"b_{upper}")
         return weight, weight.new_zeros(len(weight), weight.shape[2]) if bias is None else bias
 
     def W_O(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
         """The matrix from `heads_point` to the residual stream."""
         block = self.model.blocks[layer]
-        weight, scale = block.attn.W_O, getattr(block, "residual_contribution_scale", 1.0)
+        with effective_weight(block.attn.o):
+            weight = block.attn.W_O
+        scale = getattr(block, "residual_contribution_scale", 1.0)
         post = self.post_norm(layer).weight
         weight = weight if scale == 1.0 else weight * scale
         return weight if post is None else weight * post
@@ -218,7 +222,7 @@ class BridgeAdapter(Adapter):
     # ---- as a whole ------------------------------------------------------------------------------
 
     def copy(self) -> TransformerBridge:
-        """A copy without hooks that shares no parameter."""
+        """A copy without hooks that shares no parameter; adapters are merged."""
         model = self.model
         return boot(plain_copy(model), model.tokenizer, name=self.name).train(model.training)
 
@@ -228,8 +232,7 @@ class BridgeAdapter(Adapter):
             unread = {id(parameter) for parameter in unread_parameters(self.model)}
             return [p for p in self.model.parameters() if id(p) not in unread]
         sides = [getattr(block.attn, slot) for block in self.model.blocks for slot in "qk"]
-        inner = [side.original_component for side in sides]
-        return [p for part in inner for p in (part.weight, part.bias) if p is not None]
+        return [p for side in sides for p in side.original_component.parameters()]
 
 
 def _cached(layer: int, kwargs: dict[str, Any]) -> int:

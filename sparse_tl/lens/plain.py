@@ -2,7 +2,8 @@
 
 A bridge cannot: its copies depend on the original, and its parameter names mix those of the wrapped
 model with TransformerLens's. Where it has split a joint projection (GPT-2's q, k and v), passes
-read the parts, and the joint weights keep their initial values.
+read the parts, and the joint weights keep their initial values. Low-rank adapters are merged into
+the weights of the plain model.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedModel
 
 from sparse_tl.lens.fidelity import check_same, few_logits, is_known
+from sparse_tl.lens.lora import BASE, effective, lora_layers
 from sparse_tl.lens.points import Model
 
 _JOINT = ("c_attn", "query_key_value", "qkv_proj", "gate_up_proj")
@@ -27,7 +29,7 @@ _unset: WeakKeyDictionary[TransformerBridge, bool] = WeakKeyDictionary()
 
 
 def plain_model(model: TransformerBridge) -> Any:
-    """A hook-free `transformers` model that shares all weights except joint projections.
+    """A hook-free `transformers` model that shares all weights except joint and adapted ones.
 
     Raises:
         ValueError: the bridge wraps something else than a `transformers` model, a projection was
@@ -48,9 +50,11 @@ def _assembled(model: TransformerBridge) -> Any:
     joined = {split.joint: split.joined() for split in _splits(model)}
     wrapped: Any = model.original_model
     tensors: dict[str, Tensor] = {}
+    adapted = {layer.base_layer: layer for layer in lora_layers(wrapped)}
     for name, module in wrapped.named_modules(remove_duplicate=False):
-        own = {**module._parameters, **module._buffers, **joined.get(module, {})}
-        path = [part for part in name.split(".") if part not in ("", _WRAPPED)]
+        whole = effective(adapted[module]) if module in adapted else module
+        own = {**whole._parameters, **whole._buffers, **joined.get(module, {})}
+        path = [part for part in name.split(".") if part not in ("", _WRAPPED, BASE)]
         for kind, tensor in own.items():
             if tensor is not None:
                 tensors[".".join([*path, kind])] = tensor.detach()
@@ -144,7 +148,7 @@ class _Split:
                 tensor.data = kept
             flat = kept.new_empty(kept.numel())
             for index, part in zip(where, self.parts, strict=True):
-                flat[index.flatten()] = getattr(part, kind).detach().flatten()
+                flat[index.flatten()] = getattr(effective(part), kind).detach().flatten()
             found[kind] = flat.view(kept.shape)
         return found
 

@@ -18,7 +18,15 @@ from sparse_tl.data import ShuffledStream, TextStream, read_documents, token_win
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.files import read_json, write_csv, write_json
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import adapt, check_gates, check_raw, checkpointed_activations, load_model
+from sparse_tl.lens import (
+    adapt,
+    add_lora,
+    check_gates,
+    check_lora,
+    check_raw,
+    checkpointed_activations,
+    load_model,
+)
 from sparse_tl.runs.folder import RunFolder, SparseRun
 from sparse_tl.training import evaluate_held_out, post_train
 
@@ -44,6 +52,7 @@ def run_post_training(
     steps: int = 2000,
     learning_rate: float = 7e-4,
     trained: str = "all",
+    lora: int = 0,
     head_cost: float = 0.0,
     mlps: bool = False,
     initial_bias: float = 4.0,
@@ -72,6 +81,8 @@ def run_post_training(
         steps: number of post-training steps.
         learning_rate: peak learning rate.
         trained: weights to train besides the gates: "all", "qk", or "gates" for none.
+        lora: rank of low-rank adapters, which are then trained in place of these weights; 0 for
+            none.
         head_cost: cost of a head in use, in attention edges; as in `post_train`.
         mlps: whether to gate MLPs too; as in `SparseTransformer`.
         initial_bias: initial bias of the gates.
@@ -98,6 +109,7 @@ def run_post_training(
         "steps": steps,
         "learning_rate": learning_rate,
         "trained": trained,
+        "lora": lora,
         "head_cost": head_cost,
         "mlps": mlps,
         "initial_bias": initial_bias,
@@ -115,11 +127,15 @@ def run_post_training(
             f"{batch_size} windows in {accumulate} micro-batches leave {least}. Give a larger "
             "--batch-size, fewer --accumulate, or fewer ranks."
         )
+    if lora:
+        check_lora(lora)
     folder = RunFolder(out, settings, restart=restart)
     if not folder.finished("metrics.json"):
         dense_model = load_model(model, device=device)
         check_gates(adapt(dense_model))
         check_raw(dense_model)
+        if lora:
+            add_lora(dense_model, lora)
         if window > adapt(dense_model).n_ctx:
             raise ValueError(
                 f"expected a window of at most {adapt(dense_model).n_ctx} tokens, the model's "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from sparse_tl.lens import HookedModel, adapt, read_parameters
+from sparse_tl.lens import HookedModel, adapt, lora_parameters, read_parameters
 
 Metrics = dict[str, float]
 
@@ -97,30 +97,36 @@ class Selection:
 def choose_trained(model: HookedModel, rates: Mapping[str, float]) -> dict[str, float]:
     """Resolve names and patterns to parameter names, each with the rate of its first match.
 
+    Of a model with low-rank adapters, only these and the gates are to be had.
+
     Args:
         model: model that owns the parameters.
-        rates: learning-rate multiples by ``"gates"`` (on attention edges and MLPs), ``"qk"``,
-            ``"all"``, or a pattern of parameter names.
+        rates: learning-rate multiples by ``"gates"`` (on attention edges and MLPs), ``"lora"``
+            (adapters), ``"qk"``, ``"all"``, or a pattern of parameter names.
 
     Raises:
         ValueError: a name or pattern matches no parameter.
     """
-    parameters = read_parameters(model)
-    names = {id(parameter): name for name, parameter in parameters.items()}
+    names = {id(parameter): name for name, parameter in read_parameters(model).items()}
     gates = [name for name in names.values() if name.startswith(("gates.", "mlp_gates."))]
+    lora = [names[id(p)] for p in lora_parameters(model)]
+    if lora:
+        names = {key: name for key, name in names.items() if name in {*gates, *lora}}
     chosen: dict[str, float] = {}
     for wanted, rate in rates.items():
         if wanted == "gates":
             found = gates
+        elif wanted == "lora":
+            found = lora
         elif wanted in ("qk", "all"):
-            found = [names[id(p)] for p in adapt(model).parameters(wanted)]
+            found = [names[id(p)] for p in adapt(model).parameters(wanted) if id(p) in names]
             found += gates if wanted == "all" else []
         else:
             found = [name for name in names.values() if fnmatchcase(name, wanted)]
         if not found:
             raise ValueError(
-                "expected 'gates', 'qk', 'all' or patterns of parameter names; "
-                f"{wanted!r} matches none of {list(parameters)[:8]}..."
+                "expected 'gates', 'lora', 'qk', 'all' or patterns of parameter names; "
+                f"{wanted!r} matches none of {list(names.values())[:8]}..."
             )
         for name in found:
             chosen.setdefault(name, rate)

@@ -15,8 +15,9 @@ from sparse_tl.data.batches import TokenBatch, log_probabilities, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.attention import check_edge_cost, costs_of_first
 from sparse_tl.gates.deferred_pattern import attention_by_blocks
-from sparse_tl.lens import HookedModel, Model, adapt
+from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.training.constraint import LossConstraint
+from sparse_tl.training.reference import Reference, as_dense
 
 NO_NOISE = 0.7
 """Part of the run after which the gates have no noise."""
@@ -116,7 +117,8 @@ class SparsityObjective(Objective):
 
     Args:
         sparse: the model under its gates.
-        dense: the frozen dense model, where its predictions are part of what is minimised.
+        dense: what the frozen dense model is read from, where its predictions are part of what is
+            minimised.
         room: nats by which the loss of every group may be above the dense model's in the end.
         constraint: lambda, and how it moves.
         edge_cost: of an attention edge, broadcastable to ``[layer, head, query, key]``; relative
@@ -127,7 +129,7 @@ class SparsityObjective(Objective):
     def __init__(
         self,
         sparse: SparseTransformer,
-        dense: Model | None,
+        dense: Reference | None,
         room: Float[Tensor, " group"],
         constraint: LossConstraint,
         edge_cost: Float[Tensor, "*#edge"] | None = None,
@@ -197,6 +199,7 @@ class SparsityObjective(Objective):
         if self.dense is not None:
             with (
                 torch.no_grad(),
+                as_dense(self.dense),
                 attention_by_blocks(self.dense),
                 adapt(self.dense).only_at(batch.loss_mask) as logits_at,
             ):

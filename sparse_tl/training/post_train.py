@@ -23,6 +23,7 @@ from sparse_tl.training.evaluation import HeldOut, PostTraining, evaluate_held_o
 from sparse_tl.training.loop import train
 from sparse_tl.training.memory import out_of_memory_explained
 from sparse_tl.training.objectives import SparsityObjective
+from sparse_tl.training.reference import as_dense, reference_of
 
 EVALUATIONS = 40
 """Validation evaluations of a run; the learning rate warms up until the first of them, and falls
@@ -56,7 +57,9 @@ def post_train(
     or, with gates on MLPs, the least active edges at their costs and active MLP outputs together.
 
     Args:
-        sparse: the wrapped model; its weights and gates are trained in place.
+        sparse: the wrapped model; its weights and gates are trained in place, or, where it has
+            low-rank adapters (`add_lora`), these and its gates. The dense model is then that
+            without adapters.
         stream: training batches; any positions may carry the loss.
         target_loss: nats: absolute (``0.01``), or over the frozen dense model on the same rows
             (``"+0.05"``).
@@ -64,8 +67,8 @@ def post_train(
         steps: optimizer steps.
         learning_rate: at its peak; or the rates of some parameters, all others staying as they are:
             of ``"gates"``, those on MLPs among them, of ``"qk"``, the weights of queries and keys,
-            of ``"all"``, and of patterns of parameter names, the first that a parameter matches
-            counting.
+            of ``"lora"``, the adapters, of ``"all"``, and of patterns of parameter names, the first
+            that a parameter matches counting.
         edge_cost: what an open attention edge counts, broadcastable to
             ``[layer, head, query, key]``; 1 everywhere when left out. An open MLP output counts 1:
             this is the cost of an attention edge relative to that. What is reported of attention
@@ -108,8 +111,9 @@ def post_train(
         seed=seed,
         evaluate_every=every,
     )
-    reference = sparse.dense_copy()
-    dense = evaluate_held_out(reference, validation)
+    reference = reference_of(sparse, trained)
+    with as_dense(reference):
+        dense = evaluate_held_out(reference, validation)
     n_groups = max(dense.group_losses) + 1
     missing = set(range(n_groups)) - set(dense.group_losses)
     if missing:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from command_line import Outcome, no_training, run_command
+from tiny import HAS_HOOKED
 
 from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import lora_parameters
 from sparse_tl.runs import text
 from sparse_tl.training import HeldOut
 
@@ -85,6 +87,20 @@ def test_activations_that_are_computed_twice(
         histories.append(history.drop(columns="seconds"))
     assert len(entered) == 1
     pd.testing.assert_frame_equal(*histories)
+
+
+@pytest.mark.skipif(HAS_HOOKED, reason="the model is a HookedTransformer there, without adapters")
+def test_low_rank_adapters_are_merged_in_what_is_written(
+    tmp_path: Path, tiny: Path, story: Path
+) -> None:
+    pytest.importorskip("peft", reason="low-rank adapters need peft: sparse_tl[lora]")
+    outcome = _text_run(tiny, story, tmp_path / "out", "--lora", "2")
+    assert (outcome.code, outcome.err) == (0, "")
+    sparse = SparseTransformer.from_pretrained(tmp_path / "out" / "sparse", device="cpu")
+    assert not lora_parameters(sparse)
+    changed = _text_run(tiny, story, tmp_path / "out", "--lora", "3")
+    assert changed.code == 1
+    assert "lora" in changed.err
 
 
 @pytest.mark.parametrize(

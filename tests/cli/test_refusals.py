@@ -74,6 +74,13 @@ REFUSED = {
         ],
         "expected trained to be one of .*'some'",
     ),
+    "lora": (
+        [
+            *("post-train", "--model", "MODEL", "--text", "STORY", "--target-loss", "+1"),
+            *("--window", "8", "--steps", "1", "--lora", "-1"),
+        ],
+        "rank of adapters to be a whole number from 1; got -1",
+    ),
 }
 
 

@@ -90,7 +90,7 @@ def test_a_target_below_the_dense_loss_of_one_group(build_echo: Build, echo_rows
             ({"learning_rate": rate}, "expected learning rates above 0; got")
             for rate in (0.0, -1e-3, math.nan, math.inf, {}, {"gates": 1e-2, "qk": 0.0})
         ),
-        ({"learning_rate": {"qkv": 1e-2}}, "expected 'gates', 'qk', 'all' .*'qkv' matches none"),
+        ({"learning_rate": {"qkv": 1e-2}}, "expected 'gates', 'lora', .*'qkv' matches none"),
         ({"learning_rate": {"*.W_Z": 1e-2}}, r"'\*\.W_Z' matches none of"),
         *(
             ({"edge_cost": torch.ones(shape)}, r"broadcastable to .*, here \[2, 2, query, key\]")

@@ -1,0 +1,224 @@
+"""Low-rank adapters (LoRA) on the projections of a bridge, by `peft`.
+
+A projection ``W x`` that is frozen becomes ``W x + 2 B A x``, with a trained A ``[rank, in]`` and B
+``[out, rank]``. B starts at 0, so that adapters change nothing at first. They sit on what the
+bridge calls, and not on the model of transformers before it is wrapped: a bridge splits joint
+projections (GPT-2's q, k and v), and an adapter on the joint one would never be read.
+
+Reference: arXiv 2106.09685.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+from transformers.pytorch_utils import Conv1D
+
+from sparse_tl.lens.attaching import others_off
+from sparse_tl.lens.points import HookedModel, Model
+
+SCALE = 2
+"""What ``B A`` is multiplied by."""
+BASE = "base_layer"
+"""The name of the projection inside one with an adapter."""
+_NAME = "default"
+_INSTALL = "pip install 'sparse_tl[lora]'"
+
+
+def add_lora(model: Model, rank: int = 16) -> TransformerBridge:
+    """Put a low-rank adapter on every projection of attention and MLPs, in place.
+
+    All other weights are frozen: `post_train` then trains adapters and gates alone. Adapters change
+    nothing at first, and start the same every time. `save_model` and copies of the model hold
+    merged weights; the model itself keeps its adapters until `merge_lora`. For a base in half
+    precision, adapters are float32.
+
+    Args:
+        model: TransformerBridge, raw as `load_model` gives it.
+        rank: rank of every adapter.
+
+    Returns:
+        The model.
+
+    Raises:
+        ImportError: `peft` is not installed.
+        ValueError: the model is no TransformerBridge, has adapters already, or calls none of its
+            projections; the rank is below 1.
+    """
+    if not isinstance(model, TransformerBridge):
+        raise ValueError(
+            "expected a TransformerBridge, to put low-rank adapters on the modules inside; got a "
+            f"{type(model).__name__}. load_model makes one from a name or a Hugging Face folder"
+        )
+    check_lora(rank)
+    if has_adapters(model):
+        raise ValueError(
+            f"expected a model without adapters; {model.cfg.model_name!r} has some already. Train "
+            "those, or make them part of its weights first: merge_lora(model)"
+        )
+    from peft import LoraConfig, inject_adapter_in_model
+
+    components = _projections(model)
+    model.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)  # and no GPU's
+        for transposed in (False, True):
+            holder = nn.ModuleDict(
+                {
+                    str(number): component.original_component
+                    for number, component in enumerate(components)
+                    if isinstance(component.original_component, Conv1D) == transposed
+                }
+            )
+            if not holder:
+                continue
+            config = LoraConfig(
+                r=rank,
+                lora_alpha=SCALE * rank,
+                target_modules=list(holder),
+                fan_in_fan_out=transposed,
+            )
+            inject_adapter_in_model(config, holder, _NAME)
+            for number, layer in holder.items():
+                components[int(number)].set_original_component(layer)
+    for parameter in lora_parameters(model):
+        if parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.float()  # small updates would be lost to rounding
+    return model
+
+
+def check_lora(rank: int) -> None:
+    """Check that adapters of this rank can be made.
+
+    Raises:
+        ImportError: `peft` is not installed.
+        ValueError: the rank is below 1.
+    """
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ValueError(f"expected the rank of adapters to be a whole number from 1; got {rank!r}")
+    if find_spec("peft") is None:
+        raise ImportError(f"expected peft, which makes low-rank adapters: {_INSTALL}")
+
+
+@torch.no_grad()
+def merge_lora(model: Model) -> Model:
+    """Add low-rank adapters to the weights that they sit on, and remove them, in place.
+
+    Does nothing to a model without adapters.
+    """
+    if not isinstance(model, TransformerBridge) or not lora_layers(model):
+        return model
+    for component in _components(model):
+        layer: Any = component.original_component
+        if is_lora(layer):
+            layer.base_layer.weight.copy_(effective(layer).weight)
+            component.set_original_component(layer.base_layer)
+    return model.requires_grad_(True)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether a model has adapters of `peft`, of any kind."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    return tuners is not None and any(isinstance(m, tuners.BaseTunerLayer) for m in model.modules())
+
+
+def lora_layers(model: nn.Module | HookedModel) -> list[Any]:
+    """The projections with an adapter in a model."""
+    assert isinstance(model, nn.Module)
+    return [module for module in model.modules() if is_lora(module)]
+
+
+def lora_parameters(model: nn.Module | HookedModel) -> list[nn.Parameter]:
+    """The parameters of low-rank adapters in a model."""
+    return [
+        parameter
+        for layer in lora_layers(model)
+        for name, parameter in layer.named_parameters()
+        if not name.startswith(f"{BASE}.")
+    ]
+
+
+@contextmanager
+def lora_off(model: nn.Module) -> Iterator[None]:
+    """Inside the block, the model computes as if it had no low-rank adapters."""
+    flags = [(parameter, parameter.requires_grad) for parameter in lora_parameters(model)]
+    layers = lora_layers(model)
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for parameter, flag in flags:  # peft sets them all
+            parameter.requires_grad_(flag)
+
+
+def is_lora(module: nn.Module | None) -> bool:
+    """Whether a module is a projection with an adapter."""
+    layers = sys.modules.get("peft.tuners.lora.layer")  # without peft there are no adapters
+    return layers is not None and isinstance(module, layers.Linear)
+
+
+def effective(module: Any) -> nn.Module:
+    """For a projection with an adapter, a plain one that computes the same; else the module."""
+    if not is_lora(module):
+        return module
+    if module.disable_adapters:
+        return module.base_layer
+    plain, weight = copy.copy(module.base_layer), module.base_layer.weight
+    whole = (weight + module.get_delta_weight(_NAME)).to(weight.dtype)
+    plain.__dict__["_parameters"] = {**plain._parameters, "weight": whole}
+    return plain
+
+
+@contextmanager
+def effective_weight(component: Any) -> Iterator[None]:
+    """Inside the block, the weight that is read from a bridge's component includes its adapter."""
+    inner = component.original_component
+    component.set_original_component(effective(inner))
+    try:
+        yield
+    finally:
+        component.set_original_component(inner)
+
+
+def _components(model: TransformerBridge) -> list[Any]:
+    return [m for m in model.blocks.modules() if isinstance(m, GeneralizedComponent)]
+
+
+@torch.no_grad()
+def _projections(model: TransformerBridge) -> list[Any]:
+    """The components around linear maps that a pass calls, in the order of the modules."""
+    called: set[nn.Module] = set()
+    found = [
+        component
+        for component in _components(model)
+        if isinstance(component.original_component, (nn.Linear, Conv1D))
+    ]
+    handles = [
+        component.original_component.register_forward_hook(lambda module, *_: called.add(module))
+        for component in found
+    ]
+    try:
+        with others_off(model):
+            model(torch.zeros(1, 2, dtype=torch.long, device=model.embed.W_E.device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    read = [component for component in found if component.original_component in called]
+    if not read:
+        raise ValueError(
+            f"expected a model whose attention and MLPs have projections as modules, to put "
+            f"adapters on; {model.cfg.model_name!r} calls none"
+        )
+    return read

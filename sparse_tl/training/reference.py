@@ -1,0 +1,43 @@
+"""The frozen dense model that post-training compares with, without a copy where none is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model, check_raw, lora_off, lora_parameters, read_parameters
+
+Reference = Model | SparseTransformer
+"""A dense model, or a sparse one that `as_dense` makes dense for the length of a block."""
+
+
+def reference_of(sparse: SparseTransformer, trained: Iterable[str]) -> Reference:
+    """What the dense model is read from while some parameters of the sparse one are trained.
+
+    Where only gates and low-rank adapters are trained, it is the sparse model itself: with gates
+    open and adapters off, it stays the dense model. Otherwise it is a copy.
+
+    Args:
+        sparse: model that is trained.
+        trained: names of the trained parameters.
+
+    Raises:
+        ValueError: the weights were processed, so that the model cannot be copied or saved.
+    """
+    own = {id(p) for p in sparse.model.parameters()} - {id(p) for p in lora_parameters(sparse)}
+    parameters = read_parameters(sparse)
+    if any(id(parameters[name]) in own for name in trained):
+        return sparse.dense_copy()
+    check_raw(sparse.model)
+    return sparse
+
+
+@contextmanager
+def as_dense(reference: Reference) -> Iterator[None]:
+    """Inside the block, a reference computes as the dense model."""
+    if not isinstance(reference, SparseTransformer):
+        yield
+        return
+    with reference.opened(), lora_off(reference):
+        yield

@@ -1,0 +1,210 @@
+"""Post-training of low-rank adapters: only they and the gates move, and nothing is copied."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import VOCABULARY, plain_transformer
+from torch import Tensor
+
+from sparse_tl.data import ShuffledStream, TokenBatch
+from sparse_tl.files import read_tensors
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import adapt, add_lora, boot, lora_parameters, read_parameters
+from sparse_tl.training import PostTraining, evaluate_held_out, post_train
+from sparse_tl.training.reference import as_dense, reference_of
+
+pytest.importorskip("peft", reason="low-rank adapters need peft: sparse_tl[lora]")
+
+# The package has a function of the module's name.
+module = sys.modules[post_train.__module__]
+LORA = {"gates": 1e-1, "lora": 1e-2}
+
+
+def rows(n: int = 32, seed: int = 0) -> TokenBatch:
+    generator = torch.Generator().manual_seed(seed)
+    return TokenBatch.next_token(torch.randint(VOCABULARY, (n, 8), generator=generator))
+
+
+def adapted(name: str = "llama", **settings: Any) -> SparseTransformer:
+    model = add_lora(boot(plain_transformer(name)), 4)
+    return SparseTransformer(model, initial_bias=2.0, **settings)
+
+
+def weights(model: Any) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in read_parameters(model).items()}
+
+
+def trained(sparse: SparseTransformer, **settings: Any) -> PostTraining:
+    defaults: dict[str, Any] = {
+        "target_loss": "+0.5",
+        "steps": 6,
+        "learning_rate": LORA,
+        "progress": False,
+        "stream": ShuffledStream(rows(), 16),
+        "validation": rows(seed=1),
+    }
+    settings = {**defaults, **settings}
+    return post_train(sparse, settings.pop("stream"), **settings)
+
+
+@pytest.fixture
+def last_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was measured, so that the weights that are left are trained ones."""
+    selection = module.Selection
+    monkeypatch.setattr(module, "Selection", lambda evaluate, _: selection(evaluate, _always))
+
+
+def _always(new: Any, old: Any) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("rates", [1e-2, LORA], ids=["all", "by name"])
+def test_only_adapters_and_gates_move(name: str, rates: Any, last_is_kept: None) -> None:
+    sparse = adapted(name)
+    before = weights(sparse)
+    flags = [p.requires_grad for p in sparse.parameters()]
+    trained(sparse, learning_rate=rates)
+    moved = {key for key, now in weights(sparse).items() if not torch.equal(now, before[key])}
+    assert moved == {key for key in before if "lora_" in key} | {"gates.bias"}
+    assert [p.requires_grad for p in sparse.parameters()] == flags
+
+
+def test_of_queries_and_keys_alone(last_is_kept: None) -> None:
+    sparse = adapted()
+    before = weights(sparse)
+    trained(sparse, learning_rate={"qk": 1e-2})
+    moved = {key for key, now in weights(sparse).items() if not torch.equal(now, before[key])}
+    assert len(moved) == 3 * 2 * 2
+    assert all("lora_" in key and ("q_proj" in key or "k_proj" in key) for key in moved)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_the_dense_model_is_the_same_one_bit_for_bit(name: str, last_is_kept: None) -> None:
+    sparse, tokens = adapted(name, mlps=True), rows(seed=2).tokens
+    copied = sparse.dense_copy()
+    expected = copied(tokens)
+    outcome = trained(sparse)
+    assert reference_of(sparse, [name for name in weights(sparse) if "lora_" in name]) is sparse
+    with torch.no_grad(), as_dense(sparse):
+        assert torch.equal(sparse(tokens), expected)
+    assert not torch.equal(sparse(tokens), expected)
+    measured = evaluate_held_out(copied, rows(seed=1))
+    assert outcome.dense.loss == measured.loss
+    assert outcome.dense.active_attention_edges == measured.possible_attention_edges
+
+
+def test_a_run_without_a_copy_is_the_run_with_one(
+    last_is_kept: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, beside = adapted(), adapted()
+    found = trained(alone)
+    monkeypatch.setattr(module, "reference_of", lambda sparse, names: sparse.dense_copy())
+    expected = trained(beside)
+    for column in ("loss", "size", "validation_loss", "lambda"):
+        assert found.history[column].notna().any()
+        assert found.history[column].equals(expected.history[column])
+    theirs = weights(beside)
+    assert all(torch.equal(now, theirs[key]) for key, now in weights(alone).items())
+
+
+def test_what_is_copied_and_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[SparseTransformer] = []
+    copy = SparseTransformer.dense_copy
+
+    def noted(self: SparseTransformer) -> Any:
+        copies.append(self)
+        return copy(self)
+
+    monkeypatch.setattr(SparseTransformer, "dense_copy", noted)
+    trained(adapted(), steps=1)
+    sparse = SparseTransformer(boot(plain_transformer("llama")), initial_bias=2.0)
+    trained(sparse, steps=1, learning_rate={"gates": 1e-2})
+    assert not copies
+    trained(sparse, steps=1, learning_rate={"qk": 1e-2})
+    assert copies == [sparse]
+
+
+def test_it_learns(last_is_kept: None) -> None:
+    """On the rows that it is trained on, of gates that stay open."""
+    sparse = adapted()
+    before = evaluate_held_out(sparse, rows()).loss
+    trained(sparse, steps=40, learning_rate={"lora": 1e-2}, target_loss="+0.01")
+    assert evaluate_held_out(sparse, rows()).loss < before - 0.5
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_what_is_saved_has_them_in_its_weights(
+    name: str, last_is_kept: None, tmp_path: Path
+) -> None:
+    sparse, tokens = adapted(name), rows(seed=2).tokens
+    trained(sparse)
+    found = sparse(tokens)
+    loaded = SparseTransformer.from_pretrained(sparse.save_pretrained(tmp_path / "sparse"))
+    assert not lora_parameters(loaded)
+    assert torch.allclose(loaded(tokens), found, rtol=1e-4, atol=1e-4)
+    assert torch.equal(loaded.gates.bias, sparse.gates.bias)
+    assert torch.equal(sparse(tokens), found)
+
+
+class Stopped(Exception):
+    """In place of a crash."""
+
+
+class Stops(ShuffledStream):
+    """A stream that fails at a step."""
+
+    def batch(self, step: int) -> TokenBatch:
+        if step == 4:
+            raise Stopped
+        return super().batch(step)
+
+
+def test_a_stopped_run_goes_on_exactly(
+    last_is_kept: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = module.TrainingConfig
+    monkeypatch.setattr(module, "TrainingConfig", lambda **kw: config(checkpoint_every=2, **kw))
+    whole, stopped, resumed = adapted(), adapted(), adapted()
+    trained(whole)
+    with pytest.raises(Stopped):
+        trained(stopped, stream=Stops(rows(), 16), checkpoint=tmp_path / "c")
+    held = read_tensors(tmp_path / "c" / "tensors.safetensors")
+    names = {key.partition("/")[2] for key in held if key.startswith(("weights/", "best/"))}
+    assert names == {key for key in weights(whole) if "lora_" in key} | {"gates.bias"}
+    torch.manual_seed(1)  # no number may come from the global generator
+    trained(resumed, checkpoint=tmp_path / "c")
+    expected = weights(whole)
+    assert all(torch.equal(now, expected[key]) for key, now in weights(resumed).items())
+
+
+@pytest.mark.parametrize(
+    ("build", "wanted"),
+    [
+        (adapted, "*o_proj*base_layer.weight"),
+        (adapted, "*embed*"),
+        (lambda: SparseTransformer(boot(plain_transformer("llama"))), "lora"),
+    ],
+)
+def test_rates_of_what_is_not_trained_with_adapters(build: Any, wanted: str) -> None:
+    with pytest.raises(ValueError, match="'gates', 'lora', 'qk', 'all' or patterns .*matches none"):
+        trained(build(), learning_rate={wanted: 1e-2})
+
+
+def test_processed_weights_are_refused_before_training() -> None:
+    model: Any = boot(plain_transformer("gpt2"))
+    model.enable_compatibility_mode(disable_warnings=True)
+    with pytest.raises(ValueError, match="expected raw weights"):
+        trained(SparseTransformer(model), learning_rate={"gates": 1e-2})
+
+
+def test_adapters_in_a_circuit_graph_after_training(last_is_kept: None) -> None:
+    """Checked in numbers with what was learnt, not with the start."""
+    sparse = adapted()
+    trained(sparse)
+    assert adapt(sparse).graph.n_layers == 3
