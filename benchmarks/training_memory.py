@@ -92,7 +92,7 @@ def measured(window: int, checkpointed: bool) -> tuple[float, float]:
     optimizer.zero_grad(set_to_none=True)
     memory = training_memory(sparse, window)
     expected = memory.least_peak if checkpointed else memory.peak
-    return found, (expected - memory.weights) / 1e6
+    return found, (expected - memory.dense) / 1e6
 
 
 def main() -> None:

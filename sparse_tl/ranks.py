@@ -279,6 +279,8 @@ def _together() -> Iterator[None]:
     """What ranks do together; fails if one of them is gone."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise LostRankError(

@@ -142,5 +142,5 @@ def test_memory_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_peak_is_in_the_forward_pass_or_in_the_optimizer() -> None:
-    memory = TrainingMemory(window=8, weights=10, activations=30, checkpointed=5, logits=2)
+    memory = TrainingMemory(8, 10, 10, 10, activations=30, checkpointed=5, logits=2)
     assert (memory.peak, memory.least_peak) == (10 + 62, 10 + 50)

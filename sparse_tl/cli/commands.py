@@ -98,8 +98,8 @@ def addition(
     ),
     (
         "in less memory",
-        "--model gpt2 --text story.txt --target-loss +0.05 --lora 16\n"
-        "--accumulate 4 --precision bf16",
+        "--model gpt2 --text story.txt --target-loss +0.05\n"
+        "--lora 16 --accumulate 4 --precision bf16",
     ),
 )
 def post_train(

@@ -103,10 +103,6 @@ class AttentionGates(PassGates):
             f"bias {self.bias.min().item():.2f} to {self.bias.max().item():.2f}"
         )
 
-    def by_blocks(self) -> bool:
-        """Whether a pass as set needs no pattern as a whole."""
-        return self.settings.mode is not GateMode.OPEN and not self.settings.keep_gates
-
     def _gate_pattern(
         self, layer: int, pattern: Float[Tensor, "prompt head query key"]
     ) -> Float[Tensor, "prompt head query key"] | None:
@@ -115,7 +111,7 @@ class AttentionGates(PassGates):
         if now.idle:
             return None
         cost, real = self._cost(layer, now, scores), _real_queries(now, scores)
-        if not (isinstance(scores, Deferred) and isinstance(pattern, Deferred)):
+        if now.keep_gates or not isinstance(scores, Deferred) or not isinstance(pattern, Deferred):
             scores, pattern = explicit(scores), explicit(pattern)
             gated, counted = self._gate(now, scores, pattern, self.bias[layer], cost, real)
             if now.counts is not None:

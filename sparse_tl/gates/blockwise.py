@@ -21,10 +21,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.gates.passes import Counted
+from sparse_tl.gates.straight_through import EDGES_AT_ONCE
 from sparse_tl.lens import Block, Expression
 
-EDGES_AT_ONCE = 2**20
-"""Number of query-key pairs whose values are held at one time."""
 QUERIES_AT_ONCE = 128
 """Queries per block; with fewer, more masked keys are left out, in more and smaller products."""
 
@@ -135,7 +134,10 @@ class _Attend(torch.autograd.Function):
         by_count = dict(zip(ctx.names, by_counts, strict=True))
         views = [_queries, _columns, _keys, _heads, *[_leaf] * len(ctx.leaves)]
         sums = [
-            torch.zeros_like(values) if need else None
+            # In half precision, sums over many blocks would be rounded many times.
+            torch.zeros_like(values, dtype=torch.promote_types(values.dtype, torch.float32))
+            if need
+            else None
             for values, need in zip(tensors, needed, strict=True)
         ]
         for block, generator in ctx.attention.blocks():
@@ -165,7 +167,11 @@ class _Attend(torch.autograd.Function):
             for i, part in [*zip(wanted, found, strict=True), (2, by_v)]:
                 if part is not None:
                     views[i](sums[i], block).add_(part)
-        return None, None, *sums
+        found = [
+            None if total is None else total.to(values.dtype)
+            for total, values in zip(sums, tensors, strict=True)
+        ]
+        return None, None, *found
 
 
 def _queries(values: Tensor, block: Block) -> Tensor:

@@ -101,7 +101,7 @@ def attention_by_blocks(model: HookedModel) -> Iterator[None]:
         hooks.append((score, Order.LAST, partial(scores.__setitem__, layer)))
         hooks.append((pattern, Order.FIRST, partial(use, layer)))
     attached = AttachedHooks(adapter, hooks)
-    deferred = DeferredScores(adapter, attached, lambda: True)
+    deferred = DeferredScores(adapter, attached)
     try:
         yield
     finally:

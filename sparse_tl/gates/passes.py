@@ -37,6 +37,8 @@ class GateSettings:
         pressure: extra gradient of the expected count for confidently open gates; see `press`.
         edge_cost: cost per attention edge for `AttentionEdgeCounts.cost`; 1 by default.
         real: attention mask, 0 at padding; padding is not counted.
+        by_blocks: whether long patterns are computed by blocks even if no gate does anything, up to
+            rounding.
     """
 
     mode: GateMode = GateMode.DETERMINISTIC
@@ -47,11 +49,12 @@ class GateSettings:
     pressure: float = 0.0
     edge_cost: Tensor | None = None
     real: Tensor | None = None
+    by_blocks: bool = False
 
     @property
     def idle(self) -> bool:
         """Whether a pass neither closes nor counts any gate."""
-        return self.mode is GateMode.OPEN and self.counts is None
+        return self.mode is GateMode.OPEN and self.counts is None and not self.by_blocks
 
 
 @dataclass(frozen=True, eq=False)

@@ -151,7 +151,7 @@ class SparseTransformer(nn.Module):
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Inside the block, all gates are open: the wrapped model, bit for bit."""
+        """Inside the block, all gates are open: the wrapped model, bit for bit if not counted."""
         with self._using(mode=GateMode.OPEN):
             yield
 
@@ -283,7 +283,7 @@ class SparseTransformer(nn.Module):
         adapter = adapt(self.model)
         hooks = [hook for gates in self._all_gates() for hook in gates.hooks(adapter)]
         self._hooks_on = AttachedHooks(adapter, hooks)
-        self._deferred = DeferredScores(adapter, self._hooks_on, self.gates.by_blocks)
+        self._deferred = DeferredScores(adapter, self._hooks_on)
         adapter.core._sparse_tl_wrapped = True  # type: ignore[assignment]
 
     @contextmanager

@@ -52,7 +52,8 @@ class Deferred(Tensor):
         """A tensor for an expression."""
         q, k = expression.product.args
         dtype = expression.on(ENTRY).dtype  # whatever casts the functions make
-        differentiable = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+        inputs = [q, k, *expression.leaves]
+        differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
         made = Tensor._make_wrapper_subclass(
             cls,
             (*q.shape[:3], k.shape[-1]),
@@ -154,7 +155,6 @@ def _recorded(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Defe
     def record(value: Any) -> Any:
         return value.expression if isinstance(value, Deferred) else value
 
-    # A `to` that names another tensor is a cast to its dtype; here it would keep that tensor.
     named = {name: record(value) for name, value in kwargs.items()}
     return Deferred.of(Expression(func, [record(value) for value in args], named))
 
@@ -192,15 +192,14 @@ class DeferredScores:
     Args:
         adapter: adapter of the model.
         hooks: hooks that work on deferred tensors.
-        wanted: whether to defer in a pass.
     """
 
-    def __init__(self, adapter: Adapter, hooks: AttachedHooks, wanted: Callable[[], bool]) -> None:
+    def __init__(self, adapter: Adapter, hooks: AttachedHooks) -> None:
         self._removed: list[Callable[[], None]] = []
         for layer, block in enumerate(adapter.model.blocks):
             names = ("hook_attn_scores", "hook_pattern")
             points = [hook_point(adapter.model, f"blocks.{layer}.attn.{name}") for name in names]
-            self._replace(block.attn, points, adapter.n_heads, hooks, wanted)
+            self._replace(block.attn, points, adapter.n_heads, hooks)
 
     def _replace(
         self,
@@ -208,14 +207,13 @@ class DeferredScores:
         points: list[HookPoint],
         n_heads: int,
         hooks: AttachedHooks,
-        wanted: Callable[[], bool],
     ) -> None:
         forward, before = attention.forward, attention.__dict__.get("forward")
 
         @wraps(forward)
         def deferred(*args: Any, **kwargs: Any) -> Any:
             seen = any(hooked(point, hooks.ids) for point in points)
-            if seen or not wanted() or _n_tokens(args, kwargs) < LONG:
+            if seen or _n_tokens(args, kwargs) < LONG:
                 return forward(*args, **kwargs)
             with _Deferring(n_heads):
                 return forward(*args, **kwargs)

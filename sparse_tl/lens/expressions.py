@@ -112,5 +112,6 @@ class Expression:
         none = like.new_zeros(()).expand(*like.shape[:3], k.shape[-1])
         leaves = {id(leaf): block.of(leaf) for leaf in self.leaves}
         masks = self.value(leaves, {id(self.product): none})
-        seen = (masks > MASKED).flatten(0, -2).any(dim=0).nonzero()
+        lowest = max(MASKED, torch.finfo(masks.dtype).min)
+        seen = (masks > lowest).flatten(0, -2).any(dim=0).nonzero()
         return slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, k.shape[-1])

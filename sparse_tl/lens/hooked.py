@@ -100,7 +100,17 @@ class HookedAdapter(Adapter):
 
     def copy(self) -> HookedTransformer:
         """A copy of the model that shares no parameter with it."""
-        return copy.deepcopy(self.model)
+        # A `forward` that stands in for a module's own would still call that of the original.
+        replaced = {
+            module: module.__dict__.pop("forward")
+            for module in self.model.modules()
+            if "forward" in module.__dict__
+        }
+        try:
+            return copy.deepcopy(self.model)
+        finally:
+            for module, forward in replaced.items():
+                module.__dict__["forward"] = forward
 
     def parameters(self, group: Literal["qk", "all"]) -> list[nn.Parameter]:
         """The parameters of queries and keys, or all parameters."""

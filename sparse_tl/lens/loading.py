@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparse_tl import ranks
 from sparse_tl.files import read_json, write_json
 from sparse_tl.lens.architecture import CONFIG_FILE, dtype_named
 from sparse_tl.lens.booting import boot
@@ -126,8 +127,11 @@ def _no_model(folder: Path) -> ValueError:
 def save_model(model: Model, folder: str | Path) -> None:
     """Write configuration, weights and tokenizer to an existing folder.
 
-    A bridge is saved as a Hugging Face folder, which transformers can read too.
+    A bridge is saved as a Hugging Face folder, which transformers can read too. Of several ranks,
+    the first writes.
     """
+    if not ranks.is_first():
+        return
     folder = Path(folder)
     if isinstance(model, HookedTransformer):
         save_hooked(model, folder)

@@ -113,8 +113,16 @@ def check_lora(rank: int) -> None:
 def merge_lora(model: Model) -> Model:
     """Add low-rank adapters to the weights that they sit on, and remove them, in place.
 
-    Does nothing to a model without adapters.
+    Does nothing to a model without adapters. All weights can be trained afterwards.
+
+    Raises:
+        TypeError: `model` is no model of TransformerLens, but for instance one under gates.
     """
+    if not isinstance(model, Model):
+        raise TypeError(
+            "expected a model of TransformerLens, such as the `model` of a SparseTransformer; got "
+            f"a {type(model).__name__}"
+        )
     if not isinstance(model, TransformerBridge) or not lora_layers(model):
         return model
     for component in _components(model):

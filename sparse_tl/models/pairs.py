@@ -17,7 +17,7 @@ import pandas as pd
 import platformdirs
 from filelock import FileLock, Timeout
 
-from sparse_tl import __version__
+from sparse_tl import __version__, ranks
 from sparse_tl.files import (
     atomic_folder,
     check_writable,
@@ -146,6 +146,11 @@ def build_cached(
     whole = recover_folder(folder / "dense") and recover_folder(folder / "sparse")
     if whole and _made_by(folder) == made_by:
         return folder
+    if ranks.count() > 1:
+        raise ValueError(
+            f"expected the {recipe.name} models of seed {seed} to be built before several ranks "
+            "load them: call the same function once in a process of its own"
+        )
     check_writable(folder.parent)
     # Cluster jobs share the user's cache folder: one builds, the others wait.
     lock = FileLock(folder.with_suffix(".lock"))

@@ -129,6 +129,11 @@ def run_post_training(
         )
     if lora:
         check_lora(lora)
+        if trained != "all":
+            raise ValueError(
+                "expected lora, which trains adapters in place of weights, or "
+                f"trained={trained!r}; got both"
+            )
     folder = RunFolder(out, settings, restart=restart)
     if not folder.finished("metrics.json"):
         dense_model = load_model(model, device=device)

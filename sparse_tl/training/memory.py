@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
 from rich.filesize import decimal
 from torch import Tensor
 
+from sparse_tl import ranks
 from sparse_tl.data import TokenBatch
 from sparse_tl.data.streams import TokenStream
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import HookedModel, adapt, checkpointed_activations, read_parameters
+from sparse_tl.training.config import choose_trained
 from sparse_tl.training.constraint import LossConstraint
 from sparse_tl.training.objectives import SparsityObjective
+from sparse_tl.training.reference import needs_copy
 
 PROBED = (256, 320)
 """Tokens of the prompts from which longer ones are extrapolated: from here on, gated attention
@@ -24,18 +27,18 @@ keeps as much for every further token."""
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes on the device at the peak of a step of post-training all weights.
+    """Bytes on the device at the peak of a step of post-training.
 
-    Either the forward pass is the peak, with weights, Adam's two means, activations and logits, or
-    the optimizer's step is, with gradients and as much again for its intermediate values:
+    Either the forward pass is the peak, with Adam's two means, activations and logits, or the
+    optimizer's step is, with gradients and as much again for its intermediate values:
 
-        dense model + max(3 weights + activations + logits, 5 weights)
-
-    The frozen dense model, as large as the weights, is there where the target is relative to it.
+        weights + dense + max(2 trained + activations + logits, 4 trained)
 
     Args:
         window: tokens of the step, in one prompt.
         weights: the weights.
+        trained: those of them that are trained.
+        dense: the frozen dense model, unless only gates and adapters are trained.
         activations: what the forward pass keeps for the backward pass.
         checkpointed: the same inside `checkpointed_activations`, and what one layer keeps, since
             the backward pass computes one after the other again.
@@ -44,6 +47,8 @@ class TrainingMemory:
 
     window: int
     weights: int
+    trained: int
+    dense: int
     activations: int
     checkpointed: int
     logits: int
@@ -59,19 +64,19 @@ class TrainingMemory:
         return self._peak(self.checkpointed)
 
     def _peak(self, activations: int) -> int:
-        forward = 3 * self.weights + activations + self.logits
-        return self.weights + max(forward, 5 * self.weights)
+        forward = 2 * self.trained + activations + self.logits
+        return self.weights + self.dense + max(forward, 4 * self.trained)
 
     def __str__(self) -> str:
         parts = {
             "weights": self.weights,
-            "gradients": self.weights,
-            "Adam": 2 * self.weights,
-            "the dense model": self.weights,
+            "gradients": self.trained,
+            "Adam": 2 * self.trained,
+            "the dense model": self.dense,
             f"activations of {self.window:,} tokens": self.activations,
             "logits": self.logits,
         }
-        listed = ", ".join(f"{name} {decimal(size)}" for name, size in parts.items())
+        listed = ", ".join(f"{name} {decimal(size)}" for name, size in parts.items() if size)
         return (
             f"post-training takes {decimal(self.peak)} at its peak, of {listed}; or "
             f"{decimal(self.least_peak)} with checkpointed activations, of which there are "
@@ -79,7 +84,9 @@ class TrainingMemory:
         )
 
 
-def training_memory(model: HookedModel, window: int) -> TrainingMemory:
+def training_memory(
+    model: HookedModel, window: int, trained: Iterable[str] | None = None
+) -> TrainingMemory:
     """Estimate the peak memory of a step of post-training on one prompt, in float32.
 
     Activations and logits of several prompts take as much each.
@@ -90,6 +97,8 @@ def training_memory(model: HookedModel, window: int) -> TrainingMemory:
     Args:
         model: dense or sparse model.
         window: tokens of the prompt.
+        trained: names of the trained parameters, from `choose_trained`; by default all weights, or
+            the adapters of a model that has some, and the gates.
 
     Raises:
         ValueError: the window is longer than the model's context.
@@ -97,6 +106,9 @@ def training_memory(model: HookedModel, window: int) -> TrainingMemory:
     adapter = adapt(model)
     adapter.check_tokens(torch.zeros(1, window, dtype=torch.long))
     sparse = model if isinstance(model, SparseTransformer) else SparseTransformer(adapter.model)
+    names = choose_trained(sparse, {"all": 1.0}) if trained is None else [*trained]
+    parameters = read_parameters(sparse)
+    weights = sum(weight.nbytes for weight in adapter.parameters("all"))
     try:
         kept = _at(window, lambda tokens: _kept(sparse, tokens, whole=True))
         checkpointed = _at(window, lambda tokens: _kept(sparse, tokens, whole=False))
@@ -105,7 +117,9 @@ def training_memory(model: HookedModel, window: int) -> TrainingMemory:
             sparse.unwrap()
     return TrainingMemory(
         window=window,
-        weights=sum(weight.nbytes for weight in adapter.parameters("all")),
+        weights=weights,
+        trained=sum(parameters[name].nbytes for name in names),
+        dense=weights if needs_copy(sparse, names) else 0,
         activations=kept,
         checkpointed=checkpointed + (kept - checkpointed) // adapter.n_layers,
         logits=2 * window * adapter.d_vocab_out * 4,
@@ -113,12 +127,15 @@ def training_memory(model: HookedModel, window: int) -> TrainingMemory:
 
 
 @contextmanager
-def out_of_memory_explained(sparse: SparseTransformer, stream: TokenStream) -> Iterator[None]:
+def out_of_memory_explained(
+    sparse: SparseTransformer, stream: TokenStream, trained: Iterable[str]
+) -> Iterator[None]:
     """Say where the memory of post-training goes, and what needs less, when there is not enough.
 
     Args:
         sparse: model that is trained.
         stream: its training batches.
+        trained: names of the trained parameters.
 
     Raises:
         MemoryError: the device, or the machine, ran out of memory inside the block.
@@ -130,17 +147,18 @@ def out_of_memory_explained(sparse: SparseTransformer, stream: TokenStream) -> I
             raise
         rows, window = stream.batch(0).tokens.shape
         pieces = getattr(stream, "accumulate", 1)
-        try:
-            needed = f". By an estimate for one row of {window} tokens, "
-            needed += str(training_memory(sparse, window))
-        except RuntimeError:  # out of memory again
-            needed = ""
+        needed = ""
+        # Of several ranks, the others do not take part in the estimate.
+        with suppress(RuntimeError):  # out of memory again
+            if ranks.count() == 1:
+                memory = training_memory(sparse, window, trained)
+                needed = f". By an estimate for one row of {window} tokens, {memory}"
         raise MemoryError(
             f"post-training ran out of memory on {adapt(sparse).device}, with {rows} rows of "
             f"{window} tokens in {pieces} micro-batches{needed}. Less is needed with more "
             "micro-batches (accumulate of the stream, --accumulate), checkpointed_activations "
-            "(--checkpoint-activations), shorter windows, or where fewer weights are trained "
-            f'(learning_rate={{"gates": ..., "qk": ...}}, --trained qk). ({str(error)[:200]})'
+            "(--checkpoint-activations), shorter windows, or low-rank adapters in place "
+            f"of the weights (add_lora, --lora 16). ({str(error)[:200]})"
         ) from error
 
 

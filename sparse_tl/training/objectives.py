@@ -14,10 +14,9 @@ from sparse_tl import ranks
 from sparse_tl.data.batches import TokenBatch, log_probabilities, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.attention import check_edge_cost, costs_of_first
-from sparse_tl.gates.deferred_pattern import attention_by_blocks
 from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.training.constraint import LossConstraint
-from sparse_tl.training.reference import Reference, as_dense
+from sparse_tl.training.reference import Reference, predicting
 
 NO_NOISE = 0.7
 """Part of the run after which the gates have no noise."""
@@ -199,8 +198,7 @@ class SparsityObjective(Objective):
         if self.dense is not None:
             with (
                 torch.no_grad(),
-                as_dense(self.dense),
-                attention_by_blocks(self.dense),
+                predicting(self.dense),
                 adapt(self.dense).only_at(batch.loss_mask) as logits_at,
             ):
                 output = self.dense(batch.tokens, **batch.model_kwargs)

@@ -158,7 +158,7 @@ def post_train(
         decisive = size if feasible(new) else "violation"
         return new[decisive] < old[decisive]
 
-    with out_of_memory_explained(sparse, stream):
+    with out_of_memory_explained(sparse, stream, trained):
         state = train(
             sparse,
             objective,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from sparse_tl.gates import SparseTransformer
+from sparse_tl.gates.deferred_pattern import attention_by_blocks
 from sparse_tl.lens import Model, check_raw, lora_off, lora_parameters, read_parameters
 
 Reference = Model | SparseTransformer
@@ -25,12 +26,17 @@ def reference_of(sparse: SparseTransformer, trained: Iterable[str]) -> Reference
     Raises:
         ValueError: the weights were processed, so that the model cannot be copied or saved.
     """
-    own = {id(p) for p in sparse.model.parameters()} - {id(p) for p in lora_parameters(sparse)}
-    parameters = read_parameters(sparse)
-    if any(id(parameters[name]) in own for name in trained):
+    if needs_copy(sparse, trained):
         return sparse.dense_copy()
     check_raw(sparse.model)
     return sparse
+
+
+def needs_copy(sparse: SparseTransformer, trained: Iterable[str]) -> bool:
+    """Whether weights of the model itself are among the trained parameters."""
+    own = {id(p) for p in sparse.model.parameters()} - {id(p) for p in lora_parameters(sparse)}
+    parameters = read_parameters(sparse)
+    return any(id(parameters[name]) in own for name in trained)
 
 
 @contextmanager
@@ -41,3 +47,15 @@ def as_dense(reference: Reference) -> Iterator[None]:
         return
     with reference.opened(), lora_off(reference):
         yield
+
+
+@contextmanager
+def predicting(reference: Reference) -> Iterator[None]:
+    """Inside the block, a reference computes as the dense model, long prompts by blocks."""
+    with as_dense(reference):
+        if isinstance(reference, SparseTransformer):
+            by_blocks = reference.gates.using(by_blocks=True)
+        else:
+            by_blocks = attention_by_blocks(reference)
+        with by_blocks:
+            yield

@@ -293,6 +293,48 @@ def test_a_function_that_would_lose_the_gradient_is_refused() -> None:
         Twice.apply(_deferred_scores(q, q)).sum().backward()
 
 
+def test_sums_over_blocks_are_not_rounded_to_half_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(blockwise, "QUERIES_AT_ONCE", 1)
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(3, 2, 3, 64, 8, generator=generator).bfloat16()
+    gradients = []
+    for dtype, by_blocks in (
+        (torch.float64, False),
+        (torch.bfloat16, False),
+        (torch.bfloat16, True),
+    ):
+        q, k, v = (part.to(dtype).requires_grad_() for part in drawn)
+        if by_blocks:
+            scores = _deferred_scores(q, k)
+            gate = lambda block, s, p, *_: (p, {})  # noqa: E731
+            attention = blockwise.GatedAttention(
+                scores.expression, scores.softmax(-1).expression, torch.zeros(3), gate, None
+            )
+            output = attention(v)[0]
+        else:
+            output = (q @ k.mT).softmax(-1) @ v
+        output.square().sum().backward()
+        gradients.append([part.grad.double() for part in (q, k, v) if part.grad is not None])
+    for exact, whole, blocks in zip(*gradients, strict=True):
+        assert (blocks - exact).norm() < 1.2 * (whole - exact).norm()
+
+
+def test_keys_masked_by_the_lowest_half_are_left_out() -> None:
+    q, k = torch.randn(2, 1, 3, 9, 4, dtype=torch.float16)
+    scores = _deferred_scores(q, k)
+    causal = torch.ones(9, 9, dtype=torch.bool).tril()
+    masked = scores.masked_fill(~causal, torch.finfo(torch.float16).min)
+    assert masked.expression.keys_seen(slice(2, 4)) == slice(0, 4)
+
+
+def test_a_trained_mask_gets_its_gradient() -> None:
+    q, bias = torch.randn(2, 3, 9, 4), torch.zeros(9, 9, requires_grad=True)
+    torch.cat([_deferred_scores(q, q) + bias], dim=-1).exp().sum().backward()
+    assert bias.grad is not None
+
+
 def test_values_asked_for_without_gradients_keep_theirs() -> None:
     q = torch.randn(2, 3, 9, 4, requires_grad=True)
     scores = _deferred_scores(q, q)

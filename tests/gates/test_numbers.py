@@ -134,6 +134,39 @@ def test_checkpointed_activations_have_the_same_gradients(
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("by_blocks", [False, True], ids=["whole", "by blocks"])
+@pytest.mark.parametrize("way", ["open", "kept gates"])
+def test_what_is_computed_again_does_not_depend_on_the_settings_by_then(
+    build_tiny: Build, monkeypatch: pytest.MonkeyPatch, by_blocks: bool, way: str
+) -> None:
+    if by_blocks:
+        monkeypatch.setattr(deferred, "LONG", 7)
+    found = []
+    for checkpointed in (False, True):
+        sparse = SparseTransformer(build_tiny(dtype="float64"), initial_bias=0.0)
+        once_more = checkpointed_activations(sparse) if checkpointed else nullcontext()
+        with once_more:
+            if way == "open":
+                with sparse.opened():
+                    logits = sparse(_tokens())
+            else:
+                logits = sparse.run_with_counts(_tokens(), keep_gates=True)[0]
+        logits.logsumexp(-1).sum().backward()
+        found.append(sparse.model.embed.W_E.grad)
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
+def test_a_copy_made_while_activations_are_checkpointed_is_one(build_tiny: Build) -> None:
+    sparse = SparseTransformer(build_tiny())
+    with checkpointed_activations(sparse):
+        copied = sparse.dense_copy()
+    before = copied(_tokens())
+    with torch.no_grad():
+        for parameter in sparse.model.parameters():
+            parameter.mul_(1.5)
+    assert torch.equal(copied(_tokens()), before)
+
+
 def test_a_checkpointed_pass_that_is_long_over_is_refused(build_tiny: Build) -> None:
     sparse = SparseTransformer(build_tiny(), initial_bias=0.0)
     with checkpointed_activations(sparse):

@@ -337,7 +337,7 @@ def test_edges_that_lead_nowhere_have_no_effect(name: str) -> None:
     for kept in (circuit, circuit.connected()):
         with gated(model, CircuitEdges(), kept.mask, "corrupted", reference=some.corrupted):
             found.append(model(some.clean)[:, -1])
-    assert off(found[1], found[0]) < 1e-6
+    assert off(found[1], found[0]) < 3e-6  # in float32, added up in another order
 
 
 @pytest.mark.parametrize("name", EVERY)
