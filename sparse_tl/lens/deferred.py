@@ -26,7 +26,7 @@ from sparse_tl.lens.shortcuts import hooked
 LONG = 256
 """Tokens per prompt from which scores are deferred; shorter ones are faster without."""
 
-_BYENTRY = {
+_BY_ENTRY = {
     *("mul", "multiply", "div", "divide", "true_divide", "add", "sub", "tanh", "masked_fill"),
     *("where", "isnan", "zeros_like", "to", "float", "type", "clamp", "nan_to_num"),
 }
@@ -91,7 +91,7 @@ class Deferred(Tensor):
                 args[0].expression = later.expression
                 return args[0]
             later = None
-        elif name in _BYENTRY or (name == "softmax" and _over_keys(args, kwargs)):
+        elif name in _BY_ENTRY or (name == "softmax" and _over_keys(args, kwargs)):
             later = _recorded(func, args, kwargs)
         if later is not None:
             return later
