@@ -31,7 +31,7 @@ SCALE = 2
 BASE = "base_layer"
 """The name of the projection inside one with an adapter."""
 _NAME = "default"
-_INSTALL = "pip install 'sparse_tl[lora]'"
+_INSTALL = "pip install 'peft>=0.18'"
 
 
 def add_lora(model: Model, rank: int = 16) -> TransformerBridge:
