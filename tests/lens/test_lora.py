@@ -247,6 +247,6 @@ def test_a_hooked_transformer() -> None:
 def test_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora, "find_spec", lambda name: None)
     model: Any = boot(plain_transformer("llama"))
-    with pytest.raises(ImportError, match=r"expected peft.*pip install 'sparse_tl\[lora\]'"):
+    with pytest.raises(ImportError, match=r"expected peft.*pip install 'peft>=0.18'"):
         add_lora(model)
     assert all(parameter.requires_grad for parameter in model.parameters())
