@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
@@ -16,6 +17,9 @@ from sparse_tl.lens.points import HookedModel
 
 if TYPE_CHECKING:
     from sparse_tl.lens.adapter import Adapter
+
+
+Forward = Callable[..., Any]
 
 
 class Order(Enum):
@@ -96,6 +100,27 @@ def _take_place(handle: LensHandle, order: Order, point: HookPoint, _args: objec
     """Move a hook before or after all others of its point."""
     if handle.hook.id in point._forward_hooks:
         point._forward_hooks.move_to_end(handle.hook.id, last=order is Order.LAST)  # type: ignore[attr-defined]
+
+
+def stand_in(module: nn.Module, make: Callable[[Forward], Forward]) -> Callable[[], None]:
+    """Let a function, made from a module's `forward`, run in its place until it is removed.
+
+    Args:
+        module: module that is called.
+        make: takes what the module runs now and returns what it shall run.
+
+    Returns:
+        What removes the function again.
+    """
+    before = module.__dict__.get("forward")
+
+    def remove() -> None:
+        module.__dict__.pop("forward", None)
+        if before is not None:
+            module.__dict__["forward"] = before
+
+    module.__dict__["forward"] = make(module.forward)  # bridges set attributes on what they wrap
+    return remove
 
 
 @contextmanager

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 
 from sparse_tl.lens.adapting import adapt
+from sparse_tl.lens.attaching import Forward, stand_in
 from sparse_tl.lens.points import HookedModel
 
 
@@ -29,22 +29,13 @@ def checkpointed_activations(model: HookedModel) -> Iterator[None]:
 
     Reference: Chen et al., arXiv 1604.06174; `torch.utils.checkpoint`.
     """
-    blocks: list[nn.Module] = list(adapt(model).model.blocks)
-    before = [block.__dict__.get("forward") for block in blocks]
-    try:
-        for block in blocks:
-            block.__dict__["forward"] = _run_twice(block)
+    with ExitStack() as removed:
+        for block in adapt(model).model.blocks:
+            removed.callback(stand_in(block, _run_twice))
         yield
-    finally:
-        for block, forward in zip(blocks, before, strict=True):
-            block.__dict__.pop("forward", None)
-            if forward is not None:
-                block.__dict__["forward"] = forward
 
 
-def _run_twice(block: nn.Module) -> Any:
-    forward = block.forward
-
+def _run_twice(forward: Forward) -> Forward:
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

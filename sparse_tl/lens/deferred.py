@@ -9,16 +9,16 @@ all other code the tensor computes its values when they are needed: results do n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformer_lens.hook_points import HookPoint
 
 from sparse_tl.lens.adapter import Adapter
-from sparse_tl.lens.attaching import AttachedHooks
+from sparse_tl.lens.attaching import AttachedHooks, Forward, stand_in
 from sparse_tl.lens.expressions import ENTRY, EVERYTHING, Expression
 from sparse_tl.lens.points import hook_point
 from sparse_tl.lens.shortcuts import hooked
@@ -199,38 +199,28 @@ class DeferredScores:
         for layer, block in enumerate(adapter.model.blocks):
             names = ("hook_attn_scores", "hook_pattern")
             points = [hook_point(adapter.model, f"blocks.{layer}.attn.{name}") for name in names]
-            self._replace(block.attn, points, adapter.n_heads, hooks)
-
-    def _replace(
-        self,
-        attention: nn.Module,
-        points: list[HookPoint],
-        n_heads: int,
-        hooks: AttachedHooks,
-    ) -> None:
-        forward, before = attention.forward, attention.__dict__.get("forward")
-
-        @wraps(forward)
-        def deferred(*args: Any, **kwargs: Any) -> Any:
-            seen = any(hooked(point, hooks.ids) for point in points)
-            if seen or _n_tokens(args, kwargs) < LONG:
-                return forward(*args, **kwargs)
-            with _Deferring(n_heads):
-                return forward(*args, **kwargs)
-
-        def remove() -> None:
-            attention.__dict__.pop("forward", None)
-            if before is not None:
-                attention.__dict__["forward"] = before
-
-        attention.__dict__["forward"] = deferred  # bridges set attributes on what they wrap
-        self._removed.append(remove)
+            make = partial(_deferring_long, points, adapter.n_heads, hooks)
+            self._removed.append(stand_in(block.attn, make))
 
     def remove(self) -> None:
         """Compute scores as before."""
         for remove in self._removed:
             remove()
         self._removed = []
+
+
+def _deferring_long(
+    points: Sequence[HookPoint], n_heads: int, hooks: AttachedHooks, forward: Forward
+) -> Forward:
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        seen = any(hooked(point, hooks.ids) for point in points)
+        if seen or _n_tokens(args, kwargs) < LONG:
+            return forward(*args, **kwargs)
+        with _Deferring(n_heads):
+            return forward(*args, **kwargs)
+
+    return run
 
 
 def _n_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from sparse_tl.lens.adapter import Adapter, Slot
+from sparse_tl.lens.attaching import stand_in
 from sparse_tl.lens.norms import Norm
 from sparse_tl.lens.places import After, Before, CachedColumns, Given, Place
 from sparse_tl.lens.points import HookedTransformer, hook_point
@@ -147,19 +148,12 @@ class HookedAdapter(Adapter):
             for name, norm in self.norms().items()
             if not name.endswith("_post")
         }
-        # Hooks on the module itself see the same values; hooks inside it would not fire.
-        fused = {
-            module: norm
-            for module, norm in known.items()
-            if not any(map(hooked, module.children()))
-        }
-        try:
-            for module, norm in fused.items():
-                module.forward = norm.__call__
+        with ExitStack() as removed:
+            for module, norm in known.items():
+                # Hooks on the module itself see the same values; hooks inside it would not fire.
+                if not any(map(hooked, module.children())):
+                    removed.callback(stand_in(module, lambda _, norm=norm: norm.__call__))
             yield
-        finally:
-            for module in fused:
-                module.__dict__.pop("forward", None)
 
 
 def _cached(kwargs: dict[str, Any]) -> int:
