@@ -94,6 +94,22 @@ class AttentionGraph(Result):
         n = self.n_columns
         return n * (n + 1) // 2 if self.causal else n * n
 
+    @property
+    def given(self) -> tuple[int, ...]:
+        """Columns whose token the model reads, and also predicts one column to the left."""
+        return tuple(column for column, read_at in self.targets if read_at < column < self.n_read)
+
+    def output_row(self, target: int) -> tuple[str, ...]:
+        """The text above each column where one target is shown.
+
+        It is the prediction of that target, and in other columns what the model was given, or its
+        prediction where it was given nothing.
+        """
+        column, _ = self.targets[target]
+        given = set(self.given) - {column}
+        pairs = enumerate(zip(self.input_tokens, self.output_tokens, strict=True))
+        return tuple(known if i in given else predicted for i, (known, predicted) in pairs)
+
     def edge_weights(
         self, kind: EdgeWeight = "attention", target: int = -1
     ) -> Float[Tensor, "layer head query key"]:

@@ -34,8 +34,8 @@ def trace_attention(
     """The attention edges of a prompt, and the tokens that they predict.
 
     Predictions are read one column to the left of the predicted position. They are read at the
-    position itself if it holds the tokenizer's mask token or attention is bidirectional. A causal
-    model is run up to the last column that is read.
+    position itself if it holds the tokenizer's mask token or attention is bidirectional. Edges of a
+    causal model are traced up to the last column that is read.
 
     Args:
         model: a dense model or a SparseTransformer.
@@ -43,7 +43,7 @@ def trace_attention(
         positions: columns to predict; negative ones count from the end of the prompt. By default
             every mask token, or else the token after the prompt.
         attribution: also estimate, to first order, how removing an edge changes the predicted
-            logit, ``-attention * d logit / d attention``; one backward pass per position.
+            logit, ``-attention * d logit / d attention``; positions share backward passes.
         max_effects: compute the exact change if at most this many edges are open; one run of the
             prompt per edge.
         labels: text of each column; by default the tokenizer's, or token ids if the model has no
@@ -54,23 +54,24 @@ def trace_attention(
             tokenizer; the number of labels is wrong; a position cannot be predicted.
     """
     tokens = prompt_tokens(model, prompt)
-    mask_id = None if model.tokenizer is None else model.tokenizer.mask_token_id
-    causal = adapt(model).causal
-    targets = _targets(tokens, positions, mask_id, causal)
+    texts = _labels(model, tokens, labels)
+    causal, masked = adapt(model).causal, _masked(model, tokens)
+    targets = _targets(tokens, positions, masked, causal)
     n_columns = max(len(tokens), *(column + 1 for column, _ in targets))
     n_read = max(read_at for _, read_at in targets) + 1 if causal else len(tokens)
-    read = tokens[:n_read]
-    attention, gates, mlps, logits, estimates = _run(model, read, targets, attribution)
+    # Every mask token has a prediction, whether or not its edges are asked for.
+    read_at = {column: column for column in masked} | dict(targets)
+    seen = tokens[: max(n_read, *(column + 1 for column in read_at.values()))]
+    attention, gates, mlps, logits, estimates = _run(model, seen, n_read, targets, attribution)
     effect = None
     if max_effects > 0 and int(gates.sum()) <= max_effects:
         edges = [(layer, head, query, key) for layer, head, query, key in gates.nonzero().tolist()]
-        read_at = [column for _, column in targets]
-        found = removal_effects(model, read, read_at, attention_edges=edges).logits
+        columns = [column for _, column in targets]
+        found = removal_effects(model, tokens[:n_read], columns, attention_edges=edges).logits
         effect = found.new_zeros(len(targets), *gates.shape)  # closed edges have no effect
         effect[:, gates] = found
-    predicted = {column: int(logits[read_at].argmax()) for column, read_at in targets}
-    texts = _labels(model, tokens, labels)
-    known = [i < n_read and int(tokens[i]) != mask_id for i in range(n_columns)]
+    predicted = {column: int(logits[place].argmax()) for column, place in read_at.items()}
+    known = [i < n_read and i not in masked for i in range(n_columns)]
     inputs = [texts[i] if known[i] else UNKNOWN for i in range(n_columns)]
     outputs = [
         output_text(model, predicted[i]) if i in predicted else inputs[i] for i in range(n_columns)
@@ -121,6 +122,25 @@ def output_text(model: HookedModel, output: int) -> str:
     return model.tokenizer.decode([output])
 
 
+def predicted_columns(model: HookedModel, prompt: Prompt) -> list[int]:
+    """All columns that a model predicts: mask tokens, or else the token after every other.
+
+    A bidirectional model without mask tokens has a prediction at every column.
+    """
+    tokens = prompt_tokens(model, prompt)
+    masked = _masked(model, tokens)
+    if masked:
+        return masked
+    first = int(adapt(model).causal)
+    return list(range(first, len(tokens) + first))
+
+
+def _masked(model: HookedModel, tokens: Int[Tensor, " pos"]) -> list[int]:
+    """The columns that hold the tokenizer's mask token."""
+    mask_id = None if model.tokenizer is None else model.tokenizer.mask_token_id
+    return [] if mask_id is None else (tokens == mask_id).nonzero()[:, 0].tolist()
+
+
 def _labels(model: HookedModel, tokens: Tensor, labels: Sequence[str] | None) -> Sequence[str]:
     if labels is None:
         if model.tokenizer is None:
@@ -128,17 +148,20 @@ def _labels(model: HookedModel, tokens: Tensor, labels: Sequence[str] | None) ->
         return [model.tokenizer.decode([token]) for token in tokens.tolist()]
     if len(labels) != len(tokens):
         raise ValueError(f"expected {len(tokens)} labels, one per token; got {len(labels)}")
+    for label in labels:
+        if not isinstance(label, str):
+            raise TypeError(f"expected labels that are texts; got {label!r}; write {str(label)!r}")
     return labels
 
 
 def _targets(
-    tokens: Tensor, positions: Sequence[int] | None, mask_id: int | None, causal: bool
+    tokens: Tensor, positions: Sequence[int] | None, masked: Sequence[int], causal: bool
 ) -> list[tuple[int, int]]:
     """The predicted columns, each with the column where its prediction is read."""
     n = len(tokens)
-    own = [i for i in range(n) if not causal or int(tokens[i]) == mask_id]
+    own = masked if causal else range(n)
     if positions is None:
-        positions = [i for i in own if int(tokens[i]) == mask_id]
+        positions = masked
         if not positions and not causal:
             raise ValueError(
                 "expected positions= to read, since attention is bidirectional and the prompt has "
@@ -161,10 +184,14 @@ def _targets(
 def _run(
     model: HookedModel,
     tokens: Int[Tensor, " pos"],
+    n_read: int,
     targets: Sequence[tuple[int, int]],
     attribution: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Attention, gates on edges and MLPs, logits and attributions, on the CPU."""
+    """Attention, gates on edges and MLPs, logits and attributions, on the CPU.
+
+    All but the logits are of the first `n_read` columns.
+    """
     patterns: list[Tensor] = []
     nudges: list[Tensor] = []
 
@@ -182,16 +209,27 @@ def _run(
     batch = tokens[None].to(adapter.device)
     with attached(adapter, hooks), torch.set_grad_enabled(attribution):
         logits, gates, mlps = _forward(model, batch)
-    attention = torch.cat(patterns)
+    attention = torch.cat(patterns)[..., :n_read, :n_read]
     estimates = None
     if attribution:
-        rows = []
-        for _, read_at in targets:
-            gradients = torch.autograd.grad(logits[read_at].max(), nudges, retain_graph=True)
-            rows.append(-attention * torch.cat(gradients))
-        estimates = torch.stack(rows).cpu()
-    mlps = None if mlps is None else mlps.cpu()
-    return attention.cpu(), gates.cpu(), mlps, logits.detach().cpu(), estimates
+        gradients = _gradients(logits[[read_at for _, read_at in targets]].amax(dim=-1), nudges)
+        estimates = (-attention * gradients[..., :n_read, :n_read]).cpu()
+    gates = gates[..., :n_read, :n_read].cpu()
+    mlps = None if mlps is None else mlps[:, :n_read].cpu()
+    return attention.cpu(), gates, mlps, logits.detach().cpu(), estimates
+
+
+def _gradients(
+    outputs: Float[Tensor, " target"], inputs: Sequence[Float[Tensor, "one head query key"]]
+) -> Float[Tensor, "target layer head query key"]:
+    """The derivative of every output by every input; a backward pass serves several outputs."""
+    found = []
+    for rows in torch.eye(len(outputs), dtype=outputs.dtype, device=outputs.device).split(16):
+        gradients = torch.autograd.grad(
+            outputs, list(inputs), rows, retain_graph=True, is_grads_batched=True
+        )
+        found.append(torch.cat(gradients, dim=1))
+    return torch.cat(found)
 
 
 def _forward(model: HookedModel, batch: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

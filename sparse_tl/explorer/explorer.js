@@ -131,7 +131,7 @@ function render({ model, el }) {
     const target = Math.min(state.target, data.targets.length - 1);
     const node = model.get("_node");
     const focus = node && { panel: node.panel, level: node.level, column: node.column };
-    return { target, limit: Math.max(state.limit, data.floor), focus };
+    return { target, limit: Math.max(state.limit, data.floors[state.weight]), focus };
   }
 
   // A selector of the element of the diagram that has the keyboard's focus.

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
 from sparse_tl import plots
 from sparse_tl.circuits import trace_attention
-from sparse_tl.circuits.attention_graph import EdgeWeight
+from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight
 from sparse_tl.circuits.removal import Head
-from sparse_tl.circuits.trace import Prompt
+from sparse_tl.circuits.trace import Prompt, predicted_columns, prompt_tokens
 from sparse_tl.explorer.ablated_model import trace_weights
 from sparse_tl.lens import HookedModel, adapt, check_head
 from sparse_tl.nodes import Node
+
+_MAX_SCORES = 1_000_000
+"""Maximum number of effects computed unasked: a few seconds at GPT-2 small's size."""
 
 
 def circuit_diagram(
@@ -31,28 +34,69 @@ def circuit_diagram(
     Args:
         models: models by panel title, from top to bottom.
         prompt: text or tokens.
-        position: predicted column shown first; by default the last of `positions`.
-        positions: all columns to choose from; by default only `position`.
+        position: predicted column shown first, and in images; by default the last of `positions`.
+            Negative ones count from the end of the prompt.
+        positions: columns to choose from; by default all that the model predicts: every mask token
+            of the prompt, or else the token after every other one.
         weight: "attention" (gate times attention), "effect" (of removing the edge, in logits:
             exact in models with few open edges) or "first-order" (its estimate).
         labels: text of each column, if not the tokenizer's.
         **style: arguments of `plots.circuit_diagram`: threshold, transition, title.
 
+    If `positions` is not given and effects at all of them would be more than a million numbers (19
+    tokens in GPT-2 small), the figure shows attention without effects, or, where effects are the
+    `weight`, only `position`. Pass the `positions` whose effects you need.
+
     Raises:
         ValueError: there is no model, or a prompt or position does not fit the model.
+        TypeError: a label is not text.
     """
     if not models:
         raise ValueError("expected at least one model by title; got none")
-    if positions is None:
-        positions = None if position is None else [position]
-    elif position is not None and position not in positions:
-        raise ValueError(f"expected position to be one of {list(positions)}; got {position}")
-    graphs = {
-        title: trace_weights(model, prompt, positions=positions, labels=labels)
-        for title, model in models.items()
+    plans = {
+        title: _plan(model, prompt, position, positions, weight) for title, model in models.items()
     }
-    target = -1 if positions is None or position is None else list(positions).index(position)
+    graphs = {
+        title: trace(models[title], prompt, positions=columns, labels=labels)
+        for title, (columns, _, trace) in plans.items()
+    }
+    target = next(target for _, target, _ in plans.values())
     return plots.circuit_diagram(graphs, target=target, weight=weight, **style)
+
+
+def _plan(
+    model: HookedModel,
+    prompt: Prompt,
+    position: int | None,
+    positions: Sequence[int] | None,
+    weight: EdgeWeight,
+) -> tuple[list[int], int, Callable[..., AttentionGraph]]:
+    """The columns to choose from, the index of the one shown first, and how to trace them."""
+    n_tokens = len(prompt_tokens(model, prompt))
+
+    def column(place: int) -> int:
+        return place + n_tokens if place < 0 else place
+
+    shown = None if position is None else column(position)
+    trace: Callable[..., AttentionGraph] = trace_weights
+    if positions is not None:
+        columns = [column(place) for place in positions]
+    else:
+        columns = predicted_columns(model, prompt)
+        columns = sorted({*columns, columns[-1] if shown is None else shown})
+        if _n_scores(model, n_tokens, len(columns)) > _MAX_SCORES:
+            if weight == "attention":
+                trace = trace_attention
+            else:
+                columns = [columns[-1] if shown is None else shown]
+    if shown is not None and shown not in columns:
+        raise ValueError(f"expected position to be one of {columns}; got {position}")
+    return columns, -1 if shown is None else columns.index(shown), trace
+
+
+def _n_scores(model: HookedModel, n_tokens: int, n_columns: int) -> int:
+    adapter = adapt(model)
+    return n_columns * adapter.n_layers * adapter.n_heads * n_tokens**2
 
 
 def attention_view(

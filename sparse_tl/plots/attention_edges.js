@@ -3,17 +3,26 @@
 
 const nodeName = (level, column) => `${level},${column}`;
 
-// Edges are sent as the steps between their places in [layer, head, query, key].
-function unpackEdges({ shape: [, nHeads, n], steps }) {
+// The edges of a list of weights, which has the steps between their places in [layer, head, query,
+// key]; unpacked when they are first looked at.
+function edgesOf({ shape: [, nHeads, n] }, list) {
   let place = 0;
-  return steps.map((step) => {
+  list.edges ??= list.steps.map((step, index) => {
     place += step;
     const row = Math.floor(place / n);
     const heads = Math.floor(row / n);
     const [layer, query, key] = [Math.floor(heads / nHeads), row % n, place % n];
     const [source, reader] = [nodeName(layer, key), nodeName(layer + 1, query)];
-    return { layer, head: heads % nHeads, query, key, source, reader };
+    const value = list.values[index];
+    return { layer, head: heads % nHeads, query, key, source, reader, place, value };
   });
+  return list.edges;
+}
+
+// The weight of one edge in a list; not known if it is below the floor of what was sent.
+function weightAt(panel, list, place, floor) {
+  list.byPlace ??= new Map(edgesOf(panel, list).map((edge) => [edge.place, edge.value]));
+  return list.byPlace.get(place) ?? (floor > 1 ? null : 0);
 }
 
 // The steps up the residual stream, which carry everything.
@@ -39,21 +48,21 @@ function selectEdges(panel, data, state) {
   const kept = [...residual];
   const merged = new Map();
   let count = 0;
-  panel.edges.forEach((edge, index) => {
-    const value = weights[index];
-    if (Math.abs(value) < state.limit) return;
+  for (const edge of edgesOf(panel, weights)) {
+    const { layer, head, query, key, value, place } = edge;
+    if (Math.abs(value) < state.limit) continue;
     kept.push(edge);
-    if (state.head >= 0 && edge.head !== state.head) return;
+    if (state.head >= 0 && head !== state.head) continue;
     count++;
-    const place = (edge.layer * n + edge.query) * n + edge.key;
-    const line = merged.get(place);
-    if (!line) merged.set(place, { ...edge, value, index, others: [] });
-    else if (Math.abs(line.value) >= Math.abs(value)) line.others.push(edge.head);
+    const way = (layer * n + query) * n + key;
+    const line = merged.get(way);
+    if (!line) merged.set(way, { ...edge, others: [] });
+    else if (Math.abs(line.value) >= Math.abs(value)) line.others.push(head);
     else {
       line.others.push(line.head);
-      Object.assign(line, { head: edge.head, value, index });
+      Object.assign(line, { head, value, place });
     }
-  });
+  }
   const [column, readAt] = data.targets[state.target];
   const focus = state.focus?.panel === panel.index ? state.focus : null;
   const start = focus ? nodeName(focus.level, focus.column) : nodeName(nLayers, readAt);
@@ -88,7 +97,7 @@ function captionText(panel, view, data, state) {
   const scoreNames = { effect: "effect", "first-order": "first-order attribution" };
   const number = (value) => value.toLocaleString("en-US");
   const name = scoreNames[shownWeight(panel, state)];
-  const share = name ? ` of the largest ${name}; orange: hurts` : "";
+  const share = name ? ` of the largest ${name}` : "";
   return `${number(view.count)} of ${number(view.total)} attention edges \u2265 ` +
     thresholdText(data, state) + share + panel.mlps;
 }
@@ -98,10 +107,18 @@ function thresholdText(data, state) {
 }
 
 // In logits; below 0 where removing the edge lowers the predicted logit.
-function logitsOf(panel, kind, index, data, state) {
-  const { rows, scales } = panel.scores[kind];
-  const change = (-rows[state.target][index] / data.steps) * scales[state.target];
-  return `${change.toFixed(3).replace("-", "\u2212")} logits`;
+function logitsOf(panel, kind, place, data, state) {
+  const [row, scale] = [panel.scores[kind].rows, panel.scores[kind].scales].map((x) => x[state.target]);
+  const share = weightAt(panel, row, place, data.floors[kind]);
+  if (share === null) return `within \u00b1${((data.floors[kind] / data.steps) * scale).toFixed(3)} logits`;
+  return `${((-share / data.steps) * scale).toFixed(3).replace("-", "\u2212")} logits`;
+}
+
+// A token in quotation marks; one with letters written from right to left is isolated, so that it
+// leaves the words around it where they are.
+const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc\u{10800}-\u{10fff}\u{1e800}-\u{1efff}]/u;
+function quoted(token) {
+  return RIGHT_TO_LEFT.test(token) ? `\u201c\u2068${token}\u2069\u201d` : `\u201c${token}\u201d`;
 }
 
 function nodeText(panel, level, column, live) {
@@ -112,20 +129,22 @@ function nodeText(panel, level, column, live) {
 
 function tokenText(panel, column, label) {
   const known = panel.input[column] === panel.output[column];
-  const output = known ? "" : `, output \u201c${panel.output[column]}\u201d`;
-  return [`${label} ${column}: \u201c${panel.input[column]}\u201d${output}`];
+  const output = known ? "" : `, output ${quoted(panel.output[column])}`;
+  return [`${label} ${column}: ${quoted(panel.input[column])}${output}`];
 }
 
 function edgeText(panel, line, data, state, live) {
-  const attention = panel.attention[line.index] / data.steps;
+  const floor = data.floors.attention;
+  const attention = weightAt(panel, panel.attention, line.place, floor);
+  const share = attention === null ? `below ${floor / data.steps}` : (attention / data.steps).toFixed(3);
   const text = [
     `Layer ${line.layer}, head ${line.head}`,
     ...tokenText(panel, line.key, "from position"),
     ...tokenText(panel, line.query, "to position"),
-    `attention ${attention.toFixed(3)}, gate open`,
+    `attention ${share}, gate open`,
   ];
   const { effect, "first-order": estimate } = panel.scores;
-  const logits = (kind) => logitsOf(panel, kind, line.index, data, state);
+  const logits = (kind) => logitsOf(panel, kind, line.place, data, state);
   if (effect) text.push(`effect of removing it ${logits("effect")}`);
   if (estimate) text.push(`first-order attribution ${logits("first-order")}`);
   if (line.others.length) {

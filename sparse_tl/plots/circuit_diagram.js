@@ -15,7 +15,6 @@ function start(root, data, live) {
   const state = { ...data.state, focus: null, ...live.state };
   const panels = findPanels(svg, data, REMOVED);
   for (const panel of panels) {
-    panel.edges = unpackEdges(panel);
     panel.removed = (live.removed ?? [])[panel.index] ?? [];
     drawRemoved(panel);
   }
@@ -110,14 +109,27 @@ function start(root, data, live) {
         });
       });
     }
+    for (const column of data.given) writeOutput(panel, column, column === view.column);
     const [line, head] = panel.arrows[state.target];
     setAttributes(panel.part("arrow"), { d: line, opacity: view.focus ? 0.3 : null });
     setAttributes(panel.part("arrow-head"), { d: head, opacity: view.focus ? 0.3 : null });
   }
 
+  // Above a column whose token the model was given stands that token, or, where it is the one that
+  // is chosen, the prediction.
+  function writeOutput(panel, column, isChosen) {
+    const text = panel.part("output").children[column];
+    const [title] = text.children;
+    const given = panel.part("input").children[column].firstChild.data;
+    title.textContent = (isChosen ? panel.output : panel.input)[column];
+    text.replaceChildren(isChosen ? panel.above[column] : given, title);
+  }
+
   function drawAll() {
     hideTip(root, panels);
     panels.forEach(draw);
+    svg.querySelector("[data-legend=negative]")
+      ?.setAttribute("visibility", state.weight === "attention" ? "hidden" : "visible");
     setAttributes(root, {
       "data-target": state.target, "data-weight": state.weight, "data-head": state.head,
       "data-threshold": thresholdText(data, state),
@@ -135,21 +147,28 @@ function start(root, data, live) {
   }
 
   function addControls() {
-    const range = {
-      name: "threshold", max: 0.99, step: 0.01,
-      min: data.floor > 1 ? Math.ceil(data.floor / 10) / 100 : 0,
-    };
-    addSlider(root, "Threshold", range, state.limit / data.steps, thresholdText(data, state), (value) => {
-      state.limit = Math.max(data.floor, Math.round(value * data.steps));
+    const range = { name: "threshold", max: 0.99, step: 0.01, min: 0 };
+    const slider = addSlider(root, "Threshold", range, 0, "", (value) => {
+      state.limit = Math.round(value * data.steps);
+      limit();
       drawAll();
       return thresholdText(data, state);
     });
+    // No lower than all edges of the weight were sent.
+    function limit() {
+      const floor = data.floors[state.weight];
+      state.limit = Math.max(floor, state.limit);
+      slider.min = floor > 1 ? Math.ceil(floor / 10) / 100 : 0;
+      slider.value = state.limit / data.steps;
+      slider.nextElementSibling.textContent = thresholdText(data, state);
+    }
+    limit();
 
-    const characters = data.targets.map(([column], target) => {
-      const outputs = [...new Set(panels.map((panel) => panel.output[column]))];
-      return [target, `${outputs.join(" / ")}  (position ${column})`];
+    const tokens = data.targets.map(([column], target) => {
+      const outputs = [...new Set(panels.map((panel) => quoted(panel.output[column])))];
+      return [target, `${outputs.join(" / ")}  position ${column}`];
     });
-    const targetSelect = addChoice("Predicted character", "target", characters, Number);
+    const targetSelect = addChoice("Predicted token", "target", tokens, Number);
     const nHeads = Math.max(...panels.map((panel) => panel.shape[1]));
     const heads = Array.from({ length: nHeads }, (_, head) => [head, `head ${head}`]);
     addChoice("Heads", "head", [[-1, "all (largest)"], ...heads], Number);
@@ -161,7 +180,17 @@ function start(root, data, live) {
         ? [["effect", "effect of removal"]] : []),
       ...(all ? [["first-order", "first-order attribution"]] : []),
     ];
-    if (weights.length > 1) addChoice("Weight", "weight", weights, String);
+    if (weights.length > 1) {
+      addSelect(root, "Weight", "weight", weights, state.weight, (value) => {
+        state.weight = value;
+        limit();
+        drawAll();
+      });
+    } else {
+      addControl(root, "Weight: attention ", make("small", {},
+        "effects of removing edges were not computed here: draw fewer positions=, or trace with " +
+        "attribution=True"));
+    }
     return targetSelect;
   }
 

@@ -13,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight
 from sparse_tl.plots import palette
-from sparse_tl.plots.circuit_svg import draw_svg, line_styles, mlp_caption
+from sparse_tl.plots.circuit_svg import draw_svg, drawn_token, line_styles, mlp_caption
 from sparse_tl.plots.diagram_layout import Layout, PanelLayout, lay_out, prediction_arrow
 from sparse_tl.plots.drawn_edges import (
     N_MAIN_EDGES,
@@ -28,10 +30,10 @@ from sparse_tl.plots.drawn_edges import (
 )
 from sparse_tl.plots.figure_frame import Surround
 from sparse_tl.plots.interactive_html import PanelFigure, checked_panels
-from sparse_tl.plots.token_text import visible_text
+from sparse_tl.plots.token_text import shorten, visible_text
 
-# Maximum number of weights sent to the script, at three to four bytes each.
-_MAX_NUMBERS = 100_000
+# Maximum number of attention weights in the script, and of effects, at six to eight bytes each.
+_MAX_WEIGHTS = 25_000
 
 
 class CircuitDiagram(PanelFigure):
@@ -60,7 +62,8 @@ def circuit_diagram(
     Args:
         panels: attention graphs by panel name, from top to bottom. All must trace the same prompt,
             with the same columns and targets.
-        target: index into the graphs' targets: the predicted token.
+        target: index into the graphs' targets: the predicted token that is shown first, and in
+            images.
         weight: ``"attention"``: gate times attention probability; ``"effect"``: change of the
             predicted token's logit when the edge is removed, relative to the panel's largest;
             ``"first-order"``: estimate of that. A panel without exact effects shows the estimate
@@ -154,10 +157,10 @@ def _script_data(
     panels: Sequence[RoundedGraph], layout: Layout, state: dict[str, Any]
 ) -> dict[str, Any]:
     """The data with which the script redraws the lines of the static figure."""
-    floor = _smallest_threshold(panels, state["limit"])
+    floors = _smallest_thresholds(panels, state)
     return {
         "state": state,
-        "floor": floor,
+        "floors": floors,
         "steps": STEPS,
         "nMain": N_MAIN_EDGES,
         "columns": layout.columns,
@@ -169,44 +172,61 @@ def _script_data(
             "predicted": palette.ACCENT,
         },
         "targets": panels[0].graph.targets,
+        "given": panels[0].graph.given,
         "panels": [
-            _panel_data(panel, floor, layout, place)
+            _panel_data(panel, floors, layout, place)
             for panel, place in zip(panels, layout.panels, strict=True)
         ],
     }
 
 
-def _smallest_threshold(panels: Sequence[RoundedGraph], limit: int) -> int:
-    """Lowest threshold, in thousandths, at which a figure of bounded size can show every edge."""
-    weights = torch.cat([panel.largest.flatten().repeat(panel.n_views) for panel in panels])
-    beyond = weights.sort(descending=True).values[_MAX_NUMBERS:]
-    return min(int(beyond[0]) + 1, limit) if len(beyond) else 1
+def _smallest_thresholds(panels: Sequence[RoundedGraph], state: dict[str, Any]) -> dict[str, int]:
+    """For each weight, the lowest threshold, in thousandths, at which a figure of bounded size can
+    show every edge of every target; at most the threshold that is asked for."""
+    weights = {
+        "attention": [panel.attention for panel in panels],
+        "effect": [values for panel in panels for values in panel.scores.values()],
+    }
+    floors = {}
+    for kind, values in weights.items():
+        sizes = torch.cat([each.flatten().abs() for each in values] or [torch.zeros(0)])
+        n_beyond = int((sizes > 0).sum()) - _MAX_WEIGHTS
+        floor = 1 if n_beyond <= 0 else int(sizes.topk(_MAX_WEIGHTS + 1).values[-1]) + 1
+        is_shown = (kind == "attention") == (state["weight"] == "attention")
+        floors[kind] = min(floor, state["limit"]) if is_shown else floor
+    return floors | {"first-order": floors["effect"]}
+
+
+def _listed(values: Int[Tensor, "layer head query key"], floor: int) -> dict[str, list[int]]:
+    """The weights of at least `floor`, and the steps between their places in the flat tensor."""
+    places = (values.abs() >= floor).flatten().nonzero().squeeze(1)
+    steps = places.diff(prepend=torch.zeros(1, dtype=places.dtype))
+    return {"steps": steps.tolist(), "values": values.flatten()[places].tolist()}
 
 
 def _panel_data(
-    panel: RoundedGraph, floor: int, layout: Layout, place: PanelLayout
+    panel: RoundedGraph, floors: Mapping[str, int], layout: Layout, place: PanelLayout
 ) -> dict[str, Any]:
     graph = panel.graph
-    listed = panel.largest >= floor
-    places = listed.flatten().nonzero().squeeze(1)
+    outputs = [visible_text(token) for token in graph.output_tokens]
     return {
-        "name": visible_text(panel.name),
+        "name": shorten(visible_text(panel.name)),
         "shape": [graph.n_layers, graph.n_heads, graph.n_columns],
         "levels": place.levels,
         "bend": place.bend,
-        "input": [visible_text(token) for token in graph.input_tokens],
-        "output": [visible_text(token) for token in graph.output_tokens],
+        "input": [shorten(visible_text(token)) for token in graph.input_tokens],
+        "output": [shorten(token) for token in outputs],
+        # What stands above a given column where it is the one that is shown.
+        "above": {column: drawn_token(outputs[column], layout) for column in graph.given},
         "arrows": [
             prediction_arrow(layout, place, column, read_at) for column, read_at in graph.targets
         ],
-        # Differences between consecutive listed places in [layer, head, query, key].
-        "steps": places.diff(prepend=torch.zeros(1, dtype=places.dtype)).tolist(),
         "nPairs": graph.n_pairs,
         "mlps": mlp_caption(graph),
-        "attention": panel.attention[listed].tolist(),
+        "attention": _listed(panel.attention, floors["attention"]),
         "scores": {
             kind: {
-                "rows": [row[listed].tolist() for row in values],
+                "rows": [_listed(row, floors[kind]) for row in values],
                 "scales": [float(f"{scale:.4g}") for scale in panel.scales[kind]],
             }
             for kind, values in panel.scores.items()

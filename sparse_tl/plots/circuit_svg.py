@@ -17,10 +17,11 @@ from sparse_tl.plots.diagram_layout import (
     edge_path,
     prediction_arrow,
 )
+from sparse_tl.plots.diagram_legend import legend
 from sparse_tl.plots.drawn_edges import STEPS, EdgeKind, EdgeSelection, RoundedGraph
 from sparse_tl.plots.figure_frame import Surround, panel_frame, xml_text
 from sparse_tl.plots.palette import ACCENT, INK, NODE_REACHED, NODE_UNREACHED, RULE_WEIGHT
-from sparse_tl.plots.token_text import clip_text, visible_text
+from sparse_tl.plots.token_text import clip_text, shorten, visible_text
 
 _N_GRADES = 10  # number of steps of edge weight
 
@@ -81,6 +82,7 @@ def draw_svg(
     for index, (rounded, selection) in enumerate(panels):
         words = _caption(rounded, selection, weight, limit)
         content += _panel(index, rounded, selection, layout, target, words)
+    content += legend([rounded.graph for rounded, _ in panels], layout, weight)
     return surround.svg(layout.width, layout.height, layout.panels, content)
 
 
@@ -94,7 +96,7 @@ def _caption(
         f"\N{GREATER-THAN OR EQUAL TO} {limit / STEPS:.{3 if limit % 10 else 2}f}"
     )
     if shown != "attention":
-        words += f" of the largest {_SCORE_NAMES[shown]}; orange: hurts"
+        words += f" of the largest {_SCORE_NAMES[shown]}"
     return words + mlp_caption(graph)
 
 
@@ -133,7 +135,7 @@ def _panel(
     yield from _mlps(graph, layout, place)
     column, read_at = graph.targets[target]
     yield from _tokens("input", graph.input_tokens, layout, place.input_y)
-    yield from _tokens("output", graph.output_tokens, layout, place.output_y, column)
+    yield from _tokens("output", graph.output_row(target), layout, place.output_y, column)
     line, head = prediction_arrow(layout, place, column, read_at)
     yield (
         f'<path data-role="arrow" d="{line}" fill="none" stroke="{INK}" stroke-width="1.8"/>'
@@ -218,9 +220,13 @@ def _tokens(
         else:
             place = f'x="{x}" y="{y}"'
         emphasis = f' font-weight="bold" fill="{ACCENT}"' if column == predicted else ""
-        clipped = clip_text(text, layout.token_size, layout.token_width)
         yield (
-            f'<text data-column="{column}" {place}{emphasis}>{xml_text(clipped)}'
-            f"<title>{xml_text(text)}</title></text>"
+            f'<text data-column="{column}" {place}{emphasis}>{xml_text(drawn_token(text, layout))}'
+            f"<title>{xml_text(shorten(text))}</title></text>"
         )
     yield "</g>"
+
+
+def drawn_token(text: str, layout: Layout) -> str:
+    """A visible text as far as it fits above or below its column."""
+    return clip_text(text, layout.token_size, layout.token_width)

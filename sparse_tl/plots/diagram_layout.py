@@ -21,8 +21,9 @@ from sparse_tl.plots.figure_frame import (
 )
 from sparse_tl.plots.token_text import text_width, visible_text
 
-MIN_FONT_SIZE = 11.5
+MIN_FONT_SIZE = 12.0
 LABEL_SIZE = 13.0
+LEGEND_HEIGHT = 54
 
 _MIN_COLUMN_WIDTH = 20
 _MAX_COLUMN_WIDTH = 110
@@ -63,6 +64,8 @@ class Layout:
         bow: horizontal distance of the edge from a column to itself from the residual line.
         node_radius: radius of the node circles.
         line_scale: line thickness relative to a figure with wide columns.
+        hook: horizontal distance from a token's middle to the tip of the arrow that curves round
+            its side; ``None`` where columns are too narrow for it.
         panels: frames from top to bottom.
     """
 
@@ -77,7 +80,14 @@ class Layout:
     bow: int
     node_radius: float
     line_scale: float
+    hook: float | None
     panels: tuple[PanelLayout, ...]
+
+    @property
+    def legend_y(self) -> int:
+        """Baseline of the first line of the legend."""
+        last = self.panels[-1]
+        return last.top + last.height + 22
 
 
 def lay_out(flows: Sequence[AttentionGraph], surround: Surround) -> Layout:
@@ -113,7 +123,7 @@ def lay_out(flows: Sequence[AttentionGraph], surround: Surround) -> Layout:
         top += panel.height + PANEL_GAP
     return Layout(
         width=width,
-        height=top - PANEL_GAP + MARGIN,
+        height=top - PANEL_GAP + LEGEND_HEIGHT,
         left=left,
         right=width - MARGIN,
         columns=columns,
@@ -123,6 +133,7 @@ def lay_out(flows: Sequence[AttentionGraph], surround: Surround) -> Layout:
         bow=max(5, min(14, spacing // 5)),
         node_radius=4.5 if spacing >= 30 else 3.5,
         line_scale=max(0.45, min(1.0, spacing / _ROOMY_COLUMN_WIDTH)),
+        hook=None if rotated or spacing < longest + 46 else longest / 2 + 6,
         panels=tuple(panels),
     )
 
@@ -164,12 +175,20 @@ def prediction_arrow(
 ) -> tuple[str, str]:
     """The arrow at a predicted token: line and head, as SVG path data.
 
-    It runs from the column where the token is read to the predicted column; if both are the same,
-    from the last node up to the token.
+    It runs from the column where the token is computed to the predicted one. If both are the same,
+    it curves from the last node round the side of the token, or, in narrow columns, straight up.
     """
     end_x, start_x = layout.columns[column], layout.columns[read_at]
     node_top = panel.levels[-1] - layout.node_radius - 3
-    size = 7.0
+    size = 8.0
+    if layout.hook is not None and column == read_at:
+        tip_x, tip_y = end_x + layout.hook, panel.output_y - 0.35 * layout.token_size
+        side = tip_x + 20
+        line = (
+            f"M{start_x + 5} {node_top + 3:g}C{side:g} {node_top - 4:g} "
+            f"{side:g} {tip_y:g} {tip_x + size * 0.6:g} {tip_y:g}"
+        )
+        return line, arrow_head(tip_x, tip_y, math.pi, size)
     if layout.rotated or column == read_at:
         tip = panel.output_y + 7
         bend = (node_top - tip) * 0.7

@@ -60,17 +60,6 @@ class RoundedGraph:
         kind = self.shown(weight)
         return self.attention if kind == "attention" else self.scores[kind][target]
 
-    @property
-    def largest(self) -> Int[Tensor, "layer head query key"]:
-        """The largest absolute weight of each edge among all weights that can be shown."""
-        scores = [values.abs().amax(dim=0) for values in self.scores.values()]
-        return torch.stack([self.attention, *scores]).amax(dim=0)
-
-    @property
-    def n_views(self) -> int:
-        """Number of weights per edge."""
-        return 1 + len(self.graph.targets) * len(self.scores)
-
 
 @dataclass(frozen=True)
 class DrawnEdge:

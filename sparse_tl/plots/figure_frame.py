@@ -17,7 +17,7 @@ from sparse_tl.plots.palette import (
     MUTED,
     TITLE_SIZE,
 )
-from sparse_tl.plots.token_text import clip_text, text_width, visible_text
+from sparse_tl.plots.token_text import clip_text, shorten, text_width, visible_text
 
 FIGURE_WIDTH = 1000
 MARGIN = 8
@@ -91,7 +91,7 @@ def figure_start(
 ) -> Iterator[str]:
     """The opening of the SVG element, its ground and title; close it with ``</svg>``."""
     names = " and ".join(panel_names)
-    label = xml_text(visible_text(title or f"Circuit diagram of {names}"))
+    label = xml_text(shorten(visible_text(title or f"Circuit diagram of {names}")))
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" role="img" aria-label="{label}" '

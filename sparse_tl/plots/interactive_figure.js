@@ -117,7 +117,8 @@ function addSelect(root, text, name, options, value, onChange) {
   return select;
 }
 
-// A slider with its value beside it; onInput gets the number and returns the text to show.
+// A slider with its value beside it; onInput gets the number and returns the text to show. Returns
+// the slider; the element after it holds the text.
 function addSlider(root, text, range, value, shown, onInput) {
   const output = make("output", {}, shown);
   const slider = make("input", {
@@ -126,6 +127,7 @@ function addSlider(root, text, range, value, shown, onInput) {
   });
   slider.value = String(value);
   addControl(root, text, slider, output);
+  return slider;
 }
 
 // Shows what tell(panel, event) says of the place under the pointer, if it says anything; Escape

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from sparse_tl.plots.figure_frame import Surround
 from sparse_tl.plots.rendering import SelfContainedFigure
-from sparse_tl.plots.token_text import visible_text
+from sparse_tl.plots.token_text import shorten, visible_text
 
 Content = TypeVar("Content")
 
@@ -33,7 +33,7 @@ class PanelFigure(SelfContainedFigure):
     script: str
 
     def __init__(self, svg: str, data: Mapping[str, Any], surround: Surround) -> None:
-        title = visible_text(surround.title or "Circuit diagram")
+        title = shorten(visible_text(surround.title or "Circuit diagram"))
         super().__init__(interactive_html(self.script, svg, data), svg, title)
         self.panel_names = surround.names
         self.data = data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from itertools import accumulate, takewhile
 
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 SMALLEST_SIZE = 11.0
@@ -20,17 +21,18 @@ _WHITESPACE = {
 _NARROW, _AVERAGE, _CAPITAL, _WIDE = 0.42, 0.64, 0.76, 1.0
 _NARROW_CHARACTERS = frozenset("ijlrtfI.,:;'|!()[]` /\\")
 _WIDE_CHARACTERS = frozenset("mwMWQO@%+=<>~^#" + ELLIPSIS)
-# These reorder the text around them, so that a label would misrepresent the token.
-_BIDI_CONTROLS = frozenset(
-    "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
-)
+# Format characters are invisible, and some reorder the text around them, so that a label would
+# misrepresent the token.
+_UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+_LONGEST_TEXT = 200
 
 
 def visible_text(token: str) -> str:
     """The token as written in a figure, with every character visible and valid in XML.
 
     Spaces at the ends become middle dots, line feeds and tabs become arrows, other control
-    characters their Unicode pictures, and characters invalid in XML the replacement character.
+    characters their Unicode pictures. Characters that are invisible, invalid in XML, or change the
+    direction of the text become the replacement character.
     """
     inner = token.strip(" ")
     if not inner:
@@ -49,10 +51,16 @@ def _visible_character(character: str) -> str:
     if code == 0x7F:
         return "\N{SYMBOL FOR DELETE}"
     is_noncharacter = (code & 0xFFFE) == 0xFFFE or 0xFDD0 <= code <= 0xFDEF
-    is_unprintable = unicodedata.category(character) in {"Cc", "Cs", "Zl", "Zp"}
-    if is_noncharacter or is_unprintable or character in _BIDI_CONTROLS:
+    if is_noncharacter or unicodedata.category(character) in _UNPRINTABLE:
         return REPLACEMENT
     return character
+
+
+def shorten(text: str) -> str:
+    """A visible text as it is told on hover: the beginning and the length of a very long one."""
+    if len(text) <= _LONGEST_TEXT:
+        return text
+    return f"{text[:_LONGEST_TEXT]}{ELLIPSIS} ({len(text):,} characters)"
 
 
 def text_width(text: str, font_size: float) -> float:
@@ -80,10 +88,10 @@ def clip_text(text: str, font_size: float, max_width: float) -> str:
     """
     if text_width(text, font_size) <= max_width:
         return text
-    kept = text
-    while len(kept) > 1 and text_width(kept + ELLIPSIS, font_size) > max_width:
-        kept = kept[:-1]
-    return kept + ELLIPSIS
+    ends = accumulate(map(_em_width, text), initial=_em_width(ELLIPSIS))
+    room = max_width / font_size
+    n_kept = sum(1 for _ in takewhile(lambda end: end <= room, ends)) - 1
+    return text[: max(1, n_kept)] + ELLIPSIS
 
 
 def fit_text(text: str, font_size: float, max_width: float) -> tuple[str, float]:

@@ -375,8 +375,17 @@ def test_a_large_model_stays_small_and_complete_down_to_its_threshold(make_rando
     flow = make_random_flow(12, 12, tokens, tokens, targets, sharpness=3.0)
     figure = circuit_diagram({"GPT-2 small": flow}, threshold=0.5)
     assert len(str(figure).encode()) < 700_000
-    (floor,) = re.findall(r'"floor":(\d+)', str(figure))
-    assert 1 < int(floor) <= threshold_steps(0.5)
+    floors = figure.data["floors"]
+    assert 1 < floors["attention"] <= threshold_steps(0.5) and floors["effect"] > 1
+    # More targets cost effects of weaker edges, and no attention.
+    more = dataclasses.replace(
+        flow,
+        targets=tuple((column, column - 1) for column in range(1, 40)),
+        attribution=flow.attribution[:1].expand(39, -1, -1, -1, -1),
+    )
+    offered = circuit_diagram({"GPT-2 small": more}, threshold=0.5)
+    assert offered.data["floors"]["attention"] == floors["attention"]
+    assert len(str(offered)) < 1.3 * len(str(figure))
 
 
 def test_repr_names_the_panels(two_panels):
@@ -496,8 +505,8 @@ def test_effects_are_exact_where_they_are_known_and_else_named_first_order(two_p
     exact = dataclasses.replace(sparse, effect=-sparse.attention.expand(5, -1, -1, -1, -1))
     panels = panels_of(circuit_diagram(two_panels | {"Sparse Model": exact}, weight="effect"))
     estimated, known = (part(panel, "caption").text for panel in panels)
-    assert estimated.endswith("of the largest first-order attribution; orange: hurts")
-    assert known == "5 of 1,056 attention edges ≥ 0.10 of the largest effect; orange: hurts"
+    assert estimated.endswith("of the largest first-order attribution")
+    assert known == "5 of 1,056 attention edges ≥ 0.10 of the largest effect"
 
 
 def test_panels_of_different_prompts(sparse_flow, make_random_flow, make_flow, circuit):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -295,8 +294,7 @@ def test_a_large_model_is_whole_down_to_its_threshold(page, tmp_path, make_rando
     show(page, tmp_path, figure)
     assert_equals_static(page, figure)
     lowest = float(page.locator("input[name=threshold]").get_attribute("min"))
-    (floor,) = re.findall(r'"floor":(\d+)', str(figure))
-    assert lowest >= int(floor) / 1000
+    assert lowest >= figure.data["floors"]["attention"] / 1000
     set_threshold(page, round(lowest + 0.05, 2))
     expected = circuit_diagram({"GPT-2 small": flow}, threshold=round(lowest + 0.05, 2))
     assert_equals_static(page, expected)

@@ -1,0 +1,73 @@
+"""The legend below a circuit diagram: what its lines, circles and arrows mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight
+from sparse_tl.plots import palette
+from sparse_tl.plots.diagram_layout import Layout
+from sparse_tl.plots.figure_frame import arrow_head
+from sparse_tl.plots.palette import INK, LABEL_SIZE, MUTED, NODE_REACHED, NODE_UNREACHED
+from sparse_tl.plots.token_text import text_width
+
+_SYMBOL = 26
+_GAP = 20
+_LINE = 20
+
+
+def legend(graphs: Sequence[AttentionGraph], layout: Layout, weight: EdgeWeight) -> Iterator[str]:
+    """The legend as SVG, in as many lines as it needs.
+
+    Args:
+        graphs: what the panels show.
+        layout: layout of the figure.
+        weight: weight that lines show at first; the script shows and hides what is about effects.
+    """
+    x, y = layout.left, layout.legend_y
+    yield f'<g data-role="legend" font-size="{LABEL_SIZE:g}" fill="{MUTED}">'
+    for role, symbol, words in _entries(graphs, weight):
+        width = _SYMBOL + 6 + text_width(words, LABEL_SIZE)
+        if x + width > layout.right and x > layout.left:
+            x, y = layout.left, y + _LINE
+        hidden = ' visibility="hidden"' if role == "negative" and weight == "attention" else ""
+        yield (
+            f'<g data-legend="{role}"{hidden} transform="translate({x:g} {y})">{symbol}'
+            f'<text x="{_SYMBOL + 6}">{words}</text></g>'
+        )
+        x += width + _GAP
+    yield "</g>"
+
+
+def _entries(
+    graphs: Sequence[AttentionGraph], weight: EdgeWeight
+) -> Iterator[tuple[str, str, str]]:
+    """Role, symbol at (0, 0) with its middle 4 above, and words."""
+    yield "main", _stroke(palette.MAIN[1], 4), "carries most to the prediction"
+    yield "path", _stroke(palette.ON_PATH[1], 2), "leads to it"
+    yield "open", _stroke(palette.OFF_PATH[1], 1.6), "does not lead to it"
+    yield "reached", _circle(*NODE_REACHED), "feeds the prediction"
+    yield "unreached", _circle(*NODE_UNREACHED), "does not feed it"
+    bow = f'<path d="M2 3C4 -16 20 -18 21 -6" fill="none" stroke="{INK}" stroke-width="1.8"/>'
+    head = f'<path d="{arrow_head(21.5, -1, 1.5, 8)}" fill="{INK}"/>'
+    yield "prediction", bow + head, "predicted token"
+    rule = palette.RESIDUAL_ON_PATH
+    upright = f'<path d="M13 5V-13" stroke="{rule}" stroke-width="{palette.RULE_WEIGHT}"/>'
+    yield "residual", upright, "residual stream"
+    if any(graph.mlps is not None for graph in graphs):
+        fill, stroke = palette.MLP_NODE
+        square = f'<rect x="9" y="-8" width="8" height="8" rx="1" fill="{fill}" stroke="{stroke}"/>'
+        yield "mlp", square, "open MLP"
+    if any(graph.effect is not None or graph.attribution is not None for graph in graphs):
+        yield "negative", _stroke(palette.MAIN_NEGATIVE[0], 3), "orange: hurts"
+
+
+def _stroke(colour: palette.Colour, width: float) -> str:
+    return (
+        f'<path d="M1 -4H{_SYMBOL - 1}" stroke="{colour}" stroke-width="{width:g}" '
+        f'stroke-linecap="round"/>'
+    )
+
+
+def _circle(fill: palette.Colour, stroke: palette.Colour) -> str:
+    return f'<circle cx="13" cy="-4" r="4.5" fill="{fill}" stroke="{stroke}" stroke-width="1.4"/>'
