@@ -14,6 +14,9 @@ function start(root, data, live) {
   const svg = root.querySelector("svg");
   const state = { ...data.state, focus: null, ...live.state };
   const panels = findPanels(svg, data, REMOVED);
+  // A figure of many columns is scrolled before its text is too small to read.
+  const { width } = svg.viewBox.baseVal;
+  if (width > 1000) svg.style.minWidth = `${Math.ceil(0.85 * width)}px`;
   for (const panel of panels) {
     panel.removed = (live.removed ?? [])[panel.index] ?? [];
     drawRemoved(panel);
@@ -188,8 +191,7 @@ function start(root, data, live) {
       });
     } else {
       addControl(root, "Weight: attention ", make("small", {},
-        "effects of removing edges were not computed here: draw fewer positions=, or trace with " +
-        "attribution=True"));
+        "effects of removal were not computed: draw fewer positions=, or trace with attribution=True"));
     }
     return targetSelect;
   }

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny import KINDS
 
 from sparse_tl import (
     SparseTransformer,
@@ -9,6 +10,7 @@ from sparse_tl import (
     load_addition_models,
     trace_attention,
 )
+from sparse_tl.circuits.trace import predicted_columns
 from sparse_tl.models import build_addition_model
 from sparse_tl.tasks.addition import addition_tokenizer
 
@@ -37,6 +39,26 @@ def test_mask_tokens_are_read_at_their_own_column(model):
     graph = trace_attention(model, "36+28=?????")
     assert graph.targets == tuple((column, column) for column in range(6, 11))
     assert graph.input_tokens == tuple("36+28=?????")
+
+
+def test_every_mask_token_has_its_prediction_in_the_row():
+    _, sparse = load_addition_models()
+    whole = trace_attention(sparse, "36+28=?????", attribution=True, max_effects=100)
+    one = trace_attention(sparse, "36+28=?????", positions=[9], attribution=True, max_effects=100)
+    assert one.output_tokens == whole.output_tokens == tuple("36+28=00064")
+    assert one.targets == ((9, 9),) and one.n_read == 10
+    # Edges are traced up to the column that is read.
+    assert not one.gates[..., 10, :].any() and whole.gates[..., 10, :].any()
+    assert torch.equal(one.attention[..., :10, :10], whole.attention[..., :10, :10])
+    for kind in ("effect", "first-order"):
+        torch.testing.assert_close(one.edge_weights(kind, 0), whole.edge_weights(kind, 3))
+
+
+def test_predicted_columns(model, build_tiny):
+    assert predicted_columns(model, "36+28=?????") == [6, 7, 8, 9, 10]
+    assert predicted_columns(model, "36+28=00?4?") == [8, 10]
+    assert predicted_columns(model, "36+28=0006") == list(range(1, 11))
+    assert predicted_columns(build_tiny(), torch.tensor([3])) == [1]
 
 
 def test_positions_inside_a_prompt_are_read_one_to_the_left(model):
@@ -81,6 +103,31 @@ def test_attribution_is_the_derivative_by_the_edges_gate(model):
             numeric = ((ends[1] - ends[0]) / 2e-5).item()  # of a removal: the gate goes down
             found = graph.edge_weights("first-order", target)[layer, head, query, key].item()
             assert found == pytest.approx(numeric, rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attributions_of_many_positions_are_those_of_single_backward_passes(build_tiny, kind):
+    model = build_tiny(kind)
+    tokens = torch.tensor([1, 5, 2, 7, 3, 3, 8, 1, 0, 4])
+    # More than one backward pass holds.
+    positions = [*range(1, 11), *range(1, 11)]
+    graph = trace_attention(model, tokens, positions=positions, attribution=True)
+    names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(graph.n_layers)]
+    patterns = {}
+
+    def keep(pattern, hook):
+        patterns[hook.name] = pattern  # of weights that have gradients
+        return pattern
+
+    for target, column in enumerate(positions[:10]):
+        with model.hooks(fwd_hooks=[(name, keep) for name in names]):
+            best = model(tokens[None])[0, column - 1].max()
+        gradients = torch.autograd.grad(best, [patterns[name] for name in names])
+        for layer, (name, gradient) in enumerate(zip(names, gradients, strict=True)):
+            expected = (-patterns[name] * gradient)[0].detach()
+            for row in (target, target + 10):
+                found = graph.edge_weights("first-order", row)[layer, :, :10, :10]
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_edges_that_cannot_reach_the_target_have_no_attribution(model):
@@ -185,13 +232,15 @@ def test_a_bidirectional_model_without_mask_tokens_asks_for_positions(build_tiny
         trace_attention(model, torch.tensor([1, 2]), positions=[2])
 
 
-def test_a_model_without_a_tokenizer_takes_labels(build_tiny):
+def test_a_model_without_a_tokenizer_takes_labels(build_tiny, unchecked_types):
     model, tokens = build_tiny(), torch.tensor([1, 5, 2])
     graph = trace_attention(model, tokens, labels=["a", "b", "c"])
     assert graph.input_tokens == ("a", "b", "c", "?")
     assert trace_attention(model, tokens).input_tokens == ("1", "5", "2", "?")
     with pytest.raises(ValueError, match="3 labels, one per token; got 2"):
         trace_attention(model, tokens, labels=["a", "b"])
+    with pytest.raises(TypeError, match="labels that are texts; got 5; write '5'"):
+        trace_attention(model, tokens, labels=["a", 5, "b"])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="the model has no tokenizer; got the text '1\\+1='"):
         trace_attention(model, "1+1=")
 

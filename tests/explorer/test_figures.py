@@ -1,4 +1,4 @@
-"""Which attention patterns a view of a model shows."""
+"""Which positions a diagram of a model offers, and which attention patterns a view shows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import re
 import pytest
 import torch
 
-from sparse_tl.explorer import attention_view
+from sparse_tl import SparseTransformer
+from sparse_tl.explorer import attention_view, figures
+from sparse_tl.explorer.figures import circuit_diagram
 
 PROMPT = "36+28=?????"
 
@@ -28,6 +30,66 @@ def test_a_view_shows_the_gated_patterns(models, panel):
         _, cache = model.run_with_cache(model.to_tokens(PROMPT))
     patterns = torch.cat([cache[f"blocks.{layer}.attn.hook_pattern"][0] for layer in range(2)])
     torch.testing.assert_close(shown(figure), patterns.float(), rtol=0, atol=6e-5)
+
+
+# ---- circuit diagrams ----------------------------------------------------------------------------
+
+
+def test_every_predicted_position_is_offered_and_one_is_shown_first(models):
+    masked = circuit_diagram(models, PROMPT)
+    assert masked.data["targets"] == tuple((column, column) for column in range(6, 11))
+    assert masked.data["state"]["target"] == 4  # the last one
+    chosen = circuit_diagram(models, PROMPT, position=7)
+    assert chosen.data["targets"] == masked.data["targets"]
+    assert chosen.data["state"]["target"] == 1
+    assert circuit_diagram(models, PROMPT, position=-4).svg == chosen.svg
+    known = circuit_diagram(models, "36+28=00", position=3)
+    assert known.data["targets"] == tuple((column, column - 1) for column in range(1, 9))
+    assert known.data["state"]["target"] == 2
+    unmasked = circuit_diagram(models, PROMPT, position=3)  # also predicted, from the left
+    assert unmasked.data["targets"] == ((3, 2), *masked.data["targets"])
+    some = circuit_diagram(models, PROMPT, positions=[-1, 7], position=7)
+    assert some.data["targets"] == ((10, 10), (7, 7)) and some.data["state"]["target"] == 1
+
+
+def test_effects_of_too_many_positions_are_left_out_unasked(models, monkeypatch):
+    dense = {"Dense": models["Dense"]}
+    n_scores = 8 * 2 * 2 * 8**2
+    monkeypatch.setattr(figures, "_MAX_SCORES", n_scores)
+    assert "first-order" in circuit_diagram(dense, "36+28=00").data["panels"][0]["scores"]
+    monkeypatch.setattr(figures, "_MAX_SCORES", n_scores - 1)
+    attention = circuit_diagram(dense, "36+28=00")
+    assert attention.data["panels"][0]["scores"] == {} and len(attention.data["targets"]) == 8
+    one = circuit_diagram(dense, "36+28=00", weight="first-order", position=3)
+    assert one.data["targets"] == ((3, 2),)
+    asked = circuit_diagram(dense, "36+28=00", weight="first-order", positions=range(1, 9))
+    assert len(asked.data["panels"][0]["scores"]["first-order"]["rows"]) == 8
+
+
+def test_small_prompts_and_empty_circuits(build_tiny):
+    model, tokens = build_tiny(), torch.tensor([3])
+    one = circuit_diagram({"m": model}, tokens, labels=["a"])
+    assert one.data["targets"] == ((1, 0),) and one.data["panels"][0]["input"] == ["a", "?"]
+    closed = SparseTransformer(build_tiny(), initial_bias=-1e4)
+    for weight in ("attention", "effect", "first-order"):
+        empty = circuit_diagram({"m": closed}, torch.tensor([3, 4]), weight=weight)
+        assert 'data-edges-shown="0"' in empty.svg
+    open_one = SparseTransformer(build_tiny(), initial_bias=1e4)
+    assert 'data-edges-shown="2"' in circuit_diagram({"m": open_one}, tokens).svg  # one a layer
+
+
+def test_positions_that_cannot_be_shown_are_refused(models):
+    for problem, options in {
+        r"position to be one of \[6, 7\]; got 9": {"positions": [6, 7], "position": 9},
+        r"positions in 1\.\.11, .*; got 0": {"position": 0},
+        r"positions in 1\.\.11, .*; got 12": {"position": 12},
+        "at least one position": {"positions": []},
+    }.items():
+        with pytest.raises(ValueError, match=problem):
+            circuit_diagram(models, PROMPT, **options)
+
+
+# ---- attention patterns --------------------------------------------------------------------------
 
 
 def test_heads_can_be_chosen(models):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 import re
 import struct
 import xml.etree.ElementTree as ElementTree
@@ -230,6 +231,49 @@ def test_open_mlps_are_squares_and_closed_ones_are_not_drawn(make_flow, circuit)
     assert not any(e.get("data-role") == "mlps" for e in without.iter())
 
 
+def test_above_given_columns_stands_what_was_given_except_at_the_prediction(make_flow, circuit):
+    # An autoregressive model predicts all but the first character, the digits of the sum badly.
+    targets = tuple((column, column - 1) for column in range(1, 11))
+    texts = {"input_tokens": tuple("36+28=0006?"), "output_tokens": tuple("354+8=00064")}
+    flow = make_flow(circuit, targets=targets, **texts)
+    assert flow.given == tuple(range(1, 10))
+    assert flow.output_row(-1) == tuple("36+28=00064")
+    assert flow.output_row(1) == tuple("36428=00064")
+    for target, row in ((-1, "36+28=00064"), (0, "35+28=00064"), (1, "36428=00064")):
+        (panel,) = panels_of(circuit_diagram({"model": flow}, target=target))
+        assert [text.text for text in part(panel, "output")] == list(row)
+    masked = make_flow(circuit)
+    assert masked.given == () and masked.output_row(0) == tuple("36+28=00064")
+
+
+def test_the_arrow_curves_to_the_predicted_character(make_flow, circuit):
+    (panel,) = panels_of(circuit_diagram({"model": make_flow(circuit)}))
+    arrow = [float(x) for x in re.findall(r"[\d.]+", part(panel, "arrow").get("d", ""))]
+    node, text = nodes_of(panel)[4, 10], part(panel, "output")[10]
+    x, y = float(text.get("x", "")), float(text.get("y", ""))
+    assert abs(arrow[0] - float(node.get("cx", ""))) < 10  # from the node
+    assert x + 5 < arrow[-2] < x + 25 and y - 15 < arrow[-1] < y  # to the side of the character
+    assert arrow[2] > arrow[-2]  # round it
+
+
+def test_the_legend_names_all_that_is_drawn(two_panels, make_flow, circuit):
+    def shown(figure: CircuitDiagram) -> dict[str, str]:
+        groups = [g for g in ElementTree.fromstring(figure.svg).iter() if "data-legend" in g.attrib]
+        return {
+            g.get("data-legend", ""): "".join(g.itertext())
+            for g in groups
+            if g.get("visibility") != "hidden"
+        }
+
+    always = ["main", "path", "open", "reached", "unreached", "prediction", "residual"]
+    assert list(shown(circuit_diagram(two_panels))) == always
+    mlps = torch.eye(4, 11, dtype=torch.bool)
+    assert list(shown(circuit_diagram({"m": make_flow(circuit, mlps=mlps)}))) == [*always, "mlp"]
+    dense = {"Base Model": two_panels["Base Model"]}
+    effects = shown(circuit_diagram(dense, weight="first-order"))
+    assert effects["negative"] == "orange: hurts" and effects["main"].startswith("carries most")
+
+
 def test_one_panel_has_no_transition_and_three_have_two_arrows(sparse_flow):
     def arrows(n: int) -> int:
         figure = circuit_diagram({f"model {i}": sparse_flow for i in range(n)})
@@ -295,6 +339,8 @@ def test_text_is_legible_at_full_width(two_panels, make_random_flow):
         ("a\tb", "a⇥b"),
         ("\x00\x1b\x7f", "␀␛␡"),
         ("\ud800\ufffe\u202e\u2028", "\ufffd" * 4),
+        ("\u2066a\u200bb\ufeff", "\ufffda\ufffdb\ufffd"),
+        ("שלום", "שלום"),
         ("東京", "東京"),
     ],
 )
@@ -311,6 +357,32 @@ def test_long_tokens_are_clipped_and_shown_whole_on_hover(make_flow, circuit):
     assert text[0].tag == f"{SVG}title" and text[0].text == long
     assert clip_text("abc", 10, 1000) == "abc"
     assert text_width(clip_text(long, 10, 80), 10) <= 80
+
+
+def test_clipping_keeps_as_much_as_fits_however_long_the_text():
+    generator = random.Random(0)
+    for _ in range(200):
+        text = "".join(generator.choices("iIwW.é東\u0301", k=generator.randint(0, 30)))
+        size, room = generator.uniform(8, 20), generator.uniform(1, 300)
+        kept = text  # the slow way: one character less, until it fits
+        if text_width(text, size) > room:
+            while len(kept) > 1 and text_width(kept + ELLIPSIS, size) > room:
+                kept = kept[:-1]
+            kept += ELLIPSIS
+        assert clip_text(text, size, room) == kept
+    assert clip_text("x" * 1_000_000, 10, 80) == "x" * 10 + ELLIPSIS  # in linear time
+
+
+def test_tokens_of_ten_thousand_characters(make_flow, circuit):
+    long = "<x>" * 3_334
+    tokens = (long, *"6+28=????", long)
+    flow = make_flow(circuit, input_tokens=tokens, output_tokens=tokens)
+    figure = circuit_diagram({long: flow, "b": flow}, title=long, transition=long)
+    (title,) = [
+        t for t in ElementTree.fromstring(figure.svg).iter(f"{SVG}title") if len(t.text or "") > 9
+    ][:1]
+    assert title.text == long[:200] + ELLIPSIS + " (10,002 characters)"
+    assert len(str(figure)) < 80_000
 
 
 def test_tokens_and_names_stay_text(make_flow, circuit):

@@ -208,6 +208,74 @@ def test_clicking_a_predicted_character_chooses_it(page, tmp_path, two_panels):
     assert_equals_static(page, circuit_diagram(two_panels, target=3))
 
 
+def test_choosing_a_token_moves_the_prediction_along_the_row(page, tmp_path, make_flow, circuit):
+    targets = tuple((column, column - 1) for column in range(1, 11))
+    texts = {"input_tokens": tuple("36+28=0006?"), "output_tokens": tuple("354+8=00064")}
+    panels = {"a": make_flow(circuit, targets=targets, **texts)}
+    show(page, tmp_path, circuit_diagram(panels))
+    row = "row => [...row.children].map(text => text.firstChild.data).join('')"
+    output = panel(page, 0).locator("[data-role='output']")
+    assert output.evaluate(row) == "36+28=00064"
+    output.locator("text").nth(1).click()
+    assert page.locator("select[name=target]").input_value() == "0"
+    assert output.evaluate(row) == "35+28=00064"
+    assert output.locator("title").nth(1).text_content() == "5"
+    assert_equals_static(page, circuit_diagram(panels, target=0))
+    page.locator("select[name=target]").select_option(label="“4”  position 10")
+    assert output.evaluate(row) == "36+28=00064"
+    assert_equals_static(page, circuit_diagram(panels))
+    # Nothing else to draw than attention, and what to do about it.
+    assert "trace with attribution=True" in page.locator(".controls").inner_text()
+
+
+def test_each_weight_has_its_own_smallest_threshold(page, tmp_path, make_random_flow):
+    tokens = tuple(f" t{i}" for i in range(30))
+    targets = tuple((column, column - 1) for column in range(1, 30))
+    flow = make_random_flow(6, 6, tokens, tokens, targets)
+    figure = circuit_diagram({"model": flow}, threshold=0.02)
+    show(page, tmp_path, figure)
+    floors = figure.data["floors"]
+    assert floors["attention"] == 1 and floors["first-order"] > 20
+    legend = page.locator("[data-legend='negative']")
+    assert not legend.is_visible()
+    page.locator("select[name=weight]").select_option("first-order")
+    assert legend.is_visible()
+    slider = page.locator("input[name=threshold]")
+    assert float(slider.get_attribute("min")) >= floors["first-order"] / 1000
+    limit = floors["first-order"] / 1000
+    assert page.locator("output").text_content() in (f"{limit:.2f}", f"{limit:.3f}")
+    expected = circuit_diagram({"model": flow}, weight="first-order", threshold=limit)
+    assert_equals_static(page, expected)
+    page.locator("select[name=weight]").select_option("attention")
+    assert float(slider.get_attribute("min")) == 0
+
+
+def test_right_to_left_tokens_stay_in_their_quotation_marks(page, tmp_path, make_flow, circuit):
+    tokens = ("שלום", *"6+28=0000\u202e4")[:11]
+    tokens = (*tokens[:10], "\u202e4")
+    show(page, tmp_path, circuit_diagram({"m": make_flow(circuit, input_tokens=tokens)}))
+    label = node(page, 0, 0, 0).get_attribute("aria-label")
+    assert label == "Input, position 0: “\u2068שלום\u2069”, output “3”"
+    assert "“\ufffd4”" in node(page, 0, 0, 10).get_attribute("aria-label")
+
+
+def test_text_is_ten_pixels_high_in_a_window_of_a_thousand(page, tmp_path, make_random_flow):
+    page.set_viewport_size({"width": 1000, "height": 800})
+    smallest = """() => Math.min(...[...document.querySelectorAll('svg text')].map(text => {
+        const { a, b } = text.getCTM();
+        return parseFloat(getComputedStyle(text).fontSize) * Math.hypot(a, b);
+    }))"""
+    for n in (11, 30, 64):
+        tokens = tuple(f" token{i}" for i in range(n))
+        flow = make_random_flow(4, 1, tokens, tokens, ((n - 1, n - 2),), sharpness=9.0)
+        show(page, tmp_path, circuit_diagram({"a": flow, "b": flow}))
+        assert page.evaluate(smallest) >= 10
+        fits = "() => document.documentElement.scrollWidth <= window.innerWidth"
+        assert page.evaluate(fits)  # what is wider is scrolled within the figure
+        svg, canvas = page.locator("svg").bounding_box(), page.locator(".canvas").bounding_box()
+        assert (svg["width"] <= canvas["width"]) == (n <= 30)
+
+
 def test_hostile_tokens_stay_text(page, tmp_path, make_flow, circuit):
     tokens = (
         ATTACK,
