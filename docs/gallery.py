@@ -58,7 +58,7 @@ def addition(runs: Path) -> Figure:
     """Where attention moves the digits of a sum: dense model above, sparse model below."""
     dense, sparse = load_addition_models()
     models = {"Base Model": dense, "Sparse Model": sparse}
-    return circuit_diagram(models, "36+28=?????", positions=range(6, 11), position=9)
+    return circuit_diagram(models, "36+28=?????", position=9)
 
 
 def addition_attribution(runs: Path) -> Figure:

@@ -24,6 +24,7 @@ CODE_PAGES = [page for page in PAGES if page.parent.name != "gallery"]
 # Pages whose blocks are run one after the other.
 RUN_PAGES = [
     DOCS / "tutorial.md",
+    DOCS / "edges.md",
     DOCS / "coming-from.md",
     *(page for page in sorted((DOCS / "how-to").glob("*.md")) if "```python" in page.read_text()),
 ]
