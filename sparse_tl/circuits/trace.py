@@ -34,8 +34,8 @@ def trace_attention(
     """The attention edges of a prompt, and the tokens that they predict.
 
     Predictions are read one column to the left of the predicted position. They are read at the
-    position itself if it holds the tokenizer's mask token or attention is bidirectional. Edges of a
-    causal model are traced up to the last column that is read.
+    position itself if it holds the tokenizer's mask token or attention is bidirectional. A causal
+    model is run up to the last column that is read.
 
     Args:
         model: a dense model or a SparseTransformer.
@@ -59,15 +59,15 @@ def trace_attention(
     targets = _targets(tokens, positions, masked, causal)
     n_columns = max(len(tokens), *(column + 1 for column, _ in targets))
     n_read = max(read_at for _, read_at in targets) + 1 if causal else len(tokens)
-    # Every mask token has a prediction, whether or not its edges are asked for.
-    read_at = {column: column for column in masked} | dict(targets)
-    seen = tokens[: max(n_read, *(column + 1 for column in read_at.values()))]
-    attention, gates, mlps, logits, estimates = _run(model, seen, n_read, targets, attribution)
+    # Every mask token that is run has a prediction, whether or not it is asked for.
+    read_at = {column: column for column in masked if column < n_read} | dict(targets)
+    read = tokens[:n_read]
+    attention, gates, mlps, logits, estimates = _run(model, read, targets, attribution)
     effect = None
     if max_effects > 0 and int(gates.sum()) <= max_effects:
         edges = [(layer, head, query, key) for layer, head, query, key in gates.nonzero().tolist()]
         columns = [column for _, column in targets]
-        found = removal_effects(model, tokens[:n_read], columns, attention_edges=edges).logits
+        found = removal_effects(model, read, columns, attention_edges=edges).logits
         effect = found.new_zeros(len(targets), *gates.shape)  # closed edges have no effect
         effect[:, gates] = found
     predicted = {column: int(logits[place].argmax()) for column, place in read_at.items()}
@@ -184,14 +184,10 @@ def _targets(
 def _run(
     model: HookedModel,
     tokens: Int[Tensor, " pos"],
-    n_read: int,
     targets: Sequence[tuple[int, int]],
     attribution: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Attention, gates on edges and MLPs, logits and attributions, on the CPU.
-
-    All but the logits are of the first `n_read` columns.
-    """
+    """Attention, gates on edges and MLPs, logits and attributions, on the CPU."""
     patterns: list[Tensor] = []
     nudges: list[Tensor] = []
 
@@ -209,14 +205,13 @@ def _run(
     batch = tokens[None].to(adapter.device)
     with attached(adapter, hooks), torch.set_grad_enabled(attribution):
         logits, gates, mlps = _forward(model, batch)
-    attention = torch.cat(patterns)[..., :n_read, :n_read]
+    attention = torch.cat(patterns)
     estimates = None
     if attribution:
         gradients = _gradients(logits[[read_at for _, read_at in targets]].amax(dim=-1), nudges)
-        estimates = (-attention * gradients[..., :n_read, :n_read]).cpu()
-    gates = gates[..., :n_read, :n_read].cpu()
-    mlps = None if mlps is None else mlps[:, :n_read].cpu()
-    return attention.cpu(), gates, mlps, logits.detach().cpu(), estimates
+        estimates = (-attention * gradients).cpu()
+    mlps = None if mlps is None else mlps.cpu()
+    return attention.cpu(), gates.cpu(), mlps, logits.detach().cpu(), estimates
 
 
 def _gradients(

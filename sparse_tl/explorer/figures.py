@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -57,7 +58,9 @@ def circuit_diagram(
         title: _plan(model, prompt, position, positions, weight) for title, model in models.items()
     }
     graphs = {
-        title: trace(models[title], prompt, positions=columns, labels=labels)
+        title: _whole_row(
+            models[title], prompt, trace(models[title], prompt, positions=columns, labels=labels)
+        )
         for title, (columns, _, trace) in plans.items()
     }
     target = next(target for _, target, _ in plans.values())
@@ -92,6 +95,20 @@ def _plan(
     if shown is not None and shown not in columns:
         raise ValueError(f"expected position to be one of {columns}; got {position}")
     return columns, -1 if shown is None else columns.index(shown), trace
+
+
+def _whole_row(model: HookedModel, prompt: Prompt, graph: AttentionGraph) -> AttentionGraph:
+    """The graph with the predictions of all mask tokens, also of those after its last target."""
+    own = {column for column, read_at in graph.targets if column == read_at}
+    if not graph.causal or not own:
+        return graph
+    whole = trace_attention(model, prompt)  # of every mask token
+    later = {column for column, _ in whole.targets if column >= graph.n_read}
+    if not later:
+        return graph
+    pairs = enumerate(zip(graph.output_tokens, whole.output_tokens, strict=True))
+    row = tuple(predicted if i in later else known for i, (known, predicted) in pairs)
+    return replace(graph, output_tokens=row)
 
 
 def _n_scores(model: HookedModel, n_tokens: int, n_columns: int) -> int:
