@@ -1,8 +1,8 @@
 """A plotly figure of panels as static SVG, drawn by matplotlib: no browser, no script, and text
 as outlines, so that it looks the same on every machine.
 
-Supports what `panels` produces: lines, areas and heat maps, axes with given ranges and ticks,
-annotations and legends.
+Supports what `panels`, `head_panels` and `legends` produce: lines, areas and heat maps with colour
+bars, axes with given ranges and ticks, annotations and legends.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import defaultdict
 from html import escape, unescape
 from typing import TYPE_CHECKING, Any
 
+from sparse_tl.plots.legends import entries_per_row
 from sparse_tl.plots.palette import (
     AXIS,
     DASHES,
@@ -64,10 +65,13 @@ def draw_svg(figure: Any, said: str) -> str:
             if trace.xaxis not in panels:
                 panels[trace.xaxis] = _add_axes(page, layout, trace.xaxis, trace.yaxis)
             drawn = _draw_trace(panels[trace.xaxis], trace)
+            if trace.type == "heatmap":
+                _add_colour_bar(page, layout, trace, drawn)
             if trace.showlegend:
                 listed[trace.legend or "legend"][trace.name] = drawn
         for text in layout.annotations:
-            _write(panels[text.xref.removesuffix(" domain")], text)
+            axes = panels.get(text.xref.removesuffix(" domain"), next(iter(panels.values())))
+            _write(axes, layout, text)
         for name, samples in listed.items():
             _draw_legend(page, layout, layout[name], samples)
         file = io.StringIO()
@@ -110,6 +114,17 @@ def _add_axes(page: Figure, layout: Any, x: str, y: str) -> Axes:
     return axes
 
 
+def _add_colour_bar(page: Figure, layout: Any, trace: Any, drawn: Any) -> None:
+    bar = trace.colorbar
+    left, top = _on_page(layout, bar.x, bar.y)
+    height = bar.thickness / layout.height
+    axes = page.add_axes((left, top - height, bar.len / layout.width, height))
+    page.colorbar(drawn, cax=axes, orientation="horizontal").outline.set_visible(False)
+    axes.xaxis.set_ticks([], minor=True)
+    axes.xaxis.set_ticks(bar.tickvals, bar.ticktext)
+    axes.tick_params("x", length=0, labelcolor=MUTED, labelsize=TICK_SIZE)
+
+
 def _draw_trace(axes: Axes, trace: Any) -> Artist:
     if trace.type == "heatmap":
         from matplotlib.colors import LinearSegmentedColormap
@@ -127,15 +142,17 @@ def _draw_trace(axes: Axes, trace: Any) -> Artist:
     return axes.plot(trace.x, trace.y, **style)[0]
 
 
-def _write(axes: Axes, text: Any) -> None:
+def _write(axes: Axes, layout: Any, text: Any) -> None:
     """Draw an annotation; its text is never parsed as a formula."""
     at, unit = (text.x, text.y), "axes fraction"
-    if not text.xref.endswith("domain"):
+    if text.xref == "paper":
+        at, unit = _on_page(layout, text.x, text.y), "figure fraction"
+    elif not text.xref.endswith("domain"):
         # Positions on plotly's logarithmic axes are exponents of ten.
         at, unit = (10**text.x if axes.get_xscale() == "log" else text.x, text.y), "data"
     above = text.yanchor == "bottom"
     axes.annotate(
-        unescape(text.text),
+        unescape(text.text.replace("<br>", "\n")),
         at,
         xycoords=unit,
         xytext=(text.xshift or 0, (text.yshift or 0) + above * _DESCENT * text.font.size),
@@ -144,15 +161,20 @@ def _write(axes: Axes, text: Any) -> None:
         ha=text.xanchor,
         va="baseline" if above else "center",
         size=text.font.size,
-        color=INK,
+        color=text.font.color or INK,
+        multialignment="center",
+        linespacing=1.3,
         parse_math=False,
     )
 
 
 def _draw_legend(page: Figure, layout: Any, legend: Any, samples: dict[str, Artist]) -> None:
+    samples = _by_column(samples, entries_per_row(layout, legend))
     drawn = page.legend(
         list(samples.values()),
         [""] * len(samples),
+        ncols=entries_per_row(layout, legend),
+        columnspacing=1.4,
         loc="upper left" if legend.yanchor == "top" else "lower right",
         bbox_to_anchor=_on_page(layout, legend.x, legend.y),
         frameon=False,
@@ -166,6 +188,12 @@ def _draw_legend(page: Figure, layout: Any, legend: Any, samples: dict[str, Arti
     # Set afterwards: matplotlib drops labels starting with an underscore, and parses $ as math.
     for written, name in zip(drawn.get_texts(), samples, strict=True):
         written.set(text=unescape(name), parse_math=False)
+
+
+def _by_column(samples: dict[str, Artist], n_columns: int) -> dict[str, Artist]:
+    """Entries that fill rows, in the order in which matplotlib fills columns."""
+    names = list(samples)
+    return {name: samples[name] for column in range(n_columns) for name in names[column::n_columns]}
 
 
 def _as_element(document: str, said: str) -> str:
