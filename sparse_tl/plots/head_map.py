@@ -91,26 +91,20 @@ def _add_cells(
     framed: _Heads,
     unit: str,
 ) -> None:
+    measured, unit = (f"Score, {unit}", f" {unit}") if unit else ("Score", "")
     called: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name, heads in framed.items():
         for head in heads:
             called[head].append(name)
     said = [
         [
-            hover_text(
-                (
-                    f"a{layer}.h{head}",
-                    f"{score:+.3g} {unit}".strip(),
-                    *called.get((layer, head), ()),
-                )
-            )
+            hover_text([f"a{layer}.h{head}", f"{score:+.3g}{unit}", *called[layer, head]])
             for head, score in enumerate(row)
         ]
         for layer, row in enumerate(scores)
     ]
     colours = [(0, HELPS), (0.5, EMPTY_CELL), (1, HURTS)]
-    limits = (-largest, largest)
-    add_head_cells(figure, place, scores, said, colours, limits, measured=f"Score{unit}")
+    add_head_cells(figure, place, scores, said, colours, (-largest, largest), measured)
 
 
 def _add_frames(figure: go.Figure, place: tuple[int, int], framed: _Heads) -> None:
