@@ -84,10 +84,9 @@ class GridFigure(Figure):
         raise NotImplementedError
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        drawn = self.plotly
+        data = json.loads(str(self.plotly.to_json())) | {"config": _CONFIG}
         if self.theme == "auto":
-            drawn.data[0].uid = AUTO
-        data = json.loads(str(drawn.to_json())) | {"config": _CONFIG}
+            data["data"][0]["uid"] = AUTO
         return {PLOTLY_DATA: data, "text/html": self._repr_html_(), "text/plain": repr(self)}
 
     def _repr_html_(self) -> str:
