@@ -38,6 +38,7 @@ _DOTS = 72
 _TITLE_ASIDE = 44
 # Depth of descenders as a share of the font size.
 _DESCENT = 0.22
+_BAR_STEPS = 64
 
 
 def draw_svg(figure: Any, said: str) -> str:
@@ -119,7 +120,13 @@ def _add_colour_bar(page: Figure, layout: Any, trace: Any, drawn: Any) -> None:
     left, top = _on_page(layout, bar.x, bar.y)
     height = bar.thickness / layout.height
     axes = page.add_axes((left, top - height, bar.len / layout.width, height))
-    page.colorbar(drawn, cax=axes, orientation="horizontal").outline.set_visible(False)
+    axes.spines[:].set_visible(False)
+    step = (trace.zmax - trace.zmin) / _BAR_STEPS
+    ends = [trace.zmin + place * step for place in range(_BAR_STEPS + 1)]
+    style = {"cmap": drawn.cmap, "norm": drawn.norm, "edgecolors": "face", "linewidth": 0.4}
+    # As shapes, whose colours a dark figure turns; matplotlib's own colour bar is an image.
+    axes.pcolormesh(ends, (0, 1), [[end + step / 2 for end in ends[:-1]]], **style)
+    axes.set(xlim=(trace.zmin, trace.zmax), yticks=[])
     axes.xaxis.set_ticks([], minor=True)
     axes.xaxis.set_ticks(bar.tickvals, bar.ticktext)
     axes.tick_params("x", length=0, labelcolor=MUTED, labelsize=TICK_SIZE)
@@ -200,6 +207,8 @@ def _as_element(document: str, said: str) -> str:
     """The SVG element alone, in pixels, labelled, and without styles for the rest of the page."""
     svg = document[document.index("<svg ") :].strip()
     svg = re.sub(r"\s*<style type=\"text/css\">.*?</style>", "", svg, flags=re.DOTALL)
+    # Hundredths of a pixel are enough, and half as long.
+    svg = re.sub(r' d="[^"]*"', lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), svg)
     head, rest = svg.split(">", 1)
     head = re.sub(r'(width|height)="([\d.]+)pt"', r'\1="\2"', head)
     joins = 'stroke-linejoin="round" stroke-linecap="butt"'

@@ -253,7 +253,7 @@ def _printed(name: str) -> Any:
     return pytest.param(name, marks=marks)
 
 
-@pytest.mark.parametrize("name", map(_printed, NAMES))
+@pytest.mark.parametrize("name", [_printed(name) for name in NAMES])
 def test_text_can_be_read_in_print(name: str, known: Any) -> None:
     figure = _figure(name, known)
     if isinstance(figure, GridFigure):

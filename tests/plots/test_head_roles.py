@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import plotly.graph_objects as go
@@ -10,7 +11,7 @@ import torch
 
 from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.plots import ablation_grid, gate_trajectories, head_roles_figure
-from sparse_tl.plots.palette import EMPTY_CELL, ROLES
+from sparse_tl.plots.palette import EMPTY_CELL, ROLES, dark_colour
 from sparse_tl.plots.panels import ticks
 
 ENDS = {"facilitation": -3, "irrelevance": -0.01, "interference": 0.6}
@@ -120,6 +121,13 @@ def test_a_heat_map_is_drawn_in_its_colours(roles: HeadRoles) -> None:
     bars = [trace.colorbar for trace in figure.plotly.data]
     assert [list(bar.tickvals) for bar in bars] == [[0, 0.5, 1]] * 3
     assert "Facilitation score" in [text.text for text in figure.plotly.layout.annotations]
+
+
+def test_colour_bars_are_turned_dark(roles: HeadRoles) -> None:
+    svg = head_roles_figure(roles).dark().svg
+    assert "<image" not in svg and EMPTY_CELL not in svg
+    # The strongest step of each bar, and one cell of the map.
+    assert len(re.findall(f"fill: {dark_colour(ROLES['interference'])}", svg)) >= 1
 
 
 def test_a_result_makes_its_own_figure(roles: HeadRoles, tmp_path: Path) -> None:
