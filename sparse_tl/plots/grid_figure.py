@@ -75,9 +75,11 @@ class GridFigure(Figure):
         from IPython.display import HTML, display
 
         if "colab" in _renderers():
-            return display(HTML(self._turnable(_to_html(self.plotly, include_plotlyjs="cdn"))))
+            display(HTML(self._turnable(_to_html(self.plotly, include_plotlyjs="cdn"))))
+            return
         if not _renderers() & _NOTEBOOKS:
-            return self.plotly.show()
+            self.plotly.show()
+            return
         if self.theme == "auto":
             display(HTML(notebook_style()))
         # Makes IPython fall back to the MIME bundle.
