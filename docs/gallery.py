@@ -1,9 +1,11 @@
 """Makes docs/gallery: every kind of figure, from real runs of the built-in models.
 
     python docs/gallery.py --runs runs/gallery
+    python docs/gallery.py --figure head_roles --figure gate_trajectories
 
-Runs that are finished in that folder are not done again. Each function below makes one figure; the
-page shows its first words, its code, and what the runs that it reads were set to.
+The second form makes some figures anew, from runs that are there. Runs that are finished in that
+folder are not done again. Each function below makes one figure; the page shows its first words, its
+code, and what the runs that it reads were set to.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ HEAD_ROLES: dict[str, Any] = {
     "updates": 60,
     "prompts": 96,
 }
-_MOST_PICTURE, _MOST_PAGE, _MOST_ALL = 200_000, 300_000, 3_000_000
+_MOST_PICTURE, _MOST_PAGE, _MOST_ALL = 200_000, 300_000, 3_500_000
 
 
 # ---- the figures -------------------------------------------------------------------------------
@@ -70,7 +72,7 @@ def addition_attribution(runs: Path) -> Figure:
 
 
 def attention_patterns(runs: Path) -> Figure:
-    """Where every head of the sparse model attends: rows are queries, columns are keys."""
+    """Where the heads of the sparse model attend; ten of sixteen attend to nothing."""
     _, sparse = load_addition_models()
     return attention_view(sparse, "36+28=?????")
 
@@ -179,9 +181,10 @@ HEADING = """# Gallery
 Every kind of figure, made by `python docs/gallery.py` from real runs of the built-in models. They
 share one palette (`sparse_tl/plots/palette.py`): readable for the colour-blind, on a light and on a
 dark ground. Each figure saves itself as an interactive page, as SVG and as PNG:
-`figure.save("figure.svg")`, `figure.save("figure.png", theme="dark")`. In a notebook it is a light
-card; `figure.dark()` is its dark twin. Pages follow the reader's system. Pages of curves hold
-plotly's script, 5 MB, and are left out here.
+`figure.save("figure.svg")`, `figure.save("figure.png", theme="dark")`. In a notebook it follows the
+notebook's theme; `figure.light()` and `figure.dark()` do not. Pages follow the reader's system.
+Pages of curves hold plotly's script, 5 MB, and those of attention patterns circuitsvis; they are
+left out here.
 
 In the code `runs` is the folder of the runs; `curves`, `measured_circuits` and
 `ablation_curves`, in `docs/gallery.py`, read what they measured.
@@ -247,8 +250,14 @@ def main(
     runs: Annotated[Path, typer.Option(help="Folder of the runs; finished ones are reused.")] = (
         Path("runs/gallery")
     ),
+    figure: Annotated[list[str] | None, typer.Option(help="Make only these figures.")] = None,
 ) -> None:
-    """Make every figure of the gallery and its page."""
+    """Make every figure of the gallery and its page, or some figures without the page."""
+    for make in FIGURES:
+        if make.__name__ in (figure or ()):
+            write(make.__name__, make(runs))
+    if figure:
+        return
     run_circuits(runs / "circuits", seeds=SEEDS)
     run_head_roles(runs / "head-roles", **HEAD_ROLES)
     OUT.mkdir(exist_ok=True)

@@ -1,16 +1,15 @@
 """Figure of explained effect against the number of parts kept: one panel per task.
 
 1. Check the panels, and find the pairs of models, which share colours and a legend.
-2. Give all panels the same effect range, with room for the multiplier and for legends that would
-   hide a curve.
+2. Give all panels the same effect range, with room for the multiplier above all curves.
 3. Draw each curve with its interval, or the curves of all seeds and their median; and a dashed line
    between two curves at the level, with the multiplier above it.
+4. Put legends inside panels if they hide no curve there, or else below all panels.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -18,29 +17,35 @@ import plotly.graph_objects as go
 
 from sparse_tl.circuits.effect import EffectCurve, check_level
 from sparse_tl.circuits.seeds import SeedCurves, seed_multipliers
+from sparse_tl.plots.effect_axis import axis_places, axis_ticks, extent
 from sparse_tl.plots.grid_figure import GridFigure
+from sparse_tl.plots.legends import (
+    add_legend,
+    add_legend_below,
+    add_notes,
+    legend_height,
+    legend_width,
+)
 from sparse_tl.plots.palette import (
     INK,
     LABEL_SIZE,
     MODEL_PAIRS,
     PANEL_TITLE_SIZE,
     RULE_WEIGHT,
-    TICK_SIZE,
     channels,
 )
-from sparse_tl.plots.panels import add_legend, add_line, panel_figure, ticks
+from sparse_tl.plots.panels import add_line, fitting_width, in_rows, panel_figure, places, ticks
 from sparse_tl.plots.token_text import text_width
 
 Parts = Literal["heads", "circuit_edges"]
 
-_WIDTH, _GAP = 184, 66
+_GAP, _WIDEST = 54, 240
 # Pixels per unit of effect, and the maximum height of a plot.
 _UNIT, _MAX_HEIGHT = 147, 300
-# Space for texts in a plot, in pixels.
-_LABEL_HEIGHT, _LEGEND_WIDTH, _LEGEND_HEIGHT, _NOTE_HEIGHT = 19, 140, 46, 18
+# Height of a line of text above the curves, and of their surroundings in units of effect.
+_LABEL_HEIGHT, _MARGIN = 18, 0.04
 # Line style of one seed among several.
 _SEED_WEIGHT, _SEED_OPACITY = 1.0, 0.55
-_SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 Curves = Sequence[SeedCurves]
 
@@ -52,13 +57,13 @@ def effect_figure(
     level: float = 0.9,
     colours: Sequence[tuple[str, str]] = MODEL_PAIRS,
 ) -> GridFigure:
-    """Draw the explained effect against the parts kept, in a row with one panel per task.
+    """Draw the explained effect against the parts kept, one panel per task.
 
     Single curves are drawn with their intervals; several seeds are thin lines with a thick median.
     A dashed line at the level connects both models, and above it is the multiplier; for several
     seeds its median and range, and the number of seeds that miss the level. The dashed line is
     left out if a thick line does not reach the level. The logarithmic axis of circuit edges starts
-    at 1, where a size of 0 is drawn too.
+    at a power of ten below all measured sizes; a size of 0 is drawn there.
 
     Args:
         panels: curves by panel title, one panel per task: the dense model's curve, or those of its
@@ -80,54 +85,67 @@ def effect_figure(
     pairs = _checked_pairs(drawn, parts, colours)
     said = {title: _words(curves, level) for title, curves in drawn.items()}
     log = parts == "circuit_edges"
-    # The legend of a pair appears in its first panel only.
-    first = {names: title for title, names in reversed(pairs.items())}
     order = list(dict.fromkeys(pairs.values()))
     label_height = _LABEL_HEIGHT * max(1, *map(len, said.values()))
-    span = _effect_span(drawn, [drawn[title] for title in first.values()], log, label_height)
-    height = min(_UNIT * (span[1] - span[0]), _MAX_HEIGHT)
+    effects = [e for seeds in drawn.values() for curve in seeds for e in _drawn_ends(curve)]
+    low, high = min(0, *effects) - _MARGIN, max(1, *effects) + _MARGIN
+    unit = min(_UNIT, (_MAX_HEIGHT - label_height) / (high - low))
+    span = (low, high + label_height / unit)
+    rows = in_rows(list(panels))
+    width = fitting_width(len(rows[0]), gap=_GAP, most=_WIDEST)
     figure = panel_figure(
-        list(panels),
+        rows,
         x=f"Number of {'Edges' if log else 'Heads'} Kept",
         y="Explained Effect",
-        width=_WIDTH,
-        height=round(height),
+        width=width,
+        height=round(unit * (span[1] - span[0])),
         gap=_GAP,
         shared=False,
     )
     figure.update_yaxes(range=span, **ticks(0, 1, 2))
-    for column, (title, curves) in enumerate(drawn.items(), start=1):
-        stop = _stop(curves, log)
+    for place, (title, curves) in zip(places(rows), drawn.items(), strict=True):
+        start, stop = extent(curves, log)
         # A margin at both ends, so that no line is cut off.
+        margin = 0.02 * (stop - start)
+        least = 10**start if log else 0.0
         figure.update_xaxes(
             type="log" if log else "linear",
-            range=(-0.02 * stop, 1.02 * stop),
-            **(_log_ticks(stop) if log else ticks(0, stop, 5, whole=True)),
-            col=column,
+            range=(start - margin, stop + margin),
+            **axis_ticks(start, stop, log),
+            row=place[0],
+            col=place[1],
         )
         for curve, colour in zip(curves, colours[order.index(pairs[title])], strict=False):
-            _add_curve(figure, column, curve, colour, parts)
-        if first[pairs[title]] == title:
-            add_legend(figure, column)
-        sizes = sorted(s for curve in curves if (s := curve.median.size_at(level)) is not None)
+            _add_curve(figure, place, curve, colour, parts, least)
+        found = (curve.median.size_at(level) for curve in curves)
+        sizes = sorted(max(size, least) for size in found if size is not None)
         if len(sizes) == 2:
             line = {"x": sizes, "y": [level] * 2, "width": RULE_WEIGHT, "dashed": True}
-            add_line(figure, 1, column, colour=INK, **line)
-        middle = float(_places(sizes, log).mean()) if len(sizes) == 2 else stop / 2
-        for row, words in enumerate(reversed(said[title])):
+            add_line(figure, *place, colour=INK, **line)
+        middle = float(axis_places(sizes, log).mean()) if len(sizes) == 2 else (start + stop) / 2
+        for number, words in enumerate(reversed(said[title])):
             size = LABEL_SIZE if len(curves[0].seeds) > 1 else PANEL_TITLE_SIZE - 1
-            half = text_width(words, size) / _WIDTH / 2 * stop
+            half = text_width(words, size) / width / 2 * (stop - start)
             figure.add_annotation(
                 text=words,
                 font={"size": size},
-                x=min(max(middle, half), max(stop - half, stop / 2)),
+                x=min(max(middle, start + half), max(stop - half, (start + stop) / 2)),
                 xanchor="center",
-                y=span[1] - (label_height - row * _LABEL_HEIGHT) * (span[1] - span[0]) / height,
+                y=span[1] - (label_height - number * _LABEL_HEIGHT) / unit,
                 yanchor="bottom",
-                row=1,
-                col=column,
+                row=place[0],
+                col=place[1],
             )
-    _add_notes(figure, _notes(drawn))
+    # The legend of a pair appears in its first panel only.
+    first = {names: title for title, names in reversed(pairs.items())}
+    with_legend = [drawn[title] for title in first.values()]
+    if all(_has_room(curves, log, width, low, unit) for curves in with_legend):
+        for place, title in zip(places(rows), drawn, strict=True):
+            if first[pairs[title]] == title:
+                add_legend(figure, *place)
+    else:
+        add_legend_below(figure)
+    add_notes(figure, _notes(drawn))
     return GridFigure(figure, f"Explained Effect in {', '.join(panels)}")
 
 
@@ -155,42 +173,26 @@ def _notes(panels: Mapping[str, Curves]) -> list[str]:
     return notes
 
 
-def _add_notes(figure: Any, notes: Iterable[str]) -> None:
-    """Add notes below all panels, at the left, with as many per line as fit."""
-    layout, lines = figure.layout, []
-    room = layout.width - layout.margin.l - layout.margin.r
-    for note in notes:
-        longer = f"{lines[-1]} {note}" if lines else note
-        if lines and text_width(longer, TICK_SIZE) <= room:
-            lines[-1] = longer
-        else:
-            lines.append(note)
-    for line in lines:
-        figure.add_annotation(
-            text=line,
-            font={"size": TICK_SIZE},
-            x=0,
-            xref="x domain",
-            xanchor="left",
-            y=0,
-            yref="y domain",
-            yanchor="middle",
-            yshift=-layout.margin.b,
-        )
-        figure.update_layout(
-            height=layout.height + _NOTE_HEIGHT, margin_b=layout.margin.b + _NOTE_HEIGHT
-        )
+def _drawn_ends(curve: SeedCurves) -> Iterator[float]:
+    """All effects that are drawn: ends of the interval, or curves of all seeds without one."""
+    for one in curve.curves:
+        yield from one.mean
+        if len(curve.curves) == 1:
+            yield from (*one.low, *one.high)
 
 
-def _places(sizes: Sequence[float], log: bool) -> np.ndarray:
-    """Positions of sizes on an axis, in units of its range."""
-    return np.log10(np.maximum(sizes, 1)) if log else np.asarray(sizes, dtype=float)
-
-
-def _stop(curves: Curves, log: bool) -> float:
-    """The end of an axis that starts at 0 (logarithmic: at 1), without margin."""
-    largest = max(curve.sizes[-1] for seeds in curves for curve in seeds.curves)
-    return max(float(_places([largest], log)[0]), 1.0)
+def _has_room(curves: Curves, log: bool, width: float, low: float, unit: float) -> bool:
+    """Whether no curve is behind a legend at the lower right of a panel."""
+    start, stop = extent(curves, log)
+    share = legend_width(curve.name for curve in curves) / width
+    behind = np.linspace(stop - share * (stop - start), stop, 33)
+    top = low + legend_height(len(curves)) / unit
+    return share < 1 and all(
+        np.interp(behind, axis_places(one.sizes, log), ends).min() > top
+        for seeds in curves
+        for one in seeds.curves
+        for ends in (one.low if len(seeds.curves) == 1 else one.mean,)
+    )
 
 
 def _checked_pairs(
@@ -220,53 +222,34 @@ def _checked_pairs(
     return pairs
 
 
-def _effect_span(
-    panels: Mapping[str, Curves], with_legend: Iterable[Curves], log: bool, label_height: float
-) -> tuple[float, float]:
-    """Effect range of all panels, with room for the multiplier and legends that hide a curve."""
-    drawn = [one for curves in panels.values() for seeds in curves for one in seeds.curves]
-    effects = [effect for one in drawn for effect in one.mean]
-    low, high = min(0, *effects), max(1, *effects)
-    # Lowest curve point behind a legend at the lower right.
-    lowest = 1.0
-    for curves in with_legend:
-        stop = _stop(curves, log)
-        behind = np.linspace(stop - _LEGEND_WIDTH / _WIDTH * stop, stop, 33)
-        for seeds in curves:
-            for one in seeds.curves:
-                # Seeds among others have no interval.
-                ends = one.low if len(seeds.curves) == 1 else one.mean
-                lowest = min(lowest, *np.interp(behind, _places(one.sizes, log), ends))
-    # At maximum height a unit has fewer pixels, and texts take up more units.
-    unit = min(_UNIT, (_MAX_HEIGHT - _LEGEND_HEIGHT - label_height) / (high - low + 0.03))
-    hidden = lowest < low - 0.05 + _LEGEND_HEIGHT / unit
-    room = _LEGEND_HEIGHT / unit if hidden else 0.05
-    return low - room, high + 0.03 + label_height / unit
-
-
 def _add_curve(
-    figure: go.Figure, column: int, seeds: SeedCurves, colour: str, parts: Parts
+    figure: go.Figure,
+    place: tuple[int, int],
+    seeds: SeedCurves,
+    colour: str,
+    parts: Parts,
+    least: float,
 ) -> None:
     """A curve with its interval; or the curves of all seeds with their median on top."""
     if len(seeds.curves) == 1:
         one = seeds.curves[0]
         style = {"low": one.low, "high": one.high, "name": one.name}
-        return _add_line(figure, column, one, colour, parts, one.name, "Interval", **style)
+        return _add_line(figure, place, one, colour, parts, least, one.name, "Interval", **style)
+    thin = {"width": _SEED_WEIGHT, "opacity": _SEED_OPACITY, "group": seeds.name}
     for seed, one in zip(seeds.seeds, seeds.curves, strict=True):
-        style = {"width": _SEED_WEIGHT, "opacity": _SEED_OPACITY, "group": one.name}
-        _add_line(
-            figure, column, one, colour, parts, f"{one.name}, seed {seed}", "Interval", **style
-        )
+        said = f"{one.name}, seed {seed}"
+        _add_line(figure, place, one, colour, parts, least, said, "Interval", **thin)
     said = f"{seeds.name}, median of {len(seeds.seeds)} seeds"
-    _add_line(figure, column, seeds.median, colour, parts, said, "Seeds", name=seeds.name)
+    _add_line(figure, place, seeds.median, colour, parts, least, said, "Seeds", name=seeds.name)
 
 
 def _add_line(
     figure: go.Figure,
-    column: int,
+    place: tuple[int, int],
     curve: EffectCurve,
     colour: str,
     parts: Parts,
+    least: float,
     said: str,
     interval: str,
     **style: Any,
@@ -283,11 +266,5 @@ def _add_line(
         )
         for size, mean, low, high in rows
     ]
-    places = [max(size, 1) for size in curve.sizes] if parts == "circuit_edges" else curve.sizes
-    add_line(figure, 1, column, x=places, y=curve.mean, colour=colour, hover=hover, **style)
-
-
-def _log_ticks(stop: float) -> dict[str, Any]:
-    powers = range(math.floor(stop + 1e-9) + 1)
-    texts = ["10" + str(power).translate(_SUPERSCRIPTS) for power in powers]
-    return {"tickvals": [10**power for power in powers], "ticktext": texts}
+    x = [max(size, least) for size in curve.sizes]
+    add_line(figure, *place, x=x, y=curve.mean, colour=colour, hover=hover, **style)

@@ -2,7 +2,9 @@
 
 In a notebook, a figure consists of plotly data, which JupyterLab draws interactively, and a static
 image for use without plotly: in nbconvert's HTML, which drops plotly data, and on servers without
-plotly's extension. Neither includes plotly's script (4 MB per cell) nor loads it.
+plotly's extension. Neither includes plotly's script (4 MB per cell) nor loads it. A style that is
+displayed with the figure turns both in dark notebooks. Colab has no plotly of its own: there, the
+figure loads plotly's script.
 """
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ import plotly.graph_objects as go
 import plotly.io as pio
 
 from sparse_tl.plots.palette import CLEAR, dark_colour
-from sparse_tl.plots.rendering import Figure, Theme
+from sparse_tl.plots.rendering import AUTO, Figure, Theme, notebook_style
 from sparse_tl.plots.static_drawing import draw_svg
 from sparse_tl.plots.token_text import visible_text
 
 PLOTLY_DATA = "application/vnd.plotly.v1+json"
 # Buttons would cover the last title; dragging zooms, a double click resets.
 _CONFIG = {"displayModeBar": False, "responsive": False}
+# Those of plotly's renderers that leave the display to the notebook.
+_NOTEBOOKS = {"plotly_mimetype", "vscode"}
 
 
 class GridFigure(Figure):
@@ -53,13 +57,7 @@ class GridFigure(Figure):
 
     @property
     def light_html(self) -> str:
-        digest = hashlib.sha256(str(self._drawn.to_json()).encode()).hexdigest()[:12]
-        return self._drawn.to_html(
-            full_html=False,
-            include_plotlyjs=True,
-            div_id=f"figure-{digest}",  # deterministic, so that files are reproducible
-            config=_CONFIG,
-        )
+        return _to_html(self._drawn, include_plotlyjs=True)
 
     def file_kinds(self, scale: float, theme: Theme) -> dict[str, Callable[[], str | bytes]]:
         kinds = super().file_kinds(scale, theme)
@@ -67,20 +65,30 @@ class GridFigure(Figure):
 
     def show(self, *args: Any, **kwargs: Any) -> None:
         """Show the figure in the notebook; with arguments, or elsewhere, as plotly does."""
-        if args or kwargs or not _in_notebook():
+        if args or kwargs or not (_renderers() & {*_NOTEBOOKS, "colab"}):
             return self.plotly.show(*args, **kwargs)
         from IPython.display import display
 
         display(self)
 
     def _ipython_display_(self) -> None:
-        if not _in_notebook():
-            return self.plotly.show()
+        from IPython.display import HTML, display
+
+        if "colab" in _renderers():
+            display(HTML(self._turnable(_to_html(self.plotly, include_plotlyjs="cdn"))))
+            return
+        if not _renderers() & _NOTEBOOKS:
+            self.plotly.show()
+            return
+        if self.theme == "auto":
+            display(HTML(notebook_style()))
         # Makes IPython fall back to the MIME bundle.
         raise NotImplementedError
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         data = json.loads(str(self.plotly.to_json())) | {"config": _CONFIG}
+        if self.theme == "auto":
+            data["data"][0]["uid"] = AUTO
         return {PLOTLY_DATA: data, "text/html": self._repr_html_(), "text/plain": repr(self)}
 
     def _repr_html_(self) -> str:
@@ -88,15 +96,33 @@ class GridFigure(Figure):
         data = base64.b64encode(self.svg.encode()).decode()
         label, width = escape(self.title, quote=True), self._drawn.layout.width
         style = f"display: block; width: {width}px; max-width: 100%; height: auto"
-        return f'<img src="data:image/svg+xml;base64,{data}" alt="{label}" style="{style}">'
+        return self._turnable(
+            f'<img src="data:image/svg+xml;base64,{data}" alt="{label}" style="{style}">'
+        )
+
+    def _turnable(self, html: str) -> str:
+        """HTML of the figure in its own theme, which is turned in dark notebooks if it is auto."""
+        if self.theme != "auto":
+            return html
+        return f'<div class="{AUTO}">{notebook_style()}{html}</div>'
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.title!r})"
 
 
-def _in_notebook() -> bool:
-    """Whether plotly would display in a notebook, with its default renderer."""
-    return "plotly_mimetype" in (pio.renderers.default or "")
+def _to_html(drawn: go.Figure, *, include_plotlyjs: bool | str) -> str:
+    digest = hashlib.sha256(str(drawn.to_json()).encode()).hexdigest()[:12]
+    return drawn.to_html(
+        full_html=False,
+        include_plotlyjs=include_plotlyjs,
+        div_id=f"figure-{digest}",  # deterministic, so that files are reproducible
+        config=_CONFIG,
+    )
+
+
+def _renderers() -> set[str]:
+    """plotly's default renderers, which depend on where it runs."""
+    return set((pio.renderers.default or "").split("+"))
 
 
 def _turned(value: Any, key: str = "") -> Any:

@@ -12,14 +12,10 @@ import plotly.graph_objects as go
 from sparse_tl.circuits import Scores
 from sparse_tl.grids import HeadGrid
 from sparse_tl.plots.grid_figure import GridFigure
+from sparse_tl.plots.head_panels import add_head_cells, head_panels
+from sparse_tl.plots.legends import add_legend_below
 from sparse_tl.plots.palette import EMPTY_CELL, HELPS, HURTS, MARK_WEIGHT, MARKS
-from sparse_tl.plots.panels import (
-    add_head_cells,
-    add_line,
-    add_side_legend,
-    head_panels,
-    hover_text,
-)
+from sparse_tl.plots.panels import add_line, hover_text
 
 _REACH = 0.42
 """Distance from the centre of a cell to its frame."""
@@ -33,10 +29,10 @@ def head_map(
     marked: Mapping[str, Sequence[Any]] | None = None,
     unit: str = "",
 ) -> GridFigure:
-    """Draw how much every head matters, in a row with one panel per model.
+    """Draw how much every head matters, one panel per model.
 
     Blue heads help (negative score), orange heads hurt; full colour is the panel's largest
-    ``|score|``, which its title states.
+    ``|score|``, at the ends of its colour bar.
 
     Args:
         panels: scores of heads, by panel title.
@@ -53,22 +49,14 @@ def head_map(
     """
     grid = _checked(panels)
     framed = marked_heads(grid, marked or {})
-    unit = f" {unit}" if unit else ""
     means = {name: scores.mean().detach().double().cpu() for name, scores in panels.items()}
-    largest = [mean.abs().max().item() for mean in means.values()]
-    figure = head_panels(
-        [
-            f"{name}, \N{PLUS-MINUS SIGN}{most:.2g}{unit}"
-            for name, most in zip(means, largest, strict=True)
-        ],
-        grid.n_layers,
-        grid.n_heads,
-    )
-    for column, (mean, most) in enumerate(zip(means.values(), largest, strict=True), start=1):
-        _add_cells(figure, column, mean.tolist(), most or 1.0, framed, unit)
-        _add_frames(figure, column, framed)
+    figure, places = head_panels(list(means), grid.n_layers, grid.n_heads)
+    for place, mean in zip(places, means.values(), strict=True):
+        largest = mean.abs().max().item() or 1.0
+        _add_cells(figure, place, mean.tolist(), largest, framed, unit)
+        _add_frames(figure, place, framed)
     if framed:
-        add_side_legend(figure)
+        add_legend_below(figure)
     return GridFigure(figure, f"Scores of heads in {', '.join(panels)}")
 
 
@@ -97,28 +85,29 @@ def _checked(panels: Mapping[str, Scores]) -> HeadGrid:
 
 def _add_cells(
     figure: go.Figure,
-    column: int,
+    place: tuple[int, int],
     scores: Sequence[Sequence[float]],
     largest: float,
     framed: _Heads,
     unit: str,
 ) -> None:
+    measured, unit = (f"Score, {unit}", f" {unit}") if unit else ("Score", "")
     called: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name, heads in framed.items():
         for head in heads:
             called[head].append(name)
     said = [
         [
-            hover_text((f"a{layer}.h{head}", f"{score:+.3g}{unit}", *called.get((layer, head), ())))
+            hover_text([f"a{layer}.h{head}", f"{score:+.3g}{unit}", *called[layer, head]])
             for head, score in enumerate(row)
         ]
         for layer, row in enumerate(scores)
     ]
     colours = [(0, HELPS), (0.5, EMPTY_CELL), (1, HURTS)]
-    add_head_cells(figure, column, scores, said, colours, (-largest, largest))
+    add_head_cells(figure, place, scores, said, colours, (-largest, largest), measured)
 
 
-def _add_frames(figure: go.Figure, column: int, framed: _Heads) -> None:
+def _add_frames(figure: go.Figure, place: tuple[int, int], framed: _Heads) -> None:
     """One broken line per name, made of the frames of its heads."""
     corners = ((-1, -1), (1, -1), (1, 1), (-1, 1), (-1, -1), (math.nan, math.nan))
     for (name, heads), colour in zip(framed.items(), MARKS, strict=False):
@@ -128,4 +117,4 @@ def _add_frames(figure: go.Figure, column: int, framed: _Heads) -> None:
             for across, up in corners
         ]
         x, y = zip(*at, strict=True) if at else ((), ())
-        add_line(figure, 1, column, x=x, y=y, colour=colour, name=name, width=MARK_WEIGHT)
+        add_line(figure, *place, x=x, y=y, colour=colour, name=name, width=MARK_WEIGHT)

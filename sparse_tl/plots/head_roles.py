@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import plotly.graph_objects as go
 from jaxtyping import Float
@@ -10,26 +12,50 @@ from torch import Tensor
 
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
 from sparse_tl.plots.grid_figure import GridFigure
-from sparse_tl.plots.palette import EMPTY_CELL, ROLES as ROLE_COLOURS, THIN_CURVE_WEIGHT
-from sparse_tl.plots.panels import (
-    add_head_cells,
-    add_line,
+from sparse_tl.plots.head_panels import add_head_cells, head_panels
+from sparse_tl.plots.legends import (
+    add_legend_below,
+    add_notes,
     add_side_legend,
-    head_panels,
+    legend_height,
+    legend_width,
+)
+from sparse_tl.plots.palette import (
+    CURVE_WEIGHT,
+    EMPTY_CELL,
+    INK,
+    LABEL_SIZE,
+    MUTED,
+    ROLES as ROLE_COLOURS,
+    THIN_CURVE_WEIGHT,
+)
+from sparse_tl.plots.panels import (
+    LEFT_LINE,
+    ROW_TITLE_WIDTH,
+    add_line,
+    add_outer_titles,
+    fitting_width,
     hover_text,
     panel_figure,
     ticks,
 )
 
-_PALE = 0.35
+_PALE, _PALE_WEIGHT = 0.45, 1.0
+_CROWDED = 0.7
+_IN_ROLE, _BEYOND = "In the role", "Beyond it"
+_NAMES = {role: role.capitalize() for role in ROLES} | {"random": "Random"}
+_GAP = 18
+# With more models there is no room for a legend beside the panels.
+_MOST_BESIDE_LEGEND = 4
 
 
 def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> GridFigure:
     """Delta log-probability of the target response against the number of ablated heads.
 
-    One row of panels per task, with a shared vertical axis; one column per model. Lines are means
-    over seeds, shaded from minimum to maximum. A line ends where its model has no heads left, and
-    is pale where its role has no heads left. The first control of a panel is its random order.
+    One row of panels per task, with axes of its own; one column per model. Lines are means over
+    seeds, shaded from minimum to maximum. A line is in full colour while heads of its role are
+    ablated; beyond them, and for a role without heads, which a note names, it is thin and pale. A
+    line ends where its model has no heads left. The first control of a panel is its random order.
 
     Args:
         rows: curves of each panel, by task title and then model title.
@@ -46,38 +72,97 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
         raise ValueError(
             f"expected at least one task with one model, and curves in each panel; got {dict(rows)}"
         )
+    legend = _legend(every)
+    is_beside = len(columns) <= _MOST_BESIDE_LEGEND
+    beside = LEFT_LINE + (ROW_TITLE_WIDTH if any(rows) else 0)
+    beside += legend_width(legend) if is_beside else 0
     figure = panel_figure(
-        columns,
+        [columns, *[[""] * len(columns)] * (len(rows) - 1)],
         list(rows),
-        x="Number of Ablated Heads",
-        y="\N{GREEK CAPITAL LETTER DELTA} log-probability",
+        x="",
+        y="",
+        width=fitting_width(len(columns), gap=_GAP, most=200, beside=beside),
+        height=max(140, legend_height(len(legend)) if len(rows) == 1 and is_beside else 0),
+        gap=_GAP,
     )
-    _span_updates(figure, max(curve.values.shape[1] for curve in every) - 1)
+    # Samples in full colour, whatever the lines of the first panel are like.
+    for name, style in legend.items():
+        add_line(figure, 1, 1, x=[None], y=[None], name=name, **style)
     for number, row in enumerate(rows.values(), start=1):
-        span = _vertical_span([curve for curves in row.values() for curve in curves])
+        drawn = [curve for curves in row.values() for curve in curves]
+        _span_updates(figure, max(curve.values.shape[1] for curve in drawn) - 1, row=number)
+        span = _vertical_span(drawn)
         figure.update_yaxes(range=span, **ticks(*span), row=number)
         for column, name in enumerate(columns, start=1):
             if name in row:
                 _add_curves(figure, number, column, row[name])
-            else:  # plotly draws no axes without a trace
-                figure.add_scatter(x=[], y=[], showlegend=False, row=number, col=column)
-    add_side_legend(figure)
+            else:
+                _add_missing(figure, number, column)
+    across, upwards = "Number of Ablated Heads", "\N{GREEK CAPITAL LETTER DELTA} Log Probability"
+    add_outer_titles(figure, across, f"{upwards} of Target Response")
+    (add_side_legend if is_beside else add_legend_below)(figure)
+    add_notes(figure, _empty_roles(rows))
     said = f"Effect of ablating heads in {', '.join([*columns, *filter(None, rows)])}"
     return GridFigure(figure, said)
 
 
+def _legend(curves: Sequence[AblationCurve]) -> dict[str, dict[str, Any]]:
+    """Line styles by name: orders in which heads are ablated, then full colour and pale."""
+    used = {curve.by for curve in curves}
+    used |= {"random"} if any(curve.control is not None for curve in curves) else set()
+    styles: dict[str, dict[str, Any]] = {
+        name: {"colour": ROLE_COLOURS[order], "dashed": order == "random"}
+        for order, name in _NAMES.items()
+        if order in used
+    }
+    if any(_n_in_role(curve) < curve.values.shape[1] - 1 for curve in curves):
+        styles[_IN_ROLE] = {"colour": INK}
+        styles[_BEYOND] = {"colour": INK, "width": _PALE_WEIGHT, "opacity": _PALE}
+    return styles
+
+
+def _empty_roles(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> Iterator[str]:
+    """The panels with a curve of a role that has no heads, one note per role."""
+    for role in ROLES:
+        empty: dict[str, list[str]] = defaultdict(list)
+        for task, row in rows.items():
+            for model, curves in row.items():
+                if any(curve.by == role and _n_in_role(curve) == 0 for curve in curves):
+                    empty[task].append(model)
+        panels = [
+            f"{task} ({', '.join(models)})" if task else ", ".join(models)
+            for task, models in empty.items()
+        ]
+        if panels:
+            yield f"No heads of {role}: {'; '.join(panels)}."
+
+
+def _n_in_role(curve: AblationCurve) -> int:
+    """Number of heads in the role, mean over seeds."""
+    return round(sum(curve.in_role) / len(curve.in_role))
+
+
+def _add_missing(figure: go.Figure, row: int, column: int) -> None:
+    # plotly draws no axes without a trace
+    figure.add_scatter(x=[], y=[], showlegend=False, row=row, col=column)
+    place = {"xref": "x domain", "yref": "y domain", "x": 0.5, "y": 0.5}
+    place |= {"xanchor": "center", "yanchor": "middle"}
+    font = {"size": LABEL_SIZE, "color": MUTED}
+    figure.add_annotation(text="not measured", font=font, row=row, col=column, **place)
+
+
 def head_roles_figure(roles: HeadRoles) -> GridFigure:
-    """Mean head scores over seeds, one panel per role: layers upwards, heads across.
+    """Mean head scores over seeds, in 0..1, one panel per role: layers upwards, heads across.
 
     Panel titles state the cost of removing all heads of the role from the model, in nats per
     target token; tooltips state the cost of removing one head.
     """
     costs = roles.classes()["removed"]
     scores = dict(zip(ROLES, roles.mean_scores().tolist(), strict=True))
-    figure = head_panels(
+    figure, places = head_panels(
         [f"{role.capitalize()}, {costs[role]:+.2f} nats" for role in ROLES], *roles.removed.shape
     )
-    for column, (role, rows) in enumerate(scores.items(), start=1):
+    for place, (role, rows) in zip(places, scores.items(), strict=True):
         said = [
             [
                 hover_text(
@@ -92,20 +177,25 @@ def head_roles_figure(roles: HeadRoles) -> GridFigure:
             for layer, row in enumerate(rows)
         ]
         colours = [(0, EMPTY_CELL), (1, ROLE_COLOURS[role])]
-        add_head_cells(figure, column, rows, said, colours, (0, 1))
+        add_head_cells(figure, place, rows, said, colours, (0, 1), f"{role.capitalize()} score")
     return GridFigure(figure, "Roles of heads")
 
 
 def gate_trajectories(roles: HeadRoles) -> GridFigure:
     """Every head's gate, mean over seeds, in the three stages, coloured by its strongest role."""
     strongest = roles.mean_scores().argmax(dim=0)
+    heads = {role: (strongest == place).nonzero().tolist() for place, role in enumerate(ROLES)}
+    heads = {role: found for role, found in heads.items() if found}
     titles = ["G0", "G+, pushed open", "G\N{MINUS SIGN}, pushed shut"]
-    figure = panel_figure(titles, x="Update", y="Gate")
+    beside = legend_width(_NAMES[role] for role in heads)
+    width = fitting_width(len(titles), gap=_GAP, most=200, beside=beside)
+    figure = panel_figure([titles], x="Update", y="Mean Gate", width=width, height=160, gap=_GAP)
     _span_updates(figure, max(roles.recorded_at))
     figure.update_yaxes(range=(-0.03, 1.03), **ticks(0, 1, 2))
     for column, gates in enumerate(roles.trajectories[:, roles.fitted].mean(dim=1), start=1):
-        for place, role in enumerate(ROLES):
-            for layer, head in (strongest == place).nonzero().tolist():
+        # The largest role is drawn first, so that it covers no other.
+        for role in sorted(heads, key=lambda role: -len(heads[role])):
+            for layer, head in heads[role]:
                 values = gates[:, layer, head].tolist()
                 add_line(
                     figure,
@@ -114,25 +204,25 @@ def gate_trajectories(roles: HeadRoles) -> GridFigure:
                     x=roles.recorded_at,
                     y=values,
                     colour=ROLE_COLOURS[role],
-                    name=role.capitalize(),
+                    name=_NAMES[role],
                     hover=[(f"a{layer}.h{head}", f"gate {gate:.3f}") for gate in values],
                     width=THIN_CURVE_WEIGHT,
+                    opacity=_CROWDED,
                 )
     add_side_legend(figure)
     return GridFigure(figure, "Gates of heads by update")
 
 
-def _span_updates(figure: go.Figure, last: int) -> None:
+def _span_updates(figure: go.Figure, last: int, row: int | None = None) -> None:
     """Set horizontal axes from 0 to the last update, with a small margin."""
     last = max(last, 1)
-    figure.update_xaxes(range=(-0.02 * last, 1.02 * last), **ticks(0, last, whole=True))
+    figure.update_xaxes(range=(-0.02 * last, 1.02 * last), **ticks(0, last, whole=True), row=row)
 
 
 def _add_curves(figure: go.Figure, row: int, column: int, curves: Sequence[AblationCurve]) -> None:
     order = list(ROLE_COLOURS)
     for curve in sorted(curves, key=lambda curve: order.index(curve.by)):
-        in_role = sum(curve.in_role) / len(curve.in_role)
-        _add_curve(figure, row, column, curve.by, curve.values, round(in_role))
+        _add_curve(figure, row, column, curve.by, curve.values, _n_in_role(curve))
     control = next((curve.control for curve in curves if curve.control is not None), None)
     if control is not None:
         _add_curve(figure, row, column, "random", control, control.shape[1])
@@ -146,8 +236,8 @@ def _add_curve(
     values: Float[Tensor, "seed count"],
     in_role: int,
 ) -> None:
-    """The mean, in full colour while there are heads of the role, then pale."""
-    name = order.capitalize()
+    """The mean, in full colour while there are heads of the role, then thin and pale."""
+    name = _NAMES[order]
     mean, low, high = (
         over_seeds.tolist()
         for over_seeds in (values.mean(dim=0), values.amin(dim=0), values.amax(dim=0))
@@ -163,8 +253,8 @@ def _add_curve(
     ]
     last = len(mean) - 1
     end = min(in_role, last)
-    for first, stop, opacity in ((0, end, 1.0), (end, last, _PALE)):
-        if first == last:
+    for first, stop, in_colour in ((0, end, True), (end, last, False)):
+        if first == stop:
             continue
         part = slice(first, stop + 1)
         add_line(
@@ -175,10 +265,11 @@ def _add_curve(
             y=mean[part],
             colour=ROLE_COLOURS[order],
             name=name,
-            low=low[part],
-            high=high[part],
+            low=low[part] if in_colour else (),
+            high=high[part] if in_colour else (),
             hover=hover[part],
-            opacity=opacity,
+            width=CURVE_WEIGHT if in_colour else _PALE_WEIGHT,
+            opacity=1.0 if in_colour else _PALE,
             dashed=order == "random",
         )
 

@@ -99,6 +99,8 @@ OFF_PATH_NEGATIVE: Scale = ("#faeae1", "#f5d7c4")
 
 ATTENTION: Scale = ("#f7fafe", "#08307a")
 """Cells of attention patterns."""
+MASKED: Colour = "#cdd2da"
+"""Hatching of cells that the causal mask leaves out."""
 
 # ---- circuit edges -----------------------------------------------------------------------------
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from sparse_tl.plots.palette import (
     AXIS,
-    CLEAR,
     CURVE_WEIGHT,
     DASHES,
     FONT_FAMILY,
@@ -32,10 +32,18 @@ from sparse_tl.plots.palette import (
 )
 from sparse_tl.plots.token_text import clip_text, fit_text, text_width, visible_text
 
-_TOP, _BOTTOM, _LEFT, _RIGHT = 34, 52, 62, 12
-_ROW_GAP, _ROW_TITLE_WIDTH = 20, 26
-# Width of a line sample in a legend including gaps, and maximum width of a name.
-_LEGEND_SAMPLE, _LONGEST_NAME = 40, 144
+MAX_WIDTH = 724
+"""Width of a figure: in print, 5.5 inches wide, the smallest text then has 6 points."""
+_TOP, _BOTTOM, _LEFT, _RIGHT = 34, 52, 60, 12
+_LEAST_WIDTH = 56
+_ROW_GAP, ROW_TITLE_WIDTH = 36, 26
+_TITLE_HEIGHT, _AXIS_TITLE_HEIGHT = 28, 18
+LEFT_LINE, _X_TITLE = 16, 20
+"""Width of a line of a vertical axis title, and the middle of a horizontal one above the edge."""
+LONGEST_NAME = 144
+"""Maximum width of a name in a legend."""
+
+Panel = TypeVar("Panel")
 
 _AXIS: dict[str, Any] = {
     "zeroline": False,
@@ -43,12 +51,6 @@ _AXIS: dict[str, Any] = {
     "tickfont": {"size": TICK_SIZE, "color": MUTED},
 }
 _AXIS_TITLE = {"size": LABEL_SIZE, "color": INK}
-_LEGEND = {
-    "bgcolor": CLEAR,
-    "font": {"size": LEGEND_SIZE, "color": INK},
-    "itemwidth": 30,
-    "tracegroupgap": 0,
-}
 _TEMPLATE = go.layout.Template(
     layout={
         "font": {"family": FONT_FAMILY, "color": INK, "size": TICK_SIZE},
@@ -77,56 +79,102 @@ _TEMPLATE = go.layout.Template(
 )
 
 
+def in_rows(panels: Sequence[Panel], most: int = 4) -> list[list[Panel]]:
+    """Panels in rows of similar length, each with at most `most`."""
+    n_rows = -(-len(panels) // most)
+    per_row = -(-len(panels) // n_rows)
+    return [list(panels[start : start + per_row]) for start in range(0, len(panels), per_row)]
+
+
+def places(rows: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
+    """Row and column of each panel, counted from 1."""
+    return [(r, c) for r, row in enumerate(rows, 1) for c, _ in enumerate(row, 1)]
+
+
+def fitting_width(n_columns: int, *, gap: float, most: float, beside: float = 0) -> float:
+    """Width of each of several plots in a row, so that the figure has at most `MAX_WIDTH`.
+
+    Args:
+        n_columns: plots in the row.
+        gap: gap between two plots.
+        most: maximum width of a plot.
+        beside: width needed beside the plots, for a legend and the titles of rows.
+    """
+    room = MAX_WIDTH - _LEFT - _RIGHT - beside
+    return max(min((room + gap) / n_columns - gap, most), _LEAST_WIDTH)
+
+
 def panel_figure(
-    titles: Sequence[str],
-    row_titles: Sequence[str] = ("",),
+    titles: Sequence[Sequence[str]],
+    row_titles: Sequence[str] = (),
     *,
     x: str,
     y: str,
     width: float = 200,
     height: float = 140,
     gap: float = 18,
+    below: float = 0,
     shared: bool = True,
-) -> go.Figure:
+) -> Any:
     """An empty figure of panels.
 
     Args:
-        titles: titles above the columns.
+        titles: titles above the panels of each row; the last row may have fewer panels.
         row_titles: titles at the right of the rows; empty ones take no space.
         x, y: axis titles.
         width, height: size of one plot.
         gap: gap between two plots of a row.
-        shared: whether plots of a row share their vertical axis, and plots of a column their
-            horizontal one; only the outer axes are then labelled.
+        below: additional space below every row, for a colour bar.
+        shared: whether the panels of a row share their vertical axis, labelled at the first one.
     """
-    n_rows, n_columns = len(row_titles), len(titles)
+    n_rows, n_columns = len(titles), len(titles[0])
     inner_width = n_columns * (width + gap) - gap
-    inner_height = n_rows * (height + _ROW_GAP) - _ROW_GAP
-    figure = make_subplots(
+    # Where every row has titles of its own, it has horizontal axis titles too.
+    is_wrapped = any(map(any, titles[1:]))
+    row_gap = _ROW_GAP + below + (_TITLE_HEIGHT + _AXIS_TITLE_HEIGHT if is_wrapped else 0)
+    inner_height = n_rows * (height + row_gap) - row_gap
+    figure: Any = make_subplots(
         n_rows,
         n_columns,
-        shared_xaxes=shared,
+        specs=[[{} if c < len(row) else None for c in range(n_columns)] for row in titles],
         shared_yaxes=shared,
         horizontal_spacing=gap / inner_width,
-        vertical_spacing=_ROW_GAP / inner_height,
+        vertical_spacing=row_gap / inner_height if n_rows > 1 else 0,
     )
-    right = _RIGHT + (_ROW_TITLE_WIDTH if any(row_titles) else 0)
+    right = _RIGHT + (ROW_TITLE_WIDTH if any(row_titles) else 0)
     figure.layout.template = _TEMPLATE
     figure.update_layout(
         width=round(_LEFT + inner_width + right),
-        height=round(_TOP + inner_height + _BOTTOM),
-        margin={"l": _LEFT, "r": right, "t": _TOP, "b": _BOTTOM, "autoexpand": False},
+        height=round(_TOP + inner_height + below + _BOTTOM),
+        margin={"l": _LEFT, "r": right, "t": _TOP, "b": _BOTTOM + below, "autoexpand": False},
     )
-    figure.update_xaxes(title_text=x, row=n_rows if shared else None)
+    figure.update_xaxes(title_text=x, row=None if is_wrapped else n_rows)
     figure.update_yaxes(title_text=y, col=1 if shared else None)
-    for column, title in enumerate(titles, start=1):
+    for (row, column), title in zip(places(titles), chain(*titles), strict=True):
         place = {"x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "yshift": 5}
-        _add_title(figure, 1, column, title, width + 12, place)
+        _add_title(figure, row, column, title, width + min(12, gap), place)
     for row, title in enumerate(row_titles, start=1):
-        place = {"x": 1, "xanchor": "center", "xshift": 0.6 * _ROW_TITLE_WIDTH}
+        place = {"x": 1, "xanchor": "center", "xshift": 0.6 * ROW_TITLE_WIDTH}
         place |= {"y": 0.5, "yanchor": "middle", "textangle": 90}
         _add_title(figure, row, n_columns, title, height, place)
     return figure
+
+
+def add_outer_titles(figure: Any, x: str, y: str) -> None:
+    """Add axis titles for all panels together, the vertical one in two lines if need be."""
+    layout, n_lines = figure.layout, 1
+    if text_width(y, LABEL_SIZE) > layout.height - layout.margin.t - layout.margin.b:
+        spaces = (place for place, character in enumerate(y) if character == " ")
+        middle = min(spaces, key=lambda place: abs(place - len(y) / 2))
+        y, n_lines = f"{y[:middle]}<br>{y[middle + 1 :]}", 2
+        wider = {"width": layout.width + LEFT_LINE, "margin_l": layout.margin.l + LEFT_LINE}
+        figure.update_layout(**wider)
+    title = {"font": {"size": LABEL_SIZE}, "xref": "paper", "yref": "paper"}
+    title |= {"xanchor": "center", "yanchor": "middle"}
+    below = {"x": 0.5, "y": 0, "yshift": _X_TITLE - layout.margin.b}
+    aside = {"x": 0, "y": 0.5, "xshift": n_lines * LEFT_LINE / 2 + 4 - layout.margin.l}
+    figure.add_annotation(text=x, **title, **below)
+    figure.add_annotation(text=y, textangle=-90, **title, **aside)
 
 
 def _add_title(
@@ -137,7 +185,7 @@ def _add_title(
         return
     shown, size = fit_text(visible_text(title), PANEL_TITLE_SIZE, room)
     place = place | {"xref": "x domain", "yref": "y domain", "font": {"size": size}}
-    figure.add_annotation(text=_shown(shown), row=row, col=column, **place)
+    figure.add_annotation(text=plain_text(shown), row=row, col=column, **place)
 
 
 def add_line(
@@ -145,8 +193,8 @@ def add_line(
     row: int,
     column: int,
     *,
-    x: Sequence[float],
-    y: Sequence[float],
+    x: Sequence[float | None],
+    y: Sequence[float | None],
     colour: Colour,
     name: str = "",
     group: str = "",
@@ -194,82 +242,20 @@ def add_line(
         y=list(y),
         line={"color": colour, "width": width, **dash},
         opacity=opacity,
-        name=_shown(clip_text(visible_text(name), LEGEND_SIZE, _LONGEST_NAME)),
+        name=plain_text(clip_text(visible_text(name), LEGEND_SIZE, LONGEST_NAME)),
         hoverinfo="text" if len(hover) else "skip",
         hovertext=[hover_text(words) for words in hover],
         **style,
     )
 
 
-def add_legend(figure: go.Figure, column: int) -> None:
-    """Add a legend to a panel of the first row, at its lower right."""
-    panel: Any = figure.get_subplot(1, column)
-    name = f"legend{column}" if column > 1 else "legend"
-    place = {"x": panel.xaxis.domain[1], "y": panel.yaxis.domain[0]}
-    figure.update_layout({name: _LEGEND | place | {"xanchor": "right", "yanchor": "bottom"}})
-    listed = {"legend": name, "showlegend": True}
-    figure.update_traces(listed, lambda trace: bool(trace.name), row=1, col=column)
-
-
-def add_side_legend(figure: Any) -> None:
-    """Add one legend at the right of all panels, which lists each name once."""
-    layout, left, right = figure.layout, figure.layout.margin.l, figure.layout.margin.r
-    first = {trace.name: trace for trace in figure.data[::-1] if trace.name}
-    for trace in first.values():
-        trace.showlegend = True
-    x = 1 + (right - 6) / (layout.width - left - right)
-    place = {"x": x, "xanchor": "left", "y": 1, "yanchor": "top"}
-    room = max(text_width(name, LEGEND_SIZE) for name in first) + _LEGEND_SAMPLE + 6
-    width = round(layout.width + room)
-    figure.update_layout(legend=_LEGEND | place, width=width, margin_r=right + room)
-
-
-def head_panels(titles: Sequence[str], n_layers: int, n_heads: int) -> Any:
-    """A row of empty maps of a model's heads: layers upwards, heads across."""
-    cell = max(8, min(26, 420 // max(n_layers, n_heads)))
-    figure: Any = panel_figure(
-        titles,
-        x="Head",
-        y="Layer",
-        width=max(cell * n_heads, 150),
-        height=max(cell * n_layers, 60),
-    )
-    for update, count in ((figure.update_xaxes, n_heads), (figure.update_yaxes, n_layers)):
-        update(range=(-0.5, count - 0.5), **ticks(0, count - 1, 16, whole=True))
-    return figure
-
-
-def add_head_cells(
-    figure: Any,
-    column: int,
-    values: Sequence[Sequence[float]],
-    said: Sequence[Sequence[str]],
-    colours: Sequence[tuple[float, Colour]],
-    limits: tuple[float, float],
-) -> None:
-    """Fill one of `head_panels`, with a tooltip text for each cell."""
-    figure.add_heatmap(
-        z=values,
-        zmin=limits[0],
-        zmax=limits[1],
-        colorscale=colours,
-        showscale=False,
-        xgap=1,
-        ygap=1,
-        text=said,
-        hoverinfo="text",
-        row=1,
-        col=column,
-    )
-
-
 def hover_text(words: Sequence[str]) -> str:
     """A tooltip of several lines, the first one bold."""
-    first, *rest = map(_shown, map(visible_text, words))
+    first, *rest = map(plain_text, map(visible_text, words))
     return "<br>".join([f"<b>{first}</b>", *rest])
 
 
-def _shown(text: str) -> str:
+def plain_text(text: str) -> str:
     """A text escaped so that plotly, which parses some HTML, shows it unchanged."""
     return escape(text, quote=False)
 

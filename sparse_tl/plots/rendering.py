@@ -15,7 +15,18 @@ from sparse_tl.files import atomic_file
 from sparse_tl.plots.palette import DARK_FILTER, GROUND, dark_svg
 
 Theme = Literal["auto", "light", "dark"]
-"""Theme of a saved figure. ``"auto"``: HTML follows the reader's system, images are light."""
+"""Ground of a figure. ``"auto"``: in a notebook, the notebook's theme; in a saved page, that of the
+reader's system; saved images are light."""
+
+AUTO = "sparse-tl-auto"
+"""Class of HTML that is drawn for a light ground and turned in dark notebooks."""
+_DARK_NOTEBOOKS = (
+    'body[data-jp-theme-light="false"]',  # JupyterLab, Notebook 7, and nbconvert's HTML
+    "body.vscode-dark",
+    'body[data-vscode-theme-kind="vscode-dark"]',
+    'body[data-vscode-theme-kind="vscode-high-contrast"]',
+    'html[theme="dark"]',  # Colab
+)
 
 Kind = TypeVar("Kind", bound="Figure")
 
@@ -31,7 +42,12 @@ class Figure:
 
     def __init__(self, title: str) -> None:
         self.title = title
-        self.is_dark = False
+        self.theme: Theme = "auto"
+
+    @property
+    def is_dark(self) -> bool:
+        """Whether the figure has a dark ground wherever it is shown."""
+        return self.theme == "dark"
 
     @property
     def light_html(self) -> str:
@@ -49,9 +65,16 @@ class Figure:
         return dark_svg(self.light_svg) if self.is_dark else self.light_svg
 
     def dark(self: Kind) -> Kind:
-        """The same figure on a dark ground. By default, figures in notebooks are light."""
+        """The same figure on a dark ground, whatever the notebook's theme."""
+        return self._themed("dark")
+
+    def light(self: Kind) -> Kind:
+        """The same figure on a light ground, whatever the notebook's theme."""
+        return self._themed("light")
+
+    def _themed(self: Kind, theme: Theme) -> Kind:
         turned = copy(self)
-        turned.is_dark = True
+        turned.theme = theme
         return turned
 
     def save(
@@ -62,8 +85,8 @@ class Figure:
         Args:
             path: path ending in ``.html`` (interactive), ``.svg`` or ``.png``; see `file_kinds`.
             scale: pixels of a PNG per pixel of the figure.
-            theme: ``"light"``, ``"dark"``, or ``"auto"``: dark if made by `dark`; otherwise HTML
-                follows the reader's system, and images are light.
+            theme: ``"light"``, ``"dark"``, or ``"auto"``: as chosen by `light` or `dark`; otherwise
+                HTML follows the reader's system, and images are light.
 
         Returns:
             The path of the file.
@@ -73,9 +96,8 @@ class Figure:
         """
         if theme not in get_args(Theme):
             raise ValueError(f"expected a theme of {list(get_args(Theme))}; got {theme!r}")
-        drawn = copy(self)
-        drawn.is_dark = theme == "dark" or (theme == "auto" and self.is_dark)
-        kinds = drawn.file_kinds(scale, "dark" if drawn.is_dark else theme)
+        drawn = self._themed(self.theme if theme == "auto" else theme)
+        kinds = drawn.file_kinds(scale, drawn.theme)
         path = Path(path)
         make = kinds.get(path.suffix.lower())
         if make is None:
@@ -127,10 +149,20 @@ class SelfContainedFigure(Figure, RenderedHTML):
     def _repr_html_(self) -> str:
         if self.is_dark:
             return f'<div style="filter: {DARK_FILTER}">\n{self.light_html}\n</div>'
-        return self.light_html
+        if self.theme == "light":
+            return self.light_html
+        return f'<div class="{AUTO}">\n{notebook_style()}\n{self.light_html}\n</div>'
 
     # circuitsvis's names for the same; the sources that its class chooses from are never made.
     __str__ = __html__ = show_code = _repr_html_
+
+
+def notebook_style() -> str:
+    """A style element that turns figures of the class `AUTO` in dark notebooks."""
+    # plotly's own display has no classes of ours; a mark on a trace becomes one of its classes.
+    ours = f':is(.{AUTO}, .js-plotly-plot:has([class*="{AUTO}"]))'
+    rule = f":is({', '.join(_DARK_NOTEBOOKS)}) {ours} {{ filter: {DARK_FILTER}; }}"
+    return f"<style>@media screen {{ {rule} }}</style>"
 
 
 def svg_to_png(svg: str, *, scale: float = 2.0) -> bytes:

@@ -1,8 +1,8 @@
 """A plotly figure of panels as static SVG, drawn by matplotlib: no browser, no script, and text
 as outlines, so that it looks the same on every machine.
 
-Supports what `panels` produces: lines, areas and heat maps, axes with given ranges and ticks,
-annotations and legends.
+Supports what `panels`, `head_panels` and `legends` produce: lines, areas and heat maps with colour
+bars, axes with given ranges and ticks, annotations and legends.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import defaultdict
 from html import escape, unescape
 from typing import TYPE_CHECKING, Any
 
+from sparse_tl.plots.legends import entries_per_row
 from sparse_tl.plots.palette import (
     AXIS,
     DASHES,
@@ -37,6 +38,7 @@ _DOTS = 72
 _TITLE_ASIDE = 44
 # Depth of descenders as a share of the font size.
 _DESCENT = 0.22
+_BAR_STEPS = 64
 
 
 def draw_svg(figure: Any, said: str) -> str:
@@ -64,10 +66,13 @@ def draw_svg(figure: Any, said: str) -> str:
             if trace.xaxis not in panels:
                 panels[trace.xaxis] = _add_axes(page, layout, trace.xaxis, trace.yaxis)
             drawn = _draw_trace(panels[trace.xaxis], trace)
+            if trace.type == "heatmap":
+                _add_colour_bar(page, layout, trace, drawn)
             if trace.showlegend:
                 listed[trace.legend or "legend"][trace.name] = drawn
         for text in layout.annotations:
-            _write(panels[text.xref.removesuffix(" domain")], text)
+            axes = panels.get(text.xref.removesuffix(" domain"), next(iter(panels.values())))
+            _write(axes, layout, text)
         for name, samples in listed.items():
             _draw_legend(page, layout, layout[name], samples)
         file = io.StringIO()
@@ -110,6 +115,23 @@ def _add_axes(page: Figure, layout: Any, x: str, y: str) -> Axes:
     return axes
 
 
+def _add_colour_bar(page: Figure, layout: Any, trace: Any, drawn: Any) -> None:
+    bar = trace.colorbar
+    left, top = _on_page(layout, bar.x, bar.y)
+    height = bar.thickness / layout.height
+    axes = page.add_axes((left, top - height, bar.len / layout.width, height))
+    axes.spines[:].set_visible(False)
+    step = (trace.zmax - trace.zmin) / _BAR_STEPS
+    ends = [trace.zmin + place * step for place in range(_BAR_STEPS + 1)]
+    style = {"cmap": drawn.cmap, "norm": drawn.norm, "edgecolors": "face", "linewidth": 0.4}
+    # As shapes, whose colours a dark figure turns; matplotlib's own colour bar is an image.
+    axes.pcolormesh(ends, (0, 1), [[end + step / 2 for end in ends[:-1]]], **style)
+    axes.set(xlim=(trace.zmin, trace.zmax), yticks=[])
+    axes.xaxis.set_ticks([], minor=True)
+    axes.xaxis.set_ticks(bar.tickvals, bar.ticktext)
+    axes.tick_params("x", length=0, labelcolor=MUTED, labelsize=TICK_SIZE)
+
+
 def _draw_trace(axes: Axes, trace: Any) -> Artist:
     if trace.type == "heatmap":
         from matplotlib.colors import LinearSegmentedColormap
@@ -127,15 +149,17 @@ def _draw_trace(axes: Axes, trace: Any) -> Artist:
     return axes.plot(trace.x, trace.y, **style)[0]
 
 
-def _write(axes: Axes, text: Any) -> None:
+def _write(axes: Axes, layout: Any, text: Any) -> None:
     """Draw an annotation; its text is never parsed as a formula."""
     at, unit = (text.x, text.y), "axes fraction"
-    if not text.xref.endswith("domain"):
+    if text.xref == "paper":
+        at, unit = _on_page(layout, text.x, text.y), "figure fraction"
+    elif not text.xref.endswith("domain"):
         # Positions on plotly's logarithmic axes are exponents of ten.
         at, unit = (10**text.x if axes.get_xscale() == "log" else text.x, text.y), "data"
     above = text.yanchor == "bottom"
     axes.annotate(
-        unescape(text.text),
+        unescape(text.text.replace("<br>", "\n")),
         at,
         xycoords=unit,
         xytext=(text.xshift or 0, (text.yshift or 0) + above * _DESCENT * text.font.size),
@@ -144,15 +168,20 @@ def _write(axes: Axes, text: Any) -> None:
         ha=text.xanchor,
         va="baseline" if above else "center",
         size=text.font.size,
-        color=INK,
+        color=text.font.color or INK,
+        multialignment="center",
+        linespacing=1.3,
         parse_math=False,
     )
 
 
 def _draw_legend(page: Figure, layout: Any, legend: Any, samples: dict[str, Artist]) -> None:
+    samples = _by_column(samples, entries_per_row(layout, legend))
     drawn = page.legend(
         list(samples.values()),
         [""] * len(samples),
+        ncols=entries_per_row(layout, legend),
+        columnspacing=1.4,
         loc="upper left" if legend.yanchor == "top" else "lower right",
         bbox_to_anchor=_on_page(layout, legend.x, legend.y),
         frameon=False,
@@ -168,10 +197,18 @@ def _draw_legend(page: Figure, layout: Any, legend: Any, samples: dict[str, Arti
         written.set(text=unescape(name), parse_math=False)
 
 
+def _by_column(samples: dict[str, Artist], n_columns: int) -> dict[str, Artist]:
+    """Entries that fill rows, in the order in which matplotlib fills columns."""
+    names = list(samples)
+    return {name: samples[name] for column in range(n_columns) for name in names[column::n_columns]}
+
+
 def _as_element(document: str, said: str) -> str:
     """The SVG element alone, in pixels, labelled, and without styles for the rest of the page."""
     svg = document[document.index("<svg ") :].strip()
     svg = re.sub(r"\s*<style type=\"text/css\">.*?</style>", "", svg, flags=re.DOTALL)
+    # Hundredths of a pixel are enough, and half as long.
+    svg = re.sub(r' d="[^"]*"', lambda found: re.sub(r"(\.\d\d)\d+", r"\1", found[0]), svg)
     head, rest = svg.split(">", 1)
     head = re.sub(r'(width|height)="([\d.]+)pt"', r'\1="\2"', head)
     joins = 'stroke-linejoin="round" stroke-linecap="butt"'

@@ -30,26 +30,64 @@ def heat_maps(svg: str) -> dict[str, ElementTree.Element]:
 
 def test_every_head_has_a_heat_map_of_its_weights():
     weights = torch.zeros(2, 3, 3)
-    weights[0, 2, 1], weights[0, 1, 0], weights[1, 0, 0] = 1.0, 0.2, 0.001
+    weights[0, 2, 1], weights[0, 1, 0], weights[1, 0, 0] = 1.0, 0.2, 0.1
     figure = attention_view(weights, ["a", "b", "c"], ["a0.h0", "a0.h1"])
     maps = heat_maps(figure.svg)
     paths = [e for e in maps["a0.h0"] if e.tag.endswith("path")]
     assert [path.get("d") for path in paths] == ["M0 1h1v1h-1z", "M1 2h1v1h-1z"]
     light, dark = (int(path.attrib["fill"][1:3], 16) for path in paths)
     assert dark < light
-    assert not [e for e in maps["a0.h1"] if e.tag.endswith("path")]
+    assert len([e for e in maps["a0.h1"] if e.tag.endswith("path")]) == 1
     assert repr(figure) == "AttentionView(a0.h0, a0.h1)"
 
 
-def test_tokens_are_written_where_there_is_room(patterns):
+def test_heads_without_attention_are_listed_and_not_drawn(patterns):
+    weights = patterns.clone()
+    weights[1] = 0
+    svg = attention_view(weights, TOKENS, ["a0.h0", "a0.h1", "a1.h0"]).svg
+    assert set(heat_maps(svg)) == {"a0.h0", "a1.h0"}
+    assert ">No attention: a0.h1.</text>" in svg
+    assert "No attention" not in attention_view(patterns, TOKENS, ["a", "b", "c"]).svg
+    nothing = attention_view(0 * patterns, TOKENS, ["a", "b", "c"]).svg
+    assert not heat_maps(nothing) and ">No attention: a, b, c.</text>" in nothing
+
+
+def test_masked_cells_are_told_from_zero(patterns):
+    sample, masked = "Masked: keys after the query", 'data-role="masked"'
+    causal = attention_view(patterns, TOKENS, ["a", "b", "c"])
+    assert causal.svg.count(masked) == 3 and sample in causal.svg
+    both_ways = patterns.clone()
+    both_ways[0, 0, 5] = 0.3
+    seen = attention_view(both_ways, TOKENS, ["a", "b", "c"])
+    assert masked not in seen.svg and sample not in seen.svg
+    assert '"maskUpperTri":true' in str(causal) and '"maskUpperTri":false' in str(seen)
+
+
+def test_axes_and_the_colour_bar_are_labelled(patterns):
+    svg = attention_view(patterns, TOKENS, ["a", "b", "c"]).svg
+    assert svg.count(">Key</text>") == svg.count(">Query</text>") == 3
+    for text in ("Attention weight", "0", "0.5", "1"):
+        assert svg.count(f">{text}</text>") == 1
+
+
+def test_tokens_are_written_where_there_is_room_and_else_positions(patterns):
     assert ">+</text>" in attention_view(patterns, TOKENS, ["a", "b", "c"]).svg
-    many = torch.eye(80)[None].repeat(3, 1, 1)
-    assert ">+</text>" not in attention_view(many, ["+"] * 80, ["a", "b", "c"]).svg
+    words = [" Mary", " and", " John", " went", " to", " the"]
+    assert 'rotate(-90)" text-anchor="end">·Mary' in attention_view(patterns, words, "abc").svg
+    many = attention_view(torch.eye(80)[None].repeat(3, 1, 1), ["+"] * 80, ["a", "b", "c"]).svg
+    assert ">+</text>" not in many and many.count(">60</text>") == 6
+
+
+def test_many_heads_are_drawn_small(patterns):
+    names = [f"a{index}" for index in range(30)]
+    svg = attention_view(patterns.repeat(10, 1, 1), TOKENS, names).svg
+    assert len(heat_maps(svg)) == 30 and ">Key</text>" not in svg
+    assert ">Rows are queries, columns are keys.</text>" in svg
 
 
 def test_the_html_is_whole_and_holds_everything(patterns):
     html = str(attention_view(patterns, TOKENS, ["a", "b", "c"], title="A model"))
-    assert html.count("<div") == html.count("</div>") == 3
+    assert html.count("<div") == html.count("</div>") == 4
     assert html.count("<script") - html.count('"<script>') == 1
     assert len(re.findall(r"</script", html)) == 1
     assert "unpkg" not in html and "sourceMappingURL" not in html
@@ -85,10 +123,11 @@ def test_circuitsvis_shows_the_heads_with_the_network_off(page, tmp_path, patter
     figure = attention_view(patterns, TOKENS, names, title="A model")
     page.goto(figure.save(tmp_path / "view.html").as_uri())
     page.wait_for_selector(".sparse-tl-attention[data-ready]")
+    assert page.locator(".static").is_visible() and page.locator("canvas").count() == 0
+    page.locator("summary").click()
     page.wait_for_selector("canvas")
-    text = page.locator(".sparse-tl-attention").inner_text()
-    assert "A model" in text and all(name in text for name in names)
-    assert not page.locator(".static").is_visible()
+    text = page.locator(".browser").inner_text()
+    assert all(name in text for name in names)
 
 
 def test_without_a_script_the_heat_maps_are_seen(browser, tmp_path, patterns):
@@ -96,7 +135,7 @@ def test_without_a_script_the_heat_maps_are_seen(browser, tmp_path, patterns):
     page = context.new_page()
     page.goto(attention_view(patterns, TOKENS, ["a", "b", "c"]).save(tmp_path / "v.html").as_uri())
     assert page.locator("g[data-head]").count() == 3
-    assert page.locator(".static").is_visible()
+    assert page.locator(".static").is_visible() and not page.locator("summary").is_visible()
     context.close()
 
 
@@ -105,6 +144,8 @@ def test_two_copies_on_a_page_both_start(page, tmp_path, patterns):
     path = tmp_path / "page.html"
     path.write_text(f"<!DOCTYPE html><meta charset='utf-8'><body>{figure}{figure}</body>")
     page.goto(path.as_uri())
+    for summary in page.locator("[data-ready] summary").all():
+        summary.click()
     page.wait_for_function("document.querySelectorAll('canvas').length >= 2")
     assert page.locator("[data-ready]").count() == 2
 
@@ -113,6 +154,7 @@ def test_hostile_tokens_and_names_stay_text(page, tmp_path, patterns):
     tokens = [ATTACK, *TOKENS[1:]]
     figure = attention_view(patterns, tokens, [ATTACK, "b", "c"], title=ATTACK)
     page.goto(figure.save(tmp_path / "view.html").as_uri())
+    page.locator("summary").click()
     page.wait_for_selector("canvas")
     assert page.locator("img").count() == 0
-    assert ATTACK in page.locator("h3").first.inner_text()
+    assert ATTACK in page.locator(".static").text_content()

@@ -72,9 +72,10 @@ class TestFigure:
         figure = effect_figure(FOUR, parts="circuit_edges").plotly
         axis = figure.layout.xaxis3
         assert (axis.type, axis.title.text) == ("log", "Number of Edges Kept")
-        assert axis.tickvals == (1, 10, 100, 1000, 10_000, 100_000)
-        assert axis.ticktext[:2] == ("10⁰", "10¹")
-        assert axis.range[0] < 0 and axis.range[1] > 5
+        assert axis.tickvals == (10, 100, 1000, 10_000, 100_000)
+        assert axis.ticktext[:2] == ("10¹", "10²")
+        assert axis.range[0] < 1 and axis.range[1] > 5
+        assert figure.layout.xaxis.tickvals == (1, 10, 100)
         assert figure.data[1].x == (1, 10, 100, 144)
         assert figure.data[1].hovertext[0].count("0 circuit edges kept") == 1
 
@@ -116,22 +117,31 @@ class TestFigure:
         figure = effect_figure(FOUR, parts="heads").plotly
         shown = [t for t in figure.data if t.showlegend is not False]
         assert [(t.name, t.legend, t.xaxis) for t in shown] == [
-            ("GPT-2", "legend", "x"),
-            ("Sparse GPT-2", "legend", "x"),
-            ("OLMo-7B", "legend3", "x3"),
-            ("Sparse OLMo-7B", "legend3", "x3"),
+            (name, None, axis)
+            for pair, axis in ((FOUR["IOI"], "x"), (FOUR["IOI Long"], "x3"))
+            for name in [one.name for one in pair]
         ]
-        assert figure.layout.legend3.x == pytest.approx(figure.layout.xaxis3.domain[1])
         assert [t.line.color for t in shown] == [*MODEL_PAIRS[0], *MODEL_PAIRS[1]]
+        early = [curve("a", {0: 0.8, 144: 1.0}), curve("b", {0: 0.9, 144: 1.0})]
+        other = [curve("c", {0: 0.8, 144: 1.0})]
+        inside = effect_figure({"IOI": early, "Docstring": other}, parts="heads").plotly
+        shown = [t for t in inside.data if t.showlegend is not False]
+        assert [(t.name, t.legend, t.xaxis) for t in shown] == [
+            ("a", "legend", "x"),
+            ("b", "legend", "x"),
+            ("c", "legend2", "x2"),
+        ]
+        assert inside.layout.legend2.x == pytest.approx(inside.layout.xaxis2.domain[1])
 
-    def test_legend_has_room_of_its_own_where_it_would_cover_a_curve(self) -> None:
+    def test_legend_is_below_the_panels_where_it_would_cover_a_curve(self) -> None:
         early = [curve("a", {1: 0.9, 100: 1.0}), curve("b", {1: 0.95, 100: 1.0})]
         late = [curve("a", {1: 0.0, 99: 0.0, 100: 1.0}), curve("b", {1: 0.95, 100: 1.0})]
         free = effect_figure({"IOI": early}, parts="circuit_edges").plotly.layout
         crowded = effect_figure({"IOI": late}, parts="circuit_edges").plotly.layout
-        assert free.yaxis.range[0] == pytest.approx(-0.05)
-        assert crowded.yaxis.range[0] < -0.25
-        assert crowded.height > free.height
+        assert free.legend.y == 0 and free.legend.orientation is None
+        assert crowded.legend.y < -0.2 and crowded.legend.orientation == "h"
+        assert crowded.yaxis.range[0] > -0.1
+        assert crowded.margin.b >= free.margin.b + 2 * crowded.legend.font.size
 
     def test_effects_beyond_0_and_1_stay_inside(self) -> None:
         wild = curve("m", {1: -0.7, 10: 1.6, 100: 1.0})
@@ -177,11 +187,38 @@ class TestFigure:
         assert figure.data[1].line.color == "#102030"
         assert (figure.data[0].fillcolor, figure.data[0].opacity) == ("#102030", 0.18)
 
-    def test_the_axis_of_edges_begins_at_1_and_holds_all_sizes(self) -> None:
-        late = curve("m", {200: 0.1, 32_491: 1.0})
-        axis = effect_figure({"IOI": [late]}, parts="circuit_edges").plotly.layout.xaxis
-        assert axis.tickvals == (1, 10, 100, 1000, 10_000)
-        assert 10 ** axis.range[0] < 1 and 10 ** axis.range[1] > 32_491
+    @pytest.mark.parametrize(
+        ("sizes", "start"),
+        [
+            ((200, 32_491), 100),
+            ((0, 200, 300), 100),
+            ((0, 100, 300), 10),
+            ((0, 1, 3), 1),
+            ((0,), 1),
+        ],
+    )
+    def test_the_axis_of_edges_holds_all_sizes_and_no_empty_quarter(
+        self, sizes: tuple[int, ...], start: int
+    ) -> None:
+        drawn = curve("m", {size: 0.5 for size in sizes})
+        figure = effect_figure({"IOI": [drawn]}, parts="circuit_edges").plotly
+        axis = figure.layout.xaxis
+        assert axis.tickvals[0] == start
+        assert all(10 ** axis.range[0] < x < 10 ** axis.range[1] for x in figure.data[1].x)
+        assert len(set(figure.data[1].x)) == len(sizes) - (sizes[:2] == (0, 1))
+
+    def test_many_panels_stand_in_rows_of_four_at_most(self) -> None:
+        panels = {f"Task {number}": [DENSE, SPARSE] for number in range(6)}
+        layout = effect_figure(panels, parts="heads").plotly.layout
+        assert layout.xaxis.domain == layout.xaxis4.domain
+        assert layout.yaxis.domain[0] > layout.yaxis4.domain[1]
+        assert layout.width <= 726
+
+    def test_labels_are_above_all_intervals(self) -> None:
+        wide = [curve("a", {0: 0.0, 50: 0.9, 144: 1.0}, 0.3), curve("b", {0: 0.0, 144: 1.0})]
+        layout = effect_figure({"IOI": wide}, parts="heads").plotly.layout
+        (said,) = (text for text in layout.annotations if text.text.endswith("x"))
+        assert said.y > 1.3
 
     @pytest.mark.parametrize(
         ("panels", "options", "message"),

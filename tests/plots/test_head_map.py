@@ -14,16 +14,15 @@ GRID = HeadGrid(2, 3)
 SCORES = Scores(GRID, torch.tensor([[-0.5, 0.25, 0.0], [0.0, 0.1, 0.0]]), "eap-ig")
 
 
-def test_cells_are_scores_and_the_title_gives_the_largest() -> None:
+def test_cells_are_scores_and_the_colour_bar_gives_the_largest() -> None:
     figure = head_map({"Dense": SCORES, "Sparse": SCORES}, unit="logits")
     for cells in figure.plotly.data:
         assert cells.z[0] == pytest.approx([-0.5, 0.25, 0.0])
         assert (cells.zmin, cells.zmax) == (-0.5, 0.5)
         assert "<b>a0.h1</b><br>+0.25 logits" in str(cells.text)
-    assert [text.text for text in figure.plotly.layout.annotations] == [
-        "Dense, \N{PLUS-MINUS SIGN}0.5 logits",
-        "Sparse, \N{PLUS-MINUS SIGN}0.5 logits",
-    ]
+        assert cells.colorbar.ticktext == ("\N{MINUS SIGN}0.5", "0.0", "0.5")
+    texts = [text.text for text in figure.plotly.layout.annotations]
+    assert texts == ["Dense", "Sparse", "Score, logits", "Score, logits"]
     assert figure.svg.count(f"fill: {HELPS}") == 2
     assert figure.svg.count(f"fill: {HURTS}") == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import plotly.graph_objects as go
@@ -10,7 +11,7 @@ import torch
 
 from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.plots import ablation_grid, gate_trajectories, head_roles_figure
-from sparse_tl.plots.palette import EMPTY_CELL, ROLES
+from sparse_tl.plots.palette import EMPTY_CELL, ROLES, dark_colour
 from sparse_tl.plots.panels import ticks
 
 ENDS = {"facilitation": -3, "irrelevance": -0.01, "interference": 0.6}
@@ -49,38 +50,66 @@ def roles() -> HeadRoles:
     )
 
 
-def test_rows_share_their_vertical_axis(grid: go.Figure) -> None:
+def test_every_row_has_axes_of_its_own(grid: go.Figure) -> None:
     ranges = [grid.layout[f"yaxis{number}"].range for number in ("", 2, 3, 4)]
     assert ranges[0] == ranges[1] and ranges[2] == ranges[3]
     assert ranges[0] != ranges[2]
     assert ranges[2][0] < -150 < ranges[2][1]
-    assert len({grid.layout[f"xaxis{number}"].range for number in ("", 2, 3, 4)}) == 1
     domains = [grid.layout[f"xaxis{number}"].domain for number in ("", 2, 3, 4)]
     assert domains[0] == domains[2] and domains[1] == domains[3]
+    few = curves()
+    many = [AblationCurve("facilitation", torch.zeros(1, 51), (3,), None)]
+    layout = ablation_grid({"Syntax": {"Dense": few}, "Math": {"Dense": many}}).plotly.layout
+    assert layout.xaxis.range[1] < 11 and layout.xaxis2.range[1] > 50
+    assert layout.xaxis.ticktext[-1] == "10" and layout.xaxis.showticklabels is None
 
 
-def test_lines_are_green_blue_red_and_grey(grid: go.Figure) -> None:
-    means = [trace for trace in grid.data if trace.showlegend]
-    assert {trace.name: trace.line.color for trace in means} == {
-        role.capitalize(): colour for role, colour in ROLES.items()
-    }
-    assert list(means[0].y) == pytest.approx([-0.3 * step for step in range(11)])
-    titles = [annotation.text for annotation in grid.layout.annotations]
-    assert titles == ["Dense", "Sparse", "Syntax", "Math"]
-    assert grid.layout.xaxis3.title.text == "Number of Ablated Heads"
-    assert grid.layout.xaxis.title.text is None and grid.layout.xaxis.showticklabels is False
+def test_titles_and_lines_in_the_colours_of_the_roles(grid: go.Figure) -> None:
+    listed = {trace.name: trace.line.color for trace in grid.data if trace.showlegend}
+    assert listed == {role.capitalize(): colour for role, colour in ROLES.items()}
+    green = [t for t in grid.data if t.line.color == ROLES["facilitation"] and len(t.x) > 1]
+    assert list(green[0].y) == pytest.approx([-0.3 * step for step in range(11)])
+    assert [annotation.text for annotation in grid.layout.annotations] == [
+        "Dense",
+        "Sparse",
+        "Syntax",
+        "Math",
+        "not measured",
+        "Number of Ablated Heads",
+        "\N{GREEK CAPITAL LETTER DELTA} Log Probability of Target Response",
+    ]
+    one = ablation_grid({"": {"Dense": curves()}}).plotly.layout.annotations[-1]
+    assert one.text == "\N{GREEK CAPITAL LETTER DELTA} Log Probability<br>of Target Response"
 
 
-def test_a_line_is_pale_where_no_head_of_its_role_is_left() -> None:
+def test_a_line_is_thin_and_pale_where_no_head_of_its_role_is_left() -> None:
     red = ROLES["interference"]
-    for in_role, solid, pale in ((2, [0, 1, 2], list(range(2, 11))), (0, [0], list(range(11)))):
+    beyond = {2: list(range(2, 11)), 0: list(range(11))}
+    for in_role, solid in ((2, [0, 1, 2]), (0, [])):
         curve = curves(in_role=in_role, control=False)[2]
-        traces = ablation_grid({"Math": {"Dense": [curve]}}).plotly.data
-        found = {trace.opacity: list(trace.x) for trace in traces if trace.line.color == red}
-        assert found == {1: solid, 0.35: pale}
-        assert [trace.showlegend for trace in traces if trace.line.width] == [True, False]
+        figure = ablation_grid({"Math": {"Dense": [curve]}}).plotly
+        listed = [(trace.name, trace.opacity) for trace in figure.data if trace.showlegend]
+        assert listed == [("Interference", 1), ("In the role", 1), ("Beyond it", 0.45)]
+        lines = [t for t in figure.data if t.line.color == red and len(t.x) > 1]
+        thick = [line for line in lines if line.opacity == 1]
+        assert [list(line.x) for line in thick] == ([solid] if solid else [])
+        (pale,) = (line for line in lines if line.opacity < 1)
+        assert list(pale.x) == beyond[in_role] and pale.line.width == 1
+        # The interval, too, is of the heads in the role only.
+        assert sum(trace.fill == "toself" for trace in figure.data) == len(thick)
+        notes = [text.text for text in figure.layout.annotations if "No heads" in text.text]
+        assert notes == ([] if solid else ["No heads of interference: Math (Dense)."])
     whole = curves(in_role=11, control=False)[2]
-    assert len(ablation_grid({"Math": {"Dense": [whole]}}).plotly.data) == 2
+    traces = ablation_grid({"Math": {"Dense": [whole]}}).plotly.data
+    assert [trace.name for trace in traces if trace.showlegend] == ["Interference"]
+
+
+@pytest.mark.parametrize("n_models", [1, 2, 4, 6])
+def test_grids_of_any_number_of_models_fit_a_page(n_models: int) -> None:
+    row = {f"L3.2-{number}B": curves(in_role=2) for number in range(n_models)}
+    layout = ablation_grid({"Syntax": row, "Math": row}).plotly.layout
+    assert layout.width <= 726
+    assert (layout.legend.orientation == "h") == (n_models > 4)
 
 
 def test_a_heat_map_is_drawn_in_its_colours(roles: HeadRoles) -> None:
@@ -89,6 +118,16 @@ def test_a_heat_map_is_drawn_in_its_colours(roles: HeadRoles) -> None:
     assert "<b>a0.h1</b><br>facilitation 1.000" in str(figure.plotly.data[0].text)
     assert figure.svg.count(f"fill: {ROLES['facilitation']}") == 1
     assert figure.svg.count(f"fill: {EMPTY_CELL}") > 2
+    bars = [trace.colorbar for trace in figure.plotly.data]
+    assert [list(bar.tickvals) for bar in bars] == [[0, 0.5, 1]] * 3
+    assert "Facilitation score" in [text.text for text in figure.plotly.layout.annotations]
+
+
+def test_colour_bars_are_turned_dark(roles: HeadRoles) -> None:
+    svg = head_roles_figure(roles).dark().svg
+    assert "<image" not in svg and EMPTY_CELL not in svg
+    # The strongest step of each bar, and one cell of the map.
+    assert len(re.findall(f"fill: {dark_colour(ROLES['interference'])}", svg)) >= 1
 
 
 def test_a_result_makes_its_own_figure(roles: HeadRoles, tmp_path: Path) -> None:

@@ -1,0 +1,230 @@
+"""Attention patterns as a static SVG: a map per head that attends to anything, and a colour bar.
+
+Queries from top to bottom, keys from left to right. Cells that the causal mask leaves out are
+hatched, so that they differ from a weight of 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sparse_tl.plots.figure_frame import MARGIN, TITLE_HEIGHT, figure_start, xml_text
+from sparse_tl.plots.palette import (
+    ATTENTION,
+    BORDER,
+    INK,
+    LABEL_SIZE,
+    MASKED,
+    MUTED,
+    TICK_SIZE,
+    blend,
+)
+from sparse_tl.plots.panels import MAX_WIDTH
+from sparse_tl.plots.token_text import clip_text, text_width, visible_text
+
+_GAP, _NAME_HEIGHT, _LINE = 16, 22, 18
+_LEGEND_HEIGHT, _BAR_WIDTH, _BAR_HEIGHT = 44, 160, 9
+_LARGEST_CELL, _LABELLED_CELL, _LONGEST_LABEL = 34.0, 15.0, 64
+# More heads than this are drawn small, without the texts of tokens.
+_MOST_LABELLED = 24
+_LIGHT, _DARK = ATTENTION
+_GRADES = 24
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Sizes in pixels; `left` and `below` are the space for axes, none without texts."""
+
+    per_row: int
+    cell: float
+    texts: tuple[str, ...]
+    left: float
+    below: float
+
+    @property
+    def is_upright(self) -> bool:
+        """Whether texts of keys stand upright, since they are wider than a cell."""
+        return self.below > 2 * _LINE
+
+
+def draw_attention(
+    weights: Tensor, texts: Sequence[str], heads: Sequence[str], title: str | None
+) -> str:
+    """The figure as an SVG element.
+
+    Args:
+        weights: weights in 0..1, by head, query and key.
+        texts: text of each token, with every character visible.
+        heads: names of the heads.
+        title: title above the maps.
+    """
+    drawn = [index for index in range(len(heads)) if weights[index].any()]
+    silent = [visible_text(heads[index]) for index in range(len(heads)) if index not in drawn]
+    is_causal = not weights.triu(1).any()
+    n, layout = len(texts), _layout(texts, max(len(drawn), 1))
+    side = n * layout.cell
+    step_x = layout.left + side + _GAP
+    step_y = _NAME_HEIGHT + side + layout.below + _GAP
+    top = MARGIN + (TITLE_HEIGHT if title else 0)
+    below = top + math.ceil(len(drawn) / layout.per_row) * step_y
+    notes = _wrapped(f"No attention: {', '.join(silent)}." if silent else "")
+    notes += [] if layout.texts else ["Rows are queries, columns are keys."]
+    height = math.ceil(below + _LEGEND_HEIGHT + _LINE * len(notes) + MARGIN)
+    parts = [*figure_start(MAX_WIDTH, height, ["attention patterns"], title)]
+    parts.append(_hatching())
+    for place, index in enumerate(drawn):
+        x = MARGIN + (place % layout.per_row) * step_x + layout.left
+        y = top + (place // layout.per_row) * step_y + _NAME_HEIGHT
+        parts += _heat_map(weights[index], heads[index], x, y, layout.cell, is_causal)
+        if layout.texts:
+            parts += _axes(layout, x, y, n)
+    parts += _legend(below, is_causal and n > 1 and bool(drawn))
+    for line, note in enumerate(notes):
+        y = below + _LEGEND_HEIGHT + _LINE * (line + 0.7)
+        parts.append(f'<text x="{MARGIN}" y="{y:g}" font-size="{TICK_SIZE:g}">{note}</text>')
+    return "".join([*parts, "</svg>"])
+
+
+def _layout(texts: Sequence[str], n_heads: int) -> _Layout:
+    n, inner = len(texts), MAX_WIDTH - 2 * MARGIN + _GAP
+    longest = min(max(text_width(text, TICK_SIZE) for text in texts), _LONGEST_LABEL)
+    for per_row in (4, 3, 2, 1):
+        cell = (inner / per_row - _GAP - _LINE - longest - 6) / n
+        if cell >= _LABELLED_CELL and n_heads <= _MOST_LABELLED:
+            upright = longest > cell
+            below = longest + 6 if upright else _LINE
+            left = longest + 6 + _LINE
+            return _Layout(per_row, min(cell, _LARGEST_CELL), tuple(texts), left, below + _LINE)
+    if n_heads > _MOST_LABELLED:
+        per_row = 8 if n_heads <= 64 else 12
+        return _Layout(per_row, min((inner / per_row - _GAP) / n, _LARGEST_CELL), (), 0, 0)
+    per_row = 4
+    longest = text_width(str(n - 1), TICK_SIZE)
+    cell = (inner / per_row - _GAP - _LINE - longest - 6) / n
+    # Positions, as many as have room for a text.
+    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500) if s * cell >= longest + 6)
+    positions = tuple(str(i) if i % step == 0 else "" for i in range(n))
+    cell = min(cell, _LARGEST_CELL)
+    return _Layout(per_row, cell, positions, longest + 6 + _LINE, 2 * _LINE)
+
+
+def _heat_map(
+    weights: Tensor, name: str, x: float, y: float, cell: float, is_causal: bool
+) -> Iterator[str]:
+    """One path for all cells of a grade, in units of cells."""
+    n = len(weights)
+    room = n * cell
+    yield (
+        f'<text x="{x:g}" y="{y - 7:g}" font-size="{LABEL_SIZE:g}" font-weight="bold">'
+        f"{xml_text(clip_text(visible_text(name), LABEL_SIZE, max(room, 60)))}</text>"
+    )
+    if is_causal and n > 1:
+        steps = "".join(f"V{y + i * cell:.2f}H{x + i * cell:.2f}" for i in range(n - 1, 0, -1))
+        yield (
+            f'<path d="M{x + cell:.2f} {y:.2f}H{x + room:.2f}{steps}V{y:.2f}Z" '
+            'fill="url(#masked)" data-role="masked"/>'
+        )
+    yield (
+        f'<g data-head="{xml_text(name)}" transform="translate({x:.2f} {y:.2f}) scale({cell:.4f})">'
+    )
+    cells: dict[int, list[str]] = defaultdict(list)
+    for query, row in enumerate(weights.tolist()):
+        for key, weight in enumerate(row):
+            grade = min(_GRADES, math.ceil(weight * _GRADES - 0.1))
+            if grade > 0:
+                cells[grade].append(f"M{key} {query}h1v1h-1z")
+    for grade, places in sorted(cells.items()):
+        yield f'<path d="{"".join(places)}" fill="{_colour(grade)}"/>'
+    line = 1 / cell
+    yield (
+        f'<rect width="{n}" height="{n}" fill="none" stroke="{BORDER}" stroke-width="{line:.4f}"/>'
+        "</g>"
+    )
+
+
+def _colour(grade: int) -> str:
+    return blend(_LIGHT, _DARK, ((grade - 0.5) / _GRADES) ** 0.6)
+
+
+def _axes(layout: _Layout, x: float, y: float, n: int) -> Iterator[str]:
+    """Texts of queries at the left and of keys below, and the titles of both axes."""
+    side = n * layout.cell
+    yield f'<g font-size="{TICK_SIZE:g}" fill="{MUTED}">'
+    for i, text in enumerate(layout.texts):
+        if not text:
+            continue
+        middle = (i + 0.5) * layout.cell
+        clipped = xml_text(clip_text(text, TICK_SIZE, _LONGEST_LABEL))
+        base = y + side + TICK_SIZE + 3
+        key = f'x="{x + middle:.2f}" y="{base:.2f}" text-anchor="middle"'
+        if layout.is_upright:
+            place = f"{x + middle + 0.35 * TICK_SIZE:.2f} {y + side + 5:.2f}"
+            key = f'transform="translate({place}) rotate(-90)" text-anchor="end"'
+        yield (
+            f'<text x="{x - 5:g}" y="{y + middle + 0.35 * TICK_SIZE:.2f}" text-anchor="end">'
+            f"{clipped}</text><text {key}>{clipped}</text>"
+        )
+    yield "</g>"
+    across, down = x + side / 2, y + side + layout.below - _LINE + 13
+    aside = x - layout.left + 13
+    yield (
+        f'<g font-size="{LABEL_SIZE:g}" text-anchor="middle">'
+        f'<text x="{across:.2f}" y="{down:.2f}">Key</text>'
+        f'<text transform="translate({aside:.2f} {y + side / 2:.2f}) rotate(-90)">Query</text></g>'
+    )
+
+
+def _hatching() -> str:
+    return (
+        '<defs><pattern id="masked" width="5" height="5" patternUnits="userSpaceOnUse" '
+        f'patternTransform="rotate(45)"><path d="M0 0V5" stroke="{MASKED}" stroke-width="2"/>'
+        "</pattern></defs>"
+    )
+
+
+def _legend(y: float, has_masked: bool) -> Iterator[str]:
+    """A colour bar of the weights, with its ticks below, and a sample of what is masked."""
+    top, label = y + 6, "Attention weight"
+    x = MARGIN
+    yield f'<g font-size="{TICK_SIZE:g}"><text x="{x}" y="{top + 9:g}">{label}</text>'
+    x += math.ceil(text_width(label, TICK_SIZE)) + 8
+    width = _BAR_WIDTH / (_GRADES + 1)
+    yield f'<rect x="{x}" y="{top:g}" width="{_BAR_WIDTH}" height="{_BAR_HEIGHT}" fill="none" '
+    yield f'stroke="{BORDER}"/>'
+    for grade in range(1, _GRADES + 1):
+        start = x + grade * width
+        # To the end of the bar, so that no gap shows between two grades.
+        yield (
+            f'<rect x="{start:.2f}" y="{top:g}" width="{x + _BAR_WIDTH - start:.2f}" '
+            f'height="{_BAR_HEIGHT}" fill="{_colour(grade)}"/>'
+        )
+    for share, text in ((0, "0"), (0.5, "0.5"), (1, "1")):
+        yield (
+            f'<text x="{x + share * _BAR_WIDTH:g}" y="{top + _BAR_HEIGHT + 14:g}" fill="{MUTED}" '
+            f'text-anchor="middle">{text}</text>'
+        )
+    if has_masked:
+        x += _BAR_WIDTH + 28
+        yield (
+            f'<rect x="{x}" y="{top - 2:g}" width="26" height="13" fill="url(#masked)" '
+            f'stroke="{BORDER}"/><text x="{x + 34}" y="{top + 9:g}" fill="{INK}">'
+            "Masked: keys after the query</text>"
+        )
+    yield "</g>"
+
+
+def _wrapped(note: str) -> list[str]:
+    """Lines of a note, escaped."""
+    lines: list[str] = []
+    for word in note.split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and text_width(longer, TICK_SIZE) <= MAX_WIDTH - 2 * MARGIN:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return [xml_text(clip_text(line, TICK_SIZE, MAX_WIDTH - 2 * MARGIN)) for line in lines]

@@ -1,0 +1,346 @@
+"""Every public figure, as a reader sees it: nothing is cut off, and all text can be read.
+
+Figures are found, not listed: the functions of `sparse_tl.plots` that return a figure, and the
+result types that draw themselves. A new figure of known results is looked at without a case here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+import pytest
+import torch
+
+from sparse_tl import plots
+from sparse_tl.circuits import Circuit, EffectCurve, Evaluation, Scores, SeedCurves
+from sparse_tl.circuits.attention_graph import AttentionGraph
+from sparse_tl.grids import HeadGrid
+from sparse_tl.head_roles import AblationCurve, HeadRoles
+from sparse_tl.plots import Figure, GridFigure
+from sparse_tl.plots.palette import channels, dark_colour
+
+WIDTHS = (1000, 1600)
+SMALLEST_TEXT = 10.0
+"""In pixels, on screen."""
+PRINTED_WIDTH, SMALLEST_PRINT = 5.5 * 72, 6.0
+"""In points."""
+CONTRAST = 4.5
+"""WCAG 2.2, level AA."""
+
+
+def _draws(function: Any) -> bool:
+    if not inspect.isfunction(function) or hasattr(function, "registry"):
+        return False
+    drawn = get_type_hints(function).get("return")
+    return inspect.isclass(drawn) and issubclass(drawn, Figure)
+
+
+FUNCTIONS = {name: f for name, f in vars(plots).items() if _draws(f)}
+RESULTS = {kind.__name__: kind for kind in plots.figure.registry if kind is not object}
+WIDE = {"circuit_diagram", "component_diagram", "Circuit", "AttentionGraph"}
+"""Figures 1,000 px wide, whose text is too small at the width of a printed page."""
+
+
+def _effects(name: str, half: float, seed: float = 1.0) -> EffectCurve:
+    sizes = [0, *sorted({round(10 ** (place / 4)) for place in range(19)}), 32_491]
+    mean = [1 / (1 + (half * seed / size) ** 1.5) if size else 0.0 for size in sizes]
+    return EffectCurve(name, sizes, mean, [e - 0.05 for e in mean], [e + 0.05 for e in mean])
+
+
+def _seeds(name: str, half: float) -> SeedCurves:
+    return SeedCurves((0, 1, 2), [_effects(name, half, seed) for seed in (0.5, 1, 2)])
+
+
+def _ablation(role: str, slope: float, in_role: int) -> AblationCurve:
+    values = slope * torch.arange(51.0).repeat(2, 1) * torch.tensor([[0.9], [1.1]])
+    return AblationCurve(role, values, (in_role, in_role), values / 3)
+
+
+def _evaluation() -> Evaluation:
+    effect, clean = torch.tensor([0.0, 0.2, 0.7, 0.95, 1.0]), torch.tensor([3.0, 4.0, 5.0])
+    return Evaluation((0, 10, 100, 1000, 10_000), 32_491, effect[:, None] * clean, clean, 0 * clean)
+
+
+def _roles(n_layers: int, n_heads: int) -> HeadRoles:
+    shape, generator = (n_layers, n_heads), torch.Generator().manual_seed(0)
+    return HeadRoles(
+        seeds=(0, 1),
+        lambda_=0.1,
+        trajectories=torch.rand(3, 2, 7, *shape, generator=generator),
+        recorded_at=tuple(range(0, 70, 10)),
+        losses=torch.zeros(3, 2),
+        dense_loss=0.0,
+        fitted=torch.tensor([True, True]),
+        removed=torch.rand(shape, generator=generator),
+        removed_together=torch.rand(2, 3, 2, generator=generator),
+    )
+
+
+@pytest.fixture(scope="module")
+def examples() -> dict[Any, Any]:
+    """Results by type, as many as a panel has; and arguments that have no type of their own."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(2, 12, 12, generator=generator) ** 3
+    scored = [Scores(HeadGrid(12, 12), each, "eap-ig") for each in scores]
+    attention = torch.rand(5, 11, 11, generator=generator).tril()
+    attention[2] = 0
+    return {
+        EffectCurve: [_effects("Task Model", 1500), _effects("Sparse Task Model", 60)],
+        SeedCurves: [_seeds("Task Model", 1500), _seeds("Sparse Task Model", 60)],
+        Scores: scored,
+        AblationCurve: [
+            _ablation("facilitation", -0.06, 17),
+            _ablation("irrelevance", -0.001, 51),
+            _ablation("interference", -0.02, 0),
+        ],
+        HeadRoles: [_roles(12, 8)],
+        "attention": attention / attention.sum(dim=-1, keepdim=True).clamp(min=1e-9),
+        "tokens": list("36+28=?????"),
+        "heads": [f"a{index}.h{index}" for index in range(5)],
+    }
+
+
+@pytest.fixture
+def known(examples: Any, two_panels: Any, make_random_circuit: Any) -> dict[Any, Any]:
+    circuits = [make_random_circuit(seed=seed).circuit for seed in range(2)]
+    return examples | {
+        AttentionGraph: list(two_panels.values()),
+        Circuit: circuits,
+        Evaluation: [_evaluation()],
+    }
+
+
+# ---- arguments for any function that draws results ---------------------------------------------
+
+
+def _argument(hint: Any, name: str, known: Mapping[Any, Any]) -> Any:
+    """An example of an argument, from its type."""
+    if name in known:
+        return known[name]
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint in known:
+        return known[hint][0]
+    if origin is Literal:
+        return inner[0]
+    if origin in (Union, UnionType):
+        return _argument(next(kind for kind in reversed(inner) if kind in known), name, known)
+    if inner and issubclass(origin, Mapping):
+        if inner[1] in known:
+            return {f"Model {n}": one for n, one in enumerate(known[inner[1]], start=1)}
+        return {f"Task {n}": _argument(inner[1], name, known) for n in range(1, 5)}
+    if inner and issubclass(origin, Sequence):
+        kinds = get_args(inner[0]) or inner
+        return next(known[kind] for kind in reversed(kinds) if kind in known)
+    raise AssertionError(f"expected an example of {hint} for {name!r}; add one to `examples`")
+
+
+def _figure(name: str, known: Mapping[Any, Any]) -> Figure:
+    if name in RESULTS:
+        return known[RESULTS[name]][0].figure()
+    draw = FUNCTIONS[name]
+    hints = get_type_hints(draw)
+    needed = [p for p in inspect.signature(draw).parameters.values() if p.default is p.empty]
+    given = {
+        p.name: _argument(hints[p.name], p.name, known) for p in needed if "VAR" not in p.kind.name
+    }
+    return draw(**given)
+
+
+NAMES = [*FUNCTIONS, *RESULTS]
+
+
+def test_all_figures_are_found() -> None:
+    assert {"effect_figure", "ablation_grid", "head_map", "attention_view"} <= set(FUNCTIONS)
+    assert {"circuit_diagram", "component_diagram", "gate_trajectories"} <= set(FUNCTIONS)
+    assert {"Circuit", "HeadRoles", "Evaluation"} <= set(RESULTS)
+
+
+# ---- on screen ---------------------------------------------------------------------------------
+
+LOOK = (Path(__file__).parent / "look.js").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_can_be_read(name: str, known: Any, page: Any, tmp_path: Path) -> None:
+    page.goto(_figure(name, known).save(tmp_path / "figure.html").as_uri(), timeout=30_000)
+    problems: list[str] = []
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 3000})
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            seen = page.evaluate(LOOK)
+            assert len(seen["texts"]) > 5
+            found = [*seen["problems"], *_unreadable(seen["texts"], scheme)]
+            problems += [f"{width} px, {scheme}: {problem}" for problem in found]
+    assert not problems, "\n".join(problems)
+
+
+def _unreadable(texts: Sequence[Mapping[str, Any]], scheme: str) -> list[str]:
+    problems = []
+    for text in texts:
+        said = f"{text['text']!r}"
+        if text["size"] < SMALLEST_TEXT - 0.05:
+            problems.append(f"{said} is {text['size']:.1f} px high")
+        assert text["turned"] == (scheme == "dark")
+        ink, ground = (_hexadecimal(text[key]) for key in ("ink", "ground"))
+        if text["turned"]:
+            ink, ground = dark_colour(ink), dark_colour(ground)
+        if _contrast(ink, ground) < CONTRAST:
+            problems.append(f"{said} has a contrast of {_contrast(ink, ground):.2f}")
+    return problems + [
+        f"{first['text']!r} overlaps {second['text']!r}"
+        for first, second in combinations(texts, 2)
+        if all(_overlap(first["box"], second["box"], axis) > 3 for axis in (0, 1))
+    ]
+
+
+def _overlap(first: Sequence[float], second: Sequence[float], axis: int) -> float:
+    """In pixels, along one axis of boxes (left, top, right, bottom)."""
+    return min(first[axis + 2], second[axis + 2]) - max(first[axis], second[axis])
+
+
+def _hexadecimal(parts: Sequence[float]) -> str:
+    return "#" + "".join(f"{round(part):02x}" for part in parts)
+
+
+def _contrast(first: str, second: str) -> float:
+    low, high = sorted(_luminance(colour) for colour in (first, second))
+    return (high + 0.05) / (low + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    parts = np.array(channels(colour)) / 255
+    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
+
+
+def test_what_cannot_be_read_is_found(page: Any, tmp_path: Path) -> None:
+    """The test above fails where it should."""
+    file = tmp_path / "page.html"
+    file.write_text(
+        """<!DOCTYPE html><body style="margin: 0"><svg width="1100" height="90" font-size="12">
+        <text x="10" y="20" font-size="9">small</text><text x="10" y="40" fill="#aaaaaa">pale</text>
+        <text x="10" y="60">over</text><text x="14" y="62">lap</text>
+        <text x="1080" y="40">cut off</text><rect y="66" width="90" height="22" fill="#333333"/>
+        <text x="10" y="80">hidden</text><text x="200" y="20" opacity="0.2">faint</text>
+        </svg></body>""",
+        encoding="utf-8",
+    )
+    page.set_viewport_size({"width": 1000, "height": 300})
+    page.goto(file.as_uri())
+    seen = page.evaluate(LOOK)
+    found = "\n".join([*seen["problems"], *_unreadable(seen["texts"], "light")])
+    for word in ("1100 px wide", "'small' is 9.0", "'pale' has", "'over' overlaps 'lap'"):
+        assert word in found
+    for word in ("cut off is cut off", "'hidden' has", "'faint' has"):
+        assert word in found
+
+
+# ---- in print ----------------------------------------------------------------------------------
+
+
+def _printed(name: str) -> Any:
+    reason = "1,000 px wide, with text of 11 px: 4.4 points at the width of a printed page"
+    marks = [pytest.mark.xfail(strict=True, reason=reason)] if name in WIDE else []
+    return pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [_printed(name) for name in NAMES])
+def test_text_can_be_read_in_print(name: str, known: Any) -> None:
+    figure = _figure(name, known)
+    if isinstance(figure, GridFigure):
+        # In the drawing, text is outlines.
+        width, sizes = figure.plotly.layout.width, list(_font_sizes(figure.plotly.to_dict()))
+    else:
+        root = ElementTree.fromstring(figure.svg)
+        width = float(root.get("width", ""))
+        sizes = [float(e.get("font-size", "")) for e in root.iter() if e.get("font-size")]
+    assert len(sizes) > 2
+    assert min(sizes) * PRINTED_WIDTH / width >= SMALLEST_PRINT - 0.01
+
+
+def _font_sizes(drawn: Any, key: str = "") -> Any:
+    if isinstance(drawn, dict):
+        for name, part in drawn.items():
+            if name == "size" and key.endswith("font"):
+                yield part
+            yield from _font_sizes(part, name)
+    elif isinstance(drawn, list | tuple):
+        for part in drawn:
+            yield from _font_sizes(part, key)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_cut_off_at_the_edges_of_a_picture(
+    name: str, known: Any, tmp_path: Path
+) -> None:
+    from PIL import Image
+
+    path = _figure(name, known).save(tmp_path / "figure.png", scale=1.0)
+    drawn = np.asarray(Image.open(path).convert("RGB")).astype(int)
+    for edge in (drawn[:2], drawn[-2:], drawn[:, :2], drawn[:, -2:]):
+        assert edge.min() > 245
+
+
+# ---- in notebooks ------------------------------------------------------------------------------
+
+NOTEBOOKS = {
+    "JupyterLab": '<html><body data-jp-theme-light="{is_light}">',
+    "VS Code": '<html><body data-vscode-theme-kind="vscode-{theme}">',
+    "Colab": '<html theme="{theme}"><body>',
+}
+FILTERS = """[...document.querySelectorAll(".figure")].map((figure) =>
+  [figure, ...figure.querySelectorAll("*")].filter((e) => getComputedStyle(e).filter !== "none")
+    .length)"""
+"""How many filters turn each figure."""
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_figures_follow_the_theme_of_the_notebook(
+    notebook: str, examples: Any, sparse_flow: Any, page: Any, tmp_path: Path
+) -> None:
+    """Those of one piece of HTML, and pictures; light and dark ones stay as they are."""
+    figures: list[Any] = [plots.circuit_diagram({"Model": sparse_flow})]
+    figures.append(plots.head_map({"Model": examples[Scores][0]}))
+    shown = [one for f in figures for one in (f, f.light(), f.dark())]
+    html = "".join(f'<div class="figure">{f._repr_html_()}</div>' for f in shown)
+    for theme in ("light", "dark"):
+        start = NOTEBOOKS[notebook].format(theme=theme, is_light=json.dumps(theme == "light"))
+        file = tmp_path / f"{theme}.html"
+        file.write_text(f"<!DOCTYPE html>{start}{html}</body></html>", encoding="utf-8")
+        page.goto(file.as_uri())
+        turned = int(theme == "dark")
+        # The dark picture has dark colours; other dark HTML is turned by a filter.
+        assert page.evaluate(FILTERS) == [turned, 0, 1, turned, 0, 0]
+
+
+def test_plotlys_display_follows_the_theme_of_the_notebook(
+    known: Any, page: Any, tmp_path: Path
+) -> None:
+    """Every figure that plotly draws has a mark that the style of the notebook finds."""
+    from plotly.offline import get_plotlyjs
+
+    from sparse_tl.plots.grid_figure import PLOTLY_DATA
+    from sparse_tl.plots.rendering import notebook_style
+
+    figures = [f for name in FUNCTIONS if isinstance(f := _figure(name, known), GridFigure)]
+    shown = [*figures, figures[0].light(), figures[0].dark()]
+    data = json.dumps([f._repr_mimebundle_()[PLOTLY_DATA] for f in shown]).replace("<", "\\u003c")
+    file = tmp_path / "notebook.html"
+    file.write_text(
+        f"""<!DOCTYPE html><body data-jp-theme-light="false">{notebook_style()}
+        <script>{get_plotlyjs()}</script><script>for (const f of {data}) {{
+        const div = document.createElement("div"); div.className = "figure";
+        document.body.append(div); Plotly.newPlot(div, f.data, f.layout, f.config); }}</script>""",
+        encoding="utf-8",
+    )
+    page.goto(file.as_uri(), timeout=30_000)
+    assert page.evaluate(FILTERS) == [*[1] * len(figures), 0, 0]
