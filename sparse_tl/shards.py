@@ -38,12 +38,15 @@ def deal(root: nn.Module, layers: Iterable[nn.Module], precision: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    kind = torch.device(ranks.device() or "cpu").type
     inner = outer = MixedPrecisionPolicy()
     if precision == "bf16":
         half: Any = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
         inner = MixedPrecisionPolicy(**half)
         outer = MixedPrecisionPolicy(**half, output_dtype=torch.float32)
-    mesh = init_device_mesh(torch.device(ranks.device() or "cpu").type, (ranks.count(),))
+        # Some parts compute in float32, such as norms, and are followed by others in bfloat16.
+        root.forward = torch.autocast(kind, torch.bfloat16)(root.forward)
+    mesh = init_device_mesh(kind, (ranks.count(),))
     for parameter in root.parameters():
         parameter.data = parameter.data.contiguous()
     for layer in layers:

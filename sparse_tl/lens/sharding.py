@@ -8,7 +8,7 @@ import torch
 from transformer_lens.model_bridge import TransformerBridge
 
 from sparse_tl import ranks, shards
-from sparse_tl.lens.adapting import adapt
+from sparse_tl.lens.bridge import BridgeAdapter
 from sparse_tl.lens.checks import check_gates, check_mlps
 from sparse_tl.lens.plain import check_raw
 from sparse_tl.lens.points import Model
@@ -53,7 +53,7 @@ def shard_model(
             "expected several ranks to shard a model over; there is one process. Start them with "
             "`accelerate launch --num_processes N`, `torchrun` or `notebook_launcher`"
         )
-    adapter = adapt(model)
+    adapter = BridgeAdapter(model)
     if shards.is_dealt(model):
         raise ValueError(f"expected a whole model; {adapter.name!r} is sharded already")
     if getattr(adapter.core, "_sparse_tl_wrapped", False):

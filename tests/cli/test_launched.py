@@ -12,6 +12,7 @@ import pytest
 from command_line import run_command
 
 from sparse_tl import ranks
+from sparse_tl.runs import run_doctor
 
 LAUNCH = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1")
 LAUNCH += ("--num_processes", "2", "--main_process_port", "0", "-m", "sparse_tl")
@@ -67,3 +68,5 @@ def test_commands_for_one_process_say_so(tmp_path: Path, monkeypatch: pytest.Mon
     outcome = run_command("circuits", "--out", tmp_path / "out")
     assert outcome.code == 1 and not (tmp_path / "out").exists()
     assert "expected one process, or `post-train`; got 2 ranks" in outcome.err
+    with pytest.raises(ValueError, match="expected one process, to check this machine.* 2 ranks"):
+        run_doctor()
