@@ -25,11 +25,14 @@ def _launched(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
-def test_post_train_on_two_ranks(tmp_path: Path, tiny: Path, story: Path) -> None:
+@pytest.mark.parametrize("shard", [(), ("--shard",)], ids=["whole", "sharded"])
+def test_post_train_on_two_ranks(
+    tmp_path: Path, tiny: Path, story: Path, shard: tuple[str, ...]
+) -> None:
     """The folder is that of one process, and everything is said once."""
     run = ("post-train", "--model", tiny, "--text", story, "--target-loss", "+0.1")
     run += ("--window", 8, "--batch-size", 4, "--steps", 4)
-    outcome = _launched(*run, "--out", tmp_path / "out")
+    outcome = _launched(*run, *shard, "--out", tmp_path / "out")
     assert outcome.returncode == 0, outcome.stderr
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert written == ["history.csv", "metrics.json", "run.json", "sparse"]
