@@ -60,6 +60,7 @@ from .lens import (
     load_model as load_model,
     merge_lora as merge_lora,
     save_model as save_model,
+    shard_model as shard_model,
 )
 from .metrics import (
     log_probability as log_probability,

@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Shaped
-from torch import Tensor, nn
+from torch import Tensor
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others."""
+_LAST_WORD = "sparse_tl/last word"
 
 Value = TypeVar("Value")
 
@@ -64,7 +65,7 @@ def gathered(value: Value) -> list[Value]:
     if count() == 1:
         return [value]
     values: list[Any] = [None] * count()
-    with _together():
+    with together():
         dist.all_gather_object(values, value)
     return values
 
@@ -74,7 +75,7 @@ def from_first(value: Value) -> Value:
     if count() == 1:
         return value
     values = [value]
-    with _together():
+    with together():
         dist.broadcast_object_list(values, src=0)
     return values[0]
 
@@ -93,6 +94,22 @@ def on_first(call: Callable[[], Value]) -> Value:
     found, failed = from_first((found, failed))
     if failed is not None:
         raise failed
+    return found[0]
+
+
+def on_each(call: Callable[[], Value]) -> Value:
+    """What a function returns on this rank; raises on all ranks what it raises on any."""
+    if count() == 1:
+        return call()
+    found: list[Value] = []
+    failed = None
+    try:
+        found = [call()]
+    except Exception as error:
+        failed = _portable(error)
+    for error in gathered(failed):
+        if error is not None:
+            raise error
     return found[0]
 
 
@@ -134,7 +151,7 @@ def share_of(n: int) -> int:
 
 
 def total(values: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
-    """The sum over ranks, differentiable for `average_gradients`.
+    """The sum over ranks, differentiable for `shards.average_gradients`.
 
     Every rank computes the joint objective from such sums, so every rank gives the gradient of its
     own share, times the number of ranks; averaged over ranks that is the gradient of the joint
@@ -153,40 +170,6 @@ def mean(values: Float[Tensor, "*shape"], dim: int = 0) -> Tensor:
         return values.mean(dim=dim)
     n = torch.tensor(float(values.shape[dim]), dtype=torch.float64, device=values.device)
     return total(values.sum(dim=dim)) / total(n).to(values.dtype)
-
-
-def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Replace gradients by their means over ranks; a rank without one counts as zero."""
-    if count() == 1:
-        return
-    trained = list(parameters)
-    present = gathered([parameter.grad is not None for parameter in trained])
-    pending: list[Any] = []
-    with _together():
-        for parameter, anywhere in zip(trained, map(any, zip(*present, strict=True)), strict=True):
-            if not anywhere:
-                continue
-            gradient = parameter.grad
-            gradient = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
-            parameter.grad = gradient
-            pending.append(dist.all_reduce(gradient, async_op=True))
-        for work in pending:
-            work.wait()
-    for parameter in trained:
-        if parameter.grad is not None:
-            parameter.grad /= count()
-
-
-@torch.no_grad()
-def copy_first(parameters: Iterable[Tensor]) -> None:
-    """Replace tensors by the first rank's."""
-    if count() == 1:
-        return
-    with _together():
-        for parameter in parameters:
-            first = parameter.detach().contiguous()
-            dist.broadcast(first, src=0)
-            parameter.copy_(first)
 
 
 def check_alike(facts: Mapping[str, Any]) -> None:
@@ -212,6 +195,23 @@ def check_alike(facts: Mapping[str, Any]) -> None:
             )
 
 
+def leave_word(said: str) -> None:
+    """Tell the other ranks why this one ends, if they can still be told."""
+    if count() > 1:
+        with suppress(Exception):
+            store = dist.distributed_c10d._get_default_store()
+            store.set(_LAST_WORD, f"rank {rank()} ended with {said}")
+
+
+def last_word() -> str | None:
+    """What another rank said when it ended, if it did."""
+    with suppress(Exception):
+        store = dist.distributed_c10d._get_default_store()
+        if store.check([_LAST_WORD]):
+            return store.get(_LAST_WORD).decode()
+    return None
+
+
 def leave() -> None:
     """Leave the other ranks, at the end of the program."""
     if dist.is_available() and dist.is_initialized():
@@ -222,7 +222,7 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:  # type: ignore[override]
         summed = values.detach().clone(memory_format=torch.contiguous_format)
-        with _together():
+        with together():
             dist.all_reduce(summed)
         return summed
 
@@ -238,7 +238,7 @@ def _joined() -> bool:
     if not dist.is_initialized() and _launched():
         if _on_gpus():
             torch.cuda.set_device(_local_rank())
-        with _together():
+        with together():
             dist.init_process_group("cpu:gloo,cuda:nccl" if _on_gpus() else "gloo", timeout=TIMEOUT)
     return dist.is_initialized()
 
@@ -275,7 +275,7 @@ def _local_rank() -> int:
 
 
 @contextmanager
-def _together() -> Iterator[None]:
+def together() -> Iterator[None]:
     """What ranks do together; fails if one of them is gone."""
     try:
         yield
@@ -294,5 +294,5 @@ def _portable(error: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return RuntimeError(f"{type(error).__name__} on rank 0: {error}")
+        return RuntimeError(f"{type(error).__name__} on rank {rank()}: {error}")
     return error

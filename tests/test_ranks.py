@@ -14,7 +14,7 @@ from accelerate import notebook_launcher
 from several_ranks import on_ranks
 from torch import nn
 
-from sparse_tl import ranks
+from sparse_tl import ranks, shards
 
 
 def test_one_process_is_the_only_rank() -> None:
@@ -72,7 +72,7 @@ def test_the_gradient_of_joint_means() -> None:
         first, second = (ranks.mean(f(some * weight), dim=0) for f in (torch.exp, torch.tanh))
         objective = (first * second).sum().log1p() + weight.pow(3).sum()
         objective.backward()
-        ranks.average_gradients([weight])
+        shards.average_gradients([weight])
         assert weight.grad is not None
         return objective.item(), weight.grad
 
@@ -88,7 +88,7 @@ def test_a_gradient_that_a_rank_lacks_counts_as_zero() -> None:
         (one * 4).sum().backward()
         if rank == 1:
             (other * 6).sum().backward()
-        ranks.average_gradients([one, other, unused])
+        shards.average_gradients([one, other, unused])
         return [one.grad, other.grad, unused.grad]
 
     for one, other, unused in on_ranks(2, job):

@@ -9,11 +9,16 @@ import typer
 
 from sparse_tl.cli.app import call, command
 from sparse_tl.cli.options import (
+    CheckpointActivations,
+    DensePrecision,
     Device,
+    HeldOutText,
+    Lora,
     Out,
     Quiet,
     Restart,
     Seed,
+    Shard,
     run,
     setting,
     split_names,
@@ -110,28 +115,23 @@ def post_train(
     target_loss: Annotated[
         str, subject("NATS", "Loss per token: 2.5, or +0.05 over the dense model.")
     ],
-    held_out_text: Annotated[
-        str | None,
-        subject("SOURCE", "Held-out text. Default: the last tenth of --text."),
-    ] = None,
+    held_out_text: HeldOutText = None,
     window: Annotated[int, setting("N", "Tokens per window.")] = 128,
     batch_size: Annotated[int, setting("N", "Windows per step.")] = 8,
     accumulate: Annotated[int, setting("N", "Micro-batches per step.")] = 1,
-    checkpoint_activations: Annotated[
-        bool, setting("", "Compute activations twice to save memory.", "--checkpoint-activations")
-    ] = False,
+    checkpoint_activations: CheckpointActivations = False,
+    shard: Shard = False,
     steps: Annotated[int, setting("N", "Number of post-training steps.")] = 2000,
     learning_rate: Annotated[float, setting("RATE", "Peak learning rate.")] = 7e-4,
     trained: Annotated[
         str, setting("NAME", "Weights trained besides the gates: all, qk, or gates for none.")
     ] = "all",
-    lora: Annotated[
-        int, setting("RANK", "Train low-rank adapters in place of the weights; 0 for none.")
-    ] = 0,
+    lora: Lora = 0,
     head_cost: Annotated[float, setting("EDGES", "Cost of a head in use.")] = 0.0,
     mlps: Annotated[bool, setting("", "Gate MLPs too.", "--mlps")] = False,
     initial_bias: Annotated[float, setting("B", "Initial bias of the gates.")] = 4.0,
     precision: Annotated[str, setting("NAME", "float32 or bf16.")] = "float32",
+    dense_precision: DensePrecision = "float32",
     out: Out = Path("runs/post-train"),
     seed: Seed = 0,
     device: Device = None,

@@ -62,6 +62,19 @@ def split_seeds(seeds: str) -> tuple[int, ...]:
     return tuple(map(int, found))
 
 
+HeldOutText = Annotated[
+    str | None, subject("SOURCE", "Held-out text. Default: the last tenth of --text.")
+]
+CheckpointActivations = Annotated[
+    bool, setting("", "Compute activations twice to save memory.", "--checkpoint-activations")
+]
+Lora = Annotated[
+    int, setting("RANK", "Train low-rank adapters in place of the weights; 0 for none.")
+]
+Shard = Annotated[
+    bool, setting("", "Deal the weights to the ranks, each holding a part.", "--shard")
+]
+DensePrecision = Annotated[str, setting("NAME", "That of the dense model's copy: float32 or bf16.")]
 Out = Annotated[Path, run("FOLDER", "Output folder.")]
 Seed = Annotated[int, run("N", "Random seed for weights, data order and gate noise.")]
 Device = Annotated[

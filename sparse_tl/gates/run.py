@@ -21,6 +21,7 @@ from sparse_tl.lens import (
     attached,
     check_gates,
     check_head,
+    check_whole,
     record,
     source_outputs,
 )
@@ -268,6 +269,7 @@ def _stacked(
     adapter: Adapter, site: Site, gates: Tensor | ClosedAttentionEdges
 ) -> tuple[Any, tuple[int, ...]]:
     """Gates with a stack axis, and the shape of their own stack, if any."""
+    check_whole(adapter)
     if isinstance(site, Heads | AttentionEdges):
         check_gates(adapter)
     if isinstance(gates, ClosedAttentionEdges):

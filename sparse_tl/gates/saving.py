@@ -37,6 +37,8 @@ _MLPS = "mlp_gates."
 def save_sparse(sparse: SparseTransformer, folder: str | Path) -> Path:
     """Write the folder completely or not at all; of several ranks, only the first writes.
 
+    All ranks have to call this if the weights are dealt to them.
+
     Raises:
         ValueError: the gate distribution is not defined by this package, or the folder holds
             other files.
@@ -50,6 +52,7 @@ def save_sparse(sparse: SparseTransformer, folder: str | Path) -> Path:
         )
     folder = Path(folder)
     if not ranks.is_first():
+        save_model(sparse.model, folder)  # which it takes part in where it has to
         return folder
     if not is_sparse_folder(folder):
         check_replaceable(folder, GATES_FILE)

@@ -9,12 +9,16 @@ from sparse_tl.lens.attaching import (
     attached as attached,
 )
 from sparse_tl.lens.booting import boot as boot
-from sparse_tl.lens.checkpointing import checkpointed_activations as checkpointed_activations
+from sparse_tl.lens.checkpointing import (
+    all_activations as all_activations,
+    checkpointed_activations as checkpointed_activations,
+)
 from sparse_tl.lens.checks import (
     check_circuits as check_circuits,
     check_gates as check_gates,
     check_head as check_head,
     check_mlps as check_mlps,
+    check_whole as check_whole,
 )
 from sparse_tl.lens.deferred import (
     Deferred as Deferred,
@@ -48,3 +52,4 @@ from sparse_tl.lens.recording import (
     source_outputs as source_outputs,
 )
 from sparse_tl.lens.relevance import relevance_rules as relevance_rules
+from sparse_tl.lens.sharding import shard_model as shard_model

@@ -20,6 +20,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.exceptions import StopAtLayerException
 
+from sparse_tl import shards
 from sparse_tl.lens.adapter import Adapter, Slot
 from sparse_tl.lens.attaching import others_off
 from sparse_tl.lens.booting import boot, check_alone
@@ -222,9 +223,15 @@ class BridgeAdapter(Adapter):
     # ---- as a whole ------------------------------------------------------------------------------
 
     def copy(self) -> TransformerBridge:
-        """A copy without hooks that shares no parameter; adapters are merged."""
-        model = self.model
-        return boot(plain_copy(model), model.tokenizer, name=self.name).train(model.training)
+        """A copy without hooks that shares no parameter; adapters are merged.
+
+        It is dealt to ranks if the model is.
+        """
+        model, precision = self.model, shards.precision_of(self.core)
+        copy = boot(plain_copy(model), model.tokenizer, name=self.name).train(model.training)
+        if precision is not None:
+            shards.deal(copy.original_model, copy.blocks, precision)
+        return copy
 
     def parameters(self, group: Literal["qk", "all"]) -> list[nn.Parameter]:
         """The parameters of queries and keys, or all parameters that a pass reads."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -35,6 +36,23 @@ def checkpointed_activations(model: HookedModel) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def all_activations(model: HookedModel) -> Iterator[None]:
+    """Inside the block, passes keep everything, even within `checkpointed_activations`."""
+    with ExitStack() as removed:
+        for block in adapt(model).model.blocks:
+            removed.callback(stand_in(block, _run_once))
+        yield
+
+
+def _run_once(forward: Forward) -> Forward:
+    return _run_once(_twice[forward]) if forward in _twice else forward
+
+
+_twice: WeakKeyDictionary[Forward, Forward] = WeakKeyDictionary()
+"""For functions that run a layer twice, what they run."""
+
+
 def _run_twice(forward: Forward) -> Forward:
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -43,6 +61,7 @@ def _run_twice(forward: Forward) -> Forward:
         kwargs = {name: _unless_cache(value) for name, value in kwargs.items()}
         return checkpoint(forward, *map(_unless_cache, args), use_reentrant=False, **kwargs)
 
+    _twice[run] = forward
     return run
 
 

@@ -27,7 +27,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from sparse_tl import shards
 from sparse_tl.lens.attaching import Order, attached, others_off
+from sparse_tl.lens.lora import lora_layers
 from sparse_tl.lens.places import HookFunction
 from sparse_tl.lens.plain import check_wrapped
 from sparse_tl.lens.points import Model
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 _checked: dict[str, WeakSet[Model]] = {
     kind: WeakSet[Model]() for kind in ("gates", "mlps", "circuits")
 }
+
+_WITHOUT_LORA = ("use_attn_result", "use_split_qkv_input")
 
 
 def check_gates(adapter: Adapter) -> None:
@@ -63,13 +67,38 @@ def check_circuits(adapter: Adapter) -> None:
     """Check that a model is the sum of its heads and MLPs, each reading the residual stream.
 
     Raises:
-        ValueError: it is not; the message names the part that differs.
+        ValueError: it is not; the message names the part that differs. Or ranks hold parts of it.
     """
+    check_whole(adapter)
     _once("circuits", adapter, _circuits_hold)
+
+
+def check_whole(adapter: Adapter) -> None:
+    """Check that this process holds the whole model.
+
+    Raises:
+        ValueError: ranks hold parts of its weights.
+    """
+    if shards.is_dealt(adapter.model):
+        raise ValueError(
+            f"expected a whole model; {adapter.name!r} is sharded, which is for training, held-out "
+            "measurements and saving. Load what was saved"
+        )
+
+
+def _check_switches(adapter: Adapter) -> None:
+    """Check that no switch is on with which TransformerLens leaves low-rank adapters out."""
+    on = [name for name in _WITHOUT_LORA if getattr(adapter.model.cfg, name, False)]
+    if on and lora_layers(adapter.model):
+        raise ValueError(
+            f"expected {' and '.join(on)} to be off in {adapter.name!r}, which has low-rank "
+            "adapters: TransformerLens leaves them out there. Or call merge_lora(model) first"
+        )
 
 
 @torch.no_grad()
 def _once(kind: str, adapter: Adapter, check: Callable[[Adapter, Tensor], None]) -> None:
+    _check_switches(adapter)
     if adapter.model in _checked[kind]:
         return
     with others_off(adapter.model):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparse_tl import ranks
+from sparse_tl import ranks, shards
 from sparse_tl.files import read_json, write_json
 from sparse_tl.lens.architecture import CONFIG_FILE, dtype_named
 from sparse_tl.lens.booting import boot
@@ -128,9 +128,11 @@ def save_model(model: Model, folder: str | Path) -> None:
     """Write configuration, weights and tokenizer to an existing folder.
 
     A bridge is saved as a Hugging Face folder, which transformers can read too. Of several ranks,
-    the first writes.
+    the first writes; all have to call this if the weights are dealt to them.
     """
     if not ranks.is_first():
+        if isinstance(model, TransformerBridge) and shards.is_dealt(model):
+            plain_model(model)
         return
     folder = Path(folder)
     if isinstance(model, HookedTransformer):

@@ -3,7 +3,7 @@
 A bridge cannot: its copies depend on the original, and its parameter names mix those of the wrapped
 model with TransformerLens's. Where it has split a joint projection (GPT-2's q, k and v), passes
 read the parts, and the joint weights keep their initial values. Low-rank adapters are merged into
-the weights of the plain model.
+the weights of the plain model. Weights that are dealt to ranks are gathered for it, on the CPU.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedModel
 
+from sparse_tl import shards
 from sparse_tl.lens.fidelity import check_same, few_logits, is_known
 from sparse_tl.lens.lora import BASE, effective, lora_layers
 from sparse_tl.lens.points import Model
@@ -31,6 +32,9 @@ _unset: WeakKeyDictionary[TransformerBridge, bool] = WeakKeyDictionary()
 def plain_model(model: TransformerBridge) -> Any:
     """A hook-free `transformers` model that shares all weights except joint and adapted ones.
 
+    Of a model whose weights are dealt to ranks, it has copies on the CPU; all ranks have to call
+    this.
+
     Raises:
         ValueError: the bridge wraps something else than a `transformers` model, a projection was
             split in an unknown way, or processed weights mean something else in a `transformers`
@@ -42,13 +46,15 @@ def plain_model(model: TransformerBridge) -> Any:
             f"{model.cfg.model_name!r} is one around a {type(model.original_model).__name__}"
         )
     plain = _assembled(model)
-    check_same(model, *few_logits(plain.eval()))
+    if not shards.is_dealt(model):  # else it was checked before
+        check_same(model, *few_logits(plain.eval()))
     return plain.train(model.original_model.training)
 
 
 def _assembled(model: TransformerBridge) -> Any:
     joined = {split.joint: split.joined() for split in _splits(model)}
     wrapped: Any = model.original_model
+    dealt = shards.is_dealt(model)
     tensors: dict[str, Tensor] = {}
     adapted = {layer.base_layer: layer for layer in lora_layers(wrapped)}
     for name, module in wrapped.named_modules(remove_duplicate=False):
@@ -57,7 +63,8 @@ def _assembled(model: TransformerBridge) -> Any:
         path = [part for part in name.split(".") if part not in ("", _WRAPPED, BASE)]
         for kind, tensor in own.items():
             if tensor is not None:
-                tensors[".".join([*path, kind])] = tensor.detach()
+                tensor = shards.whole(tensor.detach())
+                tensors[".".join([*path, kind])] = tensor.cpu() if dealt else tensor
     with torch.device("meta"):
         plain: Any = type(wrapped)(copy.deepcopy(wrapped.config))
     for name, parameter in list(plain.named_parameters(remove_duplicate=False)):
@@ -76,7 +83,7 @@ def check_raw(model: Model) -> None:
     Raises:
         ValueError: they cannot; see `plain_model`.
     """
-    if isinstance(model, TransformerBridge):
+    if isinstance(model, TransformerBridge) and not shards.is_dealt(model):
         plain_model(model)
 
 
@@ -137,19 +144,22 @@ class _Split:
 
         Splitting a tensor of indices reveals where each entry of a part belongs.
         """
-        found: dict[str, Tensor] = {}
-        for kind, kept in [(kind, tensor.data) for kind, tensor in self.joint.named_parameters()]:
-            tensor = getattr(self.joint, kind)
-            numbered = torch.arange(kept.numel(), dtype=torch.float64, device=kept.device)
-            try:
-                tensor.data = numbered.view(kept.shape)
-                where = [getattr(part, kind).detach().long() for part in self.made(self.whole)]
-            finally:
-                tensor.data = kept
-            flat = kept.new_empty(kept.numel())
-            for index, part in zip(where, self.parts, strict=True):
-                flat[index.flatten()] = getattr(effective(part), kind).detach().flatten()
-            found[kind] = flat.view(kept.shape)
+        kept, found = dict(self.joint.named_parameters()), dict[str, Tensor]()
+        try:
+            for kind, tensor in kept.items():
+                numbered = torch.arange(tensor.numel(), dtype=torch.float64, device=tensor.device)
+                numbers = nn.Parameter(numbered.view(tensor.shape), requires_grad=False)
+                self.joint._parameters[kind] = numbers
+            made = self.made(self.whole)
+            where = {kind: [getattr(part, kind).detach().long() for part in made] for kind in kept}
+        finally:
+            self.joint._parameters.update(kept)
+        for kind, tensor in kept.items():
+            parts = [shards.whole(getattr(effective(part), kind).detach()) for part in self.parts]
+            flat = parts[0].new_empty(tensor.numel())
+            for index, values in zip(where[kind], parts, strict=True):
+                flat[index.flatten().to(flat.device)] = values.flatten()
+            found[kind] = flat.view(tensor.shape)
         return found
 
 

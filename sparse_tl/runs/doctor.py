@@ -13,7 +13,7 @@ import torch
 from packaging.requirements import Requirement
 from rich.filesize import decimal
 
-from sparse_tl import __version__
+from sparse_tl import __version__, ranks
 from sparse_tl.files import check_writable
 from sparse_tl.gates.saving import load_dense_or_sparse
 from sparse_tl.lens import Adapter, HookedModel, adapt, check_gates, check_raw
@@ -43,7 +43,15 @@ def run_doctor(
             `save_model`, or a loaded model.
         device: device to load it on; a GPU by default if there is one.
         window: tokens per prompt for which to estimate the memory of post-training it.
+
+    Raises:
+        ValueError: there are several ranks.
     """
+    if ranks.count() > 1:
+        raise ValueError(
+            f"expected one process, to check this machine and a model; got {ranks.count()} ranks. "
+            "Call the doctor without a launcher"
+        )
     with torch.random.fork_rng(devices=[]):
         checks = [*_versions(), *_devices(), _tried("cache folder", _cache)]
         checks += _model("small model", lambda: build_addition_model(device="cpu"))

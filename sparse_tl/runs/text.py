@@ -26,6 +26,7 @@ from sparse_tl.lens import (
     check_raw,
     checkpointed_activations,
     load_model,
+    shard_model,
 )
 from sparse_tl.runs.folder import RunFolder, SparseRun
 from sparse_tl.training import evaluate_held_out, post_train
@@ -58,7 +59,9 @@ def run_post_training(
     initial_bias: float = 4.0,
     precision: Literal["float32", "bf16"] = "float32",
     accumulate: int = 1,
+    dense_precision: Literal["float32", "bf16"] = "float32",
     checkpoint_activations: bool = False,
+    shard: bool = False,
     seed: int = 0,
     device: str | None = None,
     restart: bool = False,
@@ -88,8 +91,11 @@ def run_post_training(
         initial_bias: initial bias of the gates.
         precision: "bf16" runs the forward pass under autocast.
         accumulate: micro-batches per step, to save memory.
+        dense_precision: precision of the dense model's copy; as in `post_train`.
         checkpoint_activations: whether to save memory by computing activations twice; the outcome
             is the same. See `checkpointed_activations`.
+        shard: whether every rank holds only a part of every weight; `precision` is then that of all
+            passes. See `shard_model`.
         seed: random seed for data order and gate noise.
         device: device for training.
         restart: discard an earlier run.
@@ -114,6 +120,7 @@ def run_post_training(
         "mlps": mlps,
         "initial_bias": initial_bias,
         "precision": precision,
+        "dense_precision": dense_precision,
         "accumulate": accumulate,
         "seed": seed,
     }
@@ -134,6 +141,10 @@ def run_post_training(
                 "expected lora, which trains adapters in place of weights, or "
                 f"trained={trained!r}; got both"
             )
+    if shard:
+        if device is not None:
+            raise ValueError(f"expected shard, which places the model, or a device; got {device}")
+        device = "cpu"  # before it is sharded, and when it is saved
     folder = RunFolder(out, settings, restart=restart)
     if not folder.finished("metrics.json"):
         dense_model = load_model(model, device=device)
@@ -141,6 +152,8 @@ def run_post_training(
         check_raw(dense_model)
         if lora:
             add_lora(dense_model, lora)
+        if shard:
+            shard_model(dense_model, precision=precision)
         if window > adapt(dense_model).n_ctx:
             raise ValueError(
                 f"expected a window of at most {adapt(dense_model).n_ctx} tokens, the model's "
@@ -182,7 +195,8 @@ def run_post_training(
                     learning_rate=dict.fromkeys(dict.fromkeys(["gates", trained]), learning_rate),
                     head_cost=head_cost,
                     seed=seed,
-                    precision=precision,
+                    precision="float32" if shard else precision,
+                    dense_precision=dense_precision,
                     checkpoint=folder / "checkpoint",
                     progress=progress,
                 )
@@ -199,10 +213,13 @@ def run_post_training(
 
         def write() -> None:
             write_csv(folder / "history.csv", outcome.history)
-            sparse.save_pretrained(folder / "sparse")
+            if not shard:
+                sparse.save_pretrained(folder / "sparse")
             write_json(folder / "metrics.json", measured)
             shutil.rmtree(folder / "checkpoint", ignore_errors=True)
 
+        if shard:
+            sparse.save_pretrained(folder / "sparse")
         ranks.on_first(write)
     sparse = SparseTransformer.from_pretrained(folder / "sparse", device=device)
     return SparseRun(read_json(folder / "metrics.json"), sparse)

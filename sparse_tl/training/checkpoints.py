@@ -1,10 +1,16 @@
-"""Training checkpoints: a folder with ``state.json`` and ``tensors.safetensors``."""
+"""Training checkpoints: a folder with ``state.json`` and ``tensors.safetensors``.
+
+Where weights are dealt to ranks, each rank writes its parts of them, and of what goes with them, to
+a file of its own, ``tensors-1.safetensors`` and so on; the first file has all else too. Put
+together along their rows they are the whole tensors, so any number of ranks can go on.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import warnings
 from collections import defaultdict
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from functools import partial
 from importlib.metadata import version
@@ -14,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_tl import __version__, ranks
+from sparse_tl import __version__, ranks, shards
 from sparse_tl.data.streams import ResumableStream, TokenStream
 from sparse_tl.files import (
     atomic_folder,
@@ -29,7 +35,7 @@ from sparse_tl.files import (
 from sparse_tl.lens import read_parameters
 
 FORMAT = 4
-_FILES = ("state.json", "tensors.safetensors")
+_STATE = "state.json"
 _SHOWN = {"loss": "loss", "violation": "over", "lambda": "λ", "expected_per_token": "edges/token"}
 
 
@@ -41,7 +47,8 @@ class TrainingState:
         step: number of completed steps.
         history: one dictionary per logged step.
         best: metrics of the best evaluation so far, including its step; empty before the first.
-        best_weights: trained weights at that evaluation, on the CPU.
+        best_weights: trained weights at that evaluation, on the CPU: the own parts of those that
+            are dealt to ranks, and on the first rank all others.
         objective: the objective's state: plain values and tensors.
         first_batch: digest of the first step's batch.
         last_batch: digest of the last completed step's batch.
@@ -82,7 +89,7 @@ def fingerprint(model: nn.Module, settings: dict[str, Any]) -> dict[str, Any]:
     shapes = {}
     for name, parameter in read_parameters(model).items():
         shapes[name] = list(parameter.shape)
-        flat = parameter.detach().flatten()
+        flat = shards.whole(parameter.detach()).flatten()
         # Strided samples suffice to distinguish models, and are cheap for billions of weights.
         some = flat[:: max(1, flat.numel() // 1024)]
         digest.update(name.encode() + some.double().cpu().numpy().tobytes())
@@ -96,25 +103,40 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     identity: dict[str, Any],
 ) -> None:
-    """Write the complete state; the earlier checkpoint remains until the new one is complete."""
+    """Write the complete state; the earlier checkpoint remains until the new one is complete.
+
+    All ranks have to call this.
+    """
     tensors = {f"weights/{name}": parameter for name, parameter in trained.items()}
-    tensors |= {f"best/{name}": tensor for name, tensor in state.best_weights.items()}
     for name, parameter in trained.items():
         for key, value in optimizer.state[parameter].items():
             tensors[f"optimizer/{key}/{name}"] = value
+    dealt = any(map(shards.is_part, trained.values()))
+    own = {k: shards.part(v) for k, v in tensors.items() if ranks.is_first() or shards.is_part(v)}
+    own |= {f"best/{name}": tensor for name, tensor in state.best_weights.items()}
     plain = {name: getattr(state, name) for name in _PLAIN}
     carried = {k: v for k, v in state.objective.items() if isinstance(v, Tensor)}
-    tensors |= {f"objective/{name}": tensor for name, tensor in carried.items()}
+    if ranks.is_first():
+        own |= {f"objective/{name}": tensor for name, tensor in carried.items()}
     plain["objective"] = {k: v for k, v in state.objective.items() if k not in carried}
-    with atomic_folder(folder) as temporary:
-        content = {
-            "format": FORMAT,
-            "identity": identity,
-            "ranks": ranks.count(),
-            "state": plain,
-        }
-        write_json(temporary / _FILES[0], content)
-        write_tensors(temporary / _FILES[1], tensors)
+    content = {
+        "format": FORMAT,
+        "identity": identity,
+        "ranks": ranks.count(),
+        "files": ranks.count() if dealt else 1,
+        "state": plain,
+    }
+
+    def write() -> None:
+        if ranks.is_first():
+            write_json(temporary / _STATE, content)
+        if ranks.is_first() or dealt:
+            write_tensors(temporary / _tensors_file(ranks.rank()), own)
+
+    with ExitStack() as stack:
+        temporary = ranks.on_first(lambda: stack.enter_context(atomic_folder(folder)))
+        ranks.on_each(write)
+        ranks.on_first(stack.close)
 
 
 def load_checkpoint(
@@ -126,31 +148,31 @@ def load_checkpoint(
 ) -> TrainingState:
     """Restore weights and optimizer and return the rest; a fresh state if there is no checkpoint.
 
-    Warns if the checkpoint was made on another number of ranks. The best weights are only given to
-    the first rank, which keeps them.
+    Warns if the checkpoint was made on another number of ranks.
 
     Raises:
         ValueError: the folder holds something else, is damaged, or belongs to another run or other
             data.
     """
     ranks.on_first(partial(_check_folder, folder))
-    if not (folder / _FILES[0]).exists():
+    if not (folder / _STATE).exists():
         return TrainingState()
-    content = read_json(folder / _FILES[0])
+    content = read_json(folder / _STATE)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"expected a checkpoint of format {FORMAT} in {folder}")
-    groups: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
-    for key, tensor in read_tensors(folder / _FILES[1]).items():
-        kind, _, name = key.rpartition("/")
-        groups[kind][name] = tensor
     try:
         _check_identity(folder, content["identity"], identity)
+        groups = ranks.on_each(partial(_read, folder, content["files"], trained))
         state = _restored(content["state"])
         weights = {name: groups["weights"][name] for name in trained}
-        state.best_weights = groups["best"] if ranks.is_first() else {}
+        state.best_weights = {
+            name: groups["best"][name]
+            for name, parameter in trained.items()
+            if ranks.is_first() or shards.is_part(parameter)
+        }
         if state.stream and isinstance(stream, ResumableStream):
             stream.load_state(state.stream)
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"expected a whole checkpoint in {folder}; {error!r}") from error
     _check_stream(folder, state, stream)
     before = content.get("ranks", 1)
@@ -162,12 +184,41 @@ def load_checkpoint(
         )
     state.objective.update(groups["objective"])
     moments = {kind[len("optimizer/") :]: groups[kind] for kind in groups if "optimizer/" in kind}
-    given = [{key: of[name] for key, of in moments.items() if name in of} for name in trained]
+    given = [
+        {
+            key: shards.as_part(of[name], like) if of[name].ndim else of[name]
+            for key, of in moments.items()
+            if name in of
+        }
+        for name, like in trained.items()
+    ]
     optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(given))})
     with torch.no_grad():
         for name, parameter in trained.items():
-            parameter.copy_(weights[name])
+            shards.part(parameter).copy_(weights[name])
     return state
+
+
+def _tensors_file(rank: int) -> str:
+    return f"tensors-{rank}.safetensors" if rank else "tensors.safetensors"
+
+
+def _read(
+    folder: Path, n_files: int, trained: dict[str, nn.Parameter]
+) -> defaultdict[str, dict[str, Tensor]]:
+    """The tensors of a checkpoint by kind and name: of dealt weights, the parts of this rank."""
+    groups: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+    own = n_files == ranks.count() and any(map(shards.is_part, trained.values()))
+    numbers = {0, ranks.rank()} if own else range(n_files)
+    first, *others = [read_tensors(folder / _tensors_file(number)) for number in numbers]
+    for key, tensor in first.items():
+        kind, _, name = key.rpartition("/")
+        if others and key in others[0]:
+            tensor = others[0][key] if own else torch.cat([tensor, *(some[key] for some in others)])
+        if not own and name in trained and tensor.ndim:
+            tensor = shards.part_of(tensor, trained[name]).clone()
+        groups[kind][name] = tensor
+    return groups
 
 
 def check_ranks(identity: dict[str, Any]) -> None:
@@ -185,8 +236,9 @@ def check_ranks(identity: dict[str, Any]) -> None:
 def _check_folder(folder: Path) -> None:
     """Check that a checkpoint can be read from a folder and written to it."""
     recover_folder(folder)
-    check_replaceable(folder, *_FILES)
-    if not (folder / _FILES[0]).exists():
+    files = [path.name for path in folder.glob("tensors*.safetensors")]
+    check_replaceable(folder, _STATE, *files)
+    if not (folder / _STATE).exists():
         check_writable(folder if folder.exists() else folder.parent)
 
 

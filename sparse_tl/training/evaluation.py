@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl import ranks
+from sparse_tl import ranks, shards
 from sparse_tl.data.batches import TokenBatch, exact_rows, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.attention import costs_of_first
@@ -174,7 +174,10 @@ def evaluate_held_out(
     found = []
     try:
         with wrapped.opened() if wrapped is not model else nullcontext():
-            for batch in ranks.own(pieces):
+            own = list(ranks.own(pieces))
+            # Of a sharded model, all ranks have to make the same number of passes.
+            idle = ranks.share_of(len(pieces)) - len(own) if shards.is_dealt(wrapped) else 0
+            for batch in own + pieces[:idle]:
                 batch = batch.to(wrapped.gates.bias.device)
                 with adapter.only_at(batch.loss_mask) as logits_at:
                     output, counted = wrapped.run_with_counts(
@@ -192,7 +195,8 @@ def evaluate_held_out(
     finally:
         if wrapped is not model:
             wrapped.unwrap()
-    by_piece, of_piece, right, counts = zip(*ranks.in_order(found), strict=True)
+    found = ranks.in_order(found[: len(own)])
+    by_piece, of_piece, right, counts = zip(*found, strict=True)
     edges = AttentionEdgeCounts.concatenate(counts)
     by_label, of = torch.cat(by_piece), torch.cat(of_piece)
     return HeldOut(

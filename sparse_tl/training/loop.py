@@ -5,7 +5,8 @@ backpropagate, clip, step the optimizer, update the objective. Random generators
 so a resumed run draws the same numbers as an uninterrupted one.
 
 Several ranks take one step together: each has its own rows of the step's batch, and gradients are
-averaged. The first rank keeps the best weights and writes checkpoints.
+averaged. The first rank keeps the best weights and writes checkpoints; of weights that are dealt to
+ranks, each its parts.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from sparse_tl import ranks
+from sparse_tl import ranks, shards
 from sparse_tl.data.streams import ResumableStream, TokenStream
 from sparse_tl.lens import read_parameters
 from sparse_tl.progress import tracked
@@ -124,9 +124,7 @@ def train(
                 state.objective = objective.state()
                 state.last_batch = run.batch.digest()
                 state.stream = stream.state() if isinstance(stream, ResumableStream) else {}
-                ranks.on_first(
-                    partial(save_checkpoint, folder, state, weights, optimizer, identity)
-                )
+                save_checkpoint(folder, state, weights, optimizer, identity)
                 saved = time.monotonic()
             if stop:
                 raise KeyboardInterrupt
@@ -176,9 +174,9 @@ class _Run:
             (loss * share).backward()
             for name, value in some.items():
                 measured[name] = measured.get(name, 0.0) + share * value
-        ranks.average_gradients(self.trained.values())
+        shards.average_gradients(self.trained.values())
         clip = math.inf if config.clip is None else config.clip
-        norm = nn.utils.clip_grad_norm_(list(self.trained.values()), clip).item()
+        norm = shards.clip_gradients(self.trained.values(), clip)
         if not all(map(math.isfinite, [*measured.values(), norm])):
             raise NonFiniteLossError(
                 f"expected a finite loss and gradient; at step {step} the measurements were "
@@ -200,11 +198,11 @@ class _Run:
             )
         if not self.state.best or self.selection.better(metrics, self.state.best):
             self.state.best = metrics
-            if ranks.is_first():
-                self.state.best_weights = {
-                    name: parameter.detach().to("cpu", copy=True)
-                    for name, parameter in self.trained.items()
-                }
+            self.state.best_weights = {
+                name: shards.part(parameter).detach().to("cpu", copy=True)
+                for name, parameter in self.trained.items()
+                if ranks.is_first() or shards.is_part(parameter)
+            }
         if not self.state.history:
             self.state.history.append(self._now())
         named = {f"validation_{name}": value for name, value in measured.items()}
@@ -213,8 +211,8 @@ class _Run:
     @torch.no_grad()
     def restore_best(self) -> None:
         for name, best in self.state.best_weights.items():
-            self.trained[name].copy_(best)
-        ranks.copy_first(self.trained.values())
+            shards.part(self.trained[name]).copy_(best)
+        shards.copy_first(self.trained.values())
 
     def finished(self) -> bool:
         waited = (self.state.step - self.state.best["step"]) // self.config.evaluate_every

@@ -14,7 +14,14 @@ from sparse_tl import ranks
 from sparse_tl.data import TokenBatch
 from sparse_tl.data.streams import TokenStream
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import HookedModel, adapt, checkpointed_activations, read_parameters
+from sparse_tl.lens import (
+    Adapter,
+    HookedModel,
+    adapt,
+    all_activations,
+    checkpointed_activations,
+    read_parameters,
+)
 from sparse_tl.training.config import choose_trained
 from sparse_tl.training.constraint import LossConstraint
 from sparse_tl.training.objectives import SparsityObjective
@@ -38,7 +45,7 @@ class TrainingMemory:
         window: tokens of the step, in one prompt.
         weights: the weights.
         trained: those of them that are trained.
-        dense: the frozen dense model, unless only gates and adapters are trained.
+        dense: the frozen copy of the dense model, unless only gates and adapters are trained.
         activations: what the forward pass keeps for the backward pass.
         checkpointed: the same inside `checkpointed_activations`, and what one layer keeps, since
             the backward pass computes one after the other again.
@@ -80,16 +87,26 @@ class TrainingMemory:
         return (
             f"post-training takes {decimal(self.peak)} at its peak, of {listed}; or "
             f"{decimal(self.least_peak)} with checkpointed activations, of which there are "
-            f"{decimal(self.checkpointed)}"
+            f"{decimal(self.checkpointed)}{self._less}"
         )
+
+    @property
+    def _less(self) -> str:
+        if self.dense < self.weights:
+            return ""
+        return f"; {decimal(self.dense // 2)} less with the dense model in bf16"
 
 
 def training_memory(
-    model: HookedModel, window: int, trained: Iterable[str] | None = None
+    model: HookedModel,
+    window: int,
+    trained: Iterable[str] | None = None,
+    dense_precision: str = "float32",
 ) -> TrainingMemory:
     """Estimate the peak memory of a step of post-training on one prompt, in float32.
 
-    Activations and logits of several prompts take as much each.
+    Activations and logits of several prompts take as much each. Inside `checkpointed_activations`
+    the estimate is the same.
 
     Runs two forward passes on short prompts, and counts what they keep; for a longer window this
     grows linearly.
@@ -99,6 +116,7 @@ def training_memory(
         window: tokens of the prompt.
         trained: names of the trained parameters, from `choose_trained`; by default all weights, or
             the adapters of a model that has some, and the gates.
+        dense_precision: that of the dense model's copy, as in `post_train`.
 
     Raises:
         ValueError: the window is longer than the model's context.
@@ -119,16 +137,26 @@ def training_memory(
         window=window,
         weights=weights,
         trained=sum(parameters[name].nbytes for name in names),
-        dense=weights if needs_copy(sparse, names) else 0,
+        dense=_dense(adapter, dense_precision) if needs_copy(sparse, names) else 0,
         activations=kept,
         checkpointed=checkpointed + (kept - checkpointed) // adapter.n_layers,
         logits=2 * window * adapter.d_vocab_out * 4,
     )
 
 
+def _dense(adapter: Adapter, precision: str) -> int:
+    weights = adapter.parameters("all")
+    if precision == "bf16":
+        return sum(2 * weight.numel() for weight in weights)
+    return sum(weight.nbytes for weight in weights)
+
+
 @contextmanager
 def out_of_memory_explained(
-    sparse: SparseTransformer, stream: TokenStream, trained: Iterable[str]
+    sparse: SparseTransformer,
+    stream: TokenStream,
+    trained: Iterable[str],
+    dense_precision: str = "float32",
 ) -> Iterator[None]:
     """Say where the memory of post-training goes, and what needs less, when there is not enough.
 
@@ -136,6 +164,7 @@ def out_of_memory_explained(
         sparse: model that is trained.
         stream: its training batches.
         trained: names of the trained parameters.
+        dense_precision: that of the dense model's copy.
 
     Raises:
         MemoryError: the device, or the machine, ran out of memory inside the block.
@@ -151,13 +180,14 @@ def out_of_memory_explained(
         # Of several ranks, the others do not take part in the estimate.
         with suppress(RuntimeError):  # out of memory again
             if ranks.count() == 1:
-                memory = training_memory(sparse, window, trained)
+                memory = training_memory(sparse, window, trained, dense_precision)
                 needed = f". By an estimate for one row of {window} tokens, {memory}"
         raise MemoryError(
             f"post-training ran out of memory on {adapt(sparse).device}, with {rows} rows of "
             f"{window} tokens in {pieces} micro-batches{needed}. Less is needed with more "
             "micro-batches (accumulate of the stream, --accumulate), checkpointed_activations "
-            "(--checkpoint-activations), shorter windows, or low-rank adapters in place "
+            "(--checkpoint-activations), shorter windows, the dense model's copy in bf16 "
+            "(--dense-precision), more ranks (shard_model, --shard), or low-rank adapters in place "
             f"of the weights (add_lora, --lora 16). ({str(error)[:200]})"
         ) from error
 
@@ -192,6 +222,7 @@ def _kept(sparse: SparseTransformer, n_tokens: int, *, whole: bool) -> int:
     generator = torch.Generator(device).manual_seed(0)
     with (
         torch.enable_grad(),
+        all_activations(sparse),
         nullcontext() if whole else checkpointed_activations(sparse),
         torch.autograd.graph.saved_tensors_hooks(note, lambda values: values),
     ):

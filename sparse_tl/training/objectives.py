@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
-from sparse_tl import ranks
+from sparse_tl import ranks, shards
 from sparse_tl.data.batches import TokenBatch, log_probabilities, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.attention import check_edge_cost, costs_of_first
@@ -70,12 +70,18 @@ class PlainLoss(Objective):
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
         losses = []
-        for part in batch.by_length():
+        for part in _parts(batch, self.model):
             with adapt(self.model).only_at(part.loss_mask) as logits_at:
                 logits = logits_at(self.model(part.tokens, **part.model_kwargs))
             losses.append(token_losses(logits, part.loss_labels()))
         loss = ranks.mean(torch.cat(losses))
         return loss, {"loss": loss.item()}
+
+
+def _parts(batch: TokenBatch, model: HookedModel) -> list[TokenBatch]:
+    """Rows by length; of a sharded model all at once, since ranks have to make the same passes."""
+    assert isinstance(model, nn.Module)
+    return batch.by_length(1) if shards.is_dealt(model) else batch.by_length()
 
 
 class _Labels(NamedTuple):
@@ -162,7 +168,7 @@ class SparsityObjective(Objective):
             width = batch.tokens.shape[1]
             check_edge_cost(self.edge_cost, (*self.sparse.gates.bias.shape, width, width))
         self._noise = self.noise(fraction_done)
-        parts = [self._run(part, generator) for part in batch.by_length()]
+        parts = [self._run(part, generator) for part in _parts(batch, self.sparse)]
         labels = _Labels(*map(torch.cat, zip(*(part for part, _ in parts), strict=True)))
         counts = AttentionEdgeCounts.concatenate([edges for _, edges in parts])
         lambdas = lambdas.to(labels.loss)

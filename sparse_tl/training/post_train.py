@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,11 +13,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl import shards
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.streams import TokenStream
 from sparse_tl.files import digest
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.gates.attention import check_edge_cost
+from sparse_tl.lens import adapt, check_gates, check_raw
 from sparse_tl.training.config import Metrics, Selection, TrainingConfig, choose_trained
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
 from sparse_tl.training.evaluation import HeldOut, PostTraining, evaluate_held_out
@@ -44,6 +47,7 @@ def post_train(
     head_cost: float = 0.0,
     seed: int = 0,
     precision: Literal["float32", "bf16"] = "float32",
+    dense_precision: Literal["float32", "bf16"] = "float32",
     checkpoint: str | Path | None = None,
     progress: bool = True,
 ) -> PostTraining:
@@ -77,6 +81,8 @@ def post_train(
             above 0, heads that are hardly used shut for good.
         seed: of gate noise.
         precision: "bf16" runs the forward pass under autocast.
+        dense_precision: "bf16" keeps the copy of the dense model in bfloat16, in half the memory,
+            where a target relative to it needs one; its loss is that of the float32 weights.
         checkpoint: folder of the run's checkpoint; found there, an interrupted run goes on.
         progress: whether to show live progress.
 
@@ -111,9 +117,13 @@ def post_train(
         seed=seed,
         evaluate_every=every,
     )
-    reference = reference_of(sparse, trained)
-    with as_dense(reference):
-        dense = evaluate_held_out(reference, validation)
+    if dense_precision not in ("float32", "bf16"):
+        raise ValueError(f'expected dense_precision "float32" or "bf16"; got {dense_precision!r}')
+    check_gates(adapt(sparse))
+    check_raw(sparse.model)
+    with as_dense(sparse):
+        measured = evaluate_held_out(sparse, validation)
+    dense = replace(measured, active_mlps=None, possible_mlps=None, active_size=None)
     n_groups = max(dense.group_losses) + 1
     missing = set(range(n_groups)) - set(dense.group_losses)
     if missing:
@@ -130,10 +140,11 @@ def post_train(
             f'"+{max(dense.loss * 0.02, 0.01):.2g}".'
         )
     paired = target.reference == "dense"
+    reference = reference_of(sparse, trained, dense_precision) if paired else None
     room = torch.full_like(before, target.nats) if paired else target.nats - before
     objective = SparsityObjective(
         sparse,
-        reference if paired else None,
+        reference,
         room.clamp(min=LEAST_ROOM),
         LossConstraint(n_groups),
         edge_cost,
@@ -158,7 +169,7 @@ def post_train(
         decisive = size if feasible(new) else "violation"
         return new[decisive] < old[decisive]
 
-    with out_of_memory_explained(sparse, stream, trained):
+    with out_of_memory_explained(sparse, stream, trained, dense_precision):
         state = train(
             sparse,
             objective,
@@ -172,6 +183,8 @@ def post_train(
                 "gates": repr(sparse.gates.distribution),
                 "edge_cost": None if edge_cost is None else digest({"edge_cost": edge_cost}),
                 "head_cost": head_cost,
+                "dense_precision": dense_precision,
+                "sharded_precision": shards.precision_of(adapt(sparse).core) or "float32",
             },
             checkpoint=checkpoint,
             title="post-training",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
+
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.gates.deferred_pattern import attention_by_blocks
 from sparse_tl.lens import Model, check_raw, lora_off, lora_parameters, read_parameters
@@ -13,7 +15,9 @@ Reference = Model | SparseTransformer
 """A dense model, or a sparse one that `as_dense` makes dense for the length of a block."""
 
 
-def reference_of(sparse: SparseTransformer, trained: Iterable[str]) -> Reference:
+def reference_of(
+    sparse: SparseTransformer, trained: Iterable[str], precision: str = "float32"
+) -> Reference:
     """What the dense model is read from while some parameters of the sparse one are trained.
 
     Where only gates and low-rank adapters are trained, it is the sparse model itself: with gates
@@ -22,14 +26,16 @@ def reference_of(sparse: SparseTransformer, trained: Iterable[str]) -> Reference
     Args:
         sparse: model that is trained.
         trained: names of the trained parameters.
+        precision: "bf16" makes the copy in bfloat16, in half the memory.
 
     Raises:
         ValueError: the weights were processed, so that the model cannot be copied or saved.
     """
-    if needs_copy(sparse, trained):
-        return sparse.dense_copy()
-    check_raw(sparse.model)
-    return sparse
+    if not needs_copy(sparse, trained):
+        check_raw(sparse.model)
+        return sparse
+    copy = sparse.dense_copy()
+    return copy if precision == "float32" else copy.to(torch.bfloat16)
 
 
 def needs_copy(sparse: SparseTransformer, trained: Iterable[str]) -> bool:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch.distributed import DistError
+
 from sparse_tl import ranks
 
 STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
@@ -55,18 +57,28 @@ def on_any_rank(*facts: bool) -> list[bool]:
 
 @contextmanager
 def lost_rank_noted(folder: Path | None) -> Iterator[None]:
-    """Say where to go on from, when another rank is gone.
+    """Say why another rank is gone, if it has said so, and where to go on from.
 
     Raises:
         LostRankError: another rank ended; the message names the last checkpoint.
     """
     try:
         yield
-    except ranks.LostRankError as error:
+    except Exception as error:
+        if not _is_lost(error):
+            ranks.leave_word(f"{type(error).__name__}: {error}")
+            raise
         # The launcher ends what is left of the job now; that must not cut off the message.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         left = "There is no checkpoint to go on from."
         if folder is not None and folder.exists():
             left = f"The last checkpoint in {folder} is whole: the same command goes on from there."
-        raise ranks.LostRankError(f"{error}. {left}") from error
+        raise ranks.LostRankError(f"{ranks.last_word() or error}. {left}") from error
+
+
+def _is_lost(error: Exception) -> bool:
+    """Whether another rank is gone; the passes of a sharded model raise what gloo raises."""
+    return isinstance(error, (ranks.LostRankError, DistError)) or (
+        ranks.count() > 1 and isinstance(error, RuntimeError) and "gloo" in str(error)
+    )

@@ -12,6 +12,7 @@ import pytest
 from command_line import run_command
 
 from sparse_tl import ranks
+from sparse_tl.runs import run_doctor
 
 LAUNCH = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1")
 LAUNCH += ("--num_processes", "2", "--main_process_port", "0", "-m", "sparse_tl")
@@ -24,11 +25,14 @@ def _launched(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
-def test_post_train_on_two_ranks(tmp_path: Path, tiny: Path, story: Path) -> None:
+@pytest.mark.parametrize("shard", [(), ("--shard",)], ids=["whole", "sharded"])
+def test_post_train_on_two_ranks(
+    tmp_path: Path, tiny: Path, story: Path, shard: tuple[str, ...]
+) -> None:
     """The folder is that of one process, and everything is said once."""
     run = ("post-train", "--model", tiny, "--text", story, "--target-loss", "+0.1")
     run += ("--window", 8, "--batch-size", 4, "--steps", 4)
-    outcome = _launched(*run, "--out", tmp_path / "out")
+    outcome = _launched(*run, *shard, "--out", tmp_path / "out")
     assert outcome.returncode == 0, outcome.stderr
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert written == ["history.csv", "metrics.json", "run.json", "sparse"]
@@ -67,3 +71,5 @@ def test_commands_for_one_process_say_so(tmp_path: Path, monkeypatch: pytest.Mon
     outcome = run_command("circuits", "--out", tmp_path / "out")
     assert outcome.code == 1 and not (tmp_path / "out").exists()
     assert "expected one process, or `post-train`; got 2 ranks" in outcome.err
+    with pytest.raises(ValueError, match="expected one process, to check this machine.* 2 ranks"):
+        run_doctor()

@@ -13,7 +13,11 @@ from sparse_tl import (
     load_addition_models,
     post_train,
 )
+from sparse_tl.lens import Model, checkpointed_activations, read_parameters
+from sparse_tl.training import evaluate_held_out
+from sparse_tl.training.memory import training_memory
 from sparse_tl.training.objectives import SparsityObjective
+from sparse_tl.training.reference import reference_of
 
 
 def _addition() -> tuple[SparseTransformer, TokenBatch]:
@@ -58,3 +62,45 @@ def test_other_errors_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SparsityObjective, "measure", fail)
     with pytest.raises(RuntimeError, match="^another$"):
         _post_train(*_addition())
+
+
+def test_the_estimate_inside_checkpointed_activations_is_that_outside() -> None:
+    sparse, _ = _addition()
+    expected = training_memory(sparse, 11)
+    assert expected.checkpointed < expected.activations
+    with checkpointed_activations(sparse):
+        assert training_memory(sparse, 11) == expected
+        assert training_memory(sparse, 11) == expected, "and it leaves the block as it was"
+
+
+def test_the_dense_copy_in_bf16() -> None:
+    """Its loss is the model's to the precision of bfloat16, and it takes half the memory."""
+    sparse, rows = _addition()
+    whole, half = (reference_of(sparse, ["gates.bias", *_names(sparse)], k) for k in PRECISIONS)
+    assert isinstance(whole, Model) and isinstance(half, Model)
+    one, other = (evaluate_held_out(model, rows).loss for model in (whole, half))
+    assert one != other and other == pytest.approx(one, rel=0.02, abs=0.02)
+    found = [training_memory(sparse, 11, dense_precision=k).dense for k in PRECISIONS]
+    assert found[0] == 2 * found[1]
+    assert "less with the dense model in bf16" in str(training_memory(sparse, 11))
+    losses = []
+    for precision in PRECISIONS:
+        sparse, rows = _addition()
+        outcome = post_train(
+            sparse,
+            ShuffledStream(rows, 16),
+            target_loss="+1.0",
+            validation=rows,
+            steps=2,
+            dense_precision=precision,  # type: ignore[arg-type]
+            progress=False,
+        )
+        losses.append(outcome.dense.loss)
+    assert losses[0] == losses[1], "the baseline is that of the weights themselves"
+
+
+PRECISIONS = ("float32", "bf16")
+
+
+def _names(sparse: SparseTransformer) -> list[str]:
+    return list(read_parameters(sparse))

@@ -208,3 +208,13 @@ def test_adapters_in_a_circuit_graph_after_training(last_is_kept: None) -> None:
     sparse = adapted()
     trained(sparse)
     assert adapt(sparse).graph.n_layers == 3
+
+
+@pytest.mark.parametrize("name", ["use_attn_result", "use_split_qkv_input"])
+def test_switches_that_leave_adapters_out(name: str) -> None:
+    sparse = adapted()
+    setattr(sparse.cfg, name, True)
+    with pytest.raises(ValueError, match=rf"expected {name} to be off in .*merge_lora"):
+        trained(sparse)
+    with pytest.raises(ValueError, match=name):
+        _ = adapt(sparse).graph

@@ -1,0 +1,71 @@
+"""Models that do not fit on one device: every rank holds a part of every weight, by FSDP2."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from transformer_lens.model_bridge import TransformerBridge
+
+from sparse_tl import ranks, shards
+from sparse_tl.lens.bridge import BridgeAdapter
+from sparse_tl.lens.checks import check_gates, check_mlps
+from sparse_tl.lens.plain import check_raw
+from sparse_tl.lens.points import Model
+
+
+def shard_model(
+    model: Model, *, precision: Literal["float32", "bf16"] = "float32"
+) -> TransformerBridge:
+    """Deal a model's weights to the ranks for post-training, in place.
+
+    Every rank holds a part of every weight, its gradient and what the optimizer keeps of it. A pass
+    gathers one layer after the other, so all ranks have to make the same passes: `post_train`,
+    `evaluate_held_out` and calls of the model, on all ranks. Copies are dealt too.
+    `save_pretrained` on all ranks writes the folder of the whole model; load that for all other
+    analyses.
+
+    Args:
+        model: TransformerBridge, raw as `load_model` gives it, without gates; load it with
+            ``device="cpu"`` if it does not fit on one GPU. Its parts go to the GPUs of the ranks,
+            if there are any. Low-rank adapters are put on before.
+        precision: "bf16" gathers weights and computes in bfloat16, in all passes; the weights
+            themselves, and the sums of gradients over ranks, are float32.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: there is one process only; the model is no TransformerBridge, has gates or is
+            sharded already, cannot be trained, or is not float32 where the precision is "bf16".
+
+    Reference: `torch.distributed.fsdp.fully_shard`.
+    """
+    if precision not in ("float32", "bf16"):
+        raise ValueError(f'expected precision "float32" or "bf16"; got {precision!r}')
+    if not isinstance(model, TransformerBridge):
+        raise ValueError(
+            "expected a TransformerBridge, to shard the modules inside over ranks; got a "
+            f"{type(model).__name__}. load_model makes one from a name or a Hugging Face folder"
+        )
+    if ranks.count() == 1:
+        raise ValueError(
+            "expected several ranks to shard a model over; there is one process. Start them with "
+            "`accelerate launch --num_processes N`, `torchrun` or `notebook_launcher`"
+        )
+    adapter = BridgeAdapter(model)
+    if shards.is_dealt(model):
+        raise ValueError(f"expected a whole model; {adapter.name!r} is sharded already")
+    if getattr(adapter.core, "_sparse_tl_wrapped", False):
+        raise ValueError("expected a model without gates; shard it first, and then put gates on it")
+    if precision == "bf16" and adapter.dtype != torch.float32:
+        raise ValueError(
+            f'expected float32 weights for precision="bf16", to train them; got {adapter.dtype}'
+        )
+    check_raw(model)
+    check_gates(adapter)
+    if adapter.has_mlps:
+        check_mlps(adapter)
+    shards.deal(adapter.core, model.blocks, precision)
+    adapter.sync_config()
+    return model

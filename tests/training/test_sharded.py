@@ -1,0 +1,276 @@
+"""Weights that are dealt to ranks (FSDP2): the same training, in parts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from architectures import VOCABULARY, plain_transformer
+from several_ranks import on_ranks
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from sparse_tl import ranks, shards
+from sparse_tl.circuits import attribute_circuit_edges
+from sparse_tl.data import PromptPairs, ShuffledStream, TokenBatch
+from sparse_tl.gates import Heads, SparseTransformer, gated
+from sparse_tl.lens import add_lora, boot, read_parameters, shard_model
+from sparse_tl.metrics import logit_difference
+from sparse_tl.ranks import LostRankError
+from sparse_tl.training import (
+    LossConstraint,
+    Selection,
+    TrainingConfig,
+    evaluate_held_out,
+    post_train,
+)
+from sparse_tl.training.checkpoints import TrainingState
+from sparse_tl.training.loop import _Run
+from sparse_tl.training.objectives import SparsityObjective
+
+module = sys.modules[post_train.__module__]
+
+
+def _rows(n: int = 32, seed: int = 0) -> TokenBatch:
+    generator = torch.Generator().manual_seed(seed)
+    return TokenBatch.next_token(torch.randint(VOCABULARY, (n, 8), generator=generator))
+
+
+def _whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: shards.whole(tensor.detach()) for name, tensor in tensors.items()}
+
+
+def _step(rank: int = 0, *, name: str, shard: bool, accumulate: int) -> dict[str, Tensor]:
+    """Gradients of a step late in a run, where gates have no noise, and their norm."""
+    model = boot(plain_transformer(name)).double()
+    sparse = SparseTransformer(shard_model(model) if shard else model, initial_bias=0.5, mlps=True)
+    room = torch.tensor([0.05], dtype=torch.float64)
+    objective = SparsityObjective(sparse, sparse.dense_copy(), room, LossConstraint(), None, 2.0)
+    rows = _rows(17)
+    for row in range(17):
+        rows.loss_mask[row, 1 : 1 + row % 6] = False
+    stream = ShuffledStream(rows, 17, accumulate=accumulate)
+    trained = read_parameters(sparse)
+    config = TrainingConfig(100, 1e-3, clip=0.01, accumulate=accumulate)
+    selection = Selection(dict, lambda new, old: True)
+    optimizer = torch.optim.AdamW([{"params": list(trained.values()), "scale": 1.0}])
+    run = _Run(objective, stream, selection, config, trained, optimizer, TrainingState(step=95))
+    run.step()
+    return _whole({name: p.grad for name, p in trained.items() if p.grad is not None})
+
+
+@pytest.mark.parametrize(("name", "accumulate"), [("gpt2", 2), ("llama", 1)])
+def test_a_step_in_parts_is_one_process_on_all_rows(name: str, accumulate: int) -> None:
+    """Also after clipping, over weights that are dealt and gates that are not."""
+    step = partial(_step, name=name, accumulate=accumulate)
+    expected = step(shard=False)
+    size = torch.cat([gradient.flatten() for gradient in expected.values()]).norm()
+    assert size == pytest.approx(0.01, rel=1e-3), "clipped"
+    for found in on_ranks(2, partial(step, shard=True)):
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            allowed = 1e-6 * expected[name].norm() + 1e-12 * size
+            assert (gradient - expected[name]).norm() < allowed, name
+
+
+# Whole runs.
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint every other step; whatever was measured last is kept."""
+    config = partial(TrainingConfig, checkpoint_every=2)
+    monkeypatch.setattr(module, "TrainingConfig", config)
+    selection = module.Selection
+    always = lambda new, old: True  # noqa: E731
+    monkeypatch.setattr(module, "Selection", lambda evaluate, _: selection(evaluate, always))
+
+
+Trained = tuple[pd.DataFrame, dict[str, Tensor]]
+
+
+def _run(
+    rank: int = 0,
+    *,
+    shard: bool = True,
+    lora: bool = False,
+    precision: Any = "float32",
+    stream: Any = None,
+    folder: Path | None = None,
+    **settings: Any,
+) -> Trained:
+    model = boot(plain_transformer("gpt2"))
+    if lora:
+        add_lora(model, 4)
+    if shard:
+        shard_model(model, precision=precision)
+    sparse = SparseTransformer(model, initial_bias=2.0)
+    outcome = post_train(
+        sparse,
+        stream or ShuffledStream(_rows(), 16),
+        validation=_rows(17, seed=1),
+        **{"target_loss": "+0.5", "learning_rate": 1e-3, "progress": False, **settings},
+        steps=6,
+    )
+    if folder is not None:
+        sparse.save_pretrained(folder)
+    return outcome.history.drop(columns="seconds"), _whole(read_parameters(sparse))
+
+
+def _same(one: Trained, other: Trained) -> None:
+    pd.testing.assert_frame_equal(one[0], other[0], check_exact=True)
+    assert all(torch.equal(tensor, other[1][name]) for name, tensor in one[1].items())
+
+
+def _close(one: Trained, other: Trained) -> None:
+    pd.testing.assert_frame_equal(one[0], other[0], rtol=1e-4, atol=1e-5)
+    for name, tensor in one[1].items():
+        torch.testing.assert_close(tensor, other[1][name], rtol=1e-3, atol=1e-5)
+
+
+class _At:
+    """A stream that calls something before the batch of a step."""
+
+    def __init__(self, step: int, call: Callable[[], Any]) -> None:
+        self.stream, self.step, self.call = ShuffledStream(_rows(), 16), step, call
+
+    def batch(self, step: int) -> TokenBatch:
+        if step == self.step:
+            self.call()
+        return self.stream.batch(step)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_run_resumes_exactly_and_on_other_ranks(often: None, tmp_path: Path) -> None:
+    whole = on_ranks(2, _run)
+    _same(*whole)
+    checkpoint = tmp_path / "c"
+
+    def stopped(rank: int) -> Any:
+        return _run(rank, stream=_At(3, _stop), checkpoint=checkpoint)
+
+    assert [type(error) for error in on_ranks(2, stopped)] == [KeyboardInterrupt] * 2
+    files = ["state.json", "tensors-1.safetensors", "tensors.safetensors"]
+    assert sorted(path.name for path in checkpoint.iterdir()) == files
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    for one, other in zip(on_ranks(2, partial(_run, checkpoint=checkpoint)), whole, strict=True):
+        _same(one, other)
+    for name, content in before.items():
+        (checkpoint / name).write_bytes(content)
+    with pytest.warns(UserWarning, match="was made on 2 ranks, and the run goes on on 1"):
+        history, _ = _run(shard=False, checkpoint=checkpoint)
+    assert history["step"].tolist() == list(range(7))
+    for name, content in before.items():
+        (checkpoint / name).write_bytes(content)
+    (checkpoint / files[1]).unlink()
+    for error in on_ranks(2, partial(_run, checkpoint=checkpoint)):
+        assert isinstance(error, ValueError), error
+        assert "expected a safetensors file" in str(error) and files[1] in str(error)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_run_in_parts_is_one_of_whole_models(often: None, tmp_path: Path, lora: bool) -> None:
+    if lora:
+        pytest.importorskip("peft", reason="low-rank adapters need peft: sparse_tl[lora]")
+    found, _ = on_ranks(2, partial(_run, lora=lora, folder=tmp_path / "sharded"))
+    expected, _ = on_ranks(2, partial(_run, lora=lora, folder=tmp_path / "whole", shard=False))
+    _close(found, expected)
+    tokens = _rows(4, seed=2).tokens
+    saved, other = (SparseTransformer.from_pretrained(tmp_path / k) for k in ("sharded", "whole"))
+    torch.testing.assert_close(saved(tokens), other(tokens), rtol=1e-3, atol=1e-4)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "sharded").eval()
+    with torch.no_grad(), saved.opened():
+        torch.testing.assert_close(saved(tokens), plain(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_bf16_is_what_is_gathered(often: None) -> None:
+    """Weights and their gradients stay float32, and so does what is saved of them."""
+
+    def job(rank: int) -> tuple[set[torch.dtype], set[torch.dtype], torch.dtype]:
+        model = shard_model(boot(plain_transformer("gpt2")), precision="bf16")
+        seen: set[torch.dtype] = set()
+        model.blocks[0].attn.q.register_forward_hook(
+            lambda module, *_: seen.update(p.dtype for p in module.parameters())
+        )
+        logits = model(_rows(4).tokens)
+        logits.square().mean().backward()
+        kept = {t.dtype for p in model.parameters() for t in (p, p.grad) if t is not None}
+        return seen, kept, logits.dtype
+
+    expected = {torch.bfloat16}, {torch.float32}, torch.float32
+    assert on_ranks(2, job) == [expected] * 2
+    half, _ = on_ranks(2, partial(_run, precision="bf16"))
+    single, _ = on_ranks(2, _run)
+    for column in ("loss", "validation_loss"):
+        found, exact = half[0][column].dropna(), single[0][column].dropna()
+        assert (found - exact).abs().max() < 0.02 * exact.abs().max()
+        assert not found.equals(exact)
+
+
+def test_ranks_with_fewer_pieces_of_held_out_rows() -> None:
+    def job(rank: int = 0) -> Any:
+        model = boot(plain_transformer("llama"))
+        sparse = SparseTransformer(shard_model(model) if ranks.count() > 1 else model)
+        return [evaluate_held_out(sparse, _rows(n), batch_size=4) for n in (4, 9)]
+
+    for found in on_ranks(2, job):
+        for one, other in zip(found, job(), strict=True):
+            assert one.loss == pytest.approx(other.loss, rel=1e-6)
+            assert one.active_attention_edges == other.active_attention_edges
+
+
+def test_a_rank_that_fails_says_why_to_the_others(often: None, tmp_path: Path) -> None:
+    def fail() -> None:
+        raise ArithmeticError("the text is gone")
+
+    def job(rank: int) -> Any:
+        failing = _At(3, fail) if rank == 1 else None
+        return _run(rank, stream=failing, checkpoint=tmp_path / "c")
+
+    error, other = on_ranks(2, job)
+    assert isinstance(other, ArithmeticError) and isinstance(error, LostRankError)
+    assert "rank 1 ended with ArithmeticError: the text is gone. The last checkpoint" in str(error)
+
+
+# Refused.
+
+
+def test_models_that_cannot_be_sharded() -> None:
+    with pytest.raises(ValueError, match=r"several ranks.*there is one process.*accelerate"):
+        shard_model(boot(plain_transformer("gpt2")))
+
+    def job(rank: int) -> list[str]:
+        model = boot(plain_transformer("gpt2"))
+        sparse = SparseTransformer(model)
+        calls: list[Callable[[], Any]] = [
+            lambda: shard_model(model),
+            lambda: shard_model(shard_model(sparse.unwrap())),
+            lambda: gated(model, Heads(), torch.ones(2, 4)).__enter__(),
+            lambda: attribute_circuit_edges(model, pairs, logit_difference),
+        ]
+        tokens = _rows(4).tokens
+        answers = torch.zeros(4, 1).long(), torch.ones(4, 1).long()
+        pairs = PromptPairs(tokens, tokens, *answers, positions=torch.full((4,), 7))
+        said = []
+        for call in calls:
+            with pytest.raises((ValueError, TypeError)) as caught:
+                call()
+            said.append(str(caught.value))
+        return said
+
+    expected = ["without gates", "sharded already"]
+    for said in on_ranks(2, job):
+        assert not isinstance(said, BaseException), said
+        for part, message in zip([*expected, "is sharded", "is sharded"], said, strict=True):
+            assert part in message
