@@ -12,7 +12,9 @@ from sparse_tl.plots.palette import DARK_FILTER
 
 PROMPT = "36+28=?????"
 ATTACK = "</script><img src=x onerror=alert(1)>"
-TRAITS = ("_prompt", "_figure", "_panels", "_node", "_message", "_state", "_dark", "_saved_id")
+TRAITS = ("_prompt", "_positions", "_figure", "_panels", "_effects", "_node", "_message")
+TRAITS += ("_revision", "_theme", "_saved_id")
+QUIET = ("settle", "hello", "effects", "choose")
 
 # What anywidget gives a widget: traits, events, and messages, which are only written down here.
 STUB = """
@@ -48,11 +50,12 @@ def show(page: Any, folder: Path, explorer: CircuitExplorer, **changes: Any) -> 
 
 
 def sent(page: Any) -> list[dict[str, Any]]:
-    return [m for m in page.evaluate("window.sent") if m["action"] != "settle"]
+    return [m for m in page.evaluate("window.sent") if m["action"] not in QUIET]
 
 
 def answer(page: Any) -> None:
-    page.evaluate("for (const m of window.sent) window.fire('msg:custom', {done: m.id})")
+    told = "{done: m.id, revision: traits._revision, more: false}"
+    page.evaluate(f"for (const m of window.sent) window.fire('msg:custom', {told})")
 
 
 def trait(explorer: CircuitExplorer, name: str) -> Any:
