@@ -137,10 +137,7 @@ class Exploration:
         return changed
 
     def show_position(self, column: int) -> int:
-        """Also predict the token at a column, if it is not predicted yet.
-
-        Returns:
-            Its index into `targets`.
+        """Also predict the token at a column; returns its index into `targets`.
 
         Raises:
             ValueError: the column cannot be predicted.
@@ -228,7 +225,7 @@ class Exploration:
 
         Args:
             title: title of the model.
-            groups: groups of (layer, head, query, key) edges; those of a group are removed together.
+            groups: (layer, head, query, key) edges; those of a group are removed together.
 
         Raises:
             ValueError: the model or an edge does not exist, or a group is empty.

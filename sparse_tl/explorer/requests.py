@@ -1,8 +1,8 @@
 """What the front end may ask for, checked before anything is done.
 
-A request is a message ``{"action": ..., "id": ...}``. The widget answers each with ``{"done": id}``,
-the revision of what it shows, and whether there are effects still to be computed; problems become a
-message in the widget.
+A request is a message ``{"action": ..., "id": ...}``. The widget answers with ``{"done": id}``, the
+revision of what it shows, and whether effects are still to be computed; problems become a message
+in the widget.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The circuit explorer: a circuit diagram whose parts the running kernel removes and restores.
 
-1. The widget opens with everything that it shows. The front end (`explorer.js`) draws the traits and
-   requests changes by messages (`requests`), which are answered with the revision of the traits. It
-   asks again for what it lacks: a busy front end can lose an update.
+1. The widget opens with everything that it shows. The front end (`explorer.js`) draws the traits,
+   and requests changes by messages (`requests`), which are answered with the revision of the
+   traits. It asks again for what it lacks: a busy front end can lose an update.
 2. A request changes the `Exploration`; its data goes back as traits. A request that fails becomes a
    message in the widget, and nothing else changes. The same holds from the start: models or a
    prompt that cannot be shown give a message in the widget, where another prompt can be tried.

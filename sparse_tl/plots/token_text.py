@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from itertools import accumulate
 
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 SMALLEST_SIZE = 11.0
@@ -80,10 +81,9 @@ def clip_text(text: str, font_size: float, max_width: float) -> str:
     """
     if text_width(text, font_size) <= max_width:
         return text
-    kept = text
-    while len(kept) > 1 and text_width(kept + ELLIPSIS, font_size) > max_width:
-        kept = kept[:-1]
-    return kept + ELLIPSIS
+    room = max_width / font_size - _em_width(ELLIPSIS)
+    n_kept = sum(width <= room for width in accumulate(map(_em_width, text)))
+    return text[: max(1, n_kept)] + ELLIPSIS
 
 
 def fit_text(text: str, font_size: float, max_width: float) -> tuple[str, float]:

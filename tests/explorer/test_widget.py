@@ -11,6 +11,7 @@ import pytest
 import torch
 from IPython.core.formatters import DisplayFormatter
 
+from sparse_tl import ablate_attention_edges
 from sparse_tl.explorer import CircuitExplorer, explore, figures
 
 PROMPT = "36+28=?????"
@@ -365,3 +366,89 @@ def test_hostile_titles_and_tokens_are_escaped(build_small):
 
 def test_it_prints_well(explorer):
     assert repr(explorer) == "CircuitExplorer('Dense', 'Sparse', prompt '36+28=?????')"
+
+
+def test_the_widget_opens_with_everything_that_it_shows(models, monkeypatch):
+    """An update after the opening can be lost by a front end that is at work."""
+    opened: list[dict[str, Any]] = []
+    keep = CircuitExplorer.open
+    monkeypatch.setattr(
+        CircuitExplorer, "open", lambda self: (opened.append(self.get_state()), keep(self))[1]
+    )
+    explorer = explore(models, PROMPT)
+    (state,) = opened
+    assert (
+        state == explorer.get_state() and "svg" in state["_figure"] and len(state["_panels"]) == 2
+    )
+    assert explore(models, "")._message == opened[1]["_message"]
+
+
+def test_values_from_the_front_end_are_refused_in_words(explorer):
+    figure = explorer._figure
+    explorer._handle_msg(
+        {"content": {"data": {"method": "update", "state": {"_figure": 5}}}, "buffers": []}
+    )
+    assert explorer._figure == figure and "_figure" in explorer._message["text"]
+
+
+@pytest.mark.parametrize("content", ["dance", None, 7, ["head"]])
+def test_what_is_no_request_is_a_message(explorer, content):
+    explorer.send = lambda *_: None
+    explorer._handle_custom_msg(content, [])
+    assert "a request with an action" in explorer._message["text"]
+
+
+def test_changed_weights_are_noticed_and_all_is_computed_again(build_small):
+    model = build_small()
+    explorer = explore({"m": model}, PROMPT)
+    ask(explorer, action="head", panel=0, head=[0, 1])
+    old = explorer._panels
+    ask(explorer, action="hello")
+    assert explorer._message is None and explorer._panels == old
+    with torch.no_grad():
+        next(iter(model.blocks[1].attn.parameters())).data.mul_(2)
+    ask(explorer, action="hello")
+    assert "The weights of 'm' have changed" in explorer._message["text"]
+    fresh = explore({"m": model}, PROMPT)
+    fresh.toggle_head("m", 0, 1)
+    assert explorer._panels == fresh._panels != old
+
+
+def test_edges_of_a_node_carry_the_effect_of_ablating_them(models):
+    explorer = explore(models, PROMPT, positions=[9])
+    explorer.select("Dense", 1, 9)
+    explorer.compute_effects()
+    known, model = explorer._effects["node"], models["Dense"]
+    edges = {name: tuple(map(int, name.split(","))) for name in known if name != "all"}
+    assert len(edges) == 2 * 10
+    tokens = model.to_tokens(PROMPT)
+    with torch.no_grad():
+        whole = model(tokens)[0, 9]
+    best = whole.argmax()
+    for name, group in {**{n: [e] for n, e in edges.items()}, "all": list(edges.values())}.items():
+        with torch.no_grad(), ablate_attention_edges(model, group):
+            cut = model(tokens)[0, 9]
+        ((logit, _, prediction),) = known[name]
+        assert logit == pytest.approx((cut - whole)[best].item(), rel=1e-4, abs=1e-9)
+        assert prediction == model.tokenizer.decode([int(cut.argmax())])
+
+
+def test_hostile_labels_are_clipped_and_visible(build_small):
+    model = build_small()
+    labels = ["x" * 10_000, "\u202edrow", *"abcdefghi"]
+    explorer = explore({"m": model}, model.to_tokens(PROMPT)[0], labels=labels)
+    explorer.select("m", 1, 10)
+    texts = [key["text"] for key in explorer._node["keys"]]
+    assert len(texts[0]) < 100 and "\u202e" not in texts[1]
+    assert "\u202e" not in explorer._figure["svg"] and len(explorer._figure["svg"]) < 200_000
+
+
+def test_one_token_without_a_tokenizer(build_tiny):
+    explorer = explore({"m": build_tiny("float64")}, torch.tensor([3]))
+    explorer.select("m", 1, 0)
+    explorer.compute_effects()
+    assert explorer._message is None and set(explorer._effects["node"]) == {
+        "all",
+        "0,0,0,0",
+        "0,1,0,0",
+    }
