@@ -6,11 +6,10 @@ head removes all of its edges, so that a diagram shows none of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 
 import torch
 from jaxtyping import Bool, Float
@@ -18,11 +17,11 @@ from torch import Tensor
 
 from sparse_tl.circuits import trace_attention
 from sparse_tl.circuits.attention_graph import AttentionGraph
-from sparse_tl.circuits.removal import AttentionEdge, Head, RemovalEffects, removal_effects
+from sparse_tl.circuits.removal import AttentionEdge, Head, LeaveOneOut, RemovalEffects
 from sparse_tl.circuits.trace import MAX_EFFECTS, Prompt, prompt_tokens
 from sparse_tl.gates import AttentionEdges, gated
 from sparse_tl.grids import AttentionGrid
-from sparse_tl.lens import EMBEDDED, HookedModel, Order, adapt, attached
+from sparse_tl.lens import EMBEDDED, HookedModel, Order, adapt, attached, check_gates
 
 # With all weights that a diagram can show.
 trace_weights = partial(trace_attention, attribution=True, max_effects=MAX_EFFECTS)
@@ -62,9 +61,12 @@ class AblatedModel:
     ) -> None:
         self.model, self.labels = model, labels
         self.adapter = adapt(model)
+        check_gates(self.adapter)  # before hooks that keep the first pass that they see
         self.tokens = prompt_tokens(model, prompt)
         self.heads: set[Head] = set()
         self.edges: set[AttentionEdge] = set()
+        self._fingerprint = fingerprint(model)
+        self._leave_one_out: LeaveOneOut | None = None
         self.now = self.whole = self._look(positions)
         graph = self.whole.graph
         self.targets, self.n_read = graph.targets, graph.n_read
@@ -73,6 +75,20 @@ class AblatedModel:
     @property
     def positions(self) -> list[int]:
         return [column for column, _ in self.targets]
+
+    @property
+    def predictable(self) -> list[int]:
+        """All columns that can be predicted: mask tokens, or else the token after every other."""
+        tokenizer = self.model.tokenizer
+        mask_id = None if tokenizer is None else tokenizer.mask_token_id
+        masked = [] if mask_id is None else (self.tokens == mask_id).nonzero()[:, 0].tolist()
+        first = int(self.adapter.causal)
+        return masked or list(range(first, len(self.tokens) + first))
+
+    @property
+    def changed(self) -> bool:
+        """Whether weights or gates of the model are others than when it ran."""
+        return self._fingerprint != fingerprint(self.model)
 
     def remove(self, heads: set[Head], edges: set[AttentionEdge]) -> None:
         """Set what is removed; if the model cannot run like that, nothing changes."""
@@ -86,6 +102,7 @@ class AblatedModel:
         except BaseException:
             self.heads, self.edges = old
             raise
+        self._leave_one_out = None
         graph = replace(seen.graph, gates=seen.graph.gates & ~self.removed())
         self.now = replace(seen, graph=graph)
 
@@ -96,12 +113,16 @@ class AblatedModel:
             removed[place] = True
         return removed
 
-    def head_effects(self) -> RemovalEffects:
-        """Effect of each head on each predicted token, on top of the removals."""
-        read_at = [column for _, column in self.targets]
-        heads = list(product(range(self.adapter.n_layers), range(self.adapter.n_heads)))
+    def effects(
+        self, heads: Sequence[Head] = (), groups: Sequence[Sequence[AttentionEdge]] = ()
+    ) -> RemovalEffects:
+        """Effects of heads, then of groups of edges, beside the removals."""
         with self._ablated():
-            return removal_effects(self.model, self.tokens[: self.n_read], read_at, heads=heads)
+            if self._leave_one_out is None:
+                read_at = [column for _, column in self.targets]
+                tokens = self.tokens[: self.n_read]
+                self._leave_one_out = LeaveOneOut(self.model, tokens, read_at)
+            return self._leave_one_out.effects(heads, groups)
 
     @torch.no_grad()
     def logit_lens(self, level: int) -> Float[Tensor, "pos vocab"]:
@@ -109,13 +130,19 @@ class AblatedModel:
         return self.adapter.logits(self.now.streams[level, None])[0].cpu()
 
     def _look(self, positions: Sequence[int] | None) -> Seen:
-        graph = trace_weights(self.model, self.tokens, positions=positions, labels=self.labels)
-        streams: list[Tensor] = []
+        streams: dict[str, Tensor] = {}
+
+        def keep(name: str, stream: Tensor) -> None:
+            streams.setdefault(name, stream.detach())  # of the first pass: the model as a whole
+
         points = [EMBEDDED, *self.adapter.layer_points("hook_resid_post")]
-        hooks = [(point, Order.LAST, streams.append) for point in points]
-        with attached(self.adapter, hooks), torch.no_grad():
-            logits = self.model(self.tokens[None, : graph.n_read].to(self.adapter.device))
-        return Seen(graph, logits[0].cpu(), torch.cat(streams))
+        hooks = [(point, Order.LAST, partial(keep, point)) for point in points]
+        with attached(self.adapter, hooks):
+            graph = trace_weights(self.model, self.tokens, positions=positions, labels=self.labels)
+        levels = torch.cat([streams[point] for point in points])[:, : graph.n_read]
+        with torch.no_grad():
+            logits = self.adapter.logits(levels[-1:])[0]
+        return Seen(graph, logits.cpu(), levels)
 
     def _ablated(self) -> AbstractContextManager[None]:
         """Inside the block the model runs without the removed parts."""
@@ -123,3 +150,50 @@ class AblatedModel:
             return nullcontext()
         kept = ~self.removed()[..., : self.n_read, : self.n_read]
         return gated(self.model, AttentionEdges(), kept)
+
+
+def start_together(
+    models: Mapping[str, HookedModel],
+    prompt: Prompt,
+    positions: Sequence[int] | None,
+    labels: Sequence[str] | None,
+) -> dict[str, AblatedModel]:
+    """Models by title on one prompt, with nothing removed.
+
+    Raises:
+        ValueError: they see the prompt in different columns.
+    """
+    ablated = {
+        title: AblatedModel(model, prompt, positions, labels) for title, model in models.items()
+    }
+    title, first = next(iter(ablated.items()))
+    expected = first.whole.graph
+    for other, model in ablated.items():
+        found = model.whole.graph
+        if (found.n_columns, found.targets) != (expected.n_columns, expected.targets):
+            raise ValueError(
+                f"expected models that see the prompt in the same columns; {title!r} has "
+                f"{expected.n_columns} and {other!r} {found.n_columns}; explore models of "
+                "different tokenizers one by one"
+            )
+    return ablated
+
+
+def fingerprint(model: HookedModel) -> list[tuple[int, int, tuple[float, ...]]]:
+    """What tells a changed model from the same one: for each of its tensors where it is, how often
+    it was written in place, and some of its numbers."""
+    return [
+        (tensor.data_ptr(), tensor._version, tuple(_some_numbers(tensor.detach())))
+        for tensor in _tensors(model)
+    ]
+
+
+def _tensors(model: HookedModel) -> Iterator[Tensor]:
+    assert isinstance(model, torch.nn.Module)
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _some_numbers(tensor: Tensor, most: int = 16) -> list[float]:
+    numbers = tensor.flatten() if tensor.is_contiguous() else tensor[(0,) * (tensor.ndim - 1)]
+    return numbers[:: max(1, numbers.numel() // most)].float().tolist()

@@ -8,16 +8,17 @@ before and after, and what a node would predict.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 
 import pandas as pd
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.circuits.removal import AttentionEdge, Head, RemovalEffects
-from sparse_tl.circuits.trace import Prompt, output_text
-from sparse_tl.explorer.ablated_model import AblatedModel
+from sparse_tl.circuits.trace import Prompt
+from sparse_tl.explorer.ablated_model import AblatedModel, start_together
+from sparse_tl.explorer.token_tables import lens_table, output_table
 from sparse_tl.lens import HookedModel, check_head
 
 
@@ -64,21 +65,7 @@ class Exploration:
         self, prompt: Prompt, positions: Sequence[int] | None, labels: Sequence[str] | None
     ) -> dict[str, AblatedModel]:
         """All models on a prompt, with nothing removed."""
-        ablated = {
-            title: AblatedModel(model, prompt, positions, labels)
-            for title, model in self._models.items()
-        }
-        title, first = next(iter(ablated.items()))
-        expected = first.whole.graph
-        for other, model in ablated.items():
-            found = model.whole.graph
-            if (found.n_columns, found.targets) != (expected.n_columns, expected.targets):
-                raise ValueError(
-                    f"expected models that see the prompt in the same columns; {title!r} has "
-                    f"{expected.n_columns} and {other!r} {found.n_columns}; explore models of "
-                    "different tokenizers one by one"
-                )
-        return ablated
+        return start_together(self._models, prompt, positions, labels)
 
     # ---- what is shown ---------------------------------------------------------------------------
 
@@ -98,6 +85,11 @@ class Exploration:
     def targets(self) -> tuple[tuple[int, int], ...]:
         """The predicted columns, each with the column where it is read."""
         return self._first.targets
+
+    @property
+    def predictable(self) -> list[int]:
+        """All columns that can be predicted: mask tokens, or else the token after every other."""
+        return self._first.predictable
 
     @property
     def n_read(self) -> int:
@@ -129,6 +121,34 @@ class Exploration:
             model.remove(set(old[title].heads), edges)
         self._prompt, self._labels, self._ablated = prompt, labels, new
         return same
+
+    def refresh(self) -> tuple[str, ...]:
+        """Run models again whose weights or gates have changed since they ran.
+
+        Returns:
+            Their titles.
+        """
+        changed = tuple(title for title, model in self._ablated.items() if model.changed)
+        for title in changed:
+            old = self._ablated[title]
+            new = AblatedModel(old.model, self._prompt, old.positions, self._labels)
+            new.remove(old.heads, old.edges)
+            self._ablated[title] = new
+        return changed
+
+    def show_position(self, column: int) -> int:
+        """Also predict the token at a column; returns its index into `targets`.
+
+        Raises:
+            ValueError: the column cannot be predicted.
+        """
+        columns = self._first.positions
+        if column not in columns:
+            new = self._start(self._prompt, sorted([*columns, column]), self._labels)
+            for title, model in new.items():
+                model.remove(self._of(title).heads, self._of(title).edges)
+            self._ablated = new
+        return self._first.positions.index(column)
 
     # ---- removing and restoring ------------------------------------------------------------------
 
@@ -181,9 +201,42 @@ class Exploration:
         """The remaining attention edges, with their effects."""
         return self._of(title).now.graph
 
-    def head_effects(self, title: str) -> RemovalEffects:
-        """Effect on each predicted token of removing each head, on top of the removals."""
-        return self._of(title).head_effects()
+    def head_effects(self, title: str, layer: int | None = None) -> RemovalEffects:
+        """Effect on each predicted token of removing each head, beside the removals.
+
+        Args:
+            title: title of the model.
+            layer: the heads of one layer; by default those of all layers, in order.
+
+        Raises:
+            ValueError: the model or layer does not exist.
+        """
+        model = self._of(title)
+        layers = range(model.adapter.n_layers) if layer is None else [layer]
+        heads = list(product(layers, range(model.adapter.n_heads)))
+        for head in heads:
+            check_head(model.adapter, *head)
+        return model.effects(heads)
+
+    def attention_edge_effects(
+        self, title: str, groups: Sequence[Sequence[AttentionEdge]]
+    ) -> RemovalEffects:
+        """Effect on each predicted token of removing each group of edges, beside the removals.
+
+        Args:
+            title: title of the model.
+            groups: (layer, head, query, key) edges; those of a group are removed together.
+
+        Raises:
+            ValueError: the model or an edge does not exist, or a group is empty.
+        """
+        model = self._of(title)
+        for group in groups:
+            if not group:
+                raise ValueError("expected attention edges in every group; got an empty one")
+            for edge in group:
+                model.grid.index(edge)
+        return model.effects(groups=groups)
 
     def outputs(self, title: str, target: int = -1, top: int = 6) -> pd.DataFrame:
         """The most likely tokens at a predicted column, before or after the removals.
@@ -197,18 +250,8 @@ class Exploration:
             token, logit, probability, logit_before, probability_before; sorted by decreasing
             likelihood after the removals.
         """
-        model = self._of(title)
         _, read_at = self.targets[target]
-        before = model.whole.logits[read_at].double()
-        after = model.now.logits[read_at].double()
-        largest = torch.maximum(before.softmax(dim=-1), after.softmax(dim=-1))
-        largest[before.argmax()] = largest[after.argmax()] = 2.0
-        tokens = largest.topk(min(top, len(largest))).indices
-        tokens = tokens[after[tokens].argsort(descending=True, stable=True)]
-        old = _scores(model, before, tokens)
-        return _scores(model, after, tokens).assign(
-            logit_before=old["logit"], probability_before=old["probability"]
-        )
+        return output_table(self._of(title), read_at, top)
 
     def logit_lens(self, title: str, level: int, column: int, top: int = 6) -> pd.DataFrame:
         """The tokens that a node would predict: its stream through the final normalisation and the
@@ -234,12 +277,15 @@ class Exploration:
                 f"expected a column that the model reads, 0..{model.n_read - 1}; got {column}, at "
                 "which only its prediction stands"
             )
-        logits = model.logit_lens(level)[column].double()
-        return _scores(model, logits, logits.topk(min(top, len(logits))).indices)
+        return lens_table(model, level, column, top)
 
     def logits(self, title: str) -> Float[Tensor, "pos vocab"]:
         """The logits under the removals, at every column that the model reads."""
         return self._of(title).now.logits
+
+    def model(self, title: str) -> HookedModel:
+        """A model by its title."""
+        return self._of(title).model
 
     @property
     def _first(self) -> AblatedModel:
@@ -250,13 +296,3 @@ class Exploration:
         if model is None:
             raise ValueError(f"expected a panel of {list(self._ablated)}; got {title!r}")
         return model
-
-
-def _scores(model: AblatedModel, logits: Tensor, tokens: Tensor) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            "token": [output_text(model.model, token) for token in tokens.tolist()],
-            "logit": logits[tokens].tolist(),
-            "probability": logits.softmax(dim=-1)[tokens].tolist(),
-        }
-    )

@@ -1,13 +1,13 @@
 // The live circuit explorer: the interactive diagram, cards beside it, and messages to the kernel,
 // which removes and restores parts and sends all numbers anew. The diagram's own script is in
-// circuit_diagram.js, the cards are in explorer_parts.js.
+// circuit_diagram.js, the cards are in explorer_parts.js, the kernel and the page in explorer_page.js.
 
 const NO_KERNEL = "This is a saved view without a kernel: run the cell to use it.";
-const RESTARTED = "The kernel was restarted: run the cell again.";
+const RESTARTED = "The kernel was restarted: run the cell again. This view is no longer connected; " +
+  "only the diagram itself still works.";
 
 function render({ model, el }) {
   const root = make("div", { class: "sparse-tl-explorer" });
-  root.toggleAttribute("data-dark", model.get("_dark"));
   const tip = make("div", { class: "tip", role: "tooltip", hidden: true });
   const message = make("div", { class: "message", role: "alert", hidden: true });
   const top = make("div", { class: "top" });
@@ -20,50 +20,52 @@ function render({ model, el }) {
   el.replaceChildren(root);
 
   let state = null; // of the diagram: target, weight, limit, head, focus
-  let pending = 0; // requests that the kernel has not answered
-  let requests = 0;
   let settling = null;
+  let choosing = null;
   let patience = null;
-  let alive = el.closest(".jupyter-widgets-disconnected") === null;
+  const kernel = connect(model, onKernel);
 
   // ---- the kernel ----------------------------------------------------------------------------
 
   function request(content) {
-    if (!alive) return;
-    pending++;
-    showPending();
-    model.send({ ...content, id: ++requests });
+    tellChoices();
+    kernel.request(content);
   }
 
-  function onAnswer(content) {
-    if (!content.done) return; // nobody waits for what is saved
-    pending = Math.max(0, pending - 1);
-    showPending();
-  }
-
-  function showPending() {
-    const status = top.querySelector(".status");
+  // Effects are computed while nobody waits for anything else.
+  function onKernel({ busy, waited, more }) {
     clearTimeout(patience);
-    root.toggleAttribute("data-busy", pending > 0);
-    status.textContent = pending ? "computing \u2026" : "";
-    if (!pending) return;
-    // It may be at work in another cell, or gone: only a restart is told to widgets.
-    patience = setTimeout(() => { status.textContent = "waiting for the kernel \u2026"; }, 3000);
+    root.toggleAttribute("data-busy", busy);
+    const status = top.querySelector(".status");
+    const words = busy ? "computing \u2026" : more ? "effects \u2026" : "";
+    // The kernel may be at work in another cell, or gone: only a restart is told to widgets.
+    status.textContent = waited < 3000 ? words : waited < 10000 ? "waiting for the kernel \u2026" :
+      "no answer: the kernel is busy, or was restarted (then run the cell again)";
+    if (waited || busy) patience = setTimeout(kernel.report, 1000);
+    if (more) kernel.quietly({ action: "effects" });
   }
 
   // A while after the last change, what is saved with the notebook is brought up to date.
   function settleLater() {
     clearTimeout(settling);
-    if (!alive) return;
-    settling = setTimeout(() => model.send({ action: "settle" }), 700);
+    settling = setTimeout(() => kernel.tell({ action: "settle" }), 700);
+  }
+
+  // What Python should know of the reader's choices, before it computes or saves anything.
+  function tellChoices() {
+    if (choosing === null) return;
+    clearTimeout(choosing);
+    choosing = null;
+    const threshold = state.limit / model.get("_figure").data.steps;
+    kernel.tell({ action: "choose", target: state.target, weight: state.weight, threshold });
+    settleLater();
   }
 
   // Without a kernel nothing can be recomputed; the diagram itself still works.
   function die(words) {
-    alive = false;
-    pending = 0;
+    kernel.close();
     clearTimeout(settling);
-    showPending();
+    clearTimeout(choosing);
     root.setAttribute("data-dead", "");
     drawSide();
     showMessage({ kind: "error", text: words });
@@ -82,9 +84,7 @@ function render({ model, el }) {
   // Python is told, so that the same words can come again.
   function closeMessage() {
     message.hidden = true;
-    if (!alive) return;
-    model.set("_message", null);
-    model.save_changes();
+    kernel.tell({ action: "read" });
   }
 
   // ---- drawing -------------------------------------------------------------------------------
@@ -105,7 +105,21 @@ function render({ model, el }) {
     const restore = make("button", {
       type: "button", class: "restore", onclick: () => request({ action: "restore" }),
     }, "Restore all");
-    top.replaceChildren(form, restore, make("span", { class: "status", "aria-live": "polite" }));
+    top.replaceChildren(form, make("span", { class: "position" }), restore,
+      make("span", { class: "status", "aria-live": "polite" }));
+  }
+
+  // A choice of columns where the prompt has more than the diagram predicts.
+  function drawPositions() {
+    const known = model.get("_figure").data.targets.map(([column]) => column);
+    const all = model.get("_positions");
+    const other = all.filter((column) => !known.includes(column));
+    const select = make("select", {
+      name: "position",
+      onchange: () => request({ action: "position", column: Number(select.value) }),
+    }, new Option("another \u2026", ""), ...other.map((column) => new Option(`position ${column}`, column)));
+    const label = other.length ? [make("label", {}, "Predict", select)] : [];
+    top.querySelector(".position").replaceChildren(...label);
   }
 
   function drawDiagram() {
@@ -123,6 +137,7 @@ function render({ model, el }) {
       onState,
       onEdges: (panel, edges) => request({ action: "edges", panel, edges }),
     });
+    drawPositions();
     if (focused) diagram.querySelector(focused)?.focus({ preventScroll: true });
   }
 
@@ -144,6 +159,15 @@ function render({ model, el }) {
     return level && `g[data-panel="${panel}"] circle[data-level="${level}"][data-column="${column}"]`;
   }
 
+  // A selector of the cell of a card that has it.
+  function describeCell() {
+    const { head, edge } = document.activeElement?.dataset ?? {};
+    if (!side.contains(document.activeElement)) return null;
+    if (edge) return `[data-edge="${edge}"]`;
+    const panel = document.activeElement.closest(".card")?.dataset.panel;
+    return head && `.card[data-panel="${panel}"] [data-head="${head}"]`;
+  }
+
   function removedLines(edges) {
     const lines = new Map();
     for (const [layer, head, query, key] of edges) {
@@ -160,13 +184,11 @@ function render({ model, el }) {
     if (!before) return;
     if (before.target !== now.target) drawSide();
     if (JSON.stringify(before.focus) !== JSON.stringify(now.focus)) {
-      request(now.focus ? { action: "node", ...now.focus } : { action: "close" });
+      kernel.request(now.focus ? { action: "node", ...now.focus } : { action: "close" });
+      return;
     }
-    if (!alive) return;
-    // What Python should know of the reader's choices, before it computes or saves anything.
-    const threshold = now.limit / model.get("_figure").data.steps;
-    model.set("_state", { target: now.target, weight: now.weight, threshold });
-    model.save_changes();
+    clearTimeout(choosing);
+    choosing = setTimeout(tellChoices, 200);
   }
 
   // The diagram marks the node of the card, also where Python chose it.
@@ -181,14 +203,16 @@ function render({ model, el }) {
 
   function drawSide() {
     hideTip();
+    const focused = describeCell();
     const panels = model.get("_panels");
     summary.replaceChildren(...panels.map((panel) =>
       outcome(panel.name, panel.outputs[state.target])));
     side.replaceChildren(...(panels.length ? [drawNode(panels)] : []), ...panels.map(drawPanel));
     const some = panels.some((p) => p.removedHeads.length + p.removedEdges.length);
     top.querySelector(".restore").disabled = !some;
-    if (alive) return;
-    for (const control of root.querySelectorAll(".top input, .top button, .side button")) {
+    if (focused) side.querySelector(focused)?.focus({ preventScroll: true });
+    if (kernel.open) return;
+    for (const control of root.querySelectorAll(".top :is(input, select, button), .side button")) {
       control.disabled = true;
     }
   }
@@ -196,12 +220,17 @@ function render({ model, el }) {
   function drawPanel(panel, index) {
     const { target } = state;
     const [column] = model.get("_figure").data.targets[target];
-    return panelCard({ panel, index, target, column, request, onHover });
+    const effects = model.get("_effects").heads?.[index] ?? {};
+    return panelCard({ panel, index, target, column, effects, request, onHover });
   }
 
   function drawNode(panels) {
     const node = model.get("_node");
-    if (node) return nodeCard({ node, name: panels[node.panel].name, request, onHover });
+    if (node) {
+      const effects = model.get("_effects").node ?? {};
+      const panel = panels[node.panel];
+      return nodeCard({ node, panel, target: state.target, effects, request, onHover });
+    }
     return make("section", { class: "card node empty" }, make("p", { class: "hint" },
       "Click a node to see what it attends to and what it would predict. ",
       "Click a line to remove that attention edge."));
@@ -217,8 +246,9 @@ function render({ model, el }) {
   // While this view lives, the figure that is saved with the notebook would be seen twice.
   function hideSaved() {
     const saved = `[data-saved-explorer="${model.get("_saved_id")}"]`;
-    const style = make("style", {},
-      `${saved}, .jp-OutputArea-child:has(> .jp-OutputArea-output ${saved}) { display: none; }`);
+    // In JupyterLab, the output around it would leave a gap.
+    const around = `.jp-OutputArea-child:has(> .jp-OutputArea-output ${saved})`;
+    const style = make("style", {}, `${saved}, ${around} { display: none; }`);
     document.head.append(style);
     return style;
   }
@@ -233,17 +263,19 @@ function render({ model, el }) {
   drawAll();
   showMessage(model.get("_message"));
   const style = hideSaved();
-  if (!alive) die(NO_KERNEL);
+  const unfollow = followTheme(root, model.get("_theme"), el);
+  if (el.closest(".jupyter-widgets-disconnected")) die(NO_KERNEL);
   const listeners = {
     "change:_figure": () => {
       drawAll();
       settleLater();
+      kernel.quietly({ action: "effects" });
     },
-    "change:_state": settleLater,
+    "change:_effects": drawSide,
     "change:_node": onNode,
     "change:_prompt": () => { top.querySelector("input").value = model.get("_prompt"); },
     "change:_message": () => showMessage(model.get("_message")),
-    "msg:custom": onAnswer,
+    "msg:custom": kernel.onAnswer,
     // ipywidgets tells of it when the kernel restarts.
     comm_live_update: () => die(RESTARTED),
   };
@@ -252,10 +284,13 @@ function render({ model, el }) {
     if (!event.target.closest(".cell")) hideTip();
   });
   side.addEventListener("pointerleave", hideTip);
+  root.addEventListener("pointerenter", kernel.look); // weights may have changed meanwhile
+  kernel.hello();
   root.setAttribute("data-live", "");
   return () => {
-    clearTimeout(settling);
-    clearTimeout(patience);
+    kernel.close();
+    for (const timer of [settling, choosing, patience]) clearTimeout(timer);
+    unfollow();
     style.remove();
     for (const [name, listener] of Object.entries(listeners)) model.off(name, listener);
   };

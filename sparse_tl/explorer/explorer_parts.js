@@ -89,10 +89,38 @@ function partCell({ name, data, removed, weight, words, onToggle, onHover }) {
   return cell;
 }
 
+// ---- exact effects: of each part, [logit, probability, prediction] for every target ------------
+
+// What happens without a part, in words; negative where the answer needs it.
+function effectText([logit, probability, prediction], before) {
+  const points = `${signed(100 * probability, 1)} percentage points`;
+  const then = prediction === before ? "still predicts" : "predicts";
+  return `${signed(logit, 2)} logits, ${points}, ${then} \u201c${prediction}\u201d`;
+}
+
+// The same, short, with the tokens as tokens.
+function effectLine(name, told, before) {
+  const [logit, , prediction] = told;
+  const then = prediction === before ? [] : [", predicts ", token(prediction)];
+  return make("li", { "data-effect": name }, `without ${name}: `,
+    make("span", { class: logit < 0 ? "less" : "more" }, `${signed(logit, 2)} logits`), ...then);
+}
+
+// The parts whose removal moves the chosen logit most.
+function effectList(named, before) {
+  const MOST = 3;
+  const strongest = named.filter(([, told]) => told && Math.abs(told[0]) >= 0.005)
+    .sort(([, a], [, b]) => Math.abs(b[0]) - Math.abs(a[0])).slice(0, MOST);
+  return make("ul", { class: "effects" },
+    ...strongest.map(([name, told]) => effectLine(name, told, before)));
+}
+
+const NOT_YET = "effect of removing it: not computed yet";
+
 // A grid of layers and heads, darker with what removing a head does to the predicted logit.
-function headGrid({ panel, target, onToggle, onHover }) {
+function headGrid({ panel, target, effects, before, onToggle, onHover }) {
   const [nLayers, nHeads] = panel.shape;
-  const [logits, shares] = ["logits", "probabilities"].map((name) => panel.headEffects[name][target]);
+  const logits = Object.values(effects).map((targets) => targets[target][0]);
   const largest = Math.max(1e-9, ...logits.map(Math.abs));
   const gone = new Set(panel.removedHeads.map(String));
   const grid = make("div", { class: "heads", role: "group", "aria-label": "heads" });
@@ -100,12 +128,11 @@ function headGrid({ panel, target, onToggle, onHover }) {
   for (let layer = nLayers - 1; layer >= 0; layer--) {
     grid.append(make("span", { class: "axis" }, `${layer}`));
     for (let head = 0; head < nHeads; head++) {
-      const i = layer * nHeads + head;
-      const points = `${signed(100 * shares[i], 1)} percentage points`;
+      const told = effects[`${layer},${head}`]?.[target];
       grid.append(partCell({
         name: headName(layer, head), data: { "data-head": `${layer},${head}` },
-        removed: gone.has(`${layer},${head}`), weight: -logits[i] / largest,
-        words: ["effect of removing it", `logit ${signed(logits[i], 2)}, probability ${points}`],
+        removed: gone.has(`${layer},${head}`), weight: told ? -told[0] / largest : 0,
+        words: [told ? `without it: ${effectText(told, before)}` : NOT_YET],
         onToggle: () => onToggle(layer, head), onHover,
       }));
     }
@@ -116,19 +143,22 @@ function headGrid({ panel, target, onToggle, onHover }) {
 }
 
 // Attention from every head of a layer into one node, by source column.
-function heatMap({ node, onToggle, onHover }) {
-  const { level, column, keys, attention, removed } = node;
+function heatMap({ node, target, effects, before, onToggle, onHover }) {
+  const { level, column, keys, attention, removed, open } = node;
   const grid = make("div", { class: "heat", role: "group", "aria-label": "attention into the node" });
   grid.style.setProperty("--keys", keys.length);
   attention.forEach((row, head) => {
     grid.append(make("span", { class: "axis" }, headName(level - 1, head)));
     row.forEach((weight, i) => {
       const edge = [level - 1, head, column, keys[i].key];
+      const told = effects[edge.join(",")]?.[target];
       const cell = partCell({
         name: edgeName(edge), data: { "data-edge": edge.join(",") }, removed: removed[head][i], weight,
         words: [
           `from position ${keys[i].key}: \u201c${keys[i].text}\u201d`,
           `attention ${weight.toFixed(3)}`,
+          told ? `without it: ${effectText(told, before)}` :
+            open[head][i] ? NOT_YET : "gate closed: removing it changes nothing",
         ],
         onToggle: () => onToggle(edge), onHover,
       });
@@ -164,32 +194,42 @@ function card(attributes, title, subtitle, ...content) {
 }
 
 // What a panel predicts at a target, its heads, and what is removed from it.
-function panelCard({ panel, index, target, column, request, onHover }) {
+function panelCard({ panel, index, target, column, effects, request, onHover }) {
   const onHead = (layer, head) => request({ action: "head", panel: index, head: [layer, head] });
   const onEdge = (edge) => request({ action: "edges", panel: index, edges: [edge] });
+  const before = panel.outputs[target][0].token;
+  const named = Object.entries(effects).map(([place, targets]) =>
+    [headName(...place.split(",")), targets[target]]);
   return card({ "data-panel": index }, panel.name, `output at position ${column}`,
     tokenTable(panel.outputs[target], OUTPUT_COLUMNS),
     make("h5", {}, "Heads", make("small", {}, "removed one by one: blue helps, orange hurts")),
-    headGrid({ panel, target, onToggle: onHead, onHover }),
+    headGrid({ panel, target, effects, before, onToggle: onHead, onHover }),
+    effectList(named, before),
     chips({ panel, onHead, onEdge }));
 }
 
 // What a node attends to and would predict.
-function nodeCard({ node, name, request, onHover }) {
+function nodeCard({ node, panel, target, effects, request, onHover }) {
   const place = node.level ? `after layer ${node.level - 1}` : "input";
+  const before = panel.outputs[target][0].token;
   const parts = make("div", { class: "parts" });
+  const whole = effects.all?.[target];
+  const read = node.level ? "its attention" : "others\u2019 attention to it";
+  if (whole) parts.append(make("ul", { class: "effects whole" }, effectLine(read, whole, before)));
   if (node.level) {
     const some = node.keys.length < node.nKeys
       ? `from the ${node.keys.length} of ${node.nKeys} columns with most of it`
       : "by source position; click to remove";
     const onToggle = (edge) => request({ action: "edges", panel: node.panel, edges: [edge] });
+    const named = Object.entries(effects).filter(([edge]) => edge !== "all")
+      .map(([edge, targets]) => [edgeName(edge.split(",")), targets[target]]);
     parts.append(make("div", { class: "rows" },
       make("h5", {}, `Attention of layer ${node.level - 1}`, make("small", {}, some)),
-      heatMap({ node, onToggle, onHover })));
+      heatMap({ node, target, effects, before, onToggle, onHover }), effectList(named, before)));
   }
   parts.append(make("div", { class: "lens" },
     make("h5", {}, "Would predict", make("small", {}, "logit lens: read out as if it ended here")),
     tokenTable(node.tokens, LENS_COLUMNS)));
   const where = `${place}, position ${node.column} \u201c${node.text}\u201d`;
-  return card({ class: "card node" }, name, where, parts);
+  return card({ class: "card node" }, panel.name, where, parts);
 }

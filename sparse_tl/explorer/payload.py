@@ -9,26 +9,24 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sparse_tl.explorer.exploration import Exploration
-from sparse_tl.plots.token_text import visible_text
+from sparse_tl.plots.token_text import ELLIPSIS, visible_text
 
+MAX_TEXT = 60
+"""Maximum number of characters of a token, a title or a message's part."""
 MAX_KEYS = 48
 """Maximum number of columns in a node's heat map."""
 
 
 def panels_payload(exploration: Exploration) -> list[dict[str, Any]]:
-    """For each panel the likely tokens of each predicted column, its heads, and the removals."""
+    """For each panel the likely tokens of each predicted column, its size, and the removals."""
     targets = range(len(exploration.targets))
     panels = []
     for title in exploration.titles:
-        graph, effects = exploration.graph(title), exploration.head_effects(title)
+        graph = exploration.graph(title)
         panels.append(
             {
-                "name": visible_text(title),
+                "name": shown_text(title),
                 "shape": [graph.n_layers, graph.n_heads],
-                "headEffects": {
-                    name: [[_short(x) for x in row] for row in getattr(effects, name).tolist()]
-                    for name in ("logits", "probabilities")
-                },
                 "removedHeads": exploration.removed_heads(title),
                 "removedEdges": exploration.removed_attention_edges(title),
                 "outputs": [_rows(exploration.outputs(title, target)) for target in targets],
@@ -49,11 +47,12 @@ def node_payload(exploration: Exploration, title: str, level: int, column: int) 
         "panel": exploration.titles.index(title),
         "level": level,
         "column": column,
-        "text": visible_text(graph.input_tokens[column]),
-        "keys": [{"key": key, "text": visible_text(graph.input_tokens[key])} for key in keys],
+        "text": shown_text(graph.input_tokens[column]),
+        "keys": [{"key": key, "text": shown_text(graph.input_tokens[key])} for key in keys],
         "nKeys": n_keys,
         "attention": [[round(x, 4) for x in row] for row in attention[:, keys].tolist()],
         "removed": removed[:, keys].tolist(),
+        "open": graph.gates[place][:, keys].tolist(),
         "tokens": _rows(tokens),
     }
 
@@ -74,12 +73,19 @@ def _rows(tokens: pd.DataFrame) -> list[dict[str, Any]]:
     """A table of tokens as a list of rows."""
     return [
         {
-            str(name): visible_text(value) if isinstance(value, str) else _short(value)
+            str(name): shown_text(value) if isinstance(value, str) else short(value)
             for name, value in row.items()
         }
         for row in tokens.to_dict("records")
     ]
 
 
-def _short(number: float) -> float:
+def shown_text(text: str) -> str:
+    """The text as it is shown, with every character visible, and clipped."""
+    shown = visible_text(text[: MAX_TEXT + 1])
+    return shown if len(text) <= MAX_TEXT else shown[:MAX_TEXT] + ELLIPSIS
+
+
+def short(number: float) -> float:
+    """A number with the five digits that are worth sending."""
     return float(f"{number:.5g}")

@@ -1,15 +1,19 @@
 """The circuit explorer: a circuit diagram whose parts the running kernel removes and restores.
 
-1. The front end (`explorer.js`) draws the traits and requests changes by messages.
-2. A message changes the `Exploration`; its data goes back as traits. A request that fails becomes a
+1. The widget opens with everything that it shows. The front end (`explorer.js`) draws the traits,
+   and requests changes by messages (`requests`), which are answered with the revision of the
+   traits. It asks again for what it lacks: a busy front end can lose an update.
+2. A request changes the `Exploration`; its data goes back as traits. A request that fails becomes a
    message in the widget, and nothing else changes. The same holds from the start: models or a
    prompt that cannot be shown give a message in the widget, where another prompt can be tried.
-3. Next to the live widget, the notebook gets the same figure as self-contained HTML. The live
+3. Exact effects follow piece by piece (`effects`), between other requests.
+4. Next to the live widget, the notebook gets the same figure as self-contained HTML. The live
    widget hides it; without a kernel, in saved and exported notebooks, it is shown instead.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
@@ -18,23 +22,20 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 from uuid import uuid4
 
-import anywidget
-import traitlets
-
 from sparse_tl.circuits.attention_graph import EdgeWeight
 from sparse_tl.circuits.removal import AttentionEdge
 from sparse_tl.circuits.trace import Prompt
+from sparse_tl.explorer.channel import Channel
+from sparse_tl.explorer.effects import ExactEffects
 from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.explorer.payload import node_payload, panels_payload
+from sparse_tl.explorer.requests import perform
 from sparse_tl.lens import HookedModel
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.circuit_diagram import check_options
-from sparse_tl.plots.interactive_html import SCRIPTS, STYLE, read_assets
-from sparse_tl.plots.palette import DARK_FILTER
 
-Ground = Literal["light", "dark"]
+Ground = Literal["auto", "light", "dark"]
 
-_PACKAGE = "sparse_tl.explorer"
 # JupyterLab writes "model not found" in place of the live view.
 _NO_LIVE_VIEW = (
     ".jp-OutputArea-child:has([data-saved-explorer]) + "
@@ -42,7 +43,7 @@ _NO_LIVE_VIEW = (
 )
 
 
-class CircuitExplorer(anywidget.AnyWidget):
+class CircuitExplorer(Channel):
     """A live circuit diagram: remove heads and attention edges, and see how predictions change.
 
     `explore` is an alias. Everything that can be clicked can also be called: `toggle_head`,
@@ -58,37 +59,16 @@ class CircuitExplorer(anywidget.AnyWidget):
         positions: all columns to choose from; by default every mask token of the prompt or the
             token after it, and `position`.
         labels: text of each column, if not the tokenizer's.
-        weight: "attention" (gate times attention), "effect" (of removing the edge, in logits:
-            exact if few edges are open) or "first-order" (its estimate).
+        weight: what lines show: "attention" (gate times attention), "effect" (of removing the edge,
+            in logits: exact if few edges are open) or "first-order" (its estimate).
         threshold: smallest weight to draw, in 0..1.
-        theme: ``"light"``, as other figures in notebooks, or ``"dark"``.
+        theme: ``"auto"``, the notebook's, ``"light"`` or ``"dark"``.
         **style: arguments of `plots.circuit_diagram`: transition, title.
 
     Raises:
         ValueError: the threshold, theme or weight is invalid.
         TypeError: `plots.circuit_diagram` does not have an argument.
     """
-
-    _esm = read_assets(*SCRIPTS["circuit_diagram"]) + read_assets(
-        "explorer_parts.js", "explorer.js", package=_PACKAGE
-    )
-    _css = (
-        read_assets(STYLE)
-        + read_assets("explorer.css", package=_PACKAGE)
-        + f".sparse-tl-explorer[data-dark] {{ filter: {DARK_FILTER}; }}\n"
-    )
-
-    _prompt = traitlets.Unicode().tag(sync=True)
-    _figure = traitlets.Dict().tag(sync=True)
-    _panels = traitlets.List().tag(sync=True)
-    _node = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True)
-    # Why there is nothing to show, and the latest message.
-    _problem = ""
-    _message = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True)
-    # The reader's choices: target, weight and threshold.
-    _state = traitlets.Dict().tag(sync=True)
-    _dark = traitlets.Bool().tag(sync=True)
-    _saved_id = traitlets.Unicode().tag(sync=True)
 
     def __init__(
         self,
@@ -100,28 +80,27 @@ class CircuitExplorer(anywidget.AnyWidget):
         labels: Sequence[str] | None = None,
         weight: EdgeWeight = "attention",
         threshold: float = 0.1,
-        theme: Ground | str = "light",
+        theme: Ground | str = "auto",
         **style: Any,
     ) -> None:
         if theme not in get_args(Ground):
             raise ValueError(f"expected a theme of {get_args(Ground)}; got {theme!r}")
         check_options(weight, threshold)
         signature(circuit_diagram).bind_partial(**style)  # fail early on unknown arguments
-        self._models = models
+        self._models, self._style = models, style
         self._exploration: Exploration | None = None
-        self._style = style
+        self._exact: ExactEffects | None = None
+        # The reader's choices, for what is saved.
+        self._state = {"target": 0, "weight": weight, "threshold": threshold}
+        self._problem = ""  # why there is nothing to show
         self._saved: Any = None
-        super().__init__(
-            _state={"target": 0, "weight": weight, "threshold": threshold},
-            _dark=theme == "dark",
-            _saved_id=f"sparse-tl-{uuid4().hex[:12]}",
-        )
-        self.on_msg(self._on_request)
         try:
-            self._start(prompt, position=position, positions=positions, labels=labels)
+            shown = self._start(prompt, position=position, positions=positions, labels=labels)
         except ValueError:
-            self._prompt = prompt if isinstance(prompt, str) else ""
-            self._say(self._problem)
+            text = prompt if isinstance(prompt, str) else ""
+            shown = {"_prompt": text, "_message": {"text": self._problem, "kind": "error"}}
+        # With all of it: an update right after the widget opens can get lost in a busy front end.
+        super().__init__(**shown, _theme=theme, _saved_id=f"sparse-tl-{uuid4().hex[:12]}")
 
     @property
     def exploration(self) -> Exploration:
@@ -134,13 +113,17 @@ class CircuitExplorer(anywidget.AnyWidget):
             raise ValueError(self._problem)
         return self._exploration
 
-    def _start(self, prompt: Prompt, **columns: Any) -> None:
-        """Start with a prompt; if it cannot be shown, remember why."""
+    def _start(self, prompt: Prompt, **columns: Any) -> dict[str, Any]:
+        """Start with a prompt; if it cannot be shown, remember why.
+
+        Returns:
+            What is to be shown, by trait.
+        """
         state = self._state
         try:
             self._exploration = exploration = Exploration(self._models, prompt, **columns)
             self._state = {**state, "target": exploration.first_target}
-            self._refresh()
+            return self._shown(None)
         except BaseException as error:
             self._exploration, self._state = None, state
             self._problem = str(error)
@@ -166,29 +149,66 @@ class CircuitExplorer(anywidget.AnyWidget):
     def show_prompt(self, prompt: Prompt, labels: Sequence[str] | None = None) -> None:
         """Switch to another prompt; see `Exploration.show_prompt`."""
         if self._exploration is None:
-            self._start(prompt, labels=labels)  # choose its columns again
+            self._present(**self._start(prompt, labels=labels))  # choose its columns again
             return
         exploration = self._exploration
         had_edges = any(exploration.removed_attention_edges(title) for title in exploration.titles)
         same = exploration.show_prompt(prompt, labels)
-        self._node = None
-        if self._state["target"] >= len(exploration.targets):
-            self._state = {**self._state, "target": len(exploration.targets) - 1}
-        self._refresh()
+        target = min(self._state["target"], len(exploration.targets) - 1)
+        self._state = {**self._state, "target": target}
+        self._present(**self._shown(None))
         if had_edges and not same:
             self._say("The prompt has another number of tokens: removed edges are back.", "info")
 
+    def show_position(self, column: int) -> None:
+        """Show the prediction at a column; see `Exploration.show_position`."""
+        target = self.exploration.show_position(column)
+        self._state = {**self._state, "target": target}
+        self._refresh()
+
+    def choose(self, *, target: int, weight: EdgeWeight | str, threshold: float) -> None:
+        """Choose what the saved figure shows.
+
+        Args:
+            target: index into the predicted columns, `exploration.targets`.
+            weight: what lines show, as in the constructor.
+            threshold: smallest weight to draw, in 0..1.
+
+        Raises:
+            ValueError: an argument is out of range.
+        """
+        check_options(weight, threshold)
+        n_targets = len(self.exploration.targets)
+        if not 0 <= target < n_targets:
+            raise ValueError(f"expected a target in 0..{n_targets - 1}; got {target}")
+        self._state = {"target": target, "weight": weight, "threshold": threshold}
+
     def select(self, title: str, level: int, column: int) -> None:
         """Show what a node attends to and would predict; level 0 is the input."""
-        self._node = node_payload(self.exploration, title, level, column)
-        self._message = None
+        node = node_payload(self.exploration, title, level, column)
+        exact = self._exact
+        assert exact is not None
+        exact.look_at(node)
+        self._present(_node=node, _effects=exact.payload, _message=None)
+
+    def unselect(self) -> None:
+        """Close the node's card."""
+        if self._exact is not None:
+            self._exact.look_at(None)
+        self._present(_node=None)
+
+    def compute_effects(self, seconds: float = math.inf) -> None:
+        """Compute the exact effects on the cards: all of them, or for some time."""
+        if self._exact is not None and self._exact.more:
+            self._exact.advance(seconds)
+            self._present(_effects=self._exact.payload)
 
     # ---- what is kept ----------------------------------------------------------------------------
 
     def figure(self) -> CircuitDiagram:
         """The current diagram, to show or save; panel names state what is removed."""
         figure = self._diagram(self._name)
-        return figure.dark() if self._dark else figure
+        return figure.dark() if self._theme == "dark" else figure
 
     def save(self, path: str | os.PathLike[str], **options: Any) -> Path:
         """Write `figure()` to a path ending in ``.html``, ``.svg`` or ``.png``."""
@@ -211,59 +231,41 @@ class CircuitExplorer(anywidget.AnyWidget):
 
     # ---- to and from the front end ---------------------------------------------------------------
 
-    def _refresh(self) -> None:
-        """Send all traits again, in one message."""
+    def _shown(self, node: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Everything that is shown, by trait.
+
+        Args:
+            node: what the node's card said before, if there is one.
+        """
         exploration = self.exploration
         diagram = self._diagram(str)
-        panels = panels_payload(exploration)
-        node = self._node
         if node is not None:
             title = exploration.titles[node["panel"]]
             node = node_payload(exploration, title, node["level"], node["column"])
-        with self.hold_sync():
-            self._prompt = exploration.prompt
-            self._panels = panels
-            self._node = node
-            self._message = None
-            self._figure = {"svg": diagram.svg, "data": diagram.data}
+        self._exact = ExactEffects(exploration)
+        self._exact.look_at(node)
+        return {
+            "_prompt": exploration.prompt,
+            "_positions": exploration.predictable,
+            "_panels": panels_payload(exploration),
+            "_effects": self._exact.payload,
+            "_node": node,
+            "_message": None,
+            "_figure": {"svg": diagram.svg, "data": diagram.data},
+        }
 
-    def _say(self, text: str, kind: str = "error") -> None:
-        self._message = {"text": text, "kind": kind}
+    def _refresh(self) -> None:
+        self._present(**self._shown(self._node))
 
-    def _on_request(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
-        try:
-            self._act(content)
-        except ValueError as error:
-            self._say(str(error))
-        except Exception as error:  # show the reader any failure
-            self._say(f"{type(error).__name__}: {error}")
-        self.send({"done": content.get("id")})
-
-    def _act(self, content: Mapping[str, Any]) -> None:
-        match content:
-            case {"action": "prompt", "text": str(text)}:
-                self.show_prompt(text)
-            case {"action": "head", "panel": panel, "head": [int(layer), int(head)]}:
-                self.toggle_head(self._title(panel), layer, head)
-            case {"action": "edges", "panel": panel, "edges": [*edges]}:
-                self.toggle_attention_edges(self._title(panel), map(tuple, edges))
-            case {"action": "restore"}:
-                self.restore()
-            case {"action": "node", "panel": panel, "level": int(level), "column": int(column)}:
-                self.select(self._title(panel), level, column)
-            case {"action": "close"}:
-                self._node = None
-            case {"action": "settle"}:
-                if self._saved is not None:  # keep the saved figure up to date
-                    self._saved.update(self._saved_bundle(), raw=True)
-            case _:
-                raise ValueError(f"expected a known request; got {dict(content)}")
-
-    def _title(self, panel: Any) -> str:
-        titles = self.exploration.titles
-        if not (isinstance(panel, int) and 0 <= panel < len(titles)):
-            raise ValueError(f"expected a panel in 0..{len(titles) - 1}; got {panel!r}")
-        return titles[panel]
+    def _perform(self, content: Any) -> bool:
+        changed = () if self._exploration is None else self._exploration.refresh()
+        if changed:
+            self._refresh()
+        perform(self, content)
+        if changed:
+            names = " and ".join(map(repr, changed))
+            self._say(f"The weights of {names} have changed: all is computed again.", "info")
+        return self._exact is not None and self._exact.more
 
     # ---- in the notebook -------------------------------------------------------------------------
 
@@ -274,6 +276,11 @@ class CircuitExplorer(anywidget.AnyWidget):
         # kernel, and the live widget, which hides it.
         self._saved = display(self._saved_bundle(), raw=True, display_id=self._saved_id)
         display(self._repr_mimebundle_()[0], raw=True)  # type: ignore[index]
+
+    def update_saved(self) -> None:
+        """Bring the figure that is saved with the notebook up to date."""
+        if self._saved is not None:
+            self._saved.update(self._saved_bundle(), raw=True)
 
     def _saved_bundle(self) -> dict[str, str]:
         if self._exploration is None:

@@ -6,13 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from sparse_tl.explorer import CircuitExplorer, explore
 from sparse_tl.plots.interactive_html import script_json
 from sparse_tl.plots.palette import DARK_FILTER
 
 PROMPT = "36+28=?????"
 ATTACK = "</script><img src=x onerror=alert(1)>"
-TRAITS = ("_prompt", "_figure", "_panels", "_node", "_message", "_state", "_dark", "_saved_id")
+TRAITS = ("_prompt", "_positions", "_figure", "_panels", "_effects", "_node", "_message")
+TRAITS += ("_revision", "_theme", "_saved_id")
+QUIET = ("settle", "hello", "effects", "choose")
 
 # What anywidget gives a widget: traits, events, and messages, which are only written down here.
 STUB = """
@@ -48,11 +52,12 @@ def show(page: Any, folder: Path, explorer: CircuitExplorer, **changes: Any) -> 
 
 
 def sent(page: Any) -> list[dict[str, Any]]:
-    return [m for m in page.evaluate("window.sent") if m["action"] != "settle"]
+    return [m for m in page.evaluate("window.sent") if m["action"] not in QUIET]
 
 
 def answer(page: Any) -> None:
-    page.evaluate("for (const m of window.sent) window.fire('msg:custom', {done: m.id})")
+    told = "{done: m.id, revision: traits._revision, more: false}"
+    page.evaluate(f"for (const m of window.sent) window.fire('msg:custom', {told})")
 
 
 def trait(explorer: CircuitExplorer, name: str) -> Any:
@@ -137,6 +142,7 @@ def test_hovering_a_cell_tells_its_value(page, tmp_path, explorer):
         "a0.h1 2→4",
         "from position 2: “+”",
         f"attention {weight:.3f}",
+        "effect of removing it: not computed yet",
         "click: remove it",
     ]
     page.mouse.move(2, 2)
@@ -152,7 +158,7 @@ def test_a_message_is_shown_and_can_be_closed(page, tmp_path, explorer):
     message.locator("button").click()
     assert not message.is_visible()
     # Python knows that it is closed: the same words again are a change.
-    assert page.evaluate("traits._message") is None
+    assert [m["action"] for m in sent(page)] == ["read"]
 
 
 def test_what_cannot_be_shown_is_told_and_another_prompt_can_be_tried(page, tmp_path, models):
@@ -229,3 +235,95 @@ def test_hostile_texts_stay_texts(page, tmp_path, build_small):
     page.locator(".heat .cell").first.hover()
     assert page.locator("img").count() == 0
     assert page.get_by_text(ATTACK).count() >= 4
+
+
+def actions(page: Any) -> list[str]:
+    return page.evaluate("window.sent.map((m) => m.action)")
+
+
+def test_a_front_end_that_lacks_something_asks_until_it_has_it(page, tmp_path, explorer):
+    page.clock.install()
+    show(page, tmp_path, explorer)
+    assert actions(page) == ["hello"]
+    page.clock.run_for(2100)
+    page.clock.run_for(4100)
+    assert actions(page) == ["hello"] * 3  # later and later
+    # The kernel answers, and says that more was sent than has arrived.
+    page.evaluate("fire('msg:custom', {done: 3, revision: traits._revision + 1, more: false})")
+    page.clock.run_for(2100)
+    assert actions(page)[3:] == ["send"]
+    page.evaluate("change('_revision', traits._revision + 1)")
+    answer(page)
+    page.clock.run_for(60_000)
+    assert len(actions(page)) == 4
+
+
+def test_effects_are_asked_for_until_all_are_known(page, tmp_path, explorer):
+    show(page, tmp_path, explorer)
+    told = "revision: traits._revision"
+    page.evaluate(f"fire('msg:custom', {{done: 1, {told}, more: true}})")
+    page.evaluate(f"fire('msg:custom', {{done: 2, {told}, more: true}})")
+    page.evaluate(f"fire('msg:custom', {{done: 3, {told}, more: false}})")
+    assert actions(page) == ["hello", "effects", "effects"]
+
+
+def test_cards_say_what_happens_without_a_part(page, tmp_path, explorer):
+    explorer.select("Dense", 2, 10)
+    explorer.compute_effects()
+    show(page, tmp_path, explorer)
+    told = explorer._effects["heads"][0]["0,1"][4]
+    before = explorer._panels[0]["outputs"][4][0]["token"]
+    page.locator(".card[data-panel='0'] [data-head='0,1']").hover()
+    text = page.locator(".sparse-tl-explorer > .tip").inner_text().splitlines()[1]
+    sign = "\u2212" if told[0] < 0 else "+"
+    then = "still predicts" if told[2] == before else "predicts"
+    assert text.startswith(f"without it: {sign}{abs(told[0]):.2f} logits, ")
+    assert text.endswith(f"{then} \u201c{told[2]}\u201d")
+    heads = page.locator(".card[data-panel='0'] .effects li").all_inner_texts()
+    strongest = max(explorer._effects["heads"][0].items(), key=lambda item: abs(item[1][4][0]))
+    layer, head = strongest[0].split(",")
+    assert heads[0].startswith(f"without a{layer}.h{head}: ") and "logits" in heads[0]
+    assert page.locator(".card.node .effects.whole li").inner_text().startswith("without its atten")
+    assert page.locator(".card.node .rows .effects li").count() == 3
+
+
+THEMES = {
+    "<body data-jp-theme-light='false'>": True,
+    "<body data-jp-theme-light='true'>": False,
+    "<body class='vscode-dark' style='background: transparent'>": True,
+    "<body class='vscode-light'>": False,
+    "<html theme='dark'><body>": True,
+    "<body style='background: #1e1e1e; color: #ddd'>": True,
+    "<body>": False,
+}
+
+
+@pytest.mark.parametrize("body", THEMES)
+def test_the_theme_of_the_notebook_is_followed(page, tmp_path, explorer, body):
+    show(page, tmp_path, explorer)
+    html = (tmp_path / "page.html").read_text(encoding="utf-8")
+    html = html.replace("<body>", body.replace("<html theme='dark'>", ""), 1)
+    if "<html" in body:
+        html = html.replace("<meta", "<html theme='dark'><meta", 1)
+    (tmp_path / "page.html").write_text(html, encoding="utf-8")
+    page.reload()
+    page.wait_for_selector("[data-live]")
+    root = page.locator(".sparse-tl-explorer")
+    assert (root.get_attribute("data-dark") is not None) == THEMES[body]
+    # A change of the theme is followed too.
+    page.evaluate("document.body.dataset.jpThemeLight = 'false'")
+    page.wait_for_selector(".sparse-tl-explorer[data-dark]")
+    if not THEMES[body]:
+        page.evaluate("document.body.removeAttribute('data-jp-theme-light')")
+        page.wait_for_selector(".sparse-tl-explorer:not([data-dark])")
+
+
+def test_a_column_that_is_not_predicted_yet_can_be_chosen(page, tmp_path, models):
+    explorer = explore(models, "36+28=")
+    show(page, tmp_path, explorer)
+    select = page.locator("select[name=position]")
+    assert select.locator("option").count() == 6  # five columns besides the last
+    select.select_option("3")
+    assert [(m["action"], m["column"]) for m in sent(page)] == [("position", 3)]
+    explorer._handle_custom_msg({"action": "position", "column": 3}, [])
+    assert explorer.exploration.targets == ((3, 2), (6, 5)) and explorer._state["target"] == 0

@@ -11,6 +11,7 @@ import pytest
 import torch
 from IPython.core.formatters import DisplayFormatter
 
+from sparse_tl import ablate_attention_edges
 from sparse_tl.explorer import CircuitExplorer, explore, figures
 
 PROMPT = "36+28=?????"
@@ -22,7 +23,8 @@ def ask(explorer: CircuitExplorer, **content: Any) -> None:
     answers: list[dict[str, Any]] = []
     explorer.send = lambda content, buffers=None: answers.append(content)
     explorer._handle_custom_msg({"id": 7, **content}, [])
-    assert answers == [{"done": 7}]
+    assert [answer["done"] for answer in answers] == [7]
+    assert answers[0]["revision"] == explorer._revision
 
 
 def caption_counts(svg: str) -> list[int]:
@@ -47,7 +49,7 @@ def test_style_and_position_reach_the_figure(models):
 
 def test_everything_sent_is_json(explorer):
     explorer.select("Sparse", 1, 4)
-    for name in ("_prompt", "_figure", "_panels", "_node", "_message", "_state"):
+    for name in ("_prompt", "_figure", "_panels", "_node", "_message", "_effects", "_positions"):
         json.dumps(getattr(explorer, name), allow_nan=False)
 
 
@@ -114,15 +116,20 @@ def test_long_rows_show_the_columns_with_most_attention(build_small):
 def test_head_effects_are_what_removing_them_one_by_one_does(models, title):
     explorer = explore(models, PROMPT, positions=[9])
     explorer.toggle_attention_edges(title, [(0, 0, 9, 3)])  # beside what is removed already
-    panel = explorer._panels[explorer.exploration.titles.index(title)]
+    explorer.compute_effects()
+    known = explorer._effects["heads"][explorer.exploration.titles.index(title)]
     whole = explorer.exploration.logits(title)[9]
-    found = panel["headEffects"]["logits"][0]
-    for i, head in enumerate(((0, 0), (0, 1), (1, 0), (1, 1))):
+    assert len(known) == 4
+    for head in ((0, 0), (0, 1), (1, 0), (1, 1)):
         explorer.exploration.toggle_head(title, *head)
         cut = explorer.exploration.logits(title)[9]
         explorer.exploration.toggle_head(title, *head)
-        change = (cut - whole)[whole.argmax()].item()
-        assert found[i] == pytest.approx(change, rel=1e-4, abs=1e-9)
+        best = whole.argmax()
+        ((logit, probability, prediction),) = known[f"{head[0]},{head[1]}"]
+        assert logit == pytest.approx((cut - whole)[best].item(), rel=1e-4, abs=1e-9)
+        share = (cut.softmax(-1) - whole.softmax(-1))[best].item()
+        assert probability == pytest.approx(share, rel=1e-4, abs=1e-9)
+        assert prediction == models[title].tokenizer.decode([int(cut.argmax())])
 
 
 def test_the_figure_that_is_saved_names_what_is_removed(explorer, tmp_path):
@@ -175,9 +182,28 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"action": "head", "panel": 0, "head": [0, 9]}, "of 2 layers of 2 heads; got (0, 9)"),
     ({"action": "head", "panel": 5, "head": [0, 0]}, "a panel in 0..1; got 5"),
     ({"action": "edges", "panel": 0, "edges": [[0, 0, 3, 4]]}, "it has no (0, 0, 3, 4)"),
-    ({"action": "edges", "panel": 0, "edges": [[0]]}, "it has no (0,)"),
+    ({"action": "edges", "panel": 0, "edges": [[0]]}, "4 whole numbers as edge; got [0]"),
     ({"action": "node", "panel": 0, "level": 9, "column": 0}, "a level in 0..2; got 9"),
-    ({"action": "dance"}, "expected a known request"),
+    ({"action": "dance"}, "expected an action of"),
+    ({"action": ["head"]}, "expected an action of"),
+    ({}, "expected an action of"),
+    ({"action": "prompt", "text": 7}, "a text as text; got 7"),
+    ({"action": "head", "panel": True, "head": [0, 0]}, "a whole number as panel; got True"),
+    ({"action": "head", "panel": 0, "head": [0, 0.5]}, "2 whole numbers as head; got [0, 0.5]"),
+    ({"action": "head", "panel": 0}, "2 whole numbers as head; got None"),
+    ({"action": "edges", "panel": 0, "edges": "all"}, "a list as edges; got 'all'"),
+    ({"action": "edges", "panel": 0, "edges": []}, "at least one edge"),
+    ({"action": "edges", "panel": 0, "edges": [3]}, "4 whole numbers as edge; got 3"),
+    ({"action": "node", "panel": 0, "level": 1, "column": 10**30}, "column that the model reads"),
+    ({"action": "position", "column": 99}, "expected positions in"),
+    (
+        {"action": "choose", "target": 9, "weight": "attention", "threshold": 0.1},
+        "a target in 0..4",
+    ),
+    ({"action": "choose", "target": 0, "weight": "size", "threshold": 0.1}, "got 'size'"),
+    ({"action": "choose", "target": 0, "weight": "attention", "threshold": "x"}, "as threshold"),
+    ({"action": "choose", "target": 0, "weight": "attention", "threshold": 2}, "got 2.0"),
+    ({"action": "x" * 10_000}, "..."),
 ]
 
 
@@ -276,8 +302,8 @@ def test_what_cannot_be_shown_is_escaped(models, monkeypatch):
 def test_impossible_settings_are_refused_at_construction(models, prompt):
     with pytest.raises(ValueError, match="threshold of at least 0 and below 1; got 2.0"):
         explore(models, prompt, threshold=2.0)
-    with pytest.raises(ValueError, match="expected a theme of .* got 'auto'"):
-        explore(models, prompt, theme="auto")
+    with pytest.raises(ValueError, match="expected a theme of .* got 'night'"):
+        explore(models, prompt, theme="night")
     with pytest.raises(TypeError, match="'colour'"):
         explore(models, prompt, colour="red")
 
@@ -294,7 +320,7 @@ def test_a_first_figure_that_cannot_be_drawn_leaves_another_chance(models, monke
 
 def test_the_dark_theme_turns_what_is_seen_and_what_is_saved(explorer, models):
     dark = explore(models, PROMPT, theme="dark")
-    assert dark._dark and not explorer._dark
+    assert (dark._theme, explorer._theme) == ("dark", "auto")
     assert str(dark.figure()) == str(explorer.figure().dark())
 
 
@@ -340,3 +366,89 @@ def test_hostile_titles_and_tokens_are_escaped(build_small):
 
 def test_it_prints_well(explorer):
     assert repr(explorer) == "CircuitExplorer('Dense', 'Sparse', prompt '36+28=?????')"
+
+
+def test_the_widget_opens_with_everything_that_it_shows(models, monkeypatch):
+    """An update after the opening can be lost by a front end that is at work."""
+    opened: list[dict[str, Any]] = []
+    keep = CircuitExplorer.open
+    monkeypatch.setattr(
+        CircuitExplorer, "open", lambda self: (opened.append(self.get_state()), keep(self))[1]
+    )
+    explorer = explore(models, PROMPT)
+    (state,) = opened
+    assert (
+        state == explorer.get_state() and "svg" in state["_figure"] and len(state["_panels"]) == 2
+    )
+    assert explore(models, "")._message == opened[1]["_message"]
+
+
+def test_values_from_the_front_end_are_refused_in_words(explorer):
+    figure = explorer._figure
+    explorer._handle_msg(
+        {"content": {"data": {"method": "update", "state": {"_figure": 5}}}, "buffers": []}
+    )
+    assert explorer._figure == figure and "_figure" in explorer._message["text"]
+
+
+@pytest.mark.parametrize("content", ["dance", None, 7, ["head"]])
+def test_what_is_no_request_is_a_message(explorer, content):
+    explorer.send = lambda *_: None
+    explorer._handle_custom_msg(content, [])
+    assert "a request with an action" in explorer._message["text"]
+
+
+def test_changed_weights_are_noticed_and_all_is_computed_again(build_small):
+    model = build_small()
+    explorer = explore({"m": model}, PROMPT)
+    ask(explorer, action="head", panel=0, head=[0, 1])
+    old = explorer._panels
+    ask(explorer, action="hello")
+    assert explorer._message is None and explorer._panels == old
+    with torch.no_grad():
+        next(iter(model.blocks[1].attn.parameters())).data.mul_(2)
+    ask(explorer, action="hello")
+    assert "The weights of 'm' have changed" in explorer._message["text"]
+    fresh = explore({"m": model}, PROMPT)
+    fresh.toggle_head("m", 0, 1)
+    assert explorer._panels == fresh._panels != old
+
+
+def test_edges_of_a_node_carry_the_effect_of_ablating_them(models):
+    explorer = explore(models, PROMPT, positions=[9])
+    explorer.select("Dense", 1, 9)
+    explorer.compute_effects()
+    known, model = explorer._effects["node"], models["Dense"]
+    edges = {name: tuple(map(int, name.split(","))) for name in known if name != "all"}
+    assert len(edges) == 2 * 10
+    tokens = model.to_tokens(PROMPT)
+    with torch.no_grad():
+        whole = model(tokens)[0, 9]
+    best = whole.argmax()
+    for name, group in {**{n: [e] for n, e in edges.items()}, "all": list(edges.values())}.items():
+        with torch.no_grad(), ablate_attention_edges(model, group):
+            cut = model(tokens)[0, 9]
+        ((logit, _, prediction),) = known[name]
+        assert logit == pytest.approx((cut - whole)[best].item(), rel=1e-4, abs=1e-9)
+        assert prediction == model.tokenizer.decode([int(cut.argmax())])
+
+
+def test_hostile_labels_are_clipped_and_visible(build_small):
+    model = build_small()
+    labels = ["x" * 10_000, "\u202edrow", *"abcdefghi"]
+    explorer = explore({"m": model}, model.to_tokens(PROMPT)[0], labels=labels)
+    explorer.select("m", 1, 10)
+    texts = [key["text"] for key in explorer._node["keys"]]
+    assert len(texts[0]) < 100 and "\u202e" not in texts[1]
+    assert "\u202e" not in explorer._figure["svg"] and len(explorer._figure["svg"]) < 200_000
+
+
+def test_one_token_without_a_tokenizer(build_tiny):
+    explorer = explore({"m": build_tiny("float64")}, torch.tensor([3]))
+    explorer.select("m", 1, 0)
+    explorer.compute_effects()
+    assert explorer._message is None and set(explorer._effects["node"]) == {
+        "all",
+        "0,0,0,0",
+        "0,1,0,0",
+    }

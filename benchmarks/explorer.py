@@ -1,0 +1,143 @@
+"""The explorer in JupyterLab, as a reader has it: how fast it comes up, and how fast it answers.
+
+    python benchmarks/explorer.py starts --runs 20   # fresh kernels, busy ones, busy front end
+    python benchmarks/explorer.py switches --model addition
+    python benchmarks/explorer.py switches --model gpt2   # GPT-2 small's shape, random weights
+
+Needs JupyterLab and Chromium; the server is that of the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "explorer")]
+
+from conftest import find_chromium  # noqa: E402
+from lab import Lab, command, open_notebook, running_lab, wait_for_kernel  # noqa: E402
+from playwright.sync_api import sync_playwright  # noqa: E402
+
+ADDITION = """
+import warnings; warnings.simplefilter("ignore")
+from sparse_tl import circuit_diagram, explore, load_addition_models
+dense, sparse = load_addition_models()
+models, prompt = {"Dense": dense, "Sparse": sparse}, "36+28=?????"
+"""
+GPT2 = f"""
+import sys; sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+import warnings; warnings.simplefilter("ignore")
+import torch
+from random_gpt2 import random_gpt2
+from sparse_tl import explore
+models, prompt = {{"GPT-2": random_gpt2()}}, torch.arange(15) * 3000
+"""
+LARGE = """
+import plotly.graph_objects as go, numpy as np
+go.Figure([go.Scatter(x=np.random.randn(20000), y=np.random.randn(20000), mode="markers")] * 3)
+"""
+DIAGRAM = "circuit_diagram(models, prompt, positions=range(6, 11), threshold=0)"
+# The kernel and the browser share a clock; the end of the cell is written to a file.
+SHOW = """
+import time
+
+def note(result):
+    get_ipython().events.unregister("post_run_cell", note)
+    open(ENDED, "w").write(str(time.time()))
+
+get_ipython().events.register("post_run_cell", note)
+explore(models, prompt)
+"""
+BUSY = """
+ends = time.time() + 2
+while time.time() < ends: pass
+"""
+UP = "document.querySelectorAll('.sparse-tl-explorer :is(.diagram svg, .card[data-panel])').length"
+
+
+def starts(page: Any, lab: Lab, runs: int) -> list[float]:
+    """Seconds from the end of the cell to the whole view, on a fresh kernel each."""
+    took = []
+    for run in range(runs):
+        name, ended = f"start{run}.ipynb", lab.folder / f"ended{run}"
+        show = SHOW.replace("ENDED", repr(str(ended)))
+        lab.write(name, ADDITION + DIAGRAM, LARGE, show, BUSY)
+        open_notebook(page, lab, name)
+        command(page, "notebook:run-all-cells")
+        page.wait_for_function(
+            f"{UP} >= 3 && (window.cameUp ??= Date.now() / 1000)", timeout=120_000
+        )
+        took.append(page.evaluate("window.cameUp") - float(ended.read_text()))
+        print(f"run {run}: {took[-1]:.2f} s after the cell", flush=True)
+        command(page, "kernelmenu:shutdown")
+        page.wait_for_timeout(500)
+    return took
+
+
+def switches(page: Any, lab: Lab, model: str, runs: int) -> list[float]:
+    """Milliseconds from a click on a head to the redrawn view, in the page itself."""
+    lab.write(
+        "switches.ipynb", ADDITION if model == "addition" else GPT2, "explore(models, prompt)"
+    )
+    open_notebook(page, lab, "switches.ipynb")
+    command(page, "notebook:run-all-cells")
+    page.wait_for_function(f"{UP} >= 2", timeout=180_000)
+    wait_for_kernel(page)
+    took = []
+    for _ in range(runs):
+        page.wait_for_function(
+            "!document.querySelector('.sparse-tl-explorer .status').textContent", timeout=180_000
+        )
+        took.append(
+            page.evaluate(
+                """() => new Promise((resolve) => {
+                  const diagram = document.querySelector(".sparse-tl-explorer .diagram");
+                  const start = performance.now();
+                  new MutationObserver((_, observer) => {
+                    observer.disconnect();
+                    requestAnimationFrame(() => resolve(performance.now() - start));
+                  }).observe(diagram, { childList: true });
+                  document.querySelector(".sparse-tl-explorer [data-head='2,1']").click();
+                })"""
+            )
+        )
+        print(f"{took[-1]:.0f} ms", flush=True)
+    return took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=["starts", "switches"])
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--model", choices=["addition", "gpt2"], default="addition")
+    asked = parser.parse_args()
+    begun = time.time()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_lab(Path(folder) / "lab") as lab,
+        sync_playwright() as playwright,
+    ):
+        chromium = playwright.chromium.launch(
+            executable_path=find_chromium(), args=["--no-sandbox", "--disable-gpu"]
+        )
+        page = chromium.new_page(viewport={"width": 1600, "height": 1000})
+        page.set_default_timeout(120_000)
+        if asked.what == "starts":
+            took = starts(page, lab, asked.runs)
+            within = sum(seconds <= 5 for seconds in took)
+            print(f"{within} of {len(took)} within 5 s; longest {max(took):.2f} s")
+        else:
+            took = switches(page, lab, asked.model, asked.runs)
+            print(f"median {statistics.median(took):.0f} ms, longest {max(took):.0f} ms")
+        chromium.close()
+    print(f"{time.time() - begun:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""What goes between the explorer and its front end: traits to it, requests from it.
+
+Traits are sent together, with a revision that counts what was sent. Every request is answered with
+the latest revision, so that a front end that has lost something knows it and asks again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anywidget
+import traitlets
+
+from sparse_tl.plots.interactive_html import SCRIPTS, STYLE, read_assets
+from sparse_tl.plots.palette import DARK_FILTER
+
+_PACKAGE = "sparse_tl.explorer"
+# Traits that change while the widget lives.
+_LATE = {
+    "_prompt",
+    "_positions",
+    "_figure",
+    "_panels",
+    "_effects",
+    "_node",
+    "_message",
+    "_revision",
+}
+_SCRIPTS = ("explorer_page.js", "explorer_parts.js", "explorer.js")
+
+
+class Channel(anywidget.AnyWidget):
+    """A widget that shows traits, and whose front end may send requests but no values."""
+
+    _esm = read_assets(*SCRIPTS["circuit_diagram"]) + read_assets(*_SCRIPTS, package=_PACKAGE)
+    _css = (
+        read_assets(STYLE)
+        + read_assets("explorer.css", package=_PACKAGE)
+        + f".sparse-tl-explorer[data-dark] {{ filter: {DARK_FILTER}; }}\n"
+    )
+
+    _prompt = traitlets.Unicode().tag(sync=True)
+    # All columns that can be predicted, whether or not they are yet.
+    _positions = traitlets.List().tag(sync=True)
+    _figure = traitlets.Dict().tag(sync=True)
+    _panels = traitlets.List().tag(sync=True)
+    _effects = traitlets.Dict().tag(sync=True)
+    _node = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True)
+    _message = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True)
+    # Counts what was sent, so that the front end knows whether it has the latest.
+    _revision = traitlets.Int().tag(sync=True)
+    _theme = traitlets.Unicode().tag(sync=True)
+    _saved_id = traitlets.Unicode().tag(sync=True)
+
+    def __init__(self, **traits: Any) -> None:
+        super().__init__(**traits, _revision=1)
+        self.on_msg(self._on_request)
+
+    def _perform(self, content: Any) -> bool:
+        """Do what a message asks for.
+
+        Returns:
+            Whether there are effects still to be asked for.
+
+        Raises:
+            ValueError: it cannot be done.
+        """
+        raise NotImplementedError
+
+    def _on_request(self, _widget: Any, content: Any, _buffers: Any) -> None:
+        more = False
+        try:
+            more = self._perform(content)
+        except ValueError as error:
+            self._say(str(error))
+        except Exception as error:  # show the reader any failure
+            self._say(f"{type(error).__name__}: {error}")
+        number = content.get("id") if isinstance(content, dict) else None
+        self.send({"done": number, "revision": self._revision, "more": more})
+
+    def _present(self, **traits: Any) -> None:
+        """Set traits, and send them in one message."""
+        with self.hold_sync():
+            for name, value in traits.items():
+                setattr(self, name, value)
+            self._revision += 1
+
+    def send_again(self) -> None:
+        """Send all that is shown once more, to a front end that lacks some of it."""
+        self.send_state([name for name in self.keys if name in _LATE])
+
+    def _say(self, text: str, kind: str = "error") -> None:
+        self._present(_message={"text": text, "kind": kind})
+
+    def unsay(self) -> None:
+        """Close the message."""
+        self._present(_message=None)
+
+    def set_state(self, sync_data: Any) -> None:
+        """Refuse values from the front end, which has to ask by messages."""
+        self._say(f"expected requests, not values of {list(sync_data)!r:.200}")

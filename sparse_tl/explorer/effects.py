@@ -1,0 +1,129 @@
+"""Exact effects for the explorer's cards, computed piece by piece.
+
+Leaving out every head and every edge into a node takes as long as hundreds of prompts, so that the
+figure comes first. The front end then asks for effects until all are known; a piece is a layer's
+heads, or the edges of a head, and other requests are answered between pieces.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sparse_tl.circuits.removal import AttentionEdge, RemovalEffects
+from sparse_tl.circuits.trace import output_text
+from sparse_tl.explorer.exploration import Exploration
+from sparse_tl.explorer.payload import short, shown_text
+
+Told = list[tuple[float, float, str]]
+"""For each target: change of its logit, change of its probability, and what is predicted then."""
+Piece = tuple[str, int | None, list[list[AttentionEdge]]]
+"""A title with the layer of its heads, or with groups of attention edges."""
+
+
+class ExactEffects:
+    """The effects that are known so far, and those that are still to be computed.
+
+    Args:
+        exploration: models in their present state; another state needs a new object.
+    """
+
+    def __init__(self, exploration: Exploration) -> None:
+        self._exploration = exploration
+        self._heads: list[dict[str, Told]] = [{} for _ in exploration.titles]
+        self._node: dict[str, Told] | None = None
+        layers = {title: exploration.graph(title).n_layers for title in exploration.titles}
+        # The last layers are the quickest.
+        self._to_do: list[Piece] = [
+            (title, layer, [])
+            for layer in reversed(range(max(layers.values())))
+            for title in exploration.titles
+            if layer < layers[title]
+        ]
+        self._node_to_do: list[Piece] = []
+
+    @property
+    def more(self) -> bool:
+        """Whether some are still to be computed."""
+        return bool(self._to_do or self._node_to_do)
+
+    @property
+    def payload(self) -> dict[str, Any]:
+        """The known effects by head, for each panel, and by edge, for the node."""
+        return {"heads": [dict(heads) for heads in self._heads], "node": self._node}
+
+    def look_at(self, node: Mapping[str, Any] | None) -> None:
+        """Compute the effects of another node's edges next.
+
+        Args:
+            node: what `payload.node_payload` says of it; None for no node.
+        """
+        self._node, self._node_to_do = None, []
+        if node is None:
+            return
+        exploration = self._exploration
+        title = exploration.titles[node["panel"]]
+        layer, column = node["level"] - 1, node["column"]
+        gates = exploration.graph(title).gates
+        self._node = {}
+        keys = [key["key"] for key in node["keys"]]
+        if layer < 0:  # all that others read from the input token
+            read = gates[..., column].clone()
+            read[..., column] = False
+            every = [(at, head, query, column) for at, head, query in read.nonzero().tolist()]
+            rows = []
+        else:
+            into = gates[layer, :, column]
+            every = [(layer, head, column, key) for head, key in into.nonzero().tolist()]
+            rows = [
+                [[(layer, head, column, key)] for key in keys if into[head, key]]
+                for head in range(len(into))
+            ]
+        groups = [*([[every]] if every else []), *filter(None, rows)]
+        self._node_to_do = [(title, None, piece) for piece in groups]
+
+    def advance(self, seconds: float) -> None:
+        """Compute at least one piece, and more while there is time."""
+        end = time.monotonic() + seconds
+        while self.more:
+            title, layer, groups = (self._node_to_do or self._to_do).pop(0)
+            if layer is None:
+                self._tell_edges(title, groups)
+            else:
+                self._tell_heads(title, layer)
+            if time.monotonic() > end:
+                return
+
+    def _tell_heads(self, title: str, layer: int) -> None:
+        found = self._exploration.head_effects(title, layer)
+        known = self._heads[self._exploration.titles.index(title)]
+        for head, told in enumerate(self._told(title, found)):
+            known[f"{layer},{head}"] = told
+
+    def _tell_edges(self, title: str, groups: Sequence[Sequence[AttentionEdge]]) -> None:
+        found = self._exploration.attention_edge_effects(title, groups)
+        self._node = dict(self._node or {})
+        for group, told in zip(groups, self._told(title, found), strict=True):
+            # An edge that is alone among those into a node is the edge and all of them.
+            names = {",".join(map(str, group[0]))} if len(group) == 1 else set()
+            whole = "all" not in self._node
+            for name in names | ({"all"} if whole else set()):
+                self._node[name] = told
+
+    def _told(self, title: str, found: RemovalEffects) -> list[Told]:
+        """The effects of each part."""
+        model = self._exploration.model(title)
+        parts = range(found.logits.shape[1])
+        targets = range(found.logits.shape[0])
+        return [
+            [
+                (
+                    short(float(found.logits[target, part])),
+                    short(float(found.probabilities[target, part])),
+                    shown_text(output_text(model, int(found.predictions[target, part]))),
+                )
+                for target in targets
+            ]
+            for part in parts
+        ]
