@@ -163,27 +163,28 @@ def tokens_of_pairs(encode: Encode, pairs: Sequence[PairTexts], tokenizer: Any) 
     Raises:
         ValueError: prompts of a row differ in token length, or an answer is not one token.
     """
-    start, found = len(encode("")), []
-
-    def shown(tokens: Sequence[int]) -> str:
-        texts = [tokenizer.decode([token]) for token in tokens[:_SHOWN]]
-        return repr([*texts, "..."] if len(tokens) > _SHOWN else texts)
-
+    found = []
     for row, (clean, corrupted, answers, wrong) in enumerate(pairs):
         one, other = list(encode(clean)), list(encode(corrupted))
         if len(one) != len(other):
-            first, second = map(shown, _differing(one, other))
+            first, second = (_shown(tokenizer, some) for some in _differing(one, other))
             raise ValueError(
                 f"row {row}: expected clean and corrupted prompts of equal token length, which are "
                 f"compared position by position; got {len(one)} and {len(other)} tokens, where "
                 f"{first} stands against {second}: {clean!r} / {corrupted!r}"
             )
         sides = [
-            [_single(encode, text, start, f"row {row}", shown) for text in texts]
+            [single_token(encode, text, tokenizer, f"row {row}: ") for text in texts]
             for texts in (answers, wrong)
         ]
         found.append(PairTokens(one, other, *sides))
     return found
+
+
+def _shown(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """The texts of tokens, of many the first ones."""
+    texts = [tokenizer.decode([token]) for token in tokens[:_SHOWN]]
+    return repr([*texts, "..."] if len(tokens) > _SHOWN else texts)
 
 
 def _differing(one: Sequence[int], other: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
@@ -194,10 +195,13 @@ def _differing(one: Sequence[int], other: Sequence[int]) -> tuple[Sequence[int],
     return one[start : len(one) - end], other[start : len(other) - end]
 
 
-def _single(
-    encode: Encode, text: str, start: int, row: str, shown: Callable[[Sequence[int]], str]
-) -> int:
-    """The single token of an answer, after the `start` tokens that every prompt begins with."""
+def single_token(encode: Encode, text: str, tokenizer: Any, where: str = "") -> int:
+    """The token of an answer, without those that every prompt begins with.
+
+    Raises:
+        ValueError: it has none or several; the message begins with `where`.
+    """
+    start = len(encode(""))
     tokens = list(encode(text))[start:]
     if len(tokens) != 1:
         # In most vocabularies a word begins with its space; in some, a text by itself does.
@@ -205,7 +209,7 @@ def _single(
         better = bool(spaced) and len(encode(spaced)) == start + 1
         hint = f"; {spaced!r} is one" if text and better else ""
         raise ValueError(
-            f"{row}: expected answers of a single token; {text!r} has {len(tokens)}, "
-            f"{shown(tokens)}{hint}"
+            f"{where}expected answers of a single token; {text!r} has {len(tokens)}, "
+            f"{_shown(tokenizer, tokens)}{hint}"
         )
     return tokens[0]
