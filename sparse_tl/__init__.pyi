@@ -50,6 +50,7 @@ from .gates import (
     ablate_heads as ablate_heads,
     gated as gated,
     hook_points as hook_points,
+    steer as steer,
 )
 from .graph import CircuitGraph as CircuitGraph
 from .head_roles import (
@@ -79,6 +80,7 @@ from .plots import (
     effect_figure as effect_figure,
     gate_trajectories as gate_trajectories,
     head_map as head_map,
+    layer_map as layer_map,
 )
 from .tasks import (
     AdditionTask as AdditionTask,

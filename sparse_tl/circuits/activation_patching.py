@@ -89,6 +89,7 @@ class ActivationPatching(Result):
         effect = self.effect
         n_layers, n_columns = effect.shape
         columns = list(range(n_columns)) * n_layers
+        where: dict[str, Sequence[int | str]]
         where = {"head": columns} if self.by_head else {"position": columns}
         if not self.by_head:
             where["token"] = list(self.columns) * n_layers
@@ -104,7 +105,7 @@ class ActivationPatching(Result):
     def _summary(self) -> pd.DataFrame:
         """The places with the largest effects."""
         found = self.to_pandas()
-        return found.loc[found["effect"].abs().nlargest(20).index].reset_index(drop=True)
+        return found.sort_values("effect", key=abs, ascending=False).head(20)
 
     def __repr__(self) -> str:
         n_layers, n_columns, n_pairs = self.values.shape

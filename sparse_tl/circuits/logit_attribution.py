@@ -75,7 +75,7 @@ class LogitAttribution(Result):
     def _summary(self) -> pd.DataFrame:
         """The components with the largest attributions."""
         found = self.to_pandas()
-        return found.loc[found["logits"].abs().nlargest(20).index].reset_index(drop=True)
+        return found.sort_values("logits", key=abs, ascending=False).head(20)
 
     def __repr__(self) -> str:
         means = self.values.mean(dim=1)

@@ -73,9 +73,8 @@ class LogitLens(Result):
         import pandas as pd
 
         columns = [f"{place} {token!r}" for place, token in enumerate(self.tokens)]
-        table = pd.DataFrame([list(row) for row in self.top], columns=columns)
-        table.insert(0, "layer", list(self.rows))
-        return table[::-1].reset_index(drop=True)
+        rows = [[name, *row] for name, row in zip(self.rows, self.top, strict=True)]
+        return pd.DataFrame(rows[::-1], columns=["layer", *columns])
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{p:.2g}" for p in self.probability[:, -1].tolist())
