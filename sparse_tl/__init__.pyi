@@ -5,6 +5,7 @@ from .circuits import (
     attribute_attention_edges as attribute_attention_edges,
     attribute_circuit_edges as attribute_circuit_edges,
     attribute_heads as attribute_heads,
+    attribute_logits as attribute_logits,
     circuit_sizes_per_prompt as circuit_sizes_per_prompt,
     evaluate as evaluate,
     evaluate_circuit_edges as evaluate_circuit_edges,
@@ -12,8 +13,10 @@ from .circuits import (
     evaluate_mib as evaluate_mib,
     from_eap_ig as from_eap_ig,
     load_mib as load_mib,
+    logit_lens as logit_lens,
     multiplier as multiplier,
     overlap as overlap,
+    patch_activations as patch_activations,
     patch_exactly as patch_exactly,
     prune_circuit_edges as prune_circuit_edges,
     roc as roc,
@@ -47,6 +50,7 @@ from .gates import (
     ablate_heads as ablate_heads,
     gated as gated,
     hook_points as hook_points,
+    steer as steer,
 )
 from .graph import CircuitGraph as CircuitGraph
 from .head_roles import (
@@ -77,6 +81,7 @@ from .plots import (
     effect_figure as effect_figure,
     gate_trajectories as gate_trajectories,
     head_map as head_map,
+    layer_map as layer_map,
 )
 from .tasks import (
     AdditionTask as AdditionTask,

@@ -14,10 +14,13 @@ import torch
 
 from sparse_tl.circuits import (
     Acdc,
+    ActivationPatching,
     Circuit,
     CircuitSizes,
     EffectCurve,
     Evaluation,
+    LogitAttribution,
+    LogitLens,
     MIBEvaluation,
     Overlap,
     Pruning,
@@ -58,6 +61,15 @@ RESULTS: dict[str, Any] = {
     "attention edges": Scores(AttentionGrid(1, 2, 3), torch.rand(2, 1, 2, 3, 3), "eap"),
     "circuit": SCORES.top(5),
     "heads": HEADS.top(2),
+    "activation patching": ActivationPatching(
+        "resid_pre", "clean", ("a", "b"), torch.rand(2, 2, 2), PAIR, 0 * PAIR
+    ),
+    "logit lens": LogitLens(
+        ("a", "b"), "c", torch.rand(2, 2), (("b", "c"), ("c", "a")), torch.rand(2, 2)
+    ),
+    "logit attribution": LogitAttribution(
+        ("input", "a0.h0", "a0.h1", "a0.b", "m0", "bias"), torch.rand(6, 2), 2
+    ),
     "acdc on edges": Acdc(SCORES.top(5), 0.1, 0.5, 2, 1.5, HISTORY),
     "acdc on heads": Acdc(HEADS.top(2), 0.1, 0.5, 2, 1.5, HISTORY),
     "acdc half way": SearchState(

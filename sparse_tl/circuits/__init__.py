@@ -1,6 +1,10 @@
 """Find the parts of a model that perform a task; works on dense and sparse models."""
 
 from sparse_tl.circuits.acdc import acdc as acdc
+from sparse_tl.circuits.activation_patching import (
+    ActivationPatching as ActivationPatching,
+    patch_activations as patch_activations,
+)
 from sparse_tl.circuits.attention_graph import AttentionGraph as AttentionGraph
 from sparse_tl.circuits.attribution import (
     attribute_attention_edges as attribute_attention_edges,
@@ -33,6 +37,11 @@ from sparse_tl.circuits.interchange import (
     save_mib as save_mib,
     to_eap_ig as to_eap_ig,
 )
+from sparse_tl.circuits.logit_attribution import (
+    LogitAttribution as LogitAttribution,
+    attribute_logits as attribute_logits,
+)
+from sparse_tl.circuits.logit_lens import LogitLens as LogitLens, logit_lens as logit_lens
 from sparse_tl.circuits.mib import (
     MIB_FRACTIONS as MIB_FRACTIONS,
     MIBEvaluation as MIBEvaluation,

@@ -72,8 +72,10 @@ class PairRuns:
         """The batches that this rank runs."""
         self._points = site.points(self.adapter)
         self._runs: dict[int, GatedRun] = {}
-        state = batch_size * pairs.clean.shape[1] * self._state_per_token
-        self._n_kept = max(1, STATES_AT_ONCE // state) if keep else 0
+        self._n_kept = 0
+        if keep:
+            state = batch_size * pairs.clean.shape[1] * self._state_per_token
+            self._n_kept = max(1, STATES_AT_ONCE // state)
         # A mean is shared by all batches; other prompts are split into batches.
         self._shown = self._mean() if patch == "mean" else "corrupted" if needed else patch
         self._others: Sequence[Tensor] = ()
@@ -104,9 +106,9 @@ class PairRuns:
     @property
     def _state_per_token(self) -> int:
         """Number of values per token that a run holds at most."""
-        graph, layers = self.adapter.graph, self.adapter.n_layers
-        written = len(graph.sources) if isinstance(self.site, CircuitEdges) else 0
-        return (3 * layers + written) * self.adapter.d_model
+        adapter = self.adapter
+        written = len(adapter.graph.sources) if isinstance(self.site, CircuitEdges) else 0
+        return (3 * adapter.n_layers + written) * adapter.d_model
 
     def values(self, index: int) -> PatchValues:
         """The patch values for a batch."""

@@ -114,6 +114,13 @@ def prompt_tokens(model: HookedModel, prompt: Prompt) -> Int[Tensor, " pos"]:
     return tokens.cpu()
 
 
+def token_texts(model: HookedModel, tokens: Int[Tensor, " pos"]) -> list[str]:
+    """The text of each token, or its number if the model has no tokenizer."""
+    if model.tokenizer is None:
+        return [str(token) for token in tokens.tolist()]
+    return [model.tokenizer.decode([token]) for token in tokens.tolist()]
+
+
 def output_text(model: HookedModel, output: int) -> str:
     """The text of a model output: a token, or the index if outputs are not tokens."""
     adapter = adapt(model)
@@ -143,9 +150,7 @@ def _masked(model: HookedModel, tokens: Int[Tensor, " pos"]) -> list[int]:
 
 def _labels(model: HookedModel, tokens: Tensor, labels: Sequence[str] | None) -> Sequence[str]:
     if labels is None:
-        if model.tokenizer is None:
-            return [str(token) for token in tokens.tolist()]
-        return [model.tokenizer.decode([token]) for token in tokens.tolist()]
+        return token_texts(model, tokens)
     if len(labels) != len(tokens):
         raise ValueError(f"expected {len(tokens)} labels, one per token; got {len(labels)}")
     for label in labels:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -12,7 +12,19 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sparse_tl.data.batches import Rows
+from sparse_tl.data.records import (
+    PairTexts,
+    check_prompts,
+    encoder,
+    prepends_bos,
+    read_records,
+    tokens_of_pairs,
+    warn_of_joined_words,
+)
 from sparse_tl.data.spans import Positions, Span, Spans
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 NO_TOKEN = -1
 """Padding value for rows with fewer answers than the longest."""
@@ -83,59 +95,27 @@ class PromptPairs(Rows):
             )
 
     @staticmethod
-    def from_texts(
-        tokenize: Callable[[str], Sequence[int]],
-        clean: Sequence[str],
-        corrupted: Sequence[str],
-        answers: Sequence[Sequence[str]],
-        wrong: Sequence[Sequence[str]],
-    ) -> PromptPairs:
-        """Tokenize texts into pairs.
+    def from_texts(model: Any, rows: Sequence[Mapping[str, Any]] | pd.DataFrame) -> PromptPairs:
+        """Prompt pairs from a table of texts.
 
         Args:
-            tokenize: function from text to tokens, including tokens that all prompts start with;
-                answers are tokenized by `single_token`, without those.
-            clean: clean prompts, up to the predicted token.
-            corrupted: corrupted prompts.
-            answers: correct continuations of each pair, one token each (" Mary").
-            wrong: incorrect continuations of each pair, one token each.
+            model: dense or sparse model, whose tokenizer is used; BOS is prepended if the model
+                does so by itself.
+            rows: dictionaries, or a data frame, with the columns ``clean`` and ``corrupted``, the
+                prompts up to the predicted token; ``answer``, its correct continuation (" Mary"),
+                one token; and ``wrong``, an incorrect one, which may be left out if no metric
+                needs it. The last two may be lists of texts.
 
         Raises:
-            ValueError: a pair differs in token length, an answer has several tokens, or a single
-                text is given instead of a list.
+            ValueError: there is no row, or the model has no tokenizer. Or one of a row, which the
+                message names: a column is missing or unknown, a cell is not a text, a prompt is
+                empty or has text that the tokenizer does not know, clean and corrupted prompt
+                differ in token length, or an answer is not one token.
         """
-        for name, texts in {"answers": answers, "wrong": wrong}.items():
-            for row, some in enumerate(texts):
-                if isinstance(some, str):
-                    raise ValueError(
-                        f"expected a list of texts for each pair in {name}; pair {row} has "
-                        f"{some!r}, whose characters would be taken for {name}. Write [{some!r}]."
-                    )
-        lists = (clean, corrupted, answers, wrong)
-        if len({len(some) for some in lists}) != 1 or not clean:
-            raise ValueError(
-                f"expected as many clean as corrupted prompts, answers and wrong answers, at least "
-                f"one of each; got {[len(some) for some in lists]}"
-            )
-        first, second = ([list(tokenize(text)) for text in texts] for texts in (clean, corrupted))
-        for row, (one, other) in enumerate(zip(first, second, strict=True)):
-            if len(one) != len(other):
-                raise ValueError(
-                    f"expected clean and corrupted prompts of equal token length; pair {row} has "
-                    f"{len(one)} and {len(other)}: {clean[row]!r} / {corrupted[row]!r}"
-                )
-        start = len(tokenize(""))
-
-        def tokens_of(texts: Sequence[str]) -> list[int]:
-            return [single_token(tokenize, text, start) for text in texts]
-
-        return PromptPairs(
-            padded(first, 0),
-            padded(second, 0),
-            padded([tokens_of(texts) for texts in answers], NO_TOKEN),
-            padded([tokens_of(texts) for texts in wrong], NO_TOKEN),
-            torch.tensor([len(one) - 1 for one in first]),
-        )
+        pairs, prepend_bos = read_records(rows), prepends_bos(model)
+        check_prompts(model.tokenizer, pairs, prepend_bos=prepend_bos)
+        warn_of_joined_words(encoder(model.tokenizer), pairs)
+        return pairs_of_texts(model.tokenizer, pairs, prepend_bos=prepend_bos)
 
     def with_spans(self, spans: Mapping[str, Span] | Sequence[Mapping[str, Span]]) -> PromptPairs:
         """The same pairs with named spans of tokens, for ``positions="spans"``.
@@ -187,7 +167,10 @@ class PromptPairs(Rows):
         return logits[torch.arange(len(logits), device=logits.device), self.positions]
 
     def to_records(self, tokenizer: Any) -> list[dict[str, Any]]:
-        """Human-readable texts of the pairs: clean, corrupted, answers, wrong."""
+        """The pairs as texts: clean, corrupted, and lists of texts as answer and wrong.
+
+        Prompts show the tokens that they begin with, such as BOS.
+        """
         records = []
         for row in range(len(self)):
             end = int(self.positions[row]) + 1
@@ -195,9 +178,7 @@ class PromptPairs(Rows):
                 {
                     "clean": tokenizer.decode(self.clean[row, :end].tolist()),
                     "corrupted": tokenizer.decode(self.corrupted[row, :end].tolist()),
-                    "answers": [
-                        tokenizer.decode([t]) for t in self.answers[row].tolist() if t >= 0
-                    ],
+                    "answer": [tokenizer.decode([t]) for t in self.answers[row].tolist() if t >= 0],
                     "wrong": [tokenizer.decode([t]) for t in self.wrong[row].tolist() if t >= 0],
                 }
             )
@@ -207,16 +188,13 @@ class PromptPairs(Rows):
         return f"PromptPairs({len(self)} pairs of up to {self.clean.shape[1]} tokens)"
 
 
-def single_token(tokenize: Callable[[str], Sequence[int]], text: str, start: int = 0) -> int:
-    """The single token of a text, after the `start` tokens that every prompt begins with.
-
-    Raises:
-        ValueError: the text does not have exactly one token.
-    """
-    tokens = list(tokenize(text))[start:]
-    if len(tokens) != 1:
-        raise ValueError(f"expected an answer of a single token; {text!r} has {len(tokens)}")
-    return tokens[0]
+def pairs_of_texts(tokenizer: Any, pairs: Sequence[PairTexts], *, prepend_bos: bool) -> PromptPairs:
+    """Tokenize pairs of texts; raises a ValueError as `PromptPairs.from_texts` does."""
+    encode = encoder(tokenizer, prepend_bos=prepend_bos)
+    clean, corrupted, answers, wrong = zip(*tokens_of_pairs(encode, pairs, tokenizer), strict=True)
+    last = torch.tensor([len(prompt) - 1 for prompt in clean])
+    sides = padded(answers, NO_TOKEN), padded([some or [NO_TOKEN] for some in wrong], NO_TOKEN)
+    return PromptPairs(padded(clean, 0), padded(corrupted, 0), *sides, last)
 
 
 def padded(rows: Sequence[Sequence[int]] | Tensor, fill: int) -> Int[Tensor, "row column"]:

@@ -32,3 +32,4 @@ from sparse_tl.gates.sites import (
     Site as Site,
 )
 from sparse_tl.gates.sparse_transformer import SparseTransformer as SparseTransformer
+from sparse_tl.gates.steering import steer as steer

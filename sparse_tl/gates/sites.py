@@ -6,6 +6,7 @@ stack has entries, one after the other, and each copy runs under its own gates.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -109,17 +110,22 @@ class _Activations:
     def points(self, adapter: Adapter, gates: Any = None) -> list[str]:
         raise NotImplementedError
 
+    def layer(self, index: int) -> int:
+        """The layer of an index along the first axis of the gates."""
+        return index
+
     def first_layer(self, adapter: Adapter, differ: Tensor) -> int:
-        found = differ.transpose(0, 1).flatten(1).any(dim=1).nonzero()
-        return int(found[0]) if len(found) else adapter.n_layers
+        found = differ.transpose(0, 1).flatten(1).any(dim=1).nonzero().flatten().tolist()
+        return min(map(self.layer, found), default=adapter.n_layers)
 
     def hooks(self, adapter: Adapter, gates: Any, patch: PatchValues, now: Pass) -> Hooks:
         hooks: Hooks = []
         for index, name in enumerate(self.points(adapter)):
             closed = isinstance(gates, ClosedAttentionEdges)
             here = gates.in_layer(index) if closed else gates[:, index]
-            makes_copies = index == now.from_layer and now.n_prompts is not None
-            if index >= now.from_layer and (makes_copies or _acts(here)):
+            layer = self.layer(index)
+            makes_copies = layer == now.from_layer and now.n_prompts is not None
+            if layer >= now.from_layer and (makes_copies or _acts(here)):
                 hooks.append((name, self.order, partial(self._close, name, here, patch, now)))
         if hooks and (patch.values or isinstance(gates, ClosedAttentionEdges)):
             name = f"blocks.{now.from_layer}.attn.cached_columns"
@@ -230,8 +236,10 @@ class HookPoints(_Activations):
     def points(self, adapter: Adapter, gates: Any = None) -> list[str]:
         return list(self.names)
 
-    def first_layer(self, adapter: Adapter, differ: Tensor) -> int:
-        return 0
+    def layer(self, index: int) -> int:
+        """The layer of a hook point; 0 for one that is in no layer."""
+        found = re.match(r"blocks\.(\d+)\.", self.names[index])
+        return int(found[1]) if found else 0
 
 
 def _acts(gates: Tensor | ClosedAttentionEdges) -> bool:

@@ -264,6 +264,14 @@ class Adapter(ABC):
     def W_O(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
         """The matrix from `heads_point` to the residual stream."""
 
+    @abstractmethod
+    def b_O(self, layer: int) -> Float[Tensor, " d_model"]:
+        """What a layer's attention adds besides its heads; zeros where the model has no bias."""
+
+    @abstractmethod
+    def unembedding(self) -> tuple[Float[Tensor, "d_model vocab"], Float[Tensor, " vocab"]]:
+        """Weight and bias from the normalised final residual stream to logits before a soft cap."""
+
     def heads_written(
         self,
         layer: int,

@@ -220,6 +220,21 @@ class BridgeAdapter(Adapter):
         weight = weight if scale == 1.0 else weight * scale
         return weight if post is None else weight * post
 
+    def b_O(self, layer: int) -> Float[Tensor, " d_model"]:
+        """See `Adapter`."""
+        block = self.model.blocks[layer]
+        bias, scale = block.attn.b_O, getattr(block, "residual_contribution_scale", 1.0)
+        return self.W_O(layer).new_zeros(self.d_model) if bias is None else bias * scale
+
+    def unembedding(self) -> tuple[Float[Tensor, "d_model vocab"], Float[Tensor, " vocab"]]:
+        """See `Adapter`."""
+        model: Any = self.model
+        with torch.enable_grad():  # a soft cap has slope 1 at 0, so this is the factor before it
+            zero = torch.zeros(1, device=self.device, dtype=self.dtype, requires_grad=True)
+            after = model.adapter.apply_output_logits_transform(zero)
+            scale = torch.autograd.grad(after, zero)[0]
+        return model.unembed.W_U * scale, model.unembed.b_U * scale
+
     # ---- as a whole ------------------------------------------------------------------------------
 
     def copy(self) -> TransformerBridge:

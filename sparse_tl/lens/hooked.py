@@ -99,6 +99,14 @@ class HookedAdapter(Adapter):
         """The matrix from each head's z to the residual stream."""
         return self.model.blocks[layer].attn.W_O
 
+    def b_O(self, layer: int) -> Float[Tensor, " d_model"]:
+        """See `Adapter`."""
+        return self.model.blocks[layer].attn.b_O
+
+    def unembedding(self) -> tuple[Float[Tensor, "d_model vocab"], Float[Tensor, " vocab"]]:
+        """See `Adapter`."""
+        return self.model.unembed.W_U, self.model.unembed.b_U
+
     def copy(self) -> HookedTransformer:
         """A copy of the model that shares no parameter with it."""
         # A `forward` that stands in for a module's own would still call that of the original.

@@ -43,6 +43,18 @@ class Norm:
             x = x.float()  # squares of large activations overflow in half precision
         return (self.centred(x).pow(2).mean(dim=-1, keepdim=True) + self.eps).sqrt()
 
+    def share(
+        self, part: Float[Tensor, "*parts d_model"], residual: Float[Tensor, "*rows d_model"]
+    ) -> Float[Tensor, "*parts d_model"]:
+        """The share of a part of the residual stream in the output, without the bias.
+
+        ``weight (part - mean) / scale(residual)``: with the scale held fixed, the norm is linear.
+        """
+        if self.kind is None:
+            return part
+        shown = self.centred(part) / self.scale(residual).to(part.dtype)
+        return shown if self.weight is None else shown * self.weight
+
     def standardised(
         self, residual: Float[Tensor, "*rows d_model"]
     ) -> tuple[Float[Tensor, "*rows d_model"], Float[Tensor, "*rows 1"]]:

@@ -20,6 +20,7 @@ import torch
 
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.data.records import PairTexts
 from sparse_tl.tasks import (
     DocstringTask,
     GreaterThanTask,
@@ -29,7 +30,7 @@ from sparse_tl.tasks import (
     greater_than,
     ioi,
 )
-from sparse_tl.tasks.words import Prompt, WordTask, draw_distinct, to_pairs
+from sparse_tl.tasks.words import WordTask, draw_distinct, to_pairs
 
 Part = Literal["training", "validation", "held_out"]
 
@@ -154,12 +155,12 @@ def task_rows(n: int, *, part: Part | str, text: float = 0.0, seed: int = 0) -> 
 
 def _draw(
     task: WordTask, tokenizer: Any, n: int, part: Part | str, rng: random.Random
-) -> list[Prompt]:
+) -> list[PairTexts]:
     if part not in get_args(Part):
         raise ValueError(f"expected one of {get_args(Part)} as part; got {part!r}")
     draw = task.drawing(tokenizer, rng)
 
-    def draw_within() -> Prompt:
+    def draw_within() -> PairTexts:
         for _ in range(MAX_DRAWS):
             prompt = draw()
             if part_of(prompt.clean) == part:

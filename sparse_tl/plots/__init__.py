@@ -21,4 +21,5 @@ from sparse_tl.plots.head_roles import (
     gate_trajectories as gate_trajectories,
     head_roles_figure as head_roles_figure,
 )
+from sparse_tl.plots.layer_map import layer_map as layer_map
 from sparse_tl.plots.rendering import Figure as Figure

@@ -5,8 +5,18 @@ from __future__ import annotations
 from functools import singledispatch
 from typing import Any
 
-from sparse_tl.circuits import Circuit, EffectCurve, Evaluation, Scores, SeedCurves
+from sparse_tl.circuits import (
+    ActivationPatching,
+    Circuit,
+    EffectCurve,
+    Evaluation,
+    LogitAttribution,
+    LogitLens,
+    Scores,
+    SeedCurves,
+)
 from sparse_tl.circuits.attention_graph import AttentionGraph
+from sparse_tl.graph import CircuitGraph
 from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.plots.circuit_diagram import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.component_diagram import ComponentDiagram, component_diagram
@@ -14,7 +24,11 @@ from sparse_tl.plots.curves import Parts, effect_figure
 from sparse_tl.plots.grid_figure import GridFigure
 from sparse_tl.plots.head_map import head_map
 from sparse_tl.plots.head_roles import ablation_grid, head_roles_figure
+from sparse_tl.plots.layer_map import layer_map
 from sparse_tl.plots.rendering import Figure
+
+STRONGEST = 60
+"""Number of circuit edges that scores are drawn with."""
 
 
 @singledispatch
@@ -22,9 +36,11 @@ def figure(result: Any, **style: Any) -> Figure:
     """Draw a result with the default figure of its type.
 
     Args:
-        result: a circuit, optionally with ``scores`` (component diagram); scores of heads,
+        result: a circuit, optionally with ``scores`` (component diagram); scores of circuit edges
+            (component diagram of the 60 strongest, or of the ``size`` strongest) or of heads,
             optionally with ``marked`` heads (head map); an evaluation or curve (explained effect);
-            an attention graph (circuit diagram); an ablation curve; or head roles (heat map).
+            activation patching, logit lens or logit attribution (layer map); an attention graph
+            (circuit diagram); an ablation curve; or head roles (heat map).
         **style: ``title``, and arguments of the function that draws the figure.
 
     Raises:
@@ -41,8 +57,22 @@ def _(result: Circuit, *, scores: Scores | None = None, **style: Any) -> Compone
 
 
 @figure.register(Scores)
-def _(result: Scores, *, title: str = "Model", **style: Any) -> GridFigure:
+def _(
+    result: Scores, *, title: str = "Model", size: int = STRONGEST, **style: Any
+) -> GridFigure | ComponentDiagram:
+    if isinstance(result.site, CircuitGraph):
+        circuit = result.top(min(size, result.site.n_parts))
+        return component_diagram({title: circuit}, scores={title: result}, **style)
     return head_map({title: result}, **style)
+
+
+@figure.register(ActivationPatching)
+@figure.register(LogitLens)
+@figure.register(LogitAttribution)
+def _(
+    result: ActivationPatching | LogitLens | LogitAttribution, *, title: str = "Model"
+) -> GridFigure:
+    return layer_map({title: result})
 
 
 @figure.register(AttentionGraph)

@@ -78,7 +78,7 @@ def _checked(panels: Mapping[str, Scores]) -> HeadGrid:
         raise ValueError(
             "expected scores of the heads of one model, or of models of one shape, as "
             f"attribute_heads returns them; got scores of {sites}. Circuit edges are drawn as a "
-            "circuit: scores.top(100).figure(scores=scores)"
+            "circuit: scores.figure()"
         )
     return sites[0]
 

@@ -98,7 +98,8 @@ def _add_axes(page: Figure, layout: Any, x: str, y: str) -> Axes:
     axes.spines[["left", "right", "top"]].set_visible(False)
     axes.spines["bottom"].set(color=AXIS, linewidth=1)
     axes.set_axisbelow(True)
-    axes.grid(axis="y", color=GRID, linewidth=1)
+    if upwards.showgrid is not False:
+        axes.grid(axis="y", color=GRID, linewidth=1)
     for name, axis, drawn in (("x", across, axes.xaxis), ("y", upwards, axes.yaxis)):
         hidden, is_log = axis.showticklabels is False, axis.type == "log"
         axes.set(**{f"{name}scale": axis.type or "linear"})
@@ -166,7 +167,7 @@ def _write(axes: Axes, layout: Any, text: Any) -> None:
         textcoords="offset points",
         rotation=-(text.textangle or 0),
         ha=text.xanchor,
-        va="baseline" if above else "center",
+        va={"bottom": "baseline", "top": "top"}.get(text.yanchor, "center"),
         size=text.font.size,
         color=text.font.color or INK,
         multialignment="center",

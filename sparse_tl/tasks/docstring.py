@@ -26,8 +26,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from sparse_tl.data.records import PairTexts
 from sparse_tl.metrics import Metric, margin
-from sparse_tl.tasks.words import Prompt, WordTask, content, single_words
+from sparse_tl.tasks.words import WordTask, content, single_words
 
 # Word lists of ACDC (github.com/ArthurConmy/Automatic-Circuit-Discovery, MIT, (c) 2023 Arthur
 # Conmy, Adrià Garriga-Alonso).
@@ -55,7 +56,7 @@ class DocstringTask(WordTask):
     arguments: tuple[str, ...] = field(default=ARGUMENTS, repr=False)
     nouns: tuple[str, ...] = field(default=NOUNS, repr=False)
 
-    def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], Prompt]:
+    def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], PairTexts]:
         """The answer is the third matching argument.
 
         All other arguments of the clean and the corrupted prompt are wrong answers, since a model
@@ -65,7 +66,7 @@ class DocstringTask(WordTask):
         spelled = single_words(tokenizer, self.arguments, needed, "arguments")
         nouns = list(single_words(tokenizer, self.nouns, SUMMARY, "nouns"))
 
-        def draw() -> Prompt:
+        def draw() -> PairTexts:
             function, *drawn = rng.sample(list(spelled), needed)
             rest = iter(drawn)
             prefix, suffix, matching, other = (
@@ -76,7 +77,7 @@ class DocstringTask(WordTask):
             texts = [" ".join(rng.sample(nouns, DESCRIPTION)) for _ in undefined]
             answer = matching[-1]
             wrong = [*prefix, *matching[:-1], *suffix, *other, *undefined]
-            return Prompt(
+            return PairTexts(
                 _write(function, [*prefix, *matching, *suffix], summary, matching[:-1], texts),
                 _write(function, [*prefix, *other, *suffix], summary, undefined, texts),
                 answers=(spelled[answer],),

@@ -13,15 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from sparse_tl.data.records import PairTexts, encoder
 from sparse_tl.metrics import Metric, probability_difference
-from sparse_tl.tasks.words import (
-    Prompt,
-    WordTask,
-    content,
-    encoder,
-    is_token,
-    single_words,
-)
+from sparse_tl.tasks.words import WordTask, content, is_token, single_words
 
 # The nouns of EAP-IG's prompts (github.com/hannamw/EAP-IG, MIT).
 NOUNS = content("greater_than", "nouns")
@@ -53,14 +47,14 @@ class GreaterThanTask(WordTask):
         if odd:
             raise ValueError(f"expected centuries in 10..99, two digits each; got {odd}")
 
-    def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], Prompt]:
+    def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], PairTexts]:
         """Answers are the year endings above YY; all others are wrong."""
         nouns = list(single_words(tokenizer, self.nouns, 1, "nouns"))
         years = self.years(tokenizer)
 
-        def draw() -> Prompt:
+        def draw() -> PairTexts:
             noun, (century, start) = rng.choice(nouns), rng.choice(years)
-            return Prompt(
+            return PairTexts(
                 f"The {noun} lasted from the year {century}{start} to the year {century}",
                 f"The {noun} lasted from the year {century}{CORRUPTED} to the year {century}",
                 answers=tuple(end for end in ENDS if end > start),

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparse_tl.data import PromptPairs
+from sparse_tl.data.records import PairTexts
 from sparse_tl.metrics import Metric, logit_difference
-from sparse_tl.tasks.words import Prompt, WordTask, content, single_words
+from sparse_tl.tasks.words import WordTask, content, single_words
 
 # Templates, names, places and objects of Redwood Research's Easy-Transformer
 # (github.com/redwoodresearch/Easy-Transformer, MIT, (c) 2022 neelnanda-io).
@@ -90,18 +91,18 @@ class IOITask(WordTask):
                     f"{template!r}"
                 )
 
-    def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], Prompt]:
+    def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], PairTexts]:
         """The answer is the IO, the wrong answer the subject."""
         spelled = single_words(tokenizer, self.names, 5, "names")
         places = list(single_words(tokenizer, self.places, 1, "places"))
         objects = list(single_words(tokenizer, self.objects, 1, "objects"))
 
-        def draw() -> Prompt:
+        def draw() -> PairTexts:
             template = rng.choice(self.templates).removesuffix(" [A]")
             place, thing = rng.choice(places), rng.choice(objects)
             template = template.replace("[PLACE]", place).replace("[OBJECT]", thing)
             io, subject, *others = rng.sample(list(spelled), 5)
-            return Prompt(
+            return PairTexts(
                 template.replace("[A]", io).replace("[B]", subject),
                 _name_in_turn(template, others),
                 answers=(spelled[io],),

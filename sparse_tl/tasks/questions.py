@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from sparse_tl.data.documents import dataset_rows
+from sparse_tl.data.records import prepends_bos
 from sparse_tl.data.targets import TargetDataset, read_jsonl
 from sparse_tl.lens import HookedModel
-from sparse_tl.tasks.words import prepends_bos
 
 Record = Mapping[str, Any]
 Question = tuple[str, str]

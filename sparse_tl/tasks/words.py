@@ -6,11 +6,11 @@ import json
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any
 
-from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.data.pairs import PromptPairs, pairs_of_texts
+from sparse_tl.data.records import PairTexts, encoder, prepends_bos
 from sparse_tl.lens import HookedModel
 
 _CONTENT = json.loads(files("sparse_tl.tasks").joinpath("content.json").read_text("utf-8"))
@@ -21,20 +21,11 @@ def content(task: str, key: str) -> tuple[str, ...]:
     return tuple(_CONTENT[task][key])
 
 
-class Prompt(NamedTuple):
-    """A clean prompt, its corrupted counterpart, and right and wrong single-token answers."""
-
-    clean: str
-    corrupted: str
-    answers: tuple[str, ...]
-    wrong: tuple[str, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class WordTask:
     """A task whose prompts are drawn at random from words; subclasses define one draw."""
 
-    def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], Prompt]:
+    def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], PairTexts]:
         """A function that draws one prompt.
 
         Raises:
@@ -57,27 +48,6 @@ class WordTask:
         begins_with_bos = prepends_bos(model)
         draw = self.drawing(model.tokenizer, random.Random(seed))
         return to_pairs(model.tokenizer, draw_distinct(draw, n), prepend_bos=begins_with_bos)
-
-
-def prepends_bos(model: HookedModel) -> bool:
-    """Whether the model itself prepends a BOS token to every text."""
-    if model.tokenizer is None:
-        raise ValueError(
-            "expected a model with a tokenizer; this one has none. Build it with one, or make "
-            "prompts of tokens."
-        )
-    return bool(model.cfg.default_prepend_bos) and model.tokenizer.bos_token_id is not None
-
-
-def encoder(tokenizer: Any, *, prepend_bos: bool = False) -> Callable[[str], tuple[int, ...]]:
-    """A cached function from text to tokens, since tasks encode the same few words repeatedly."""
-    start = (int(tokenizer.bos_token_id),) if prepend_bos else ()
-
-    @cache
-    def encode(text: str) -> tuple[int, ...]:
-        return start + tuple(tokenizer.encode(text, add_special_tokens=False))
-
-    return encode
 
 
 def single_words(tokenizer: Any, words: Iterable[str], needed: int, what: str) -> dict[str, str]:
@@ -106,11 +76,11 @@ def single_words(tokenizer: Any, words: Iterable[str], needed: int, what: str) -
     return found
 
 
-def draw_distinct(draw: Callable[[], Prompt], n: int) -> list[Prompt]:
+def draw_distinct(draw: Callable[[], PairTexts], n: int) -> list[PairTexts]:
     """`n` draws with distinct clean prompts, as far as there are that many."""
     if n < 1:
         raise ValueError(f"expected to draw at least 1 prompt pair; got n={n}")
-    found: dict[str, Prompt] = {}
+    found: dict[str, PairTexts] = {}
     # Enough tries to find every prompt of a small task, few enough to stop when none is left.
     for _ in range(20 * n + 1000):
         if len(found) == n:
@@ -120,7 +90,7 @@ def draw_distinct(draw: Callable[[], Prompt], n: int) -> list[Prompt]:
     return [*found.values(), *(draw() for _ in range(n - len(found)))]
 
 
-def to_pairs(tokenizer: Any, prompts: Sequence[Prompt], *, prepend_bos: bool) -> PromptPairs:
+def to_pairs(tokenizer: Any, prompts: Sequence[PairTexts], *, prepend_bos: bool) -> PromptPairs:
     """Prompts as tokens; raises if the tokenizer does not know a word."""
     encode = encoder(tokenizer)
     for text in (text for prompt in prompts for text in (prompt.clean, prompt.corrupted)):
@@ -131,9 +101,7 @@ def to_pairs(tokenizer: Any, prompts: Sequence[Prompt], *, prepend_bos: bool) ->
                 f"{text!r} as something else. Add them to its vocabulary, or give the task other "
                 "words or templates."
             )
-    clean, corrupted, answers, wrong = zip(*prompts, strict=True)
-    encode = encoder(tokenizer, prepend_bos=prepend_bos)
-    return PromptPairs.from_texts(encode, clean, corrupted, answers, wrong)
+    return pairs_of_texts(tokenizer, prompts, prepend_bos=prepend_bos)
 
 
 def is_token(tokenizer: Any, tokens: tuple[int, ...], word: str) -> bool:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jaxtyping
+import pandas as pd
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from sparse_tl.data.pairs import NO_TOKEN, PromptPairs, single_token
+from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
 from sparse_tl.metrics import (
     Metric,
     divergence,
@@ -22,20 +28,23 @@ from sparse_tl.metrics import (
 )
 
 WORDS = ["<s>", "the", "cat", "dog", "sat", "ran", "far"]
+RECORDS: list[dict[str, Any]] = [
+    {"clean": "the cat", "corrupted": "the dog", "answer": "sat", "wrong": ["far", "ran"]},
+    {"clean": "the dog sat", "corrupted": "the cat sat", "answer": ["far", "ran"], "wrong": "cat"},
+]
 
 
-def _tokenize(text: str) -> list[int]:
-    return [0, *(WORDS.index(word) for word in text.split())]
+def _reader(*, bos: bool = True, tokenizer: Any = None) -> Any:
+    """What is asked of a model: its tokenizer, and whether it prepends BOS."""
+    if tokenizer is None:
+        words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}))
+        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>")
+    return SimpleNamespace(tokenizer=tokenizer, cfg=SimpleNamespace(default_prepend_bos=bos))
 
 
 def _pairs() -> PromptPairs:
-    return PromptPairs.from_texts(
-        _tokenize,
-        clean=["the cat", "the dog sat"],
-        corrupted=["the dog", "the cat sat"],
-        answers=[["sat"], ["far", "ran"]],
-        wrong=[["far", "ran"], ["cat"]],
-    )
+    return PromptPairs.from_texts(_reader(), RECORDS)
 
 
 def test_prompts_are_padded_on_the_right_and_read_at_their_end() -> None:
@@ -50,27 +59,88 @@ def test_prompts_are_padded_on_the_right_and_read_at_their_end() -> None:
     assert torch.equal(pieces[1].wrong, pairs.wrong[1:])
 
 
+def test_a_model_that_prepends_no_bos_reads_the_texts_alone() -> None:
+    pairs = PromptPairs.from_texts(_reader(bos=False), RECORDS)
+    assert pairs.clean.tolist() == [[1, 2, 0], [1, 3, 4]]
+    assert (pairs.positions.tolist(), pairs.answers[1].tolist()) == ([1, 2], [6, 5])
+
+
+def test_a_data_frame_and_its_own_records_give_the_same_pairs() -> None:
+    reader = _reader(bos=False)
+    pairs = PromptPairs.from_texts(reader, RECORDS)
+    again = pairs.to_records(reader.tokenizer)
+    for rows in (pd.DataFrame(RECORDS), again, tuple(RECORDS)):
+        assert PromptPairs.from_texts(reader, rows).digest() == pairs.digest()
+
+
+def test_wrong_answers_may_be_left_out() -> None:
+    rows = [{name: row[name] for name in row if name != "wrong"} for row in RECORDS]
+    pairs = PromptPairs.from_texts(_reader(), rows)
+    assert pairs.wrong.tolist() == [[NO_TOKEN]] * 2
+    assert measure(log_probability, torch.randn(2, 7), pairs).shape == (2,)
+    with pytest.raises(ValueError, match="A wrong answer is missing"):
+        measure(logit_difference, torch.randn(2, 7), pairs)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"corrupted": ["the dog ran", "the cat sat"]}, "equal token length; pair 0 has 3 and 4"),
-        ({"answers": [["sat"], ["ran far"]]}, "single token; 'ran far' has 2"),
-        ({"answers": [["sat"], [""]]}, "single token; '' has 0"),
-        ({"answers": [["sat"], []]}, "an answer for every pair; pair 1 has none"),
-        ({"answers": ["sat", "far"]}, r"list of texts .* pair 0 has 'sat', .* Write \['sat'\]"),
-        ({"wrong": [["far"], "cat"]}, r"in wrong; pair 1 has 'cat'"),
-        ({"answers": [["sat"]]}, "as many clean as corrupted"),
+        (
+            {"corrupted": "the dog ran sat"},
+            r"row 1: .* 4 and 5 tokens, where \['cat'\] stands against \['dog', 'ran'\]: 'the cat",
+        ),
+        ({"answer": "ran far"}, r"row 1: .*'ran far' has 2, \['ran', 'far'\]$"),
+        ({"answer": ""}, "row 1: .* single token; '' has 0"),
+        ({"answer": []}, "an answer for every pair; pair 1 has none"),
+        ({"answer": None}, "a text as answer .* row 1 has None"),
+        ({"answer": 7}, "a text as answer .* row 1 has 7"),
+        ({"wrong": math.nan}, "a text as wrong .* row 1 has nan"),
+        ({"clean": ["the cat", "the dog"]}, "one text as clean in every row; row 1 has"),
+        ({"clean": ""}, "row 1: expected a clean prompt; got an empty text"),
+        ({"clean": "<s> the cat"}, "row 1: .* without '<s>', which this model prepends"),
+        ({"clean": "the cow"}, "row 1, clean: .* 'the cow'"),
+        ({"wrnog": "far"}, "row 1 also has 'wrnog'"),
     ],
 )
-def test_texts_that_are_no_pairs(change: dict[str, list], message: str) -> None:
-    texts = {
-        "clean": ["the cat", "the dog sat"],
-        "corrupted": ["the dog", "the cat sat"],
-        "answers": [["sat"], ["far"]],
-        "wrong": [["far"], ["cat"]],
-    }
+def test_texts_that_are_no_pairs(change: dict[str, Any], message: str) -> None:
+    same = {"clean": "the cat sat", "corrupted": "the dog sat", "answer": "far", "wrong": "ran"}
     with pytest.raises(ValueError, match=message):
-        PromptPairs.from_texts(_tokenize, **{**texts, **change})
+        PromptPairs.from_texts(_reader(), [RECORDS[0], {**same, **change}])
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "at least one row"),
+        (pd.DataFrame(columns=["clean", "corrupted", "answer"]), "at least one row"),
+        ([{"clean": "the cat", "answers": "sat"}], "lacks 'corrupted', 'answer' and also has"),
+        (["the cat"], "row 0 is 'the cat'"),
+    ],
+)
+def test_tables_that_are_no_pairs(rows: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PromptPairs.from_texts(_reader(), rows)
+
+
+def test_a_model_without_a_tokenizer_has_no_texts() -> None:
+    reader = _reader()
+    reader.tokenizer = None
+    with pytest.raises(ValueError, match="a model with a tokenizer"):
+        PromptPairs.from_texts(reader, RECORDS)
+
+
+def test_a_word_that_begins_with_its_space(shared_data: Path) -> None:
+    """As in GPT-2's vocabulary, where a name without its space is in pieces, or another token."""
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers" / "gpt2")
+    reader = _reader(tokenizer=tokenizer)
+    row = {"clean": "Then Mary met", "corrupted": "Then John met", "answer": " Joshua"}
+    with pytest.raises(ValueError, match=r"'Allison' has 2, \['All', 'ison'\]; ' Allison' is one"):
+        PromptPairs.from_texts(reader, [{**row, "answer": "Allison"}])
+    with pytest.warns(UserWarning, match="'Joshua' of row 0.*'metJoshua'.*write ' Joshua'"):
+        PromptPairs.from_texts(reader, [{**row, "answer": "Joshua"}])
+    pairs = PromptPairs.from_texts(reader, [row])
+    assert pairs.to_records(tokenizer)[0]["clean"] == "<|endoftext|>Then Mary met"
+    assert tokenizer.decode(pairs.answers[0]) == " Joshua"
 
 
 def test_tensors_that_are_no_pairs() -> None:
@@ -79,7 +149,6 @@ def test_tensors_that_are_no_pairs() -> None:
         pairs.select(slice(0, 0))
     with pytest.raises(ValueError, match=r"positions in 0\.\.3; pair 1 has 4"):
         PromptPairs(pairs.clean, pairs.corrupted, pairs.answers, pairs.wrong, torch.tensor([0, 4]))
-    assert single_token(_tokenize, "cat", start=1) == 2
 
 
 def test_answers_at_several_positions_are_several_pairs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,8 +51,8 @@ def test_scores_of_nothing_are_drawn() -> None:
 def test_what_cannot_be_drawn_is_refused() -> None:
     graph = CircuitGraph(1, 1, 1)
     edges = Scores(graph, torch.zeros(graph.exists.shape), "eap")
-    with pytest.raises(ValueError, match=r"scores\.top\(100\)\.figure"):
-        edges.figure()
+    with pytest.raises(ValueError, match=r"scores\.figure\(\)"):
+        head_map({"Edges": edges})
     other = Scores(HeadGrid(2, 2), torch.zeros(2, 2), "eap")
     for panels in ({}, {"one": SCORES, "other": other}):
         with pytest.raises(ValueError, match="heads of one model"):

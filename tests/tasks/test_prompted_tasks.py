@@ -120,7 +120,7 @@ def test_ioi_names_are_distinct_and_the_answer_is_the_one_named_once(kind, token
         subject = names[2]
         (io,) = set(names) - {subject}
         assert names.count(subject) == 2
-        assert (record["answers"], record["wrong"]) == ([io], [subject])
+        assert (record["answer"], record["wrong"]) == ([io], [subject])
         assert len({io, subject, *others}) == 5
         assert index == other_index
         used.append((index, names[0] == io))
@@ -137,7 +137,7 @@ def test_greater_than_answers_are_the_later_years(tokenizer):
         assert noun in NOUNS
         assert century == again
         assert record["corrupted"] == f"The{noun}lastedfromtheyear{century}01totheyear{century}"
-        assert [int(end) for end in record["answers"]] == list(range(int(start) + 1, 100))
+        assert [int(end) for end in record["answer"]] == list(range(int(start) + 1, 100))
         assert [int(end) for end in record["wrong"]] == list(range(int(start) + 1))
         starts.add((century, start))
     assert {century for century, _ in starts} == {str(century) for century in range(11, 18)}
@@ -160,7 +160,7 @@ def test_docstring_answers_the_third_matching_argument(tokenizer):
         function, defined, described, texts = parse_docstring(record["clean"])
         assert len(defined) == 6
         assert described == defined[2:4]
-        assert record["answers"] == [defined[4]]
+        assert record["answer"] == [defined[4]]
         other_function, other, other_described, other_texts = parse_docstring(record["corrupted"])
         assert (function, texts) == (other_function, other_texts)
         assert [*defined[:2], defined[5]] == [*other[:2], other[5]]
@@ -187,8 +187,8 @@ def test_an_answer_is_the_token_that_follows_the_prompt(kind, tokenizer):
     space, followed = "" if kind is GreaterThanTask else " ", 0
     for row, record in enumerate(pairs.to_records(tokenizer)):
         known = pairs.clean[row, : int(pairs.positions[row]) + 1].tolist()
-        for name in ("answers", "wrong"):
-            for text, token in zip(record[name], getattr(pairs, name)[row].tolist(), strict=False):
+        for name, tokens in (("answer", pairs.answers[row]), ("wrong", pairs.wrong[row])):
+            for text, token in zip(record[name], tokens.tolist(), strict=False):
                 whole = tokenizer.encode(
                     record["clean"] + space + text.strip(), add_special_tokens=False
                 )
@@ -449,7 +449,7 @@ def test_docstring_prompts_read_as_published_under_gpt2(gpt2):
     for record in pairs.to_records(gpt2):
         for text in (record["clean"], record["corrupted"]):
             assert re.fullmatch(r"\n".join(lines), text)
-        assert all(re.fullmatch(r" \w+", text) for text in record["answers"] + record["wrong"])
+        assert all(re.fullmatch(r" \w+", text) for text in record["answer"] + record["wrong"])
     assert set(pairs.positions.tolist()) == {51}
 
 

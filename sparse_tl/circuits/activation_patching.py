@@ -1,0 +1,223 @@
+"""Activation patching: put activations of one prompt into the run of another, one place at a time.
+
+    effect[place] = (m(patched) - m(run)) / (m(other) - m(run))
+
+1. Record the other prompts' activations, and run the prompts without a patch.
+2. Layer by layer, run copies of the prompts from that layer on, each with one place patched.
+3. Measure the metric of each copy.
+
+Running the corrupted prompts with clean activations shows what suffices to restore an answer;
+running the clean ones with corrupted activations shows what is necessary for it.
+
+Reference: Meng et al., arXiv 2202.05262; Zhang and Nanda, arXiv 2309.16042.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sparse_tl import ranks
+from sparse_tl.circuits.pair_runs import PairRuns
+from sparse_tl.circuits.trace import token_texts
+from sparse_tl.data import PromptPairs
+from sparse_tl.gates import HookPoints
+from sparse_tl.lens import Adapter, HookedModel, adapt, check_gates
+from sparse_tl.metrics import Metric, explained_effect, measure
+from sparse_tl.progress import tracked
+from sparse_tl.results import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+At = Literal["resid_pre", "attn_out", "mlp_out", "z", "pattern"]
+Side = Literal["clean", "corrupted"]
+_HOOK_POINTS = {"z": "attn.hook_z", "pattern": "attn.hook_pattern"}
+_HEAD_AXIS = {"z": 2, "pattern": 1}
+"""Which axis of these activations has the heads; the others are patched by position."""
+
+
+@dataclass(frozen=True, eq=False)
+class ActivationPatching(Result):
+    """The metric of prompts with one place patched, from `patch_activations`.
+
+    Args:
+        at: activations that are patched.
+        into: prompts that are run; the activations are those of their counterparts.
+        columns: tokens of the first clean prompt, or the numbers of the heads.
+        values: metric of each prompt pair with one place patched.
+        clean: metric of the clean prompts.
+        corrupted: metric of the corrupted prompts.
+    """
+
+    at: str
+    into: Side
+    columns: Sequence[str]
+    values: Float[Tensor, "layer column pair"]
+    clean: Float[Tensor, " pair"]
+    corrupted: Float[Tensor, " pair"]
+
+    @property
+    def by_head(self) -> bool:
+        """Whether places are heads instead of positions."""
+        return self.at in _HEAD_AXIS
+
+    @property
+    def effect(self) -> Float[Tensor, "layer column"]:
+        """``(m(patched) - m(run)) / (m(other) - m(run))``, each averaged over pairs first.
+
+        0: the place changes nothing; 1: it alone does what all activations of the other prompts
+        do. Below 0, it does the opposite; above 1, others work against it.
+
+        Raises:
+            NoEffectError: the metric of clean and corrupted prompts is the same.
+        """
+        run, other = self.clean, self.corrupted
+        if self.into == "corrupted":
+            run, other = other, run
+        return explained_effect(self.values, other, run)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per place: layer, head or position and token, mean metric, effect."""
+        import pandas as pd
+
+        effect = self.effect
+        n_layers, n_columns = effect.shape
+        columns = list(range(n_columns)) * n_layers
+        where: dict[str, Sequence[int | str]]
+        where = {"head": columns} if self.by_head else {"position": columns}
+        if not self.by_head:
+            where["token"] = list(self.columns) * n_layers
+        return pd.DataFrame(
+            {
+                "layer": [layer for layer in range(n_layers) for _ in range(n_columns)],
+                **where,
+                "metric": self.values.mean(dim=-1).flatten().tolist(),
+                "effect": effect.flatten().tolist(),
+            }
+        )
+
+    def _summary(self) -> pd.DataFrame:
+        """The places with the largest effects."""
+        found = self.to_pandas()
+        return found.sort_values("effect", key=abs, ascending=False).head(20)
+
+    def __repr__(self) -> str:
+        n_layers, n_columns, n_pairs = self.values.shape
+        places = f"{n_layers} layers x {n_columns} {'heads' if self.by_head else 'positions'}"
+        return f"ActivationPatching({self.at} of {places}, into {n_pairs} {self.into} prompts)"
+
+
+@torch.no_grad()
+def patch_activations(
+    model: HookedModel,
+    pairs: PromptPairs,
+    metric: Metric,
+    at: At | str = "resid_pre",
+    *,
+    into: Side | str = "corrupted",
+    batch_size: int = 32,
+    rows: int = 256,
+    progress: bool = True,
+) -> ActivationPatching:
+    """Patch the activations of each layer and position, or of each head, in a run of its own.
+
+    Args:
+        model: dense or sparse model; left unchanged.
+        pairs: prompt pairs of one token length.
+        metric: metric function with one value per pair.
+        at: activations to patch. By layer and position: "resid_pre", the residual stream that
+            enters the layer; "attn_out" and "mlp_out", what its attention and its MLP write. By
+            layer and head, at all positions: "z", the head's output; "pattern", its attention
+            pattern.
+        into: prompts that are run. "corrupted": with clean activations, which restore the answer
+            (denoising); "clean": with corrupted activations, which break it (noising).
+        batch_size: prompt pairs per forward pass.
+        rows: maximum number of pairs times places in one forward pass.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ValueError: `at` or `into` is unknown, the prompts differ in length, the model lacks the
+            hook points, or the metric is not one finite number per pair.
+        NoEffectError: the metric of clean and corrupted prompts is the same.
+    """
+    if at not in get_args(At) or into not in get_args(Side):
+        raise ValueError(
+            f"expected at= of {get_args(At)} and into= of {get_args(Side)}; got {at!r} and {into!r}"
+        )
+    adapter, pairs = adapt(model), _cropped(pairs)
+    site, first = _site(adapter, at, pairs)
+    n_layers, n_columns = site.shape(adapter)
+    turned = replace(pairs, clean=pairs.corrupted, corrupted=pairs.clean)
+    asked = turned if into == "corrupted" else pairs
+    runs = PairRuns(model, site, asked, "corrupted", batch_size, shared=True)
+    run_alone, other = _unpatched(runs, metric)
+    explained_effect(other, other, run_alone)  # raises now if there is none
+    places = torch.arange(first, n_columns)
+    found: list[Tensor] = []
+    total = n_layers * len(places) * len(runs.own)
+    with tracked("patching activations", total, progress) as step:
+        for index in runs.own:
+            batch, run = runs.batches[index], runs.run(index)
+            unpatched = measure(metric, run.start_from(None), batch)
+            values = unpatched.double()[:, None, None].repeat(1, n_layers, n_columns)
+            for layer in range(n_layers):
+                for some in places.split(max(1, rows // len(batch))):
+                    gates = torch.ones(len(some), n_layers, n_columns)
+                    gates[torch.arange(len(some)), layer, some] = 0
+                    for column, logits in zip(some.tolist(), run.logits(gates), strict=True):
+                        values[:, layer, column] = measure(metric, logits, batch).double()
+                        step()
+            found.append(values.cpu())
+    values = torch.cat(ranks.in_order(found)).permute(1, 2, 0).contiguous()
+    clean, corrupted = (other, run_alone) if into == "corrupted" else (run_alone, other)
+    columns = token_texts(model, pairs.clean[0])
+    if at in _HEAD_AXIS:
+        columns = [str(head) for head in range(n_columns)]
+    return ActivationPatching(at, into, columns, values, clean, corrupted)  # type: ignore[arg-type]
+
+
+def _site(adapter: Adapter, at: str, pairs: PromptPairs) -> tuple[HookPoints, int]:
+    """The gates on the places, and the first column that can have an effect."""
+    names = adapter.layer_points(_HOOK_POINTS.get(at, f"hook_{at}"))
+    if at in _HEAD_AXIS:
+        check_gates(adapter)
+        return HookPoints(tuple(names), (_HEAD_AXIS[at],), (adapter.n_heads,)), 0
+    n_columns = pairs.clean.shape[1]
+    # Before the first token that differs, both runs of a causal model are the same.
+    differ = (pairs.clean != pairs.corrupted).any(dim=0).nonzero().flatten().tolist()
+    first = min(differ, default=n_columns) if adapter.causal else 0
+    return HookPoints(tuple(names), (1,), (n_columns,)), first
+
+
+def _unpatched(runs: PairRuns, metric: Metric) -> tuple[Tensor, Tensor]:
+    """The metric of the prompts that are run, and of those whose activations are patched in."""
+    found = []
+    for index in runs.own:
+        batch, run = runs.batches[index], runs.run(index)
+        final = runs.adapter.final(batch.corrupted, read=run.read)
+        both = (run.clean_logits, runs.adapter.logits_at(final, run.read))
+        values = torch.stack([measure(metric, logits, batch) for logits in both])
+        found.append(values.cpu().double())
+    run_alone, other = torch.cat(ranks.in_order(found), dim=1)
+    return run_alone, other
+
+
+def _cropped(pairs: PromptPairs) -> PromptPairs:
+    """The prompts without padding, checked to be of one length."""
+    lengths = (pairs.positions + 1).unique().tolist()
+    if len(lengths) != 1:
+        raise ValueError(
+            f"expected prompts of one token length, since columns are patched; got lengths of "
+            f"{lengths} tokens: patch those of one length at a time, as "
+            f"pairs.select(pairs.positions == {lengths[0] - 1})"
+        )
+    end = lengths[0]
+    return replace(
+        pairs, clean=pairs.clean[:, :end], corrupted=pairs.corrupted[:, :end], spans=None
+    )

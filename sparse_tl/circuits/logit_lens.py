@@ -1,0 +1,129 @@
+"""The logit lens: what the model would predict if it ended at a layer.
+
+    logits[layer, pos] = unembed(norm(residual stream that enters the layer))
+
+with the final norm and unembedding of the model itself; after the last layer, these are its own
+logits.
+
+Reference: nostalgebraist, "interpreting GPT: the logit lens", 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sparse_tl.circuits.trace import Prompt, output_text, prompt_tokens, token_texts
+from sparse_tl.data.records import encoder, single_token
+from sparse_tl.lens import Adapter, HookedModel, adapt, record
+from sparse_tl.results import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, eq=False)
+class LogitLens(Result):
+    """Predictions of one prompt by layer and position, from `logit_lens`.
+
+    The last row is the residual stream after the last layer, that is the model's own prediction.
+
+    Args:
+        tokens: text of each position.
+        answer: token whose probability is tracked, as text.
+        probability: probability of the answer at each position.
+        top: most likely token, as text.
+        top_probability: its probability.
+    """
+
+    tokens: Sequence[str]
+    answer: str
+    probability: Float[Tensor, "row pos"]
+    top: Sequence[Sequence[str]]
+    top_probability: Float[Tensor, "row pos"]
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Name of each row: the layer that reads this residual stream, and "final"."""
+        return (*map(str, range(len(self.top) - 1)), "final")
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per layer and position: token, top token and both probabilities."""
+        import pandas as pd
+
+        n_positions = len(self.tokens)
+        return pd.DataFrame(
+            {
+                "layer": [row for row in self.rows for _ in self.tokens],
+                "position": list(range(n_positions)) * len(self.rows),
+                "token": list(self.tokens) * len(self.rows),
+                "top": [text for row in self.top for text in row],
+                "top_probability": self.top_probability.flatten().tolist(),
+                "probability": self.probability.flatten().tolist(),
+            }
+        )
+
+    def _summary(self) -> pd.DataFrame:
+        """The top tokens as a table of layers, last layer first, and positions."""
+        import pandas as pd
+
+        columns = [f"{place} {token!r}" for place, token in enumerate(self.tokens)]
+        rows = [[name, *row] for name, row in zip(self.rows, self.top, strict=True)]
+        return pd.DataFrame(rows[::-1], columns=["layer", *columns])
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{p:.2g}" for p in self.probability[:, -1].tolist())
+        return f"LogitLens({self.answer!r} after {self.tokens[-1]!r}, by layer: {shown})"
+
+
+@torch.no_grad()
+def logit_lens(model: HookedModel, prompt: Prompt, *, answer: str | int | None = None) -> LogitLens:
+    """The most likely token at each layer and position, and the probability of an answer.
+
+    Args:
+        model: dense or sparse model; left unchanged.
+        prompt: text or tokens.
+        answer: token to track, as text or number; by default what the model predicts after the
+            prompt.
+
+    Raises:
+        ValueError: the model cannot run the prompt, or the answer is not one token.
+    """
+    adapter, tokens = adapt(model), prompt_tokens(model, prompt)
+    names = adapter.layer_points("hook_resid_pre")
+    kept, final = record(adapter, tokens[None].to(adapter.device), names)
+    streams = [*(kept[name] for name in names), final]
+    own = adapter.logits(final)[0, -1]
+    tracked = int(own.argmax()) if answer is None else _output(model, adapter, answer)
+    probability, best, likeliest = [], [], []
+    for stream in streams:  # one at a time: there may be 250,000 tokens in the vocabulary
+        found = adapter.logits(stream)[0].float().softmax(dim=-1)
+        probability.append(found[:, tracked].cpu())
+        likeliest.append(found.max(dim=-1).values.cpu())
+        best.append([output_text(model, token) for token in found.argmax(dim=-1).tolist()])
+    return LogitLens(
+        token_texts(model, tokens),
+        output_text(model, tracked),
+        torch.stack(probability),
+        best,
+        torch.stack(likeliest),
+    )
+
+
+def _output(model: HookedModel, adapter: Adapter, answer: str | int) -> int:
+    """The number of an output that is asked for."""
+    if isinstance(answer, str):
+        if model.tokenizer is None:
+            raise ValueError(
+                f"expected the number of the answer, since the model has no tokenizer; got "
+                f"{answer!r}"
+            )
+        return single_token(encoder(model.tokenizer), answer, model.tokenizer)
+    if not 0 <= answer < adapter.d_vocab_out:
+        raise ValueError(f"expected an answer in 0..{adapter.d_vocab_out - 1}; got {answer}")
+    return answer

@@ -1,0 +1,279 @@
+"""Maps by layer: what patching restores, what the logit lens predicts, what components write.
+
+Layers upwards; positions, heads or components across. Wide labels are turned by 90 degrees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+from html import escape
+from typing import Any
+
+from sparse_tl.circuits import ActivationPatching, LogitAttribution, LogitLens
+from sparse_tl.plots.grid_figure import GridFigure
+from sparse_tl.plots.palette import (
+    EMPTY_CELL,
+    HELPS,
+    HURTS,
+    MUTED,
+    ON_PATH,
+    TICK_SIZE,
+    Colour,
+    blend,
+)
+from sparse_tl.plots.panels import hover_text, panel_figure
+from sparse_tl.plots.token_text import clip_text, text_width, visible_text
+
+_CELL, _LEAST_CELL, _ROW = 26.0, 10.0, 24.0
+_TEXT_CELL, _LEAST_TEXT_CELL = 58.0, 40.0
+_MOST_TEXTS = 600
+"""Maximum number of cells with a text; those of larger maps are in tooltips."""
+_MOST_WIDTH = 880.0
+"""Width of all plots of a row together, so that the figure has less than 1,000 pixels."""
+_LONGEST_LABEL, _LEAST_PLOT = 90.0, 200.0
+_SIGNED: tuple[tuple[float, Colour], ...] = ((0, HURTS), (0.5, EMPTY_CELL), (1, HELPS))
+_SHARE: tuple[tuple[float, Colour], ...] = (
+    (0, EMPTY_CELL),
+    (1, blend(EMPTY_CELL, ON_PATH[1], 0.9)),
+)
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """What one panel shows; NaN for cells that do not exist."""
+
+    said: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    values: Sequence[Sequence[float]]
+    hover: Sequence[Sequence[Sequence[str]]]
+    colours: tuple[tuple[float, Colour], ...]
+    limits: tuple[float, float]
+    texts: Sequence[Sequence[str]] = ()
+
+
+Mapped = ActivationPatching | LogitLens | LogitAttribution
+
+
+def layer_map(panels: Mapping[str, Mapped]) -> GridFigure:
+    """Draw results by layer in a row with one panel per model.
+
+    Activation patching: the effect of each place, blue where it moves the metric towards the
+    prompts that the activations are from, orange where it moves it away. The logit lens: the most
+    likely token of each layer and position, darker the more probable the answer is. Direct logit
+    attribution: what each component writes, blue towards the answer, orange away from it. Titles
+    give the range of the colours; 0 is grey.
+
+    Args:
+        panels: results of one kind by panel title.
+
+    Returns:
+        The figure; call its `save` to write it to a file.
+
+    Raises:
+        ValueError: there is no panel, or results differ in kind, or in layers and columns.
+    """
+    kinds = {type(result) for result in panels.values()}
+    if len(kinds) != 1:
+        raise ValueError(
+            "expected results of one kind, one or more, by title; got "
+            f"{sorted(kind.__name__ for kind in kinds)}"
+        )
+    drawn = {title: _cells(result) for title, result in panels.items()}
+    first = next(iter(drawn.values()))
+    if any(len(c.columns) != len(first.columns) or c.rows != first.rows for c in drawn.values()):
+        raise ValueError("expected results of models, and prompts, of one shape; they differ")
+    room = _MOST_WIDTH / len(drawn) / len(first.columns)
+    few = len(drawn) * len(first.rows) * len(first.columns) <= _MOST_TEXTS
+    written = bool(first.texts) and few and room >= _LEAST_TEXT_CELL
+    figure, cell = _empty(drawn, first, _TEXT_CELL if written else _CELL)
+    for column, cells in enumerate(drawn.values(), start=1):
+        figure.add_heatmap(
+            z=cells.values,
+            zmin=cells.limits[0],
+            zmax=cells.limits[1],
+            colorscale=cells.colours,
+            showscale=False,
+            xgap=1,
+            ygap=1,
+            text=[[hover_text(words) for words in row] for row in cells.hover],
+            hoverinfo="text",
+            hoverongaps=False,
+            row=1,
+            col=column,
+        )
+    if written:
+        _write(figure, drawn, cell)
+    return GridFigure(figure, f"{next(iter(kinds)).__name__} of {', '.join(panels)}")
+
+
+def _empty(drawn: Mapping[str, _Cells], first: _Cells, cell: float) -> tuple[Any, float]:
+    """Panels without cells, with labels below their columns; and the width of a cell."""
+    n_rows, n_columns = len(first.rows), len(first.columns)
+    cell = max(_LEAST_CELL, min(cell, _MOST_WIDTH / len(drawn) / n_columns))
+    figure: Any = panel_figure(
+        [f"{title}, {cells.said}" for title, cells in drawn.items()],
+        x="",
+        y="Layer",
+        width=max(cell * n_columns, _LEAST_PLOT),
+        height=_ROW * n_rows,
+    )
+    cell = max(cell, _LEAST_PLOT / n_columns)
+    every = math.ceil(n_rows / 24)
+    shown = list(range(0, n_rows, every))
+    figure.update_yaxes(
+        range=(-0.5, n_rows - 0.5),
+        tickvals=shown,
+        ticktext=[first.rows[place] for place in shown],
+        showgrid=False,
+    )
+    figure.update_xaxes(range=(-0.5, n_columns - 0.5), tickvals=[], ticktext=[], ticks="")
+    _label_columns(figure, drawn, cell)
+    return figure, cell
+
+
+def _label_columns(figure: Any, drawn: Mapping[str, _Cells], cell: float) -> None:
+    """Labels below the columns, upwards where they are wider than a column."""
+    every = math.ceil((TICK_SIZE + 3) / cell)
+    labels = {
+        column: [clip_text(visible_text(text), TICK_SIZE, _LONGEST_LABEL) for text in cells.columns]
+        for column, cells in enumerate(drawn.values(), start=1)
+    }
+    longest = max(text_width(text, TICK_SIZE) for row in labels.values() for text in row)
+    turned = longest > cell - 4
+    deep = (longest if turned else TICK_SIZE) + 12
+    bottom = deep + 8
+    layout = figure.layout
+    figure.update_layout(height=layout.height - layout.margin.b + bottom, margin_b=bottom)
+    texts = [
+        (column, place, -0.5, row[place])
+        for column, row in labels.items()
+        for place in range(0, len(row), every)
+    ]
+    below = {"yanchor": "top", "yshift": -6, "textangle": -90 if turned else 0}
+    _add_texts(figure, texts, font={"size": TICK_SIZE, "color": MUTED}, **below)
+
+
+def _write(figure: Any, drawn: Mapping[str, _Cells], cell: float) -> None:
+    """Write the texts of cells."""
+    texts = [
+        (column, x, y, clip_text(visible_text(text), TICK_SIZE, cell - 4))
+        for column, cells in enumerate(drawn.values(), start=1)
+        for y, row in enumerate(cells.texts)
+        for x, text in enumerate(row)
+    ]
+    _add_texts(figure, texts, font={"size": TICK_SIZE}, yanchor="middle")
+
+
+def _add_texts(figure: Any, texts: Sequence[tuple[int, float, float, str]], **style: Any) -> None:
+    """Add texts at a panel, x and y; all at once, since plotly checks all with every one."""
+    axes = {column: figure.get_subplot(1, column) for column in {column for column, *_ in texts}}
+    refs = {
+        column: {
+            "xref": panel.xaxis.plotly_name.replace("axis", ""),
+            "yref": panel.yaxis.plotly_name.replace("axis", ""),
+        }
+        for column, panel in axes.items()
+    }
+    more = [
+        {"text": escape(text, quote=False), "x": x, "y": y, "xanchor": "center"}
+        | refs[column]
+        | style
+        for column, x, y, text in texts
+    ]
+    figure.update_layout(annotations=[*figure.layout.annotations, *more])
+
+
+@singledispatch
+def _cells(result: Any) -> _Cells:
+    raise ValueError(
+        "expected results of patch_activations, logit_lens or attribute_logits; got "
+        f"{type(result).__name__}"
+    )
+
+
+@_cells.register
+def _(result: ActivationPatching) -> _Cells:
+    effect = result.effect.tolist()
+    n_layers = len(effect)
+    most = _largest(effect)
+    where = "head" if result.by_head else "position"
+    return _Cells(
+        f"effect of {result.at} \N{PLUS-MINUS SIGN}{most:.2g}",
+        [str(layer) for layer in range(n_layers)],
+        [f"h{text}" if result.by_head else text for text in result.columns],
+        effect,
+        [
+            [
+                (
+                    f"{result.at} of layer {layer}, {where} {place}",
+                    "" if result.by_head else text,
+                    f"effect {value:+.3f}",
+                )
+                for place, (text, value) in enumerate(zip(result.columns, row, strict=True))
+            ]
+            for layer, row in enumerate(effect)
+        ],
+        _SIGNED,
+        (-most, most),
+    )
+
+
+@_cells.register
+def _(result: LogitLens) -> _Cells:
+    probability, likeliest = result.probability.tolist(), result.top_probability.tolist()
+    return _Cells(
+        f"probability of {visible_text(result.answer)}",
+        result.rows,
+        list(result.tokens),
+        probability,
+        [
+            [
+                (
+                    f"{text!r} {likeliest[y][x]:.3f}",
+                    f"{result.answer!r} {probability[y][x]:.3f}",
+                    f"layer {name}, position {x}, {result.tokens[x]!r}",
+                )
+                for x, text in enumerate(result.top[y])
+            ]
+            for y, name in enumerate(result.rows)
+        ],
+        _SHARE,
+        (0.0, 1.0),
+        result.top,
+    )
+
+
+@_cells.register
+def _(result: LogitAttribution) -> _Cells:
+    means = dict(zip(result.components, result.values.mean(dim=1).tolist(), strict=True))
+    kinds = [*(f"h{head}" for head in range(result.n_heads)), "b", "m"]
+    kinds = kinds if "m0" in means else kinds[:-1]
+    n_layers = sum(name.endswith(".b") for name in means)
+    names = [["input"]]
+    names += [[f"m{n}" if k == "m" else f"a{n}.{k}" for k in kinds] for n in range(n_layers)]
+    names += [["bias"]]
+    names = [row + [""] * (len(kinds) - len(row)) for row in names]
+    values = [[means.get(name, math.nan) for name in row] for row in names]
+    most = _largest(values)
+    said = {"b": "bias", "m": "MLP"}
+    return _Cells(
+        f"{result.total.mean():+.3g} logits, \N{PLUS-MINUS SIGN}{most:.2g}",
+        ["input", *map(str, range(n_layers)), "bias"],
+        [said.get(kind, kind) for kind in kinds],
+        values,
+        [
+            [(name, f"{value:+.3g} logits") for name, value in zip(*both, strict=True)]
+            for both in zip(names, values, strict=True)
+        ],
+        _SIGNED,
+        (-most, most),
+    )
+
+
+def _largest(values: Sequence[Sequence[float]]) -> float:
+    """The largest absolute value, ignoring NaN; 1 if all are 0."""
+    return max((abs(v) for row in values for v in row if not math.isnan(v)), default=1.0) or 1.0

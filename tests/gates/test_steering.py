@@ -1,0 +1,111 @@
+"""Steering is what a plain hook would add, and is gone afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparse_tl import SparseTransformer, ablate_heads, load_addition_models, steer
+from sparse_tl.lens import Model
+
+Build = Callable[..., Model]
+TOKENS = torch.randint(13, (3, 6), generator=torch.Generator().manual_seed(0))
+
+
+def added(vector: Tensor, positions: list[int]) -> Callable[..., Tensor]:
+    def add(value: Tensor, hook: Any) -> Tensor:
+        value = value.clone()
+        for place in positions:
+            value[:, place] += vector
+        return value
+
+    return add
+
+
+@pytest.mark.parametrize("kind", ["plain", "grouped", "attention_only"])
+@pytest.mark.parametrize("point", ["hook_resid_pre", "hook_attn_out", "attn.hook_z"])
+@pytest.mark.parametrize("positions", [None, [0, -1], [3]])
+def test_it_adds_what_a_plain_hook_adds(
+    build_tiny: Build, kind: str, point: str, positions: list[int] | None
+) -> None:
+    model, name = build_tiny(kind), f"blocks.1.{point}"
+    size = model.run_with_cache(TOKENS)[1][name].shape[2:]
+    vector = torch.randn(size, generator=torch.Generator().manual_seed(1))
+    before = model(TOKENS)
+    hook = added(-0.5 * vector, list(range(6)) if positions is None else positions)
+    expected = model.run_with_hooks(TOKENS, fwd_hooks=[(name, hook)])
+    with steer(model, name, vector, scale=-0.5, positions=positions):
+        found = model(TOKENS)
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(found, before)
+    assert torch.equal(model(TOKENS), before)
+
+
+def test_it_composes_with_gates_and_with_a_sparse_model(build_tiny: Build) -> None:
+    sparse, name = SparseTransformer(build_tiny(), initial_bias=0.0), "blocks.1.hook_resid_pre"
+    vector = torch.ones(sparse.cfg.d_model)
+    hooks = [(name, added(2 * vector, [5]))]
+    with ablate_heads(sparse, [(1, 0)]):
+        expected = sparse.run_with_hooks(TOKENS, fwd_hooks=hooks)
+        with steer(sparse, name, vector, scale=2.0, positions=[-1]):
+            torch.testing.assert_close(sparse(TOKENS), expected)
+
+
+def test_a_vector_can_be_learned(build_tiny: Build) -> None:
+    model = build_tiny().requires_grad_(False)
+    vector = torch.zeros(model.cfg.d_model, requires_grad=True)
+    with steer(model, "blocks.0.hook_resid_pre", vector):
+        model(TOKENS)[:, -1, 3].sum().backward()
+    assert vector.grad is not None and vector.grad.abs().max() > 0
+
+
+def test_the_difference_of_two_prompts_turns_one_into_the_other() -> None:
+    """At the last layer's input, where each position is read for itself in the sparse adder."""
+    _, sparse = load_addition_models()
+    name, prompts = "blocks.3.hook_resid_post", ["36+28=?????", "36+21=?????"]
+    first, second = (sparse.run_with_cache(prompt)[1][name][0, -1] for prompt in prompts)
+    with steer(sparse, name, second - first, positions=[-1]):
+        found = sparse(prompts[0])[0, -1]
+    assert sparse.tokenizer.decode(found.argmax()) == "7"
+
+
+def test_what_cannot_be_steered_is_refused(build_tiny: Build) -> None:
+    model, name = build_tiny(), "blocks.0.hook_resid_pre"
+    before, vector = model(TOKENS), torch.ones(model.cfg.d_model)
+    with (
+        pytest.raises(ValueError, match="Did you mean"),
+        steer(model, "blocks.9.hook_mlp_out", vector),
+    ):
+        pass
+    for wrong, positions, message in (
+        (torch.ones(3), None, r"shape \(\d+,\) for each position .* got \(3,\)"),
+        (vector, [6], r"positions in -6\.\.5 of prompts of 6 tokens; got 6"),
+    ):
+        with (
+            pytest.raises(ValueError, match=message),
+            steer(model, name, wrong, positions=positions),
+        ):
+            model(TOKENS)
+    assert torch.equal(model(TOKENS), before)
+
+
+def test_generated_tokens_are_steered_everywhere_or_refused(build_tiny: Build) -> None:
+    model, name = build_tiny(), "blocks.0.hook_resid_pre"
+    vector = 5 * torch.randn(model.cfg.d_model, generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 3, "do_sample": False, "verbose": False, "stop_at_eos": False}
+    with steer(model, name, vector):
+        tokens = TOKENS[:1]
+        cached = model.generate(tokens, **options)
+        for _ in range(3):
+            following = model(tokens)[:, -1:].argmax(-1)
+            tokens = torch.cat([tokens, following], dim=1)
+    assert torch.equal(cached, tokens)
+    with (
+        steer(model, name, vector, positions=[0]),
+        pytest.raises(ValueError, match="without a cache"),
+    ):
+        model.generate(TOKENS[:1], **options)
