@@ -115,7 +115,7 @@ def _empty(drawn: Mapping[str, _Cells], first: _Cells, cell: float) -> tuple[Any
     n_rows, n_columns = len(first.rows), len(first.columns)
     cell = max(_LEAST_CELL, min(cell, _MOST_WIDTH / len(drawn) / n_columns))
     figure: Any = panel_figure(
-        [f"{title}, {cells.said}" for title, cells in drawn.items()],
+        [[f"{title}, {cells.said}" for title, cells in drawn.items()]],
         x="",
         y="Layer",
         width=max(cell * n_columns, _LEAST_PLOT),
