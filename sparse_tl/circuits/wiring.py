@@ -281,10 +281,10 @@ def _crossings(
         for end in (source, reader):
             if end.kind == "head":
                 heads[end.node][end] = None
-    follows = site.follows.tolist()
+    follows = site.follows
     return [
         (keys, head, CROSSING, -1, weight)
         for keys, weight in carried.items()
         for head in heads[keys.node]
-        if follows[head.position][keys.position]
+        if bool(follows[head.position, keys.position])
     ]

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from sparse_tl.circuits.wiring import Wiring
 from sparse_tl.files import read_json
-from sparse_tl.plots import component_svg as svg, palette
+from sparse_tl.plots import component_style, palette
 from sparse_tl.plots.drawn_circuit import LinkColour, Ranking, View, all_spots
 from sparse_tl.plots.figure_frame import Surround
 from sparse_tl.plots.token_text import visible_text
@@ -37,25 +37,33 @@ def read_view(state: str | Path | Mapping[str, Any] | None, view: View) -> View:
             f"got {str(content)[:80]}"
         )
     given = {key: value for key, value in content.items() if key != "format"}
-    kinds = {field.name: type(getattr(View(), field.name)) for field in fields(View)}
-    kinds["pins"] = list
     for key, value in given.items():
-        right = key in kinds and isinstance(value, kinds[key]) and value is not None
-        right &= key != "edges" or (value is not True and value is not False and value >= 1)
-        right &= key != "by" or value in get_args(Ranking)
-        right &= key != "colour" or value in get_args(LinkColour)
-        right &= key != "pins" or all(isinstance(pin, str) for pin in value)
-        right &= key not in ("labels", "notes") or all(isinstance(t, str) for t in value.values())
-        right &= key != "groups" or all(
-            isinstance(some, list) and all(isinstance(name, str) for name in some)
-            for some in value.values()
-        )
-        if not right:
+        if not _fits(key, value):
             raise ValueError(
-                f"expected fields {', '.join(kinds)} in the state of a diagram; got "
-                f"{key}={str(value)[:60]!r}"
+                f"expected fields {', '.join(field.name for field in fields(View))} in the state "
+                f"of a diagram; got {str(key)[:60]}={str(value)[:60]!r}"
             )
     return replace(view, **given)
+
+
+def _fits(key: str, value: Any) -> bool:
+    """Whether a field of a state exists and has a value that it can have."""
+    texts = isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values())
+    names = isinstance(value, list) and all(isinstance(v, str) for v in value)
+    if key == "edges":
+        return type(value) is int and value >= 1
+    if key in ("by", "colour"):
+        return value in get_args(Ranking if key == "by" else LinkColour)
+    if key == "groups":
+        return isinstance(value, Mapping) and all(
+            isinstance(some, list) and all(isinstance(v, str) for v in some)
+            for some in value.values()
+        )
+    if key in ("labels", "notes"):
+        return texts
+    if key == "pins":
+        return names
+    return key in ("slots", "off_path", "difference") and isinstance(value, bool)
 
 
 def script_data(
@@ -63,7 +71,7 @@ def script_data(
     n_kept: Sequence[int],
     n_existing: Sequence[int],
     view: View,
-    style: svg.Style,
+    style: component_style.Style,
     surround: Surround,
 ) -> dict[str, Any]:
     """The wiring of all panels, the first view, and the style."""
@@ -121,10 +129,10 @@ def script_data(
         "title": visible_text(surround.title[:200]) if surround.title else "",
         "transition": visible_text(surround.transition[:200]) if surround.transition else "",
         "colours": {
-            "slots": {slot or "": colour for slot, colour in svg.SLOT_COLOURS.items()},
-            "words": {slot or "": words for slot, words in svg.SLOT_WORDS.items()},
-            "shared": svg.SHARED,
-            "only": svg.ONLY,
+            "slots": {slot or "": colour for slot, colour in component_style.SLOT_COLOURS.items()},
+            "words": {slot or "": words for slot, words in component_style.SLOT_WORDS.items()},
+            "shared": component_style.SHARED,
+            "only": component_style.ONLY,
             "plain": palette.RESIDUAL_READER,
             "hurts": palette.HURTS,
             "helps": palette.HELPS,
@@ -134,17 +142,16 @@ def script_data(
             "muted": palette.MUTED,
             "grid": palette.GRID,
             "roles": {
-                role: svg.node_paint("head", "path", role, None) for role in svg.palette.ROLES
+                role: component_style.node_paint("head", "path", role, None)
+                for role in palette.ROLES
             },
-            "sides": [svg.node_paint("head", "path", None, side) for side in (0, 1)],
+            "sides": [component_style.node_paint("head", "path", None, side) for side in (0, 1)],
             "nodes": {
                 kind: {
-                    state: svg.node_paint(kind, state, None, None)
+                    state: component_style.node_paint(kind, state, None, None)
                     for state in ("path", "open", "absent")
                 }
                 for kind in _KINDS
             },
         },
     }
-
-

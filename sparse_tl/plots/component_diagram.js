@@ -98,13 +98,11 @@ function start(root, data) {
       },
       close: () => focusOn(null),
     });
-    // Beside the node, on the side where there is more room.
+    // At the height of the node, on the other side of the figure.
     const outer = root.getBoundingClientRect(), shown = svg.getBoundingClientRect();
-    const at = drawn.layout.boxes.get(node.index) ?? { x: 0, y: 0 };
-    const scale = shown.width / size[0], left = at.x > size[0] / 2;
-    const x = shown.left - outer.left + scale * (left ? at.x - 0.5 * at.width - 60 : at.x + 0.5 * at.width + 60);
+    const at = drawn.layout.boxes.get(node.index) ?? { x: 0, y: 0 }, scale = shown.width / size[0];
     const top = shown.top - outer.top + scale * (drawn.panels[index].top + drawn.above + at.y);
-    card.style.left = `${Math.max(4, Math.min(left ? x - 330 : x, outer.width - 334))}px`;
+    card.style.left = `${at.x > size[0] / 2 ? 10 : Math.max(4, outer.width - 340)}px`;
     card.style.top = `${Math.max(4, Math.min(top - 60, outer.height - card.offsetHeight - 4))}px`;
   }
 

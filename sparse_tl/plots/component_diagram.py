@@ -16,13 +16,14 @@ from typing import Any, get_args
 import torch
 
 from sparse_tl.circuits import Circuit, Scores
-from sparse_tl.circuits.wiring import Wiring, wire
+from sparse_tl.circuits.wiring import wire
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.head_roles import ROLES, HeadRoles
 from sparse_tl.head_roles.roles import THRESHOLD
 from sparse_tl.nodes import Node
 from sparse_tl.plots.component_data import read_view, script_data
-from sparse_tl.plots.component_svg import Style, draw_svg
+from sparse_tl.plots.component_style import Style
+from sparse_tl.plots.component_svg import draw_svg
 from sparse_tl.plots.drawn_circuit import DrawnCircuit, LinkColour, View, draw
 from sparse_tl.plots.figure_frame import Surround
 from sparse_tl.plots.head_map import marked_heads
@@ -31,7 +32,7 @@ from sparse_tl.plots.token_text import visible_text
 from sparse_tl.positioned_graph import PositionedGraph
 
 MOST_EDGES = 2000
-"""Number of circuit edges of a panel that the page holds; the strongest ones of a larger circuit."""
+"""Maximum number of circuit edges of a panel that the page holds."""
 
 
 class ComponentDiagram(PanelFigure):
@@ -144,9 +145,7 @@ def _caption(panel: DrawnCircuit, view: View, names: Sequence[str], n_kept: int)
     held = f"{panel.n_kept:,} strongest of {n_kept:,}" if panel.n_kept < n_kept else f"{n_kept:,}"
     off = sum(not link.on_path for link in panel.links)
     paths = f"; {off:,} links on no path" if off else ", all on paths from input to logits"
-    return (
-        f"{panel.n_edges:,} of {held} circuit edges by {by}{paths} (model: {panel.n_existing:,})"
-    )
+    return f"{panel.n_edges:,} of {held} circuit edges by {by}{paths} (model: {panel.n_existing:,})"
 
 
 def _strongest(name: str, circuit: Circuit, scores: Scores | None) -> Circuit:
@@ -241,5 +240,3 @@ def _roles(
             own |= {f"a{a}.h{b}": role for a, b in (means >= THRESHOLD).nonzero().tolist()}
         found.append(own)
     return found
-
-

@@ -227,7 +227,7 @@ function route(layout, links) {
     inside.sort((a, b) => last(a) - last(b));
     spread(inside, node, (link, x) => ends.set(keyOf(link), x));
   }
-  const f = (value) => value.toFixed(1);
+  const f = (value) => Math.round(10 * value) / 10;
   function piece(x0, y0, x1, y1) {
     const middle = f((y0 + y1) / 2);
     return `M${f(x0)} ${f(y0 - HALF)}C${f(x0)} ${middle} ${f(x1)} ${middle} ${f(x1)} ${f(y1 + HALF)}`;

@@ -113,7 +113,7 @@ def lay_out(
     level = _levels(nodes, used, links)
     rows = _rows(used, level, column, widths, columns)
     n_rows = max(rows.values(), default=0) + 1
-    upwards = [(*sorted(link[:2], key=lambda i: rows[i]), link[2]) for link in links]
+    upwards = [(a, b, slot) if rows[a] <= rows[b] else (b, a, slot) for a, b, slot in links]
     top = {i: rows[i] for i in used}
     for a, b, _ in upwards:
         top[a] = max(top[a], rows[b] - 1)

@@ -1,7 +1,7 @@
 // Orders and places the vertices of a layered drawing: the method of layered_layout.py.
 // Vertices are strings; a segment is {lower, upper, weight, port}.
 
-const ORDER_SWEEPS = 12, PLACE_SWEEPS = 12, FREE_WEIGHT = 0.1, PORT_SHARE = 0.01;
+const ORDER_SWEEPS = 8, PLACE_SWEEPS = 10, FREE_WEIGHT = 0.1, PORT_SHARE = 0.01;
 
 function pullsOf(segments) {
   const below = new Map(), above = new Map();

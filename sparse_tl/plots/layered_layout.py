@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-_ORDER_SWEEPS = 12
-_PLACE_SWEEPS = 12
+_ORDER_SWEEPS = 8
+_PLACE_SWEEPS = 10
 _FREE_WEIGHT = 0.1
 # Weight of a port offset, per pixel, when ordering the lines into one vertex.
 _PORT_SHARE = 0.01

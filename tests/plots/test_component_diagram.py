@@ -11,11 +11,11 @@ import networkx as nx
 import pytest
 import torch
 from component_examples import ATTACK, EDGES, Scored, draw
+from sparse_tl.plots.component_curves import NodeBox, line_curves
 
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.nodes import Node
 from sparse_tl.plots import ComponentDiagram, component_diagram
-from sparse_tl.plots.component_curves import NodeBox, line_curves
 from sparse_tl.plots.component_layout import NODE_HEIGHT, ComponentLayout, lay_out, node_rows
 from sparse_tl.plots.drawn_circuit import DrawnCircuit, Line, draw_strongest
 from sparse_tl.plots.figure_frame import Surround
