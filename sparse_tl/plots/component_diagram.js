@@ -25,8 +25,9 @@ function start(root, data) {
     const isShown = node && drawn.layout.boxes.has(node.index);
     chosen.focus = isShown ? node.index : null;
     const height = drawFigure(svg, data, view, drawn, chosen);
-    size = [width, height];
-    setAttributes(svg, { width, height });
+    size = [drawn.width, height];
+    // Text is never scaled down: a figure of many positions scrolls sideways.
+    setAttributes(svg, { width: drawn.width, height, style: `min-width: ${drawn.width}px` });
     setAttributes(root, { "data-edges": view.edges, "data-focus": chosen.focusName ?? "" });
     zoomTo(box);
     tip.hidden = true;

@@ -45,7 +45,8 @@ function viewOf(data, view, width) {
   const above = HEADING + (data.columns.length ? COLUMN_HEADING : 0);
   const height = Math.round(above + layout.height), top = TOP + (data.title ? 34 : 0);
   panels.forEach((panel, i) => Object.assign(panel, { index: i, top: top + i * (height + GAP) }));
-  return { nodes, at, place, panels, layout, left, right: width - LEFT, above, height, width };
+  const right = Math.round(layout.columns[columns - 1][1] + 8);
+  return { nodes, at, place, panels, layout, left, right, above, height, width: right + LEFT };
 }
 
 function captionOf(data, view, panel) {
@@ -129,8 +130,7 @@ function drawPanel(data, view, drawn, panel, chosen) {
   // Only numbers and colours: names are never written as markup.
   lines.innerHTML = panel.shapes.map((shape, s) => {
     const far = near && !shape.links.some((k) => near.links.has(panel.links[k]));
-    const first = panel.links[shape.links[0]];
-    const dashed = shape.links.length === 1 && first.slot === CROSSING;
+    const dashed = shape.links.every((k) => panel.links[k].slot === CROSSING);
     shape.onPath = shape.links.some((k) => panel.links[k].onPath) && !far;
     return `<path data-shape="${s}" d="${shape.d}" stroke="${shape.stroke}" stroke-width="`
       + `${lineWidth(shape.strength)}"${dashed ? ' stroke-dasharray="5 3"' : ""}`

@@ -1,8 +1,8 @@
 // Lays out one view of a component diagram: component_layout.py and component_routes.py, in the
 // browser. A node's vertex is its index as text, the bend of its trunk in a row "index:row".
 
-const NODE_HEIGHT = 19, HALF = 9.5, NODE_TEXT = 11.5, MOST_LABEL = 150, END_ROOM = 12;
-const SHARE_OF_NODES = 0.72, SPREAD = 7;
+const NODE_HEIGHT = 19, HALF = 9.5, NODE_TEXT = 11.5, MOST_LABEL = 150, END_ROOM = 5;
+const SHARE_OF_NODES = 0.72, SPREAD = 7, VERY_WIDE = 200;
 const SPACINGS = [1, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.05, 0];
 const NARROW = new Set("ijlrtfI.,:;'|!()[]` /\\"), WIDE = new Set("mwMWQO@%+=<>~^#\u2026");
 
@@ -25,7 +25,8 @@ function clipText(text, size, room) {
 function nodeText(node, labels) {
   const plain = node.position === null || node.kind === "group";
   const name = labels[node.name] || (plain ? node.name : node.name.split("@")[0]);
-  const text = name.slice(0, 200) + (node.kind === "group" ? ` (${node.size})` : "");
+  const said = node.kind === "keys" ? name.replace("<kv>", " kv") : name;
+  const text = said.slice(0, 200) + (node.kind === "group" ? ` (${node.size})` : "");
   return clipText(text, NODE_TEXT, MOST_LABEL);
 }
 
@@ -53,8 +54,10 @@ function layOut(nodes, links, labels, bounds, nColumns) {
     const inside = used.filter((i) => column.get(i) === c);
     const { segments, net } = network(inside, rows, top, upwards, column, widths, nRows);
     const order = orderRows(net, segments);
-    const separations = roomiest(order, widths, right - left - 2 * END_ROOM);
-    const placed = placeRows(order, segments, separations, [left + END_ROOM, right - END_ROOM]);
+    const halves = inside.map((i) => widths.get(i)).filter((w) => w < VERY_WIDE).map((w) => w / 2);
+    const end = Math.max(0, ...halves) + END_ROOM;
+    const separations = roomiest(order, widths, right - left - 2 * end);
+    const placed = placeRows(order, segments, separations, [left + end, right - end]);
     for (const [vertex, at] of placed) x.set(vertex, at);
   });
   const heights = rowHeights(used, level, rows, nRows);
@@ -81,12 +84,18 @@ function nodeWidths(nodes, used, links, labels, room) {
 }
 
 function columnEnds(used, column, widths, [left, right], nColumns) {
-  const total = Array(nColumns).fill(0);
-  for (const i of used) total[column.get(i)] += widths.get(i);
-  const needs = total.map((some) => Math.sqrt(Math.max(some, 400)));
-  const scale = (right - left) / needs.reduce((a, b) => a + b, 0);
+  const total = Array(nColumns).fill(0), widest = Array(nColumns).fill(0);
+  for (const i of used) {
+    const c = column.get(i), width = widths.get(i);
+    total[c] += width;
+    widest[c] = Math.max(widest[c], width);
+  }
+  const sum = (values) => values.reduce((a, b) => a + b, 0);
+  const least = widest.map((width) => (width ? width + 26 : 26));
+  const spare = Math.max(0, right - left - sum(least)), shares = total.map(Math.sqrt);
+  const whole = sum(shares) || 1;
   let end = left;
-  return needs.map((need) => [end, (end += need * scale)]);
+  return least.map((need, c) => [end, (end += need + (spare * shares[c]) / whole)]);
 }
 
 function levels(nodes, used, links) {

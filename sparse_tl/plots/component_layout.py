@@ -36,7 +36,8 @@ LAYER_TEXT_SIZE = 12.5
 MOST_LABEL = 150.0
 """Width at which the text of a node is clipped, in pixels."""
 
-_END_ROOM = 12.0
+_END_ROOM = 5.0
+_WIDE = 200.0
 _SHARE_OF_NODES = 0.72
 _SPACINGS = (1.0, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.05, 0.0)
 _TRUNK_WEIGHT, _TURN_WEIGHT, _DIRECT_WEIGHT = 8.0, 2.0, 1.0
@@ -84,6 +85,7 @@ def node_text(node: DrawnNode, labels: Mapping[str, str]) -> str:
     name = labels.get(node.name) or (
         node.name if node.position is None or node.kind == "group" else node.name.split("@")[0]
     )
+    name = name.replace("<kv>", " kv") if node.kind == "keys" else name
     text = visible_text(name[:200]) + (f" ({node.size})" if node.kind == "group" else "")
     return clip_text(text, NODE_TEXT_SIZE, MOST_LABEL)
 
@@ -122,8 +124,9 @@ def lay_out(
         inside = [i for i in used if column[i] == c]
         segments, net = _net(inside, rows, top, upwards, column, widths, n_rows)
         order = order_rows(net, segments)
-        separations = _roomiest(order, widths, right - left - 2 * _END_ROOM)
-        x |= place_rows(order, segments, separations, (left + _END_ROOM, right - _END_ROOM))
+        end = max((widths[i] / 2 for i in inside if widths[i] < _WIDE), default=0.0) + _END_ROOM
+        separations = _roomiest(order, widths, right - left - 2 * end)
+        x |= place_rows(order, segments, separations, (left + end, right - end))
     for i in used:
         for row in range(rows[i] + 1, top[i] + 1):
             bends[i, row] = x[i, row]
@@ -162,15 +165,18 @@ def _columns(
     bounds: tuple[float, float],
     n_columns: int,
 ) -> list[tuple[float, float]]:
-    """Columns by what their nodes need: the root of the sum of their widths."""
-    total = [0.0] * n_columns
+    """Columns by what their nodes need; wider than the bounds where these do not have the room."""
+    total, widest = [0.0] * n_columns, [0.0] * n_columns
     for i in used:
         total[column[i]] += widths[i]
-    needs = [math.sqrt(max(some, 400.0)) for some in total]
-    scale = (bounds[1] - bounds[0]) / sum(needs)
+        widest[column[i]] = max(widest[column[i]], widths[i])
+    least = [width + 26 if width else 26.0 for width in widest]
+    spare = max(0.0, bounds[1] - bounds[0] - sum(least))
+    shares = [math.sqrt(some) for some in total]
+    whole = sum(shares) or 1.0
     ends = [bounds[0]]
-    for need in needs:
-        ends.append(ends[-1] + need * scale)
+    for need, share in zip(least, shares, strict=True):
+        ends.append(ends[-1] + need + spare * share / whole)
     return list(pairwise(ends))
 
 

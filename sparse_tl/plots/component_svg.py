@@ -57,6 +57,8 @@ def draw_svg(
     bounds = (left + 14 + label, WIDTH - MARGIN - 8.0)
     layout = lay_out(nodes, every, view.labels, bounds, len(style.columns) or 1)
     routes = Routes(layout, every)
+    # Many positions need a wider figure.
+    width = round(layout.columns[-1][1] + MARGIN + 8)
     above = HEADING + (COLUMN_HEADING if style.columns else 0)
     height = round(above + layout.height)
     frames = [Frame(surround.top + i * (height + PANEL_GAP), height) for i in range(len(panels))]
@@ -64,15 +66,26 @@ def draw_svg(
         part
         for i, panel in enumerate(panels)
         for part in _panel(
-            i, panel, ends[i], nodes, layout, routes, view, style, frames[i], left, above
+            i,
+            panel,
+            ends[i],
+            nodes,
+            layout,
+            routes,
+            view,
+            style,
+            frames[i],
+            left,
+            width - MARGIN,
+            above,
         )
     ]
     bottom = frames[-1].top + height + 10
     entries = legend(panels, view, style)
-    lines = list(legend_lines(entries, left + 6, bottom, WIDTH - MARGIN))
+    lines = list(legend_lines(entries, left + 6, bottom, width - MARGIN))
     content += lines
     total = bottom + 19 * len({line.split(' y="')[1].split('"')[0] for line in lines}) + MARGIN
-    return surround.svg(WIDTH, round(total), frames, content)
+    return surround.svg(width, round(total), frames, content)
 
 
 def _panel(
@@ -86,9 +99,9 @@ def _panel(
     style: Style,
     frame: Frame,
     left: int,
+    right: int,
     above: int,
 ) -> Iterator[str]:
-    right = WIDTH - MARGIN
     room = right - left - 28
     name = clip_text(visible_text(panel.name[:200]), FRAME_TITLE_SIZE, room)
     caption = clip_text(style.captions[index], LABEL_SIZE, room)
@@ -149,7 +162,8 @@ def _grounds(
 
 def _curve(shape: Shape, links: Sequence[Link], nodes: Sequence[DrawnNode]) -> str:
     first = links[shape.links[0]]
-    dashed = ' stroke-dasharray="5 3"' if first.slot == CROSSING and len(shape.links) == 1 else ""
+    crosses = all(links[k].slot == CROSSING for k in shape.links)
+    dashed = ' stroke-dasharray="5 3"' if crosses else ""
     named = ""
     if len(shape.links) == 1:
         ends = f"{nodes[first.source].name}->{nodes[first.reader].name}"
