@@ -7,6 +7,8 @@ function scoreText(score, unit) {
   return unit ? `${text} ${unit}` : text;
 }
 
+const percent = (share) => `${Number((100 * share).toPrecision(2))} %`;
+
 // All lines of the circuit at a node, strongest first, each with whether it is shown.
 function linesAt(drawn, panel, node, end) {
   const members = new Set(node.members ?? [node.index]), other = 1 - end;
@@ -28,7 +30,7 @@ function edgeTable(drawn, data, panel, node, end, heading, go) {
     return make("tr", { class: line.shown ? "" : "hidden" },
       make("td", {}, make("button", { type: "button", onclick: () => go(name) }, name.slice(0, 80))),
       make("td", {}, line.slot), make("td", {}, line.score === null ? "" : scoreText(line.score, "")),
-      make("td", {}, `${(100 * line.influence).toPrecision(2)} %`));
+      make("td", {}, percent(line.influence)));
   });
   const more = lines.length > MOST_ROWS ? [make("p", {}, `and ${lines.length - MOST_ROWS} of less influence`)] : [];
   const head = ["", "slot", "score", "influence"].map((text) => make("th", {}, text));

@@ -18,7 +18,7 @@ function start(root, data) {
 
   // ---- drawing -----------------------------------------------------------------------------
 
-  function draw() {
+  function draw(keepsCard) {
     const width = Math.round(Math.min(1600, Math.max(680, canvas.clientWidth || 1000)));
     drawn = viewOf(data, view, width);
     const node = drawn.nodes.find(({ name }) => name === chosen.focusName);
@@ -32,14 +32,15 @@ function start(root, data) {
     zoomTo(box);
     tip.hidden = true;
     listenToNodes();
-    if (node) showCard(node);
-    else card.hidden = true;
+    // A text that is being written on the card stays.
+    if (!node) card.hidden = true;
+    else if (!keepsCard) showCard(node);
     syncControls();
   }
 
-  function change(changes) {
+  function change(changes, keepsCard) {
     view = { ...view, ...changes };
-    draw();
+    draw(keepsCard);
   }
 
   // Zooming changes what part of the figure is seen; null is all of it, at which text is full-size.
@@ -91,8 +92,8 @@ function start(root, data) {
       go: (name) => focusOn(drawn.nodes[drawn.at[drawn.place.get(name)]].name),
       pin: (name) => change({ pins: view.pins.includes(name)
         ? view.pins.filter((pin) => pin !== name) : [...view.pins, name] }),
-      label: (name, text) => change({ labels: { ...view.labels, [name]: text.trim() } }),
-      note: (name, text) => change({ notes: { ...view.notes, [name]: text.trim() } }),
+      label: (name, text) => change({ labels: { ...view.labels, [name]: text.trim() } }, true),
+      note: (name, text) => change({ notes: { ...view.notes, [name]: text.trim() } }, true),
       ungroup: (name) => {
         const { [name]: _, ...groups } = view.groups;
         change({ groups });
@@ -131,7 +132,7 @@ function start(root, data) {
 
   function worth(panel, link) {
     const effect = !link.score ? "" : link.score < 0 ? ", helps" : ", hurts";
-    return `influence ${(100 * link.influence).toPrecision(2)} %${effect}`;
+    return `influence ${percent(link.influence)}${effect}`;
   }
 
   // ---- the pointer -------------------------------------------------------------------------

@@ -129,6 +129,7 @@ def test_a_head_crosses_to_positions_at_or_after_its_keys():
 @pytest.mark.parametrize("name", ["plain", "tokens", "spans"])
 def test_lines_on_a_path_are_those_of_the_connected_circuit(name):
     site = SITES[name]
+    circuit, scores = scored(site, min(30, site.n_parts), seed=2)
     wiring = wire(circuit, scores)
     kept = set(wire(circuit.connected(), scores).names)
     assert {
