@@ -1,5 +1,5 @@
 // Lays out one view of a component diagram: component_layout.py and component_routes.py, in the
-// browser. A node's vertex is its index as text, the bend of its trunk in a row "index:row".
+// browser. A node's vertex is its index; the bend of its trunk in a row has a larger number.
 
 const NODE_HEIGHT = 19, HALF = 9.5, NODE_TEXT = 11.5, MOST_LABEL = 150, END_ROOM = 5;
 const SHARE_OF_NODES = 0.72, SPREAD = 7, VERY_WIDE = 200;
@@ -49,22 +49,22 @@ function layOut(nodes, links, labels, bounds, nColumns) {
     rows.get(source) <= rows.get(reader) ? [source, reader, port] : [reader, source, port]);
   const top = new Map(used.map((i) => [i, rows.get(i)]));
   for (const [a, b] of upwards) top.set(a, Math.max(top.get(a), rows.get(b) - 1));
-  const x = new Map();
+  const x = [], bendAt = (i, row) => i + nodes.length * (row + 1);
   columns.forEach(([left, right], c) => {
     const inside = used.filter((i) => column.get(i) === c);
-    const { segments, net } = network(inside, rows, top, upwards, column, widths, nRows);
+    const { segments, net } = network(inside, rows, top, upwards, column, widths, nRows, bendAt);
     const order = orderRows(net, segments);
     const halves = inside.map((i) => widths.get(i)).filter((w) => w < VERY_WIDE).map((w) => w / 2);
     const end = Math.max(0, ...halves) + END_ROOM;
     const separations = roomiest(order, widths, right - left - 2 * end);
     const placed = placeRows(order, segments, separations, [left + end, right - end]);
-    for (const [vertex, at] of placed) x.set(vertex, at);
+    placed.forEach((at, vertex) => { x[vertex] = at; });
   });
   const heights = rowHeights(used, level, rows, nRows);
   const boxes = new Map(used.map((i) => [
-    i, { x: x.get(String(i)), y: heights[rows.get(i)], width: widths.get(i) },
+    i, { x: x[i], y: heights[rows.get(i)], width: widths.get(i) },
   ]));
-  const bend = (i, row) => x.get(`${i}:${row}`);
+  const bend = (i, row) => x[bendAt(i, row)];
   const height = heights[0] + HALF + 12;
   const layout = { height, boxes, rows, top, bend, heights, columns };
   return { ...layout, bands: bands(nodes, used, rows, heights), routes: route(layout, links) };
@@ -154,7 +154,7 @@ function bands(nodes, used, rows, heights) {
   return found.map(([layer, [low, high]]) => [`Layer ${layer}`, low - reach, high + reach]);
 }
 
-function network(inside, rows, top, upwards, column, widths, nRows) {
+function network(inside, rows, top, upwards, column, widths, nRows, bendAt) {
   const net = Array.from({ length: nRows }, () => []), number = new Map(), size = new Map();
   for (const i of inside) size.set(rows.get(i), (size.get(rows.get(i)) ?? 0) + 1);
   const segments = [], members = new Set(inside);
@@ -162,18 +162,18 @@ function network(inside, rows, top, upwards, column, widths, nRows) {
     const own = rows.get(i), before = number.get(own) ?? 0;
     const at = (before + 0.5) / size.get(own);
     number.set(own, before + 1);
-    net[own].push([at, String(i)]);
+    net[own].push([at, i]);
     for (let row = own + 1; row <= top.get(i); row++) {
-      net[row].push([at, `${i}:${row}`]);
-      const first = row === own + 1, lower = first ? String(i) : `${i}:${row - 1}`;
-      segments.push({ lower, upper: `${i}:${row}`, weight: first ? 2 : 8, port: 0 });
+      net[row].push([at, bendAt(i, row)]);
+      const first = row === own + 1, lower = first ? i : bendAt(i, row - 1);
+      segments.push({ lower, upper: bendAt(i, row), weight: first ? 2 : 8, port: 0 });
     }
   }
   for (const [a, b, slot] of upwards) {
     if (column.get(a) !== column.get(b) || !members.has(a)) continue;
-    const below = rows.get(b) - 1, lower = below === rows.get(a) ? String(a) : `${a}:${below}`;
+    const below = rows.get(b) - 1, lower = below === rows.get(a) ? a : bendAt(a, below);
     const port = portOffset(widths.get(b), slot);
-    segments.push({ lower, upper: String(b), weight: 1, port });
+    segments.push({ lower, upper: b, weight: 1, port });
   }
   return { segments, net: net.map((row) => row.sort((a, b) => a[0] - b[0]).map((v) => v[1])) };
 }
@@ -184,7 +184,7 @@ function roomiest(order, widths, room) {
     const gaps = [9 * f, 2 + 7 * f, 4 + 22 * f];
     let widest = 0;
     separations = order.map((row) => {
-      const halves = row.map((v) => (v.includes(":") ? 0 : widths.get(Number(v)) / 2));
+      const halves = row.map((v) => (widths.get(v) ?? 0) / 2);
       const found = [];
       for (let i = 1; i < halves.length; i++) {
         const [a, b] = [halves[i - 1], halves[i]];

@@ -1,17 +1,18 @@
 // Orders and places the vertices of a layered drawing: the method of layered_layout.py.
-// Vertices are strings; a segment is {lower, upper, weight, port}.
+// Vertices are small numbers; a segment is {lower, upper, weight, port}.
 
 const ORDER_SWEEPS = 8, PLACE_SWEEPS = 10, FREE_WEIGHT = 0.1, PORT_SHARE = 0.01;
 
 function pullsOf(segments) {
-  const below = new Map(), above = new Map();
-  const add = (map, key, pull) => (map.get(key) ?? map.set(key, []).get(key)).push(pull);
+  const below = [], above = [];
   for (const { lower, upper, weight, port } of segments) {
-    add(below, upper, [lower, -port, weight]);
-    add(above, lower, [upper, port, weight]);
+    (below[upper] ??= []).push([lower, -port, weight]);
+    (above[lower] ??= []).push([upper, port, weight]);
   }
   return { below, above };
 }
+
+const NONE = [];
 
 function orderRows(rows, segments) {
   const { below, above } = pullsOf(segments);
@@ -32,11 +33,12 @@ function orderRows(rows, segments) {
 }
 
 function sortedRow(row, fixed, pulls) {
-  const place = new Map(fixed.map((vertex, index) => [vertex, index]));
+  const place = [];
+  fixed.forEach((vertex, index) => { place[vertex] = index; });
   const keyed = row.map((vertex, index) => {
-    const found = pulls.get(vertex);
+    const found = pulls[vertex];
     let sum = 0;
-    for (const [other, shift] of found ?? []) sum += place.get(other) + PORT_SHARE * shift;
+    for (const [other, shift] of found ?? NONE) sum += place[other] + PORT_SHARE * shift;
     const key = found ? sum / found.length : ((index + 0.5) / row.length) * fixed.length;
     return [Math.floor(key * 1e6 + 0.5), vertex];
   });
@@ -44,33 +46,38 @@ function sortedRow(row, fixed, pulls) {
 }
 
 function gapsOf(rows, segments) {
-  const height = new Map();
-  rows.forEach((row, index) => row.forEach((vertex) => height.set(vertex, index)));
+  const height = [];
+  rows.forEach((row, index) => row.forEach((vertex) => { height[vertex] = index; }));
   const gaps = rows.map(() => []);
-  for (const segment of segments) gaps[height.get(segment.lower)].push(segment);
+  for (const segment of segments) gaps[height[segment.lower]].push(segment);
   return gaps;
 }
 
 // The number of pairs of segments that cross: inversions, counted in a Fenwick tree.
 function countCrossings(rows, gaps) {
-  const place = new Map();
-  for (const row of rows) row.forEach((vertex, index) => place.set(vertex, index));
+  const place = [];
+  for (const row of rows) row.forEach((vertex, index) => { place[vertex] = index; });
   let total = 0;
   for (const gap of gaps) {
-    const ends = gap.map(({ lower, upper, port }) => [
-      place.get(lower), place.get(upper) + PORT_SHARE * port,
-    ]);
-    ends.sort((a, b) => a[0] - b[0] || a[1] - b[1]);
-    const values = [...new Set(ends.map((end) => end[1]))].sort((a, b) => a - b);
-    const rank = new Map(values.map((value, index) => [value, index + 1]));
-    const tree = new Int32Array(values.length + 1);
-    let seen = 0;
-    for (const [, upper] of ends) {
-      let smaller = 0;
-      for (let i = rank.get(upper); i > 0; i -= i & -i) smaller += tree[i];
-      total += seen - smaller;
-      for (let i = rank.get(upper); i <= values.length; i += i & -i) tree[i] += 1;
-      seen += 1;
+    const n = gap.length, uppers = new Float64Array(n), order = new Float64Array(n);
+    gap.forEach(({ lower, upper, port }, i) => {
+      uppers[i] = place[upper] + PORT_SHARE * port;
+      order[i] = i;
+    });
+    const lowers = gap.map(({ lower }) => place[lower]);
+    order.sort((a, b) => lowers[a] - lowers[b] || uppers[a] - uppers[b]);
+    const values = uppers.slice().sort(), tree = new Int32Array(n + 1);
+    for (let seen = 0; seen < n; seen++) {
+      const upper = uppers[order[seen]];
+      let low = 0, high = n;
+      while (low < high) {
+        const middle = (low + high) >> 1;
+        if (values[middle] <= upper) low = middle + 1;
+        else high = middle;
+      }
+      for (let i = low; i > 0; i -= i & -i) total -= tree[i];
+      for (let i = low; i <= n; i += i & -i) tree[i] += 1;
+      total += seen;
     }
   }
   return total;
@@ -83,9 +90,9 @@ function placeRows(rows, segments, separations, [left, right]) {
     for (const gap of separations[r]) found.push(found[found.length - 1] + gap);
     return found;
   });
-  const middle = (left + right) / 2, x = new Map();
+  const middle = (left + right) / 2, x = [];
   rows.forEach((row, r) => row.forEach((vertex, i) => {
-    x.set(vertex, middle - offsets[r][offsets[r].length - 1] / 2 + offsets[r][i]);
+    x[vertex] = middle - offsets[r][offsets[r].length - 1] / 2 + offsets[r][i];
   }));
   for (let sweep = 0; sweep < PLACE_SWEEPS; sweep++) {
     for (let step = 0; step < rows.length; step++) {
@@ -94,19 +101,19 @@ function placeRows(rows, segments, separations, [left, right]) {
       row.forEach((vertex, i) => {
         let total = 0, wanted = 0;
         for (const map of [below, above]) {
-          for (const [other, shift, weight] of map.get(vertex) ?? []) {
+          for (const [other, shift, weight] of map[vertex] ?? NONE) {
             total += weight;
-            wanted += weight * (x.get(other) + shift);
+            wanted += weight * (x[other] + shift);
           }
         }
-        targets.push((total ? wanted / total : x.get(vertex)) - offset[i]);
+        targets.push((total ? wanted / total : x[vertex]) - offset[i]);
         weights.push(total || FREE_WEIGHT);
       });
       let low = left, high = right - offset[offset.length - 1];
       if (low > high) low = high = (low + high) / 2;
       const placed = isotonic(targets, weights);
       row.forEach((vertex, i) => {
-        x.set(vertex, Math.min(Math.max(placed[i], low), high) + offset[i]);
+        x[vertex] = Math.min(Math.max(placed[i], low), high) + offset[i];
       });
     }
   }
