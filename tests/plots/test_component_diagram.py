@@ -15,6 +15,7 @@ from component_examples import ATTACK, EDGES, Scored, draw
 from sparse_tl.circuits import Circuit, Scores
 from sparse_tl.circuits.wiring import wire
 from sparse_tl.graph import CircuitGraph
+from sparse_tl.head_roles import HeadRoles
 from sparse_tl.plots import ComponentDiagram, component_diagram, drawn_circuit
 from sparse_tl.plots.component_layout import NODE_HEIGHT, lay_out
 from sparse_tl.plots.component_routes import Routes, ends_of
@@ -27,7 +28,7 @@ from sparse_tl.plots.layered_layout import (
     order_rows,
     place_rows,
 )
-from sparse_tl.plots.palette import KEY, MARKS, OPEN_EDGE, QUERY, VALUE
+from sparse_tl.plots.palette import KEY, MARKS, OPEN_EDGE, QUERY, ROLES, VALUE
 from sparse_tl.positioned_graph import PositionedGraph
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -386,3 +387,27 @@ def test_a_circuit_makes_its_own_figure(make_circuit):
     figure = circuit.figure(scores=scores, unit="logits")
     assert figure.svg == draw({"Circuit": Scored(circuit, scores)}, unit="logits").svg
     assert circuit._repr_html_() == str(circuit.figure())
+
+
+def test_heads_have_the_colour_of_their_role(make_circuit):
+    trajectories = torch.full((3, 1, 1, 3, 2), 0.9)
+    trajectories[2] = 0.1  # G- closes all heads but one, which facilitates
+    trajectories[2, 0, 0, 2, 1] = 0.9
+    roles = HeadRoles(
+        seeds=(0,),
+        lambda_=0.1,
+        trajectories=trajectories,
+        recorded_at=(1,),
+        losses=torch.zeros(3, 1),
+        dense_loss=0.0,
+        fitted=torch.ones(1, dtype=torch.bool),
+        removed=torch.zeros(3, 2),
+        removed_together=torch.zeros(2, 3, 1),
+    )
+    figure = draw({"m": make_circuit(EDGES)}, roles=roles)
+    (panel,) = panels_of(figure)
+    strokes = {e.get("data-node"): e[0].get("stroke") for e in panel.iter() if e.get("data-node")}
+    assert strokes["a2.h1"] == ROLES["facilitation"]
+    assert strokes["a0.h0"] == ROLES["irrelevance"]
+    assert strokes["m1"] not in ROLES.values()
+    assert {"facilitation", "irrelevance"} <= set(texts_of(ElementTree.fromstring(figure.svg)))
