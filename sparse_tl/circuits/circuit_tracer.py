@@ -59,7 +59,9 @@ def to_circuit_tracer(
     tokens = list(positions if prompt_tokens is None else prompt_tokens)
     if len(tokens) != len(positions):
         raise ValueError(f"expected {len(positions)} texts of positions; got {len(tokens)}")
-    content = {} if state is None else state if isinstance(state, Mapping) else read_json(state)
+    content = (
+        {} if state is None else state if isinstance(state, Mapping) else read_json(Path(state))
+    )
     wiring = wire(circuit, scores)
     ids = [_id(spot, graph) for spot in wiring.spots]
     of_name = {str(spot): name for spot, name in zip(wiring.spots, ids, strict=True)}

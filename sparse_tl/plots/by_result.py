@@ -22,7 +22,8 @@ def figure(result: Any, **style: Any) -> Figure:
     """Draw a result with the default figure of its type.
 
     Args:
-        result: a circuit, optionally with ``scores`` (component diagram); scores of heads,
+        result: a circuit of circuit edges, with or without positions, optionally with ``scores``
+            (component diagram); scores of heads,
             optionally with ``marked`` heads (head map); an evaluation or curve (explained effect);
             an attention graph (circuit diagram); an ablation curve; or head roles (heat map).
         **style: ``title``, and arguments of the function that draws the figure.
