@@ -23,9 +23,9 @@ def figure(result: Any, **style: Any) -> Figure:
 
     Args:
         result: a circuit of circuit edges, with or without positions, optionally with ``scores``
-            (component diagram); scores of heads,
-            optionally with ``marked`` heads (head map); an evaluation or curve (explained effect);
-            an attention graph (circuit diagram); an ablation curve; or head roles (heat map).
+            (component diagram); scores of heads, optionally with ``marked`` heads (head map); an
+            evaluation or curve (explained effect); an attention graph (circuit diagram); an
+            ablation curve; or head roles (heat map).
         **style: ``title``, and arguments of the function that draws the figure.
 
     Raises:

@@ -119,7 +119,7 @@ def lay_out(
     top = {i: rows[i] for i in used}
     for a, b, _ in upwards:
         top[a] = max(top[a], rows[b] - 1)
-    bends, x = dict[Bend, float](), dict[Any, float]()
+    x = dict[Any, float]()
     for c, (left, right) in enumerate(columns):
         inside = [i for i in used if column[i] == c]
         segments, net = _net(inside, rows, top, upwards, column, widths, n_rows)
@@ -127,9 +127,7 @@ def lay_out(
         end = max((widths[i] / 2 for i in inside if widths[i] < _WIDE), default=0.0) + _END_ROOM
         separations = _roomiest(order, widths, right - left - 2 * end)
         x |= place_rows(order, segments, separations, (left + end, right - end))
-    for i in used:
-        for row in range(rows[i] + 1, top[i] + 1):
-            bends[i, row] = x[i, row]
+    bends = {vertex: at for vertex, at in x.items() if isinstance(vertex, tuple)}
     heights = _heights(used, level, rows, n_rows)
     boxes = {i: Box(x[i], heights[rows[i]], widths[i]) for i in used}
     bottom = heights[0] + NODE_HEIGHT / 2 + 12
@@ -244,10 +242,8 @@ def _bands(
             low, high = spans.get(layer, (y, y))
             spans[layer] = min(low, y), max(high, y)
     reach = NODE_HEIGHT / 2 + 6
-    return [
-        (f"Layer {layer}", low - reach, high + reach)
-        for layer, (low, high) in sorted(spans.items())
-    ]
+    found = sorted(spans.items())
+    return [(f"Layer {layer}", low - reach, high + reach) for layer, (low, high) in found]
 
 
 def _net(
