@@ -21,6 +21,7 @@ from .circuits import (
     prune_circuit_edges as prune_circuit_edges,
     roc as roc,
     save_mib as save_mib,
+    to_circuit_tracer as to_circuit_tracer,
     to_eap_ig as to_eap_ig,
     trace_attention as trace_attention,
 )

@@ -12,6 +12,7 @@ from sparse_tl.circuits.attribution import (
     attribute_heads as attribute_heads,
 )
 from sparse_tl.circuits.circuit import Circuit as Circuit
+from sparse_tl.circuits.circuit_tracer import to_circuit_tracer as to_circuit_tracer
 from sparse_tl.circuits.comparison import (
     Overlap as Overlap,
     Roc as Roc,

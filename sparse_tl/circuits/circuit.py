@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -169,9 +170,11 @@ class Circuit(Result):
         return pd.DataFrame(self.site.columns(self.mask.nonzero()))
 
     def _repr_html_(self) -> str:
-        if not isinstance(self.site, CircuitGraph):
+        if not isinstance(self.site, (CircuitGraph, PositionedGraph)):
             return super()._repr_html_()
-        return self.figure()._repr_html_() if len(self) else f"<p>{self!r}</p>"
+        # Without scores there is nothing to choose the edges of a larger picture by.
+        drawn = 0 < len(self) <= 2000
+        return self.figure()._repr_html_() if drawn else f"<p>{escape(repr(self))}</p>"
 
     def __repr__(self) -> str:
         return f"Circuit({len(self):,} of {self.site.n_parts:,} {self.site.noun} of {self.site!r})"

@@ -36,11 +36,12 @@ def figure(result: Any, **style: Any) -> Figure:
     """Draw a result with the default figure of its type.
 
     Args:
-        result: a circuit, optionally with ``scores`` (component diagram); scores of circuit edges
-            (component diagram of the 60 strongest, or of the ``size`` strongest) or of heads,
-            optionally with ``marked`` heads (head map); an evaluation or curve (explained effect);
-            activation patching, logit lens or logit attribution (layer map); an attention graph
-            (circuit diagram); an ablation curve; or head roles (heat map).
+        result: a circuit of circuit edges, with or without positions, optionally with ``scores``
+            (component diagram); scores of circuit edges (component diagram of the 60 strongest, or
+            of the ``size`` strongest) or of heads, optionally with ``marked`` heads (head map); an
+            evaluation or curve (explained effect); activation patching, logit lens or logit
+            attribution (layer map); an attention graph (circuit diagram); an ablation curve; or
+            head roles (heat map).
         **style: ``title``, and arguments of the function that draws the figure.
 
     Raises:

@@ -1,186 +1,208 @@
-// Makes the static component diagram interactive: it shows fewer edges, or what is before and
-// after a node. All lines are those of the static figure.
+// Makes the static component diagram interactive: draws every view of the circuits, and keeps what
+// was chosen as a state that can be saved and opened again.
 
 function start(root, data) {
   "use strict";
-  const LISTED = 6;
-  const svg = root.querySelector("svg");
-  const mostEdges = Math.max(...data.panels.map((panel) => panel.edges.length));
-  const state = { edges: mostEdges, colour: data.colour, focus: null };
-  const panels = findPanels(svg, data, data.pointed);
-  for (const panel of panels) {
-    panel.nodes = [...panel.part("nodes").children];
-    panel.lines = [...panel.part("edges").children].map((path) => {
-      const { edge, source, reader, slot } = path.dataset;
-      const [rank, d] = [Number(edge), path.getAttribute("d")];
-      return { path, rank, source, reader, slot, edge: panel.edges[rank], d };
+  const svg = root.querySelector("svg"), canvas = root.querySelector(".canvas");
+  root.dataset.kind = "components";
+  const tip = root.querySelector(".tip"), card = make("div", { class: "card", hidden: true });
+  const status = make("div", { class: "status", role: "status" });
+  root.querySelector(".controls").after(status);
+  tip.before(card);
+  for (const panel of data.panels) {
+    [panel.intoMap, panel.outMap] = [new Map(panel.into), new Map(panel.out)];
+  }
+  const first = data.view, most = Math.max(1, ...data.panels.map((panel) => panel.names.length));
+  let view = structuredClone(first), drawn = null, size = null, box = null;
+  const chosen = { focus: null, focusName: null, panel: 0, selected: new Set(), found: new Set() };
+
+  // ---- drawing -----------------------------------------------------------------------------
+
+  function draw(keepsCard) {
+    const width = Math.round(Math.min(1600, Math.max(680, canvas.clientWidth || 1000)));
+    drawn = viewOf(data, view, width);
+    const node = drawn.nodes.find(({ name }) => name === chosen.focusName);
+    const isShown = node && drawn.layout.boxes.has(node.index);
+    chosen.focus = isShown ? node.index : null;
+    const height = drawFigure(svg, data, view, drawn, chosen);
+    size = [drawn.width, height];
+    // Text is never scaled down: a figure of many positions scrolls sideways.
+    setAttributes(svg, { width: drawn.width, height, style: `min-width: ${drawn.width}px` });
+    setAttributes(root, { "data-edges": view.edges, "data-focus": chosen.focusName ?? "" });
+    zoomTo(box);
+    tip.hidden = true;
+    listenToNodes();
+    // A text that is being written on the card stays.
+    if (!node) card.hidden = true;
+    else if (!keepsCard) showCard(node);
+    syncControls();
+  }
+
+  function change(changes, keepsCard) {
+    view = { ...view, ...changes };
+    draw(keepsCard);
+  }
+
+  // Zooming changes what part of the figure is seen; null is all of it, at which text is full-size.
+  function zoomTo(part) {
+    box = part;
+    const [x, y, w, h] = part ?? [0, 0, ...size];
+    svg.setAttribute("viewBox", `${x} ${y} ${w} ${h}`);
+    svg.toggleAttribute("data-zoomed", Boolean(part));
+  }
+
+  function zoom(factor, point) {
+    const [x, y, w, h] = box ?? [0, 0, ...size], { x: px, y: py } = point ?? { x: x + w / 2, y: y + h / 2 };
+    const width = w / factor;
+    if (width >= size[0] * 0.999) zoomTo(null);
+    else if (width > size[0] / 40) zoomTo([px - (px - x) / factor, py - (py - y) / factor, width, h / factor]);
+  }
+
+  // ---- nodes and links ---------------------------------------------------------------------
+
+  function focusOn(name, panel) {
+    [chosen.focusName, chosen.panel] = [name, panel ?? chosen.panel];
+    draw();
+  }
+
+  function listenToNodes() {
+    for (const panel of drawn.panels) {
+      const groups = [...panel.content.querySelectorAll("g[data-node]")];
+      for (const group of groups) {
+        const { node } = group.dataset;
+        const press = (event) => {
+          if (event.shiftKey) {
+            if (!chosen.selected.delete(node)) chosen.selected.add(node);
+            draw();
+          } else {
+            focusOn(chosen.focusName === node ? null : node, panel.index);
+          }
+          if (event.type === "keydown") {
+            svg.querySelector(`g[data-panel="${panel.index}"] g[data-node="${CSS.escape(node)}"]`)?.focus();
+          }
+        };
+        addButton(group, node, node === "logits", press, groups);
+      }
+    }
+  }
+
+  function showCard(node) {
+    const index = Math.min(chosen.panel, drawn.panels.length - 1);
+    fillCard(card, data, view, drawn, index, node, {
+      go: (name) => focusOn(drawn.nodes[drawn.at[drawn.place.get(name)]].name),
+      pin: (name) => change({ pins: view.pins.includes(name)
+        ? view.pins.filter((pin) => pin !== name) : [...view.pins, name] }),
+      label: (name, text) => change({ labels: { ...view.labels, [name]: text.trim() } }, true),
+      note: (name, text) => change({ notes: { ...view.notes, [name]: text.trim() } }, true),
+      ungroup: (name) => {
+        const { [name]: _, ...groups } = view.groups;
+        change({ groups });
+      },
+      close: () => focusOn(null),
     });
+    // At the height of the node, on the other side of the figure.
+    const outer = root.getBoundingClientRect(), shown = svg.getBoundingClientRect();
+    const at = drawn.layout.boxes.get(node.index) ?? { x: 0, y: 0 }, scale = shown.width / size[0];
+    const top = shown.top - outer.top + scale * (drawn.panels[index].top + drawn.above + at.y);
+    card.style.left = `${at.x > size[0] / 2 ? 10 : Math.max(4, outer.width - 340)}px`;
+    card.style.top = `${Math.max(4, Math.min(top - 60, outer.height - card.offsetHeight - 4))}px`;
   }
 
-  // ---- drawing -------------------------------------------------------------------------------
-
-  // On a path from the input to the logits, drawn at least, or not: that to which these lines belong.
-  function stateOf(lines) {
-    if (!lines.length) return "absent";
-    return lines.some((line) => line.onPath) ? "path" : "open";
-  }
-
-  function draw(panel) {
-    const shown = panel.shown = panel.lines.filter((line) => line.rank < state.edges);
-    const [above, below] = [reach(shown, "input", true), reach(shown, "logits", false)];
-    for (const line of shown) line.onPath = above.has(line.source) && below.has(line.reader);
-    const focus = state.focus?.panel === panel.index ? state.focus.node : null;
-    const before = focus && reach(shown, focus, false);
-    const after = focus && reach(shown, focus, true);
-    panel.near = shown.filter((line) => !focus || before.has(line.reader) || after.has(line.source));
-    drawLines(panel);
-    for (const group of panel.nodes) {
-      const { node } = group.dataset;
-      drawNode(panel, group, node === focus, !focus || before.has(node) || after.has(node));
+  function linkText(panel, shape) {
+    const name = (i) => view.labels[drawn.nodes[i].name] || drawn.nodes[i].name;
+    const links = shape.links.map((k) => panel.links[k]).sort((a, b) => b.strength - a.strength);
+    if (links.length > 1) {
+      const listed = links.slice(0, 8).map((link) => `\u2192 ${name(link.reader)}  ${worth(panel, link)}`);
+      const more = links.length > 8 ? [`and ${links.length - 8} weaker`] : [];
+      return [`${name(links[0].source)}, to ${links.length} readers`, ...listed, ...more];
     }
-    const edges = new Set(shown.map((line) => line.edge));
-    panel.onPath = new Set(shown.filter((line) => line.onPath).map((line) => line.edge));
-    panel.part("caption").textContent = caption(panel, edges);
-    setAttributes(panel.group, {
-      "data-edges-shown": edges.size, "data-edges-on-path": panel.onPath.size,
-      "data-focus": focus ?? "",
-    });
-  }
-
-  function drawLines(panel) {
-    const near = new Set(panel.near);
-    for (const line of panel.shown) {
-      setAttributes(line.path, {
-        "data-kind": stateOf([line]),
-        stroke: line.onPath ? line.edge.strokes[state.colour] : data.openStroke,
-        opacity: near.has(line) ? null : 0.13,
-      });
+    const [link] = links, text = [`${name(link.source)} \u2192 ${name(link.reader)}`];
+    if (link.slot === CROSSING) text.push("keys and values of this head, for its queries here");
+    else {
+      const edges = link.lines.filter((i) => panel.lines[i][3] >= 0).map((i) => panel.lines[i][3]);
+      for (const edge of edges.slice(0, 6)) {
+        text.push(panel.scores ? `${panel.names[edge]}  ${scoreText(panel.scores[edge], data.unit)}` : panel.names[edge]);
+      }
+      if (edges.length > 6) text.push(`and ${edges.length - 6} circuit edges more`);
     }
-    // Strong lines over weak ones, and lines on a path over all others.
-    panel.shown.sort((a, b) => a.onPath - b.onPath || b.rank - a.rank);
-    panel.part("edges").replaceChildren(...panel.shown.map(({ path }) => path));
-  }
-
-  function drawNode(panel, group, isFocus, isNear) {
-    const { node, kind } = group.dataset;
-    const entering = panel.shown.filter((line) => line.reader === node);
-    const found = stateOf([...entering, ...panel.shown.filter((line) => line.source === node)]);
-    const paint = data.paint[kind][found];
-    const [box, text, ...ports] = group.children;
-    setAttributes(group, {
-      "data-state": found, "aria-pressed": isFocus, opacity: isNear ? null : 0.3,
-    });
-    setAttributes(box, { fill: isFocus ? paint.stroke : paint.fill, stroke: paint.stroke });
-    setAttributes(text, { fill: isFocus ? data.ground : paint.ink });
-    for (const port of ports) {
-      const { slot } = port.dataset;
-      const entered = stateOf(entering.filter((line) => line.slot === slot));
-      setAttributes(port, {
-        display: entered === "absent" ? "none" : null,
-        fill: entered === "path" ? data.slots[slot] : data.openPort,
-      });
-    }
-  }
-
-  function caption(panel, edges) {
-    const number = (value) => value.toLocaleString("en-US");
-    const words = `${number(edges.size)} of ${number(panel.nKept)} kept circuit edges ` +
-      `(model: ${number(panel.nExisting)}); ${number(panel.onPath.size)} ` +
-      "on a path from input to logits";
-    if (!panel.scored) return words;
-    return `${words}; |score| \u2265 ${panel.edges[edges.size - 1].score.replace("\u2212", "")}`;
-  }
-
-  function drawAll() {
-    hideTip(root, panels);
-    panels.forEach(draw);
-    for (const legend of svg.querySelectorAll("[data-legend]")) {
-      setAttributes(legend, { display: legend.dataset.legend === state.colour ? null : "none" });
-    }
-    setAttributes(root, { "data-edges": state.edges, "data-colour": state.colour });
-  }
-
-  // ---- controls ------------------------------------------------------------------------------
-
-  function addControls() {
-    if (!panels.some((panel) => panel.scored)) return;
-    const range = { name: "edges", min: 1, max: mostEdges, step: 1 };
-    addSlider(root, "Strongest circuit edges", range, state.edges, String(state.edges), (value) => {
-      state.edges = value;
-      drawAll();
-      return String(value);
-    });
-    const colours = [["slot", "what reads"], ["sign", "helps or hurts"]];
-    addSelect(root, "Colour", "colour", colours, state.colour, (value) => {
-      state.colour = value;
-      drawAll();
-    });
-  }
-
-  // A click or Enter on a node shows what is before and after it.
-  function addNodes(panel) {
-    for (const group of panel.nodes) {
-      const { node } = group.dataset;
-      const press = (event) => {
-        state.focus = toggled(state.focus, { panel: panel.index, node });
-        drawAll();
-        if (event.type === "keydown") showNode(panel, group);
-      };
-      addButton(group, node, node === "logits", press, panel.nodes);
-      group.addEventListener("focus", () => {
-        if (group.matches(":focus-visible")) showNode(panel, group);
-      });
-      group.addEventListener("blur", () => hideTip(root, panels));
-    }
-  }
-
-  // ---- tooltip -------------------------------------------------------------------------------
-
-  function edgeText(panel, { edge, rank }) {
-    const text = [edge.name];
-    if (edge.score) {
-      const effect = edge.sign < 0 ? " (helps)" : edge.sign > 0 ? " (hurts)" : "";
-      text.push(`score ${edge.score}${effect}`, `rank ${rank + 1} of ${panel.nKept} by |score|`);
-    }
-    if (!panel.onPath.has(edge)) text.push("on no path from input to logits");
+    text.push(worth(panel, link));
+    if (!link.onPath) text.push("on no path from input to logits");
     return text;
   }
 
-  function nodeText(panel, node) {
-    const list = (heading, end) => {
-      const lines = panel.shown.filter((line) => line[end] === node);
-      const edges = panel.edges.filter((edge) => lines.some((line) => line.edge === edge));
-      if (!edges.length) return [];
-      const words = edges.slice(0, LISTED).map(({ name, score }) => score ? `${name}  ${score}` : name);
-      const more = edges.length > LISTED ? [`and ${edges.length - LISTED} weaker`] : [];
-      return [`${heading} (${edges.length}):`, ...words, ...more];
-    };
-    const text = [...list("reads", "reader"), ...list("is read", "source")];
-    return [node, ...(text.length ? text : ["no edge shown here"])];
+  function worth(panel, link) {
+    const effect = !link.score ? "" : link.score < 0 ? ", helps" : ", hurts";
+    return `influence ${percent(link.influence)}${effect}`;
   }
 
-  function showNode(panel, group) {
-    const box = group.getBoundingClientRect();
-    const point = { clientX: box.right - 10, clientY: box.bottom - 8 };
-    showTip(root, nodeText(panel, group.dataset.node), point);
-  }
+  // ---- the pointer -------------------------------------------------------------------------
 
-  function tell(panel, event) {
-    const node = event.target.closest("g[data-node]");
-    if (node) return nodeText(panel, node.dataset.node);
-    const line = nearestLine(panel.near, pointIn(panel.part("content"), event));
-    if (!line) return null;
-    const lines = panel.lines.filter(({ edge }) => edge === line.edge);
-    const width = Number(line.path.getAttribute("stroke-width")) + 0.8;
-    setAttributes(panel.hover, { d: lines.map(({ d }) => d).join(""), "stroke-width": width });
-    return edgeText(panel, line);
-  }
-
-  addControls();
-  panels.forEach(addNodes);
-  listen(root, svg, panels, tell, () => {
-    state.focus = null;
-    drawAll();
+  let drag = null;
+  svg.addEventListener("pointerdown", (event) => {
+    if (event.target.closest("g[data-node]") || event.button) return;
+    drag = { x: event.clientX, y: event.clientY, box: box ?? [0, 0, ...size], moved: false };
   });
-  drawAll();
+  svg.addEventListener("pointermove", (event) => {
+    if (drag && event.buttons) {
+      const scale = drag.box[2] / svg.getBoundingClientRect().width;
+      const [dx, dy] = [event.clientX - drag.x, event.clientY - drag.y];
+      drag.moved ||= Math.hypot(dx, dy) > 3;
+      if (drag.moved && box) zoomTo([drag.box[0] - dx * scale, drag.box[1] - dy * scale, drag.box[2], drag.box[3]]);
+      svg.classList.toggle("moving", Boolean(drag.moved && box));
+      return;
+    }
+    for (const panel of drawn.panels) panel.hover.removeAttribute("d");
+    tip.hidden = true;
+    const index = event.target.closest("g[data-panel]")?.dataset.panel;
+    if (index === undefined) return;
+    const panel = drawn.panels[index], node = event.target.closest("g[data-node]")?.dataset.node;
+    if (node !== undefined) {
+      const note = view.notes[node];
+      if (note || view.labels[node]) showTip(root, [node.slice(0, 200), ...(note ? [note] : [])], event);
+      return;
+    }
+    const shape = nearestLine(panel.shapes, pointIn(panel.content, event));
+    if (!shape) return;
+    setAttributes(panel.hover, { d: shape.d, "stroke-width": lineWidth(shape.strength) + 1 });
+    showTip(root, linkText(panel, shape), event);
+  });
+  const drop = () => {
+    drag = null;
+    svg.classList.remove("moving");
+  };
+  svg.addEventListener("pointerup", drop);
+  svg.addEventListener("pointerleave", () => {
+    drop();
+    tip.hidden = true;
+  });
+  // The plain wheel scrolls the page; with Ctrl or Command, or a pinch, it zooms.
+  svg.addEventListener("wheel", (event) => {
+    if (!event.ctrlKey && !event.metaKey) return;
+    event.preventDefault();
+    zoom(Math.exp(-event.deltaY / 300), pointIn(svg, event));
+  }, { passive: false });
+  document.addEventListener("keydown", function listener(event) {
+    // A notebook removes the figure when its cell runs again.
+    if (!root.isConnected) document.removeEventListener("keydown", listener);
+    else if (event.key === "Escape" && (chosen.focusName !== null || chosen.selected.size)) {
+      chosen.selected.clear();
+      focusOn(null);
+    }
+  });
+
+  const syncControls = componentControls(root, data, {
+    most, status, chosen, change, draw, focusOn, zoom, fit: () => zoomTo(null),
+    view: () => view, drawn: () => drawn, size: () => size, svg,
+    open: (state) => {
+      view = { ...structuredClone(first), ...state };
+      chosen.selected.clear();
+      focusOn(null);
+    },
+  });
+  draw();
+  let width = canvas.clientWidth;
+  new ResizeObserver(() => {
+    if (canvas.clientWidth !== width && canvas.clientWidth) draw();
+    width = canvas.clientWidth;
+  }).observe(canvas);
 }

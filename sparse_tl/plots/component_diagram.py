@@ -1,34 +1,38 @@
-"""Component diagrams: a circuit as nodes by layer with the edges between them, per model.
+"""Component diagrams: circuits as nodes by layer with the edges between them.
 
-1. Check the panels, and select the strongest edges of each (`drawn_circuit`).
-2. Lay out all panels together (`component_layout`).
-3. Draw the static SVG (`component_svg`).
-4. Combine the SVG, its data and a small script in one HTML fragment; the script reduces the number
-   of edges, or highlights what is before and after a node.
+1. Check the panels, and wire each circuit (`circuits.wiring`).
+2. Select what the view shows (`drawn_circuit`).
+3. Lay out all panels together (`component_layout`, `component_routes`), and draw (`component_svg`).
+4. Combine the static SVG, the wiring and a script in one HTML fragment. The script lays out and
+   draws every other view: fewer or more edges, supernodes, q, k and v apart, one node's paths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
+import torch
+
 from sparse_tl.circuits import Circuit, Scores
+from sparse_tl.circuits.wiring import wire
+from sparse_tl.graph import CircuitGraph
+from sparse_tl.head_roles import ROLES, HeadRoles
+from sparse_tl.head_roles.roles import THRESHOLD
 from sparse_tl.nodes import Node
-from sparse_tl.plots import palette
-from sparse_tl.plots.component_layout import ComponentLayout, lay_out
-from sparse_tl.plots.component_svg import (
-    SLOT_COLOURS,
-    LineColour,
-    draw_svg,
-    line_stroke,
-    node_paint,
-    score_text,
-)
-from sparse_tl.plots.drawn_circuit import DrawnCircuit, LineState, draw_strongest
+from sparse_tl.plots.component_data import read_view, script_data
+from sparse_tl.plots.component_style import Style
+from sparse_tl.plots.component_svg import draw_svg
+from sparse_tl.plots.drawn_circuit import DrawnCircuit, LinkColour, View, draw
 from sparse_tl.plots.figure_frame import Surround
 from sparse_tl.plots.head_map import marked_heads
 from sparse_tl.plots.interactive_html import PanelFigure, checked_panels
 from sparse_tl.plots.token_text import visible_text
+from sparse_tl.positioned_graph import PositionedGraph
+
+MOST_EDGES = 2000
+"""Maximum number of circuit edges of a panel that the page holds."""
 
 
 class ComponentDiagram(PanelFigure):
@@ -38,31 +42,49 @@ class ComponentDiagram(PanelFigure):
 
 
 def component_diagram(
-    panels: Mapping[str, Circuit],
+    panels: Mapping[str, Circuit] | Circuit,
     *,
-    scores: Mapping[str, Scores] | None = None,
+    scores: Mapping[str, Scores] | Scores | None = None,
     max_circuit_edges: int = 100,
-    colour: LineColour = "slot",
+    colour: LinkColour = "slot",
+    slots: bool = False,
+    off_path: bool = False,
+    difference: bool = False,
+    roles: Mapping[str, HeadRoles] | HeadRoles | None = None,
+    tokens: Sequence[str] | None = None,
+    state: str | Path | Mapping[str, Any] | None = None,
     unit: str = "",
     marked: Mapping[str, Sequence[Any]] | None = None,
     transition: str | None = "Sparsity-Regularised Finetuning",
     title: str | None = None,
 ) -> ComponentDiagram:
-    """Draw which components a circuit connects, and through which slot.
+    """Draw which components circuits connect, and through which slot.
 
-    Rows are layers, upwards, from the input to the logits. A line is thicker and darker with
-    ``|score|``, relative to the largest of its panel. Edges on no path from the input to the
-    logits are light. A node has the same position in every panel; it is faint in panels that
-    draw none of its edges.
+    Rows are layers, upwards, from the input to the logits; with positions, columns are positions.
+    A circuit with positions does not say which query attends to which key: what a head reads as
+    keys and values at one position leads, by a dashed line, to the same head at every position at
+    or after it where the circuit keeps the head (in spans, at every position).
+
+    Edges enter by their influence on the answer: the share of the logits' paths that run through an
+    edge, where a node's paths divide over its inputs by ``|score|``. Each edge enters with its
+    whole path from the input to the logits. A node has the same place in every panel. The page
+    holds up to 2,000 edges of each circuit, the strongest ones; its caption says how many.
 
     Args:
-        panels: circuits of circuit edges by panel name, from top to bottom.
-        scores: scores of the circuits' edges, by panel name; negative: patching the edge lowers
-            the metric, so it helps. Without scores, all lines look the same.
-        max_circuit_edges: maximum number of edges drawn in a panel, by absolute score.
-        colour: ``"slot"`` colours lines by their reader: the query, key or value input of a head,
+        panels: circuits of circuit edges by panel name, from top to bottom, or one circuit.
+        scores: scores of the circuits' edges, by panel name, or of the only one; negative: patching
+            the edge lowers the metric, so it helps. Without scores, all edges count alike.
+        max_circuit_edges: number of edges drawn at first, and in static files.
+        colour: ``"slot"`` colours links by their reader: the query, key or value input of a head,
             or an MLP or the logits; ``"sign"`` by whether the edge helps (negative score) or
             hurts.
+        slots: whether to draw q, k and v of a head apart instead of merged.
+        off_path: whether to draw edges on no path from the input to the logits, in grey.
+        difference: whether to draw two circuits as one, coloured by which of them has a link.
+        roles: colours heads by their role; by panel name, or for all panels.
+        tokens: texts of the columns, for circuits over token positions.
+        state: state that the page has saved, as a path or its content. It replaces the arguments
+            above where it says something.
         unit: unit of the scores, such as "logits" or "nats".
         marked: heads to frame wherever they are drawn, as in `head_map`.
         transition: text along the arrow from each panel to the next; ``None`` for no arrow.
@@ -73,23 +95,74 @@ def component_diagram(
 
     Raises:
         ValueError: there is no panel, `max_circuit_edges` is below 1, signs are requested without
-            scores, the first panel's model lacks a marked head, or there are too many mark names.
+            scores, a difference of other than two circuits is requested, panels differ in their
+            positions, more than 2,000 edges have no scores to choose by, the first panel's model
+            lacks a marked head, there are too many mark names, or the state cannot be read.
         TypeError: a panel is not a `Circuit`.
     """
-    way = "attribute_circuit_edges(...).top(100) makes one"
-    panels = checked_panels(panels, Circuit, way)
+    if isinstance(panels, Circuit):
+        panels = {"Circuit": panels}
+    panels = checked_panels(panels, Circuit, "attribute_circuit_edges(...).top(100) makes one")
+    if isinstance(scores, Scores):
+        scores = dict.fromkeys(panels, scores)
     scores = scores or {}
-    _check_options(panels, scores, max_circuit_edges, colour)
-    drawn = [
-        draw_strongest(name, circuit, scores.get(name), max_circuit_edges)
+    columns = _check_options(panels, scores, max_circuit_edges, colour, tokens)
+    view = View(max_circuit_edges, "influence", slots, off_path, colour, difference)
+    view = read_view(state, view)
+    if view.difference and len(panels) != 2:
+        raise ValueError(f"expected two circuits to draw their difference; got {len(panels)}")
+    wirings = {
+        name: wire(_strongest(name, circuit, scores.get(name)), scores.get(name))
         for name, circuit in panels.items()
-    ]
-    surround = Surround(tuple(panels), title, transition)
+    }
+    n_existing = [circuit.site.n_parts for circuit in panels.values()]
+    nodes, drawn = draw(wirings, n_existing, view)
     framed = _marked_nodes(panels, marked or {})
-    layout = lay_out(drawn, surround, marks=bool(framed))
-    unit = visible_text(unit.strip())
-    svg = draw_svg(drawn, layout, surround, colour=colour, unit=unit, marked=framed)
-    return ComponentDiagram(svg, _script_data(drawn, layout, colour, unit), surround)
+    unit = visible_text(unit.strip()[:40])
+    names = tuple(panels)
+    n_kept = [len(circuit) for circuit in panels.values()]
+    style = Style(
+        unit,
+        bool(scores),
+        framed,
+        _roles(panels, roles),
+        columns,
+        names,
+        [_caption(panel, view, names, n) for panel, n in zip(drawn, n_kept, strict=False)],
+    )
+    surround = Surround(tuple(panel.name for panel in drawn), title, transition)
+    svg = draw_svg(nodes, drawn, view, style, surround)
+    data = script_data(wirings, n_kept, n_existing, view, style, surround)
+    return ComponentDiagram(svg, data, surround)
+
+
+def _caption(panel: DrawnCircuit, view: View, names: Sequence[str], n_kept: int) -> str:
+    if view.difference:
+        n = [sum(link.only == which for link in panel.links) for which in (0, 1, None)]
+        first, second = (visible_text(name[:40]) for name in names)
+        return f"{n[0]:,} links only in {first}, {n[1]:,} only in {second}, {n[2]:,} in both"
+    by = "influence" if view.by == "influence" else "|score|"
+    held = f"{panel.n_kept:,} strongest of {n_kept:,}" if panel.n_kept < n_kept else f"{n_kept:,}"
+    off = sum(not link.on_path for link in panel.links)
+    paths = f"; {off:,} links on no path" if off else ", all on paths from input to logits"
+    return f"{panel.n_edges:,} of {held} circuit edges by {by}{paths} (model: {panel.n_existing:,})"
+
+
+def _strongest(name: str, circuit: Circuit, scores: Scores | None) -> Circuit:
+    """The circuit, or its edges of largest ``|score|``."""
+    if len(circuit) <= MOST_EDGES:
+        return circuit
+    if scores is None:
+        raise ValueError(
+            f"expected scores, to choose the {MOST_EDGES:,} strongest of the {len(circuit):,} "
+            f"edges of {name!r}; got none; pass scores={{name: attribute_circuit_edges(...)}}"
+        )
+    places = circuit.mask.cpu().nonzero()
+    values = scores.mean().detach().cpu()[tuple(places.T)].abs()
+    best = places[values.argsort(descending=True, stable=True)[:MOST_EDGES]]
+    mask = torch.zeros_like(circuit.mask, device="cpu")
+    mask[tuple(best.T)] = True
+    return Circuit(circuit.site, mask)
 
 
 def _check_options(
@@ -97,9 +170,23 @@ def _check_options(
     scores: Mapping[str, Scores],
     max_circuit_edges: int,
     colour: str,
-) -> None:
+    tokens: Sequence[str] | None,
+) -> list[str]:
+    """The texts of the columns: none without positions."""
+    positions = set[tuple[str, ...]]()
+    for circuit in panels.values():
+        site = circuit.site
+        if not isinstance(site, (CircuitGraph, PositionedGraph)):
+            raise ValueError(f"expected circuits of circuit edges; got one of {site.noun}")
+        positions.add(site.positions if isinstance(site, PositionedGraph) else ())
+    if len(positions) > 1:
+        raise ValueError(
+            f"expected panels with the same positions; got {sorted(map(list, positions))}; "
+            "circuit.at(position) has those of one position"
+        )
+    columns = list(positions.pop())
     for name, some in scores.items():
-        if name not in panels or some.site != panels[name].graph:
+        if name not in panels or some.site != panels[name].site:
             raise ValueError(
                 f"expected scores of the circuit edges of a panel, one of {list(panels)}; got "
                 f"scores of {some.site!r} for {name!r}"
@@ -109,56 +196,47 @@ def _check_options(
             f"expected max_circuit_edges of at least 1; got {max_circuit_edges}; about 100 are "
             "legible"
         )
-    if colour not in get_args(LineColour):
+    if colour not in get_args(LinkColour):
         raise ValueError(f"expected colour 'slot' or 'sign'; got {colour!r}")
     if colour == "sign" and not scores:
         raise ValueError(
             "expected scores in some panel, to colour by their sign; got none; pass "
             "scores={name: attribute_circuit_edges(...)}, or colour='slot'"
         )
+    if tokens is not None:
+        if len(tokens) != len(columns):
+            raise ValueError(
+                f"expected one text for each of {len(columns)} positions; got {len(tokens)}"
+            )
+        columns = [str(token) for token in tokens]
+    return columns
 
 
 def _marked_nodes(
     panels: Mapping[str, Circuit], marked: Mapping[str, Sequence[Any]]
 ) -> dict[str, list[Node]]:
     """The marked heads of the first panel's model, by legend entry."""
-    heads = next(iter(panels.values())).graph.heads
+    site = next(iter(panels.values())).site
+    graph = site.graph if isinstance(site, PositionedGraph) else site
+    assert isinstance(graph, CircuitGraph)
     return {
         visible_text(name): [Node("head", *place) for place in places]
-        for name, places in marked_heads(heads, marked).items()
+        for name, places in marked_heads(graph.heads, marked).items()
     }
 
 
-def _script_data(
-    panels: Sequence[DrawnCircuit], layout: ComponentLayout, colour: LineColour, unit: str
-) -> dict[str, Any]:
-    """The data that the script cannot read from the static figure."""
-    return {
-        "colour": colour,
-        "openStroke": palette.OPEN_EDGE,
-        "openPort": palette.OPEN_PORT,
-        "pointed": palette.INK,
-        "ground": palette.GROUND,
-        "slots": {slot: full for slot, full in SLOT_COLOURS.items() if slot},
-        "paint": {
-            kind: {state: node_paint(kind, state) for state in get_args(LineState)}
-            for kind in sorted({node.kind for node in layout.boxes})
-        },
-        "panels": [
-            {
-                "nKept": panel.n_kept,
-                "nExisting": panel.n_existing,
-                "scored": panel.has_scores,
-                "edges": [
-                    {
-                        "name": str(edge.edge),
-                        "score": None if edge.score is None else score_text(edge.score, unit),
-                        "sign": 0 if edge.score is None else (edge.score > 0) - (edge.score < 0),
-                        "strokes": {c: line_stroke(edge, c) for c in get_args(LineColour)},
-                    }
-                    for edge in panel.edges
-                ],
-            }
-            for panel in panels
-        ],
-    }
+def _roles(
+    panels: Mapping[str, Circuit], roles: Mapping[str, HeadRoles] | HeadRoles | None
+) -> list[dict[str, str]]:
+    """The role of each head with a mean score over seeds of at least 0.5, by panel."""
+    if roles is None:
+        return []
+    by_panel = dict.fromkeys(panels, roles) if isinstance(roles, HeadRoles) else roles
+    found = []
+    for name in panels:
+        own = dict[str, str]()
+        for role in ROLES if name in by_panel else ():
+            means = by_panel[name].score(role).mean(dim=0)
+            own |= {f"a{a}.h{b}": role for a, b in (means >= THRESHOLD).nonzero().tolist()}
+        found.append(own)
+    return found

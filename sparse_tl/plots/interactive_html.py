@@ -16,9 +16,19 @@ Content = TypeVar("Content")
 
 SCRIPTS = {
     "circuit_diagram": ("interactive_figure.js", "attention_edges.js", "circuit_diagram.js"),
-    "component_diagram": ("interactive_figure.js", "component_diagram.js"),
+    "component_diagram": (
+        "interactive_figure.js",
+        "layered_layout.js",
+        "component_layout.js",
+        "component_view.js",
+        "component_draw.js",
+        "component_card.js",
+        "component_controls.js",
+        "component_diagram.js",
+    ),
 }
 STYLE = "interactive_figure.css"
+OWN_STYLES = {"component_diagram": ("component_diagram.css",)}
 
 
 class PanelFigure(SelfContainedFigure):
@@ -85,7 +95,7 @@ def interactive_html(script: str, svg: str, data: Mapping[str, Any]) -> str:
     digest = hashlib.sha256((script + svg + payload).encode()).hexdigest()[:12]
     return (
         f'<div class="sparse-tl-circuit" data-figure="{digest}">\n'
-        f"<style>\n{read_assets(STYLE)}</style>\n"
+        f"<style>\n{read_assets(STYLE, *OWN_STYLES.get(script, ()))}</style>\n"
         f'<div class="controls"></div>\n'
         f'<div class="canvas">\n{svg}\n</div>\n'
         f'<div class="tip" role="tooltip" hidden></div>\n'

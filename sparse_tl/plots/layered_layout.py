@@ -14,6 +14,7 @@ The method of Sugiyama, Tagawa and Toda, as in Graphviz's dot:
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-_ORDER_SWEEPS = 24
-_PLACE_SWEEPS = 16
+_ORDER_SWEEPS = 8
+_PLACE_SWEEPS = 10
 _FREE_WEIGHT = 0.1
 # Weight of a port offset, per pixel, when ordering the lines into one vertex.
 _PORT_SHARE = 0.01
@@ -92,7 +93,9 @@ def _sorted(row: list[Vertex], fixed: Sequence[Vertex], pulls: Pulls) -> list[Ve
     for index, vertex in enumerate(row):
         places = [place[other] + _PORT_SHARE * shift for other, shift, _ in pulls[vertex]]
         own = (index + 0.5) / len(row) * len(fixed)
-        keys[vertex] = sum(places) / len(places) if places else own
+        key = sum(places) / len(places) if places else own
+        # The script rounds alike, so that both order nearly equal means in the same way.
+        keys[vertex] = math.floor(key * 1e6 + 0.5)
     return sorted(row, key=keys.__getitem__)
 
 

@@ -1,0 +1,88 @@
+"""What a component diagram of 200 and 2,000 circuit edges costs, at GPT-2 small's shape.
+
+Built: wall time of `component_diagram` and its HTML. Re-layout: from the slider's event to the
+figure with all its coordinates, in headless Chromium, the median over positions of the slider and
+the largest. Text: the smallest on the screen after the figure is fitted.
+
+    OMP_NUM_THREADS=2 python benchmarks/component_diagram.py --chromium /usr/bin/chromium
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from bisect import bisect_right
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from playwright.sync_api import sync_playwright
+
+from sparse_tl import Circuit, CircuitGraph, Scores, component_diagram
+
+RE_LAYOUT = """positions => positions.map(value => {
+    const slider = document.querySelector('input[type=range]');
+    slider.value = value;
+    const start = performance.now();
+    slider.dispatchEvent(new Event('input'));
+    document.querySelector('svg').getBoundingClientRect();
+    return performance.now() - start;
+})"""
+SMALLEST = """() => Math.min(...[...document.querySelectorAll('svg text')].map(text =>
+    parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a))"""
+POSITIONS = [1000, 500, 1000, 700, 1000, 800, 900, 950, 1000, 850, 600]
+
+
+def _scores() -> Scores:
+    """Scores over several orders of magnitude, from half of the sources."""
+    generator = torch.Generator().manual_seed(0)
+    graph = CircuitGraph(12, 12, 12)
+    values = torch.randn(graph.exists.shape, generator=generator) ** 3
+    busy = torch.rand(len(graph.sources), 1, generator=generator) < 0.5
+    busy[0] = True
+    values = values * graph.exists * busy
+    values[0] *= 3
+    values[:, -1] *= 5
+    return Scores(graph, values, "random")
+
+
+def _connected(scores: Scores, size: int) -> Circuit:
+    """About this many edges, the strongest ones, all of them on paths from input to logits."""
+    sizes = range(scores.site.n_parts)
+    taken = bisect_right(sizes, size, key=lambda some: len(scores.top(some).connected()))
+    return scores.top(taken - 1).connected()
+
+
+def main(
+    chromium: Annotated[str | None, typer.Option(help="Chromium; playwright's by default.")] = None,
+) -> None:
+    """Print one line per number of circuit edges and width of the page."""
+    scores = _scores()
+    connected = {n_edges: _connected(scores, n_edges) for n_edges in (200, 2000)}
+    with sync_playwright() as driver, tempfile.TemporaryDirectory() as folder:
+        browser = driver.chromium.launch(executable_path=chromium)
+        for n_edges in (200, 2000):
+            start = time.perf_counter()
+            circuit = connected[n_edges]
+            figure = component_diagram(circuit, scores=scores, max_circuit_edges=n_edges)
+            size = len(str(figure).encode())
+            built = time.perf_counter() - start
+            path = figure.save(Path(folder) / "figure.html")
+            for width in (1000, 1600):
+                page = browser.new_page(viewport={"width": width, "height": 900})
+                page.goto(path.as_uri())
+                times = page.evaluate(RE_LAYOUT, POSITIONS)
+                text = page.evaluate(SMALLEST)
+                typer.echo(
+                    f"{len(circuit):,} edges at {width:,} px: built {built:.2f} s, HTML "
+                    f"{size / 1000:.0f} kB, re-layout {statistics.median(times):.0f} ms (largest "
+                    f"{max(times):.0f}), text {text:.1f} px"
+                )
+                page.close()
+        browser.close()
+
+
+if __name__ == "__main__":
+    typer.run(main)

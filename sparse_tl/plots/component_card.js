@@ -1,0 +1,64 @@
+// The card of a node: its edges as tables, its label and note, whether it is pinned or a supernode.
+
+const MOST_ROWS = 100;
+
+function scoreText(score, unit) {
+  const text = Number(score.toPrecision(3)).toString().replace("-", "\u2212");
+  return unit ? `${text} ${unit}` : text;
+}
+
+const percent = (share) => `${Number((100 * share).toPrecision(2))} %`;
+
+// All lines of the circuit at a node, strongest first, each with whether it is shown.
+function linesAt(drawn, panel, node, end) {
+  const members = new Set(node.members ?? [node.index]), other = 1 - end;
+  const shown = new Set(panel.links.flatMap((link) => link.lines));
+  return panel.lines.flatMap((line, i) => {
+    if (!members.has(line[end]) || members.has(line[other])) return [];
+    const score = panel.scores && line[3] >= 0 ? panel.scores[line[3]] : null;
+    const influence = panel.influence[i];
+    return [{ other: line[other], slot: line[2], score, influence, shown: shown.has(i) }];
+  }).sort((a, b) => b.influence - a.influence || Math.abs(b.score ?? 0) - Math.abs(a.score ?? 0));
+}
+
+function edgeTable(drawn, data, panel, node, end, heading, go) {
+  const lines = linesAt(drawn, panel, node, end);
+  const hidden = lines.filter((line) => !line.shown).length;
+  const count = hidden ? `${lines.length}, ${hidden} of them not shown` : lines.length;
+  const rows = lines.slice(0, MOST_ROWS).map((line) => {
+    const name = data.nodes[line.other][0];
+    return make("tr", { class: line.shown ? "" : "hidden" },
+      make("td", {}, make("button", { type: "button", onclick: () => go(name) }, name.slice(0, 80))),
+      make("td", {}, line.slot), make("td", {}, line.score === null ? "" : scoreText(line.score, "")),
+      make("td", {}, percent(line.influence)));
+  });
+  const more = lines.length > MOST_ROWS ? [make("p", {}, `and ${lines.length - MOST_ROWS} of less influence`)] : [];
+  const head = ["", "slot", "score", "influence"].map((text) => make("th", {}, text));
+  const table = make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));
+  return [make("h4", {}, `${heading} (${count})`), ...(lines.length ? [table] : []), ...more];
+}
+
+// Fills the card; act changes the view: {go, pin, label, note, ungroup, close}.
+function fillCard(card, data, view, drawn, panelIndex, node, act) {
+  const panel = drawn.panels[panelIndex], { name } = node, pinned = view.pins.includes(name);
+  const field = (tag, key, text) => {
+    const input = make(tag, { name: key, placeholder: text, maxlength: key === "label" ? 60 : 2000,
+      "aria-label": text, onchange: () => act[key](name, input.value) });
+    input.value = (key === "label" ? view.labels : view.notes)[name] ?? "";
+    return input;
+  };
+  const where = node.kind === "group" ? `${node.size} nodes` : node.layer === null ? "" : `layer ${node.layer}`;
+  const buttons = node.kind === "group"
+    ? [make("button", { type: "button", name: "ungroup", onclick: () => act.ungroup(name) }, "Ungroup")]
+    : [make("button", { type: "button", name: "pin", onclick: () => act.pin(name) }, pinned ? "Unpin" : "Pin")];
+  const members = node.members
+    ? [make("p", {}, node.members.map((i) => data.nodes[i][0]).join(", ").slice(0, 2000))] : [];
+  card.replaceChildren(
+    make("div", { class: "head" }, make("strong", {}, name.slice(0, 200)), make("span", {}, where), ...buttons,
+      make("button", { type: "button", name: "close", "aria-label": "Close", onclick: act.close }, "\u00d7")),
+    field("input", "label", "own label"), field("textarea", "note", "note"), ...members,
+    ...edgeTable(drawn, data, panel, node, 1, "reads", act.go),
+    ...edgeTable(drawn, data, panel, node, 0, "is read by", act.go),
+  );
+  card.hidden = false;
+}

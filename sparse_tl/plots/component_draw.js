@@ -1,0 +1,246 @@
+// Draws one view of a component diagram into its SVG: component_svg.py, in the browser.
+
+const LEFT = 8, TOP = 8, GAP = 18, HEADING = 54, COLUMN_HEADING = 22, ARROW = 76;
+const [THIN, THICK, WEAKEST] = [0.9, 4.6, 0.8];
+
+function svgElement(tag, attributes, text) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  setAttributes(element, attributes);
+  if (text !== undefined) element.textContent = text;
+  return element;
+}
+
+const lineWidth = (strength) => Math.round(100 * (THIN + (THICK - THIN) * Math.sqrt(strength))) / 100;
+
+// White mixed with a share of a colour.
+function blended(colour, share) {
+  const parts = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
+  const mixed = parts.map((part) => Math.round(255 + (part - 255) * share));
+  return `#${mixed.map((part) => part.toString(16).padStart(2, "0")).join("")}`;
+}
+
+function fullColour(link, view, colours) {
+  if (link.slot === CROSSING) return colours.slots[CROSSING];
+  if (view.difference) return link.only === null ? colours.plain : colours.only[link.only];
+  if (view.colour !== "sign") return colours.slots[link.slot];
+  return link.score > 0 ? colours.hurts : link.score < 0 ? colours.helps : colours.plain;
+}
+
+// What is drawn: the nodes, the panels with their links, the layout, and each panel's corner.
+function viewOf(data, view, width) {
+  const place = new Map(data.nodes.map(([name], i) => [name, i]));
+  const ends = ["input", "logits"].map((end) =>
+    data.nodes.flatMap(([, kind], i) => (kind === end ? [i] : [])));
+  const [nodes, at] = nodesOf(data, view, place);
+  nodes.forEach((node, index) => { node.index = index; });
+  let panels = data.panels.map((panel) => linksOf(panel, view, nodes, at, place, ends));
+  if (view.difference) panels = [differenceOf(panels)];
+  const union = [...new Map(panels.flatMap((panel) => panel.links.map((k) => [keyOf(k), k]))).values()];
+  union.sort((a, b) => a.source - b.source || a.reader - b.reader || (a.port < b.port ? -1 : 1));
+  const left = LEFT + (data.transition && panels.length > 1 ? ARROW : 0);
+  const label = Math.max(0, ...nodes.filter((node) => node.layer !== null)
+    .map((node) => textWidth(`Layer ${node.layer}`, 12.5)));
+  const columns = data.columns.length || 1, bounds = [left + 14 + label, width - LEFT - 8];
+  const layout = layOut(nodes, union, view.labels, bounds, columns);
+  const above = HEADING + (data.columns.length ? COLUMN_HEADING : 0);
+  const height = Math.round(above + layout.height), top = TOP + (data.title ? 34 : 0);
+  panels.forEach((panel, i) => Object.assign(panel, { index: i, top: top + i * (height + GAP) }));
+  const right = Math.round(layout.columns[columns - 1][1] + 8);
+  return { nodes, at, place, panels, layout, left, right, above, height, width: right + LEFT };
+}
+
+function captionOf(data, view, panel) {
+  const n = (value) => value.toLocaleString("en-US");
+  const off = panel.links.filter((link) => !link.onPath).length;
+  if (view.difference) {
+    const count = (side) => n(panel.links.filter((link) => link.only === side).length);
+    const [a, b] = data.panels.map(({ name }) => name.slice(0, 40));
+    return `${count(0)} links only in ${a}, ${count(1)} only in ${b}, ${count(null)} in both`;
+  }
+  const held = panel.names.length;
+  const of = held < panel.kept ? `${n(held)} strongest of ${n(panel.kept)}` : n(panel.kept);
+  const by = view.by === "influence" ? "influence" : "|score|";
+  const paths = off ? `; ${n(off)} links on no path` : ", all on paths from input to logits";
+  return `${n(panel.nEdges)} of ${of} circuit edges by ${by}${paths} (model: ${n(panel.existing)})`;
+}
+
+function drawFigure(svg, data, view, drawn, chosen) {
+  const { panels, layout, left, right, width } = drawn, { colours } = data;
+  const parts = [svgElement("rect", { width, height: "100%", fill: "#ffffff" })];
+  if (data.title) {
+    const text = clipText(data.title, 18, width - 40);
+    parts.push(svgElement("text", {
+      x: width / 2, y: 28, "text-anchor": "middle", "font-size": 18, "font-weight": "bold",
+    }, text));
+  }
+  for (const panel of panels) parts.push(drawPanel(data, view, drawn, panel, chosen));
+  if (data.transition && panels.length > 1) parts.push(...arrows(drawn, data));
+  const bottom = panels[panels.length - 1].top + drawn.height + 10;
+  const legend = legendOf(data, view, panels), group = svgElement("g", { "data-role": "legend" });
+  let x = left + 6, y = bottom + 8;
+  for (const [colour, weight, words] of legend) {
+    const text = clipText(words, 11.5, right - left - 30), need = 25 + textWidth(text, 11.5);
+    if (x > left + 6 && x + need > right) [x, y] = [left + 6, y + 19];
+    group.append(
+      svgElement("path", { d: `M${x} ${y}h20`, stroke: colour, "stroke-width": weight }),
+      svgElement("text", { x: x + 25, y: y + 4, "font-size": 11.5, fill: colours.muted }, text),
+    );
+    x += need + 14;
+  }
+  parts.push(group);
+  svg.replaceChildren(...parts);
+  return Math.round(y + 11 + 8);
+}
+
+function drawPanel(data, view, drawn, panel, chosen) {
+  const { layout, left, right, above, height, nodes } = drawn, { colours } = data;
+  const room = right - left - 28, group = svgElement("g", { "data-panel": panel.index,
+    "data-edges-shown": panel.nEdges });
+  group.append(
+    svgElement("rect", { x: left, y: panel.top, width: right - left, height, rx: 7,
+      fill: "#ffffff", stroke: colours.ink, "stroke-width": 1.3 }),
+    svgElement("text", { x: left + 14, y: panel.top + 24, "font-size": 16, "font-weight": "bold" },
+      clipText(panel.name, 16, room)),
+    svgElement("text", { x: left + 14, y: panel.top + 43, "font-size": 12, fill: colours.muted,
+      "data-role": "caption" }, clipText(captionOf(data, view, panel), 12, room)),
+  );
+  const content = svgElement("g", { transform: `translate(0 ${panel.top + above})` });
+  for (const [label, top, bottom] of layout.bands) {
+    content.append(
+      svgElement("rect", { x: left + 6, y: top, width: right - left - 12, height: bottom - top,
+        rx: 4, fill: colours.band }),
+      svgElement("text", { x: left + 12, y: (top + bottom) / 2 + 4.5, "font-size": 12.5,
+        fill: colours.muted }, label),
+    );
+  }
+  data.columns.forEach((text, c) => {
+    const [start, end] = layout.columns[c];
+    content.append(
+      svgElement("path", { d: `M${end} -12V${layout.height - 6}`, stroke: colours.grid }),
+      svgElement("text", { x: (start + end) / 2, y: -4, "text-anchor": "middle", "font-size": 12,
+        "font-weight": "bold" }, clipText(text, 12, end - start - 4)),
+    );
+  });
+  const stroke = (link) => (link.onPath
+    ? blended(fullColour(link, view, colours), WEAKEST + (1 - WEAKEST) * Math.sqrt(link.strength))
+    : colours.open);
+  panel.shapes = shapesOf(layout, panel.links, stroke, colours.shared);
+  const near = nearOf(panel, chosen), lines = svgElement("g", {
+    "data-role": "links", fill: "none", "stroke-linecap": "round" });
+  // Only numbers and colours: names are never written as markup.
+  lines.innerHTML = panel.shapes.map((shape, s) => {
+    const far = near && !shape.links.some((k) => near.links.has(panel.links[k]));
+    const dashed = shape.links.every((k) => panel.links[k].slot === CROSSING);
+    shape.onPath = shape.links.some((k) => panel.links[k].onPath) && !far;
+    return `<path data-shape="${s}" d="${shape.d}" stroke="${shape.stroke}" stroke-width="`
+      + `${lineWidth(shape.strength)}"${dashed ? ' stroke-dasharray="5 3"' : ""}`
+      + `${far ? ' opacity="0.1"' : ""}/>`;
+  }).join("");
+  panel.hover = svgElement("path", { fill: "none", stroke: colours.ink, "stroke-linecap": "round",
+    "pointer-events": "none" });
+  const boxes = svgElement("g", { "font-size": 11.5, "text-anchor": "middle" });
+  for (const [i, box] of layout.boxes) boxes.append(drawNode(data, view, panel, nodes[i], box, chosen, near));
+  content.append(lines, panel.hover, boxes, ...marksOf(data, drawn));
+  panel.content = content;
+  group.append(content);
+  return group;
+}
+
+// The nodes and links before and after the node in focus.
+function nearOf(panel, { focus }) {
+  if (focus === null) return null;
+  const near = { links: new Set(), nodes: new Set([focus]) };
+  for (const [from, to] of [["source", "reader"], ["reader", "source"]]) {
+    const reached = new Set([focus]);
+    for (const node of reached) {
+      for (const link of panel.links) {
+        if (link[from] !== node) continue;
+        near.links.add(link);
+        near.nodes.add(link[to]);
+        reached.add(link[to]);
+      }
+    }
+  }
+  return near;
+}
+
+function paintOf(data, view, panel, node) {
+  const own = panel.links.filter((k) => k.source === node.index || k.reader === node.index);
+  const state = own.some((k) => k.onPath) ? "path" : own.length ? "open" : "absent";
+  const sides = new Set(own.map((k) => k.only)), { colours } = data;
+  const role = data.panels[view.difference ? 0 : panel.index].roles[node.name.split("@")[0]];
+  if (state === "absent") return [state, colours.nodes[node.kind].absent];
+  if (view.difference && sides.size === 1 && !sides.has(null)) return [state, colours.sides[[...sides][0]]];
+  return [state, role ? colours.roles[role] : colours.nodes[node.kind][state]];
+}
+
+function drawNode(data, view, panel, node, box, chosen, near) {
+  const [state, [fill, stroke, ink]] = paintOf(data, view, panel, node);
+  const isChosen = chosen.selected.has(node.name), isFocus = chosen.focus === node.index;
+  const group = svgElement("g", { "data-node": node.name, "data-state": state,
+    "data-selected": isChosen ? "" : null, "data-found": chosen.found.has(node.name) ? "" : null,
+    "aria-pressed": isFocus, opacity: near && !near.nodes.has(node.index) ? 0.3 : null });
+  const note = view.notes[node.name], pinned = view.pins.includes(node.name);
+  group.append(
+    svgElement("rect", { x: box.x - box.width / 2, y: box.y - HALF, width: box.width,
+      height: NODE_HEIGHT, rx: node.kind === "mlp" ? 3 : 9, fill: isFocus ? stroke : fill, stroke,
+      "stroke-width": 1.3 }),
+    svgElement("text", { x: box.x, y: box.y + 4, fill: isFocus ? "#ffffff" : ink },
+      nodeText(node, view.labels)),
+  );
+  const corner = (side, paint) => svgElement("circle", { cx: box.x + side * box.width / 2,
+    cy: box.y - HALF, r: 4, fill: paint, stroke: "#ffffff" });
+  if (pinned) group.append(corner(-1, "#c2410c"));
+  if (note) group.append(corner(1, "#b87a00"));
+  return group;
+}
+
+function marksOf(data, { layout, nodes }) {
+  return Object.entries(data.marked).flatMap(([colour, names]) =>
+    [...layout.boxes].filter(([i]) => names.includes(nodes[i].name.split("@")[0]))
+      .map(([i, box]) => svgElement("rect", { "data-mark": nodes[i].name, fill: "none",
+        x: box.x - box.width / 2 - 2, y: box.y - HALF - 2, width: box.width + 4,
+        height: NODE_HEIGHT + 4, rx: 11, stroke: colour, "stroke-width": 2.2,
+        "pointer-events": "none" })));
+}
+
+function arrows({ panels, height, left }, data) {
+  const edge = left - 6, parts = [], first = panels[0].top;
+  for (let i = 1; i < panels.length; i++) {
+    const start = panels[i - 1].top + 0.62 * height, end = panels[i].top + 0.38 * height;
+    parts.push(svgElement("path", { fill: "none", stroke: data.colours.ink, "stroke-width": 5,
+      d: `M${edge} ${start}C${edge - 52} ${start + 12} ${edge - 52} ${end - 12} ${edge - 11} ${end - 2}` }),
+    svgElement("path", { d: `M${edge + 2} ${end}l-17 -12l2 9l-6 9z`, fill: data.colours.ink }));
+  }
+  const room = panels[panels.length - 1].top + height - first - 10;
+  const size = Math.max(12, Math.min(17, 17 * room / Math.max(textWidth(data.transition, 17), 1)));
+  parts.push(svgElement("text", { transform: `translate(24 ${first + room / 2}) rotate(-90)`,
+    "text-anchor": "middle", "font-size": size, "font-weight": "bold" },
+  clipText(data.transition, size, room)));
+  return parts;
+}
+
+function legendOf(data, view, panels) {
+  const { colours } = data, links = panels.flatMap((panel) => panel.links);
+  const used = new Set(links.filter((k) => k.onPath).map((k) => fullColour(k, view, colours)));
+  const crossing = [colours.slots[CROSSING], colours.words[CROSSING]];
+  let words;
+  if (view.difference) {
+    const names = data.panels.map(({ name }) => `only ${name.slice(0, 60)}`);
+    words = [[colours.only[0], names[0]], [colours.only[1], names[1]], [colours.plain, "both"], crossing];
+  } else if (view.colour === "sign") {
+    words = [[colours.helps, "helps (score < 0)"], [colours.hurts, "hurts (score > 0)"], crossing];
+  } else {
+    words = Object.entries(colours.words).map(([slot, text]) => [colours.slots[slot], text]);
+  }
+  const entries = words.filter(([colour]) => used.has(colour)).map(([colour, text]) => [colour, 3, text]);
+  if (entries.length > 1) entries.push([colours.shared, 2, "trunk of several"]);
+  if (links.some((k) => !k.onPath)) entries.push([colours.open, 2, "on no path from input to logits"]);
+  if (links.length && data.panels.some((panel) => panel.scores)) {
+    entries.push([colours.plain, lineWidth(1), "largest |score|"], [colours.plain, lineWidth(0.25), "\u00bc of it"]);
+  }
+  const roles = new Set(data.panels.flatMap((panel) => Object.values(panel.roles)));
+  for (const [role, [, stroke]] of Object.entries(colours.roles)) if (roles.has(role)) entries.push([stroke, 9, role]);
+  Object.keys(data.marked).forEach((colour, i) => entries.push([colour, 2.2, data.markNames[i]]));
+  return entries;
+}

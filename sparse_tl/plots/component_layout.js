@@ -1,0 +1,286 @@
+// Lays out one view of a component diagram: component_layout.py and component_routes.py, in the
+// browser. A node's vertex is its index; the bend of its trunk in a row has a larger number.
+
+const NODE_HEIGHT = 19, HALF = 9.5, NODE_TEXT = 11.5, MOST_LABEL = 150, END_ROOM = 5;
+const SHARE_OF_NODES = 0.72, SPREAD = 7, VERY_WIDE = 200;
+const SPACINGS = [1, 0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.05, 0];
+const NARROW = new Set("ijlrtfI.,:;'|!()[]` /\\"), WIDE = new Set("mwMWQO@%+=<>~^#\u2026");
+
+function textWidth(text, size) {
+  let em = 0;
+  for (const c of text) {
+    em += c.codePointAt(0) >= 0x1100 && c !== "\u2026" || WIDE.has(c) ? 1 : NARROW.has(c) ? 0.42
+      : c !== c.toLowerCase() ? 0.76 : 0.64;
+  }
+  return size * em;
+}
+
+function clipText(text, size, room) {
+  if (textWidth(text, size) <= room) return text;
+  const letters = [...text.slice(0, 400)];
+  while (letters.length > 1 && textWidth(letters.join("") + "\u2026", size) > room) letters.pop();
+  return letters.join("") + "\u2026";
+}
+
+function nodeText(node, labels) {
+  const plain = node.position === null || node.kind === "group";
+  const name = labels[node.name] || (plain ? node.name : node.name.split("@")[0]);
+  const said = node.kind === "keys" ? name.replace("<kv>", " kv") : name;
+  const text = said.slice(0, 200) + (node.kind === "group" ? ` (${node.size})` : "");
+  return clipText(text, NODE_TEXT, MOST_LABEL);
+}
+
+const portOffset = (width, slot) => ({ q: -0.3, v: 0.3 }[slot] ?? 0) * width;
+
+// links: {source, reader, port} by index, of all panels, each once, in order.
+function layOut(nodes, links, labels, bounds, nColumns) {
+  let used = [...new Set(links.flatMap(({ source, reader }) => [source, reader]))];
+  used.sort((a, b) => a - b);
+  if (!used.length) {
+    used = nodes.flatMap(({ kind }, i) => (kind === "input" || kind === "logits" ? [i] : []));
+  }
+  const widths = nodeWidths(nodes, used, links, labels, bounds[1] - bounds[0]);
+  const column = new Map(used.map((i) => [i, nColumns > 1 ? nodes[i].position ?? 0 : 0]));
+  const columns = columnEnds(used, column, widths, bounds, nColumns);
+  const level = levels(nodes, used, links);
+  const rows = nodeRows(used, level, column, widths, columns);
+  const nRows = Math.max(0, ...rows.values()) + 1;
+  const upwards = links.map(({ source, reader, port }) =>
+    rows.get(source) <= rows.get(reader) ? [source, reader, port] : [reader, source, port]);
+  const top = new Map(used.map((i) => [i, rows.get(i)]));
+  for (const [a, b] of upwards) top.set(a, Math.max(top.get(a), rows.get(b) - 1));
+  const x = [], bendAt = (i, row) => i + nodes.length * (row + 1);
+  columns.forEach(([left, right], c) => {
+    const inside = used.filter((i) => column.get(i) === c);
+    const { segments, net } = network(inside, rows, top, upwards, column, widths, nRows, bendAt);
+    const order = orderRows(net, segments);
+    const halves = inside.map((i) => widths.get(i)).filter((w) => w < VERY_WIDE).map((w) => w / 2);
+    const end = Math.max(0, ...halves) + END_ROOM;
+    const separations = roomiest(order, widths, right - left - 2 * end);
+    const placed = placeRows(order, segments, separations, [left + end, right - end]);
+    placed.forEach((at, vertex) => { x[vertex] = at; });
+  });
+  const heights = rowHeights(used, level, rows, nRows);
+  const boxes = new Map(used.map((i) => [
+    i, { x: x[i], y: heights[rows.get(i)], width: widths.get(i) },
+  ]));
+  const bend = (i, row) => x[bendAt(i, row)];
+  const height = heights[0] + HALF + 12;
+  const layout = { height, boxes, rows, top, bend, heights, columns };
+  return { ...layout, bands: bands(nodes, used, rows, heights), routes: route(layout, links) };
+}
+
+function nodeWidths(nodes, used, links, labels, room) {
+  const number = new Map();
+  for (const { source, reader } of links) {
+    for (const end of [source, reader]) number.set(end, (number.get(end) ?? 0) + 1);
+  }
+  return new Map(used.map((i) => {
+    const { kind, position } = nodes[i];
+    const text = Math.ceil(textWidth(nodeText(nodes[i], labels), NODE_TEXT)) + 8;
+    const plain = (kind === "input" || kind === "logits") && position === null;
+    return [i, plain ? Math.max(text, Math.min(0.5 * room, 6 * (number.get(i) ?? 0) + 12)) : text];
+  }));
+}
+
+function columnEnds(used, column, widths, [left, right], nColumns) {
+  const total = Array(nColumns).fill(0), widest = Array(nColumns).fill(0);
+  for (const i of used) {
+    const c = column.get(i), width = widths.get(i);
+    total[c] += width;
+    widest[c] = Math.max(widest[c], width);
+  }
+  const sum = (values) => values.reduce((a, b) => a + b, 0);
+  const least = widest.map((width) => (width ? width + 26 : 26));
+  const spare = Math.max(0, right - left - sum(least)), shares = total.map(Math.sqrt);
+  const whole = sum(shares) || 1;
+  let end = left;
+  return least.map((need, c) => [end, (end += need + (spare * shares[c]) / whole)]);
+}
+
+function levels(nodes, used, links) {
+  const raised = new Set();
+  for (const { source, reader } of links) {
+    const mlp = nodes[reader];
+    if (mlp.kind === "mlp" && nodes[source].step === mlp.step - 1) raised.add(reader);
+  }
+  return new Map(used.map((i) => [
+    i, nodes[i].step - (nodes[i].kind === "mlp" && !raised.has(i) ? 1 : 0),
+  ]));
+}
+
+function nodeRows(used, level, column, widths, columns) {
+  const rows = new Map();
+  let first = 0;
+  for (const step of [...new Set(level.values())].sort((a, b) => a - b)) {
+    const inLevel = used.filter((i) => level.get(i) === step);
+    let nRows = 1;
+    columns.forEach(([left, right], c) => {
+      let row = 0, taken = 0;
+      for (const i of inLevel) {
+        if (column.get(i) !== c) continue;
+        if (taken && taken + widths.get(i) + 8 > SHARE_OF_NODES * (right - left)) {
+          [row, taken] = [row + 1, 0];
+        }
+        rows.set(i, first + row);
+        taken += widths.get(i) + 8;
+      }
+      nRows = Math.max(nRows, row + 1);
+    });
+    first += nRows;
+  }
+  return rows;
+}
+
+function rowHeights(used, level, rows, nRows) {
+  const at = new Map(used.map((i) => [rows.get(i), level.get(i)]));
+  const pitch = Math.min(62, Math.max(40, Math.floor(900 / nRows)));
+  const heights = [10 + HALF];
+  for (let row = nRows - 1; row > 0; row--) {
+    heights.push(heights[heights.length - 1] + (at.get(row) === at.get(row - 1) ? 34 : pitch));
+  }
+  return heights.reverse();
+}
+
+function bands(nodes, used, rows, heights) {
+  const spans = new Map();
+  for (const i of used) {
+    const { layer } = nodes[i];
+    if (layer === null) continue;
+    const y = heights[rows.get(i)], [low, high] = spans.get(layer) ?? [y, y];
+    spans.set(layer, [Math.min(low, y), Math.max(high, y)]);
+  }
+  const reach = HALF + 6, found = [...spans].sort((a, b) => a[0] - b[0]);
+  return found.map(([layer, [low, high]]) => [`Layer ${layer}`, low - reach, high + reach]);
+}
+
+function network(inside, rows, top, upwards, column, widths, nRows, bendAt) {
+  const net = Array.from({ length: nRows }, () => []), number = new Map(), size = new Map();
+  for (const i of inside) size.set(rows.get(i), (size.get(rows.get(i)) ?? 0) + 1);
+  const segments = [], members = new Set(inside);
+  for (const i of inside) {
+    const own = rows.get(i), before = number.get(own) ?? 0;
+    const at = (before + 0.5) / size.get(own);
+    number.set(own, before + 1);
+    net[own].push([at, i]);
+    for (let row = own + 1; row <= top.get(i); row++) {
+      net[row].push([at, bendAt(i, row)]);
+      const first = row === own + 1, lower = first ? i : bendAt(i, row - 1);
+      segments.push({ lower, upper: bendAt(i, row), weight: first ? 2 : 8, port: 0 });
+    }
+  }
+  for (const [a, b, slot] of upwards) {
+    if (column.get(a) !== column.get(b) || !members.has(a)) continue;
+    const below = rows.get(b) - 1, lower = below === rows.get(a) ? a : bendAt(a, below);
+    const port = portOffset(widths.get(b), slot);
+    segments.push({ lower, upper: b, weight: 1, port });
+  }
+  return { segments, net: net.map((row) => row.sort((a, b) => a[0] - b[0]).map((v) => v[1])) };
+}
+
+function roomiest(order, widths, room) {
+  let separations;
+  for (const f of SPACINGS) {
+    const gaps = [9 * f, 2 + 7 * f, 4 + 22 * f];
+    let widest = 0;
+    separations = order.map((row) => {
+      const halves = row.map((v) => (widths.get(v) ?? 0) / 2);
+      const found = [];
+      for (let i = 1; i < halves.length; i++) {
+        const [a, b] = [halves[i - 1], halves[i]];
+        found.push(a + b + gaps[(a > 0) + (b > 0)]);
+      }
+      widest = Math.max(widest, found.reduce((p, q) => p + q, 0));
+      return found;
+    });
+    if (widest <= room) break;
+  }
+  return separations;
+}
+
+// ---- curves --------------------------------------------------------------------------------
+
+const keyOf = ({ source, reader, port }) => `${source}>${reader}${port}`;
+
+function route(layout, links) {
+  const { boxes, rows, bend, heights } = layout;
+  const starts = new Map(), ends = new Map(), leaving = new Map(), entering = new Map();
+  const into = (map, key, empty) => map.get(key) ?? map.set(key, empty).get(key);
+  const sides = ({ source: a, reader: b }) => (rows.get(a) < rows.get(b) ? [a, b] : [b, a]);
+  function turn(link) {
+    const [lower, upper] = sides(link), below = rows.get(upper) - 1;
+    return below > rows.get(lower) ? below : null;
+  }
+  for (const link of links) {
+    const [lower, upper] = sides(link), box = boxes.get(upper);
+    const nexts = into(leaving, lower, new Map());
+    if (turn(link) === null) nexts.set(keyOf(link), box.x + portOffset(box.width, link.port));
+    else nexts.set("trunk", bend(lower, rows.get(lower) + 1));
+    if (link.port) ends.set(keyOf(link), box.x + portOffset(box.width, link.port));
+    else into(entering, upper, []).push(link);
+  }
+  function spread(keys, node, save) {
+    const { x, width } = boxes.get(node);
+    const step = Math.min(SPREAD, (width - 12) / Math.max(keys.length - 1, 1));
+    keys.forEach((key, i) => save(key, x - (step * (keys.length - 1)) / 2 + step * i));
+  }
+  for (const [node, nexts] of leaving) {
+    const keys = [...nexts.keys()].sort((a, b) => nexts.get(a) - nexts.get(b));
+    spread(keys, node, (key, x) => starts.set(key === "trunk" ? `trunk ${node}` : key, x));
+  }
+  const last = (link) => {
+    const [lower] = sides(link), row = turn(link);
+    return row === null ? boxes.get(lower).x : bend(lower, row);
+  };
+  for (const [node, inside] of entering) {
+    inside.sort((a, b) => last(a) - last(b));
+    spread(inside, node, (link, x) => ends.set(keyOf(link), x));
+  }
+  const f = (value) => Math.round(10 * value) / 10;
+  function piece(x0, y0, x1, y1) {
+    const middle = f((y0 + y1) / 2);
+    return `M${f(x0)} ${f(y0 - HALF)}C${f(x0)} ${middle} ${f(x1)} ${middle} ${f(x1)} ${f(y1 + HALF)}`;
+  }
+  function branch(link) {
+    const [lower, upper] = sides(link), row = turn(link);
+    const x = row === null ? starts.get(keyOf(link)) : bend(lower, row);
+    const y = heights[row === null ? rows.get(lower) : row];
+    return piece(x, y, ends.get(keyOf(link)), heights[rows.get(upper)]);
+  }
+  function trunk(node, from, to) {
+    let path = "";
+    for (let row = from; row < to; row++) {
+      const x = row === rows.get(node) ? starts.get(`trunk ${node}`) : bend(node, row);
+      path += piece(x, heights[row], bend(node, row + 1), heights[row + 1]);
+      path += `V${f(heights[row + 1] - HALF)}`;
+    }
+    return path;
+  }
+  return { sides, turn, branch, trunk };
+}
+
+// The curves of a panel's links, those on top last: {d, links, stroke, strength}.
+function shapesOf(layout, links, stroke, shared) {
+  const { sides, turn, branch, trunk } = layout.routes, trunks = new Map(), branches = [];
+  const strokes = links.map(stroke);
+  links.forEach((link, k) => {
+    const row = turn(link), [lower] = sides(link);
+    if (row !== null) (trunks.get(lower) ?? trunks.set(lower, []).get(lower)).push([row, k]);
+    branches.push({ d: branch(link), links: [k], stroke: strokes[k], strength: link.strength });
+  });
+  const found = [];
+  for (const [node, turns] of [...trunks].sort((a, b) => a[0] - b[0])) {
+    let start = layout.rows.get(node);
+    for (const row of [...new Set(turns.map(([at]) => at))].sort((a, b) => a - b)) {
+      const carried = turns.filter(([at]) => at >= row).map(([, k]) => k);
+      const colours = new Set(carried.map((k) => strokes[k]));
+      const colour = colours.size === 1 ? strokes[carried[0]] : shared;
+      const strength = Math.max(...carried.map((k) => links[k].strength));
+      found.push({ d: trunk(node, start, row), links: carried, stroke: colour, strength });
+      start = row;
+    }
+  }
+  const above = (shape) => Number(links[shape.links[0]].onPath);
+  branches.sort((a, b) => above(a) - above(b) || a.strength - b.strength || b.links[0] - a.links[0]);
+  return [...found, ...branches];
+}

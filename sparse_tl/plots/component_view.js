@@ -1,0 +1,141 @@
+// Which nodes and links a view of the circuits shows: drawn_circuit.py, in the browser.
+
+const CROSSING = "attention", MERGED = "several";
+
+function connectedLines(panel, chosen, ends) {
+  const { lines } = panel, above = new Set(ends[0]), below = new Set(ends[1]);
+  const order = [...chosen].sort((a, b) => lines[a][0] - lines[b][0] || lines[a][1] - lines[b][1]);
+  for (const i of order) if (above.has(lines[i][0])) above.add(lines[i][1]);
+  for (const i of order.reverse()) if (below.has(lines[i][1])) below.add(lines[i][0]);
+  return new Set(chosen.filter((i) => above.has(lines[i][0]) && below.has(lines[i][1])));
+}
+
+// The lines of the most influential path through a line.
+function pathThrough(panel, line) {
+  const found = [line];
+  for (let i = line; panel.intoMap.has(panel.lines[i][0]);) {
+    i = panel.intoMap.get(panel.lines[i][0]);
+    found.unshift(i);
+  }
+  for (let i = line; panel.outMap.has(panel.lines[i][1]);) {
+    i = panel.outMap.get(panel.lines[i][1]);
+    found.push(i);
+  }
+  return found;
+}
+
+function shownLines(panel, view, place, ends) {
+  const [order, sizes] = panel.order[view.by];
+  const n = sizes.find((size) => size >= view.edges) ?? order.length;
+  const edges = new Set(order.slice(0, n));
+  for (const pin of view.pins) {
+    for (const map of [panel.intoMap, panel.outMap]) {
+      const line = map.get(place.get(pin));
+      if (line === undefined) continue;
+      for (const i of pathThrough(panel, line)) edges.add(panel.lines[i][3]);
+    }
+  }
+  const { lines } = panel;
+  const chosen = [...lines.keys()].filter((i) => edges.has(lines[i][3]) || lines[i][3] < 0);
+  const onPath = connectedLines(panel, chosen, ends);
+  if (!view.off_path) return [chosen.filter((i) => onPath.has(i)), onPath];
+  const real = chosen.filter((i) => lines[i][3] >= 0);
+  const read = new Set(real.map((i) => lines[i][1])), written = new Set(real.map((i) => lines[i][0]));
+  const kept = (i) => lines[i][3] >= 0 || (read.has(lines[i][0]) && written.has(lines[i][1]));
+  return [chosen.filter(kept), onPath];
+}
+
+// All nodes with the supernodes, and the index of the node that each plain one is drawn as.
+function nodesOf(data, view, place) {
+  const nodes = data.nodes.map(([name, kind, step, position, layer]) =>
+    ({ name, kind, step, position, layer, size: 1, members: null }));
+  const at = nodes.map((_, i) => i), groups = Object.entries(view.groups);
+  groups.forEach(([name, members], g) => {
+    const inside = members.map((member) => place.get(member)).filter((i) => i !== undefined);
+    if (!inside.length) return;
+    inside.sort((a, b) => a - b);
+    const middle = nodes[inside[Math.floor((inside.length - 1) / 2)]];
+    const step = middle.step + (g + 1) / (groups.length + 1);
+    for (const i of inside) at[i] = nodes.length;
+    const { position } = middle, size = inside.length;
+    nodes.push({ name, kind: "group", step, position, layer: null, size, members: inside });
+  });
+  return [nodes, at];
+}
+
+const weightOf = (panel, line) => line[4] ?? (panel.scores ? Math.abs(panel.scores[line[3]]) : 1);
+
+function linksOf(panel, view, nodes, at, place, ends) {
+  const [shown, onPath] = shownLines(panel, view, place, ends), merged = new Map();
+  for (const i of shown) {
+    const [a, b, slot] = panel.lines[i], source = at[a], reader = at[b];
+    if (source === reader) continue;
+    const apart = view.slots && nodes[reader].kind !== "group" ? slot : "";
+    const key = `${source}>${reader}>${apart}`;
+    const port = ["q", "k", "v"].includes(apart) ? apart : "";
+    if (!merged.has(key)) merged.set(key, { key, source, reader, apart, port, lines: [], size: 0 });
+    merged.get(key).lines.push(i);
+    merged.get(key).size += weightOf(panel, panel.lines[i]);
+  }
+  const links = [...merged.values()].sort((a, b) => a.source - b.source || a.reader - b.reader
+    || (a.apart < b.apart ? -1 : a.apart > b.apart ? 1 : 0));
+  let largest = 0;
+  for (const link of links) {
+    const real = link.lines.filter((i) => panel.lines[i][3] >= 0);
+    const slots = new Set(link.lines.map((i) => panel.lines[i][2]));
+    link.slot = slots.size === 1 ? [...slots][0] : MERGED;
+    link.score = panel.scores ? real.reduce((sum, i) => sum + panel.scores[panel.lines[i][3]], 0) : 0;
+    link.onPath = link.lines.some((i) => onPath.has(i));
+    link.influence = link.lines.reduce((sum, i) => sum + panel.influence[i], 0);
+    link.only = null;
+    if (real.length) largest = Math.max(largest, link.size);
+  }
+  for (const link of links) link.strength = largest ? Math.min(1, link.size / largest) : 0;
+  const edges = new Set(shown.map((i) => panel.lines[i][3]).filter((edge) => edge >= 0));
+  return { ...panel, links, nEdges: edges.size };
+}
+
+function differenceOf([first, second]) {
+  const [one, two] = [first, second].map(({ links }) => new Map(links.map((k) => [k.key, k])));
+  const links = [...new Map([...one, ...two]).keys()].map((key) => {
+    const [a, b] = [one.get(key), two.get(key)];
+    const stronger = !a || (b && b.strength > a.strength) ? b : a;
+    const only = a && b ? null : a ? 0 : 1;
+    return { ...stronger, only, onPath: Boolean(a?.onPath || b?.onPath) };
+  });
+  links.sort((a, b) => a.source - b.source || a.reader - b.reader || (a.apart < b.apart ? -1 : 1));
+  return { ...first, name: `${first.name} and ${second.name}`, links, nEdges: links.length };
+}
+
+// Supernodes: all nodes of each band of layers, or nodes of one layer read by the same nodes.
+function groupsOf(data, drawn, how) {
+  const inner = drawn.nodes.filter((node) => node.layer !== null && drawn.layout.boxes.has(node.index));
+  const found = new Map();
+  const add = (name, node) => (found.get(name) ?? found.set(name, []).get(name)).push(node.name);
+  if (how === "readers") {
+    for (const node of inner) {
+      const readers = new Set(drawn.panels.flatMap(({ links }) =>
+        links.filter((k) => k.source === node.index).map((k) => drawn.nodes[k.reader].name)));
+      const here = node.position === null ? "" : ` @${data.columns[node.position]}`;
+      const names = [...readers].sort(), more = names.length > 2 ? ", \u2026" : "";
+      const name = `L${node.layer} \u2192 ${names.slice(0, 2).join(", ")}${more}${here}`;
+      add(`${name}\n${names.join(" ")}`, node);
+    }
+  } else {
+    const size = Number(how);
+    for (const node of data.nodes.map(([name, kind, , position, layer]) => ({ name, kind, position, layer }))) {
+      if (node.layer === null) continue;
+      const low = size * Math.floor(node.layer / size), high = low + size - 1;
+      const here = node.position === null ? "" : ` @${data.columns[node.position]}`;
+      add(`Layers ${low}\u2013${high}${here}`, node);
+    }
+  }
+  const named = {};
+  for (const [key, members] of found) {
+    if (members.length < 2) continue;
+    let name = key.split("\n")[0];
+    while (name in named) name += "'";
+    named[name] = members;
+  }
+  return named;
+}

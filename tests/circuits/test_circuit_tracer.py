@@ -1,0 +1,75 @@
+"""The export to circuit-tracer's viewer: its schema, and what its front end looks up."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from sparse_tl import to_circuit_tracer
+from sparse_tl.circuits import Scores
+from sparse_tl.graph import CircuitGraph
+from sparse_tl.positioned_graph import PositionedGraph
+
+# The fields of `Model` in circuit_tracer/frontend/graph_models.py, with their types.
+METADATA = {"slug": str, "scan": str, "transcoder_list": list, "prompt_tokens": list}
+METADATA |= {"prompt": str, "node_threshold": float, "schema_version": int}
+QPARAMS = {"pinnedIds": list, "supernodes": list, "linkType": str, "clickedId": str, "sg_pos": str}
+NODE = {"node_id": str, "feature": int, "layer": str, "ctx_idx": int, "feature_type": str}
+NODE |= {"token_prob": float, "is_target_logit": bool, "run_idx": int, "reverse_ctx_idx": int}
+NODE |= {"jsNodeId": str, "clerp": str, "influence": float, "activation": type(None)}
+LINK = {"source": str, "target": str, "weight": float}
+
+
+def check(given, kinds):
+    assert {name: type(value) for name, value in given.items()} == kinds
+
+
+@pytest.mark.parametrize("positions", [None, ("0", "1", "2")])
+def test_it_has_the_schema_and_whole_links(positions):
+    graph = CircuitGraph(3, 2, 2)
+    site = graph if positions is None else PositionedGraph(graph, positions)
+    values = torch.randn(site.exists.shape, generator=torch.Generator().manual_seed(0))
+    scores = Scores(site, values * site.exists, "eap")
+    circuit = scores.top(40)
+    state = {
+        "pins": [f"m1{'@1' if positions else ''}", "gone"],
+        "groups": {"early": [f"m0{'@1' if positions else ''}"]},
+        "labels": {"m1": "adder"},
+    }
+    tokens = None if positions is None else ["</script>", "b", "c"]
+    found = json.loads(
+        json.dumps(to_circuit_tracer(circuit, scores, prompt_tokens=tokens, state=state))
+    )
+    assert list(found) == ["metadata", "qParams", "nodes", "links"]
+    check(found["metadata"], METADATA)
+    check(found["qParams"], QPARAMS)
+    ids = [node["node_id"] for node in found["nodes"]]
+    assert len(set(ids)) == len(ids) == len({node["jsNodeId"] for node in found["nodes"]})
+    for node in found["nodes"]:
+        check(node, NODE)
+        assert node["ctx_idx"] < len(found["metadata"]["prompt_tokens"])
+        assert node["layer"] == "E" or node["layer"].isdigit()
+        assert 0 <= node["influence"] <= 1 + 1e-9
+    for link in found["links"]:
+        check(link, LINK)
+        assert {link["source"], link["target"]} <= set(ids)
+    assert len(found["qParams"]["pinnedIds"]) == 1
+    assert found["qParams"]["supernodes"][0][0] == "early"
+    assert len(found["qParams"]["supernodes"][0]) == 2
+    if positions is None:
+        total = -sum(scores[str(edge)] for edge in circuit.edges)
+        assert sum(link["weight"] for link in found["links"]) == pytest.approx(total, rel=1e-5)
+        assert "adder" in [node["clerp"] for node in found["nodes"]]
+
+
+def test_it_refuses_other_parts():
+    graph = CircuitGraph(2, 2, 2)
+    scores = Scores(graph, torch.zeros(graph.exists.shape), "eap")
+    with pytest.raises(ValueError, match="a circuit of circuit edges"):
+        to_circuit_tracer(Scores(graph.heads, torch.zeros(2, 2), "eap").top(1))
+    with pytest.raises(ValueError, match="expected scores of"):
+        to_circuit_tracer(scores.top(1), Scores(graph.heads, torch.zeros(2, 2), "eap"))
+    with pytest.raises(ValueError, match="1 texts of positions; got 2"):
+        to_circuit_tracer(scores.top(1), prompt_tokens=["a", "b"])
