@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sparse_tl.arguments import Seed, checked
 from sparse_tl.gates.circuit_edges import CircuitEdges, CircuitPass
 from sparse_tl.gates.patches import Patch, PatchValues, drawn
 from sparse_tl.gates.sites import AttentionEdges, ClosedAttentionEdges, Heads, Pass, Site
@@ -26,6 +27,7 @@ from sparse_tl.lens import (
 )
 
 
+@checked
 @contextmanager
 def gated(
     model: HookedModel,
@@ -34,7 +36,7 @@ def gated(
     patch: Patch = "zero",
     *,
     reference: Int[Tensor, "prompt pos"] | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> Iterator[None]:
     """Inside the block the model runs with ``gate * clean + (1 - gate) * patch`` at every gate.
 
@@ -61,6 +63,7 @@ def gated(
         yield
 
 
+@checked
 @contextmanager
 def ablate_heads(
     model: HookedModel,
@@ -68,7 +71,7 @@ def ablate_heads(
     patch: Patch = "zero",
     *,
     reference: Int[Tensor, "prompt pos"] | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> Iterator[None]:
     """Inside the block, patch the output of these heads at ``hook_z``; see `gated`.
 
@@ -93,6 +96,7 @@ def ablate_heads(
         yield
 
 
+@checked
 @contextmanager
 def ablate_attention_edges(
     model: HookedModel, edges: Sequence[tuple[int, int, int, int]]
@@ -126,6 +130,7 @@ def ablate_attention_edges(
         yield
 
 
+@checked
 class GatedRun:
     """A batch of prompts to run under any number of gate settings at one site.
 
@@ -156,7 +161,7 @@ class GatedRun:
         patch: Patch | PatchValues = "zero",
         *,
         reference: Int[Tensor, "batch pos"] | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
         attention_mask: Int[Tensor, "batch pos"] | None = None,
     ) -> None:
         self.adapter, self.site, self.tokens, self.read = adapt(model), site, tokens, read

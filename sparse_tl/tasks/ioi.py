@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from sparse_tl.arguments import checked
 from sparse_tl.data import PromptPairs
 from sparse_tl.metrics import Metric, logit_difference
 from sparse_tl.tasks.words import Prompt, WordTask, content, single_words
@@ -57,6 +58,7 @@ LONG_TEMPLATES = in_both_orders(content("ioi", "long_templates"))
 """The same with longer beginnings."""
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class IOITask(WordTask):
     """Name who receives something from one of two people.
@@ -128,6 +130,7 @@ class IOITask(WordTask):
         return found
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class IOILongTask(IOITask):
     """IOI with longer beginnings."""

@@ -10,6 +10,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from sparse_tl.arguments import AtLeastOne, Seed, checked
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.lens import HookedModel
 
@@ -42,7 +43,8 @@ class WordTask:
         """
         raise NotImplementedError
 
-    def pairs(self, model: HookedModel, n: int, *, seed: int = 0) -> PromptPairs:
+    @checked
+    def pairs(self, model: HookedModel, n: AtLeastOne, *, seed: Seed = 0) -> PromptPairs:
         """Clean and corrupted prompts, with right and wrong answers as defined by the task.
 
         Args:

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl import ranks
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.data.batches import TokenBatch, exact_rows, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.attention import costs_of_first
@@ -140,12 +141,13 @@ class PostTraining(Result):
         return f"PostTraining({self.verdict})"
 
 
+@checked
 @torch.no_grad()
 def evaluate_held_out(
     model: Model | SparseTransformer,
     examples: TokenBatch,
     *,
-    batch_size: int | None = None,
+    batch_size: AtLeastOne | None = None,
     edge_cost: Float[Tensor, "*#edge"] | None = None,
 ) -> HeldOut:
     """Measure loss, accuracy, attention edges and MLP outputs of a dense or sparse model.
