@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
@@ -55,20 +56,29 @@ _LONGEST = 80
 def checked(made: Kind) -> Kind:
     """Check the arguments of a function, or of a class when an instance is made.
 
+    What a dataclass says itself when it is made comes first: it knows better what to do.
+
     Raises:
         TypeError: from the decorated function: an argument is of another type.
         ValueError: an argument is of the right type and out of range, or sizes do not match.
     """
     if isinstance(made, type):
         owner: Any = made
-        owner.__init__ = _checked_function(owner.__init__, owner.__name__)
+        owner.__init__ = _checked_function(owner.__init__, owner.__name__, is_dataclass(owner))
         return made
     return _checked_function(made, made.__name__)  # type: ignore[return-value]
 
 
-def _checked_function(function: Any, name: str) -> Any:
+def _checked_function(function: Any, name: str, own_first: bool = False) -> Any:
     signature = inspect.signature(function)
     found: dict[str, Any] = {}
+
+    def check(given: dict[str, Any]) -> None:
+        # Sizes of axes are those of this call, not of the call that it stands in.
+        with jaxtyping.jaxtyped("context"):  # type: ignore[call-overload]
+            for parameter, value in given.items():
+                if parameter in found:
+                    _check(name, parameter, value, *found[parameter])
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -80,11 +90,14 @@ def _checked_function(function: Any, name: str) -> Any:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{name}: {error}; see help({name})") from None
-        # Sizes of axes are those of this call, not of the call that it stands in.
-        with jaxtyping.jaxtyped("context"):  # type: ignore[call-overload]
-            for parameter, value in given.items():
-                if parameter in found:
-                    _check(name, parameter, value, *found[parameter])
+        if own_first:
+            try:
+                function(*args, **kwargs)
+            except (TypeError, AttributeError, RuntimeError, IndexError):
+                check(given)
+                raise
+            return check(given)
+        check(given)
         return function(*args, **kwargs)
 
     return call
@@ -127,7 +140,7 @@ def _adapter(annotation: Any) -> TypeAdapter[Any]:
 
 def _instances(annotation: Any) -> Any:
     """The annotation with instances in place of classes, whose fields are their own matter."""
-    from pydantic import BeforeValidator, InstanceOf
+    from pydantic import BeforeValidator
 
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -137,26 +150,30 @@ def _instances(annotation: Any) -> Any:
     if origin is Literal or annotation in _WORDS:
         return annotation
     if origin is None:
-        return InstanceOf[annotation] if isinstance(annotation, type) else annotation
+        return _instance(annotation) if isinstance(annotation, type) else annotation
     if issubclass(origin, Callable):
         return Callable
     if origin is Iterable:
-        # Its members are met as they are read; here only a text in place of a list is told.
-        return Annotated[InstanceOf[Iterable], BeforeValidator(_no_text)]
+        return _instance(Iterable)  # its members are met as they are read
     members = tuple(kind if kind is Ellipsis else _instances(kind) for kind in inside)
     if origin is tuple:  # (layer, head) may as well be [layer, head], as from JSON
-        return Annotated[tuple[members], BeforeValidator(_list_as_tuple)]
-    return origin[members]
+        return Annotated[tuple[members], BeforeValidator(_as_tuple)]
+    return (
+        Annotated[origin[members], BeforeValidator(_as_tuple)]
+        if origin is Sequence
+        else origin[members]
+    )
 
 
-def _list_as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _instance(kind: type) -> Any:
+    from pydantic import GetPydanticSchema
+    from pydantic_core.core_schema import is_instance_schema
+
+    return Annotated[Any, GetPydanticSchema(lambda source, handler: is_instance_schema(kind))]
 
 
-def _no_text(value: Any) -> Any:
-    if isinstance(value, str | bytes):
-        raise ValueError("text")
-    return value
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list | range) else value
 
 
 def _check(name: str, parameter: str, value: Any, annotation: Any, accepts: TypeAdapter) -> None:

@@ -85,7 +85,6 @@ class PromptPairs(Rows):
             )
 
     @staticmethod
-    @checked
     def from_texts(
         tokenize: Callable[[str], Sequence[int]],
         clean: Sequence[str],
