@@ -166,6 +166,7 @@ class GatedRun:
     ) -> None:
         self.adapter, self.site, self.tokens, self.read = adapt(model), site, tokens, read
         self.attention_mask = attention_mask
+        self.adapter.check_tokens(tokens)
         if isinstance(patch, PatchValues) and (reference is not None or seed):
             raise ValueError(
                 "expected no reference and no seed beside PatchValues, which have their own; pass "
