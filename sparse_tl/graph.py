@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from sparse_tl.arguments import checked
 from sparse_tl.grids import HeadGrid, PartGrid
 from sparse_tl.nodes import CircuitEdge, Destination, Kind, Node
 
@@ -74,6 +75,7 @@ class NodeGroup:
         return np.concatenate([heads, shared, shared], axis=1)
 
 
+@checked
 @dataclass(frozen=True)
 class CircuitGraph(PartGrid):
     """All nodes and circuit edges of a model.

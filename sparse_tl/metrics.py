@@ -12,11 +12,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sparse_tl.arguments import checked
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
 
 Metric = Callable[[Float[Tensor, "pair vocab"], PromptPairs], Float[Tensor, " pair"]]
 
 
+@checked
 def logit_difference(
     logits: Float[Tensor, "pair vocab"], pairs: PromptPairs
 ) -> Float[Tensor, " pair"]:
@@ -30,6 +32,7 @@ def margin(logits: Float[Tensor, "pair vocab"], pairs: PromptPairs) -> Float[Ten
     return _mean(logits, pairs.answers) - picked.masked_fill(~given, -torch.inf).amax(dim=1)
 
 
+@checked
 def probability_difference(
     logits: Float[Tensor, "pair vocab"], pairs: PromptPairs
 ) -> Float[Tensor, " pair"]:
@@ -38,6 +41,7 @@ def probability_difference(
     return _sum(probabilities, pairs.answers) - _sum(probabilities, pairs.wrong)
 
 
+@checked
 def log_probability(
     logits: Float[Tensor, "pair vocab"], pairs: PromptPairs
 ) -> Float[Tensor, " pair"]:

@@ -47,6 +47,8 @@ def _first_calls_checked(function: Any, *, typechecker: Any) -> Any:
 
 
 def _instead(function: Any = None, *, typechecker: Any = None) -> Any:
+    if function == "context":
+        return _SIZES_OF_ITS_OWN
     if function is None:
         return functools.partial(_first_calls_checked, typechecker=typechecker)
     return _first_calls_checked(function, typechecker=typechecker)

@@ -28,6 +28,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, Count, checked
 from sparse_tl.circuits.circuit import Circuit, reaches_logits
 from sparse_tl.circuits.outcomes import Acdc
 from sparse_tl.circuits.pair_runs import PairRuns
@@ -46,16 +47,17 @@ ROWS = 256
 """Maximum number of tests times prompts in one forward pass."""
 
 
+@checked
 def acdc(
     model: HookedModel,
     pairs: PromptPairs,
     *,
     threshold: float | None = None,
-    size: int | None = None,
+    size: Count | None = None,
     metric: Metric | Literal["kl"] = "kl",
     start: Circuit | Literal["circuit_edges", "heads"] = "circuit_edges",
     patch: Patch = "corrupted",
-    batch_size: int = 32,
+    batch_size: AtLeastOne = 32,
     checkpoint: str | Path | None = None,
     progress: bool = True,
 ) -> Acdc:

@@ -29,6 +29,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl import ranks
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.circuits.gradient_passes import Method, Passes
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.read_gradients import Places, ReadGradients
@@ -49,17 +50,18 @@ MOST_BYTES = 2e9
 """Maximum size of scores by position."""
 
 
+@checked
 def attribute_circuit_edges(
     model: HookedModel,
     pairs: PromptPairs,
     metric: Metric,
     *,
     method: Method | str = "eap-ig",
-    steps: int = 5,
+    steps: AtLeastOne = 5,
     patch: Patch = "corrupted",
     by_pair: bool = False,
     positions: Positions | str | None = None,
-    batch_size: int = 32,
+    batch_size: AtLeastOne = 32,
     progress: bool = True,
 ) -> Scores:
     """First-order effect of patching each circuit edge, mean over pairs, in units of the metric.
@@ -121,15 +123,16 @@ def attribute_circuit_edges(
     return Scores(site, scores if by_pair else scores / len(pairs), method)
 
 
+@checked
 def attribute_heads(
     model: HookedModel,
     pairs: PromptPairs,
     metric: Metric,
     *,
     method: Method | str = "eap-ig",
-    steps: int = 5,
+    steps: AtLeastOne = 5,
     patch: Patch = "corrupted",
-    batch_size: int = 32,
+    batch_size: AtLeastOne = 32,
     progress: bool = True,
 ) -> Scores:
     """First-order effect of patching each head's output, ``sum (patch_z - z) . d m / d z``.
@@ -150,15 +153,16 @@ def attribute_heads(
     return Scores(graph.heads, ranks.summed(scores) / len(pairs), method)
 
 
+@checked
 def attribute_attention_edges(
     model: HookedModel,
     pairs: PromptPairs,
     metric: Metric,
     *,
     method: Literal["eap", "eap-ig"] | str = "eap-ig",
-    steps: int = 5,
+    steps: AtLeastOne = 5,
     patch: EdgePatch | str = "zero",
-    batch_size: int = 32,
+    batch_size: AtLeastOne = 32,
     progress: bool = True,
 ) -> Scores:
     """First-order effect of closing each attention edge of each head, per prompt pair.

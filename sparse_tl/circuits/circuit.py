@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from sparse_tl.arguments import checked
 from sparse_tl.graph import CircuitEdge, CircuitGraph
 from sparse_tl.grids import AttentionGrid, HeadGrid
 from sparse_tl.positioned_graph import PositionedGraph
@@ -25,6 +26,7 @@ Site = CircuitGraph | PositionedGraph | HeadGrid | AttentionGrid
 """The set of parts that scores and circuits are defined over."""
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class Circuit(Result):
     """A subset of the parts at a site: the parts that are kept.
@@ -50,6 +52,7 @@ class Circuit(Result):
             )
 
     @classmethod
+    @checked
     def of(cls, site: Site, parts: Iterable[Any]) -> Circuit:
         """Build a circuit from part names or indices, such as a published circuit.
 
@@ -78,6 +81,7 @@ class Circuit(Result):
             )
         return self.site
 
+    @checked
     def at(self, position: str | int) -> Circuit:
         """The circuit edges that are kept at one position.
 

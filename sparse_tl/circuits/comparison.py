@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.arguments import checked
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.results import Result
@@ -68,6 +69,7 @@ class Overlap(Result):
     recall: float
 
 
+@checked
 def roc(scores: Scores, known: Circuit) -> Roc:
     """The ROC curve of scores, by absolute value, against a known circuit.
 
@@ -92,6 +94,7 @@ def roc(scores: Scores, known: Circuit) -> Roc:
     return Roc(fpr, tpr, torch.trapezoid(tpr, fpr).item())
 
 
+@checked
 def overlap(circuit: Circuit, known: Circuit) -> Overlap:
     """Intersection over union, precision and recall of a circuit's parts.
 

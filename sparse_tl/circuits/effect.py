@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.arguments import Share, checked
 from sparse_tl.metrics import explained_effect
 from sparse_tl.results import Result
 
@@ -108,6 +109,7 @@ class Evaluation(Result):
         return f"Evaluation(explained effect of {len(self.clean)} pairs by size: {said})"
 
 
+@checked
 @dataclass(frozen=True)
 class EffectCurve(Result):
     """The explained effect of circuits of growing size, for one model on one task.
@@ -160,7 +162,8 @@ class EffectCurve(Result):
                     f"size {size}; pass the ends of the interval, not its half-widths"
                 )
 
-    def size_at(self, level: float = 0.9) -> float | None:
+    @checked
+    def size_at(self, level: Share = 0.9) -> float | None:
         """The size at which the mean reaches a level and stays at or above it.
 
         With n_i the largest size whose effect e_i is below the level, and n_j the next size,
@@ -216,7 +219,8 @@ class EffectCurve(Result):
         return pd.DataFrame({"name": [self.name] * len(self.sizes), **columns})
 
 
-def multiplier(dense: EffectCurve, sparse: EffectCurve, level: float = 0.9) -> float | None:
+@checked
+def multiplier(dense: EffectCurve, sparse: EffectCurve, level: Share = 0.9) -> float | None:
     """How many times more parts the dense model needs: ``dense.size_at / sparse.size_at``.
 
     Args:

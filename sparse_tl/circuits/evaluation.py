@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sparse_tl import ranks
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.effect import Evaluation
 from sparse_tl.circuits.pair_runs import PairRuns, read_mask
@@ -28,6 +29,7 @@ from sparse_tl.positioned_graph import PositionedGraph
 from sparse_tl.progress import tracked
 
 
+@checked
 def evaluate(
     model: HookedModel,
     pairs: PromptPairs,
@@ -35,7 +37,7 @@ def evaluate(
     circuits: Circuit | Sequence[Circuit],
     *,
     patch: Patch = "corrupted",
-    batch_size: int = 32,
+    batch_size: AtLeastOne = 32,
     progress: bool = True,
 ) -> Evaluation:
     """The metric under circuits, with everything else patched; one forward pass per circuit.
@@ -110,6 +112,7 @@ def _positions(site: PositionedGraph, pairs: PromptPairs) -> Positions:
     return positions
 
 
+@checked
 def evaluate_circuit_edges(
     model: HookedModel,
     pairs: PromptPairs,
@@ -140,6 +143,7 @@ def evaluate_circuit_edges(
     return evaluate(model, pairs, metric, list(circuits.values()), **options)
 
 
+@checked
 def evaluate_heads(
     model: HookedModel,
     pairs: PromptPairs,
@@ -157,8 +161,9 @@ def evaluate_heads(
     return evaluate(model, pairs, metric, [scores.top(size) for size in sizes], **options)
 
 
+@checked
 @torch.no_grad()
-def accuracy(model: HookedModel, pairs: PromptPairs, *, batch_size: int = 32) -> float:
+def accuracy(model: HookedModel, pairs: PromptPairs, *, batch_size: AtLeastOne = 32) -> float:
     """Share of clean prompts, 0 to 1, whose top prediction at the read position is an answer."""
     adapter = adapt(model)
     right = []

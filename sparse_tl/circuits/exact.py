@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+@checked
 def patch_exactly(
     model: HookedModel,
     pairs: PromptPairs,
@@ -29,8 +31,8 @@ def patch_exactly(
     *,
     patch: Patch = "corrupted",
     positions: Positions | str | None = None,
-    batch_size: int = 32,
-    rows: int = 256,
+    batch_size: AtLeastOne = 32,
+    rows: AtLeastOne = 256,
     progress: bool = True,
 ) -> pd.Series:
     """The change of the metric when a single part is patched: ``m(patched) - m(clean)``.

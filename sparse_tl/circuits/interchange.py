@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl import ranks
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.mib import MIB_FRACTIONS
 from sparse_tl.circuits.scores import Scores
@@ -27,7 +28,8 @@ _IMPORTANCES = "importances.json"
 _CIRCUITS = tuple(f"circuit_{fraction:g}.json" for fraction in MIB_FRACTIONS[:-1])
 
 
-def to_eap_ig(scores: Scores, circuit: Circuit, d_model: int) -> dict[str, Any]:
+@checked
+def to_eap_ig(scores: Scores, circuit: Circuit, d_model: AtLeastOne) -> dict[str, Any]:
     """The JSON of EAP-IG's ``Graph.to_json``; scores keep their sign.
 
     Args:
@@ -43,6 +45,7 @@ def to_eap_ig(scores: Scores, circuit: Circuit, d_model: int) -> dict[str, Any]:
     return _content(circuit, scores.mean(), d_model)
 
 
+@checked
 def from_eap_ig(
     content: Mapping[str, Any], graph: CircuitGraph | None = None
 ) -> tuple[Scores, Circuit]:
@@ -92,7 +95,8 @@ def from_eap_ig(
     return Scores(graph, grouped, "imported"), Circuit(graph, inside)
 
 
-def save_mib(found: Scores | Sequence[Circuit], folder: str | Path, d_model: int) -> Path:
+@checked
+def save_mib(found: Scores | Sequence[Circuit], folder: str | Path, d_model: AtLeastOne) -> Path:
     """Write one folder of a submission to MIB's circuit localization track.
 
     Scores become ``importances.json``, from which MIB cuts circuits of its sizes; circuits become
@@ -130,6 +134,7 @@ def save_mib(found: Scores | Sequence[Circuit], folder: str | Path, d_model: int
     return folder
 
 
+@checked
 def load_mib(folder: str | Path, graph: CircuitGraph | None = None) -> Scores | list[Circuit]:
     """Read a folder of a submission to MIB, with the sign of `Scores`.
 

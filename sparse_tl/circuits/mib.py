@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparse_tl.arguments import checked
 from sparse_tl.circuits.effect import Evaluation
 from sparse_tl.circuits.evaluation import evaluate
 from sparse_tl.circuits.scores import Scores
@@ -75,6 +76,7 @@ class MIBEvaluation(Result):
         return f"MIBEvaluation(CPR {self.cpr:.3f}, CMD {self.cmd:.3f})"
 
 
+@checked
 def evaluate_mib(
     model: HookedModel, pairs: PromptPairs, metric: Metric, scores: Scores, **options: Any
 ) -> MIBEvaluation:

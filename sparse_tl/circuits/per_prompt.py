@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, Share, checked
 from sparse_tl.circuits.attribution import attribute_circuit_edges
 from sparse_tl.circuits.effect import EffectCurve, Evaluation, check_level
 from sparse_tl.circuits.evaluation import log_sizes
@@ -91,17 +92,18 @@ class CircuitSizes(Result):
         )
 
 
+@checked
 def circuit_sizes_per_prompt(
     model: HookedModel,
     pairs: PromptPairs,
     metric: Metric,
     *,
-    level: float = 0.9,
+    level: Share = 0.9,
     method: Method | str = "eap-ig",
-    steps: int = 5,
+    steps: AtLeastOne = 5,
     sizes: Sequence[int] | None = None,
     patch: Patch = "corrupted",
-    batch_size: int = 32,
+    batch_size: AtLeastOne = 32,
     progress: bool = True,
 ) -> CircuitSizes:
     """How many circuit edges each prompt pair needs, scored on that pair alone.

@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, Count, Positive, Seed, checked
 from sparse_tl.circuits.outcomes import Pruning
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
@@ -47,20 +48,21 @@ BOUNDS = (0.005, 20_000.0)
 """Of lambda."""
 
 
+@checked
 def prune_circuit_edges(
     model: HookedModel,
     pairs: PromptPairs,
     *,
-    size: int,
+    size: Count,
     start: Scores | None = None,
-    steps: int = 300,
-    learning_rate: float = 0.3,
+    steps: AtLeastOne = 300,
+    learning_rate: Positive = 0.3,
     lambda_: float = 0.01,
-    lambda_rate: float = 0.1,
+    lambda_rate: Positive = 0.1,
     initial_logit: float = 3.0,
     patch: Patch = "corrupted",
-    batch_size: int = 32,
-    seed: int = 0,
+    batch_size: AtLeastOne = 32,
+    seed: Seed = 0,
     progress: bool = True,
 ) -> Pruning:
     """Train a gate on every circuit edge until the requested number is open.

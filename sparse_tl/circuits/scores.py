@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.arguments import Count, checked
 from sparse_tl.circuits.circuit import Circuit, Site, positioned
 from sparse_tl.results import Result
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class Scores(Result):
     """One score per part, in units of the metric; negative: patching the part lowers the metric.
@@ -57,6 +59,7 @@ class Scores(Result):
     def __getitem__(self, part: Any) -> float:
         return self.mean()[self.site.index(part)].item()
 
+    @checked
     def at(self, position: str | int) -> Scores:
         """The scores of circuit edges at one position.
 
@@ -69,6 +72,7 @@ class Scores(Result):
         site = positioned(self.site)
         return Scores(site.graph, self.values[..., site.position(position), :, :], self.method)
 
+    @checked
     def order(self, *, signed: bool = False) -> Int[Tensor, "part axis"]:
         """The indices of all parts, best first; ties keep the site's order.
 
@@ -78,7 +82,8 @@ class Scores(Result):
         """
         return self._helping_first if signed else self._largest_first
 
-    def top(self, size: int, *, signed: bool = False) -> Circuit:
+    @checked
+    def top(self, size: Count, *, signed: bool = False) -> Circuit:
         """The circuit of the `size` best parts.
 
         Args:
@@ -94,6 +99,7 @@ class Scores(Result):
         mask[tuple(self.order(signed=signed)[:size].T)] = True
         return Circuit(self.site, mask)
 
+    @checked
     def to_pandas(self, top: int | None = None) -> pd.DataFrame:
         """One row per part, largest absolute score first: all parts, or the first `top`."""
         import pandas as pd

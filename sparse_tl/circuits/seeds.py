@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from sparse_tl.arguments import Share, checked
 from sparse_tl.circuits.effect import EffectCurve, multiplier
 from sparse_tl.results import Result
 
@@ -173,7 +174,8 @@ class SeedMultipliers(Result):
         return "; ".join(self.words())
 
 
-def seed_multipliers(dense: SeedCurves, sparse: SeedCurves, level: float = 0.9) -> SeedMultipliers:
+@checked
+def seed_multipliers(dense: SeedCurves, sparse: SeedCurves, level: Share = 0.9) -> SeedMultipliers:
     """`multiplier` of each seed's dense and sparse model.
 
     Args:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.arguments import Count, checked
 from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.circuits.removal import removal_effects
 from sparse_tl.data.known_text import check_known
@@ -22,13 +23,14 @@ Prompt = str | Int[Tensor, " pos"]
 """Text or tokens."""
 
 
+@checked
 def trace_attention(
     model: HookedModel,
     prompt: Prompt,
     *,
     positions: Sequence[int] | None = None,
     attribution: bool = False,
-    max_effects: int = 0,
+    max_effects: Count = 0,
     labels: Sequence[str] | None = None,
 ) -> AttentionGraph:
     """The attention edges of a prompt, and the tokens that they predict.

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sparse_tl.arguments import Count, checked
 from sparse_tl.files import digest
 
 Kind = TypeVar("Kind", bound="Rows")
@@ -54,6 +55,7 @@ class Rows:
         return replace(mine, **changed)
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class TokenBatch(Rows):
     """Tokens with labels for every position, and a mask of the positions with a loss.
@@ -97,6 +99,7 @@ class TokenBatch(Rows):
             )
 
     @staticmethod
+    @checked
     def next_token(tokens: Int[Tensor, "batch pos"]) -> TokenBatch:
         """Language modelling: every position except the last predicts the next token."""
         labels = tokens.roll(-1, dims=1)
@@ -104,7 +107,8 @@ class TokenBatch(Rows):
         loss_mask[:, -1] = False
         return TokenBatch(tokens, labels, loss_mask)
 
-    def split(self, size: int) -> list[TokenBatch]:
+    @checked
+    def split(self, size: Count) -> list[TokenBatch]:
         """Split into pieces of `size` consecutive rows; longer where a piece would lack labels."""
         bounds = [0]
         for end in range(size, len(self), size):
@@ -112,7 +116,8 @@ class TokenBatch(Rows):
                 bounds.append(end)
         return [self.select(slice(*some)) for some in pairwise([*bounds, len(self)])]
 
-    def dealt(self, rank: int, n_ranks: int) -> TokenBatch:
+    @checked
+    def dealt(self, rank: Count, n_ranks: int) -> TokenBatch:
         """The rows of one of several ranks: dealt in turn, those with a label first.
 
         Raises:

@@ -11,6 +11,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from sparse_tl.arguments import checked
+
 BLOCK = 2**20
 """Bytes that are read from a text file at a time."""
 
@@ -38,6 +40,7 @@ class Documents:
         raise NotImplementedError
 
 
+@checked
 def read_documents(
     source: str | Path | Iterable[Any],
     *,

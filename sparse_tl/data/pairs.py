@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from sparse_tl.arguments import Count, checked
 from sparse_tl.data.batches import Rows
 from sparse_tl.data.records import (
     PairTexts,
@@ -30,6 +31,7 @@ NO_TOKEN = -1
 """Padding value for rows with fewer answers than the longest."""
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class PromptPairs(Rows):
     """Clean prompts with corrupted counterparts of the same length, row by row.
@@ -152,7 +154,8 @@ class PromptPairs(Rows):
             )
         return self.spans
 
-    def split(self, size: int) -> list[PromptPairs]:
+    @checked
+    def split(self, size: Count) -> list[PromptPairs]:
         """Split into consecutive pieces of at most `size` pairs.
 
         Raises:

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, Seed, checked
 from sparse_tl.data.batches import TokenBatch
 
 
@@ -30,6 +31,7 @@ class ResumableStream(TokenStream, Protocol):
     def load_state(self, state: dict[str, Any]) -> None: ...
 
 
+@checked
 class ShuffledStream:
     """Batches from a fixed set of examples, reshuffled every epoch; no row is ever dropped.
 
@@ -41,7 +43,12 @@ class ShuffledStream:
     """
 
     def __init__(
-        self, examples: TokenBatch, batch_size: int, seed: int = 0, *, accumulate: int = 1
+        self,
+        examples: TokenBatch,
+        batch_size: AtLeastOne,
+        seed: Seed = 0,
+        *,
+        accumulate: AtLeastOne = 1,
     ) -> None:
         if not 0 < batch_size <= len(examples):
             raise ValueError(
@@ -54,6 +61,7 @@ class ShuffledStream:
         self.accumulate = accumulate
         self._order = lru_cache(maxsize=2)(self._shuffled)  # a batch may span two epochs
 
+    @checked
     def batch(self, step: int) -> TokenBatch:
         """Rows ``step * batch_size ...`` of the infinite sequence of shuffled epochs."""
         n = len(self.examples)

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from sparse_tl.arguments import Seed, checked
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs, padded
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class TargetDataset:
     """Prompts with targets, as rows in which the target tokens carry the loss.
@@ -50,6 +52,7 @@ class TargetDataset:
                 )
 
     @staticmethod
+    @checked
     def from_tokens(
         tokens: Sequence[Sequence[int]] | Int[Tensor, "row pos"],
         spans: Sequence[tuple[int, int]],
@@ -94,6 +97,7 @@ class TargetDataset:
         return TargetDataset(TokenBatch(filled, labels, loss_mask, None if same else attention))
 
     @staticmethod
+    @checked
     def from_texts(
         tokenizer: Any,
         texts: Sequence[str],
@@ -141,6 +145,7 @@ class TargetDataset:
         return TargetDataset.from_tokens(rows, spans)
 
     @staticmethod
+    @checked
     def from_records(
         tokenizer: Any,
         records: Iterable[Mapping[str, Any]],
@@ -173,18 +178,21 @@ class TargetDataset:
         return TargetDataset.from_texts(tokenizer, texts, targets, **options)
 
     @staticmethod
+    @checked
     def from_pandas(tokenizer: Any, frame: pd.DataFrame, **options: Any) -> TargetDataset:
         """Rows from a table; arguments as in `from_records`."""
         records: list[dict[str, Any]] = frame.to_dict("records")  # type: ignore[assignment]
         return TargetDataset.from_records(tokenizer, records, **options)
 
     @staticmethod
+    @checked
     def from_jsonl(tokenizer: Any, path: str | Path, **options: Any) -> TargetDataset:
         """Rows from a file with one JSON object per line; arguments as in `from_records`."""
         return TargetDataset.from_records(tokenizer, read_jsonl(path), **options)
 
     @staticmethod
-    def from_pairs(pairs: PromptPairs, *, seed: int = 0) -> TargetDataset:
+    @checked
+    def from_pairs(pairs: PromptPairs, *, seed: Seed = 0) -> TargetDataset:
         """The clean prompts with one answer each, drawn at random if there are several."""
         generator = torch.Generator().manual_seed(seed)
         weights = (pairs.answers != NO_TOKEN).float()
@@ -197,6 +205,7 @@ class TargetDataset:
         return TargetDataset(TokenBatch(pairs.clean, labels, loss_mask))
 
     @staticmethod
+    @checked
     def from_windows(windows: Int[Tensor, "window pos"]) -> TargetDataset:
         """Rows of running text, in which every token after the first of a window is a target."""
         return TargetDataset(TokenBatch.next_token(windows))
@@ -213,7 +222,8 @@ class TargetDataset:
         """A subset of the rows."""
         return TargetDataset(self.rows.select(index))
 
-    def split(self, held_out: float, *, seed: int = 0) -> tuple[TargetDataset, TargetDataset]:
+    @checked
+    def split(self, held_out: float, *, seed: Seed = 0) -> tuple[TargetDataset, TargetDataset]:
         """Shuffle the rows and split them into two parts.
 
         Args:

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.data.documents import Documents
 
 PIECE = 2**17
@@ -19,8 +20,9 @@ CONTEXT = 2**9
 """Characters before and behind a piece that are tokenised with it."""
 
 
+@checked
 def token_windows(
-    documents: Iterable[str], tokenizer: Any, window: int, *, limit: int | None = None
+    documents: Iterable[str], tokenizer: Any, window: AtLeastOne, *, limit: AtLeastOne | None = None
 ) -> Int[Tensor, "window pos"]:
     """Concatenate documents, each after the tokenizer's BOS token, and cut them into full windows.
 

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, Seed, checked
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.documents import DocumentRows, Documents
 from sparse_tl.data.text import check_window, tokenised, too_short
@@ -39,6 +40,7 @@ class _Place:
     window: int = 0
 
 
+@checked
 class TextStream:
     """Batches of windows from text that need not fit into memory; a `TokenStream`.
 
@@ -74,13 +76,13 @@ class TextStream:
         self,
         documents: Iterable[str],
         tokenizer: Any,
-        window: int,
-        batch_size: int,
-        seed: int = 0,
+        window: AtLeastOne,
+        batch_size: AtLeastOne,
+        seed: Seed = 0,
         *,
         shuffle: int = 1024,
         held_out: range = range(0),
-        accumulate: int = 1,
+        accumulate: AtLeastOne = 1,
     ) -> None:
         check_window(tokenizer, window)
         for name, value in {"batch_size": batch_size, "shuffle": shuffle}.items():
@@ -106,6 +108,7 @@ class TextStream:
         self._ahead: tuple[int, Future[tuple[Block, _Place]]] | None = None
         self._reading: tuple[_Place, Iterator[tuple[array[int], _Place]]] | None = None
 
+    @checked
     def batch(self, step: int) -> TokenBatch:
         """Rows ``step * batch_size ...`` of the infinite sequence of shuffled epochs.
 

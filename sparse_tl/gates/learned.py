@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from sparse_tl.arguments import checked
 from sparse_tl.gates.distributions import (
     GateDistribution,
     GateMode,
@@ -19,6 +20,7 @@ from sparse_tl.gates.sites import HookPoints, Site
 from sparse_tl.lens import HookedModel, Order, adapt, attached
 
 
+@checked
 class LearnedGates(nn.Module):
     """Trainable gates at a site; apply them to a model with `gated`.
 
@@ -67,6 +69,7 @@ class LearnedGates(nn.Module):
         return expected_size(self.distribution, self.logits)
 
 
+@checked
 def hook_points(
     model: HookedModel,
     names: str | Sequence[str],

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sparse_tl.arguments import Seed, checked
 from sparse_tl.gates.circuit_edges import CircuitEdges, CircuitPass
 from sparse_tl.gates.patches import Patch, PatchValues, drawn
 from sparse_tl.gates.sites import AttentionEdges, ClosedAttentionEdges, Heads, Pass, Site
@@ -27,6 +28,7 @@ from sparse_tl.lens import (
 )
 
 
+@checked
 @contextmanager
 def gated(
     model: HookedModel,
@@ -35,7 +37,7 @@ def gated(
     patch: Patch = "zero",
     *,
     reference: Int[Tensor, "prompt pos"] | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> Iterator[None]:
     """Inside the block the model runs with ``gate * clean + (1 - gate) * patch`` at every gate.
 
@@ -62,6 +64,7 @@ def gated(
         yield
 
 
+@checked
 @contextmanager
 def ablate_heads(
     model: HookedModel,
@@ -69,7 +72,7 @@ def ablate_heads(
     patch: Patch = "zero",
     *,
     reference: Int[Tensor, "prompt pos"] | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> Iterator[None]:
     """Inside the block, patch the output of these heads at ``hook_z``; see `gated`.
 
@@ -94,6 +97,7 @@ def ablate_heads(
         yield
 
 
+@checked
 @contextmanager
 def ablate_attention_edges(
     model: HookedModel, edges: Sequence[tuple[int, int, int, int]]
@@ -127,6 +131,7 @@ def ablate_attention_edges(
         yield
 
 
+@checked
 class GatedRun:
     """A batch of prompts to run under any number of gate settings at one site.
 
@@ -157,11 +162,12 @@ class GatedRun:
         patch: Patch | PatchValues = "zero",
         *,
         reference: Int[Tensor, "batch pos"] | None = None,
-        seed: int = 0,
+        seed: Seed = 0,
         attention_mask: Int[Tensor, "batch pos"] | None = None,
     ) -> None:
         self.adapter, self.site, self.tokens, self.read = adapt(model), site, tokens, read
         self.attention_mask = attention_mask
+        self.adapter.check_tokens(tokens)
         if isinstance(patch, PatchValues) and (reference is not None or seed):
             raise ValueError(
                 "expected no reference and no seed beside PatchValues, which have their own; pass "

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.arguments import checked
 from sparse_tl.gates.patches import PatchValues, gate
 from sparse_tl.lens import Adapter, HookFunction, Order
 
@@ -215,6 +216,7 @@ class AttentionEdges(_Activations):
         return [f"blocks.{layer}.attn.hook_pattern" for layer in range(adapter.n_layers)]
 
 
+@checked
 @dataclass(frozen=True)
 class HookPoints(_Activations):
     """Gates over chosen axes of the activations at some hook points, ``[hook point, *axes]``.

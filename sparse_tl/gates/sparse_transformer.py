@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.gates.attention import AttentionGates
 from sparse_tl.gates.counting import AttentionEdgeCounts, counted_by_batch, open_shares
 from sparse_tl.gates.distributions import GateDistribution, GateMode
@@ -21,6 +22,7 @@ from sparse_tl.gates.passes import Counted
 from sparse_tl.lens import AttachedHooks, DeferredScores, Model, adapt, check_gates
 
 
+@checked
 class SparseTransformer(nn.Module):
     """Wrap a model so that its attention edges, and optionally MLP outputs, pass learnable gates.
 
@@ -136,6 +138,7 @@ class SparseTransformer(nn.Module):
         """The model's `generate`, under the gates."""
         return self.model_under_gates().generate(*args, **kwargs)
 
+    @checked
     @contextmanager
     def sampled(
         self, generator: torch.Generator | None = None, noise: float = 1.0
@@ -155,9 +158,10 @@ class SparseTransformer(nn.Module):
         with self._using(mode=GateMode.OPEN):
             yield
 
+    @checked
     @torch.no_grad()
     def count_attention_edges(
-        self, tokens: Int[Tensor, "*prompt pos"], *, batch_size: int = 64, **kwargs: Any
+        self, tokens: Int[Tensor, "*prompt pos"], *, batch_size: AtLeastOne = 64, **kwargs: Any
     ) -> AttentionEdgeCounts:
         """Count active, expected and possible attention edges, and MLP outputs, of some prompts.
 
@@ -172,9 +176,10 @@ class SparseTransformer(nn.Module):
         counts = counted_by_batch(self.run_with_counts, tokens, batch_size, kwargs)
         return AttentionEdgeCounts.concatenate(list(counts))
 
+    @checked
     @torch.no_grad()
     def open_attention_edges(
-        self, tokens: Int[Tensor, "*prompt pos"], *, batch_size: int = 64, **kwargs: Any
+        self, tokens: Int[Tensor, "*prompt pos"], *, batch_size: AtLeastOne = 64, **kwargs: Any
     ) -> pd.DataFrame:
         """The attention edges that are open in at least one prompt, most common first.
 
@@ -236,6 +241,7 @@ class SparseTransformer(nn.Module):
         with self._detached():
             return adapt(self.model).copy().requires_grad_(False)
 
+    @checked
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write model, gates and tokenizer as safetensors and JSON, completely or not at all."""
         from sparse_tl.gates.saving import save_sparse
@@ -243,6 +249,7 @@ class SparseTransformer(nn.Module):
         return save_sparse(self, folder)
 
     @classmethod
+    @checked
     def from_pretrained(cls, folder: str | Path, *, device: str | None = None) -> SparseTransformer:
         """Load a folder written by `save_pretrained`.
 

@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, Seed, checked
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles.checks import check_fits
 from sparse_tl.head_roles.likelihood import target_log_probabilities
@@ -76,15 +77,16 @@ class AblationCurve(Result):
         )
 
 
+@checked
 def ablation_curve(
     model: HookedModel,
     roles: HeadRoles,
     dataset: TargetDataset,
     by: Order | str = "facilitation",
     *,
-    max_heads: int = 50,
+    max_heads: AtLeastOne = 50,
     control: bool = True,
-    seed: int = 0,
+    seed: Seed = 0,
     progress: bool = True,
 ) -> AblationCurve:
     """Ablate an increasing number of heads, in the order of their score for a role.

@@ -12,7 +12,7 @@ import torch
 
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles.likelihood import label_losses, target_losses
-from sparse_tl.lens import HookedModel, adapt
+from sparse_tl.lens import HookedModel, adapt, check_labels
 
 TOLERANCE = 0.01
 """Relative difference of losses between both ways of running prompts, far above rounding."""
@@ -38,17 +38,8 @@ def check_fits(model: HookedModel, dataset: TargetDataset) -> None:
             f"{context} tokens; row {longest} has {int(lengths[longest]) + 1} tokens, "
             f"{int(rows.loss_mask[longest].sum())} of them its target. Shorten it or leave it out."
         )
-    checked = {
-        "tokens": (rows.tokens, adapter.d_vocab),
-        "targets": (rows.loss_labels(), adapter.d_vocab_out),
-    }
-    for name, (found, known) in checked.items():
-        low, high = int(found.min()), int(found.max())
-        if low < 0 or high >= known:
-            raise ValueError(
-                f"expected {name} of the model's own vocabulary, 0..{known - 1}; got "
-                f"{low if low < 0 else high}. Was the dataset made with another tokenizer?"
-            )
+    adapter.check_tokens(rows.tokens)
+    check_labels(adapter, rows.loss_labels())
     if not adapter.causal and not mask.all():
         raise ValueError(
             "expected prompts of one length for a model with bidirectional attention, which "

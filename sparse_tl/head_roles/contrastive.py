@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.arguments import checked
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles.fitting import (
     SECOND_RATES,
@@ -64,6 +65,7 @@ class ContrastiveGates(Result):
         )
 
 
+@checked
 def fit_contrastive_head_gates(
     model: HookedModel,
     retain: TargetDataset,

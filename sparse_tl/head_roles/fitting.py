@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, Seed, checked
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.targets import TargetDataset
@@ -33,6 +34,7 @@ FIRST_RATES, SECOND_RATES = (0.1, 0.01), (0.5, 0.1)
 Seeds = SupportsIndex | Iterable[SupportsIndex]
 
 
+@checked
 @dataclass(frozen=True)
 class GateFitting:
     """Settings of gate fitting.
@@ -48,12 +50,12 @@ class GateFitting:
     """
 
     lambda_: float = 0.1
-    updates: int = 500
-    batch_size: int = 64
-    record_every: int = 10
-    checkpoint_every: int = 50
-    accumulate: int = 1
-    seed: int = 0
+    updates: AtLeastOne = 500
+    batch_size: AtLeastOne = 64
+    record_every: AtLeastOne = 10
+    checkpoint_every: AtLeastOne = 50
+    accumulate: AtLeastOne = 1
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.lambda_):
@@ -72,6 +74,7 @@ class GateFitting:
         return ShuffledStream(rows, min(self.batch_size, len(rows)), self.seed)
 
 
+@checked
 def fit_head_gates(
     model: HookedModel,
     dataset: TargetDataset,

@@ -17,6 +17,7 @@ from sparse_tl.lens.checks import (
     check_circuits as check_circuits,
     check_gates as check_gates,
     check_head as check_head,
+    check_labels as check_labels,
     check_mlps as check_mlps,
     check_whole as check_whole,
 )

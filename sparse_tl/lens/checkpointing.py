@@ -12,11 +12,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 
+from sparse_tl.arguments import checked
 from sparse_tl.lens.adapting import adapt
 from sparse_tl.lens.attaching import Forward, stand_in
 from sparse_tl.lens.points import HookedModel
 
 
+@checked
 @contextmanager
 def checkpointed_activations(model: HookedModel) -> Iterator[None]:
     """Inside the block, a training pass keeps only the input of each layer.

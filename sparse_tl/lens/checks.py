@@ -287,6 +287,20 @@ def _same(adapter: Adapter, found: Tensor, rebuilt: Tensor, what: str) -> None:
         )
 
 
+def check_labels(adapter: Adapter, labels: Int[Tensor, "*label"]) -> None:
+    """Check that the model can predict these tokens.
+
+    Raises:
+        ValueError: a label is outside the vocabulary that the model predicts.
+    """
+    outside = labels[(labels < 0) | (labels >= adapter.d_vocab_out)]
+    if len(outside):
+        raise ValueError(
+            f"expected labels in 0..{adapter.d_vocab_out - 1}, what the model predicts; got "
+            f"{int(outside[0])}. Were they made with another tokenizer?"
+        )
+
+
 def check_head(adapter: Adapter, layer: int, head: int) -> None:
     """Check that a head exists.
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparse_tl import ranks, shards
+from sparse_tl.arguments import checked
 from sparse_tl.files import read_json, write_json
 from sparse_tl.lens.architecture import CONFIG_FILE, dtype_named
 from sparse_tl.lens.booting import boot
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 GATES_FILE = "gates.json"  # marks a SparseTransformer's folder
 
 
+@checked
 def load_model(
     source: str | Path | Model | PreTrainedModel,
     *,
@@ -124,6 +126,7 @@ def _no_model(folder: Path) -> ValueError:
     )
 
 
+@checked
 def save_model(model: Model, folder: str | Path) -> None:
     """Write configuration, weights and tokenizer to an existing folder.
 

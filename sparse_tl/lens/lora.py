@@ -23,6 +23,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformers.pytorch_utils import Conv1D
 
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.lens.attaching import others_off
 from sparse_tl.lens.points import HookedModel, Model
 
@@ -34,7 +35,8 @@ _NAME = "default"
 _INSTALL = "pip install 'peft>=0.18'"
 
 
-def add_lora(model: Model, rank: int = 16) -> TransformerBridge:
+@checked
+def add_lora(model: Model, rank: AtLeastOne = 16) -> TransformerBridge:
     """Put a low-rank adapter on every projection of attention and MLPs, in place.
 
     All other weights are frozen: `post_train` then trains adapters and gates alone. Adapters change
@@ -109,6 +111,7 @@ def check_lora(rank: int) -> None:
         raise ImportError(f"expected peft, which makes low-rank adapters: {_INSTALL}")
 
 
+@checked
 @torch.no_grad()
 def merge_lora(model: Model) -> Model:
     """Add low-rank adapters to the weights that they sit on, and remove them, in place.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sparse_tl.arguments import Seed, checked
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model
@@ -43,7 +44,7 @@ def addition_recipe(form: Form = "placeholder") -> Recipe:
     """How the addition models of a form are made."""
     task = AdditionTask(form)
 
-    def rows(seed: int) -> tuple[TokenBatch, TokenBatch]:
+    def rows(seed: Seed) -> tuple[TokenBatch, TokenBatch]:
         training, validation, _ = task.split(seed=seed)
         return training, validation
 
@@ -66,8 +67,9 @@ def addition_recipe(form: Form = "placeholder") -> Recipe:
     )
 
 
+@checked
 def load_addition_models(
-    seed: int = 0,
+    seed: Seed = 0,
     *,
     form: Form = "placeholder",
     cache: str | Path | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sparse_tl.arguments import Seed, checked
 from sparse_tl.circuits import accuracy
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
@@ -60,8 +61,9 @@ def task_recipe() -> Recipe:
     )
 
 
+@checked
 def load_task_models(
-    seed: int = 0,
+    seed: Seed = 0,
     *,
     cache: str | Path | None = None,
     device: str | None = None,

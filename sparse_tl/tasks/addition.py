@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from sparse_tl.arguments import AtLeastOne, Count, Seed, checked
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.pairs import PromptPairs
 
@@ -29,6 +30,7 @@ COLUMNS: dict[str, int] = {"hundreds": 8, "tens": 9, "units": 10}
 """The columns of the digits that are not always 0."""
 
 
+@checked
 @dataclass(frozen=True)
 class AdditionTask:
     """All 10,000 sums of two numbers below 100, in one form.
@@ -46,6 +48,7 @@ class AdditionTask:
         if self.form not in get_args(Form):
             raise ValueError(f"expected form of {get_args(Form)}; got {self.form!r}")
 
+    @checked
     def batch(self, left: Int[Tensor, " sum"], right: Int[Tensor, " sum"]) -> TokenBatch:
         """Sums as tokens, labels and loss positions.
 
@@ -71,8 +74,9 @@ class AdditionTask:
         loss_mask[:, ANSWER.start - 1 : ANSWER.stop - 1] = True
         return TokenBatch(text, text.roll(-1, dims=1), loss_mask)
 
+    @checked
     def split(
-        self, *, validation: int = 1000, test: int = 1000, seed: int = 0
+        self, *, validation: Count = 1000, test: Count = 1000, seed: Seed = 0
     ) -> tuple[TokenBatch, TokenBatch, TokenBatch]:
         """Disjoint random training, validation and test sums.
 
@@ -91,7 +95,8 @@ class AdditionTask:
             everything.select(slice(0, test)),
         )
 
-    def pairs(self, digit: Digit | str, n: int, *, seed: int = 0) -> PromptPairs:
+    @checked
+    def pairs(self, digit: Digit | str, n: AtLeastOne, *, seed: Seed = 0) -> PromptPairs:
         """Test sums, each paired with a sum whose digit at the given place differs.
 
         The answer is the clean sum's digit, the wrong answer the corrupted sum's; the position is
@@ -124,6 +129,7 @@ class AdditionTask:
             torch.full((n,), position),
         )
 
+    @checked
     def read_at(self, column: int) -> int:
         """The column where the character of an answer column is read from the logits.
 
@@ -136,6 +142,7 @@ class AdditionTask:
             )
         return column if self.form == "placeholder" else column - 1
 
+    @checked
     def prompt(self, text: str) -> TokenBatch:
         """A sum such as ``"36+28"`` as a batch of one.
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from sparse_tl.arguments import checked
 from sparse_tl.data.records import PairTexts
 from sparse_tl.metrics import Metric, margin
 from sparse_tl.tasks.words import WordTask, content, single_words
@@ -41,6 +42,7 @@ SUMMARY, DESCRIPTION = 3, 2
 """Numbers of nouns in the docstring's first line and in an argument's description."""
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class DocstringTask(WordTask):
     """Predict the next argument of a reST docstring.

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from sparse_tl.arguments import checked
 from sparse_tl.data.records import PairTexts, encoder
 from sparse_tl.metrics import Metric, probability_difference
 from sparse_tl.tasks.words import WordTask, content, is_token, single_words
@@ -24,6 +25,7 @@ ENDS = tuple(f"{year:02d}" for year in range(100))
 CORRUPTED = "01"
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class GreaterThanTask(WordTask):
     """Complete end years that are later than start years.

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from sparse_tl.arguments import checked
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.records import PairTexts
 from sparse_tl.metrics import Metric, logit_difference
@@ -58,6 +59,7 @@ LONG_TEMPLATES = in_both_orders(content("ioi", "long_templates"))
 """The same with longer beginnings."""
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class IOITask(WordTask):
     """Name who receives something from one of two people.
@@ -129,6 +131,7 @@ class IOITask(WordTask):
         return found
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class IOILongTask(IOITask):
     """IOI with longer beginnings."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+from sparse_tl.arguments import AtLeastOne, Seed, checked
 from sparse_tl.data.pairs import PromptPairs, pairs_of_texts
 from sparse_tl.data.records import PairTexts, encoder, prepends_bos
 from sparse_tl.lens import HookedModel
@@ -33,7 +34,8 @@ class WordTask:
         """
         raise NotImplementedError
 
-    def pairs(self, model: HookedModel, n: int, *, seed: int = 0) -> PromptPairs:
+    @checked
+    def pairs(self, model: HookedModel, n: AtLeastOne, *, seed: Seed = 0) -> PromptPairs:
         """Clean and corrupted prompts, with right and wrong answers as defined by the task.
 
         Args:

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from sparse_tl.arguments import AtLeastOne, Count, Fraction, Positive, Seed, checked
 from sparse_tl.lens import HookedModel, adapt, lora_parameters, read_parameters
 
 Metrics = dict[str, float]
 
 
+@checked
 @dataclass(frozen=True)
 class TrainingConfig:
     """Settings of the optimizer and the training loop.
@@ -35,20 +37,20 @@ class TrainingConfig:
         patience: evaluations without improvement before training stops; None for no early stop.
     """
 
-    steps: int
-    learning_rate: float
-    warmup: int = 50
-    decay: float = 0.5
+    steps: AtLeastOne
+    learning_rate: Positive
+    warmup: Count = 50
+    decay: Fraction = 0.5
     schedule: Literal["cosine", "linear"] | str = "cosine"
-    final_rate: float = 0.02
+    final_rate: Fraction = 0.02
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = 0.0
     clip: float | None = 1.0
-    accumulate: int = 1
+    accumulate: AtLeastOne = 1
     precision: Literal["float32", "bf16"] = "float32"
-    seed: int = 0
-    evaluate_every: int = 50
-    checkpoint_every: int = 100
+    seed: Seed = 0
+    evaluate_every: AtLeastOne = 50
+    checkpoint_every: AtLeastOne = 100
     patience: int | None = None
 
     def __post_init__(self) -> None:

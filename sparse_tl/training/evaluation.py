@@ -12,10 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl import ranks, shards
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.data.batches import TokenBatch, exact_rows, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.attention import costs_of_first
-from sparse_tl.lens import Model, adapt
+from sparse_tl.lens import Model, adapt, check_labels
 from sparse_tl.results import Result
 from sparse_tl.training.constraint import TargetLoss
 
@@ -140,12 +141,13 @@ class PostTraining(Result):
         return f"PostTraining({self.verdict})"
 
 
+@checked
 @torch.no_grad()
 def evaluate_held_out(
     model: Model | SparseTransformer,
     examples: TokenBatch,
     *,
-    batch_size: int | None = None,
+    batch_size: AtLeastOne | None = None,
     edge_cost: Float[Tensor, "*#edge"] | None = None,
 ) -> HeldOut:
     """Measure loss, accuracy, attention edges and MLP outputs of a dense or sparse model.
@@ -159,8 +161,13 @@ def evaluate_held_out(
             `LOGITS_AT_ONCE`.
         edge_cost: cost per attention edge for `HeldOut.active_size`, broadcastable to
             ``[layer, head, query, key]``; 1 by default.
+
+    Raises:
+        ValueError: a token or label is not the model's, or the rows are longer than its context.
     """
     adapter = adapt(model)
+    adapter.check_tokens(examples.tokens)
+    check_labels(adapter, examples.loss_labels())
     fitting = LOGITS_AT_ONCE // (examples.tokens.shape[1] * adapter.d_vocab_out)
     pieces = [
         part

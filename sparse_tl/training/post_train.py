@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl import shards
+from sparse_tl.arguments import AtLeastOne, NotNegative, Positive, Seed, checked
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.streams import TokenStream
 from sparse_tl.files import digest
@@ -35,17 +36,18 @@ LEAST_ROOM = 1e-4
 """Nats; what lambda takes for the least distance of an absolute target from the dense loss."""
 
 
+@checked
 def post_train(
     sparse: SparseTransformer,
     stream: TokenStream,
     *,
     target_loss: float | str,
     validation: TokenBatch,
-    steps: int = 2000,
-    learning_rate: float | Mapping[str, float] = 7e-4,
+    steps: AtLeastOne = 2000,
+    learning_rate: Positive | Mapping[str, float] = 7e-4,
     edge_cost: Float[Tensor, "*#edge"] | None = None,
-    head_cost: float = 0.0,
-    seed: int = 0,
+    head_cost: NotNegative = 0.0,
+    seed: Seed = 0,
     precision: Literal["float32", "bf16"] = "float32",
     dense_precision: Literal["float32", "bf16"] = "float32",
     checkpoint: str | Path | None = None,

@@ -46,7 +46,7 @@ def test_seeds_shuffle_differently_and_the_global_generator_is_left_alone() -> N
 
 @pytest.mark.parametrize("size", [0, -1, 6])
 def test_a_batch_size_that_does_not_fit(size: int) -> None:
-    with pytest.raises(ValueError, match=rf"batch size in 1\.\.5.*got {size}"):
+    with pytest.raises(ValueError, match=rf"(batch size in|from) 1.*got {size}"):
         ShuffledStream(_numbered(5), size)
 
 

@@ -1,0 +1,236 @@
+"""Arguments of public functions and classes, checked against their annotations before any work.
+
+`checked` reads a signature: ``steps: AtLeastOne``, ``heads: Sequence[tuple[int, int]]`` or
+``tokens: Int[Tensor, "batch pos"]`` says what is accepted, and nothing is converted: text is no
+number, 2.0 is no whole number, NaN is no number, and a text is no list of texts. Axes of the same
+name have the same size in all arguments of a call.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+)
+
+import jaxtyping
+import numpy as np
+from annotated_types import Ge, Gt, Le, Lt
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter, ValidationError
+
+MOST = 10**9
+"""No count of steps, prompts, seeds or parts is larger: such a run would not end."""
+
+Count = Annotated[int, Ge(0), Le(MOST)]
+AtLeastOne = Annotated[int, Ge(1), Le(MOST)]
+Seed = Annotated[int, Ge(0), Lt(2**63)]
+Positive = Annotated[float, Gt(0)]
+NotNegative = Annotated[float, Ge(0)]
+Fraction = Annotated[float, Ge(0), Le(1)]
+Share = Annotated[float, Gt(0), Le(1)]
+
+Kind = TypeVar("Kind", bound=Callable[..., Any])
+
+_WORDS = {int: "a whole number", float: "a finite number", bool: "True or False", str: "text"}
+_WORDS |= {NoneType: "None", Path: "a path", Any: "anything"}
+_BOUNDS = {Ge: "from", Gt: "above", Le: "to", Lt: "below"}
+_LONGEST = 80
+"""Characters of a value in a message."""
+
+
+def checked(made: Kind) -> Kind:
+    """Check the arguments of a function, or of a class when an instance is made.
+
+    What a dataclass says itself when it is made comes first: it knows better what to do.
+
+    Raises:
+        TypeError: from the decorated function: an argument is of another type.
+        ValueError: an argument is of the right type and out of range, or sizes do not match.
+    """
+    if isinstance(made, type):
+        owner: Any = made
+        owner.__init__ = _checked_function(owner.__init__, owner.__name__, is_dataclass(owner))
+        return made
+    return _checked_function(made, made.__name__)  # type: ignore[return-value]
+
+
+def _checked_function(function: Any, name: str, own_first: bool = False) -> Any:
+    signature = inspect.signature(function)
+    found: dict[str, Any] = {}
+
+    def check(given: dict[str, Any]) -> None:
+        # Sizes of axes are those of this call, not of the call that it stands in.
+        with jaxtyping.jaxtyped("context"):  # type: ignore[call-overload]
+            for parameter, value in given.items():
+                if parameter in found:
+                    _check(name, parameter, value, *found[parameter])
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not found:
+            found.update(_annotations(function, signature))
+        args = tuple(_plain_number(value) for value in args)
+        kwargs = {key: _plain_number(value) for key, value in kwargs.items()}
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}; see help({name})") from None
+        if own_first:
+            try:
+                function(*args, **kwargs)
+            except (TypeError, AttributeError, RuntimeError, IndexError):
+                check(given)
+                raise
+            return check(given)
+        check(given)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _plain_number(value: Any) -> Any:
+    """NumPy's scalars as Python's own: a size from an array is a whole number too."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _annotations(function: Any, signature: inspect.Signature) -> dict[str, Any]:
+    """What each parameter accepts, in words and for pydantic; without those that accept anything.
+
+    Names that are only imported for type checkers cannot be resolved: such parameters are checked
+    by the function itself.
+    """
+    scope = inspect.unwrap(function).__globals__
+    found: dict[str, Any] = {}
+    for name, parameter in signature.parameters.items():
+        annotation = parameter.annotation
+        several = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if annotation is parameter.empty or several:
+            continue
+        if isinstance(annotation, str):
+            try:
+                annotation = eval(annotation, scope)  # the source of this package, nobody's input
+            except NameError:
+                continue
+        if annotation is not Any:
+            found[name] = (annotation, _adapter(annotation))
+    return found
+
+
+def _adapter(annotation: Any) -> TypeAdapter[Any]:
+    from pydantic import ConfigDict, TypeAdapter
+
+    rules = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+    return TypeAdapter(_instances(annotation), config=rules)
+
+
+def _instances(annotation: Any) -> Any:
+    """The annotation with instances in place of classes, whose fields are their own matter."""
+    from pydantic import BeforeValidator
+
+    origin, inside = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return Annotated[(_instances(inside[0]), *annotation.__metadata__)]
+    if origin in (Union, UnionType):
+        return Union[tuple(_instances(kind) for kind in inside)]  # noqa: UP007 - made from a list
+    if origin is Literal or annotation in _WORDS:
+        return annotation
+    if origin is None:
+        return _instance(annotation) if isinstance(annotation, type) else annotation
+    if issubclass(origin, Callable):
+        return Callable
+    if origin is Iterable:
+        return _instance(Iterable)  # its members are met as they are read
+    members = tuple(kind if kind is Ellipsis else _instances(kind) for kind in inside)
+    if origin is tuple:  # (layer, head) may as well be [layer, head], as from JSON
+        return Annotated[tuple[members], BeforeValidator(_as_tuple)]
+    return (
+        Annotated[origin[members], BeforeValidator(_as_tuple)]
+        if origin is Sequence
+        else origin[members]
+    )
+
+
+def _instance(kind: type) -> Any:
+    from pydantic import GetPydanticSchema
+    from pydantic_core.core_schema import is_instance_schema
+
+    return Annotated[Any, GetPydanticSchema(lambda source, handler: is_instance_schema(kind))]
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list | range) else value
+
+
+def _check(name: str, parameter: str, value: Any, annotation: Any, accepts: TypeAdapter) -> None:
+    from pydantic import ValidationError
+
+    try:
+        accepts.validate_python(value)
+    except ValidationError as error:
+        message = f"{name}: expected {in_words(annotation)} for {parameter}; got {shown(value)}"
+        raise _kind(error)(message + _place(error)) from None
+
+
+def _kind(error: ValidationError) -> type[ValueError | TypeError]:
+    """ValueError where a value has the right type and is out of range."""
+    kinds = {some["type"] for some in error.errors(include_url=False, include_context=False)}
+    ranges = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
+    return ValueError if kinds & (ranges | {"literal_error", "finite_number"}) else TypeError
+
+
+def _place(error: ValidationError) -> str:
+    """Where in a list the first wrong member stands."""
+    path = [
+        str(step) for step in error.errors(include_url=False)[0]["loc"] if isinstance(step, int)
+    ]
+    return f" (at index {', '.join(path)})" if path else ""
+
+
+def in_words(annotation: Any) -> str:
+    """What an annotation accepts, in words."""
+    origin, inside = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        limits = [
+            f"{_BOUNDS[type(bound)]} {getattr(bound, type(bound).__name__.lower()):,}"
+            for bound in annotation.__metadata__
+        ]
+        return " ".join([in_words(inside[0]), *limits])
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(in_words(kind) for kind in inside))
+    if origin is Literal:
+        return " or ".join(repr(value) for value in inside)
+    if annotation in _WORDS:
+        return _WORDS[annotation]
+    if origin is None:
+        return getattr(annotation, "__name__", str(annotation))
+    if issubclass(origin, Callable):
+        return "a function"
+    return re.sub(r"[a-z_.]+\.(?=[A-Z])", "", str(annotation))  # without the names of modules
+
+
+def shown(value: Any) -> str:
+    """A value as messages show it: tensors by type and shape, all else clipped."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        kind = str(value.dtype).removeprefix("torch.")
+        return f"a {type(value).__name__} of {kind} and shape {tuple(value.shape)}"
+    try:
+        text = repr(value)
+    except Exception:  # a value's own repr is not ours to trust
+        text = "one whose repr fails"
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return f"{text} ({type(value).__name__})"
