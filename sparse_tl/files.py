@@ -8,7 +8,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +16,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sparse_tl.scopes import scope
+
 if TYPE_CHECKING:
     import pandas as pd
 
 
-@contextmanager
+@scope
 def atomic_file(path: str | Path) -> Iterator[Path]:
     """A temporary path beside `path` that replaces it if the block ends without an exception."""
     path = Path(path)
@@ -38,7 +39,7 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-@contextmanager
+@scope
 def atomic_folder(path: str | Path) -> Iterator[Path]:
     """A temporary folder beside `path` that replaces it if the block ends without an exception.
 

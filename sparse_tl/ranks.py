@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,6 +21,8 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
+
+from sparse_tl.scopes import autograd, scope
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others."""
@@ -177,7 +178,7 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad /= count()
 
 
-@torch.no_grad()
+@autograd(False)
 def copy_first(parameters: Iterable[Tensor]) -> None:
     """Replace tensors by the first rank's."""
     if count() == 1:
@@ -274,7 +275,7 @@ def _local_rank() -> int:
     return number
 
 
-@contextmanager
+@scope
 def _together() -> Iterator[None]:
     """What ranks do together; fails if one of them is gone."""
     try:

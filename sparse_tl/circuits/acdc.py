@@ -39,6 +39,7 @@ from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.metrics import Metric, divergence, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import RESULT_FILE, Result
+from sparse_tl.scopes import autograd
 
 SAVE_EVERY = 200
 """Number of tests between two checkpoints."""
@@ -91,7 +92,7 @@ def acdc(
     search = _Search(begin, runs, metric, threshold or 1e-4)
     if checkpoint is not None:
         search.save_to(Path(checkpoint), f"{size} {threshold}", pairs)
-    with torch.no_grad():
+    with autograd(False):
         while True:
             search.run_pass(size, progress)
             if size is None or len(search.circuit) <= size:
@@ -243,7 +244,7 @@ class _Search:
         passes = state.layers_run / self.n_layers
         return Acdc(self.circuit, state.threshold, state.value, state.tested, passes, table)
 
-    @torch.no_grad()
+    @autograd(False)
     def save_to(self, folder: Path, asked: str, pairs: PromptPairs) -> None:
         """Write checkpoints to a folder, and resume from one found there.
 

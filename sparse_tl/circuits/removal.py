@@ -22,6 +22,7 @@ from torch import Tensor
 
 from sparse_tl.gates import AttentionEdges, ClosedAttentionEdges, GatedRun, Heads, Site
 from sparse_tl.lens import Adapter, HookedModel, adapt
+from sparse_tl.scopes import autograd
 
 Head = tuple[int, int]
 """Layer and head."""
@@ -47,7 +48,7 @@ class RemovalEffects:
     probabilities: Float[Tensor, "target part"]
 
 
-@torch.no_grad()
+@autograd(False)
 def removal_effects(
     model: HookedModel,
     tokens: Int[Tensor, " pos"],

@@ -23,6 +23,7 @@ from sparse_tl.circuits.trace import MAX_EFFECTS, Prompt, prompt_tokens
 from sparse_tl.gates import AttentionEdges, gated
 from sparse_tl.grids import AttentionGrid
 from sparse_tl.lens import EMBEDDED, HookedModel, Order, adapt, attached
+from sparse_tl.scopes import autograd
 
 # With all weights that a diagram can show.
 trace_weights = partial(trace_attention, attribution=True, max_effects=MAX_EFFECTS)
@@ -103,7 +104,7 @@ class AblatedModel:
         with self._ablated():
             return removal_effects(self.model, self.tokens[: self.n_read], read_at, heads=heads)
 
-    @torch.no_grad()
+    @autograd(False)
     def logit_lens(self, level: int) -> Float[Tensor, "pos vocab"]:
         """Logits read from a level of the residual stream, as if no later layer wrote anything."""
         return self.adapter.logits(self.now.streams[level, None])[0].cpu()
@@ -113,7 +114,7 @@ class AblatedModel:
         streams: list[Tensor] = []
         points = [EMBEDDED, *self.adapter.layer_points("hook_resid_post")]
         hooks = [(point, Order.LAST, streams.append) for point in points]
-        with attached(self.adapter, hooks), torch.no_grad():
+        with attached(self.adapter, hooks), autograd(False):
             logits = self.model(self.tokens[None, : graph.n_read].to(self.adapter.device))
         return Seen(graph, logits[0].cpu(), torch.cat(streams))
 

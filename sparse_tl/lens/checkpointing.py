@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -14,9 +14,10 @@ from transformers import Cache
 from sparse_tl.lens.adapting import adapt
 from sparse_tl.lens.attaching import Forward, stand_in
 from sparse_tl.lens.points import HookedModel
+from sparse_tl.scopes import scope
 
 
-@contextmanager
+@scope
 def checkpointed_activations(model: HookedModel) -> Iterator[None]:
     """Inside the block, a training pass keeps only the input of each layer.
 

@@ -32,6 +32,7 @@ from sparse_tl.lens.places import HookFunction
 from sparse_tl.lens.plain import check_wrapped
 from sparse_tl.lens.points import Model
 from sparse_tl.lens.recording import EMBEDDED, record
+from sparse_tl.scopes import autograd
 
 if TYPE_CHECKING:
     from sparse_tl.lens.adapter import Adapter
@@ -68,7 +69,7 @@ def check_circuits(adapter: Adapter) -> None:
     _once("circuits", adapter, _circuits_hold)
 
 
-@torch.no_grad()
+@autograd(False)
 def _once(kind: str, adapter: Adapter, check: Callable[[Adapter, Tensor], None]) -> None:
     if adapter.model in _checked[kind]:
         return

@@ -9,7 +9,7 @@ the weights of the plain model.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from sparse_tl.lens.fidelity import check_same, few_logits, is_known
 from sparse_tl.lens.lora import BASE, effective, lora_layers
 from sparse_tl.lens.points import Model
+from sparse_tl.scopes import autograd, scope
 
 _JOINT = ("c_attn", "query_key_value", "qkv_proj", "gate_up_proj")
 _WRAPPED = "_original_component"
@@ -115,6 +116,17 @@ def _is_unset(model: TransformerBridge, bias: Tensor) -> bool:
     return _unset[model]
 
 
+@scope
+def _holding(parameter: Tensor, values: Tensor) -> Iterator[None]:
+    """Inside the block a parameter holds other values."""
+    kept = parameter.data
+    try:
+        parameter.data = values
+        yield
+    finally:
+        parameter.data = kept
+
+
 @dataclass(frozen=True)
 class _Split:
     """A joint projection that a bridge has split into parts.
@@ -131,7 +143,7 @@ class _Split:
     joint: nn.Module
     parts: list[nn.Module]
 
-    @torch.no_grad()
+    @autograd(False)
     def joined(self) -> dict[str, Tensor]:
         """The weights of the joint projection, reassembled from the parts, whatever its layout.
 
@@ -141,11 +153,8 @@ class _Split:
         for kind, kept in [(kind, tensor.data) for kind, tensor in self.joint.named_parameters()]:
             tensor = getattr(self.joint, kind)
             numbered = torch.arange(kept.numel(), dtype=torch.float64, device=kept.device)
-            try:
-                tensor.data = numbered.view(kept.shape)
+            with _holding(tensor, numbered.view(kept.shape)):
                 where = [getattr(part, kind).detach().long() for part in self.made(self.whole)]
-            finally:
-                tensor.data = kept
             flat = kept.new_empty(kept.numel())
             for index, part in zip(where, self.parts, strict=True):
                 flat[index.flatten()] = getattr(effective(part), kind).detach().flatten()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from sparse_tl.files import check_writable, read_json, recover_folder, write_jso
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.plots.rendering import Figure
 from sparse_tl.results import table_html
+from sparse_tl.scopes import scope
 from sparse_tl.training import HeldOut
 
 RUN_FILE = "run.json"
@@ -125,7 +125,7 @@ class RunFolder:
             )
         self._write()
 
-    @contextmanager
+    @scope
     def stage(self, name: str, what: str = "") -> Iterator[None]:
         """Add the duration of a block to a stage, even if it is interrupted.
 

@@ -27,6 +27,7 @@ from sparse_tl.files import (
     write_tensors,
 )
 from sparse_tl.lens import read_parameters
+from sparse_tl.scopes import autograd
 
 FORMAT = 4
 _FILES = ("state.json", "tensors.safetensors")
@@ -164,7 +165,7 @@ def load_checkpoint(
     moments = {kind[len("optimizer/") :]: groups[kind] for kind in groups if "optimizer/" in kind}
     given = [{key: of[name] for key, of in moments.items() if name in of} for name in trained]
     optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(given))})
-    with torch.no_grad():
+    with autograd(False):
         for name, parameter in trained.items():
             parameter.copy_(weights[name])
     return state

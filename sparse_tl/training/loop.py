@@ -15,7 +15,6 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from sparse_tl import ranks
 from sparse_tl.data.streams import ResumableStream, TokenStream
 from sparse_tl.lens import read_parameters
 from sparse_tl.progress import tracked
+from sparse_tl.scopes import autograd, scope
 from sparse_tl.training.checkpoints import (
     TrainingState,
     check_ranks,
@@ -210,7 +210,7 @@ class _Run:
         named = {f"validation_{name}": value for name, value in measured.items()}
         self.state.history[-1].update(named)
 
-    @torch.no_grad()
+    @autograd(False)
     def restore_best(self) -> None:
         for name, best in self.state.best_weights.items():
             self.trained[name].copy_(best)
@@ -225,7 +225,7 @@ class _Run:
         return {"step": self.state.step, "seconds": time.monotonic() - self.started}
 
 
-@contextmanager
+@scope
 def _only_trained(model: nn.Module, trained: dict[str, nn.Parameter]) -> Iterator[None]:
     """Enable gradients for the trained parameters only; all flags are restored at the end."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -241,7 +241,7 @@ def _only_trained(model: nn.Module, trained: dict[str, nn.Parameter]) -> Iterato
             parameter.grad = None
 
 
-@contextmanager
+@scope
 def _repeatable() -> Iterator[None]:
     """Use deterministic algorithms; the previous setting is restored at the end.
 
