@@ -30,7 +30,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGHUP", "SIGTERM", "SIGINT") if hasattr(signal, name)
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
 """What asks a process to stop; SIGHUP does not exist on every platform."""
 AGAIN = 0.002
@@ -153,18 +153,25 @@ def _guard() -> list[tuple[int, _Guard]]:
     """Stand in for the handlers of this thread's signals, unless an outer scope does."""
     if threading.current_thread() is not threading.main_thread():
         return []
-    guarded = []
-    for number in SIGNALS:
-        before = signal.getsignal(number)
-        if callable(before) and not isinstance(before, _Guard):
-            guarded.append((number, _Guard(before)))
-            signal.signal(*guarded[-1])
+    guarded: list[tuple[int, _Guard]] = []
+    try:
+        for number in SIGNALS:
+            before = signal.getsignal(number)
+            if callable(before) and not isinstance(before, _Guard):
+                guarded.append((number, _Guard(before)))
+                signal.signal(*guarded[-1])
+    except BaseException:
+        _put_back(guarded)
+        raise
     return guarded
 
 
 def _put_back(guarded: list[tuple[int, _Guard]]) -> None:
-    if threading.current_thread() is not threading.main_thread():
+    if not guarded or threading.current_thread() is not threading.main_thread():
         return
-    for number, guard in guarded:  # Ctrl-C last: it may strike as soon as its handler is back
+    (number, guard), *others = guarded
+    try:
         if signal.getsignal(number) is guard:
             signal.signal(number, guard.before)
+    finally:  # the signal may strike as soon as its handler is back
+        _put_back(others)
