@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sparse_tl import __version__, ranks
+from sparse_tl.checksums import check_sums, write_sums
 from sparse_tl.data.streams import ResumableStream, TokenStream
 from sparse_tl.files import (
     atomic_folder,
@@ -26,7 +27,7 @@ from sparse_tl.files import (
     write_json,
     write_tensors,
 )
-from sparse_tl.lens import read_parameters
+from sparse_tl.lens import HookedModel, read_parameters
 from sparse_tl.scopes import autograd
 
 FORMAT = 4
@@ -77,7 +78,7 @@ class TrainingState:
 _PLAIN = [f.name for f in fields(TrainingState) if f.name != "best_weights"]
 
 
-def fingerprint(model: nn.Module, settings: dict[str, Any]) -> dict[str, Any]:
+def fingerprint(model: nn.Module | HookedModel, settings: dict[str, Any]) -> dict[str, Any]:
     """Identity of a run: settings, parameter shapes, and a digest of the weights."""
     digest = hashlib.sha256()
     shapes = {}
@@ -116,6 +117,7 @@ def save_checkpoint(
         }
         write_json(temporary / _FILES[0], content)
         write_tensors(temporary / _FILES[1], tensors)
+        write_sums(temporary)
 
 
 def load_checkpoint(
@@ -137,6 +139,7 @@ def load_checkpoint(
     ranks.on_first(partial(_check_folder, folder))
     if not (folder / _FILES[0]).exists():
         return TrainingState()
+    check_sums(folder)
     content = read_json(folder / _FILES[0])
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"expected a checkpoint of format {FORMAT} in {folder}")

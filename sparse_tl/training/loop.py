@@ -26,6 +26,7 @@ from torch import nn
 from sparse_tl import ranks
 from sparse_tl.data.streams import ResumableStream, TokenStream
 from sparse_tl.lens import read_parameters
+from sparse_tl.locks import Hold
 from sparse_tl.progress import tracked
 from sparse_tl.scopes import autograd, scope
 from sparse_tl.training.checkpoints import (
@@ -80,7 +81,8 @@ def train(
 
     Raises:
         NonFiniteLossError: NaN or infinity occurred; the last checkpoint is left unchanged.
-        ValueError: the checkpoint belongs to another run; ranks differ in what they run.
+        ValueError: the checkpoint belongs to another run, or is in use by another process; ranks
+            differ in what they run.
         LostRankError: another rank ended; the last checkpoint is left unchanged.
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, once the state is saved.
     """
@@ -96,8 +98,10 @@ def train(
     identity = fingerprint(model, {**settings, "trained": dict(trained), "config": as_read_back})
     check_ranks(identity)
     state, folder = TrainingState(), None
+    kept: list[Hold] = []  # until the run ends
     if checkpoint is not None:
         folder = Path(checkpoint)
+        ranks.on_first(lambda: kept.append(Hold(Path(checkpoint))))
         state = load_checkpoint(folder, weights, optimizer, identity, stream)
     if state.step > 0:
         objective.load_state(state.objective)
