@@ -1,14 +1,11 @@
-"""Atomic writing of files and folders; nothing is ever unpickled."""
+"""Reading and writing of files by kind, and checks of folders; nothing is ever unpickled."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,50 +14,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sparse_tl.atomic import (
+    atomic_file as atomic_file,
+    atomic_folder as atomic_folder,
+    recover_folder as recover_folder,
+)
+from sparse_tl.checksums import SUMS_FILE, read_sums
+
 if TYPE_CHECKING:
     import pandas as pd
-
-
-@contextmanager
-def atomic_file(path: str | Path) -> Iterator[Path]:
-    """A temporary path beside `path` that replaces it if the block ends without an exception."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        # mkstemp creates private files; results should be as readable as any other new file.
-        temporary.chmod(0o666 & ~_umask())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """A temporary folder beside `path` that replaces it if the block ends without an exception.
-
-    A folder cannot be replaced in one step: the old one is moved aside first, and
-    `recover_folder` restores it if the process dies in between.
-    """
-    path = Path(path).resolve()  # keep a link, replace its target
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"expected a folder, or a name that is free; {path} is a file")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        yield temporary
-        temporary.chmod(0o777 & ~_umask())
-        aside = _aside(path)
-        if path.exists():
-            shutil.rmtree(aside, ignore_errors=True)
-            os.replace(path, aside)
-        os.replace(temporary, path)
-        shutil.rmtree(aside, ignore_errors=True)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def check_replaceable(folder: str | Path, marker: str, *others: str) -> None:
@@ -69,27 +31,21 @@ def check_replaceable(folder: str | Path, marker: str, *others: str) -> None:
     Args:
         folder: folder that will be replaced as a whole.
         marker: file that every folder of this kind has.
-        others: further files of such a folder.
+        others: further files of such a folder, beside those that its checksums name.
 
     Raises:
         ValueError: the folder holds files but no marker, or files with other names.
     """
     folder = Path(folder)
     found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    strange = [name for name in found if marker not in found or name not in (marker, *others)]
+    known = {marker, *others, *read_sums(folder), SUMS_FILE}
+    strange = [name for name in found if marker not in found or name not in known]
     if strange:
         raise ValueError(
-            f"expected an empty folder, or one with nothing but an earlier {marker}, to write to; "
-            f"{folder} holds {strange[:5]}, which would be deleted. Choose another folder."
+            f"expected an empty folder, or one with nothing but an earlier {marker} and what was "
+            f"written with it, to write to; {folder} holds {strange[:5]}, which would be deleted. "
+            "Choose another folder."
         )
-
-
-def recover_folder(path: str | Path) -> bool:
-    """Restore a folder that a killed `atomic_folder` moved aside; return whether `path` exists."""
-    path = Path(path).resolve()
-    if not path.exists() and _aside(path).exists():
-        os.replace(_aside(path), path)
-    return path.exists()
 
 
 def write_json(path: str | Path, content: Any, *, indent: int | None = 2) -> None:
@@ -170,13 +126,3 @@ def check_writable(folder: str | Path) -> Path:
             "Choose another output folder."
         ) from error
     return folder
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.previous")
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from html import escape
 from typing import Any
 
@@ -19,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from sparse_tl import ranks
+from sparse_tl.scopes import scope
 
 DELAY, PAUSE = 0.5, 0.2
 """Seconds until a notebook shows anything, and minimum seconds between its updates."""
@@ -26,7 +26,7 @@ LOG_DELAY, LOG_PAUSE = 10.0, 60.0
 """The same for lines of a log."""
 
 
-@contextmanager
+@scope
 def tracked(
     title: str, total: int, shown: bool = True, *, done: int = 0
 ) -> Iterator[Callable[..., None]]:

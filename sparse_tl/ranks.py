@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float, Shaped
 from torch import Tensor
+
+from sparse_tl.scopes import scope
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others."""
@@ -274,7 +276,7 @@ def _local_rank() -> int:
     return number
 
 
-@contextmanager
+@scope
 def together() -> Iterator[None]:
     """What ranks do together; fails if one of them is gone."""
     try:

@@ -20,6 +20,7 @@ from jaxtyping import AbstractArray
 from torch import Tensor
 
 from sparse_tl import ranks
+from sparse_tl.checksums import check_sums, write_sums
 from sparse_tl.files import (
     atomic_folder,
     check_replaceable,
@@ -69,6 +70,7 @@ class Result:
         with atomic_folder(folder) as temporary:
             write_json(temporary / RESULT_FILE, {"schema": SCHEMA, **content})
             write_tensors(temporary / _TENSORS_FILE, tensors)
+            write_sums(temporary)
         return folder
 
     @classmethod
@@ -80,6 +82,7 @@ class Result:
         """
         folder = Path(folder)
         recover_folder(folder)
+        check_sums(folder)
         content = _content(folder, cls)
         tensors = read_tensors(folder / _TENSORS_FILE)
         try:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sparse_tl import ranks
+from sparse_tl.scopes import autograd
 
 _precisions: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
@@ -147,7 +148,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> float:
     return norm
 
 
-@torch.no_grad()
+@autograd(False)
 def copy_first(parameters: Iterable[Tensor]) -> None:
     """Replace tensors by the first rank's; what is dealt stays as it is."""
     if ranks.count() == 1:

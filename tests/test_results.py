@@ -44,6 +44,7 @@ from sparse_tl.tasks import AdditionTask
 from sparse_tl.training import HeldOut, PostTraining
 from sparse_tl.training.constraint import TargetLoss
 
+FILES = ["SHA256SUMS", "result.json", "result.safetensors"]
 GRAPH = CircuitGraph(2, 2, 2)
 NUMBERS = torch.arange(GRAPH.exists.numel()).view(GRAPH.exists.shape) / 7
 SCORES = Scores(GRAPH, GRAPH.exists * NUMBERS, "eap")
@@ -140,7 +141,7 @@ def test_a_result_is_read_as_it_was_saved(name: str, tmp_path: Path) -> None:
     result = RESULTS[name]
     folder = result.save(tmp_path / "result")
     assert result.save(folder) == folder, "an earlier result of the same kind is replaced"
-    assert sorted(path.name for path in folder.iterdir()) == ["result.json", "result.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == FILES
     before, after = _leaves(result), _leaves(type(result).load(folder))
     assert before.keys() == after.keys()
     for key, value in before.items():
@@ -164,6 +165,7 @@ def test_a_result_shows_itself_and_its_table(name: str) -> None:
 @pytest.mark.parametrize("damage", ["cut", "no tensors", "no field", "wrong type", "no fields"])
 def test_a_damaged_result_is_refused_by_name(name: str, damage: str, tmp_path: Path) -> None:
     folder = RESULTS[name].save(tmp_path / "result")
+    (folder / "SHA256SUMS").unlink()  # what is checked beside it
     words, tensors = folder / "result.json", folder / "result.safetensors"
     said = json.loads(words.read_text())
     first = next(iter(said["fields"]))
@@ -185,6 +187,7 @@ def test_a_damaged_result_is_refused_by_name(name: str, damage: str, tmp_path: P
 
 def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     folder = SCORES.save(tmp_path / "result")
+    (folder / "SHA256SUMS").unlink()  # what is checked beside it
     said = json.loads((folder / "result.json").read_text())
     whole = said["fields"]
     for wrong, message in (

@@ -37,9 +37,12 @@ from sparse_tl.files import digest, recover_folder
 from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.lens import HookedModel, adapt
+from sparse_tl.locks import held
 from sparse_tl.metrics import Metric, divergence, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import RESULT_FILE, Result
+from sparse_tl.scopes import autograd
+from sparse_tl.training.checkpoints import fingerprint
 
 SAVE_EVERY = 200
 """Number of tests between two checkpoints."""
@@ -79,7 +82,7 @@ def acdc(
 
     Raises:
         ValueError: neither threshold nor size is given, one is out of range, the circuit is of
-            another model, or the checkpoint is of another search.
+            another model, or the checkpoint is of another search, or in use.
     """
     graph = adapt(model).graph
     begin = _starting_point(graph, start)
@@ -91,9 +94,11 @@ def acdc(
     site = CircuitEdges() if edges else Heads()
     runs = PairRuns(model, site, pairs, patch, batch_size, keep=True)
     search = _Search(begin, runs, metric, threshold or 1e-4)
-    if checkpoint is not None:
-        search.save_to(Path(checkpoint), f"{size} {threshold}", pairs)
-    with torch.no_grad():
+    folder = None if checkpoint is None else Path(checkpoint)
+    with held(folder), autograd(False):
+        if folder is not None:
+            weights = fingerprint(model, {})["weights"]
+            search.save_to(folder, f"{size} {threshold} {batch_size}", pairs, weights)
         while True:
             search.run_pass(size, progress)
             if size is None or len(search.circuit) <= size:
@@ -114,8 +119,9 @@ class SearchState(Result):
         tested: number of parts tested.
         layers_run: number of layers run for the tests.
         history: name of the part, change of the metric, and whether the part was kept.
-        asked: description of the search, to match it with its checkpoint.
-        measured: metric and mean logits of the model on the prompts, for the same purpose.
+        asked: what determines the search, to match it with its checkpoint: parts, patch, metric,
+            size, threshold, batch size, prompts, start and the model's weights.
+        measured: metric of the model on the prompts, for the same purpose.
     """
 
     mask: Bool[Tensor, "*axes"]
@@ -245,8 +251,8 @@ class _Search:
         passes = state.layers_run / self.n_layers
         return Acdc(self.circuit, state.threshold, state.value, state.tested, passes, table)
 
-    @torch.no_grad()
-    def save_to(self, folder: Path, asked: str, pairs: PromptPairs) -> None:
+    @autograd(False)
+    def save_to(self, folder: Path, asked: str, pairs: PromptPairs, model: str) -> None:
         """Write checkpoints to a folder, and resume from one found there.
 
         Raises:
@@ -254,12 +260,12 @@ class _Search:
         """
         state, self._folder = self.state, folder
         patch = self.patch if isinstance(self.patch, str) else sorted(self.patch)
-        kind = "divergence" if self.metric == "kl" else "metric"
+        metric = self.metric
+        kind = metric if isinstance(metric, str) else getattr(metric, "__qualname__", type(metric))
         what = f"{pairs.digest()} {digest({'start': state.mask})}"
-        state.asked = f"{self.site!r} {patch} {kind} {asked} {what}"
-        # Measured values identify model and metric; a name or an object's address would not.
-        clean = [run.clean_logits.mean().item() for _, run in self.runs]
-        state.measured = (*self._measure(state.mask[None]), *clean)
+        state.asked = f"{self.site!r} {patch} {kind} {asked} {what} {model}"
+        # Of a metric, the name is not enough: two may differ in what they were made with.
+        state.measured = (*self._measure(state.mask[None]),)
         recover_folder(folder)
         if not (folder / RESULT_FILE).exists():
             return self._save()

@@ -31,6 +31,7 @@ from sparse_tl.lens import Adapter, HookedModel, adapt, check_gates
 from sparse_tl.metrics import Metric, explained_effect, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
+from sparse_tl.scopes import autograd
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -113,7 +114,7 @@ class ActivationPatching(Result):
         return f"ActivationPatching({self.at} of {places}, into {n_pairs} {self.into} prompts)"
 
 
-@torch.no_grad()
+@autograd(False)
 def patch_activations(
     model: HookedModel,
     pairs: PromptPairs,

@@ -27,6 +27,7 @@ from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.metrics import Metric, is_right, measure
 from sparse_tl.positioned_graph import PositionedGraph
 from sparse_tl.progress import tracked
+from sparse_tl.scopes import autograd
 
 
 @checked
@@ -74,7 +75,7 @@ def evaluate(
     site = CircuitEdges() if edges else Heads()
     runs = PairRuns(model, site, pairs, patch, batch_size, positions=positions, shared=True)
     found: list[tuple[Tensor, ...]] = []
-    with torch.no_grad(), tracked("evaluating", len(asked) * len(runs.own), progress) as step:
+    with autograd(False), tracked("evaluating", len(asked) * len(runs.own), progress) as step:
         for index in runs.own:
             batch, run = runs.batches[index], runs.run(index)
             clean = measure(metric, run.clean_logits, batch)
@@ -162,7 +163,7 @@ def evaluate_heads(
 
 
 @checked
-@torch.no_grad()
+@autograd(False)
 def accuracy(model: HookedModel, pairs: PromptPairs, *, batch_size: AtLeastOne = 32) -> float:
     """Share of clean prompts, 0 to 1, whose top prediction at the read position is an answer."""
     adapter = adapt(model)

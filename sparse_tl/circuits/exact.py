@@ -17,6 +17,7 @@ from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.metrics import Metric, measure
 from sparse_tl.positioned_graph import PositionedGraph
 from sparse_tl.progress import tracked
+from sparse_tl.scopes import autograd
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,7 +73,7 @@ def patch_exactly(
     wanted = [(CircuitEdges(), edges, in_edges), (Heads(), graph.heads, heads)]
     places = {i: grid.index(names[i]) for _, grid, asked in wanted for i in asked}
     total = len(names) * len(pairs.split(batch_size))
-    with torch.no_grad(), tracked("patching", total, progress) as step:
+    with autograd(False), tracked("patching", total, progress) as step:
         for site, grid, asked in wanted:
             if not asked:
                 continue

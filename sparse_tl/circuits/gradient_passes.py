@@ -15,6 +15,7 @@ from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import Heads, PatchValues
 from sparse_tl.lens import EMBEDDED, record, relevance_rules
 from sparse_tl.metrics import Metric, measure
+from sparse_tl.scopes import autograd
 
 Method = Literal["eap", "eap-ig", "eap-ig-activations", "relp"]
 
@@ -144,7 +145,7 @@ class GradientPass:
                 plan.adapter, batch.clean, plan.names, replaced=self._replaced, differentiable=True
             )
             self.kept["final"] = final
-            with torch.enable_grad():
+            with autograd(True):
                 self.value = self._metric(final)
         if not self.value.requires_grad:
             raise ValueError(
@@ -173,7 +174,7 @@ class GradientPass:
             for name, some in found.items()
         }
 
-    @torch.no_grad()
+    @autograd(False)
     def _check_without_influence(self, names: list[str]) -> None:
         """Check that the metric does not move with values whose gradient is missing."""
         generator, value = torch.Generator().manual_seed(0), self.value.detach()

@@ -26,6 +26,7 @@ from sparse_tl.data.pairs import NO_TOKEN
 from sparse_tl.lens import Adapter, HookedModel, Norm, adapt, record, source_outputs
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
+from sparse_tl.scopes import autograd
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,7 +88,7 @@ class LogitAttribution(Result):
         )
 
 
-@torch.no_grad()
+@autograd(False)
 def attribute_logits(
     model: HookedModel, pairs: PromptPairs, *, batch_size: int = 32, progress: bool = True
 ) -> LogitAttribution:

@@ -22,6 +22,7 @@ from sparse_tl.circuits.trace import Prompt, output_text, prompt_tokens, token_t
 from sparse_tl.data.records import encoder, single_token
 from sparse_tl.lens import Adapter, HookedModel, adapt, record
 from sparse_tl.results import Result
+from sparse_tl.scopes import autograd
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -81,7 +82,7 @@ class LogitLens(Result):
         return f"LogitLens({self.answer!r} after {self.tokens[-1]!r}, by layer: {shown})"
 
 
-@torch.no_grad()
+@autograd(False)
 def logit_lens(model: HookedModel, prompt: Prompt, *, answer: str | int | None = None) -> LogitLens:
     """The most likely token at each layer and position, and the probability of an answer.
 

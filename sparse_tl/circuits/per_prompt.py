@@ -35,6 +35,7 @@ from sparse_tl.lens import HookedModel
 from sparse_tl.metrics import Metric, NoEffectError, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
+from sparse_tl.scopes import autograd
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -138,7 +139,7 @@ def circuit_sizes_per_prompt(
         raise ValueError("expected at least one size; got none")
     found = []
     runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size=1)
-    with torch.no_grad(), tracked("circuits of single prompts", len(pairs), progress) as step:
+    with autograd(False), tracked("circuits of single prompts", len(pairs), progress) as step:
         for values, (pair, run) in zip(scores.values, runs, strict=True):
             own = Scores(graph, values, scores.method)
             joined = (own.top(size).connected(patch=patch) for size in asked)

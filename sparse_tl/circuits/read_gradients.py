@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sparse_tl.circuits.gradient_passes import GradientPass
 from sparse_tl.lens import Adapter
+from sparse_tl.scopes import autograd
 
 Places = tuple[Int[Tensor, " place"], Int[Tensor, " place"]]
 """Prompts and positions."""
@@ -42,7 +43,7 @@ class ReadGradients:
         """The gradient with respect to the final residual stream, which the logits read."""
         return self._sums["final"]
 
-    @torch.no_grad()
+    @autograd(False)
     def add(self, one: GradientPass) -> None:
         """Add a pass's gradients at every destination."""
         layers = range(self.adapter.n_layers)
@@ -84,7 +85,7 @@ class ReadGradients:
     def _add(self, name: str, more: Tensor) -> None:
         self._sums[name] = self._sums[name] + more if name in self._sums else more
 
-    @torch.no_grad()
+    @autograd(False)
     def layer(
         self,
         layer: int,

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from sparse_tl.gates import AttentionEdges, ClosedAttentionEdges, GatedRun, Heads, Site
 from sparse_tl.lens import Adapter, HookedModel, adapt
+from sparse_tl.scopes import autograd
 
 Head = tuple[int, int]
 """Layer and head."""
@@ -102,7 +103,7 @@ class LeaveOneOut:
         per_token = self.adapter.activations_per_token + 3 * self.adapter.n_heads * len(tokens)
         self._most_rows = max(1, _MOST_NUMBERS // (len(tokens) * per_token))
 
-    @torch.no_grad()
+    @autograd(False)
     def effects(
         self, heads: Sequence[Head] = (), groups: Sequence[Sequence[AttentionEdge]] = ()
     ) -> RemovalEffects:

@@ -15,6 +15,7 @@ from sparse_tl.data.known_text import check_known
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.grids import AttentionGrid
 from sparse_tl.lens import HookedModel, Order, adapt, attached
+from sparse_tl.scopes import autograd
 
 UNKNOWN = "?"
 MAX_EFFECTS = 500
@@ -210,7 +211,7 @@ def _run(
     adapter = adapt(model)
     hooks = [(name, Order.LAST, keep) for name in adapter.layer_points("attn.hook_pattern")]
     batch = tokens[None].to(adapter.device)
-    with attached(adapter, hooks), torch.set_grad_enabled(attribution):
+    with attached(adapter, hooks), autograd(attribution):
         logits, gates, mlps = _forward(model, batch)
     attention = torch.cat(patterns)
     estimates = None

@@ -22,6 +22,7 @@ from sparse_tl.circuits.trace import MAX_EFFECTS, Prompt, prompt_tokens
 from sparse_tl.gates import AttentionEdges, gated
 from sparse_tl.grids import AttentionGrid
 from sparse_tl.lens import EMBEDDED, HookedModel, Order, adapt, attached, check_gates
+from sparse_tl.scopes import autograd
 
 # With all weights that a diagram can show.
 trace_weights = partial(trace_attention, attribution=True, max_effects=MAX_EFFECTS)
@@ -124,7 +125,7 @@ class AblatedModel:
                 self._leave_one_out = LeaveOneOut(self.model, tokens, read_at)
             return self._leave_one_out.effects(heads, groups)
 
-    @torch.no_grad()
+    @autograd(False)
     def logit_lens(self, level: int) -> Float[Tensor, "pos vocab"]:
         """Logits read from a level of the residual stream, as if no later layer wrote anything."""
         return self.adapter.logits(self.now.streams[level, None])[0].cpu()
@@ -140,7 +141,7 @@ class AblatedModel:
         with attached(self.adapter, hooks):
             graph = trace_weights(self.model, self.tokens, positions=positions, labels=self.labels)
         levels = torch.cat([streams[point] for point in points])[:, : graph.n_read]
-        with torch.no_grad():
+        with autograd(False):
             logits = self.adapter.logits(levels[-1:])[0]
         return Seen(graph, logits.cpu(), levels)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from sparse_tl.gates.passes import Counted
 from sparse_tl.gates.straight_through import EDGES_AT_ONCE
 from sparse_tl.lens import Block, Expression
+from sparse_tl.scopes import autograd
 
 QUERIES_AT_ONCE = 128
 """Queries per block; with fewer, more masked keys are left out, in more and smaller products."""
@@ -146,7 +147,7 @@ class _Attend(torch.autograd.Function):
             q, k, v, bias, *leaves = parts
             by_block = _queries(by_output, block)
             with ctx.autocast():
-                with torch.enable_grad():
+                with autograd(True):
                     by_id = dict(zip(ctx.leaves, leaves, strict=True))
                     gated, counted = ctx.attention.on(block, generator, q @ k, bias, by_id)
                 by_gated = (by_block @ v.mT).to(gated.dtype)

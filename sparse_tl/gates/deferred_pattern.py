@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,6 +23,7 @@ from sparse_tl.lens import (
     adapt,
     function_name,
 )
+from sparse_tl.scopes import scope
 
 
 class GatedPattern(Deferred):
@@ -78,7 +78,7 @@ class GatedPattern(Deferred):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-@contextmanager
+@scope
 def attention_by_blocks(model: HookedModel) -> Iterator[None]:
     """Inside the block, a model without gates computes attention of long prompts by blocks too."""
     adapter, scores = adapt(model), dict[int, Tensor]()

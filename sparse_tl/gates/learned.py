@@ -18,6 +18,7 @@ from sparse_tl.gates.distributions import (
 )
 from sparse_tl.gates.sites import HookPoints, Site
 from sparse_tl.lens import HookedModel, Order, adapt, attached
+from sparse_tl.scopes import autograd
 
 
 @checked
@@ -95,7 +96,7 @@ def hook_points(
         sample = torch.zeros(1, 1, dtype=torch.long, device=adapter.device)
     seen: dict[str, list[Tensor]] = {name: [] for name in chosen}
     notes = [(name, Order.FIRST, seen[name].append) for name in chosen]
-    with attached(adapter, notes), torch.no_grad():
+    with attached(adapter, notes), autograd(False):
         model(sample, return_type=None)
     silent = [name for name in chosen if not seen[name]]
     if silent:

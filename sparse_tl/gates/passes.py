@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from sparse_tl.gates.distributions import GateDistribution, GateMode, press
+from sparse_tl.scopes import scope
 
 Counted = dict[str, Tensor]
 """Counts of one layer, keyed by field of `AttentionEdgeCounts`."""
@@ -85,7 +85,7 @@ class PassGates(nn.Module):
         self.settings = GateSettings()
         self._passes = defaultdict[int, deque[_LayerPass]](lambda: deque(maxlen=KNOWN_PASSES))
 
-    @contextmanager
+    @scope
     def using(self, **settings: Any) -> Iterator[None]:
         """Override fields of `GateSettings` inside the block."""
         before = self.settings

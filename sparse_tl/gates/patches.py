@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.lens import Activations, Adapter, record
+from sparse_tl.scopes import autograd, interruptible
 
 PatchName = Literal["zero", "mean", "corrupted", "resample"]
 Patch = PatchName | str | Activations
@@ -32,6 +33,7 @@ class PatchValues:
             missing or not needed.
     """
 
+    @interruptible
     def __init__(
         self,
         adapter: Adapter,
@@ -60,7 +62,7 @@ class PatchValues:
             if patch == "mean":
                 self.values = mean_activations(adapter, [reference], names)
             else:
-                with torch.no_grad():
+                with autograd(False):
                     self.values, _ = record(adapter, reference, names)
 
     def draw(self, n_prompts: int) -> None:
@@ -131,7 +133,7 @@ def drawn(
     return prompts[torch.randint(len(prompts), (n_prompts,), generator=generator)]
 
 
-@torch.no_grad()
+@autograd(False)
 def mean_activations(
     adapter: Adapter, batches: Iterable[Int[Tensor, "_ pos"]], names: Sequence[str]
 ) -> dict[str, Float[Tensor, "1 ..."]]:

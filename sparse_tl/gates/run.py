@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,10 +25,11 @@ from sparse_tl.lens import (
     record,
     source_outputs,
 )
+from sparse_tl.scopes import autograd, scope
 
 
 @checked
-@contextmanager
+@scope
 def gated(
     model: HookedModel,
     site: Site,
@@ -65,7 +65,7 @@ def gated(
 
 
 @checked
-@contextmanager
+@scope
 def ablate_heads(
     model: HookedModel,
     heads: Sequence[tuple[int, int]],
@@ -98,7 +98,7 @@ def ablate_heads(
 
 
 @checked
-@contextmanager
+@scope
 def ablate_attention_edges(
     model: HookedModel, edges: Sequence[tuple[int, int, int, int]]
 ) -> Iterator[None]:
@@ -190,12 +190,12 @@ class GatedRun:
         """Logits of the whole model."""
         if self._clean is None:
             mask = self.attention_mask
-            with torch.no_grad():
+            with autograd(False):
                 final = self.adapter.final(self.tokens, read=self.read, attention_mask=mask)
                 self._clean = self.adapter.logits_at(final, self.read)
         return self._clean
 
-    @torch.no_grad()
+    @autograd(False)
     def start_from(self, gates: Tensor | None) -> Float[Tensor, "label vocab"]:
         """Logits under one setting (None: the whole model); later passes start from its state.
 

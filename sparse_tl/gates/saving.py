@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from sparse_tl import ranks
+from sparse_tl.checksums import check_sums, write_sums
 from sparse_tl.files import (
     atomic_folder,
     check_replaceable,
@@ -30,6 +31,8 @@ from sparse_tl.lens import Model, adapt, load_model, save_model
 from sparse_tl.lens.loading import GATES_FILE, load_folder
 
 GATES_WEIGHTS = "gates.safetensors"
+SCHEMA = 1
+"""Format version of gates; folders of versions that named none have the same."""
 _MLPS = "mlp_gates."
 """Prefix of the tensor names of MLP gates."""
 
@@ -54,18 +57,19 @@ def save_sparse(sparse: SparseTransformer, folder: str | Path) -> Path:
     if not ranks.is_first():
         save_model(sparse.model, folder)  # which it takes part in where it has to
         return folder
-    if not is_sparse_folder(folder):
-        check_replaceable(folder, GATES_FILE)
+    recover_folder(folder)
+    check_replaceable(folder, GATES_FILE, GATES_WEIGHTS)
     with atomic_folder(folder) as temporary:
         save_model(sparse.model, temporary)
         fields = dataclasses.asdict(distribution)  # type: ignore[call-overload]
-        content: dict[str, object] = {"distribution": name, "parameters": fields}
+        content: dict[str, object] = {"schema": SCHEMA, "distribution": name, "parameters": fields}
         tensors = sparse.gates.state_dict()
         if sparse.mlp_gates is not None:
             content["mlps"] = True
             tensors |= {_MLPS + key: value for key, value in sparse.mlp_gates.state_dict().items()}
         write_json(temporary / GATES_FILE, content)
         write_tensors(temporary / GATES_WEIGHTS, tensors)
+        write_sums(temporary, (GATES_FILE, GATES_WEIGHTS))
     return folder
 
 
@@ -87,6 +91,7 @@ def load_sparse(folder: str | Path, *, device: str | None = None) -> SparseTrans
             f"expected a folder written by SparseTransformer.save_pretrained at {folder}, with "
             f"{GATES_FILE} in it; there is none"
         )
+    check_sums(folder)
     distribution = _read_distribution(folder / GATES_FILE)
     model = load_folder(folder, device=device)
     file = folder / GATES_WEIGHTS
@@ -121,6 +126,8 @@ def _read(
             f"expected {what} {whose} in {file}; got "
             f"{None if found is None else (tuple(found.shape), found.dtype)}"
         )
+    if not found.isfinite().all():
+        raise ValueError(f"expected finite numbers as {name} in {file}; got NaN or infinity")
     return found
 
 
@@ -152,6 +159,11 @@ def _read_distribution(file: Path) -> GateDistribution:
     """The gate distribution that `save_sparse` wrote: its name and parameters."""
     config = read_json(file)
     fields = config if isinstance(config, dict) else {}
+    if fields.get("schema", SCHEMA) != SCHEMA:
+        raise ValueError(
+            f"expected gates of schema {SCHEMA} in {file}; got {fields['schema']!r}: they were "
+            "saved by another version of this package"
+        )
     name, parameters = fields.get("distribution"), fields.get("parameters", {})
     if not isinstance(name, str) or name not in DISTRIBUTIONS:
         raise ValueError(

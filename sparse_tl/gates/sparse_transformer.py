@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +20,23 @@ from sparse_tl.gates.distributions import GateDistribution, GateMode
 from sparse_tl.gates.mlps import MLPGates
 from sparse_tl.gates.passes import Counted
 from sparse_tl.lens import AttachedHooks, DeferredScores, Model, adapt, check_gates
+from sparse_tl.scopes import autograd, scope, whole
 
 
 @checked
 class SparseTransformer(nn.Module):
     """Wrap a model so that its attention edges, and optionally MLP outputs, pass learnable gates.
 
-    The wrapper offers everything that the model does, under the same names: calling it, `generate`,
-    `run_with_cache`, `run_with_hooks`, `hooks`, `to_tokens`, `cfg`, `tokenizer`. Gates are
-    deterministic except inside a `sampled` or `opened` block. A user's hook on ``hook_pattern``
-    sees the gated pattern; an edit to ``hook_attn_scores`` changes the gate too. The same holds for
-    ``hook_mlp_out`` and for edits to an MLP's input.
+    The wrapper offers all that the model does, under the same names: calling it, `generate`,
+    `run_with_cache`, `hooks`, `to_tokens`, `cfg`. Gates are deterministic except inside a `sampled`
+    or `opened` block. A user's hook on ``hook_pattern`` sees the gated pattern; an edit to
+    ``hook_attn_scores`` changes the gate too. The same holds for ``hook_mlp_out`` and MLP inputs.
 
-    The gates sit on the given model itself, not on a copy: `unwrap` removes them. Any training of
-    the weights in the meantime is kept.
+    The gates sit on the model itself; `unwrap` removes them and keeps any training of the weights.
 
     Args:
         model: model to wrap, a TransformerBridge or a HookedTransformer.
-        initial_bias: initial gate bias b, in logits; a larger bias is denser. 4.0 leaves a language
-            model's loss nearly unchanged.
+        initial_bias: initial gate bias b, in logits; larger is denser, 4.0 nearly the dense model.
         distribution: how gates are sampled and evaluated; straight-through Bernoulli by default.
         gates: existing gates on attention edges to use instead of new ones.
         mlps: whether to gate every MLP at every position; see `MLPGates`.
@@ -86,7 +84,11 @@ class SparseTransformer(nn.Module):
             mlp_gates.check(adapter, gates.distribution)
         self.model, self.gates, self.mlp_gates = model, gates, mlp_gates
         self._hooks_on: AttachedHooks | None = None
-        self._attach()
+        try:
+            self._attach()
+        except BaseException:  # such as Ctrl-C right behind it: nobody could unwrap the model
+            self.unwrap()
+            raise
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model under its gates; takes and returns what the model does."""
@@ -114,11 +116,9 @@ class SparseTransformer(nn.Module):
 
         Args:
             *args: positional arguments of the model.
-            keep_gates: also return every deterministic gate, as `AttentionEdgeCounts.gates` and
-                `AttentionEdgeCounts.mlp_gates`.
+            keep_gates: also return every deterministic gate, as `gates` and `mlp_gates`.
             pressure: extra gradient of the expected count for confidently open gates.
-            edge_cost: cost per edge for `AttentionEdgeCounts.cost`, broadcastable to
-                ``[layer, head, query, key]``.
+            edge_cost: cost of each edge, broadcastable to ``[layer, head, query, key]``.
             **kwargs: keyword arguments of the model; padding in ``attention_mask`` is not counted.
 
         Returns:
@@ -139,7 +139,7 @@ class SparseTransformer(nn.Module):
         return self.model_under_gates().generate(*args, **kwargs)
 
     @checked
-    @contextmanager
+    @scope
     def sampled(
         self, generator: torch.Generator | None = None, noise: float = 1.0
     ) -> Iterator[None]:
@@ -152,14 +152,14 @@ class SparseTransformer(nn.Module):
         with self._using(mode=GateMode.SAMPLED, generator=generator, noise=noise):
             yield
 
-    @contextmanager
+    @scope
     def opened(self) -> Iterator[None]:
         """Inside the block, all gates are open: the wrapped model, bit for bit if not counted."""
         with self._using(mode=GateMode.OPEN):
             yield
 
     @checked
-    @torch.no_grad()
+    @autograd(False)
     def count_attention_edges(
         self, tokens: Int[Tensor, "*prompt pos"], *, batch_size: AtLeastOne = 64, **kwargs: Any
     ) -> AttentionEdgeCounts:
@@ -177,7 +177,7 @@ class SparseTransformer(nn.Module):
         return AttentionEdgeCounts.concatenate(list(counts))
 
     @checked
-    @torch.no_grad()
+    @autograd(False)
     def open_attention_edges(
         self, tokens: Int[Tensor, "*prompt pos"], *, batch_size: AtLeastOne = 64, **kwargs: Any
     ) -> pd.DataFrame:
@@ -200,17 +200,17 @@ class SparseTransformer(nn.Module):
         kwargs["keep_gates"] = True
         return open_shares(counted_by_batch(self.run_with_counts, tokens, batch_size, kwargs))
 
-    @contextmanager
+    @scope
     def _using(self, **settings: Any) -> Iterator[None]:
         """Override settings of all gates inside the block."""
-        with ExitStack() as stack:
-            for gates in self._all_gates():
-                stack.enter_context(gates.using(**settings))
+        mlps = nullcontext() if self.mlp_gates is None else self.mlp_gates.using(**settings)
+        with self.gates.using(**settings), mlps:
             yield
 
     def _all_gates(self) -> list[AttentionGates | MLPGates]:
         return [self.gates] if self.mlp_gates is None else [self.gates, self.mlp_gates]
 
+    @whole
     def unwrap(self) -> Model:
         """Remove the gates and return the model, with no trace of the wrapper on it."""
         if self._hooks_on is not None:
@@ -286,6 +286,7 @@ class SparseTransformer(nn.Module):
         mlps = "" if self.mlp_gates is None else f"; MLPs of {self.mlp_gates.extra_repr()}"
         return f"SparseTransformer({adapt(self.model).name}: {self.gates.extra_repr()}{mlps})"
 
+    @whole
     def _attach(self) -> None:
         adapter = adapt(self.model)
         hooks = [hook for gates in self._all_gates() for hook in gates.hooks(adapter)]
@@ -293,7 +294,7 @@ class SparseTransformer(nn.Module):
         self._deferred = DeferredScores(adapter, self._hooks_on)
         adapter.core._sparse_tl_wrapped = True  # type: ignore[assignment]
 
-    @contextmanager
+    @scope
     def _detached(self) -> Iterator[None]:
         was_on = self._hooks_on is not None
         self.unwrap()

@@ -8,7 +8,6 @@ Reference: Turner et al., arXiv 2308.10248 (activation addition).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 from jaxtyping import Float, Int
@@ -16,9 +15,10 @@ from torch import Tensor
 
 from sparse_tl.gates.sites import Hooks
 from sparse_tl.lens import HookedModel, Order, adapt, attached
+from sparse_tl.scopes import scope
 
 
-@contextmanager
+@scope
 def steer(
     model: HookedModel,
     name: str,

@@ -13,6 +13,7 @@ import torch
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles.likelihood import label_losses, target_losses
 from sparse_tl.lens import HookedModel, adapt, check_labels
+from sparse_tl.scopes import autograd
 
 TOLERANCE = 0.01
 """Relative difference of losses between both ways of running prompts, far above rounding."""
@@ -48,7 +49,7 @@ def check_fits(model: HookedModel, dataset: TargetDataset) -> None:
     _check_stacks(model, dataset)
 
 
-@torch.no_grad()
+@autograd(False)
 def _check_stacks(model: HookedModel, dataset: TargetDataset) -> None:
     """Check that two prompts have the same losses in a stack as on their own."""
     adapter = adapt(model)

@@ -29,6 +29,7 @@ from sparse_tl.data import TokenStream
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import GatedRun, Heads
 from sparse_tl.lens import HookedModel, adapt
+from sparse_tl.scopes import autograd
 from sparse_tl.training.objectives import Objective
 
 LOGITS_AT_ONCE = 2**24
@@ -74,7 +75,7 @@ def label_losses(
     return torch.cat(losses, dim=1)
 
 
-@torch.no_grad()
+@autograd(False)
 def target_log_probabilities(
     model: HookedModel,
     rows: TokenBatch,

@@ -1,14 +1,13 @@
 """The interface to TransformerLens: everything that the package needs from a model.
 
-All other code goes through an `Adapter`: only adapters read parameters, start a pass at a layer or
-copy a model. Each kind of model has its own adapter; this module holds what they share.
+Only adapters read parameters, start passes or copy models. Each kind of model has its own.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, Literal
 
@@ -25,6 +24,7 @@ from sparse_tl.lens.places import Place
 from sparse_tl.lens.points import Model, hook_point
 from sparse_tl.lens.recording import EMBEDDED
 from sparse_tl.lens.shortcuts import logits_only_at, mlp_only_at, repeated, sees_first
+from sparse_tl.scopes import scope
 
 Slot = Literal["q", "k", "v"]
 
@@ -200,7 +200,7 @@ class Adapter(ABC):
         ):
             return self._final(repeated(inputs, copies), from_layer, mask)
 
-    @contextmanager
+    @scope
     def only_at(
         self, read: Bool[Tensor, "batch pos"]
     ) -> Iterator[Callable[[Tensor], Float[Tensor, "label vocab"]]]:

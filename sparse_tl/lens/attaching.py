@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from transformer_lens.hook_points import HookPoint, LensHandle
 
 from sparse_tl.lens.places import HookFunction
 from sparse_tl.lens.points import HookedModel
+from sparse_tl.scopes import scope, whole
 
 if TYPE_CHECKING:
     from sparse_tl.lens.adapter import Adapter
@@ -55,6 +55,16 @@ class AttachedHooks:
         places = [adapter.place(name) for name, _, _ in hooks]
         self._attached: list[tuple[HookPoint, LensHandle]] = []
         self._handles: list[RemovableHandle] = []
+        try:
+            self._attach_all(places, hooks)
+        except BaseException:
+            self.remove()
+            raise
+
+    @whole
+    def _attach_all(
+        self, places: Sequence[Any], hooks: Sequence[tuple[str, Order, HookFunction]]
+    ) -> None:
         for place, (_, order, function) in zip(places, hooks, strict=True):
             if isinstance(place, HookPoint):
                 self._attach(place, order, function)
@@ -85,6 +95,7 @@ class AttachedHooks:
             handle.hook.id in point._forward_hooks for point, handle in self._attached
         )
 
+    @whole
     def remove(self) -> None:
         """Remove these hooks only. Calling it again has no effect."""
         for point, handle in self._attached:
@@ -123,7 +134,24 @@ def stand_in(module: nn.Module, make: Callable[[Forward], Forward]) -> Callable[
     return remove
 
 
-@contextmanager
+@scope
+def own_forwards(model: nn.Module) -> Iterator[None]:
+    """Inside the block, no function stands in for any module's `forward`."""
+    replaced = {
+        module: module.__dict__["forward"]
+        for module in model.modules()
+        if "forward" in module.__dict__
+    }
+    try:
+        for module in replaced:
+            del module.__dict__["forward"]
+        yield
+    finally:
+        for module, forward in replaced.items():
+            module.__dict__["forward"] = forward
+
+
+@scope
 def attached(adapter: Adapter, hooks: Sequence[tuple[str, Order, HookFunction]]) -> Iterator[None]:
     """Attach hooks for the duration of a ``with`` block, also if it raises."""
     handles = AttachedHooks(adapter, hooks)
@@ -133,7 +161,22 @@ def attached(adapter: Adapter, hooks: Sequence[tuple[str, Order, HookFunction]])
         handles.remove()
 
 
-@contextmanager
+@scope
+def hooks_on(
+    hooks: Sequence[tuple[nn.Module, Callable[..., Any]]], *, with_kwargs: bool = False
+) -> Iterator[None]:
+    """Inside the block, torch calls these functions after these modules."""
+    handles: list[RemovableHandle] = []
+    try:
+        for module, hook in hooks:
+            handles.append(module.register_forward_hook(hook, with_kwargs=with_kwargs))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@scope
 def others_off(model: HookedModel) -> Iterator[None]:
     """Inside the block only hooks attached there run; the others are restored afterwards."""
     kept = [

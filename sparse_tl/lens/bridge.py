@@ -8,7 +8,6 @@ not by name, since names differ between versions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import astuple
 from functools import partial
 from typing import Any, Literal
@@ -30,6 +29,7 @@ from sparse_tl.lens.norms import Norm
 from sparse_tl.lens.places import After, Before, CachedColumns, Place, Written
 from sparse_tl.lens.plain import plain_copy, unread_parameters
 from sparse_tl.lens.points import hook_point
+from sparse_tl.scopes import autograd, scope
 
 _PARTS = ("embed", "blocks", "ln_final", "unembed")
 _HALVES = (torch.float16, torch.bfloat16)
@@ -107,7 +107,7 @@ class BridgeAdapter(Adapter):
 
     # ---- running ---------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @autograd(False)
     def check_mask(self, attention_mask: Int[Tensor, "batch pos"] | None) -> None:
         """See `Adapter`."""
         if self._pads_in_float64(attention_mask):
@@ -229,7 +229,7 @@ class BridgeAdapter(Adapter):
     def unembedding(self) -> tuple[Float[Tensor, "d_model vocab"], Float[Tensor, " vocab"]]:
         """See `Adapter`."""
         model: Any = self.model
-        with torch.enable_grad():  # a soft cap has slope 1 at 0, so this is the factor before it
+        with autograd(True):  # a soft cap has slope 1 at 0, so this is the factor before it
             zero = torch.zeros(1, device=self.device, dtype=self.dtype, requires_grad=True)
             after = model.adapter.apply_output_logits_transform(zero)
             scale = torch.autograd.grad(after, zero)[0]
@@ -264,7 +264,7 @@ def _cached(layer: int, kwargs: dict[str, Any]) -> int:
     return 0 if cache is None else int(cache.get_seq_length(layer))
 
 
-@contextmanager
+@scope
 def _stopped(model: TransformerBridge) -> Iterator[None]:
     """Inside the block a call returns the input of the final normalisation."""
 
@@ -278,7 +278,7 @@ def _stopped(model: TransformerBridge) -> Iterator[None]:
         handle.remove()
 
 
-@contextmanager
+@scope
 def _entered(model: TransformerBridge, layer: int, residual: Tensor | None) -> Iterator[None]:
     """Inside the block a call with a residual stream starts at a layer; one with tokens at 0.
 

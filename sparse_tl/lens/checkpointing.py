@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,10 +16,11 @@ from sparse_tl.arguments import checked
 from sparse_tl.lens.adapting import adapt
 from sparse_tl.lens.attaching import Forward, stand_in
 from sparse_tl.lens.points import HookedModel
+from sparse_tl.scopes import scope
 
 
 @checked
-@contextmanager
+@scope
 def checkpointed_activations(model: HookedModel) -> Iterator[None]:
     """Inside the block, a training pass keeps only the input of each layer.
 
@@ -38,7 +39,7 @@ def checkpointed_activations(model: HookedModel) -> Iterator[None]:
         yield
 
 
-@contextmanager
+@scope
 def all_activations(model: HookedModel) -> Iterator[None]:
     """Inside the block, passes keep everything, even within `checkpointed_activations`."""
     with ExitStack() as removed:

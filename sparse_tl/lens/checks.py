@@ -34,6 +34,7 @@ from sparse_tl.lens.places import HookFunction
 from sparse_tl.lens.plain import check_wrapped
 from sparse_tl.lens.points import Model
 from sparse_tl.lens.recording import EMBEDDED, record
+from sparse_tl.scopes import autograd
 
 if TYPE_CHECKING:
     from sparse_tl.lens.adapter import Adapter
@@ -96,7 +97,7 @@ def _check_switches(adapter: Adapter) -> None:
         )
 
 
-@torch.no_grad()
+@autograd(False)
 def _once(kind: str, adapter: Adapter, check: Callable[[Adapter, Tensor], None]) -> None:
     _check_switches(adapter)
     if adapter.model in _checked[kind]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 
 from sparse_tl.files import read_json, write_json
+from sparse_tl.scopes import scope
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
@@ -43,7 +43,7 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _VOCABULARIES)
 
 
-@contextmanager
+@scope
 def data_alone(folder: Path) -> Iterator[Path]:
     """A temporary folder with the tokenizer files only, to which others can be added.
 

@@ -8,7 +8,7 @@ all other code the tensor computes its values when they are needed: results do n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from sparse_tl.lens.attaching import AttachedHooks, Forward, stand_in
 from sparse_tl.lens.expressions import ENTRY, EVERYTHING, Expression
 from sparse_tl.lens.points import hook_point
 from sparse_tl.lens.shortcuts import hooked
+from sparse_tl.scopes import autograd, scope
 
 LONG = 256
 """Tokens per prompt from which scores are deferred; shorter ones are faster without."""
@@ -70,7 +71,7 @@ class Deferred(Tensor):
     def explicit(self) -> Tensor:
         """The values, computed once; differentiable as if nothing had been deferred."""
         if self.computed is None:
-            with torch.set_grad_enabled(self.requires_grad):
+            with autograd(self.requires_grad):
                 self.computed = self.expression.on(EVERYTHING)
         return self.computed
 
@@ -159,6 +160,12 @@ def _recorded(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Defe
     return Deferred.of(Expression(func, [record(value) for value in args], named))
 
 
+@scope
+def _deferring(n_heads: int) -> Iterator[None]:
+    with _Deferring(n_heads):
+        yield
+
+
 class _Deferring(TorchFunctionMode):
     """Records products of queries and keys."""
 
@@ -217,7 +224,7 @@ def _deferring_long(
         seen = any(hooked(point, hooks.ids) for point in points)
         if seen or _n_tokens(args, kwargs) < LONG:
             return forward(*args, **kwargs)
-        with _Deferring(n_heads):
+        with _deferring(n_heads):
             return forward(*args, **kwargs)
 
     return run

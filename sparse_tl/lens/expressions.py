@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_tl.scopes import autograd
+
 MASKED = -1e30
 """Pairs whose score a mask puts below this have a weight of exactly 0."""
 
@@ -97,7 +99,7 @@ class Expression:
         leaves = {id(leaf): block.of(leaf) for leaf in self.leaves}
         return self.value(leaves, {id(self.product): product})
 
-    @torch.no_grad()
+    @autograd(False)
     def keys_seen(self, queries: slice) -> slice:
         """The range of keys that masks leave to any of these queries.
 

@@ -7,7 +7,6 @@ TransformerLens has its own attention and ignores some configuration settings, s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from sparse_tl.lens.attaching import others_off
+from sparse_tl.scopes import autograd, scope
 
 _LENGTH = 8
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}
@@ -24,7 +24,7 @@ _HALVES = 0.1  # rounding alone gives 2 % in bfloat16
 _known: WeakSet[TransformerBridge] = WeakSet()
 
 
-@torch.no_grad()
+@autograd(False)
 def few_logits(model: Any) -> tuple[Int[Tensor, "1 pos"], Float[Tensor, "1 pos vocab"]]:
     """A fixed random prompt, and a `transformers` model's logits on it.
 
@@ -50,7 +50,7 @@ def few_logits(model: Any) -> tuple[Int[Tensor, "1 pos"], Float[Tensor, "1 pos v
     return tokens, logits
 
 
-@torch.no_grad()
+@autograd(False)
 def check_same(
     bridge: TransformerBridge,
     tokens: Int[Tensor, "1 pos"],
@@ -98,12 +98,12 @@ def _said(bridge: TransformerBridge, off: str) -> str:
     )
 
 
-@contextmanager
+@scope
 def _evaluated(model: torch.nn.Module) -> Iterator[None]:
     """Inside the block the model is in evaluation mode."""
     training = [module for module in model.modules() if module.training]
-    model.eval()
     try:
+        model.eval()
         yield
     finally:
         for module in training:

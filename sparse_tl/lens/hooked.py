@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from sparse_tl.lens.adapter import Adapter, Slot
-from sparse_tl.lens.attaching import stand_in
+from sparse_tl.lens.attaching import own_forwards, stand_in
 from sparse_tl.lens.norms import Norm
 from sparse_tl.lens.places import After, Before, CachedColumns, Given, Place
 from sparse_tl.lens.points import HookedTransformer, hook_point
 from sparse_tl.lens.shortcuts import hooked
+from sparse_tl.scopes import scope
 
 _QK = ("W_Q", "W_K", "b_Q", "b_K")
 
@@ -110,16 +111,8 @@ class HookedAdapter(Adapter):
     def copy(self) -> HookedTransformer:
         """A copy of the model that shares no parameter with it."""
         # A `forward` that stands in for a module's own would still call that of the original.
-        replaced = {
-            module: module.__dict__.pop("forward")
-            for module in self.model.modules()
-            if "forward" in module.__dict__
-        }
-        try:
+        with own_forwards(self.model):
             return copy.deepcopy(self.model)
-        finally:
-            for module, forward in replaced.items():
-                module.__dict__["forward"] = forward
 
     def parameters(self, group: Literal["qk", "all"]) -> list[nn.Parameter]:
         """The parameters of queries and keys, or all parameters."""
@@ -148,7 +141,7 @@ class HookedAdapter(Adapter):
         inside = [module for part in parts if part is not None for module in part.modules()]
         return block.mlp, [block, *inside], set()
 
-    @contextmanager
+    @scope
     def _fused(self) -> Iterator[None]:
         """Run each normalisation of the residual stream as one operation."""
         known = {

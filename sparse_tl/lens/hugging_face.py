@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from sparse_tl.lens.data_files import (
     json_object,
     link_weights,
 )
+from sparse_tl.scopes import scope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +35,7 @@ _LARGE = 10**9  # weights; smaller models load too fast for a bar
 _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 
 
-@contextmanager
+@scope
 def quietly() -> Iterator[None]:
     """Hide the progress bars of transformers."""
     from transformers.utils import logging
@@ -86,7 +87,7 @@ def read_model(
     return model, tokenizer, own
 
 
-@contextmanager
+@scope
 def _checked(folder: Path) -> Iterator[tuple[Path, dict[str, Any], dict[str, Any], int]]:
     """What transformers may see of a folder, once its sizes are known to fit its weights.
 
@@ -199,7 +200,7 @@ def _tokenizer_in(data: Path, folder: Path, *, adds_bos: bool = False) -> Any:
     return tokenizer
 
 
-@contextmanager
+@scope
 def _said_of(folder: Path, what: str) -> Iterator[None]:
     """Name the folder in any error that transformers or tokenizers raise on a bad file."""
     try:

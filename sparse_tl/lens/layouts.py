@@ -7,7 +7,6 @@ norm whose input is the very tensor that attention returned comes after it.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from sparse_tl.lens.attaching import others_off
+from sparse_tl.lens.attaching import hooks_on, others_off
+from sparse_tl.scopes import autograd
 
 if TYPE_CHECKING:
     from sparse_tl.lens.bridge import BridgeAdapter
@@ -48,7 +48,7 @@ def layouts(adapter: BridgeAdapter) -> list[Layout]:
     return _found[adapter.model]
 
 
-@torch.no_grad()
+@autograd(False)
 def _calls(adapter: BridgeAdapter) -> list[list[Call]]:
     """Inputs and outputs of the parts of each block, in execution order."""
     blocks = adapter.model.blocks
@@ -58,14 +58,13 @@ def _calls(adapter: BridgeAdapter) -> list[list[Call]]:
         given = args[0] if args else kwargs["hidden_states"]
         to.append((name, given, output[0] if isinstance(output, tuple) else output))
 
-    with ExitStack() as stack:
-        stack.enter_context(others_off(adapter.model))
-        for block, to in zip(blocks, calls, strict=True):
-            for name in ("attn", "mlp", *_NORMS):
-                part = getattr(block, name, None)
-                if isinstance(part, nn.Module):
-                    hook = partial(note, to, name)
-                    stack.callback(part.register_forward_hook(hook, with_kwargs=True).remove)
+    hooks = [
+        (part, partial(note, to, name))
+        for block, to in zip(blocks, calls, strict=True)
+        for name in ("attn", "mlp", *_NORMS)
+        if isinstance(part := getattr(block, name, None), nn.Module)
+    ]
+    with others_off(adapter.model), hooks_on(hooks, with_kwargs=True):
         adapter._final(torch.zeros(1, 1, dtype=torch.long, device=adapter.device), 0, None)
     return calls
 

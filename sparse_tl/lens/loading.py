@@ -16,6 +16,7 @@ import torch
 
 from sparse_tl import ranks, shards
 from sparse_tl.arguments import checked
+from sparse_tl.checksums import check_sums, write_sums
 from sparse_tl.files import read_json, write_json
 from sparse_tl.lens.architecture import CONFIG_FILE, dtype_named
 from sparse_tl.lens.booting import boot
@@ -78,6 +79,7 @@ def load_model(
             f"expected a dense model in {folder}; its {GATES_FILE} makes it a sparse one, which "
             "SparseTransformer.from_pretrained loads with its gates"
         )
+    check_sums(folder)
     return load_folder(folder, name, tokenizer, device=device, dtype=dtype, device_map=device_map)
 
 
@@ -138,12 +140,22 @@ def save_model(model: Model, folder: str | Path) -> None:
             plain_model(model)
         return
     folder = Path(folder)
+    before = _entries(folder)
     if isinstance(model, HookedTransformer):
         save_hooked(model, folder)
     else:
         _save_bridge(model, folder)
     if model.tokenizer is not None:
         model.tokenizer.save_pretrained(folder)
+    write_sums(
+        folder, [name for name, entry in _entries(folder).items() if entry != before.get(name)]
+    )
+
+
+def _entries(folder: Path) -> dict[str, tuple[int, ...]]:
+    """What tells a file from one that is written in its place."""
+    found = {entry.name: entry.stat() for entry in folder.iterdir() if entry.is_file()}
+    return {name: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for name, stat in found.items()}
 
 
 def _save_bridge(model: TransformerBridge, folder: Path) -> None:

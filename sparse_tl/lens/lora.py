@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,8 +24,9 @@ from transformer_lens.model_bridge.generalized_components.base import Generalize
 from transformers.pytorch_utils import Conv1D
 
 from sparse_tl.arguments import AtLeastOne, checked
-from sparse_tl.lens.attaching import others_off
+from sparse_tl.lens.attaching import hooks_on, others_off
 from sparse_tl.lens.points import HookedModel, Model
+from sparse_tl.scopes import autograd, scope, whole
 
 SCALE = 2
 """What ``B A`` is multiplied by."""
@@ -67,9 +68,14 @@ def add_lora(model: Model, rank: AtLeastOne = 16) -> TransformerBridge:
             f"expected a model without adapters; {model.cfg.model_name!r} has some already. Train "
             "those, or make them part of its weights first: merge_lora(model)"
         )
+    _put_adapters_on(model, _projections(model), rank)
+    return model
+
+
+@whole
+def _put_adapters_on(model: TransformerBridge, components: list[Any], rank: int) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
-    components = _projections(model)
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # and no GPU's
@@ -95,7 +101,6 @@ def add_lora(model: Model, rank: AtLeastOne = 16) -> TransformerBridge:
     for parameter in lora_parameters(model):
         if parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.float()  # small updates would be lost to rounding
-    return model
 
 
 def check_lora(rank: int) -> None:
@@ -112,7 +117,7 @@ def check_lora(rank: int) -> None:
 
 
 @checked
-@torch.no_grad()
+@autograd(False)
 def merge_lora(model: Model) -> Model:
     """Add low-rank adapters to the weights that they sit on, and remove them, in place.
 
@@ -129,11 +134,16 @@ def merge_lora(model: Model) -> Model:
     if not isinstance(model, TransformerBridge) or not lora_layers(model):
         return model
     for component in _components(model):
-        layer: Any = component.original_component
-        if is_lora(layer):
-            layer.base_layer.weight.copy_(effective(layer).weight)
-            component.set_original_component(layer.base_layer)
+        if is_lora(component.original_component):
+            _merge(component)
     return model.requires_grad_(True)
+
+
+@whole
+def _merge(component: Any) -> None:
+    layer = component.original_component
+    layer.base_layer.weight.copy_(effective(layer).weight)
+    component.set_original_component(layer.base_layer)
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -158,7 +168,7 @@ def lora_parameters(model: nn.Module | HookedModel) -> list[nn.Parameter]:
     ]
 
 
-@contextmanager
+@scope
 def lora_off(model: nn.Module) -> Iterator[None]:
     """Inside the block, the model computes as if it had no low-rank adapters."""
     flags = [(parameter, parameter.requires_grad) for parameter in lora_parameters(model)]
@@ -192,7 +202,7 @@ def effective(module: Any) -> nn.Module:
     return plain
 
 
-@contextmanager
+@scope
 def effective_weight(component: Any) -> Iterator[None]:
     """Inside the block, the weight that is read from a bridge's component includes its adapter."""
     inner = component.original_component
@@ -207,7 +217,11 @@ def _components(model: TransformerBridge) -> list[Any]:
     return [m for m in model.blocks.modules() if isinstance(m, GeneralizedComponent)]
 
 
-@torch.no_grad()
+def _note(called: set[nn.Module], module: nn.Module, *_: Any) -> None:
+    called.add(module)
+
+
+@autograd(False)
 def _projections(model: TransformerBridge) -> list[Any]:
     """The components around linear maps that a pass calls, in the order of the modules."""
     called: set[nn.Module] = set()
@@ -216,16 +230,9 @@ def _projections(model: TransformerBridge) -> list[Any]:
         for component in _components(model)
         if isinstance(component.original_component, (nn.Linear, Conv1D))
     ]
-    handles = [
-        component.original_component.register_forward_hook(lambda module, *_: called.add(module))
-        for component in found
-    ]
-    try:
-        with others_off(model):
-            model(torch.zeros(1, 2, dtype=torch.long, device=model.embed.W_E.device))
-    finally:
-        for handle in handles:
-            handle.remove()
+    hook = partial(_note, called)
+    with others_off(model), hooks_on([(c.original_component, hook) for c in found]):
+        model(torch.zeros(1, 2, dtype=torch.long, device=model.embed.W_E.device))
     read = [component for component in found if component.original_component in called]
     if not read:
         raise ValueError(

@@ -9,7 +9,7 @@ the weights of the plain model. Weights that are dealt to ranks are gathered for
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,6 +23,7 @@ from sparse_tl import shards
 from sparse_tl.lens.fidelity import check_same, few_logits, is_known
 from sparse_tl.lens.lora import BASE, effective, lora_layers
 from sparse_tl.lens.points import Model
+from sparse_tl.scopes import autograd, scope
 
 _JOINT = ("c_attn", "query_key_value", "qkv_proj", "gate_up_proj")
 _WRAPPED = "_original_component"
@@ -122,6 +123,19 @@ def _is_unset(model: TransformerBridge, bias: Tensor) -> bool:
     return _unset[model]
 
 
+@scope
+def _holding(module: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
+    """Inside the block a module has other parameters."""
+    kept = dict(module._parameters)
+    try:
+        module._parameters |= {
+            name: nn.Parameter(some, requires_grad=False) for name, some in values.items()
+        }
+        yield
+    finally:
+        module._parameters |= kept
+
+
 @dataclass(frozen=True)
 class _Split:
     """A joint projection that a bridge has split into parts.
@@ -138,22 +152,22 @@ class _Split:
     joint: nn.Module
     parts: list[nn.Module]
 
-    @torch.no_grad()
+    @autograd(False)
     def joined(self) -> dict[str, Tensor]:
         """The weights of the joint projection, reassembled from the parts, whatever its layout.
 
         Splitting a tensor of indices reveals where each entry of a part belongs.
         """
         kept, found = dict(self.joint.named_parameters()), dict[str, Tensor]()
-        try:
-            for kind, tensor in kept.items():
-                numbered = torch.arange(tensor.numel(), dtype=torch.float64, device=tensor.device)
-                numbers = nn.Parameter(numbered.view(tensor.shape), requires_grad=False)
-                self.joint._parameters[kind] = numbers
+        numbers = {
+            kind: torch.arange(some.numel(), dtype=torch.float64, device=some.device).view(
+                some.shape
+            )
+            for kind, some in kept.items()
+        }
+        with _holding(self.joint, numbers):
             made = self.made(self.whole)
             where = {kind: [getattr(part, kind).detach().long() for part in made] for kind in kept}
-        finally:
-            self.joint._parameters.update(kept)
         for kind, tensor in kept.items():
             parts = [shards.whole(getattr(effective(part), kind).detach()) for part in self.parts]
             flat = parts[0].new_empty(tensor.numel())

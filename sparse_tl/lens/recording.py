@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.lens.attaching import Order, attached
 from sparse_tl.lens.places import HookFunction
+from sparse_tl.scopes import autograd
 
 if TYPE_CHECKING:
     from sparse_tl.lens.adapter import Adapter
@@ -67,7 +67,7 @@ def record(
     hooks: list[tuple[str, Order, HookFunction]] = [
         (name, Order.LAST, partial(keep, name)) for name in dict.fromkeys(every)
     ]
-    with attached(adapter, hooks), torch.set_grad_enabled(differentiable):
+    with attached(adapter, hooks), autograd(differentiable):
         final = adapter.final(tokens, attention_mask=attention_mask)
     silent = [name for name in names if name not in kept]
     if silent:
@@ -78,7 +78,7 @@ def record(
     return kept, final
 
 
-@torch.no_grad()
+@autograd(False)
 def source_outputs(
     adapter: Adapter, values: Activations
 ) -> Float[Tensor, "source batch pos d_model"]:

@@ -16,7 +16,7 @@ Reference: RelP, arXiv 2508.21258.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -27,12 +27,13 @@ from torch import Tensor, nn
 from sparse_tl.lens.attaching import Order, attached
 from sparse_tl.lens.norms import Norm
 from sparse_tl.lens.places import HookFunction
+from sparse_tl.scopes import scope
 
 if TYPE_CHECKING:
     from sparse_tl.lens.adapter import Adapter
 
 
-@contextmanager
+@scope
 def relevance_rules(adapter: Adapter) -> Iterator[None]:
     """Inside the block, gradients follow these rules.
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from sparse_tl.scopes import scope
+
 MOSTLY = 0.7
 """Share of read positions above which selecting them costs more than it saves."""
 
 
-@contextmanager
+@scope
 def mlp_only_at(
     mlp: nn.Module, behind: Sequence[nn.Module], own: set[int], read: Bool[Tensor, "batch pos"]
 ) -> Iterator[None]:
@@ -55,7 +56,7 @@ def mlp_only_at(
             handle.remove()
 
 
-@contextmanager
+@scope
 def logits_only_at(
     unembed: nn.Module, read: Bool[Tensor, "batch pos"]
 ) -> Iterator[Callable[[Tensor], Float[Tensor, "label vocab"]]]:
@@ -87,7 +88,7 @@ def logits_only_at(
         handle.remove()
 
 
-@contextmanager
+@scope
 def sees_first(attention: nn.Module, n_rows: int | None) -> Iterator[None]:
     """Inside the block, an attention layer sees only the first rows of its inputs."""
     if n_rows is None:

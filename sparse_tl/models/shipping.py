@@ -13,6 +13,7 @@ import shutil
 
 from rich.console import Console
 
+from sparse_tl.checksums import write_sums
 from sparse_tl.files import atomic_folder, read_tensors, write_json, write_tensors
 from sparse_tl.models.addition import addition_recipe
 from sparse_tl.models.pairs import SHIPPED, build_cached, read_pair
@@ -32,6 +33,7 @@ def ship() -> None:
                 file = temporary / side / "model.safetensors"
                 weights = read_tensors(file)
                 write_tensors(file, {name: tensor.half() for name, tensor in weights.items()})
+                write_sums(file.parent, [file.name])
         pair = read_pair(folder, device="cpu")
         claims = {"dense": recipe.measure(pair.dense), "sparse": recipe.measure(pair.sparse)}
         write_json(folder / "claims.json", claims)

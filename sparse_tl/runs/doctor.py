@@ -19,6 +19,7 @@ from sparse_tl.gates.saving import load_dense_or_sparse
 from sparse_tl.lens import Adapter, HookedModel, adapt, check_gates, check_raw
 from sparse_tl.models import build_addition_model
 from sparse_tl.models.pairs import cache_folder
+from sparse_tl.scopes import autograd
 from sparse_tl.training.memory import training_memory
 
 
@@ -145,7 +146,7 @@ def _circuits(adapter: Adapter) -> str:
     )
 
 
-@torch.no_grad()
+@autograd(False)
 def _padding(adapter: Adapter) -> str:
     length = min(4, adapter.n_ctx - 1)
     tokens = torch.arange(length, device=adapter.device)[None] % adapter.d_vocab

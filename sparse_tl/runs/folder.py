@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,17 @@ from typing import Any
 import pandas as pd
 
 from sparse_tl import ranks
+from sparse_tl.atomic import is_temporary, writers
 from sparse_tl.files import check_writable, read_json, recover_folder, write_json
 from sparse_tl.gates import SparseTransformer
+from sparse_tl.locks import Hold
 from sparse_tl.plots.rendering import Figure
 from sparse_tl.results import table_html
+from sparse_tl.scopes import scope
 from sparse_tl.training import HeldOut
 
 RUN_FILE = "run.json"
+_FIELDS = {"settings": dict, "seconds": dict, "pinned": dict, "wrote": list}
 
 
 def save_figure(figure: Figure, folder: Path, name: str) -> None:
@@ -72,16 +75,17 @@ class RunFolder:
 
     ``run.json`` holds the command's settings, values noted by `pin`, and the seconds of each stage.
     A stage is finished when its result exists in the folder; the caller decides which file that is.
-    Of several ranks the first looks and writes, and the others are told.
+    It also lists every file that the command writes, which is what `restart` removes. Of several
+    ranks the first looks and writes, and the others are told.
 
     Args:
         path: the folder; created if absent.
         settings: everything that determines the results; a folder with other settings is refused.
-        restart: remove an earlier run of this kind first.
+        restart: remove what an earlier run wrote first.
 
     Raises:
-        ValueError: the folder cannot be written, holds another run, or holds other files; ranks
-            have other settings.
+        ValueError: the folder cannot be written, is in use by another process, holds another run,
+            or holds other files; ranks have other settings.
     """
 
     def __init__(
@@ -90,7 +94,8 @@ class RunFolder:
         self.path = Path(path)
         ranks.check_alike({"out": str(path), **settings})
         found = ranks.on_first(lambda: self._opened(restart))
-        self._said = {"settings": settings, "seconds": {}, "pinned": {}, **(found or {})}
+        empty = {"settings": settings, "seconds": {}, "pinned": {}, "wrote": []}
+        self._said = {**empty, **(found or {})}
         there = self._said["settings"]
         different = [
             f"{name} {there.get(name)!r} there, {settings.get(name)!r} here"
@@ -103,6 +108,7 @@ class RunFolder:
                 "Choose another --out, or begin anew with --restart."
             )
         self._write()
+        writers[self.path.resolve()] = self
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
@@ -125,7 +131,7 @@ class RunFolder:
             )
         self._write()
 
-    @contextmanager
+    @scope
     def stage(self, name: str, what: str = "") -> Iterator[None]:
         """Add the duration of a block to a stage, even if it is interrupted.
 
@@ -144,6 +150,14 @@ class RunFolder:
             seconds[name] = seconds.get(name, 0.0) + time.monotonic() - started
             self._write()
 
+    def writes(self, files: list[Path]) -> None:
+        """Note files before they appear; see `Writer`."""
+        names = [file.relative_to(self.path.resolve()).as_posix() for file in files]
+        new = {*names} - {*self._said["wrote"], RUN_FILE}
+        if new:
+            self._said["wrote"] = sorted({*self._said["wrote"], *new})
+            self._write()
+
     @property
     def seconds(self) -> float:
         """Total seconds of all stages, over all calls of the command."""
@@ -152,35 +166,69 @@ class RunFolder:
     def _opened(self, restart: bool) -> dict[str, Any] | None:
         """What an earlier call left in ``run.json``, if the folder goes on from it."""
         check_writable(self.path)
+        self._hold = Hold(self.path)
         found = self._found()
-        if found is not None and (restart or self._nothing_done()):
-            self._clear()
+        if found is not None and (restart or self._nothing_done(found)):
+            self._clear(found)
             return None
         return found
 
     def _found(self) -> dict[str, Any] | None:
         if (self.path / RUN_FILE).exists():
             found = read_json(self.path / RUN_FILE)
-            if isinstance(found, dict) and {"settings", "seconds"} <= found.keys():
+            if (
+                isinstance(found, dict)
+                and {"settings", "seconds"} <= found.keys()
+                and all(type(found.get(name, kind())) is kind for name, kind in _FIELDS.items())
+            ):
                 return found
-        elif not any(self.path.iterdir()):
+        elif all(map(is_temporary, self.path.iterdir())):
             return None
         raise ValueError(
             f"expected an empty folder or one of an earlier run, with {RUN_FILE}, as output; "
             f"{self.path} holds {sorted(p.name for p in self.path.iterdir())[:5]}"
         )
 
-    def _nothing_done(self) -> bool:
+    def _nothing_done(self, found: dict[str, Any]) -> bool:
         """Whether an earlier command failed before producing anything."""
+        if "wrote" in found:
+            return not any((self.path / name).exists() for name in found["wrote"])
         left = [entry for entry in self.path.iterdir() if entry.name != RUN_FILE]
         return not any(entry.is_file() or any(entry.iterdir()) for entry in left)
 
-    def _clear(self) -> None:
-        for entry in self.path.iterdir():
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
+    def _clear(self, found: dict[str, Any]) -> None:
+        """Remove what the earlier run wrote, and nothing else.
+
+        Raises:
+            ValueError: somebody else's files are in folders that the run wrote, or it is not known
+                what it wrote.
+        """
+        if "wrote" not in found and not self._nothing_done(found):
+            raise ValueError(
+                f"the run in {self.path} is of an earlier version, which did not note what it "
+                "wrote. Remove the folder yourself, or choose another --out."
+            )
+        own = {self.path / str(name) for name in found.get("wrote", [])}
+        folders = {parent for file in own for parent in file.parents if self.path in parent.parents}
+        inside = [entry for folder in folders if folder.is_dir() for entry in folder.iterdir()]
+        strange = [
+            str(entry.relative_to(self.path))
+            for entry in inside
+            if entry not in own | folders and not is_temporary(entry)
+        ]
+        if strange or any(self.path.resolve() not in file.resolve().parents for file in own):
+            raise ValueError(
+                f"expected nothing but files of the run where it wrote, to begin anew; {self.path} "
+                f"holds {sorted(strange)[:5]}, which would be deleted. Move that elsewhere."
+            )
+        for file in own:
+            file.unlink(missing_ok=True)
+        for entry in [*folders, *filter(is_temporary, self.path.iterdir())]:
+            if entry.is_dir():
+                shutil.rmtree(entry)  # nothing is in it but what is unfinished
             else:
-                entry.unlink()
+                entry.unlink(missing_ok=True)
+        (self.path / RUN_FILE).unlink()
 
     def _write(self) -> None:
         if ranks.is_first():

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from sparse_tl import __version__, ranks, shards
+from sparse_tl.checksums import check_sums, write_sums
 from sparse_tl.data.streams import ResumableStream, TokenStream
 from sparse_tl.files import (
     atomic_folder,
@@ -32,7 +33,8 @@ from sparse_tl.files import (
     write_json,
     write_tensors,
 )
-from sparse_tl.lens import read_parameters
+from sparse_tl.lens import HookedModel, read_parameters
+from sparse_tl.scopes import autograd
 
 FORMAT = 4
 _STATE = "state.json"
@@ -83,7 +85,7 @@ class TrainingState:
 _PLAIN = [f.name for f in fields(TrainingState) if f.name != "best_weights"]
 
 
-def fingerprint(model: nn.Module, settings: dict[str, Any]) -> dict[str, Any]:
+def fingerprint(model: nn.Module | HookedModel, settings: dict[str, Any]) -> dict[str, Any]:
     """Identity of a run: settings, parameter shapes, and a digest of the weights."""
     digest = hashlib.sha256()
     shapes = {}
@@ -136,6 +138,7 @@ def save_checkpoint(
     with ExitStack() as stack:
         temporary = ranks.on_first(lambda: stack.enter_context(atomic_folder(folder)))
         ranks.on_each(write)
+        ranks.on_first(lambda: write_sums(temporary))
         ranks.on_first(stack.close)
 
 
@@ -157,6 +160,7 @@ def load_checkpoint(
     ranks.on_first(partial(_check_folder, folder))
     if not (folder / _STATE).exists():
         return TrainingState()
+    check_sums(folder)
     content = read_json(folder / _STATE)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"expected a checkpoint of format {FORMAT} in {folder}")
@@ -193,7 +197,7 @@ def load_checkpoint(
         for name, like in trained.items()
     ]
     optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(given))})
-    with torch.no_grad():
+    with autograd(False):
         for name, parameter in trained.items():
             shards.part(parameter).copy_(weights[name])
     return state

@@ -31,6 +31,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from sparse_tl.scopes import autograd
+
 Reference = Literal["absolute", "dense"]
 
 START = 10.0
@@ -123,7 +125,7 @@ class LossConstraint:
         """
         self._log_lambda.grad = violation.clamp(-1, 1).to(self._log_lambda)
         self._controller.step()
-        with torch.no_grad():
+        with autograd(False):
             self._log_lambda.clamp_(*self._bounds)
 
     def state(self) -> dict[str, Any]:

@@ -18,7 +18,9 @@ from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.attention import costs_of_first
 from sparse_tl.lens import Model, adapt, check_labels
 from sparse_tl.results import Result
+from sparse_tl.scopes import autograd
 from sparse_tl.training.constraint import TargetLoss
+from sparse_tl.training.reference import under_gates
 
 LOGITS_AT_ONCE = 2**26
 """Maximum number of logits in one forward pass: 256 MB in float32, times a few copies."""
@@ -142,7 +144,7 @@ class PostTraining(Result):
 
 
 @checked
-@torch.no_grad()
+@autograd(False)
 def evaluate_held_out(
     model: Model | SparseTransformer,
     examples: TokenBatch,
@@ -177,31 +179,27 @@ def evaluate_held_out(
         for part in piece.by_length()
     ]
     # Measure a dense model as one whose gates are all open, wrapped for the duration of the call.
-    wrapped = model if isinstance(model, SparseTransformer) else SparseTransformer(model)
     found = []
-    try:
-        with wrapped.opened() if wrapped is not model else nullcontext():
-            own = list(ranks.own(pieces))
-            # Of a sharded model, all ranks have to make the same number of passes.
-            idle = ranks.share_of(len(pieces)) - len(own) if shards.is_dealt(wrapped) else 0
-            for batch in own + pieces[:idle]:
-                batch = batch.to(wrapped.gates.bias.device)
-                with adapter.only_at(batch.loss_mask) as logits_at:
-                    output, counted = wrapped.run_with_counts(
-                        batch.tokens,
-                        edge_cost=costs_of_first(edge_cost, batch.tokens.shape[1]),
-                        **batch.model_kwargs,
-                    )
-                logits = logits_at(output)
-                losses = token_losses(logits, batch.loss_labels()).double()
-                labels = losses, batch.label_groups(), exact_rows(logits, batch)
-                known = {
-                    name: some.cpu() for name, some in vars(counted).items() if some is not None
-                }
-                found.append((*(some.cpu() for some in labels), AttentionEdgeCounts(**known)))
-    finally:
-        if wrapped is not model:
-            wrapped.unwrap()
+    own = list(ranks.own(pieces))
+    with (
+        under_gates(model) as wrapped,
+        wrapped.opened() if wrapped is not model else nullcontext(),
+    ):
+        # Of a sharded model, all ranks have to make the same number of passes.
+        idle = ranks.share_of(len(pieces)) - len(own) if shards.is_dealt(wrapped) else 0
+        for batch in own + pieces[:idle]:
+            batch = batch.to(wrapped.gates.bias.device)
+            with adapter.only_at(batch.loss_mask) as logits_at:
+                output, counted = wrapped.run_with_counts(
+                    batch.tokens,
+                    edge_cost=costs_of_first(edge_cost, batch.tokens.shape[1]),
+                    **batch.model_kwargs,
+                )
+            logits = logits_at(output)
+            losses = token_losses(logits, batch.loss_labels()).double()
+            labels = losses, batch.label_groups(), exact_rows(logits, batch)
+            known = {name: some.cpu() for name, some in vars(counted).items() if some is not None}
+            found.append((*(some.cpu() for some in labels), AttentionEdgeCounts(**known)))
     found = ranks.in_order(found[: len(own)])
     by_piece, of_piece, right, counts = zip(*found, strict=True)
     edges = AttentionEdgeCounts.concatenate(counts)

@@ -16,7 +16,6 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,9 @@ from torch import nn
 from sparse_tl import ranks, shards
 from sparse_tl.data.streams import ResumableStream, TokenStream
 from sparse_tl.lens import read_parameters
+from sparse_tl.locks import Hold
 from sparse_tl.progress import tracked
+from sparse_tl.scopes import autograd, scope
 from sparse_tl.training.checkpoints import (
     TrainingState,
     check_ranks,
@@ -80,7 +81,8 @@ def train(
 
     Raises:
         NonFiniteLossError: NaN or infinity occurred; the last checkpoint is left unchanged.
-        ValueError: the checkpoint belongs to another run; ranks differ in what they run.
+        ValueError: the checkpoint belongs to another run, or is in use by another process; ranks
+            differ in what they run.
         LostRankError: another rank ended; the last checkpoint is left unchanged.
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, once the state is saved.
     """
@@ -96,8 +98,10 @@ def train(
     identity = fingerprint(model, {**settings, "trained": dict(trained), "config": as_read_back})
     check_ranks(identity)
     state, folder = TrainingState(), None
+    kept: list[Hold] = []  # until the run ends
     if checkpoint is not None:
         folder = Path(checkpoint)
+        ranks.on_first(lambda: kept.append(Hold(Path(checkpoint))))
         state = load_checkpoint(folder, weights, optimizer, identity, stream)
     if state.step > 0:
         objective.load_state(state.objective)
@@ -208,7 +212,7 @@ class _Run:
         named = {f"validation_{name}": value for name, value in measured.items()}
         self.state.history[-1].update(named)
 
-    @torch.no_grad()
+    @autograd(False)
     def restore_best(self) -> None:
         for name, best in self.state.best_weights.items():
             shards.part(self.trained[name]).copy_(best)
@@ -223,7 +227,7 @@ class _Run:
         return {"step": self.state.step, "seconds": time.monotonic() - self.started}
 
 
-@contextmanager
+@scope
 def _only_trained(model: nn.Module, trained: dict[str, nn.Parameter]) -> Iterator[None]:
     """Enable gradients for the trained parameters only; all flags are restored at the end."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -239,7 +243,7 @@ def _only_trained(model: nn.Module, trained: dict[str, nn.Parameter]) -> Iterato
             parameter.grad = None
 
 
-@contextmanager
+@scope
 def _repeatable() -> Iterator[None]:
     """Use deterministic algorithms; the previous setting is restored at the end.
 

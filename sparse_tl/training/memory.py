@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +22,11 @@ from sparse_tl.lens import (
     checkpointed_activations,
     read_parameters,
 )
+from sparse_tl.scopes import autograd, scope
 from sparse_tl.training.config import choose_trained
 from sparse_tl.training.constraint import LossConstraint
 from sparse_tl.training.objectives import SparsityObjective
-from sparse_tl.training.reference import needs_copy
+from sparse_tl.training.reference import needs_copy, under_gates
 
 PROBED = (256, 320)
 """Tokens of the prompts from which longer ones are extrapolated: from here on, gated attention
@@ -123,25 +124,21 @@ def training_memory(
     """
     adapter = adapt(model)
     adapter.check_tokens(torch.zeros(1, window, dtype=torch.long))
-    sparse = model if isinstance(model, SparseTransformer) else SparseTransformer(adapter.model)
-    names = choose_trained(sparse, {"all": 1.0}) if trained is None else [*trained]
-    parameters = read_parameters(sparse)
-    weights = sum(weight.nbytes for weight in adapter.parameters("all"))
-    try:
+    with under_gates(model if isinstance(model, SparseTransformer) else adapter.model) as sparse:
+        names = choose_trained(sparse, {"all": 1.0}) if trained is None else [*trained]
+        parameters = read_parameters(sparse)
+        weights = sum(weight.nbytes for weight in adapter.parameters("all"))
         kept = _at(window, lambda tokens: _kept(sparse, tokens, whole=True))
         checkpointed = _at(window, lambda tokens: _kept(sparse, tokens, whole=False))
-    finally:
-        if sparse is not model:
-            sparse.unwrap()
-    return TrainingMemory(
-        window=window,
-        weights=weights,
-        trained=sum(parameters[name].nbytes for name in names),
-        dense=_dense(adapter, dense_precision) if needs_copy(sparse, names) else 0,
-        activations=kept,
-        checkpointed=checkpointed + (kept - checkpointed) // adapter.n_layers,
-        logits=2 * window * adapter.d_vocab_out * 4,
-    )
+        return TrainingMemory(
+            window=window,
+            weights=weights,
+            trained=sum(parameters[name].nbytes for name in names),
+            dense=_dense(adapter, dense_precision) if needs_copy(sparse, names) else 0,
+            activations=kept,
+            checkpointed=checkpointed + (kept - checkpointed) // adapter.n_layers,
+            logits=2 * window * adapter.d_vocab_out * 4,
+        )
 
 
 def _dense(adapter: Adapter, precision: str) -> int:
@@ -151,7 +148,7 @@ def _dense(adapter: Adapter, precision: str) -> int:
     return sum(weight.nbytes for weight in weights)
 
 
-@contextmanager
+@scope
 def out_of_memory_explained(
     sparse: SparseTransformer,
     stream: TokenStream,
@@ -221,7 +218,7 @@ def _kept(sparse: SparseTransformer, n_tokens: int, *, whole: bool) -> int:
     batch = TokenBatch.next_token(torch.zeros(1, n_tokens, dtype=torch.long)).to(device)
     generator = torch.Generator(device).manual_seed(0)
     with (
-        torch.enable_grad(),
+        autograd(True),
         all_activations(sparse),
         nullcontext() if whole else checkpointed_activations(sparse),
         torch.autograd.graph.saved_tensors_hooks(note, lambda values: values),

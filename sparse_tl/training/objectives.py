@@ -15,6 +15,7 @@ from sparse_tl.data.batches import TokenBatch, log_probabilities, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.attention import check_edge_cost, costs_of_first
 from sparse_tl.lens import HookedModel, adapt
+from sparse_tl.scopes import autograd
 from sparse_tl.training.constraint import LossConstraint
 from sparse_tl.training.reference import Reference, predicting
 
@@ -203,7 +204,7 @@ class SparsityObjective(Objective):
         minimised = loss = F.nll_loss(found, batch.loss_labels(), reduction="none")
         if self.dense is not None:
             with (
-                torch.no_grad(),
+                autograd(False),
                 predicting(self.dense),
                 adapt(self.dense).only_at(batch.loss_mask) as logits_at,
             ):

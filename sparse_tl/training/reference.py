@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 
 import torch
 
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.gates.deferred_pattern import attention_by_blocks
 from sparse_tl.lens import Model, check_raw, lora_off, lora_parameters, read_parameters
+from sparse_tl.scopes import scope
 
 Reference = Model | SparseTransformer
 """A dense model, or a sparse one that `as_dense` makes dense for the length of a block."""
@@ -45,7 +45,20 @@ def needs_copy(sparse: SparseTransformer, trained: Iterable[str]) -> bool:
     return any(id(parameters[name]) in own for name in trained)
 
 
-@contextmanager
+@scope
+def under_gates(model: Reference) -> Iterator[SparseTransformer]:
+    """Inside the block, a dense model is under gates, which stay open in `opened`."""
+    if isinstance(model, SparseTransformer):
+        yield model
+        return
+    wrapped = SparseTransformer(model)
+    try:
+        yield wrapped
+    finally:
+        wrapped.unwrap()
+
+
+@scope
 def as_dense(reference: Reference) -> Iterator[None]:
     """Inside the block, a reference computes as the dense model."""
     if not isinstance(reference, SparseTransformer):
@@ -55,7 +68,7 @@ def as_dense(reference: Reference) -> Iterator[None]:
         yield
 
 
-@contextmanager
+@scope
 def predicting(reference: Reference) -> Iterator[None]:
     """Inside the block, a reference computes as the dense model, long prompts by blocks."""
     with as_dense(reference):

@@ -5,18 +5,16 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from torch.distributed import DistError
 
 from sparse_tl import ranks
-
-STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
-"""Signals that save and end a run; SIGHUP does not exist on every platform."""
+from sparse_tl.scopes import SIGNALS, scope
 
 
-@contextmanager
+@scope
 def interrupt_noted() -> Iterator[Callable[[], bool]]:
     """Defer Ctrl-C until the running step is complete, so that checkpoints are consistent.
 
@@ -27,19 +25,21 @@ def interrupt_noted() -> Iterator[Callable[[], bool]]:
         yield noted.is_set
         return
 
-    def put_back() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    def note(number: int, frame: object) -> None:
-        noted.set()
+    def note(number: int, frame: FrameType | None) -> None:
         # A second signal stops at once. Of several ranks, each gets the terminal's and the
         # launcher's signal for one Ctrl-C; the launcher kills them if they take too long.
-        if ranks.count() == 1:
-            put_back()
+        first = not noted.is_set()
+        noted.set()
+        if first or ranks.count() > 1:
+            return
+        handler = before[number]
+        if callable(handler):
+            handler(number, frame)
+        else:  # the default of SIGTERM and SIGHUP: the process ends here
+            signal.signal(number, handler)
+            signal.raise_signal(number)
 
-    known = [getattr(signal, name) for name in STOPPING if hasattr(signal, name)]
-    before = {number: signal.getsignal(number) for number in known}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     # Ignored signals stay ignored: `nohup` keeps a run alive when its terminal closes.
     before = {k: v for k, v in before.items() if v not in (signal.SIG_IGN, None)}
     for number in before:
@@ -47,7 +47,8 @@ def interrupt_noted() -> Iterator[Callable[[], bool]]:
     try:
         yield noted.is_set
     finally:
-        put_back()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def on_any_rank(*facts: bool) -> list[bool]:
@@ -55,7 +56,7 @@ def on_any_rank(*facts: bool) -> list[bool]:
     return [any(of) for of in zip(*ranks.gathered(facts), strict=True)]
 
 
-@contextmanager
+@scope
 def lost_rank_noted(folder: Path | None) -> Iterator[None]:
     """Say why another rank is gone, if it has said so, and where to go on from.
 

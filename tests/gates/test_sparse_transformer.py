@@ -252,6 +252,7 @@ def test_folders_that_are_not_ours_are_refused(build_tiny, tmp_path):
     sparse.save_pretrained(tmp_path / "sparse")
     other = SparseTransformer(build_tiny("plain", n_layers=3))
     other.save_pretrained(tmp_path / "other")
+    (tmp_path / "sparse" / "SHA256SUMS").unlink()  # what is checked beside it
     gates = (tmp_path / "other" / "gates.safetensors").read_bytes()
     (tmp_path / "sparse" / "gates.safetensors").write_bytes(gates)
     with pytest.raises(ValueError, match=r"biases for 2 layers"):

@@ -315,6 +315,7 @@ def test_damaged_json_is_named(tmp_path: Path, name: str, content: str, form: st
     folder = _own_sparse(tmp_path / "sparse", form)
     written = [config for config in CONFIGS.values() if (folder / config).exists()]
     name = name.replace("a configuration", written[0])
+    (folder / "SHA256SUMS").unlink()  # what is checked beside it
     (folder / name).write_text(content)
     with pytest.raises(ValueError, match=f"expected .*{name}"):
         SparseTransformer.from_pretrained(folder, device="cpu")

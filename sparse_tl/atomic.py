@@ -1,0 +1,248 @@
+"""Files and folders that appear whole or not at all, also when the process or the machine dies.
+
+Each is written under a temporary name beside it, to the disk, and then renamed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+from rich.filesize import decimal
+from safetensors import SafetensorError
+
+from sparse_tl.scopes import scope
+
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota of its disk is used up",
+    errno.EFBIG: "it would exceed the limit on file sizes (ulimit -f)",
+    errno.EROFS: "its disk is read-only",
+    errno.EIO: "its disk failed",
+}
+_ATTEMPTS = 50
+"""How often a folder is swapped with one that another process writes at the same moment."""
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]*)-(?P<pid>\d+)-\w+\.new(\.\w+)?")
+_AUXILIARY = re.compile(r"\..+\.(previous|lock)")
+_unfinished: set[Path] = set()
+
+
+class Writer(Protocol):
+    """What wants to know of every file that is written into its folder."""
+
+    def writes(self, files: list[Path]) -> None:
+        """Called before files appear, with their final paths."""
+        ...
+
+
+writers: WeakValueDictionary[Path, Writer] = WeakValueDictionary()
+"""Writers by their folders, as long as they exist."""
+
+
+@scope
+def atomic_file(path: str | Path) -> Iterator[Path]:
+    """A temporary path beside `path` that replaces it if the block ends without an exception.
+
+    Raises:
+        OSError: the disk is full, or a file may not be so large; `path` is left as it was.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _disk_explained(path):
+        if not _in_unfinished(path):
+            _remove_dead(path)
+        handle, name = tempfile.mkstemp(_suffix(path.suffix), _prefix(path), path.parent)
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            _unfinished.add(temporary)
+            yield temporary
+            # mkstemp creates private files; results should be as readable as any other new file.
+            temporary.chmod(0o666 & ~_umask())
+            if _in_unfinished(path):  # the folder is written to the disk as a whole
+                os.replace(temporary, path)
+            else:
+                _sync(temporary)
+                _announce([path])
+                os.replace(temporary, path)
+                _sync(path.parent)
+        finally:
+            _unfinished.discard(temporary)
+            temporary.unlink(missing_ok=True)
+
+
+@scope
+def atomic_folder(path: str | Path) -> Iterator[Path]:
+    """A temporary folder beside `path` that replaces it if the block ends without an exception.
+
+    A folder cannot be replaced in one step: the old one is moved aside first, and
+    `recover_folder` restores it if the process dies in between.
+
+    Raises:
+        OSError: the disk is full, or a file may not be so large; `path` is left as it was.
+        ValueError: `path` is a file.
+    """
+    path = Path(path).resolve()  # keep a link, replace its target
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"expected a folder, or a name that is free; {path} is a file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _disk_explained(path):
+        nested = _in_unfinished(path)
+        if not nested:
+            _remove_dead(path)
+        temporary = Path(tempfile.mkdtemp(_suffix(), _prefix(path), path.parent))
+        try:
+            _unfinished.add(temporary)
+            yield temporary
+            temporary.chmod(0o777 & ~_umask())
+            files = [entry for entry in temporary.rglob("*") if entry.is_file()]
+            if not nested:
+                for entry in [*files, *filter(Path.is_dir, temporary.rglob("*")), temporary]:
+                    _sync(entry)
+                _announce([path / file.relative_to(temporary) for file in files])
+            _swap(temporary, path)
+            if not nested:
+                _sync(path.parent)
+        finally:
+            _unfinished.discard(temporary)
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _swap(temporary: Path, path: Path) -> None:
+    """Put a folder in the place of another, whatever other processes do to that meanwhile."""
+    aside = _aside(path)
+    for attempt in range(_ATTEMPTS):
+        try:
+            if path.exists():
+                shutil.rmtree(aside, ignore_errors=True)
+                os.replace(path, aside)
+            os.replace(temporary, path)
+            break
+        except (FileExistsError, FileNotFoundError, OSError) as error:
+            busy = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
+            if not busy or not temporary.exists() or attempt + 1 == _ATTEMPTS:
+                raise
+            time.sleep(0.01)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def recover_folder(path: str | Path) -> bool:
+    """Restore a folder that a killed `atomic_folder` moved aside; return whether `path` exists."""
+    path = Path(path).resolve()
+    if not path.exists() and _aside(path).exists():
+        os.replace(_aside(path), path)
+    return path.exists()
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether a name is that of an unfinished write, a lock, or a folder that was moved aside."""
+    return bool(_TEMPORARY.fullmatch(path.name) or _AUXILIARY.fullmatch(path.name))
+
+
+@scope
+def _disk_explained(path: Path) -> Iterator[None]:
+    """Say which file or folder could not be written, why, and how much space there is.
+
+    Raises:
+        OSError: the disk is full, a file may not be so large, or the disk fails.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        number = getattr(error, "errno", None)
+        if number is None:  # from safetensors or pandas, or explained already
+            found = re.search(r"os error (\d+)", str(error))
+            number = int(found[1]) if found else None
+        if number not in _FULL:
+            raise
+        free = decimal(shutil.disk_usage(path.parent).free)
+        explained = OSError(
+            f"cannot write {path}: {_FULL[number]}; {free} are free there. Nothing was left half "
+            "written, and what was there before is unchanged. Make room, or choose another folder."
+        )
+        explained.errno = number
+        raise explained from error
+
+
+def _announce(files: list[Path]) -> None:
+    """Tell those who write into a folder of the files that will appear there."""
+    for folder in {parent for file in files for parent in file.resolve().parents}:
+        if (writer := writers.get(folder)) is not None:
+            writer.writes([file.resolve() for file in files])
+
+
+def _in_unfinished(path: Path) -> bool:
+    return not _unfinished.isdisjoint(path.parents)
+
+
+def _prefix(path: Path) -> str:
+    return f".{path.name}.{_host()}-{os.getpid()}-"
+
+
+def _suffix(kind: str = "") -> str:
+    return f".new{kind}"  # some writers look at the last suffix
+
+
+def _host() -> str:
+    return re.sub(r"[^\w]", "_", platform.node())
+
+
+def _remove_dead(path: Path) -> None:
+    """Remove what earlier writes to a path left when their process was killed on this machine."""
+    for entry in path.parent.glob(f".{_escaped(path.name)}.{_host()}-*.new*"):
+        found = _TEMPORARY.fullmatch(entry.name)
+        if found is None or found["name"] != path.name or entry in _unfinished:
+            continue
+        if int(found["pid"]) != os.getpid() and _runs(int(found["pid"])):
+            continue
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is somebody else's
+        return True
+    return True
+
+
+def _sync(path: Path) -> None:
+    """Have a file or a folder's list of names written to the disk, as far as it can be."""
+    if path.is_dir() and os.name != "posix":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system without it
+            raise
+    finally:
+        os.close(handle)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.previous")
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

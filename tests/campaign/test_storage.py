@@ -1,0 +1,161 @@
+"""Damaged files are refused; full disks leave nothing half written; a second process is refused."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from calls import pairs
+from tiny import tiny_model
+
+import sparse_tl as stl
+from sparse_tl.circuits.acdc import SearchState
+from sparse_tl.files import write_tensors
+from sparse_tl.locks import Hold
+from sparse_tl.runs.folder import RUN_FILE, RunFolder
+
+
+def _sparse(folder: Path) -> Path:
+    return stl.SparseTransformer(tiny_model(n_layers=1)).save_pretrained(folder)
+
+
+def _result(folder: Path) -> Path:
+    state = SearchState(torch.ones(2, 2).bool(), 0.1, history=[("a1.h0", 0.25, True)])
+    return state.save(folder)
+
+
+KINDS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any]]] = {
+    "sparse model": (_sparse, lambda f: stl.SparseTransformer.from_pretrained(f, device="cpu")),
+    "result": (_result, SearchState.load),
+}
+
+
+def _damage(file: Path, draw: random.Random) -> None:
+    content = bytearray(file.read_bytes())
+    at = draw.randrange(len(content))
+    kind = draw.choice(["bit", "byte", "cut", "gone", "repeated"])
+    if kind == "bit":
+        content[at] ^= 1 << draw.randrange(8)
+    elif kind == "byte":
+        content[at] = (content[at] + 1 + draw.randrange(255)) % 256
+    elif kind == "cut":
+        content = content[:at]
+    elif kind == "repeated":
+        content += content[at:]
+    file.write_bytes(content)
+    if kind == "gone":
+        file.unlink()
+
+
+def fuzz(folder: Path, n: int) -> Counter[str]:
+    """Damage one file of a saved folder at a time and read the folder."""
+    draw, totals = random.Random(0), Counter[str]()
+    for kind, (save, _) in KINDS.items():
+        save(folder / kind)
+    for one in range(n):
+        kind = [*KINDS][one % len(KINDS)]
+        copy = folder / "copy"
+        shutil.copytree(folder / kind, copy)
+        names = sorted(entry.name for entry in copy.iterdir() if entry.name != "SHA256SUMS")
+        _damage(copy / draw.choice(names), draw)
+        try:
+            KINDS[kind][1](copy)
+            totals[f"{kind} read"] += 1
+        except ValueError as error:
+            named = str(copy) in str(error)
+            totals[f"{kind} {'refused' if named else f'refused namelessly: {error}'}"] += 1
+        shutil.rmtree(copy)
+    print(f"damaged files: {n}; {dict(totals)}")
+    return totals
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    assert fuzz(tmp_path, 40) == {"sparse model refused": 20, "result refused": 20}
+
+
+@pytest.mark.slow
+def test_three_hundred_damaged_files(tmp_path: Path) -> None:
+    assert fuzz(tmp_path, 300) == {"sparse model refused": 150, "result refused": 150}
+
+
+def test_a_folder_without_checksums_is_read(tmp_path: Path) -> None:
+    (_result(tmp_path / "r") / "SHA256SUMS").unlink()
+    assert SearchState.load(tmp_path / "r").threshold == 0.1
+
+
+def test_a_limit_on_file_sizes(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    write_tensors(tmp_path / "w.safetensors", {"a": torch.ones(3)})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"cannot write .*w\.safetensors: it would exceed"):
+            write_tensors(tmp_path / "w.safetensors", {"a": torch.ones(10**5)})
+        with pytest.raises(OSError, match=r"cannot write .*model: it would exceed"):
+            _sparse(tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["w.safetensors"]
+
+
+def test_saving_spares_files_beside_the_gates(tmp_path: Path) -> None:
+    _sparse(tmp_path / "model")
+    (tmp_path / "model" / "thesis.tex").write_text("precious")
+    with pytest.raises(ValueError, match="thesis.tex"):
+        _sparse(tmp_path / "model")
+    assert (tmp_path / "model" / "thesis.tex").read_text() == "precious"
+    (tmp_path / "model" / "thesis.tex").unlink()
+    _sparse(tmp_path / "model")
+
+
+def test_restart_removes_what_the_run_wrote(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run", {"seed": 0})
+    write_tensors(run / "w.safetensors", {"a": torch.ones(3)})
+    _result(run / "cells" / "one")
+    (run / "thesis.tex").write_text("precious")
+    again = RunFolder(tmp_path / "run", {"seed": 1}, restart=True)
+    assert sorted(p.name for p in again.path.iterdir()) == [RUN_FILE, "thesis.tex"]
+    _result(again / "cells" / "one")
+    (again / "cells" / "notes.txt").write_text("precious")
+    with pytest.raises(ValueError, match="notes.txt"):
+        RunFolder(tmp_path / "run", {"seed": 2}, restart=True)
+    assert (again / "cells" / "one" / "result.json").exists()
+
+
+def test_a_killed_first_write_leaves_a_usable_folder(tmp_path: Path) -> None:
+    (tmp_path / ".run.json.host-123-abc.new.json").write_text("{")
+    assert RunFolder(tmp_path, {"seed": 0}).finished(RUN_FILE)
+
+
+def test_a_second_process_is_refused(tmp_path: Path) -> None:
+    import os
+
+    hold = Hold(tmp_path / "c")
+    child = os.fork()
+    if child == 0:
+        from filelock import FileLock, Timeout
+
+        try:
+            FileLock(tmp_path / ".c.lock").acquire(blocking=False)
+        except Timeout:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    hold.release()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_search_of_another_model_is_refused(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"threshold": 0.1, "start": "heads", "progress": False}
+    first, other = (tiny_model(n_layers=1, seed=seed) for seed in (0, 1))
+    stl.acdc(first, pairs(), checkpoint=tmp_path / "c", **settings)
+    stl.acdc(first, pairs(), checkpoint=tmp_path / "c", **settings)
+    for model, more in ((other, {}), (first, {"batch_size": 2})):
+        with pytest.raises(ValueError, match="another search"):
+            stl.acdc(model, pairs(), checkpoint=tmp_path / "c", **settings, **more)
