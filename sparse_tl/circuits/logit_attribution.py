@@ -23,7 +23,7 @@ from sparse_tl import ranks
 from sparse_tl.circuits.pair_runs import read_mask
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.pairs import NO_TOKEN
-from sparse_tl.lens import Adapter, HookedModel, Norm, adapt, record, source_outputs
+from sparse_tl.lens import Adapter, HookedModel, Norm, adapt, check_tokens, record, source_outputs
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 from sparse_tl.scopes import autograd
@@ -105,7 +105,7 @@ def attribute_logits(
     """
     adapter = adapt(model)
     graph, names = adapter.graph, adapter.source_points()
-    adapter.check_tokens(pairs.clean)
+    check_tokens(adapter, pairs.clean)
     sources = [str(node) for node in graph.sources]
     biases = [f"a{layer}.b" for layer in range(graph.n_layers)]
     batches = ranks.own(pairs.split(min(batch_size, ranks.share_of(len(pairs)))))

@@ -14,7 +14,7 @@ from sparse_tl.circuits.removal import removal_effects
 from sparse_tl.data.known_text import check_known
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.grids import AttentionGrid
-from sparse_tl.lens import HookedModel, Order, adapt, attached
+from sparse_tl.lens import HookedModel, Order, adapt, attached, check_tokens
 from sparse_tl.scopes import autograd
 
 UNKNOWN = "?"
@@ -113,7 +113,7 @@ def prompt_tokens(model: HookedModel, prompt: Prompt) -> Int[Tensor, " pos"]:
         tokens = prompt
     if tokens.ndim != 1 or len(tokens) == 0:
         raise ValueError(f"expected the tokens of one prompt; got shape {tuple(tokens.shape)}")
-    adapt(model).check_tokens(tokens)
+    check_tokens(adapt(model), tokens)
     return tokens.cpu()
 
 

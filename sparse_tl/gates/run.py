@@ -21,6 +21,7 @@ from sparse_tl.lens import (
     attached,
     check_gates,
     check_head,
+    check_tokens,
     check_whole,
     record,
     source_outputs,
@@ -167,7 +168,7 @@ class GatedRun:
     ) -> None:
         self.adapter, self.site, self.tokens, self.read = adapt(model), site, tokens, read
         self.attention_mask = attention_mask
-        self.adapter.check_tokens(tokens)
+        check_tokens(self.adapter, tokens)
         if isinstance(patch, PatchValues) and (reference is not None or seed):
             raise ValueError(
                 "expected no reference and no seed beside PatchValues, which have their own; pass "

@@ -57,6 +57,7 @@ class SparseTransformer(nn.Module):
     cfg: Any
     hook_dict: dict[str, Any]
     tokenizer: Any
+    to_tokens: Any
     blocks: Any
 
     def __init__(
@@ -75,8 +76,6 @@ class SparseTransformer(nn.Module):
             raise ValueError("this model is wrapped already; call .unwrap() on its wrapper first")
         if gates is not None:
             gates.check(adapter)
-        if not isinstance(mlps, bool):
-            raise ValueError(f"expected mlps to be True or False; got {mlps!r}")
         check_gates(adapter)
         gates = gates or AttentionGates.of(adapter, initial_bias, distribution)
         if mlps or mlp_gates is not None:
@@ -129,10 +128,6 @@ class SparseTransformer(nn.Module):
         with self._using(counts=layers, real=kwargs.get("attention_mask"), **settings):
             output = self(*args, **kwargs)
         return output, AttentionEdgeCounts.of_pass(layers)
-
-    def to_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's `to_tokens`."""
-        return self.model.to_tokens(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The model's `generate`, under the gates."""

@@ -16,8 +16,6 @@ from sparse_tl.lens.checkpointing import (
 from sparse_tl.lens.checks import (
     check_circuits as check_circuits,
     check_gates as check_gates,
-    check_head as check_head,
-    check_labels as check_labels,
     check_mlps as check_mlps,
     check_whole as check_whole,
 )
@@ -30,6 +28,11 @@ from sparse_tl.lens.deferred import (
 from sparse_tl.lens.devices import get_device as get_device
 from sparse_tl.lens.expressions import Block as Block, Expression as Expression
 from sparse_tl.lens.hooked_folder import build_model as build_model
+from sparse_tl.lens.limits import (
+    check_head as check_head,
+    check_labels as check_labels,
+    check_tokens as check_tokens,
+)
 from sparse_tl.lens.loading import (
     check_folder as check_folder,
     load_model as load_model,

@@ -99,21 +99,6 @@ class Adapter(ABC):
         """Why circuits are not defined for the model as configured; None if they are."""
         return None if self.causal else "its attention is not causal"
 
-    def check_tokens(self, tokens: Int[Tensor, "*batch pos"]) -> None:
-        """Check that the model can read these tokens.
-
-        Raises:
-            ValueError: the tokens exceed the context, or are outside the vocabulary.
-        """
-        if tokens.shape[-1] > self.n_ctx:
-            raise ValueError(
-                f"expected a prompt of at most {self.n_ctx} tokens, the model's context; got "
-                f"{tokens.shape[-1]}"
-            )
-        outside = tokens[(tokens < 0) | (tokens >= self.d_vocab)]
-        if len(outside):
-            raise ValueError(f"expected tokens in 0..{self.d_vocab - 1}; got {int(outside[0])}")
-
     def check_mask(self, attention_mask: Int[Tensor, "batch pos"] | None) -> None:  # noqa: B027
         """Raise a ValueError if the model returns NaN for prompts with this padding."""
 

@@ -7,7 +7,7 @@ not by name, since names differ between versions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 from functools import partial
 from typing import Any, Literal
@@ -17,19 +17,19 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
-from transformer_lens.model_bridge.exceptions import StopAtLayerException
 
 from sparse_tl import shards
 from sparse_tl.lens.adapter import Adapter, Slot
 from sparse_tl.lens.attaching import others_off
 from sparse_tl.lens.booting import boot, check_alone
+from sparse_tl.lens.bridge_passes import cached_columns, entered, stopped
 from sparse_tl.lens.layouts import Layout, layouts
 from sparse_tl.lens.lora import effective_weight
 from sparse_tl.lens.norms import Norm
 from sparse_tl.lens.places import After, Before, CachedColumns, Place, Written
 from sparse_tl.lens.plain import plain_copy, unread_parameters
 from sparse_tl.lens.points import hook_point
-from sparse_tl.scopes import autograd, scope
+from sparse_tl.scopes import autograd
 
 _PARTS = ("embed", "blocks", "ln_final", "unembed")
 _HALVES = (torch.float16, torch.bfloat16)
@@ -69,7 +69,9 @@ class BridgeAdapter(Adapter):
         """See `Adapter`."""
         layer, _, what = name.removeprefix("blocks.").partition(".")
         if what == "attn.cached_columns":
-            return CachedColumns(self.model.blocks[int(layer)].attn, partial(_cached, int(layer)))
+            return CachedColumns(
+                self.model.blocks[int(layer)].attn, partial(cached_columns, int(layer))
+            )
         if what == "mlp_read":
             return hook_point(self.model, f"blocks.{layer}.mlp.hook_in")
         if what == "attn.z_written":
@@ -145,7 +147,7 @@ class BridgeAdapter(Adapter):
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
             options |= {"attention_mask": attention_mask, "position_ids": positions}
         entering = rows if rows.is_floating_point() else None
-        with _stopped(self.model), _entered(self.model, from_layer, entering):
+        with stopped(self.model), entered(self.model, from_layer, entering):
             final = self.model(rows, **options)
         # Not via `check_mask`: hooks of this pass would see its prompt.
         if self._pads_in_float64(attention_mask):
@@ -255,56 +257,3 @@ class BridgeAdapter(Adapter):
             return [p for p in self.model.parameters() if id(p) not in unread]
         sides = [getattr(block.attn, slot) for block in self.model.blocks for slot in "qk"]
         return [p for side in sides for p in side.original_component.parameters()]
-
-
-def _cached(layer: int, kwargs: dict[str, Any]) -> int:
-    # Can exceed the keys of a layer with a sliding window, which are the last of these columns.
-    cache = kwargs.get("past_key_values")
-    cache = kwargs.get("layer_past") if cache is None else cache  # GPT-NeoX
-    return 0 if cache is None else int(cache.get_seq_length(layer))
-
-
-@scope
-def _stopped(model: TransformerBridge) -> Iterator[None]:
-    """Inside the block a call returns the input of the final normalisation."""
-
-    def stop(_module: nn.Module, args: tuple[Any, ...]) -> None:
-        raise StopAtLayerException(args[0])
-
-    handle = model.ln_final.register_forward_pre_hook(stop)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@scope
-def _entered(model: TransformerBridge, layer: int, residual: Tensor | None) -> Iterator[None]:
-    """Inside the block a call with a residual stream starts at a layer; one with tokens at 0.
-
-    Skipped layers pass their input on. The wrapped model builds masks and position embeddings as
-    usual and numbers its layers from 0. What it does to given embeddings (GPT-2's positions,
-    Gemma's factor) is discarded at the first layer that is run.
-    """
-    if residual is None:
-        yield
-        return
-
-    def hand_on(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-        return hidden_states
-
-    def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (residual, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": residual}
-
-    skipped = list(model.blocks[:layer])
-    handle = model.blocks[layer].register_forward_pre_hook(enter, with_kwargs=True)
-    try:
-        for block in skipped:
-            block.__dict__["forward"] = hand_on  # setattr would set it on the wrapped layer
-        yield
-    finally:
-        handle.remove()
-        for block in skipped:
-            block.__dict__.pop("forward", None)

@@ -286,30 +286,3 @@ def _same(adapter: Adapter, found: Tensor, rebuilt: Tensor, what: str) -> None:
             f"{off:.3g}. Its parts are normalised, scaled or weighted in a way that circuits do "
             "not support."
         )
-
-
-def check_labels(adapter: Adapter, labels: Int[Tensor, "*label"]) -> None:
-    """Check that the model can predict these tokens.
-
-    Raises:
-        ValueError: a label is outside the vocabulary that the model predicts.
-    """
-    outside = labels[(labels < 0) | (labels >= adapter.d_vocab_out)]
-    if len(outside):
-        raise ValueError(
-            f"expected labels in 0..{adapter.d_vocab_out - 1}, what the model predicts; got "
-            f"{int(outside[0])}. Were they made with another tokenizer?"
-        )
-
-
-def check_head(adapter: Adapter, layer: int, head: int) -> None:
-    """Check that a head exists.
-
-    Raises:
-        ValueError: the model has no such head.
-    """
-    if not (0 <= layer < adapter.n_layers and 0 <= head < adapter.n_heads):
-        raise ValueError(
-            f"expected heads (layer, head) of {adapter.n_layers} layers of {adapter.n_heads} "
-            f"heads; got ({layer}, {head})"
-        )

@@ -16,7 +16,7 @@ from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.data.batches import TokenBatch, exact_rows, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.attention import costs_of_first
-from sparse_tl.lens import Model, adapt, check_labels
+from sparse_tl.lens import Model, adapt, check_labels, check_tokens
 from sparse_tl.results import Result
 from sparse_tl.scopes import autograd
 from sparse_tl.training.constraint import TargetLoss
@@ -168,7 +168,7 @@ def evaluate_held_out(
         ValueError: a token or label is not the model's, or the rows are longer than its context.
     """
     adapter = adapt(model)
-    adapter.check_tokens(examples.tokens)
+    check_tokens(adapter, examples.tokens)
     check_labels(adapter, examples.loss_labels())
     fitting = LOGITS_AT_ONCE // (examples.tokens.shape[1] * adapter.d_vocab_out)
     pieces = [

@@ -19,6 +19,7 @@ from sparse_tl.lens import (
     HookedModel,
     adapt,
     all_activations,
+    check_tokens,
     checkpointed_activations,
     read_parameters,
 )
@@ -123,7 +124,7 @@ def training_memory(
         ValueError: the window is longer than the model's context.
     """
     adapter = adapt(model)
-    adapter.check_tokens(torch.zeros(1, window, dtype=torch.long))
+    check_tokens(adapter, torch.zeros(1, window, dtype=torch.long))
     with under_gates(model if isinstance(model, SparseTransformer) else adapter.model) as sparse:
         names = choose_trained(sparse, {"all": 1.0}) if trained is None else [*trained]
         parameters = read_parameters(sparse)
