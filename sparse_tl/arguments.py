@@ -65,8 +65,8 @@ def checked(made: Kind) -> Kind:
     if isinstance(made, type):
         owner: Any = made
         owner.__init__ = _checked_function(owner.__init__, owner.__name__, is_dataclass(owner))
-        return made
-    return _checked_function(made, made.__name__)  # type: ignore[return-value]
+        return owner
+    return _checked_function(made, made.__name__)
 
 
 def _checked_function(function: Any, name: str, own_first: bool = False) -> Any:
@@ -156,13 +156,10 @@ def _instances(annotation: Any) -> Any:
     if origin is Iterable:
         return _instance(Iterable)  # its members are met as they are read
     members = tuple(kind if kind is Ellipsis else _instances(kind) for kind in inside)
-    if origin is tuple:  # (layer, head) may as well be [layer, head], as from JSON
-        return Annotated[tuple[members], BeforeValidator(_as_tuple)]
-    return (
-        Annotated[origin[members], BeforeValidator(_as_tuple)]
-        if origin is Sequence
-        else origin[members]
-    )
+    found: Any = origin
+    if origin is tuple or origin is Sequence:  # [layer, head] as (layer, head), a range as a list
+        return Annotated[found[members], BeforeValidator(_as_tuple)]
+    return found[members]
 
 
 def _instance(kind: type) -> Any:

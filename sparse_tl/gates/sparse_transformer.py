@@ -53,7 +53,7 @@ class SparseTransformer(nn.Module):
     model: Model
     gates: AttentionGates
     mlp_gates: MLPGates | None
-    # Looked up on the model by __getattr__; declared here for type checkers.
+    # Looked up on the model; declared for type checkers.
     cfg: Any
     hook_dict: dict[str, Any]
     tokenizer: Any
@@ -265,27 +265,25 @@ class SparseTransformer(nn.Module):
         return getattr(super().__getattr__("model"), name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseTransformer:
-        # `to`, `cuda`, `half` and others call this; the model's own `to` is not called.
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # for `to`, `cuda`, `half`...; the model's `to` is not called
         adapt(self.model).sync_config()
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseTransformer:
-        # Hooks are closures over these gates: copy without them, then attach to the copy.
-        with self._detached():
+        with self._detached():  # hooks are closures over these gates
             model, gates = adapt(self.model).copy(), copy.deepcopy(self.gates, memo)
             mlp_gates = copy.deepcopy(self.mlp_gates, memo)
         return SparseTransformer(model, gates=gates, mlp_gates=mlp_gates)
 
     def __repr__(self) -> str:
-        mlps = "" if self.mlp_gates is None else f"; MLPs of {self.mlp_gates.extra_repr()}"
-        return f"SparseTransformer({adapt(self.model).name}: {self.gates.extra_repr()}{mlps})"
+        gates = "; MLPs of ".join(gates.extra_repr() for gates in self._all_gates())
+        return f"SparseTransformer({adapt(self.model).name}: {gates})"
 
     @whole
     def _attach(self) -> None:
         adapter = adapt(self.model)
-        hooks = [hook for gates in self._all_gates() for hook in gates.hooks(adapter)]
-        self._hooks_on = AttachedHooks(adapter, hooks)
+        hooks = (hook for gates in self._all_gates() for hook in gates.hooks(adapter))
+        self._hooks_on = AttachedHooks(adapter, list(hooks))
         self._deferred = DeferredScores(adapter, self._hooks_on)
         adapter.core._sparse_tl_wrapped = True  # type: ignore[assignment]
 
