@@ -522,7 +522,7 @@ def test_a_model_without_mlps_is_refused(tokens: Tensor) -> None:
 
 @pytest.mark.parametrize("mlps", ["yes", 1, None])
 def test_mlps_that_are_no_bool_are_refused(unchecked_types: None, mlps: Any) -> None:
-    with pytest.raises(ValueError, match=f"expected mlps to be True or False; got {mlps!r}"):
+    with pytest.raises(TypeError, match=f"expected True or False for mlps; got {mlps!r}"):
         SparseTransformer(build("plain"), mlps=mlps)
 
 

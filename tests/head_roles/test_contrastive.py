@@ -93,7 +93,7 @@ def test_contrastive_gates_are_saved_and_resumed(two_tasks: Model, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"accumulate": 2}, "accumulate=1"), ({"lambda_": math.inf}, "finite lambda_")],
+    [({"accumulate": 2}, "accumulate=1"), ({"lambda_": math.inf}, "finite .*lambda_")],
 )
 def test_bad_settings_are_refused(two_tasks: Model, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

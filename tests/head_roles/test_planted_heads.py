@@ -133,7 +133,7 @@ def test_curves_are_saved_and_shown(
     ("by", "options", "message"),
     [
         ("helpful", {}, "expected an order by"),
-        ("facilitation", {"max_heads": 0}, "max_heads of at least 1"),
+        ("facilitation", {"max_heads": 0}, "from 1 to .* for max_heads; got 0"),
     ],
 )
 def test_bad_settings_are_refused(
