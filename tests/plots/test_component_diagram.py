@@ -365,7 +365,7 @@ def test_names_titles_and_units_stay_text(make_circuit):
     assert "<img" not in html and html.count("</script>") == 1
     _, call = html.rsplit("startFigures(", 1)
     payload, rest = call.split(");\n", 1)
-    assert rest == "})();\n</script>"
+    assert rest == "})();\n</script>\n</div>"
     assert not set("<>&") & set(payload) and "alert" in payload
 
 
@@ -382,7 +382,7 @@ def test_it_saves_html_svg_and_png(make_circuit, tmp_path):
     pytest.importorskip("resvg_py", reason="resvg-py is not installed")
     figure = draw({"Base Model": make_circuit(EDGES)}, title="Cause & effect")
     page = figure.save(tmp_path / "figure.html").read_text(encoding="utf-8")
-    assert str(figure) in page and "<title>Cause &amp; effect</title>" in page
+    assert figure.light_html in page and "<title>Cause &amp; effect</title>" in page
     root = ElementTree.parse(figure.save(tmp_path / "figure.svg")).getroot()
     png = figure.save(tmp_path / "figure.png", scale=1).read_bytes()
     size = tuple(int(root.get(side, "")) for side in ("width", "height"))
