@@ -253,9 +253,11 @@ def main(
     figure: Annotated[list[str] | None, typer.Option(help="Make only these figures.")] = None,
 ) -> None:
     """Make every figure of the gallery and its page, or some figures without the page."""
-    for make in FIGURES:
-        if make.__name__ in (figure or ()):
-            write(make.__name__, make(runs))
+    by_name = {make.__name__: make for make in FIGURES}
+    for name in figure or ():
+        if name not in by_name:
+            raise typer.BadParameter(f"expected one of {', '.join(by_name)}; got {name!r}")
+        write(name, by_name[name](runs))
     if figure:
         return
     run_circuits(runs / "circuits", seeds=SEEDS)

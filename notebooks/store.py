@@ -42,6 +42,8 @@ def _show(self):
 
 for kind in (AttentionView, CircuitDiagram, ComponentDiagram, GridFigure):
     kind._repr_mimebundle_ = _picture
+# It displays a style for live figures too.
+del GridFigure._ipython_display_
 CircuitExplorer._ipython_display_ = _show
 """
 LARGEST = 400_000

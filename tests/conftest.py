@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,23 +131,35 @@ def _offline_context(browser: Any) -> Any:
     return context
 
 
+@pytest.fixture(scope="session")
+def open_page(_offline_context: Any) -> Callable[[], AbstractContextManager[Any]]:
+    """Opens an offline page, which fails at its end if it had errors or opened a dialog."""
+
+    @contextmanager
+    def opened() -> Iterator[Any]:
+        page = _offline_context.new_page()
+        problems: list[str] = []
+        page.on("pageerror", lambda error: problems.append(f"error: {error}"))
+        page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
+        page.on("request", lambda r: None if r.url.startswith("file:") else problems.append(r.url))
+
+        def on_dialog(dialog: Any) -> None:
+            problems.append(f"dialog: {dialog.message}")
+            dialog.dismiss()
+
+        page.on("dialog", on_dialog)
+        yield page
+        page.close()
+        assert not problems
+
+    return opened
+
+
 @pytest.fixture
-def page(_offline_context: Any) -> Iterator[Any]:
+def page(open_page: Any) -> Iterator[Any]:
     """An offline page; the test fails if the page has errors or opens a dialog."""
-    page = _offline_context.new_page()
-    problems: list[str] = []
-    page.on("pageerror", lambda error: problems.append(f"error: {error}"))
-    page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
-    page.on("request", lambda r: None if r.url.startswith("file:") else problems.append(r.url))
-
-    def on_dialog(dialog: Any) -> None:
-        problems.append(f"dialog: {dialog.message}")
-        dialog.dismiss()
-
-    page.on("dialog", on_dialog)
-    yield page
-    page.close()
-    assert not problems
+    with open_page() as page:
+        yield page
 
 
 @pytest.fixture

@@ -37,7 +37,8 @@ def test_stored_outputs_are_small_pictures_and_tables(path: Path) -> None:
     assert path.stat().st_size <= 400_000
     for output in outputs:
         assert output["output_type"] != "error"
-        assert "<script" not in "".join(output.get("data", {}).get("text/html", ""))
+        html = "".join(output.get("data", {}).get("text/html", ""))
+        assert "<script" not in html and "sparse-tl-auto" not in html
 
 
 @each

@@ -14,9 +14,11 @@ function start(root, data, live) {
   const svg = root.querySelector("svg");
   const state = { ...data.state, focus: null, ...live.state };
   const panels = findPanels(svg, data, REMOVED);
-  // A figure of many columns is scrolled before its text is too small to read.
+  // Drawn for the width of a printed page, it is larger on screens; and a figure of many columns is
+  // scrolled before its text is too small to read.
   const { width } = svg.viewBox.baseVal;
-  if (width > 1000) svg.style.minWidth = `${Math.ceil(0.85 * width)}px`;
+  root.style.maxWidth = `${Math.max(900, width)}px`;
+  svg.style.minWidth = `${Math.ceil(0.92 * width)}px`;
   for (const panel of panels) {
     panel.removed = (live.removed ?? [])[panel.index] ?? [];
     drawRemoved(panel);
@@ -24,10 +26,15 @@ function start(root, data, live) {
 
   // ---- drawing -------------------------------------------------------------------------------
 
-  // A straight line, or an arc beside the residual line where an edge stays in its column.
+  // A straight line, a curve where that would touch nodes, or an arc beside the residual line where
+  // an edge stays in its column.
   function edgePath(panel, { layer, query, key }) {
     const [startX, startY] = [data.columns[key], panel.levels[layer]];
     const [endX, endY] = [data.columns[query], panel.levels[layer + 1]];
+    if (Math.abs(query - key) > data.reach) {
+      return `M${startX} ${startY}C${startX} ${startY - panel.swing} ` +
+        `${endX} ${endY + panel.swing} ${endX} ${endY}`;
+    }
     if (query !== key) return `M${startX} ${startY}L${endX} ${endY}`;
     const side = startX + data.bow;
     return `M${startX} ${startY}C${side} ${startY - panel.bend} ` +

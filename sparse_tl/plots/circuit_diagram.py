@@ -59,6 +59,10 @@ def circuit_diagram(
     carry most are dark (see `drawn_edges` for how that is computed). If MLPs have gates, a square
     below a node is an open MLP that writes to it.
 
+    Images of prompts of up to about 30 tokens are 726 px wide with text of at least 11 px, which is
+    6 pt at a width of 5.5 in. Longer prompts make wider images, 16 px per token, whose text is
+    smaller in print.
+
     Args:
         panels: attention graphs by panel name, from top to bottom. All must trace the same prompt,
             with the same columns and targets.
@@ -165,6 +169,7 @@ def _script_data(
         "nMain": N_MAIN_EDGES,
         "columns": layout.columns,
         "bow": layout.bow,
+        "reach": layout.reach,
         "styles": line_styles(layout.line_scale),
         "paint": {
             "reached": palette.NODE_REACHED,
@@ -214,6 +219,7 @@ def _panel_data(
         "shape": [graph.n_layers, graph.n_heads, graph.n_columns],
         "levels": place.levels,
         "bend": place.bend,
+        "swing": place.swing,
         "input": [shorten(visible_text(token)) for token in graph.input_tokens],
         "output": [shorten(token) for token in outputs],
         # What stands above a given column where it is the one that is shown.

@@ -11,7 +11,6 @@ from typing import get_args
 from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight
 from sparse_tl.plots import palette
 from sparse_tl.plots.diagram_layout import (
-    LABEL_SIZE,
     Layout,
     PanelLayout,
     edge_path,
@@ -20,7 +19,14 @@ from sparse_tl.plots.diagram_layout import (
 from sparse_tl.plots.diagram_legend import legend
 from sparse_tl.plots.drawn_edges import STEPS, EdgeKind, EdgeSelection, RoundedGraph
 from sparse_tl.plots.figure_frame import Surround, panel_frame, xml_text
-from sparse_tl.plots.palette import ACCENT, INK, NODE_REACHED, NODE_UNREACHED, RULE_WEIGHT
+from sparse_tl.plots.palette import (
+    ACCENT,
+    INK,
+    LABEL_SIZE,
+    NODE_REACHED,
+    NODE_UNREACHED,
+    RULE_WEIGHT,
+)
 from sparse_tl.plots.token_text import clip_text, shorten, visible_text
 
 _N_GRADES = 10  # number of steps of edge weight
@@ -82,7 +88,8 @@ def draw_svg(
     for index, (rounded, selection) in enumerate(panels):
         words = _caption(rounded, selection, weight, limit)
         content += _panel(index, rounded, selection, layout, target, words)
-    content += legend([rounded.graph for rounded, _ in panels], layout, weight)
+    graphs, bottom = [rounded.graph for rounded, _ in panels], layout.panels[-1].bottom
+    content += legend(graphs, layout.left, layout.right, bottom, weight)
     return surround.svg(layout.width, layout.height, layout.panels, content)
 
 
@@ -104,7 +111,7 @@ def mlp_caption(graph: AttentionGraph) -> str:
     """Caption text about MLPs; empty without MLP gates."""
     if graph.mlps is None:
         return ""
-    return f"; squares: {int(graph.mlps.sum()):,} of {graph.mlps.numel():,} MLP outputs"
+    return f"; {int(graph.mlps.sum()):,} of {graph.mlps.numel():,} MLPs"
 
 
 def _panel(
@@ -121,10 +128,10 @@ def _panel(
         f'data-edges-on-path="{selection.n_on_path}" '
         f'data-attention-edges="{selection.n_attention_edges}">'
     )
-    yield from panel_frame(layout.left, layout.right, place, rounded.name, caption)
+    yield from panel_frame(layout.left, layout.right, place, rounded.name, caption, below=True)
     for layer in range(graph.n_layers):
         yield (
-            f'<text x="{layout.columns[0] - 30}" y="{place.levels[layer + 1] + 4.5:g}" '
+            f'<text x="{layout.columns[0] - 24}" y="{place.levels[layer + 1] + 4.5:g}" '
             f'text-anchor="end" font-size="{LABEL_SIZE:g}">Layer {layer}</text>'
         )
     yield from _residual_stream(selection, layout, place)

@@ -11,24 +11,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparse_tl.circuits.attention_graph import AttentionGraph
+from sparse_tl.plots.diagram_legend import legend_height
 from sparse_tl.plots.figure_frame import (
-    FIGURE_WIDTH,
     MARGIN,
     PANEL_GAP,
     Frame,
     Surround,
     arrow_head,
 )
-from sparse_tl.plots.token_text import text_width, visible_text
+from sparse_tl.plots.palette import LABEL_SIZE
+from sparse_tl.plots.token_text import SMALLEST_SIZE, text_width, visible_text
 
-MIN_FONT_SIZE = 12.0
-LABEL_SIZE = 13.0
-LEGEND_HEIGHT = 54
+NARROWEST = 726
+"""Width at which text of 11 px is 6 pt high in a column of 5.5 in."""
 
-_MIN_COLUMN_WIDTH = 20
-_MAX_COLUMN_WIDTH = 110
+_MIN_COLUMN_WIDTH = 16
+_MAX_COLUMN_WIDTH = 80
+# Lines that rise less within a column would touch the next node.
+_CLEARANCE = 4
 _MAX_ROTATED_LABEL = 104.0
-_ROOMY_COLUMN_WIDTH = 60
+_ROOMY_COLUMN_WIDTH = 48
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ class PanelLayout(Frame):
         """Vertical extent of the bend of the edge from a column to itself."""
         return round(0.3 * (self.levels[0] - self.levels[1]))
 
+    @property
+    def swing(self) -> int:
+        """Vertical extent of each bend of an edge that leaves and arrives upright."""
+        return round(0.5 * (self.levels[0] - self.levels[1]))
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -63,6 +70,7 @@ class Layout:
         rotated: whether tokens are written at 45 degrees.
         bow: horizontal distance of the edge from a column to itself from the residual line.
         node_radius: radius of the node circles.
+        reach: number of columns that a straight edge may span; a longer one swings round nodes.
         line_scale: line thickness relative to a figure with wide columns.
         hook: horizontal distance from a token's middle to the tip of the arrow that curves round
             its side; ``None`` where columns are too narrow for it.
@@ -79,15 +87,10 @@ class Layout:
     rotated: bool
     bow: int
     node_radius: float
+    reach: int
     line_scale: float
     hook: float | None
     panels: tuple[PanelLayout, ...]
-
-    @property
-    def legend_y(self) -> int:
-        """Baseline of the first line of the legend."""
-        last = self.panels[-1]
-        return last.top + last.height + 22
 
 
 def lay_out(flows: Sequence[AttentionGraph], surround: Surround) -> Layout:
@@ -99,17 +102,17 @@ def lay_out(flows: Sequence[AttentionGraph], surround: Surround) -> Layout:
     left, top = surround.left, surround.top
     most_layers = max(flow.n_layers for flow in flows)
     label_width = math.ceil(text_width(f"Layer {most_layers - 1}", LABEL_SIZE))
-    first_column = left + 14 + label_width + 34
+    first_column = left + 14 + label_width + 28
 
     n_gaps = max(n_columns - 1, 1)
-    room = FIGURE_WIDTH - MARGIN - 38 - first_column
+    room = NARROWEST - MARGIN - 34 - first_column
     spacing = min(_MAX_COLUMN_WIDTH, room // n_gaps)
     token_size, rotated = _token_style(tokens, spacing)
     if rotated:
         room -= 40  # the last rotated label extends to the right
         spacing = min(_MAX_COLUMN_WIDTH, room // n_gaps)
     spacing = max(spacing, _MIN_COLUMN_WIDTH)
-    width = max(FIGURE_WIDTH, FIGURE_WIDTH + n_gaps * spacing - room)
+    width = max(NARROWEST, NARROWEST + n_gaps * spacing - room)
     slack = max(0, room - n_gaps * spacing)
     columns = tuple(first_column + slack // 2 + column * spacing for column in range(n_columns))
 
@@ -121,42 +124,46 @@ def lay_out(flows: Sequence[AttentionGraph], surround: Surround) -> Layout:
         panel = _lay_out_panel(flow, top, rotated, label_height)
         panels.append(panel)
         top += panel.height + PANEL_GAP
+    right = width - MARGIN
+    node_radius = 4.0 if spacing >= 24 else 3.0
+    row_height = min(panel.levels[0] - panel.levels[1] for panel in panels)
     return Layout(
         width=width,
-        height=top - PANEL_GAP + LEGEND_HEIGHT,
+        height=top - PANEL_GAP + legend_height(flows, left, right),
         left=left,
-        right=width - MARGIN,
+        right=right,
         columns=columns,
         token_size=token_size,
         token_width=token_width,
         rotated=rotated,
         bow=max(5, min(14, spacing // 5)),
-        node_radius=4.5 if spacing >= 30 else 3.5,
+        node_radius=node_radius,
+        reach=int(row_height / (node_radius + _CLEARANCE)),
         line_scale=max(0.45, min(1.0, spacing / _ROOMY_COLUMN_WIDTH)),
-        hook=None if rotated or spacing < longest + 46 else longest / 2 + 6,
+        hook=None if rotated or spacing < longest + 28 else longest / 2 + 5,
         panels=tuple(panels),
     )
 
 
 def _token_style(tokens: Sequence[str], spacing: int) -> tuple[float, bool]:
     """The font size of the tokens, and whether they must be rotated to be legible."""
-    for size in (17.0, 15.0, 13.0, MIN_FONT_SIZE):
+    for size in (15.0, 13.0, 12.0, SMALLEST_SIZE):
         if max(text_width(token, size) for token in tokens) <= spacing - 6:
             return size, False
-    return (MIN_FONT_SIZE, True) if spacing < 84 else (13.0, False)
+    return (SMALLEST_SIZE, True) if spacing < 64 else (12.0, False)
 
 
 def _lay_out_panel(flow: AttentionGraph, top: int, rotated: bool, label_height: int) -> PanelLayout:
-    row_height = min(55, max(30, 5 * (420 // flow.n_layers // 5)))
+    row_height = min(45, max(25, 5 * (340 // flow.n_layers // 5)))
     # An arrow from one token to the next arches over the output row.
     has_arch = not rotated and any(column != read_at for column, read_at in flow.targets)
-    output_y = top + (34 + label_height if rotated else 72 if has_arch else 56)
-    top_level = output_y + 34
+    output_y = top + (52 + label_height if rotated else 88 if has_arch else 68)
+    top_level = output_y + 30
     levels = tuple(
         top_level + (flow.n_layers - level) * row_height for level in range(flow.n_layers + 1)
     )
-    input_y = levels[0] + (16 if rotated else 30)
-    bottom = input_y + (label_height + 8 if rotated else 16)
+    input_y = levels[0] + (15 if rotated else 26)
+    bottom = input_y + (label_height + 8 if rotated else 14)
     return PanelLayout(top, bottom - top, levels, output_y, input_y)
 
 
@@ -164,6 +171,9 @@ def edge_path(layout: Layout, panel: PanelLayout, layer: int, query: int, key: i
     """The line of a layer's attention edge from key to query, as SVG path data."""
     start_x, start_y = layout.columns[key], panel.levels[layer]
     end_x, end_y = layout.columns[query], panel.levels[layer + 1]
+    if abs(query - key) > layout.reach:
+        low, high = start_y - panel.swing, end_y + panel.swing
+        return f"M{start_x} {start_y}C{start_x} {low} {end_x} {high} {end_x} {end_y}"
     if query != key:
         return f"M{start_x} {start_y}L{end_x} {end_y}"
     side, bend = start_x + layout.bow, panel.bend
@@ -183,7 +193,7 @@ def prediction_arrow(
     size = 8.0
     if layout.hook is not None and column == read_at:
         tip_x, tip_y = end_x + layout.hook, panel.output_y - 0.35 * layout.token_size
-        side = tip_x + 20
+        side = tip_x + 17
         line = (
             f"M{start_x + 5} {node_top + 3:g}C{side:g} {node_top - 4:g} "
             f"{side:g} {tip_y:g} {tip_x + size * 0.6:g} {tip_y:g}"

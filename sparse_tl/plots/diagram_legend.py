@@ -6,42 +6,55 @@ from collections.abc import Iterator, Sequence
 
 from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight
 from sparse_tl.plots import palette
-from sparse_tl.plots.diagram_layout import Layout
 from sparse_tl.plots.figure_frame import arrow_head
 from sparse_tl.plots.palette import INK, LABEL_SIZE, MUTED, NODE_REACHED, NODE_UNREACHED
 from sparse_tl.plots.token_text import text_width
 
 _SYMBOL = 26
-_GAP = 20
+_GAP = 16
 _LINE = 20
+_ABOVE, _BELOW = 22, 12
 
 
-def legend(graphs: Sequence[AttentionGraph], layout: Layout, weight: EdgeWeight) -> Iterator[str]:
+def legend_height(graphs: Sequence[AttentionGraph], left: int, right: int) -> int:
+    """Height of the legend of these graphs between two edges, in pixels."""
+    return _ABOVE + max(y for *_, y in _placed(graphs, left, right)) + _BELOW
+
+
+def legend(
+    graphs: Sequence[AttentionGraph], left: int, right: int, top: int, weight: EdgeWeight
+) -> Iterator[str]:
     """The legend as SVG, in as many lines as it needs.
 
     Args:
         graphs: what the panels show.
-        layout: layout of the figure.
+        left, right, top: where it stands, in pixels.
         weight: weight that lines show at first; the script shows and hides what is about effects.
     """
-    x, y = layout.left, layout.legend_y
     yield f'<g data-role="legend" font-size="{LABEL_SIZE:g}" fill="{MUTED}">'
-    for role, symbol, words in _entries(graphs, weight):
-        width = _SYMBOL + 6 + text_width(words, LABEL_SIZE)
-        if x + width > layout.right and x > layout.left:
-            x, y = layout.left, y + _LINE
+    for role, symbol, words, x, y in _placed(graphs, left, right):
         hidden = ' visibility="hidden"' if role == "negative" and weight == "attention" else ""
         yield (
-            f'<g data-legend="{role}"{hidden} transform="translate({x:g} {y})">{symbol}'
-            f'<text x="{_SYMBOL + 6}">{words}</text></g>'
+            f'<g data-legend="{role}"{hidden} transform="translate({x:g} {top + _ABOVE + y})">'
+            f'{symbol}<text x="{_SYMBOL + 6}">{words}</text></g>'
         )
-        x += width + _GAP
     yield "</g>"
 
 
-def _entries(
-    graphs: Sequence[AttentionGraph], weight: EdgeWeight
-) -> Iterator[tuple[str, str, str]]:
+def _placed(
+    graphs: Sequence[AttentionGraph], left: int, right: int
+) -> Iterator[tuple[str, str, str, float, int]]:
+    """The entries, each with its place: x, and y below the first line."""
+    x, y = float(left), 0
+    for role, symbol, words in _entries(graphs):
+        width = _SYMBOL + 6 + text_width(words, LABEL_SIZE)
+        if x + width > right and x > left:
+            x, y = float(left), y + _LINE
+        yield role, symbol, words, x, y
+        x += width + _GAP
+
+
+def _entries(graphs: Sequence[AttentionGraph]) -> Iterator[tuple[str, str, str]]:
     """Role, symbol at (0, 0) with its middle 4 above, and words."""
     yield "main", _stroke(palette.MAIN[1], 4), "carries most to the prediction"
     yield "path", _stroke(palette.ON_PATH[1], 2), "leads to it"

@@ -15,6 +15,7 @@ from sparse_tl.plots.palette import (
     INK,
     LABEL_SIZE,
     MUTED,
+    TICK_SIZE,
     TITLE_SIZE,
 )
 from sparse_tl.plots.token_text import clip_text, shorten, text_width, visible_text
@@ -40,6 +41,10 @@ class Frame:
     @property
     def middle(self) -> float:
         return self.top + self.height / 2
+
+    @property
+    def bottom(self) -> int:
+        return self.top + self.height
 
 
 def xml_text(text: str) -> str:
@@ -106,17 +111,27 @@ def figure_start(
         )
 
 
-def panel_frame(left: int, right: int, frame: Frame, name: str, caption: str) -> Iterator[str]:
-    """The frame of a panel with its name, and a caption that a script may change."""
+def panel_frame(
+    left: int, right: int, frame: Frame, name: str, caption: str, *, below: bool = False
+) -> Iterator[str]:
+    """The frame of a panel with its name, and a caption that a script may change.
+
+    Args:
+        left, right, frame: extent of the frame.
+        name, caption: text in its corner.
+        below: whether the caption stands below the name, not beside it.
+    """
     yield (
         f'<rect x="{left}" y="{frame.top}" width="{right - left}" '
         f'height="{frame.height}" rx="7" fill="{GROUND}" stroke="{INK}" '
         f'stroke-width="{FRAME_WEIGHT}"/>'
     )
-    clipped = clip_text(visible_text(name), FRAME_TITLE_SIZE, (right - left) * 0.45)
+    room = right - left - 2 * 14 if below else (right - left) * 0.45
+    clipped = clip_text(visible_text(name), FRAME_TITLE_SIZE, room)
+    place, size = (f'x="{left + 14}" dy="17"', TICK_SIZE) if below else ('dx="14"', LABEL_SIZE)
     yield (
         f'<text x="{left + 14}" y="{frame.top + 25}"><tspan font-size="{FRAME_TITLE_SIZE:g}" '
-        f'font-weight="bold">{xml_text(clipped)}</tspan><tspan dx="14" font-size="{LABEL_SIZE:g}" '
+        f'font-weight="bold">{xml_text(clipped)}</tspan><tspan {place} font-size="{size:g}" '
         f'fill="{MUTED}" data-role="caption">{xml_text(caption)}</tspan></text>'
     )
 

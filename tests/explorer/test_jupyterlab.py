@@ -18,6 +18,18 @@ dense, other = build_addition_model(0, "cpu"), build_addition_model(1, "cpu")
 models = {"Dense": dense, "Sparse": SparseTransformer(other, initial_bias=0.0)}
 """
 SHOW = "explore(models, '36+28=?????', threshold=0.1)"
+FIGURES = """
+import torch
+from IPython.display import display
+from sparse_tl import Scores, circuit_diagram
+from sparse_tl.grids import HeadGrid
+from sparse_tl.plots import head_map
+display(circuit_diagram({"Dense": dense}, "36+28=?????"))
+drawn = head_map({"Dense": Scores(HeadGrid(2, 2), torch.eye(2), "eap")})
+display(drawn, drawn.light(), drawn.dark())
+"""
+TURNED = """(place) => [...document.querySelectorAll(place)].map((figure) =>
+  getComputedStyle(figure).filter !== "none")"""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +88,7 @@ def test_a_session_in_jupyterlab(lab, lab_page, offline_page):
     nbformat = pytest.importorskip("nbformat", reason="pip install nbformat")
     nbconvert = pytest.importorskip("nbconvert", reason="pip install nbconvert")
     tab = lab_page
-    path = lab.write("session.ipynb", SETUP, SHOW)
+    path = lab.write("session.ipynb", SETUP, SHOW, FIGURES)
     open_notebook(tab, lab, "session.ipynb")
     command(tab, "notebook:run-all-cells")
     explorer(tab).wait_for(timeout=90_000)
@@ -84,6 +96,14 @@ def test_a_session_in_jupyterlab(lab, lab_page, offline_page):
     # The figure that is saved stands in the page, and is not seen beside the live one.
     assert tab.locator("[data-saved-explorer]").count() == 1
     assert not tab.locator("[data-saved-explorer]").is_visible()
+
+    # Figures follow the theme; light and dark ones do not.
+    tab.locator(".js-plotly-plot").nth(2).wait_for(state="attached")
+    for theme, turned in (("JupyterLab Dark", True), ("JupyterLab Light", False)):
+        command(tab, "apputils:change-theme", theme=theme)
+        tab.wait_for_function("name => document.body.dataset.jpThemeName === name", arg=theme)
+        assert tab.evaluate(TURNED, ".sparse-tl-auto:not([data-saved-explorer] *)") == [turned]
+        assert tab.evaluate(TURNED, ".js-plotly-plot") == [turned, False, False]
 
     # The slider.
     before = lines(tab, 0)

@@ -67,13 +67,13 @@ def _random_flow(
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_flow() -> Callable[..., AttentionGraph]:
     """Makes the flow with the given attention edges and no others."""
     return _flow
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_random_flow() -> Callable[..., AttentionGraph]:
     """Makes a dense flow: every causal pair is open, with attribution."""
     return _random_flow
@@ -84,17 +84,17 @@ def circuit() -> dict[tuple[int, int, int, int], float]:
     return dict(CIRCUIT)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def sparse_flow() -> AttentionGraph:
     return _flow(CIRCUIT)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def dense_flow() -> AttentionGraph:
     return _random_flow()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def two_panels(
     dense_flow: AttentionGraph, sparse_flow: AttentionGraph
 ) -> dict[str, AttentionGraph]:
@@ -130,13 +130,13 @@ def _random_circuit(
     return Scored(Circuit(graph, mask), Scores(graph, scores, "eap"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_circuit() -> Callable[..., Scored]:
     """Makes the circuit of the edges with these names and scores, of 3 layers and 2 heads."""
     return _scored_circuit
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_random_circuit() -> Callable[..., Scored]:
     """Makes a circuit of so many edges, with scores over several orders of magnitude."""
     return _random_circuit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import random
 import re
@@ -220,7 +221,7 @@ def test_open_mlps_are_squares_and_closed_ones_are_not_drawn(make_flow, circuit)
         circuit_diagram({"a": make_flow(circuit, mlps=mlps), "b": make_flow(circuit)})
     )
     caption = part(with_gates, "caption").text
-    assert caption == "5 of 1,056 attention edges ≥ 0.10; squares: 2 of 44 MLP outputs"
+    assert caption == "5 of 1,056 attention edges ≥ 0.10; 2 of 44 MLPs"
     nodes = {(n.get("data-level"), n.get("data-column")): n for n in part(with_gates, "nodes")}
     for square, place in zip(part(with_gates, "mlps"), [("1", "4"), ("3", "10")], strict=True):
         node = nodes[place]
@@ -314,14 +315,40 @@ def test_everything_lies_inside_its_frame(make_random_flow, n_layers, n_columns)
     assert all(b - a >= 15 for a, b in zip(xs, xs[1:], strict=False))
 
 
-def test_text_is_legible_at_full_width(two_panels, make_random_flow):
-    tokens = tuple(f" something{i}" for i in range(40))
-    long = make_random_flow(12, 1, tokens, tokens, ((39, 38),))
-    for figure in (circuit_diagram(two_panels), circuit_diagram({"long": long}, title="Title")):
-        root = ElementTree.fromstring(figure.svg)
-        at_1000 = 1000 / float(root.get("width", ""))
-        sizes = [float(e.get("font-size", "")) for e in root.iter() if "font-size" in e.attrib]
-        assert min(sizes) * min(at_1000, 1.0) >= 11
+@pytest.mark.parametrize("token", ["{}", " something{}"])
+@pytest.mark.parametrize(
+    ("n_columns", "width"), [(2, 726), (11, 726), (20, 726), (29, 726), (64, 1286)]
+)
+def test_text_is_legible_in_print(make_random_flow, token, n_columns, width):
+    tokens = tuple(token.format(i % 10) for i in range(n_columns))
+    flow = make_random_flow(12, 1, tokens, tokens, ((n_columns - 1, n_columns - 2),))
+    figure = circuit_diagram({"Base Model": flow, "Sparse Model": flow}, title="A title")
+    root = ElementTree.fromstring(figure.svg)
+    assert float(root.get("width", "")) <= width
+    sizes = [float(e.get("font-size", "")) for e in root.iter() if "font-size" in e.attrib]
+    assert min(sizes) >= 11  # px: 6 pt where 726 px are 5.5 in
+
+
+@pytest.mark.parametrize(("n_layers", "n_columns"), [(4, 11), (12, 20), (4, 29), (2, 64)])
+def test_no_edge_goes_through_a_node(make_random_flow, n_layers, n_columns):
+    tokens = tuple(str(i % 10) for i in range(n_columns))
+    flow = make_random_flow(
+        n_layers, 1, tokens, tokens, ((n_columns - 1, n_columns - 1),), sharpness=0
+    )
+    (panel,) = panels_of(circuit_diagram({"model": flow}, threshold=0))
+    circles = list(nodes_of(panel).values())
+    nodes = torch.tensor([[float(c.get(axis, "")) for axis in ("cx", "cy")] for c in circles])
+    radius = float(circles[0].get("r", ""))
+    drawn = re.findall(r"M[^M]+", "".join(path.get("d", "") for path in part(panel, "edges")))
+    assert len(drawn) == n_layers * n_columns * (n_columns + 1) // 2
+    for line in drawn:
+        ends = torch.tensor([float(x) for x in re.findall(r"[\d.]+", line)]).view(-1, 2)
+        if len(ends) == 2:  # as a cubic
+            ends = torch.lerp(ends[0], ends[1], torch.tensor([[0], [1], [2], [3]]) / 3)
+        t = torch.linspace(0, 1, 200)[:, None]
+        points = sum(math.comb(3, k) * t**k * (1 - t) ** (3 - k) * ends[k] for k in range(4))
+        away = torch.cdist(nodes, points).amin(dim=1)
+        assert (away < radius + 0.5).sum() == 2, line  # the ends alone
 
 
 # ---- tokens -------------------------------------------------------------------------------------
@@ -409,7 +436,7 @@ def test_tokens_and_names_stay_text(make_flow, circuit):
     }
     _, call = str(figure).rsplit("startFigures(", 1)
     payload, rest = call.split(");\n", 1)
-    assert rest == "})();\n</script>"
+    assert rest == "})();\n</script>\n</div>"
     assert not set("<>&\u2028\u2029") & set(payload) and "alert" in payload
     assert ATTACK in [title.text for title in root.iter(f"{SVG}title")]
 
@@ -470,7 +497,7 @@ def test_repr_names_the_panels(two_panels):
 def test_save_html_and_svg(two_panels, tmp_path):
     figure = circuit_diagram(two_panels, title="Effect & cause")
     page = figure.save(tmp_path / "figure.HTML").read_text(encoding="utf-8")
-    assert page.startswith("<!DOCTYPE html>") and str(figure) in page
+    assert page.startswith("<!DOCTYPE html>") and figure.light_html in page
     assert "<title>Effect &amp; cause</title>" in page
     tags_of(page)
     root = ElementTree.parse(figure.save(str(tmp_path / "figure.svg"))).getroot()

@@ -293,7 +293,7 @@ def test_hostile_tokens_stay_text(page, tmp_path, make_flow, circuit):
     flow = make_flow(circuit, input_tokens=tokens, output_tokens=tokens)
     show(page, tmp_path, circuit_diagram({ATTACK: flow, "b": flow}, title=ATTACK))
     assert page.locator("img").count() == 0
-    hover_edge(page, 0, 0, 9, 0, share=0.3)
+    hover_edge(page, 0, 0, 9, 0)
     assert f"“{ATTACK}”" in page.locator(".tip").inner_text()
     assert page.locator("select[name=target] option").count() == 5
     assert page.title() == ATTACK
