@@ -40,7 +40,7 @@ lint: $(VENV)/.installed
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-# The site is in site/; open site/index.html, or look at it while writing with `mkdocs serve`.
+# The site is in site/: open site/index.html; `mkdocs serve` shows it while you write.
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

@@ -140,7 +140,7 @@ def test_models_of_one_name_keep_columns_of_their_own(folders: list[str]) -> Non
         ({"prompts": 4}, "at least 8 prompts"),
         ({"lambda_": 0.0}, "lambda other than 0"),
         ({"updates": 0}, "updates of at least 1"),
-        ({"models": ["m"], "tasks": ["math=none.jsonl"]}, "none.jsonl is no file"),
+        ({"models": ["m"], "tasks": ["math=none.jsonl"]}, "none.jsonl is not a file"),
         ({"prompts": 1001}, "at most 1000 prompts"),
         ({"seeds": 0}, "at least 8 prompts, one seed"),
         ({"models": ["m"], "tasks": ["sums"]}, "text=SOURCE; got 'sums'"),

@@ -70,7 +70,8 @@ def attribute_circuit_edges(
     positions, ``[position, source, destination]``. What heads move between positions are attention
     edges: `attribute_attention_edges`.
 
-    Several ranks share the pairs, and all return the whole; so do the functions below.
+    Several ranks divide the pairs among them, and all return the whole result; so do the functions
+    below.
 
     Args:
         model: dense or sparse model; left unchanged.

@@ -43,7 +43,7 @@ def evaluate(
 ) -> Evaluation:
     """The metric under circuits, with everything else patched; one forward pass per circuit.
 
-    Several ranks share the pairs, and all return the whole.
+    Several ranks divide the pairs among them, and all return the whole result.
 
     Args:
         model: dense or sparse model; left unchanged.

@@ -53,7 +53,7 @@ def from_eap_ig(
 
     Args:
         content: the JSON.
-        graph: the model's graph; required for grouped-query attention, which the JSON does not say.
+        graph: the model's graph; required for grouped-query attention, which the JSON omits.
 
     Raises:
         ValueError: a key is missing, the graph lacks an edge or has other sizes than `graph`, or

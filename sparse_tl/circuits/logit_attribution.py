@@ -39,7 +39,7 @@ class LogitAttribution(Result):
     Args:
         components: "input"; heads ("a0.h1"), MLPs ("m0") and attention biases ("a0.b") by layer;
             and "bias", that of the final norm and the unembedding.
-        values: logits that a component adds for each prompt pair; positive: towards the answer.
+        values: logits that each component adds, per prompt pair; positive: towards the answer.
         n_heads: number of heads of a layer.
     """
 
@@ -96,7 +96,7 @@ def attribute_logits(
 
     Args:
         model: dense or sparse model; left unchanged.
-        pairs: prompt pairs; those without wrong answers count the answers' logit alone.
+        pairs: prompt pairs; without wrong answers, only the answers' logit is attributed.
         batch_size: prompt pairs per forward pass.
         progress: whether to show a progress bar.
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class LogitLens(Result):
     """Predictions of one prompt by layer and position, from `logit_lens`.
 
-    The last row is the residual stream after the last layer, that is the model's own prediction.
+    The last row is the residual stream after the last layer: the model's own prediction.
 
     Args:
         tokens: text of each position.

@@ -26,11 +26,11 @@ class Scores(Result):
     Scores of attention edges are kept per prompt pair, on a leading axis: position 3 of one prompt
     means nothing for another, unless both share a template. Circuit edges have the same axis if
     scored with ``by_pair=True``. Rankings and tables use the mean over pairs. Scores of circuit
-    edges by position have an axis of positions before those of edges; their sum over it are the
+    edges by position have an axis of positions before those of edges; summed over it, they are the
     scores of circuit edges.
 
     Args:
-        site: the parts that are scored: circuit edges, heads, or attention edges.
+        site: parts that are scored: circuit edges, heads, or attention edges.
         values: the scores; 0 where there is no part.
         method: name of the attribution method.
 

@@ -68,7 +68,7 @@ def addition(
         console.print(
             f"Trains a model to add two-digit numbers, makes its attention sparse, and draws both "
             f"into {out}: about {ADDITION_MINUTES} minutes on two idle cores. Stopped with Ctrl-C, "
-            "it goes on from there when it is called again.",
+            "the same command resumes there.",
             markup=False,
         )
     outcome = call("run_addition", given)

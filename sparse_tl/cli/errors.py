@@ -44,7 +44,7 @@ def main() -> None:
             traceback.print_exc()
         code = _explain(error, debug)
     if code == 130 and not rank:
-        errors.print("Stopped. What was done is saved: the same command goes on from there.")
+        errors.print("Stopped. Progress is saved: the same command resumes there.")
     if code:
         sys.exit(code)
 

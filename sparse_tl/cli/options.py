@@ -71,10 +71,8 @@ CheckpointActivations = Annotated[
 Lora = Annotated[
     int, setting("RANK", "Train low-rank adapters in place of the weights; 0 for none.")
 ]
-Shard = Annotated[
-    bool, setting("", "Deal the weights to the ranks, each holding a part.", "--shard")
-]
-DensePrecision = Annotated[str, setting("NAME", "That of the dense model's copy: float32 or bf16.")]
+Shard = Annotated[bool, setting("", "Shard the weights over the ranks.", "--shard")]
+DensePrecision = Annotated[str, setting("NAME", "Precision of the dense copy: float32 or bf16.")]
 Out = Annotated[Path, run("FOLDER", "Output folder.")]
 Seed = Annotated[int, run("N", "Random seed for weights, data order and gate noise.")]
 Device = Annotated[

@@ -69,7 +69,7 @@ def read_documents(
     paths = [Path(path) for path in source]
     for path in paths:
         if not path.is_file():
-            raise ValueError(f"expected paths of text files; {path} is no file")
+            raise ValueError(f"expected paths of text files; {path} is not a file")
     return _Files(paths, separator, column)
 
 
@@ -90,8 +90,8 @@ def dataset_rows(source: str | Path, split: str) -> Iterable[dict[str, Any]]:
         return load_dataset(name, configuration or None, split=split, streaming=True)
     except Exception as error:  # hub, network and parser raise different types
         raise ValueError(
-            f"expected a file or the name of a dataset; {source} is no file, and loading it as a "
-            f"dataset failed: {error}"
+            f"expected a file or the name of a dataset; {source} is not a file, and loading it as "
+            f"a dataset failed: {error}"
         ) from error
 
 

@@ -171,7 +171,7 @@ def tokens_of_pairs(encode: Encode, pairs: Sequence[PairTexts], tokenizer: Any) 
             raise ValueError(
                 f"row {row}: expected clean and corrupted prompts of equal token length, which are "
                 f"compared position by position; got {len(one)} and {len(other)} tokens, where "
-                f"{first} stands against {second}: {clean!r} / {corrupted!r}"
+                f"{first} is compared with {second}: {clean!r} / {corrupted!r}"
             )
         sides = [
             [single_token(encode, text, tokenizer, f"row {row}: ") for text in texts]

@@ -66,7 +66,7 @@ class Spans(Rows):
         names = tuple(rows[0])
         if not names or any(not name or name.isdigit() for name in names):
             raise ValueError(
-                f"expected names of spans that are no numbers, which name tokens; got {names}"
+                f"expected span names other than numbers, which name tokens; got {names}"
             )
         at = torch.full((len(ends), n_columns), -1)
         for row, (some, end) in enumerate(zip(rows, ends.tolist(), strict=True)):

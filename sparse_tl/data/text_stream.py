@@ -133,7 +133,7 @@ class TextStream:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, without tokenising what was before.
+        """Resume at a saved `state`, without tokenising the text before it.
 
         Raises:
             ValueError: the state is of another stream, or a file has changed since.
@@ -141,7 +141,7 @@ class TextStream:
         for name, here in self._settings().items():
             if state[name] != here:
                 raise ValueError(
-                    f"expected a stream with the {name} of the one that goes on ({state[name]}); "
+                    f"expected a stream with the {name} of the saved one ({state[name]}); "
                     f"got {here}"
                 )
         if state["text"] != self._identity:

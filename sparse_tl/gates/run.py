@@ -109,7 +109,7 @@ def ablate_attention_edges(
 
     Args:
         model: dense or sparse model.
-        edges: (layer, head, query, key) of each edge; query and key are columns, from 0.
+        edges: (layer, head, query, key) tuples; query and key are columns, from 0.
 
     Raises:
         ValueError: no edge is given, the model lacks an edge, or a causal model's key follows its
@@ -171,7 +171,7 @@ class GatedRun:
         check_tokens(self.adapter, tokens)
         if isinstance(patch, PatchValues) and (reference is not None or seed):
             raise ValueError(
-                "expected no reference and no seed beside PatchValues, which have their own; pass "
+                "expected no reference and no seed with PatchValues, which have their own; pass "
                 f"both to PatchValues instead; got {seed=}"
                 f"{'' if reference is None else ' and a reference'}"
             )

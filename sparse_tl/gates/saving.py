@@ -40,7 +40,7 @@ _MLPS = "mlp_gates."
 def save_sparse(sparse: SparseTransformer, folder: str | Path) -> Path:
     """Write the folder completely or not at all; of several ranks, only the first writes.
 
-    All ranks have to call this if the weights are dealt to them.
+    All ranks have to call this if the weights are sharded.
 
     Raises:
         ValueError: the gate distribution is not defined by this package, or the folder holds

@@ -24,9 +24,9 @@ from sparse_tl.scopes import scope
 def checkpointed_activations(model: HookedModel) -> Iterator[None]:
     """Inside the block, a training pass keeps only the input of each layer.
 
-    All else is computed again in the backward pass, with the same noise of gates: about a third
-    more time for memory of one layer in place of all. Gradients do not change. Key-value caches are
-    off, since a layer that runs twice would fill them twice.
+    Everything else is recomputed in the backward pass, with the same gate noise: about a third more
+    time, for the activations of one layer instead of all. Gradients do not change. Key-value caches
+    are off, since a layer that runs twice would fill them twice.
 
     Args:
         model: model to train, under gates or not.

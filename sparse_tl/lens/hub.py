@@ -69,8 +69,8 @@ def _official(name: str) -> str:
         huggingface_hub.utils.validate_repo_id(official)
     except huggingface_hub.errors.HFValidationError as error:
         raise ValueError(
-            f"expected a folder, or the name of a model on the hub; {name} is no folder, and no "
-            "model can be called so"
+            f"expected a folder, or the name of a model on the hub; {name} is not a folder, and no "
+            "model has that name"
         ) from error
     if official.startswith(_PICKLED):
         raise ValueError(

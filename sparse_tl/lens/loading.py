@@ -133,7 +133,7 @@ def save_model(model: Model, folder: str | Path) -> None:
     """Write configuration, weights and tokenizer to an existing folder.
 
     A bridge is saved as a Hugging Face folder, which transformers can read too. Of several ranks,
-    the first writes; all have to call this if the weights are dealt to them.
+    the first writes; all have to call this if the weights are sharded.
     """
     if not ranks.is_first():
         if isinstance(model, TransformerBridge) and shards.is_dealt(model):

@@ -54,7 +54,7 @@ def add_lora(model: Model, rank: AtLeastOne = 16) -> TransformerBridge:
 
     Raises:
         ImportError: `peft` is not installed.
-        ValueError: the model is no TransformerBridge, has adapters already, or calls none of its
+        ValueError: the model is not a TransformerBridge, already has adapters, or calls none of its
             projections; the rank is below 1.
     """
     if not isinstance(model, TransformerBridge):
@@ -124,7 +124,7 @@ def merge_lora(model: Model) -> Model:
     Does nothing to a model without adapters. All weights can be trained afterwards.
 
     Raises:
-        TypeError: `model` is no model of TransformerLens, but for instance one under gates.
+        TypeError: `model` is not a TransformerLens model; one under gates is not, for instance.
     """
     if not isinstance(model, Model):
         raise TypeError(

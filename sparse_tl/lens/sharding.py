@@ -17,18 +17,18 @@ from sparse_tl.lens.points import Model
 def shard_model(
     model: Model, *, precision: Literal["float32", "bf16"] = "float32"
 ) -> TransformerBridge:
-    """Deal a model's weights to the ranks for post-training, in place.
+    """Shard a model's weights over the ranks for post-training, in place.
 
-    Every rank holds a part of every weight, its gradient and what the optimizer keeps of it. A pass
-    gathers one layer after the other, so all ranks have to make the same passes: `post_train`,
-    `evaluate_held_out` and calls of the model, on all ranks. Copies are dealt too.
+    Every rank holds a part of every weight, its gradient and its optimizer state. A pass gathers
+    the weights layer by layer, so all ranks have to make the same passes: `post_train`,
+    `evaluate_held_out` and calls of the model, on all ranks. Copies are sharded too.
     `save_pretrained` on all ranks writes the folder of the whole model; load that for all other
     analyses.
 
     Args:
         model: TransformerBridge, raw as `load_model` gives it, without gates; load it with
             ``device="cpu"`` if it does not fit on one GPU. Its parts go to the GPUs of the ranks,
-            if there are any. Low-rank adapters are put on before.
+            if there are any. Add low-rank adapters before sharding.
         precision: "bf16" gathers weights and computes in bfloat16, in all passes; the weights
             themselves, and the sums of gradients over ranks, are float32.
 
@@ -36,8 +36,8 @@ def shard_model(
         The model.
 
     Raises:
-        ValueError: there is one process only; the model is no TransformerBridge, has gates or is
-            sharded already, cannot be trained, or is not float32 where the precision is "bf16".
+        ValueError: there is only one process; the model is not a TransformerBridge, has gates or is
+            already sharded, cannot be trained, or is not float32 where the precision is "bf16".
 
     Reference: `torch.distributed.fsdp.fully_shard`.
     """

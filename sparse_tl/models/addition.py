@@ -79,11 +79,11 @@ def load_addition_models(
     """The dense addition model and the sparse one made from it; as `load_task_models`.
 
     Args:
-        seed: of everything random; 0 comes with the package in the placeholder form.
-        form: of the sums.
-        cache: folder of the pairs that are built here; in the user's cache folder when left out.
-        device: where the models go, and are built; a GPU if there is one when left out.
-        progress: whether to show the progress of a build.
+        seed: random seed of the pair; 0 comes with the package in the placeholder form.
+        form: form of the sums.
+        cache: folder for pairs that are built; in the user's cache folder by default.
+        device: device of the models, also for building; a GPU by default if there is one.
+        progress: whether to show a progress bar while building.
     """
     recipe = addition_recipe(form)
     return load_built_in(recipe, seed, cache=cache, device=device, progress=progress)

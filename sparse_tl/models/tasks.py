@@ -72,15 +72,17 @@ def load_task_models(
     """The dense task model and the sparse one made from it.
 
     Args:
-        seed: of everything random; 0 comes with the package, others are built when absent.
-        cache: folder of the pairs that are built here; in the user's cache folder when left out.
-        device: where the models go, and are built; a GPU if there is one when left out.
-        progress: whether to show the progress of a build.
+        seed: random seed of the pair; 0 comes with the package, others are built if absent.
+        cache: folder for pairs that are built; in the user's cache folder by default.
+        device: device of the models, also for building; a GPU by default if there is one.
+        progress: whether to show a progress bar while building.
 
     Raises:
-        ValueError: a folder that cannot be written, or that holds damaged models.
-        UserWarning: a warning, where the sparse model misses the target of its post-training.
-        KeyboardInterrupt: after Ctrl-C, once the state is saved; called again, it goes on.
+        ValueError: the folder cannot be written, or holds damaged models.
+        KeyboardInterrupt: after Ctrl-C, once the state is saved; another call resumes.
+
+    Warns:
+        UserWarning: the sparse model missed its post-training target.
     """
     return load_built_in(task_recipe(), seed, cache=cache, device=device, progress=progress)
 
@@ -89,9 +91,9 @@ def task_accuracy(model: HookedModel, *, n: int = 256, seed: int = 0) -> dict[st
     """Share of held-out prompts, 0 to 1, whose most likely next token is a right answer, by task.
 
     Args:
-        model: dense or sparse, of this module's vocabulary.
-        n: prompts of each task.
-        seed: of the draw.
+        model: dense or sparse model with this module's vocabulary.
+        n: number of prompts per task.
+        seed: random seed for the draws.
     """
     return {
         task.name: accuracy(model, task_pairs(task, n, seed=seed), batch_size=256) for task in TASKS

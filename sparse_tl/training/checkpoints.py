@@ -182,7 +182,7 @@ def load_checkpoint(
     before = content.get("ranks", 1)
     if before != ranks.count() and ranks.is_first():
         warnings.warn(
-            f"the checkpoint in {folder} was made on {before} ranks, and the run goes on on "
+            f"the checkpoint in {folder} was made on {before} ranks, and the run resumes on "
             f"{ranks.count()}: gates draw other noise than they would have on {before}",
             stacklevel=2,
         )

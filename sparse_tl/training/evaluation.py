@@ -154,7 +154,7 @@ def evaluate_held_out(
 ) -> HeldOut:
     """Measure loss, accuracy, attention edges and MLP outputs of a dense or sparse model.
 
-    Gates are deterministic. Several ranks share the rows, and all return the whole.
+    Gates are deterministic. Several ranks divide the rows among them; all return the whole.
 
     Args:
         model: a dense model or a SparseTransformer.

@@ -63,37 +63,36 @@ def post_train(
     or, with gates on MLPs, the least active edges at their costs and active MLP outputs together.
 
     Args:
-        sparse: the wrapped model; its weights and gates are trained in place, or, where it has
-            low-rank adapters (`add_lora`), these and its gates. The dense model is then that
+        sparse: wrapped model, trained in place: its weights and gates, or, if it has low-rank
+            adapters (`add_lora`), the adapters and gates. The dense model is then the model
             without adapters.
         stream: training batches; any positions may carry the loss.
-        target_loss: nats: absolute (``0.01``), or over the frozen dense model on the same rows
-            (``"+0.05"``).
-        validation: examples on which the constraint and selection are; report on others.
-        steps: optimizer steps.
-        learning_rate: at its peak; or the rates of some parameters, all others staying as they are:
-            of ``"gates"``, those on MLPs among them, of ``"qk"``, the weights of queries and keys,
-            of ``"lora"``, the adapters, of ``"all"``, and of patterns of parameter names, the first
-            that a parameter matches counting.
-        edge_cost: what an open attention edge counts, broadcastable to
-            ``[layer, head, query, key]``; 1 everywhere when left out. An open MLP output counts 1:
-            this is the cost of an attention edge relative to that. What is reported of attention
-            edges is never weighted.
-        head_cost: what a head counts that is open anywhere in a batch, beside attention edges at 1;
-            above 0, heads that are hardly used shut for good.
-        seed: of gate noise.
+        target_loss: loss in nats: absolute (``0.01``), or above the frozen dense model's on the
+            same rows (``"+0.05"``).
+        validation: examples for the loss constraint and model selection; report on others.
+        steps: number of optimizer steps.
+        learning_rate: peak learning rate; or rates by parameter, with all other parameters frozen:
+            ``"gates"`` (on attention edges and MLPs), ``"qk"`` (weights of queries and keys),
+            ``"lora"`` (adapters), ``"all"``, or patterns of parameter names. A parameter takes the
+            first rate that matches it.
+        edge_cost: cost of an open attention edge, relative to 1 for an open MLP output;
+            broadcastable to ``[layer, head, query, key]``; 1 by default. Reported counts of
+            attention edges are never weighted.
+        head_cost: cost of a head that is open anywhere in a batch, relative to 1 for an attention
+            edge; above 0, rarely used heads close permanently.
+        seed: random seed for gate noise.
         precision: "bf16" runs the forward pass under autocast.
-        dense_precision: "bf16" keeps the copy of the dense model in bfloat16, in half the memory,
-            where a target relative to it needs one; its loss is that of the float32 weights.
-        checkpoint: folder of the run's checkpoint; found there, an interrupted run goes on.
-        progress: whether to show live progress.
+        dense_precision: "bf16" keeps the copy of the dense model, if a relative target needs one,
+            in bfloat16 and half the memory; its loss is that of the float32 weights.
+        checkpoint: folder for checkpoints; a run interrupted there is resumed.
+        progress: whether to show a progress bar.
 
     Returns:
         The outcome; its `verdict` says whether the target was met.
 
     Raises:
-        ValueError: a target below the dense model's own validation loss, unknown parameter names,
-            costs that are none, a checkpoint of another run or on other data.
+        ValueError: the target is below the dense model's own validation loss, a parameter name is
+            unknown, a cost is not valid, or the checkpoint is of another run or other data.
         NonFiniteLossError: the loss or gradient became NaN or infinite.
         MemoryError: there is not enough memory; says where it goes and what needs less.
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, once the checkpoint is written.
@@ -130,7 +129,7 @@ def post_train(
     missing = set(range(n_groups)) - set(dense.group_losses)
     if missing:
         raise ValueError(
-            f"expected validation rows of every group up to {n_groups - 1}; there is no label of "
+            f"expected validation rows of every group up to {n_groups - 1}; no label has group "
             f"{sorted(missing)[:5]}"
         )
     before = _by_group(dense)
@@ -209,7 +208,7 @@ def _by_group(measured: HeldOut) -> Float[Tensor, " group"]:
 
 def _check_costs(sparse: SparseTransformer, edge_cost: Tensor | None, head_cost: float) -> None:
     if not (math.isfinite(head_cost) and head_cost >= 0):
-        raise ValueError(f"expected head_cost to be a number from 0 up; got {head_cost}")
+        raise ValueError(f"expected head_cost to be a number of at least 0; got {head_cost}")
     if edge_cost is None:
         return
     if not isinstance(edge_cost, Tensor):
@@ -219,4 +218,4 @@ def _check_costs(sparse: SparseTransformer, edge_cost: Tensor | None, head_cost:
         )
     check_edge_cost(edge_cost, (*sparse.gates.bias.shape, None, None))
     if not bool((edge_cost.isfinite() & (edge_cost >= 0)).all()) or not bool(edge_cost.any()):
-        raise ValueError("expected edge_cost to be numbers from 0 up, some of them above 0")
+        raise ValueError("expected edge_cost of at least 0 everywhere and above 0 somewhere")

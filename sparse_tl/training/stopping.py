@@ -58,7 +58,7 @@ def on_any_rank(*facts: bool) -> list[bool]:
 
 @scope
 def lost_rank_noted(folder: Path | None) -> Iterator[None]:
-    """Say why another rank is gone, if it has said so, and where to go on from.
+    """Say why another rank is gone, if it has said so, and where to resume.
 
     Raises:
         LostRankError: another rank ended; the message names the last checkpoint.
@@ -72,9 +72,9 @@ def lost_rank_noted(folder: Path | None) -> Iterator[None]:
         # The launcher ends what is left of the job now; that must not cut off the message.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        left = "There is no checkpoint to go on from."
+        left = "There is no checkpoint to resume from."
         if folder is not None and folder.exists():
-            left = f"The last checkpoint in {folder} is whole: the same command goes on from there."
+            left = f"The last checkpoint in {folder} is complete: the same command resumes there."
         raise ranks.LostRankError(f"{ranks.last_word() or error}. {left}") from error
 
 

@@ -291,7 +291,7 @@ def test_patch_values_have_their_own_reference(build_tiny: Build, pairs: PromptP
     model = build_tiny()
     values = PairRuns(model, Heads(), pairs, "corrupted", 5).values(0)
     read = torch.ones_like(pairs.clean, dtype=torch.bool)
-    with pytest.raises(ValueError, match="expected no reference and no seed beside PatchValues"):
+    with pytest.raises(ValueError, match="expected no reference and no seed with PatchValues"):
         GatedRun(model, Heads(), pairs.clean, read, values, reference=pairs.corrupted)
     with pytest.raises(ValueError, match="got seed=1"):
         GatedRun(model, Heads(), pairs.clean, read, values, seed=1)

@@ -87,7 +87,7 @@ def test_wrong_answers_may_be_left_out() -> None:
     [
         (
             {"corrupted": "the dog ran sat"},
-            r"row 1: .* 4 and 5 tokens, where \['cat'\] stands against \['dog', 'ran'\]: 'the cat",
+            r"row 1: .* 4 and 5 tokens, where \['cat'\] is compared with \['dog', 'ran'\]",
         ),
         ({"answer": "ran far"}, r"row 1: .*'ran far' has 2, \['ran', 'far'\]$"),
         ({"answer": ""}, "row 1: .* single token; '' has 0"),

@@ -61,7 +61,7 @@ def test_rows_keep_their_spans(pairs: PromptPairs) -> None:
 @pytest.mark.parametrize(
     ("spans", "said"),
     [
-        ({}, "expected names of spans"),
+        ({}, "expected span names"),
         ({"3": 1}, "which name tokens"),
         ([{"S": 0}], "spans for 3 pairs; got 1"),
         ([{"S": 0}, {"S": 0}, {"T": 0}], "pair 2 has"),

@@ -96,14 +96,14 @@ def test_without_a_network_it_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -
     asked: list[str] = []
     monkeypatch.setattr(datasets, "load_dataset", lambda *name, **_: asked.append(name[0]))
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ValueError, match="no-such-set is no file, and loading it as a dataset"):
+    with pytest.raises(ValueError, match="no-such-set is not a file, and loading it as a dataset"):
         list(read_documents("no-such-set"))
     assert asked == []
 
 
 @pytest.mark.usefixtures("offline")
 def test_neither_a_file_nor_a_dataset() -> None:
-    with pytest.raises(ValueError, match="no-such-dataset is no file, and loading it as a dataset"):
+    with pytest.raises(ValueError, match="no-such-dataset is not a file, and loading it as a"):
         list(read_documents("no-such-dataset"))
 
 

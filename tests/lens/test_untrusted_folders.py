@@ -489,7 +489,7 @@ def test_a_name_that_the_hub_does_not_know(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./model", "runs/gpt2/dense", "gpt 2"])
 def test_a_folder_that_is_not_there_is_no_name(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} is no folder, and no model can be called so"):
+    with pytest.raises(ValueError, match=f"{name} is not a folder, and no model has that name"):
         load_model(name, device="cpu")
 
 

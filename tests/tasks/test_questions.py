@@ -142,7 +142,7 @@ def test_pairs_that_differ_from_the_start_are_no_questions(
 
 @pytest.mark.usefixtures("offline")
 def test_a_source_that_is_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no-such-set is no file, and loading it as a dataset"):
+    with pytest.raises(ValueError, match="no-such-set is not a file, and loading it as a dataset"):
         read_rows("no-such-set")
     (tmp_path / "empty.jsonl").write_text("\n", encoding="utf-8")
     with pytest.raises(ValueError, match="there are none"):

@@ -97,13 +97,13 @@ def test_a_target_below_the_dense_loss_of_one_group(build_echo: Build, echo_rows
             for shape in ((3, 1, 1, 1), (3, 1, 1), (2, 4, 1, 1), (1, 2, 2, 8, 8))
         ),
         *(
-            ({"edge_cost": torch.tensor([1.0, value])}, "numbers from 0 up")
+            ({"edge_cost": torch.tensor([1.0, value])}, "edge_cost of at least 0")
             for value in (-1.0, math.nan, math.inf)
         ),
-        ({"edge_cost": torch.zeros(2, 1, 1, 1)}, "some of them above 0"),
+        ({"edge_cost": torch.zeros(2, 1, 1, 1)}, "above 0 somewhere"),
         ({"edge_cost": 2.0}, "expected edge_cost to be a tensor .*got 2.0"),
         *(
-            ({"head_cost": cost}, "expected head_cost to be a number from 0 up; got")
+            ({"head_cost": cost}, "expected head_cost to be a number of at least 0; got")
             for cost in (-1.0, math.nan, math.inf)
         ),
         ({"precision": "fp16"}, 'expected precision "float32" or "bf16"; got .fp16'),
@@ -139,7 +139,7 @@ def test_costs_of_other_prompts_are_refused_before_a_weight_moves(
 def test_a_group_without_validation_rows(build_echo: Build, echo_rows: Rows) -> None:
     rows = echo_rows(seed=1)
     validation = replace(rows, groups=torch.arange(len(rows)) % 2 * 2)
-    with pytest.raises(ValueError, match=r"every group up to 2; there is no label of \[1\]"):
+    with pytest.raises(ValueError, match=r"every group up to 2; no label has group \[1\]"):
         _post_train(
             SparseTransformer(build_echo()),
             echo_rows,

@@ -168,7 +168,7 @@ def test_a_run_resumes_exactly_and_on_other_ranks(often: None, tmp_path: Path) -
         _same(one, other)
     for name, content in before.items():
         (checkpoint / name).write_bytes(content)
-    with pytest.warns(UserWarning, match="was made on 2 ranks, and the run goes on on 1"):
+    with pytest.warns(UserWarning, match="was made on 2 ranks, and the run resumes on 1"):
         history, _ = _run(shard=False, checkpoint=checkpoint)
     assert history["step"].tolist() == list(range(7))
     for name, content in before.items():

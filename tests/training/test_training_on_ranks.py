@@ -250,7 +250,7 @@ def test_another_number_of_ranks_goes_on_and_says_so(
         return _run(build_echo, echo_rows, rank, stream=told, checkpoint=checkpoint)
 
     on_ranks(2, stopped)
-    with pytest.warns(UserWarning, match="was made on 2 ranks, and the run goes on on 1"):
+    with pytest.warns(UserWarning, match="was made on 2 ranks, and the run resumes on 1"):
         history, _, _ = _run(build_echo, echo_rows, checkpoint=checkpoint)
     assert history["step"].tolist() == list(range(9))
 
@@ -267,7 +267,7 @@ def test_a_rank_that_dies_ends_the_others_with_a_whole_checkpoint(
     error, nothing = on_ranks(2, dying)
     assert isinstance(error, LostRankError) and nothing is None
     assert "another rank ended" in str(error)
-    assert f"last checkpoint in {checkpoint} is whole: the same command goes on" in str(error)
+    assert f"last checkpoint in {checkpoint} is complete: the same command resumes" in str(error)
     whole, resumed = (
         on_ranks(2, partial(_run, build_echo, echo_rows, **given))
         for given in ({}, {"checkpoint": checkpoint})
