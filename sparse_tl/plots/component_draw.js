@@ -60,8 +60,8 @@ function captionOf(data, view, panel) {
   const held = panel.names.length;
   const of = held < panel.kept ? `${n(held)} strongest of ${n(panel.kept)}` : n(panel.kept);
   const by = view.by === "influence" ? "influence" : "|score|";
-  const paths = off ? `; ${n(off)} links on no path` : ", all on paths from input to logits";
-  return `${n(panel.nEdges)} of ${of} circuit edges by ${by}${paths} (model: ${n(panel.existing)})`;
+  const paths = off ? `; ${n(off)} links on no path` : ", in whole paths from input to logits";
+  return `${n(panel.nEdges)} of ${of} circuit edges, by ${by}${paths} (model: ${n(panel.existing)})`;
 }
 
 function drawFigure(svg, data, view, drawn, chosen) {

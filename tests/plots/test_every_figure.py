@@ -45,7 +45,7 @@ def _draws(function: Any) -> bool:
 
 FUNCTIONS = {name: f for name, f in vars(plots).items() if _draws(f)}
 RESULTS = {kind.__name__: kind for kind in plots.figure.registry if kind is not object}
-WIDE = {"circuit_diagram", "component_diagram", "Circuit", "AttentionGraph"}
+WIDE = {"circuit_diagram", "AttentionGraph"}
 """Figures 1,000 px wide, whose text is too small at the width of a printed page."""
 
 
