@@ -67,8 +67,10 @@ def component_diagram(
 
     Edges enter by their influence on the answer: the share of the logits' paths that run through an
     edge, where a node's paths divide over its inputs by ``|score|``. Each edge enters with its
-    whole path from the input to the logits. A node has the same place in every panel. The page
-    holds up to 2,000 edges of each circuit, the strongest ones; its caption says how many.
+    whole path from the input to the logits. Panels stand one above the other, as each needs the
+    width of a page for its text; a node has the same place in every panel, and the page's
+    "Difference" draws two circuits as one. The page holds up to 2,000 edges of each circuit, the
+    strongest ones; its caption says how many.
 
     Args:
         panels: circuits of circuit edges by panel name, from top to bottom, or one circuit.
@@ -144,8 +146,9 @@ def _caption(panel: DrawnCircuit, view: View, names: Sequence[str], n_kept: int)
     by = "influence" if view.by == "influence" else "|score|"
     held = f"{panel.n_kept:,} strongest of {n_kept:,}" if panel.n_kept < n_kept else f"{n_kept:,}"
     off = sum(not link.on_path for link in panel.links)
-    paths = f"; {off:,} links on no path" if off else ", all on paths from input to logits"
-    return f"{panel.n_edges:,} of {held} circuit edges by {by}{paths} (model: {panel.n_existing:,})"
+    paths = f"; {off:,} links on no path" if off else ", in whole paths from input to logits"
+    shown = f"{panel.n_edges:,} of {held} circuit edges, by {by}{paths}"
+    return f"{shown} (model: {panel.n_existing:,})"
 
 
 def _strongest(name: str, circuit: Circuit, scores: Scores | None) -> Circuit:

@@ -60,8 +60,8 @@ function captionOf(data, view, panel) {
   const held = panel.names.length;
   const of = held < panel.kept ? `${n(held)} strongest of ${n(panel.kept)}` : n(panel.kept);
   const by = view.by === "influence" ? "influence" : "|score|";
-  const paths = off ? `; ${n(off)} links on no path` : ", all on paths from input to logits";
-  return `${n(panel.nEdges)} of ${of} circuit edges by ${by}${paths} (model: ${n(panel.existing)})`;
+  const paths = off ? `; ${n(off)} links on no path` : ", in whole paths from input to logits";
+  return `${n(panel.nEdges)} of ${of} circuit edges, by ${by}${paths} (model: ${n(panel.existing)})`;
 }
 
 function drawFigure(svg, data, view, drawn, chosen) {
@@ -138,6 +138,12 @@ function drawPanel(data, view, drawn, panel, chosen) {
   }).join("");
   panel.hover = svgElement("path", { fill: "none", stroke: colours.ink, "stroke-linecap": "round",
     "pointer-events": "none" });
+  panel.linksAt = new Map();
+  for (const link of panel.links) {
+    for (const end of [link.source, link.reader]) {
+      (panel.linksAt.get(end) ?? panel.linksAt.set(end, []).get(end)).push(link);
+    }
+  }
   const boxes = svgElement("g", { "font-size": 11.5, "text-anchor": "middle" });
   for (const [i, box] of layout.boxes) boxes.append(drawNode(data, view, panel, nodes[i], box, chosen, near));
   content.append(lines, panel.hover, boxes, ...marksOf(data, drawn));
@@ -165,7 +171,7 @@ function nearOf(panel, { focus }) {
 }
 
 function paintOf(data, view, panel, node) {
-  const own = panel.links.filter((k) => k.source === node.index || k.reader === node.index);
+  const own = panel.linksAt.get(node.index) ?? [];
   const state = own.some((k) => k.onPath) ? "path" : own.length ? "open" : "absent";
   const sides = new Set(own.map((k) => k.only)), { colours } = data;
   const role = data.panels[view.difference ? 0 : panel.index].roles[node.name.split("@")[0]];

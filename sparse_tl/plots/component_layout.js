@@ -9,7 +9,9 @@ const NARROW = new Set("ijlrtfI.,:;'|!()[]` /\\"), WIDE = new Set("mwMWQO@%+=<>~
 function textWidth(text, size) {
   let em = 0;
   for (const c of text) {
-    em += c.codePointAt(0) >= 0x1100 && c !== "\u2026" || WIDE.has(c) ? 1 : NARROW.has(c) ? 0.42
+    // East Asian letters are wide; the dashes and arrows between them are not.
+    const code = c.codePointAt(0), isWide = code >= 0x1100 && !(code >= 0x2000 && code < 0x2e80);
+    em += isWide || WIDE.has(c) ? 1 : NARROW.has(c) ? 0.42
       : c !== c.toLowerCase() ? 0.76 : 0.64;
   }
   return size * em;
@@ -245,7 +247,16 @@ function route(layout, links) {
     const [lower, upper] = sides(link), row = turn(link);
     const x = row === null ? starts.get(keyOf(link)) : bend(lower, row);
     const y = heights[row === null ? rows.get(lower) : row];
-    return piece(x, y, ends.get(keyOf(link)), heights[rows.get(upper)]);
+    const [x1, y1] = [ends.get(keyOf(link)), heights[rows.get(upper)]];
+    return piece(x, y, x1, y1) + (upper === link.source ? arrowhead(x, y, x1, y1) : "");
+  }
+  // Half-way on a piece that leads downwards.
+  function arrowhead(x0, y0, x1, y1) {
+    const [dx, dy] = [2 * (x0 - x1), y0 - y1 - 2 * HALF], length = Math.hypot(dx, dy);
+    const [along, across] = [6 * dx / length, 6 * dy / length];
+    const [x, y] = [(x0 + x1 + along) / 2, (y0 + y1 + across) / 2];
+    return `M${f(x - along - across / 2)} ${f(y - across + along / 2)}L${f(x)} ${f(y)}`
+      + `L${f(x - along + across / 2)} ${f(y - across - along / 2)}`;
   }
   function trunk(node, from, to) {
     let path = "";

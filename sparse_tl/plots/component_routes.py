@@ -1,12 +1,14 @@
 """Links of a component diagram as curves: trunks that leave nodes, and what branches off them.
 
 A curve leaves and enters a row vertically and turns between rows, so it runs through no node. Links
-that leave or enter the same side of a box are spread over it, in the order of their other ends.
+that leave or enter the same side of a box are spread over it, in the order of their other ends. A
+line that leads downwards, as one to an early node in a supernode may, has an arrowhead half-way.
 `component_layout.js` does the same in the browser.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,7 +98,8 @@ class Routes:
         row, heights = self.turn(ends), self.layout.heights
         x = self._starts[ends] if row is None else self.layout.bends[lower, row]
         y = heights[self.layout.rows[lower] if row is None else row]
-        return _piece(x, y, self._ends[ends], heights[self.layout.rows[upper]])
+        x1, y1 = self._ends[ends], heights[self.layout.rows[upper]]
+        return _piece(x, y, x1, y1) + (_arrowhead(x, y, x1, y1) if upper == ends[0] else "")
 
     def trunk(self, node: int, start: int, stop: int) -> str:
         """A trunk from one row to another, through the latter."""
@@ -151,6 +154,16 @@ def _piece(x0: float, y0: float, x1: float, y1: float) -> str:
         f"M{x0:.1f} {y0 - _HALF:.1f}C{x0:.1f} {middle:.1f} {x1:.1f} {middle:.1f} "
         f"{x1:.1f} {y1 + _HALF:.1f}"
     )
+
+
+def _arrowhead(x0: float, y0: float, x1: float, y1: float) -> str:
+    """An arrowhead half-way on a piece, towards its lower end."""
+    dx, dy = 2 * (x0 - x1), y0 - y1 - 2 * _HALF
+    length = math.hypot(dx, dy)
+    along, across = 6 * dx / length, 6 * dy / length
+    x, y = (x0 + x1 + along) / 2, (y0 + y1 + across) / 2
+    left = f"M{x - along - across / 2:.1f} {y - across + along / 2:.1f}L{x:.1f} {y:.1f}"
+    return f"{left}L{x - along + across / 2:.1f} {y - across - along / 2:.1f}"
 
 
 def ends_of(links: Sequence[Link], slots: bool) -> list[Ends]:

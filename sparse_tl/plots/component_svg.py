@@ -126,7 +126,8 @@ def _panel(
         state = "path" if any(k.on_path for k in near) else "open" if near else "absent"
         sides = {link.only for link in near}
         only = sides.pop() if view.difference and len(sides) == 1 else None
-        fill, line, ink = node_paint(nodes[i].kind, state, roles.get(nodes[i].name), only)
+        role = roles.get(nodes[i].name.split("@")[0])
+        fill, line, ink = node_paint(nodes[i].kind, state, role, only)
         top, start = box.y - NODE_HEIGHT / 2, box.x - box.width / 2
         yield (
             f'<g data-node="{xml_text(visible_text(nodes[i].name[:200]))}" data-state="{state}">'

@@ -72,10 +72,13 @@ function linksOf(panel, view, nodes, at, place, ends) {
     if (source === reader) continue;
     const apart = view.slots && nodes[reader].kind !== "group" ? slot : "";
     const key = `${source}>${reader}>${apart}`;
-    const port = ["q", "k", "v"].includes(apart) ? apart : "";
-    if (!merged.has(key)) merged.set(key, { key, source, reader, apart, port, lines: [], size: 0 });
-    merged.get(key).lines.push(i);
-    merged.get(key).size += weightOf(panel, panel.lines[i]);
+    let link = merged.get(key);
+    if (!link) {
+      const port = apart === "q" || apart === "k" || apart === "v" ? apart : "";
+      merged.set(key, link = { key, source, reader, apart, port, lines: [], size: 0 });
+    }
+    link.lines.push(i);
+    link.size += weightOf(panel, panel.lines[i]);
   }
   const links = [...merged.values()].sort((a, b) => a.source - b.source || a.reader - b.reader
     || (a.apart < b.apart ? -1 : a.apart > b.apart ? 1 : 0));

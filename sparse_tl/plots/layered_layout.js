@@ -1,7 +1,7 @@
 // Orders and places the vertices of a layered drawing: the method of layered_layout.py.
 // Vertices are small numbers; a segment is {lower, upper, weight, port}.
 
-const ORDER_SWEEPS = 8, PLACE_SWEEPS = 10, FREE_WEIGHT = 0.1, PORT_SHARE = 0.01;
+const ORDER_SWEEPS = 8, PLACE_SWEEPS = 10, FREE_WEIGHT = 0.1, PORT_SHARE = 0.01, END_SCALE = 2 ** 30;
 
 function pullsOf(segments) {
   const below = [], above = [];
@@ -59,16 +59,15 @@ function countCrossings(rows, gaps) {
   for (const row of rows) row.forEach((vertex, index) => { place[vertex] = index; });
   let total = 0;
   for (const gap of gaps) {
-    const n = gap.length, uppers = new Float64Array(n), order = new Float64Array(n);
+    // Both ends in one whole number, so that the sort needs no comparison function.
+    const n = gap.length, ends = new Float64Array(n);
     gap.forEach(({ lower, upper, port }, i) => {
-      uppers[i] = place[upper] + PORT_SHARE * port;
-      order[i] = i;
+      ends[i] = place[lower] * END_SCALE + Math.round(1e4 * (1 + place[upper] + PORT_SHARE * port));
     });
-    const lowers = gap.map(({ lower }) => place[lower]);
-    order.sort((a, b) => lowers[a] - lowers[b] || uppers[a] - uppers[b]);
+    const uppers = ends.sort().map((end) => end % END_SCALE);
     const values = uppers.slice().sort(), tree = new Int32Array(n + 1);
     for (let seen = 0; seen < n; seen++) {
-      const upper = uppers[order[seen]];
+      const upper = uppers[seen];
       let low = 0, high = n;
       while (low < high) {
         const middle = (low + high) >> 1;

@@ -64,7 +64,7 @@ def test_only_whole_paths_are_drawn_unless_asked_for(make_circuit):
     assert links_of(panel).keys() == path
     assert set(nodes_of(panel).values()) == {"path"}
     assert texts_of(panel)[1] == (
-        f"4 of 6 circuit edges by influence, all on paths from input to logits (model: "
+        f"4 of 6 circuit edges, by influence, in whole paths from input to logits (model: "
         f"{circuit.circuit.graph.n_edges})"
     )
     (panel,) = panels_of(draw({"m": circuit}, off_path=True))

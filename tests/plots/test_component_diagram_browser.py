@@ -188,6 +188,39 @@ def test_supernodes_by_hand_and_by_layers(page, tmp_path, make_random_circuit):
     assert set(names) <= set(page.evaluate(NAMES))
 
 
+def test_supernodes_by_shared_readers(page, tmp_path, make_circuit):
+    written = {"a0.h0": ["a2.h0<q>", "m2"], "a0.h1": ["m2"], "m0": ["a2.h0<v>", "m2"]}
+    written |= {"a1.h0": ["m2", "logits"], "a1.h1": ["logits", "m2"], "m1": ["m2"]}
+    edges = {f"input->{n}" + "<v>" * n.startswith("a"): 1.0 for n in written}
+    edges |= {f"{head}->{reader}": 1.0 for head, readers in written.items() for reader in readers}
+    edges |= {"a2.h0->logits": 1.0, "m2->logits": 1.0}
+    figure = draw({"m": make_circuit(edges)})
+    show(page, tmp_path, figure)
+    page.locator("select[name=groups]").select_option("readers")
+    # Only nodes of one layer with all readers in common, by whatever slot these read.
+    groups = {"L0 → a2.h0, m2": ["a0.h0", "m0"], "L1 → logits, m2": ["a1.h0", "a1.h1"]}
+    groups["L2 → logits"] = ["a2.h0", "m2"]
+    alone = {"input", "a0.h1", "m1", "logits"}
+    assert set(page.evaluate(NAMES)) == {*groups} | alone
+    state = {"format": "sparse_tl component diagram 1", "groups": groups}
+    assert_looks_like(page, draw({"m": make_circuit(edges)}, state=state))
+
+
+def test_a_line_down_to_a_supernode_has_an_arrowhead(page, tmp_path, make_circuit):
+    chain = ["input", "a0.h0", "m1", "a2.h1", "logits"]
+    edges = {"input->a0.h0<v>": 1.0, "a0.h0->m1": 1.0, "m1->a2.h1<q>": 1.0, "a2.h1->logits": 1.0}
+    state = {"format": "sparse_tl component diagram 1", "groups": {"G": [chain[1], chain[3]]}}
+    figure = draw({"m": make_circuit(edges)}, state=state)
+    show(page, tmp_path, figure)
+    assert_looks_like(page, figure)
+    curves = [path for path, _, _ in page.locator("g[data-panel]").evaluate(READ_CURVES)]
+    heads = [path for path in curves if "L" in path]
+    assert len(heads) == 1
+    # It points down, from m1 to the supernode.
+    (_, y0), (_, y1), (_, y2) = re.findall(r"[ML](\S+) ([^MLC]+)", heads[0])[-3:]
+    assert float(y1) > max(float(y0), float(y2))
+
+
 def test_a_state_is_saved_and_opened_again(page, tmp_path, make_random_circuit):
     circuit = make_random_circuit(n_edges=80)
     figure = draw({"m": circuit})
@@ -260,6 +293,17 @@ def test_the_keyboard_reaches_nodes(page, tmp_path, make_circuit):
     page.keyboard.press("Enter")
     assert page.locator(".sparse-tl-circuit").get_attribute("data-focus") == "a2.h1"
     assert page.evaluate("document.activeElement.dataset.node") == "a2.h1"
+    page.keyboard.press("Enter")
+    assert page.locator(".sparse-tl-circuit").get_attribute("data-focus") == ""
+    # Shift selects; the group that is made has the nodes that were selected.
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Shift+Space")
+    selected = "all => all.map(e => e.dataset.node)"
+    assert page.locator("g[data-selected]").evaluate_all(selected) == ["m1", "a2.h1"]
+    page.locator("button[name=group]").press("Enter")
+    assert page.evaluate(NAMES) == ["input", "a0.h0", "logits", "Group 1"]
+    assert page.locator(".card p").first.text_content() == "m1, a2.h1"
 
 
 def test_positions_and_grouped_queries_look_like_python(page, tmp_path, make_random_circuit):

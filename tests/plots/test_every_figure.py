@@ -49,8 +49,6 @@ def _draws(function: Any) -> bool:
 
 FUNCTIONS = {name: f for name, f in vars(plots).items() if _draws(f)}
 RESULTS = {kind.__name__: kind for kind in plots.figure.registry if kind is not object}
-WIDE = {"component_diagram", "Circuit"}
-"""Figures 1,000 px wide, whose text is too small at the width of a printed page."""
 
 
 def _effects(name: str, half: float, seed: float = 1.0) -> EffectCurve:
@@ -288,13 +286,7 @@ def test_what_cannot_be_read_is_found_in_plotlys_drawings(figure_of: Any, saved_
 # ---- in print ----------------------------------------------------------------------------------
 
 
-def _printed(name: str) -> Any:
-    reason = "1,000 px wide, with text of 11 px: 4.4 points at the width of a printed page"
-    marks = [pytest.mark.xfail(strict=True, reason=reason)] if name in WIDE else []
-    return pytest.param(name, marks=marks)
-
-
-@pytest.mark.parametrize("name", [_printed(name) for name in NAMES])
+@pytest.mark.parametrize("name", NAMES)
 def test_text_can_be_read_in_print(name: str, figure_of: Any) -> None:
     figure = figure_of(name)
     if isinstance(figure, GridFigure):
