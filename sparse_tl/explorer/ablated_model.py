@@ -78,15 +78,6 @@ class AblatedModel:
         return [column for column, _ in self.targets]
 
     @property
-    def predictable(self) -> list[int]:
-        """All columns that can be predicted: mask tokens, or else the token after every other."""
-        tokenizer = self.model.tokenizer
-        mask_id = None if tokenizer is None else tokenizer.mask_token_id
-        masked = [] if mask_id is None else (self.tokens == mask_id).nonzero()[:, 0].tolist()
-        first = int(self.adapter.causal)
-        return masked or list(range(first, len(self.tokens) + first))
-
-    @property
     def changed(self) -> bool:
         """Whether weights or gates of the model are others than when it ran."""
         return self._fingerprint != fingerprint(self.model)

@@ -6,6 +6,7 @@ the latest revision, so that a front end that has lost something knows it and as
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import anywidget
@@ -13,6 +14,7 @@ import traitlets
 
 from sparse_tl.plots.interactive_html import SCRIPTS, STYLE, read_assets
 from sparse_tl.plots.palette import DARK_FILTER
+from sparse_tl.plots.rendering import DARK_NOTEBOOKS
 
 _PACKAGE = "sparse_tl.explorer"
 # Traits that change while the widget lives.
@@ -32,7 +34,11 @@ _SCRIPTS = ("explorer_page.js", "explorer_parts.js", "explorer.js")
 class Channel(anywidget.AnyWidget):
     """A widget that shows traits, and whose front end may send requests but no values."""
 
-    _esm = read_assets(*SCRIPTS["circuit_diagram"]) + read_assets(*_SCRIPTS, package=_PACKAGE)
+    _esm = (
+        read_assets(*SCRIPTS["circuit_diagram"])
+        + f"const DARK_PAGES = {json.dumps(', '.join(DARK_NOTEBOOKS))};\n"
+        + read_assets(*_SCRIPTS, package=_PACKAGE)
+    )
     _css = (
         read_assets(STYLE)
         + read_assets("explorer.css", package=_PACKAGE)

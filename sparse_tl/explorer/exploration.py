@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.circuits.removal import AttentionEdge, Head, RemovalEffects
-from sparse_tl.circuits.trace import Prompt
+from sparse_tl.circuits.trace import Prompt, predicted_columns
 from sparse_tl.explorer.ablated_model import AblatedModel, start_together
 from sparse_tl.explorer.token_tables import lens_table, output_table
 from sparse_tl.lens import HookedModel, check_head
@@ -87,9 +87,9 @@ class Exploration:
         return self._first.targets
 
     @property
-    def predictable(self) -> list[int]:
+    def predicted_columns(self) -> list[int]:
         """All columns that can be predicted: mask tokens, or else the token after every other."""
-        return self._first.predictable
+        return predicted_columns(self._first.model, self._first.tokens)
 
     @property
     def n_read(self) -> int:

@@ -83,10 +83,7 @@ function connect(model, onChange) {
 
 // ---- light or dark -----------------------------------------------------------------------------
 
-// What notebooks say of their theme: JupyterLab, VS Code, Colab.
-const DARK_PAGES = 'body[data-jp-theme-light="false"], body.vscode-dark, ' +
-  'body[data-vscode-theme-kind="vscode-dark"], body[data-vscode-theme-kind="vscode-high-contrast"], ' +
-  'html[theme="dark"]';
+// What notebooks say of a light theme: JupyterLab, VS Code, Colab. DARK_PAGES, of a dark one, is from Python.
 const LIGHT_PAGES = 'body[data-jp-theme-light="true"], body.vscode-light, ' +
   'body[data-vscode-theme-kind="vscode-light"], ' +
   'body[data-vscode-theme-kind="vscode-high-contrast-light"], html[theme="light"]';

@@ -246,7 +246,7 @@ class CircuitExplorer(Channel):
         self._exact.look_at(node)
         return {
             "_prompt": exploration.prompt,
-            "_positions": exploration.predictable,
+            "_positions": exploration.predicted_columns,
             "_panels": panels_payload(exploration),
             "_effects": self._exact.payload,
             "_node": node,

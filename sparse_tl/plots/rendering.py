@@ -20,13 +20,14 @@ reader's system; saved images are light."""
 
 AUTO = "sparse-tl-auto"
 """Class of HTML that is drawn for a light ground and turned in dark notebooks."""
-_DARK_NOTEBOOKS = (
+DARK_NOTEBOOKS = (
     'body[data-jp-theme-light="false"]',  # JupyterLab, Notebook 7, and nbconvert's HTML
     "body.vscode-dark",
     'body[data-vscode-theme-kind="vscode-dark"]',
     'body[data-vscode-theme-kind="vscode-high-contrast"]',
     'html[theme="dark"]',  # Colab
 )
+"""Selectors of which one matches in a notebook with a dark theme."""
 
 Kind = TypeVar("Kind", bound="Figure")
 
@@ -161,7 +162,7 @@ def notebook_style() -> str:
     """A style element that turns figures of the class `AUTO` in dark notebooks."""
     # plotly's own display has no classes of ours; a mark on a trace becomes one of its classes.
     ours = f':is(.{AUTO}, .js-plotly-plot:has([class*="{AUTO}"]))'
-    rule = f":is({', '.join(_DARK_NOTEBOOKS)}) {ours} {{ filter: {DARK_FILTER}; }}"
+    rule = f":is({', '.join(DARK_NOTEBOOKS)}) {ours} {{ filter: {DARK_FILTER}; }}"
     return f"<style>@media screen {{ {rule} }}</style>"
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_tl.circuits import trace_attention
+from sparse_tl.circuits import patch_exactly, trace_attention
+from sparse_tl.data import PromptPairs
 from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.tasks.addition import addition_tokenizer
@@ -21,6 +22,9 @@ EDGES = [(1, 0, 10, 3), (1, 0, 10, 10), (1, 1, 9, 0)]
 @pytest.fixture
 def exploration(models):
     return Exploration(models, PROMPT)
+
+
+softmax = partial(torch.softmax, dim=-1)
 
 
 def by_hand(model: Any, heads: Any = (), edges: Any = ()) -> torch.Tensor:
@@ -42,6 +46,27 @@ def by_hand(model: Any, heads: Any = (), edges: Any = ()) -> torch.Tensor:
     hooks += [(f"blocks.{i}.attn.hook_pattern", partial(cut, here=i)) for i in range(2)]
     with torch.no_grad():
         return model.run_with_hooks(model.to_tokens(PROMPT), fwd_hooks=hooks)[0]
+
+
+@pytest.mark.parametrize("panel", ["Dense", "Sparse"])
+def test_effects_of_heads_are_those_of_exact_patching_with_zero(exploration, models, panel):
+    model = models[panel]
+    found = exploration.head_effects(panel)
+    names = [f"a{layer}.h{head}" for layer in range(2) for head in range(2)]
+    for target, (_, read_at) in enumerate(exploration.targets):
+        tokens, answer = model.to_tokens(PROMPT), found.tokens[target].view(1, 1)
+        pairs = PromptPairs(tokens, tokens, answer, (answer + 1) % 10, torch.tensor([read_at]))
+        for told, scale in ((found.logits, lambda x: x), (found.probabilities, softmax)):
+            changes = patch_exactly(
+                model,
+                pairs,
+                lambda logits, pairs, scale=scale: scale(logits).gather(1, pairs.answers)[:, 0],
+                names,
+                patch="zero",
+                progress=False,
+            )
+            assert told[target].tolist() == pytest.approx(changes[names].tolist(), abs=1e-9)
+    assert found.logits.abs().max() > 0.01
 
 
 def remove_some(exploration: Exploration, panel: str) -> None:
