@@ -42,6 +42,7 @@ Seed = Annotated[int, Ge(0), Lt(2**63)]
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
+Logit = Annotated[float, Ge(-100), Le(100)]
 Share = Annotated[float, Gt(0), Le(1)]
 
 Kind = TypeVar("Kind", bound=Callable[..., Any])

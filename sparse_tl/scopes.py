@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack
 from functools import partial, wraps
+from inspect import unwrap
 from types import CodeType, FrameType
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -79,7 +80,7 @@ def scope(function: Callable[P, Iterator[Given]]) -> Callable[P, Scope[Given]]:
 
 def whole(function: Callable[P, Given]) -> Callable[P, Given]:
     """A function, which must be short, that no signal interrupts."""
-    _WHOLE.add(function.__code__)
+    _WHOLE.add(unwrap(function).__code__)  # a wrapper's code may be that of many wrappers
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> Given:
@@ -91,7 +92,7 @@ def whole(function: Callable[P, Given]) -> Callable[P, Given]:
 
 def interruptible(function: Wrapped) -> Wrapped:
     """A function, which may take long, that signals interrupt also where a scope calls it."""
-    _INTERRUPTIBLE.add(function.__code__)
+    _INTERRUPTIBLE.add(unwrap(function).__code__)
     return function
 
 
@@ -167,11 +168,19 @@ def _guard() -> list[tuple[int, _Guard]]:
 
 
 def _put_back(guarded: list[tuple[int, _Guard]]) -> None:
-    if not guarded or threading.current_thread() is not threading.main_thread():
-        return
-    (number, guard), *others = guarded
+    """Put all handlers back, also if one that is back strikes before the others are, and again."""
     try:
-        if signal.getsignal(number) is guard:
-            signal.signal(number, guard.before)
-    finally:  # the signal may strike as soon as its handler is back
-        _put_back(others)
+        _restore(guarded)
+    except BaseException:
+        try:
+            _restore(guarded)
+        finally:
+            _restore(guarded)
+        raise
+
+
+def _restore(guarded: list[tuple[int, _Guard]]) -> None:
+    if threading.current_thread() is threading.main_thread():
+        for number, guard in guarded:
+            if signal.getsignal(number) is guard:
+                signal.signal(number, guard.before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -62,7 +63,7 @@ def _explain(error: Exception, debug: bool) -> int:
         _say(f"{ended} See `{path} --help`.")
         return usage
     if _foreseen(error):
-        _say(str(error))
+        _say(re.sub(r"^run_\w+: ", "", str(error)))  # options are the arguments of a job
     elif type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
         first = (str(error).splitlines() or ["out of memory"])[0]
         _say(

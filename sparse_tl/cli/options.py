@@ -35,7 +35,7 @@ def checked_device(device: str | None) -> str | None:
         import torch  # slow import: not needed for help
 
         try:
-            torch.empty(1, device=device)
+            torch.empty(1, device=device).tolist()  # some are known and hold no numbers
         except (RuntimeError, AssertionError) as error:
             reason = str(error).strip().splitlines()[0].rstrip(".")
             raise typer.BadParameter(

@@ -9,15 +9,17 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from operator import index
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Annotated, Any, SupportsIndex
 
 import torch
+from annotated_types import Ge, Le
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.arguments import AtLeastOne, Seed, checked
+from sparse_tl.arguments import AtLeastOne, Seed, checked, shown
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.targets import TargetDataset
@@ -31,6 +33,9 @@ from sparse_tl.training import Selection, TrainingConfig, train
 FIRST_RATES, SECOND_RATES = (0.1, 0.01), (0.5, 0.1)
 """Initial and final learning rates of G0, and of G+ and G-."""
 
+MOST_SEEDS = 10_000
+"""Gates of all seeds are in memory together."""
+SeedCount = Annotated[int, Ge(1), Le(MOST_SEEDS)]
 Seeds = SupportsIndex | Iterable[SupportsIndex]
 
 
@@ -212,14 +217,17 @@ def chosen_seeds(seeds: Seeds) -> tuple[int, ...]:
     """The list of seeds, from their number or the seeds themselves.
 
     Raises:
-        ValueError: there is no seed, or a seed appears twice.
+        ValueError: there is no seed, a seed appears twice, or there are too many.
     """
     try:
-        chosen = tuple(range(index(seeds)))  # type: ignore[arg-type]
+        every: Iterable[SupportsIndex] = range(index(seeds))  # type: ignore[arg-type]
     except TypeError:
-        chosen = tuple(map(index, seeds))  # type: ignore[arg-type]
-    if not chosen or len(set(chosen)) < len(chosen):
-        raise ValueError(f"expected at least one seed, each once; got {seeds}")
+        every = iter(seeds)  # type: ignore[arg-type]
+    chosen = tuple(map(index, islice(every, MOST_SEEDS + 1)))
+    if not chosen or len(set(chosen)) < len(chosen) or len(chosen) > MOST_SEEDS:
+        raise ValueError(
+            f"expected at least one seed and at most {MOST_SEEDS:,}, each once; got {shown(seeds)}"
+        )
     return chosen
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from sparse_tl.arguments import AtLeastOne, Seed, checked
 from sparse_tl.explorer.figures import circuit_diagram
 from sparse_tl.files import digest, write_json
 from sparse_tl.gates import SparseTransformer
@@ -42,13 +43,14 @@ class AdditionRun(SparseRun):
         return f"{super()._repr_html_()}\n{self.diagram}"
 
 
+@checked
 def run_addition(
     out: str | Path,
     *,
     form: Form = "placeholder",
-    seed: int = 0,
-    dense_steps: int | None = None,
-    steps: int | None = None,
+    seed: Seed = 0,
+    dense_steps: AtLeastOne | None = None,
+    steps: AtLeastOne | None = None,
     target_loss: float | str | None = None,
     device: str | None = None,
     restart: bool = False,

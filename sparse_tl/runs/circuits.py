@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Annotated
 
+from annotated_types import Ge, Le
+
+from sparse_tl.arguments import MOST, AtLeastOne, Seed, checked
 from sparse_tl.circuits.attribution import Method
 from sparse_tl.files import digest
 from sparse_tl.gates import PatchName as Patch, SparseTransformer
@@ -15,23 +18,26 @@ from sparse_tl.models import TASKS, load_task_models, task_pairs
 from sparse_tl.runs.comparison import SIDES, Comparison, measure, measured_folder, report
 from sparse_tl.runs.folder import RunFolder
 
+Pairs = Annotated[int, Ge(4), Le(MOST)]
+"""Half of them score, half evaluate."""
 ORDER = ("greater_than", "ioi", "docstring", "ioi_long")
 """Order of the panels."""
 EXAMPLES = 500
 """Prompts per task for accuracy; 64 prompts could not distinguish 98 from 100 %."""
 
 
+@checked
 def run_circuits(
     out: str | Path,
     *,
     model: str | None = None,
     sparse: str | Path | None = None,
     tasks: Sequence[str] = (),
-    pairs: int = 128,
-    method: str = "eap-ig",
-    patch: str = "corrupted",
-    batch_size: int = 32,
-    seeds: Sequence[int] = (0,),
+    pairs: Pairs = 128,
+    method: Method = "eap-ig",
+    patch: Patch = "corrupted",
+    batch_size: AtLeastOne = 32,
+    seeds: Sequence[Seed] = (0,),
     device: str | None = None,
     restart: bool = False,
     progress: bool = True,
@@ -66,16 +72,9 @@ def run_circuits(
             "expected both a dense model and its sparse counterpart, or neither for the built-in "
             f"pair; got model={model!r} and sparse={None if sparse is None else str(sparse)!r}"
         )
-    if pairs < 4:
-        raise ValueError(f"expected at least 4 prompt pairs per task; got {pairs}")
-    if method not in get_args(Method) or patch not in get_args(Patch) or batch_size < 1:
-        raise ValueError(
-            f"expected a method of {get_args(Method)}, a patch of {get_args(Patch)} and a batch "
-            f"size of at least 1; got {method!r}, {patch!r} and {batch_size}"
-        )
     seeds = tuple(dict.fromkeys(seeds))
-    if not seeds or min(seeds) < 0:
-        raise ValueError(f"expected seeds from 0, at least one; got {list(seeds)}")
+    if not seeds:
+        raise ValueError("expected at least one seed; got none")
     known = {task.name: task for task in TASKS}
     unknown = [name for name in tasks if name not in known]
     if unknown:

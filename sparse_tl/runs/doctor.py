@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from rich.filesize import decimal
 
 from sparse_tl import __version__, ranks
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.files import check_writable
 from sparse_tl.gates.saving import load_dense_or_sparse
 from sparse_tl.lens import Adapter, HookedModel, adapt, check_gates, check_raw
@@ -31,11 +32,12 @@ class Check(NamedTuple):
     found: str
 
 
+@checked
 def run_doctor(
     model: str | Path | HookedModel | None = None,
     *,
     device: str | None = None,
-    window: int | None = None,
+    window: AtLeastOne | None = None,
 ) -> list[Check]:
     """Check everything that the package needs; problems are reported, not raised.
 

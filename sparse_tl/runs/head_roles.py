@@ -12,20 +12,22 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pandas as pd
+from annotated_types import Ge, Le
 
+from sparse_tl.arguments import MOST, AtLeastOne, Seed, checked
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.files import atomic_folder, digest, read_json, write_csv, write_json
 from sparse_tl.head_roles import (
     ROLES,
     AblationCurve,
-    GateFitting,
     HeadRoles,
     ablation_curve,
     fit_head_gates,
 )
+from sparse_tl.head_roles.fitting import SeedCount
 from sparse_tl.lens import HookedModel, read_parameters
 from sparse_tl.plots import ablation_grid, gate_trajectories
 from sparse_tl.results import table_html
@@ -34,6 +36,7 @@ from sparse_tl.runs.folder import RunFolder, save_figure
 
 FEWEST = 8
 """Minimum number of prompts per task."""
+Prompts = Annotated[int, Ge(FEWEST), Le(MOST)]
 HELD_OUT = 0.25
 """Share of the prompts used for the ablation curves."""
 
@@ -60,19 +63,20 @@ class HeadRolesRun:
         return table_html(self.to_pandas())
 
 
+@checked
 def run_head_roles(
     out: str | Path,
     *,
     models: Sequence[str] = (),
     tasks: Sequence[str] = (),
-    seeds: int = 4,
-    updates: int = 150,
+    seeds: SeedCount = 4,
+    updates: AtLeastOne = 150,
     lambda_: float = 0.1,
-    prompts: int = 256,
-    batch_size: int = 32,
-    accumulate: int = 1,
-    max_heads: int = 50,
-    seed: int = 0,
+    prompts: Prompts = 256,
+    batch_size: AtLeastOne = 32,
+    accumulate: AtLeastOne = 1,
+    max_heads: AtLeastOne = 50,
+    seed: Seed = 0,
     device: str | None = None,
     restart: bool = False,
     progress: bool = True,
@@ -102,12 +106,8 @@ def run_head_roles(
         ValueError: a setting is invalid, a model cannot read the prompts, or the output folder
             cannot be used.
     """
-    if prompts < FEWEST or seeds < 1 or max_heads < 1 or lambda_ == 0:
-        raise ValueError(
-            f"expected at least {FEWEST} prompts, one seed, one head to ablate and a lambda other "
-            f"than 0; got {prompts}, {seeds}, {max_heads} and {lambda_}"
-        )
-    GateFitting(lambda_=lambda_, updates=updates, batch_size=batch_size, accumulate=accumulate)
+    if lambda_ == 0:
+        raise ValueError("expected a lambda other than 0, which has no penalty; got 0")
     if models:
         cells = cells_of(models, tasks, prompts, device)
     else:

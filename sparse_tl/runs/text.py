@@ -14,6 +14,7 @@ from typing import Literal
 from torch import Tensor
 
 from sparse_tl import ranks
+from sparse_tl.arguments import AtLeastOne, Count, Logit, NotNegative, Positive, Seed, checked
 from sparse_tl.data import ShuffledStream, TextStream, read_documents, token_windows
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.files import read_json, write_csv, write_json
@@ -29,18 +30,18 @@ from sparse_tl.lens import (
     shard_model,
 )
 from sparse_tl.runs.folder import RunFolder, SparseRun
-from sparse_tl.training import evaluate_held_out, post_train
+from sparse_tl.training import TargetLoss, evaluate_held_out, post_train
 
 VALIDATION_WINDOWS = 200
 """Maximum number of windows for model selection; at most half of the held-out windows."""
 TEST_WINDOWS = 800
 """Maximum number of windows to report on: the other held-out windows."""
-TRAINED = ("all", "qk", "gates")
 WINDOW_TOKENS = 2**24
 """Maximum number of tokens whose windows are all in memory, 128 MB; runs on more text stream it."""
 HELD_OUT_WINDOWS = VALIDATION_WINDOWS + TEST_WINDOWS
 
 
+@checked
 def run_post_training(
     out: str | Path,
     *,
@@ -48,21 +49,21 @@ def run_post_training(
     text: str,
     target_loss: float | str,
     held_out_text: str | None = None,
-    window: int = 128,
-    batch_size: int = 8,
-    steps: int = 2000,
-    learning_rate: float = 7e-4,
-    trained: str = "all",
-    lora: int = 0,
-    head_cost: float = 0.0,
+    window: AtLeastOne = 128,
+    batch_size: AtLeastOne = 8,
+    steps: AtLeastOne = 2000,
+    learning_rate: Positive = 7e-4,
+    trained: Literal["all", "qk", "gates"] = "all",
+    lora: Count = 0,
+    head_cost: NotNegative = 0.0,
     mlps: bool = False,
-    initial_bias: float = 4.0,
+    initial_bias: Logit = 4.0,
     precision: Literal["float32", "bf16"] = "float32",
-    accumulate: int = 1,
+    accumulate: AtLeastOne = 1,
     dense_precision: Literal["float32", "bf16"] = "float32",
     checkpoint_activations: bool = False,
     shard: bool = False,
-    seed: int = 0,
+    seed: Seed = 0,
     device: str | None = None,
     restart: bool = False,
     progress: bool = True,
@@ -124,9 +125,8 @@ def run_post_training(
         "accumulate": accumulate,
         "seed": seed,
     }
-    if trained not in TRAINED:
-        raise ValueError(f"expected trained to be one of {TRAINED}; got {trained!r}")
-    piece = max(1, math.ceil(batch_size / max(1, accumulate)))
+    TargetLoss.parse(target_loss)
+    piece = math.ceil(batch_size / accumulate)
     least = batch_size % piece or piece
     if least < ranks.count():
         raise ValueError(

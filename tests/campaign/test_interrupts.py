@@ -7,6 +7,8 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from state import changed, state_of
 from tiny import tiny_model
 
 import sparse_tl as stl
-from sparse_tl.scopes import AGAIN
+from sparse_tl.scopes import AGAIN, scope
 
 LATE = 0.3  # seconds
 EVENTS = ("call", "c_call", "c_return")  # where the interpreter looks for signals; also in loops
@@ -94,23 +96,72 @@ class Campaign:
         print(f"  {dict(self.totals)}; {len(self.wrong)} left something behind")
 
 
+@scope
+def plain() -> Iterator[None]:
+    yield
+
+
+def test_every_event_of_one_scope() -> None:
+    """A signal between any two steps of entering and leaving it leaves no stand-in of a handler."""
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    with handled_by(stopped, numbers):
+        before = [signal.getsignal(number) for number in numbers]
+        with Interrupter(signal.SIGINT) as counted, plain():
+            pass
+        assert counted.seen > 50
+        for number in numbers:
+            for at in range(1, counted.seen + 1):
+                with suppress(KeyboardInterrupt), Interrupter(number, at):
+                    with plain():
+                        pass
+                    time.sleep(2 * AGAIN)  # it may be sent again, after the scope
+                left = [signal.getsignal(some) for some in numbers]
+                assert left == before, f"{number} at event {at}"
+
+
+@pytest.mark.parametrize("strikes", [1, 2])
+def test_a_handler_that_strikes_as_soon_as_it_is_back(
+    strikes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    put, struck = signal.signal, []
+
+    def striking(number: int, handler: Any) -> Any:
+        put(number, handler)
+        if handler is stopped and len(struck) < strikes:
+            struck.append(number)
+            raise KeyboardInterrupt
+
+    with handled_by(stopped, numbers):
+        with pytest.raises(KeyboardInterrupt), plain():
+            monkeypatch.setattr(signal, "signal", striking)
+        monkeypatch.undo()
+        assert len(struck) == strikes
+        assert {signal.getsignal(number) for number in numbers} == {stopped}
+
+
 def stopped(number: int, _frame: object) -> None:
     raise KeyboardInterrupt(number)
+
+
+@contextmanager
+def handled_by(handler: Any, numbers: list[int]) -> Iterator[None]:
+    """As a notebook server or a scheduler's library would."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run(folder: Path, n: int) -> Campaign:
     """`n` interrupts at random events, over all calls in turn."""
     campaign, draw = Campaign(folder), random.Random(0)
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers[1:]:  # as a notebook server or a scheduler's library would
-        signal.signal(number, stopped)
-    try:
+    with handled_by(stopped, numbers[1:]):
         for one in range(n):
             campaign.attack([*CALLS][one % len(CALLS)], draw, numbers)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     campaign.say()
     return campaign
 

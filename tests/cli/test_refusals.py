@@ -16,7 +16,7 @@ from sparse_tl.data.streams import ShuffledStream
 from sparse_tl.files import read_tensors
 
 REFUSED = {
-    "form": (["addition", "--form", "roman"], "expected form .*; got 'roman'"),
+    "form": (["addition", "--form", "roman"], "for form; got 'roman'"),
     "target": (["addition", "--target-loss", "little"], "expected a target loss in nats above 0"),
     "option": (["addition", "--sed", "1"], "No such option: --sed"),
     "number": (["addition", "--seed", "one"], "--seed"),
@@ -72,14 +72,14 @@ REFUSED = {
             *("post-train", "--model", "MODEL", "--text", "STORY", "--target-loss", "+1"),
             *("--window", "8", "--steps", "1", "--trained", "some"),
         ],
-        "expected trained to be one of .*'some'",
+        "expected 'all' or 'qk' or 'gates' for trained; got 'some'",
     ),
     "lora": (
         [
             *("post-train", "--model", "MODEL", "--text", "STORY", "--target-loss", "+1"),
             *("--window", "8", "--steps", "1", "--lora", "-1"),
         ],
-        "rank of adapters to be a whole number from 1; got -1",
+        "expected a whole number from 0 to 1,000,000,000 for lora; got -1",
     ),
 }
 
