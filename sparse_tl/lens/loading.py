@@ -154,7 +154,8 @@ def save_model(model: Model, folder: str | Path) -> None:
 
 def _entries(folder: Path) -> dict[str, tuple[int, ...]]:
     """What tells a file from one that is written in its place."""
-    found = {entry.name: entry.stat() for entry in folder.iterdir() if entry.is_file()}
+    there = folder.iterdir() if folder.is_dir() else ()
+    found = {entry.name: entry.stat() for entry in there if entry.is_file()}
     return {name: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for name, stat in found.items()}
 
 

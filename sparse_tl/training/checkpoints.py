@@ -169,10 +169,11 @@ def load_checkpoint(
         groups = ranks.on_each(partial(_read, folder, content["files"], trained))
         state = _restored(content["state"])
         weights = {name: groups["weights"][name] for name in trained}
+        best = groups["best"]  # none before the first evaluation
         state.best_weights = {
-            name: groups["best"][name]
+            name: best[name]
             for name, parameter in trained.items()
-            if ranks.is_first() or shards.is_part(parameter)
+            if best and (ranks.is_first() or shards.is_part(parameter))
         }
         if state.stream and isinstance(stream, ResumableStream):
             stream.load_state(state.stream)

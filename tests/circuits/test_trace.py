@@ -240,7 +240,7 @@ def test_a_model_without_a_tokenizer_takes_labels(build_tiny, unchecked_types):
     assert trace_attention(model, tokens).input_tokens == ("1", "5", "2", "?")
     with pytest.raises(ValueError, match="3 labels, one per token; got 2"):
         trace_attention(model, tokens, labels=["a", "b"])
-    with pytest.raises(TypeError, match="labels that are texts; got 5; write '5'"):
+    with pytest.raises(TypeError, match="for labels; got .*5"):
         trace_attention(model, tokens, labels=["a", 5, "b"])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="the model has no tokenizer; got the text '1\\+1='"):
         trace_attention(model, "1+1=")

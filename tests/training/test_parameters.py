@@ -86,7 +86,7 @@ def test_these_are_all_parameters() -> None:
     names = "sparse stream target_loss validation steps learning_rate edge_cost head_cost seed"
     assert [*inspect.signature(post_train).parameters] == [
         *names.split(),
-        *("precision", "checkpoint", "progress"),
+        *("precision", "dense_precision", "checkpoint", "progress"),
     ]
 
 
@@ -295,6 +295,7 @@ def test_bf16_is_rougher_and_of_the_weights_nothing(echo: Echo) -> None:
 def test_a_run_is_found_again_in_its_checkpoint(echo: Echo, tmp_path: Path) -> None:
     _, first = echo(checkpoint=tmp_path / "c")
     assert sorted(file.name for file in (tmp_path / "c").iterdir()) == [
+        "SHA256SUMS",
         "state.json",
         "tensors.safetensors",
     ]

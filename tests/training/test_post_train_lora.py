@@ -104,7 +104,7 @@ def test_a_run_without_a_copy_is_the_run_with_one(
 ) -> None:
     alone, beside = adapted(), adapted()
     found = trained(alone)
-    monkeypatch.setattr(module, "reference_of", lambda sparse, names: sparse.dense_copy())
+    monkeypatch.setattr(module, "reference_of", lambda sparse, *_: sparse.dense_copy())
     expected = trained(beside)
     for column in ("loss", "size", "validation_loss", "lambda"):
         assert found.history[column].notna().any()
