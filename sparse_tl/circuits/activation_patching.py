@@ -23,6 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl import ranks
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.trace import token_texts
 from sparse_tl.data import PromptPairs
@@ -114,6 +115,7 @@ class ActivationPatching(Result):
         return f"ActivationPatching({self.at} of {places}, into {n_pairs} {self.into} prompts)"
 
 
+@checked
 @autograd(False)
 def patch_activations(
     model: HookedModel,
@@ -122,8 +124,8 @@ def patch_activations(
     at: At | str = "resid_pre",
     *,
     into: Side | str = "corrupted",
-    batch_size: int = 32,
-    rows: int = 256,
+    batch_size: AtLeastOne = 32,
+    rows: AtLeastOne = 256,
     progress: bool = True,
 ) -> ActivationPatching:
     """Patch the activations of each layer and position, or of each head, in a run of its own.

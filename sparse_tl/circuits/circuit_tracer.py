@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sparse_tl.arguments import checked
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.circuits.wiring import Spot, wire
@@ -23,6 +24,7 @@ from sparse_tl.graph import CircuitGraph
 from sparse_tl.positioned_graph import PositionedGraph
 
 
+@checked
 def to_circuit_tracer(
     circuit: Circuit,
     scores: Scores | None = None,

@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl import ranks
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.circuits.pair_runs import read_mask
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.pairs import NO_TOKEN
@@ -88,9 +89,10 @@ class LogitAttribution(Result):
         )
 
 
+@checked
 @autograd(False)
 def attribute_logits(
-    model: HookedModel, pairs: PromptPairs, *, batch_size: int = 32, progress: bool = True
+    model: HookedModel, pairs: PromptPairs, *, batch_size: AtLeastOne = 32, progress: bool = True
 ) -> LogitAttribution:
     """Direct logit attribution of the clean prompts' logit difference, answers minus wrong.
 

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.arguments import checked
 from sparse_tl.circuits.trace import Prompt, output_text, prompt_tokens, token_texts
 from sparse_tl.data.records import encoder, single_token
 from sparse_tl.lens import Adapter, HookedModel, adapt, record
@@ -82,6 +83,7 @@ class LogitLens(Result):
         return f"LogitLens({self.answer!r} after {self.tokens[-1]!r}, by layer: {shown})"
 
 
+@checked
 @autograd(False)
 def logit_lens(model: HookedModel, prompt: Prompt, *, answer: str | int | None = None) -> LogitLens:
     """The most likely token at each layer and position, and the probability of an answer.

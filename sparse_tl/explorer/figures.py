@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from sparse_tl import plots
+from sparse_tl.arguments import checked
 from sparse_tl.circuits import trace_attention
 from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight
 from sparse_tl.circuits.removal import Head
@@ -20,6 +21,7 @@ _MAX_SCORES = 1_000_000
 """Maximum number of effects computed unasked: a few seconds at GPT-2 small's size."""
 
 
+@checked
 def circuit_diagram(
     models: Mapping[str, HookedModel],
     prompt: Prompt,
@@ -116,6 +118,7 @@ def _n_scores(model: HookedModel, n_tokens: int, n_columns: int) -> int:
     return n_columns * adapter.n_layers * adapter.n_heads * n_tokens**2
 
 
+@checked
 def attention_view(
     model: HookedModel,
     prompt: Prompt,

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 from uuid import uuid4
 
+from sparse_tl.arguments import checked
 from sparse_tl.circuits.attention_graph import EdgeWeight
 from sparse_tl.circuits.removal import AttentionEdge
 from sparse_tl.circuits.trace import Prompt
@@ -36,13 +37,13 @@ from sparse_tl.plots.circuit_diagram import check_options
 
 Ground = Literal["auto", "light", "dark"]
 
-# JupyterLab writes "model not found" in place of the live view.
-_NO_LIVE_VIEW = (
+_NO_LIVE_VIEW = (  # JupyterLab writes "model not found" in its place
     ".jp-OutputArea-child:has([data-saved-explorer]) + "
     ".jp-OutputArea-child:not(:has(.sparse-tl-explorer)) { display: none; }"
 )
 
 
+@checked
 class CircuitExplorer(Channel):
     """A live circuit diagram: remove heads and attention edges, and see how predictions change.
 
@@ -272,8 +273,7 @@ class CircuitExplorer(Channel):
     def _ipython_display_(self) -> None:
         from IPython.display import display
 
-        # Two outputs, since a front end shows one form of each: the HTML for when there is no
-        # kernel, and the live widget, which hides it.
+        # A front end shows one form of each output: the HTML, and the widget, which hides it.
         self._saved = display(self._saved_bundle(), raw=True, display_id=self._saved_id)
         display(self._repr_mimebundle_()[0], raw=True)  # type: ignore[index]
 

@@ -27,6 +27,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.arguments import checked
 from sparse_tl.data import Spans
 from sparse_tl.gates.edge_weights import EdgeWeights
 from sparse_tl.gates.patches import PatchValues
@@ -38,6 +39,7 @@ _FEW = 0.5
 """Share of a layer's reads below which reads are computed one by one instead of as a batch."""
 
 
+@checked
 @dataclass(frozen=True)
 class CircuitEdges:
     """One gate per circuit edge, ``[source, destination]`` as in the model's graph.

@@ -13,11 +13,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.arguments import checked
 from sparse_tl.gates.sites import Hooks
 from sparse_tl.lens import HookedModel, Order, adapt, attached
 from sparse_tl.scopes import scope
 
 
+@checked
 @scope
 def steer(
     model: HookedModel,

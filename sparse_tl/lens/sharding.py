@@ -8,12 +8,14 @@ import torch
 from transformer_lens.model_bridge import TransformerBridge
 
 from sparse_tl import ranks, shards
+from sparse_tl.arguments import checked
 from sparse_tl.lens.bridge import BridgeAdapter
 from sparse_tl.lens.checks import check_gates, check_mlps
 from sparse_tl.lens.plain import check_raw
 from sparse_tl.lens.points import Model
 
 
+@checked
 def shard_model(
     model: Model, *, precision: Literal["float32", "bf16"] = "float32"
 ) -> TransformerBridge:

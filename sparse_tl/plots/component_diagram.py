@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 import torch
 
+from sparse_tl.arguments import checked
 from sparse_tl.circuits import Circuit, Scores
 from sparse_tl.circuits.wiring import wire
 from sparse_tl.graph import CircuitGraph
@@ -41,6 +42,7 @@ class ComponentDiagram(PanelFigure):
     script = "component_diagram"
 
 
+@checked
 def component_diagram(
     panels: Mapping[str, Circuit] | Circuit,
     *,

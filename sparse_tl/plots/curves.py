@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import plotly.graph_objects as go
 
+from sparse_tl.arguments import Share, checked
 from sparse_tl.circuits.effect import EffectCurve, check_level
 from sparse_tl.circuits.seeds import SeedCurves, seed_multipliers
 from sparse_tl.plots.effect_axis import axis_places, axis_ticks, extent
@@ -50,11 +51,12 @@ _SEED_WEIGHT, _SEED_OPACITY = 1.0, 0.55
 Curves = Sequence[SeedCurves]
 
 
+@checked
 def effect_figure(
     panels: Mapping[str, Sequence[EffectCurve | SeedCurves]],
     *,
     parts: Parts,
-    level: float = 0.9,
+    level: Share = 0.9,
     colours: Sequence[tuple[str, str]] = MODEL_PAIRS,
 ) -> GridFigure:
     """Draw the explained effect against the parts kept, one panel per task.

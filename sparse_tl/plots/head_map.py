@@ -9,6 +9,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from sparse_tl.arguments import checked
 from sparse_tl.circuits import Scores
 from sparse_tl.grids import HeadGrid
 from sparse_tl.plots.grid_figure import GridFigure
@@ -23,6 +24,7 @@ _REACH = 0.42
 _Heads = dict[str, list[tuple[int, ...]]]
 
 
+@checked
 def head_map(
     panels: Mapping[str, Scores],
     *,

@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl.arguments import checked
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
 from sparse_tl.plots.grid_figure import GridFigure
 from sparse_tl.plots.head_panels import add_head_cells, head_panels
@@ -49,6 +50,7 @@ _GAP = 18
 _MOST_BESIDE_LEGEND = 4
 
 
+@checked
 def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> GridFigure:
     """Delta log-probability of the target response against the number of ablated heads.
 
@@ -181,6 +183,7 @@ def head_roles_figure(roles: HeadRoles) -> GridFigure:
     return GridFigure(figure, "Roles of heads")
 
 
+@checked
 def gate_trajectories(roles: HeadRoles) -> GridFigure:
     """Every head's gate, mean over seeds, in the three stages, coloured by its strongest role."""
     strongest = roles.mean_scores().argmax(dim=0)

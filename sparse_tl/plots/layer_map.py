@@ -12,6 +12,7 @@ from functools import singledispatch
 from html import escape
 from typing import Any
 
+from sparse_tl.arguments import checked
 from sparse_tl.circuits import ActivationPatching, LogitAttribution, LogitLens
 from sparse_tl.plots.grid_figure import GridFigure
 from sparse_tl.plots.palette import (
@@ -58,6 +59,7 @@ class _Cells:
 Mapped = ActivationPatching | LogitLens | LogitAttribution
 
 
+@checked
 def layer_map(panels: Mapping[str, Mapped]) -> GridFigure:
     """Draw results by layer in a row with one panel per model.
 

@@ -80,7 +80,7 @@ def _brief(function: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", _CALLS)
-def test_malformed_arguments_are_refused(name: str, tmp_path: Path) -> None:
+def test_malformed_arguments_are_refused(name: str, tmp_path: Path, unchecked_types: None) -> None:
     function = _CALLS[name]
     valid = valid_arguments(name, function, tmp_path)
     brief = _brief(function)

@@ -234,7 +234,7 @@ def test_a_rank_that_is_none(rank: Any) -> None:
 
 
 def test_what_is_no_bridge() -> None:
-    with pytest.raises((ValueError, TypeCheckError), match="TransformerBridge"):
+    with pytest.raises((TypeError, TypeCheckError), match="TransformerBridge"):
         add_lora(plain_transformer("llama"))
 
 
