@@ -109,7 +109,6 @@ class Evaluation(Result):
         return f"Evaluation(explained effect of {len(self.clean)} pairs by size: {said})"
 
 
-@checked
 @dataclass(frozen=True)
 class EffectCurve(Result):
     """The explained effect of circuits of growing size, for one model on one task.

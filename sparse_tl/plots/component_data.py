@@ -131,7 +131,7 @@ def script_data(
         "colours": {
             "slots": {slot or "": colour for slot, colour in component_style.SLOT_COLOURS.items()},
             "words": {slot or "": words for slot, words in component_style.SLOT_WORDS.items()},
-            "shared": component_style.SHARED,
+            "shared": palette.TRUNK,
             "only": component_style.ONLY,
             "plain": palette.RESIDUAL_READER,
             "hurts": palette.HURTS,

@@ -14,18 +14,14 @@ from sparse_tl.plots.figure_frame import xml_text
 from sparse_tl.plots.palette import LEGEND_SIZE, MUTED, OPEN_EDGE
 from sparse_tl.plots.token_text import clip_text, text_width, visible_text
 
-SHARED: palette.Colour = "#8a92a0"
-"""Trunks whose links have several colours."""
 ONLY: tuple[palette.Colour, palette.Colour] = palette.MODEL_PAIRS[0]
 """Links of the first, and of the second of two circuits alone."""
-SEVERAL: palette.Colour = "#7b3294"
-CROSSES: palette.Colour = "#7a6a00"
 SLOT_COLOURS: dict[str | None, palette.Colour] = {
     "q": palette.QUERY,
     "k": palette.KEY,
     "v": palette.VALUE,
-    MERGED: SEVERAL,
-    CROSSING: CROSSES,
+    MERGED: palette.SEVERAL,
+    CROSSING: palette.CROSSES,
     None: palette.RESIDUAL_READER,
 }
 SLOT_WORDS = {
@@ -68,7 +64,7 @@ class Style:
 def full_colour(link: Link, view: View) -> palette.Colour:
     """The colour of a link on a path, at full strength."""
     if link.slot == CROSSING:
-        return CROSSES
+        return palette.CROSSES
     if view.difference:
         return palette.RESIDUAL_READER if link.only is None else ONLY[link.only]
     if view.colour == "sign":
@@ -105,8 +101,8 @@ def node_paint(
     own = {
         "head": palette.HEAD_NODE,
         "mlp": palette.MLP_NODE,
-        "keys": (palette.GROUND, CROSSES),
-        "group": ("#eadff0", SEVERAL),
+        "keys": (palette.GROUND, palette.CROSSES),
+        "group": (palette.SUPERNODE, palette.SEVERAL),
     }
     return (*own.get(kind, palette.END_NODE), palette.INK)
 
@@ -120,15 +116,15 @@ def legend(panels: Sequence[DrawnCircuit], view: View, style: Style) -> list[_En
         said = dict(
             zip(ONLY, (f"only {visible_text(name[:60])}" for name in style.names), strict=True)
         )
-        words = {**said, palette.RESIDUAL_READER: "both", CROSSES: SLOT_WORDS[CROSSING]}
+        words = {**said, palette.RESIDUAL_READER: "both", palette.CROSSES: SLOT_WORDS[CROSSING]}
     elif view.colour == "sign":
         words = {palette.HELPS: "helps (score < 0)", palette.HURTS: "hurts (score > 0)"}
-        words[CROSSES] = SLOT_WORDS[CROSSING]
+        words[palette.CROSSES] = SLOT_WORDS[CROSSING]
     else:
         words = {SLOT_COLOURS[slot]: text for slot, text in SLOT_WORDS.items()}
     entries = [(colour, 3.0, text) for colour, text in words.items() if colour in used]
     if len(entries) > 1:
-        entries.append((SHARED, 2.0, "trunk of several"))
+        entries.append((palette.TRUNK, 2.0, "trunk of several"))
     if any(not link.on_path for link in links):
         entries.append((OPEN_EDGE, 2.0, "on no path from input to logits"))
     if style.scored and links:

@@ -22,7 +22,6 @@ from sparse_tl.plots.component_layout import (
 )
 from sparse_tl.plots.component_routes import Routes, Shape, all_ends, ends_of
 from sparse_tl.plots.component_style import (
-    SHARED,
     Style,
     legend,
     legend_lines,
@@ -117,7 +116,9 @@ def _panel(
     )
     yield from _grounds(layout, style.columns, left, right)
     yield '<g data-role="links" fill="none" stroke-linecap="round">'
-    for shape in routes.shapes(panel.links, ends, lambda link: link_stroke(link, view), SHARED):
+    for shape in routes.shapes(
+        panel.links, ends, lambda link: link_stroke(link, view), palette.TRUNK
+    ):
         yield _curve(shape, panel.links, nodes)
     yield f'</g><g font-size="{NODE_TEXT_SIZE:g}" text-anchor="middle">'
     roles = style.roles[0 if view.difference else index] if style.roles else {}

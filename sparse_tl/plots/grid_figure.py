@@ -30,6 +30,7 @@ PLOTLY_DATA = "application/vnd.plotly.v1+json"
 _CONFIG = {"displayModeBar": False, "responsive": False}
 # Those of plotly's renderers that leave the display to the notebook.
 _NOTEBOOKS = {"plotly_mimetype", "vscode"}
+_UNSEEN = {"opacity": 0, "showlegend": False, "hoverinfo": "skip", "mode": "markers"}
 
 
 class GridFigure(Figure):
@@ -88,7 +89,8 @@ class GridFigure(Figure):
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         data = json.loads(str(self.plotly.to_json())) | {"config": _CONFIG}
         if self.theme == "auto":
-            data["data"][0]["uid"] = AUTO
+            # One unseen point: the trace of a map without a colour bar has no class.
+            data["data"].append({"type": "scatter", "x": [0], "y": [0], "uid": AUTO, **_UNSEEN})
         return {PLOTLY_DATA: data, "text/html": self._repr_html_(), "text/plain": repr(self)}
 
     def _repr_html_(self) -> str:

@@ -107,6 +107,13 @@ MASKED: Colour = "#cdd2da"
 QUERY, KEY, VALUE = "#c85200", "#008f6a", "#0062ac"
 RESIDUAL_READER: Colour = "#2a2e37"
 """Edges into an MLP or the logits, and edges without a score."""
+SEVERAL: Colour = "#7b3294"
+"""Edges into several of q, k and v of a head."""
+CROSSES: Colour = "#7a6a00"
+"""What attention carries from one position to another."""
+TRUNK: Colour = "#8a92a0"
+"""What edges of several colours share."""
+SUPERNODE: Colour = "#eadff0"
 HELPS, HURTS = "#0a3e8c", "#c2540c"
 
 # ---- heads that are framed, by what they are called --------------------------------------------

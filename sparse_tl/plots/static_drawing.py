@@ -66,7 +66,7 @@ def draw_svg(figure: Any, said: str) -> str:
             if trace.xaxis not in panels:
                 panels[trace.xaxis] = _add_axes(page, layout, trace.xaxis, trace.yaxis)
             drawn = _draw_trace(panels[trace.xaxis], trace)
-            if trace.type == "heatmap":
+            if trace.type == "heatmap" and trace.showscale is not False:
                 _add_colour_bar(page, layout, trace, drawn)
             if trace.showlegend:
                 listed[trace.legend or "legend"][trace.name] = drawn

@@ -217,9 +217,9 @@ def test_a_sparse_model_is_attributed_under_its_gates(model: Model) -> None:
     ("settings", "message"),
     [
         ({"method": "acdc"}, "expected a method of .*got 'acdc'"),
-        ({"steps": 0}, "at least 1 step.* 0"),
+        ({"steps": 0}, "from 1 to .* for steps; got 0"),
         ({"patch": "noise"}, "a patch of .*'noise'"),
-        ({"batch_size": 0}, "batch size of at least 1"),
+        ({"batch_size": 0}, "from 1 to .* for batch_size; got 0"),
     ],
 )
 def test_settings_that_make_no_sense(

@@ -65,7 +65,7 @@ class TestSizeAt:
 
     @pytest.mark.parametrize("level", [0.0, -1.0, 1.01, math.nan])
     def test_refuses_other_levels(self, level: float) -> None:
-        with pytest.raises(ValueError, match="expected a level above 0 and at most 1; got"):
+        with pytest.raises(ValueError, match="above 0 to 1 for level; got"):
             DENSE.size_at(level)
 
 

@@ -110,7 +110,7 @@ def test_a_pair_that_falls_short_is_infinite() -> None:
 
 def test_refuses_what_makes_no_sense(model: Model, pairs: PromptPairs) -> None:
     ask = {"progress": False, "steps": 1}
-    with pytest.raises(ValueError, match="expected a level above 0 and at most 1"):
+    with pytest.raises(ValueError, match="above 0 to 1 for level; got 1.5"):
         circuit_sizes_per_prompt(model, pairs, logit_difference, level=1.5, **ask)
     with pytest.raises(ValueError, match="expected at least one size"):
         circuit_sizes_per_prompt(model, pairs, logit_difference, sizes=[], **ask)

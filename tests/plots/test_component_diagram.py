@@ -369,13 +369,15 @@ def test_options_that_make_no_figure(make_circuit, unchecked_types):
         component_diagram({})
     with pytest.raises(ValueError, match="max_circuit_edges of at least 1; got 0"):
         draw({"m": panel}, max_circuit_edges=0)
-    with pytest.raises(ValueError, match="'slot' or 'sign'; got 'layer'"):
+    with pytest.raises(ValueError, match="'slot' or 'sign' for colour; got 'layer'"):
         draw({"m": panel}, colour="layer")
     with pytest.raises(ValueError, match="to colour by their sign; got none"):
         component_diagram({"m": panel.circuit}, colour="sign")
     with pytest.raises(ValueError, match=r"it has no \(9, 9\)"):
         draw({"m": panel}, marked={"mover": [(9, 9)]})
-    with pytest.raises(TypeError, match="expected Circuit as panel 'm'; got Tensor"):
+    with pytest.raises(
+        TypeError, match=r"expected Mapping\[str, Circuit\] or Circuit for panels; got"
+    ):
         component_diagram({"m": panel.circuit.mask})  # type: ignore[dict-item]
     heads = Scores(panel.circuit.graph.heads, torch.zeros(3, 2), "eap").top(1)
     with pytest.raises(ValueError, match="circuits of circuit edges; got one of heads"):

@@ -20,9 +20,19 @@ import pytest
 import torch
 from jaxtyping import Float
 from plotly.offline import get_plotlyjs
+from test_layer_map import attribution, lens, patching
 
 from sparse_tl import plots
-from sparse_tl.circuits import Circuit, EffectCurve, Evaluation, Scores, SeedCurves
+from sparse_tl.circuits import (
+    ActivationPatching,
+    Circuit,
+    EffectCurve,
+    Evaluation,
+    LogitAttribution,
+    LogitLens,
+    Scores,
+    SeedCurves,
+)
 from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.grids import HeadGrid
 from sparse_tl.head_roles import AblationCurve, HeadRoles
@@ -104,6 +114,9 @@ def examples() -> dict[Any, Any]:
             _ablation("interference", -0.02, 0),
         ],
         HeadRoles: [_roles(12, 8)],
+        ActivationPatching: [patching(12, 6)],
+        LogitLens: [lens(("word",) * 6)],
+        LogitAttribution: [attribution()],
         "attention": attention / attention.sum(dim=-1, keepdim=True).clamp(min=1e-9),
         "tokens": list("36+28=?????"),
         "heads": [f"a{index}.h{index}" for index in range(5)],
@@ -170,6 +183,7 @@ def test_all_figures_are_found() -> None:
 # ---- on screen ---------------------------------------------------------------------------------
 
 LOOK = (Path(__file__).parent / "look.js").read_text(encoding="utf-8")
+SETTLED = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
 SHOW = """([html, margin]) => {
   document.body.style.margin = `${margin}px`;
   // Runs the scripts in it.
@@ -196,6 +210,7 @@ def _problems(page: Any, html: str, margin: int = 0) -> str:
     problems: list[str] = []
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 3000})
+        page.evaluate(SETTLED)  # figures fit themselves to their page
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
             seen = page.evaluate(LOOK)
@@ -286,7 +301,11 @@ def test_what_cannot_be_read_is_found_in_plotlys_drawings(figure_of: Any, saved_
 # ---- in print ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Maps of layers are read on a screen: two panels of them side by side are 926 px wide.
+PRINTED = [name for name in NAMES if name != "layer_map"]
+
+
+@pytest.mark.parametrize("name", PRINTED)
 def test_text_can_be_read_in_print(name: str, figure_of: Any) -> None:
     figure = figure_of(name)
     if isinstance(figure, GridFigure):

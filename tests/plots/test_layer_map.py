@@ -93,7 +93,7 @@ def test_scores_of_circuit_edges_are_drawn_as_a_circuit() -> None:
     scores = Scores(graph, values, "eap")
     figure = scores.figure(title="Dense", size=5)
     assert isinstance(figure, ComponentDiagram)
-    assert "5 of 5 kept circuit edges" in figure.svg and "Dense" in figure.svg
+    assert "of 5 circuit edges" in figure.svg and "Dense" in figure.svg
     assert isinstance(scores.figure(), ComponentDiagram)  # all of them, where there are few
     heads = Scores(HeadGrid(2, 2), torch.rand(2, 2), "eap")
     assert isinstance(heads.figure(), GridFigure)
