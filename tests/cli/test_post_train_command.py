@@ -135,8 +135,8 @@ def test_a_mended_command_needs_no_restart(tmp_path: Path, tiny: Path, story: Pa
 def test_restart_begins_anew(tmp_path: Path, tiny: Path, story: Path) -> None:
     out = tmp_path / "out"
     assert _text_run(tiny, story, out).code == 0
-    (out / "of the first run").touch()
+    (out / "thesis.txt").touch()
     outcome = _text_run(tiny, story, out, "--seed", "1", "--restart")
     assert outcome.code == 0, outcome.err
     assert json.loads((out / "metrics.json").read_text())["seed"] == 1
-    assert not (out / "of the first run").exists()
+    assert (out / "thesis.txt").exists()  # not of the run
