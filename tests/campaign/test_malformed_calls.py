@@ -98,5 +98,7 @@ def test_malformed_arguments_are_refused(name: str, tmp_path: Path, unchecked_ty
 def test_the_valid_arguments_are_valid(tmp_path: Path) -> None:
     """Else everything would be refused for another reason."""
     for name, function in _CALLS.items():
+        if name == "shard_model":  # needs several processes
+            continue
         found = function(**{**_brief(function), **valid_arguments(name, function, tmp_path)})
         assert found is not None or inspect.isfunction(function), name
