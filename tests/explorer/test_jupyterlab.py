@@ -46,7 +46,7 @@ def lab_page(browser: Any) -> Iterator[Any]:
     context.set_default_timeout(30_000)
     page = context.new_page()
     problems: list[str] = []
-    # Seen once in many sessions, on a busy machine; which script of the page raises it is not known.
+    # Seen once in many sessions; which script of the page raises it is not known.
     known = "The node to be removed is not a child of this node"
     page.on("pageerror", lambda e: None if known in str(e) else problems.append(str(e)))
 
