@@ -166,3 +166,13 @@ def page(open_page: Any) -> Iterator[Any]:
 def unchecked_types(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switches off the run-time type checks of the tests: users meet our own messages."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.fixture
+def without_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For damaged files: what is checked beside their checksums, which whoever writes can write."""
+    from sparse_tl.gates import saving
+    from sparse_tl.lens import loading
+
+    for module in (loading, saving):
+        monkeypatch.setattr(module, "check_sums", lambda folder: None)

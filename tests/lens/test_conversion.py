@@ -19,6 +19,8 @@ from sparse_tl.tasks.addition import addition_tokenizer
 
 pytestmark = hooked_alone  # the models to compare with
 
+pytestmark = pytest.mark.usefixtures("without_checksums")
+
 TURNED = {"positional_embedding_type": "rotary", "rotary_dim": 6}
 EXACT: dict[str, tuple[str, dict[str, Any], str]] = {
     "learned positions": ("plain", {}, "GPT2LMHeadModel"),

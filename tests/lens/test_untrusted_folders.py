@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from sparse_tl.files import read_json, write_json, write_tensors
-from sparse_tl.gates import SparseTransformer, saving
-from sparse_tl.lens import Model, build_model, hub, load_model, loading, model_config, save_model
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model, build_model, hub, load_model, model_config, save_model
 from sparse_tl.tasks.addition import addition_tokenizer
 
 Build = Callable[..., Model]
@@ -45,11 +45,7 @@ AUTO_MAP = {
 }
 
 
-@pytest.fixture(autouse=True)
-def whoever_writes_files_writes_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checksums tell of accidents; of what a stranger wrote they say nothing."""
-    for module in (loading, saving):
-        monkeypatch.setattr(module, "check_sums", lambda folder: None)
+pytestmark = pytest.mark.usefixtures("without_checksums")
 
 
 @pytest.fixture
