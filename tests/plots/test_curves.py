@@ -240,7 +240,7 @@ class TestFigure:
 
     def test_refuses_other_parts(self, unchecked_types: None) -> None:
         with pytest.raises(
-            ValueError, match="expected parts 'heads' or 'circuit_edges'; got 'neurons'"
+            ValueError, match="'heads' or 'circuit_edges' for parts; got 'neurons'"
         ):
             effect_figure(FOUR, parts="neurons")  # type: ignore[arg-type]
 
