@@ -239,9 +239,7 @@ class TestFigure:
             effect_figure(panels, parts="heads", **options)
 
     def test_refuses_other_parts(self, unchecked_types: None) -> None:
-        with pytest.raises(
-            ValueError, match="'heads' or 'circuit_edges' for parts; got 'neurons'"
-        ):
+        with pytest.raises(ValueError, match="'heads' or 'circuit_edges' for parts; got 'neurons'"):
             effect_figure(FOUR, parts="neurons")  # type: ignore[arg-type]
 
 
