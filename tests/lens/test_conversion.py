@@ -17,9 +17,7 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, hooked_folder, load_model, save_model
 from sparse_tl.tasks.addition import addition_tokenizer
 
-pytestmark = hooked_alone  # the models to compare with
-
-pytestmark = pytest.mark.usefixtures("without_checksums")
+pytestmark = [hooked_alone, pytest.mark.usefixtures("without_checksums")]
 
 TURNED = {"positional_embedding_type": "rotary", "rotary_dim": 6}
 EXACT: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -16,11 +16,9 @@ from sparse_tl.files import read_json, read_tensors, write_json, write_tensors
 from sparse_tl.lens import Model, build_model, load_model, model_config, save_model
 from sparse_tl.tasks.addition import addition_tokenizer
 
-pytestmark = hooked_alone
+pytestmark = [hooked_alone, pytest.mark.usefixtures("without_checksums")]
 
 Build = Callable[..., Model]
-
-pytestmark = pytest.mark.usefixtures("without_checksums")
 
 
 def _save(model: Model, folder: Path) -> Path:
