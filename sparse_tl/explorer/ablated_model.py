@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -67,6 +68,8 @@ class AblatedModel:
         self.heads: set[Head] = set()
         self.edges: set[AttentionEdge] = set()
         self._fingerprint = fingerprint(model)
+        # Derived from the present removals: the first by column and number of tokens.
+        self.output_rows: dict[tuple[int, int], tuple[Mapping[str, Any], ...]] = {}
         self._leave_one_out: LeaveOneOut | None = None
         self.now = self.whole = self._look(positions)
         graph = self.whole.graph
@@ -94,7 +97,7 @@ class AblatedModel:
         except BaseException:
             self.heads, self.edges = old
             raise
-        self._leave_one_out = None
+        self._leave_one_out, self.output_rows = None, {}
         graph = replace(seen.graph, gates=seen.graph.gates & ~self.removed())
         self.now = replace(seen, graph=graph)
 

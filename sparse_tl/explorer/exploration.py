@@ -18,7 +18,7 @@ from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.circuits.removal import AttentionEdge, Head, RemovalEffects
 from sparse_tl.circuits.trace import Prompt, predicted_columns
 from sparse_tl.explorer.ablated_model import AblatedModel, start_together
-from sparse_tl.explorer.token_tables import lens_table, output_table
+from sparse_tl.explorer.token_tables import Row, lens_rows, output_rows
 from sparse_tl.lens import HookedModel, check_head
 
 
@@ -250,8 +250,12 @@ class Exploration:
             token, logit, probability, logit_before, probability_before; sorted by decreasing
             likelihood after the removals.
         """
+        return pd.DataFrame(self.output_rows(title, target, top))
+
+    def output_rows(self, title: str, target: int = -1, top: int = 6) -> tuple[Row, ...]:
+        """The rows of `outputs`."""
         _, read_at = self.targets[target]
-        return output_table(self._of(title), read_at, top)
+        return output_rows(self._of(title), read_at, top)
 
     def logit_lens(self, title: str, level: int, column: int, top: int = 6) -> pd.DataFrame:
         """The tokens that a node would predict: its stream through the final normalisation and the
@@ -277,7 +281,7 @@ class Exploration:
                 f"expected a column that the model reads, 0..{model.n_read - 1}; got {column}, at "
                 "which only its prediction stands"
             )
-        return lens_table(model, level, column, top)
+        return pd.DataFrame(lens_rows(model, level, column, top))
 
     def logits(self, title: str) -> Float[Tensor, "pos vocab"]:
         """The logits under the removals, at every column that the model reads."""

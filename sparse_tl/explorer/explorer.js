@@ -56,7 +56,7 @@ function render({ model, el }) {
     if (choosing === null) return;
     clearTimeout(choosing);
     choosing = null;
-    const threshold = state.limit / model.get("_figure").data.steps;
+    const threshold = state.limit / figureData(model).steps;
     kernel.tell({ action: "choose", target: state.target, weight: state.weight, threshold });
     settleLater();
   }
@@ -111,7 +111,7 @@ function render({ model, el }) {
 
   // A choice of columns where the prompt has more than the diagram predicts.
   function drawPositions() {
-    const known = model.get("_figure").data.targets.map(([column]) => column);
+    const known = figureData(model).targets.map(([column]) => column);
     const all = model.get("_positions");
     const other = all.filter((column) => !known.includes(column));
     const select = make("select", {
@@ -123,7 +123,7 @@ function render({ model, el }) {
   }
 
   function drawDiagram() {
-    const { svg, data } = model.get("_figure");
+    const { svg } = model.get("_figure"), data = figureData(model);
     const figure = make("div", { class: "sparse-tl-circuit", "data-ready": true });
     figure.innerHTML = '<div class="controls"></div><div class="canvas"></div>' +
       '<div class="tip" role="tooltip" hidden></div>';
@@ -219,7 +219,7 @@ function render({ model, el }) {
 
   function drawPanel(panel, index) {
     const { target } = state;
-    const [column] = model.get("_figure").data.targets[target];
+    const [column] = figureData(model).targets[target];
     const effects = model.get("_effects").heads?.[index] ?? {};
     return panelCard({ panel, index, target, column, effects, request, onHover });
   }

@@ -120,3 +120,11 @@ function followTheme(root, theme, page) {
   }
   return () => observer.disconnect();
 }
+
+// The data of the figure that is shown; what was parsed last is kept.
+const parsed = { json: null, data: null };
+function figureData(model) {
+  const { json } = model.get("_figure");
+  if (parsed.json !== json) Object.assign(parsed, { json, data: JSON.parse(json) });
+  return parsed.data;
+}

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pandas as pd
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sparse_tl.explorer.exploration import Exploration
+from sparse_tl.plots import CircuitDiagram
 from sparse_tl.plots.token_text import ELLIPSIS, visible_text
 
 MAX_TEXT = 60
 """Maximum number of characters of a token, a title or a message's part."""
 MAX_KEYS = 48
 """Maximum number of columns in a node's heat map."""
+
+
+def figure_payload(figure: CircuitDiagram) -> dict[str, str]:
+    """A diagram, with its data as text, since ipywidgets looks at every item of a list."""
+    return {"svg": figure.svg, "json": json.dumps(figure.data)}
 
 
 def panels_payload(exploration: Exploration) -> list[dict[str, Any]]:
@@ -29,7 +36,7 @@ def panels_payload(exploration: Exploration) -> list[dict[str, Any]]:
                 "shape": [graph.n_layers, graph.n_heads],
                 "removedHeads": exploration.removed_heads(title),
                 "removedEdges": exploration.removed_attention_edges(title),
-                "outputs": [_rows(exploration.outputs(title, target)) for target in targets],
+                "outputs": [_rows(exploration.output_rows(title, target)) for target in targets],
             }
         )
     return panels
@@ -53,7 +60,7 @@ def node_payload(exploration: Exploration, title: str, level: int, column: int) 
         "attention": [[round(x, 4) for x in row] for row in attention[:, keys].tolist()],
         "removed": removed[:, keys].tolist(),
         "open": graph.gates[place][:, keys].tolist(),
-        "tokens": _rows(tokens),
+        "tokens": _rows(tokens.to_dict("records")),
     }
 
 
@@ -69,14 +76,14 @@ def _strongest_keys(
     return sorted(weights.topk(MAX_KEYS).indices.tolist())
 
 
-def _rows(tokens: pd.DataFrame) -> list[dict[str, Any]]:
-    """A table of tokens as a list of rows."""
+def _rows(tokens: Sequence[Mapping[Any, Any]]) -> list[dict[str, Any]]:
+    """The rows of a table of tokens, as they are sent."""
     return [
         {
             str(name): shown_text(value) if isinstance(value, str) else short(value)
             for name, value in row.items()
         }
-        for row in tokens.to_dict("records")
+        for row in tokens
     ]
 
 

@@ -29,7 +29,7 @@ from sparse_tl.circuits.trace import Prompt
 from sparse_tl.explorer.channel import Channel
 from sparse_tl.explorer.effects import ExactEffects
 from sparse_tl.explorer.exploration import Exploration
-from sparse_tl.explorer.payload import node_payload, panels_payload
+from sparse_tl.explorer.payload import figure_payload, node_payload, panels_payload
 from sparse_tl.explorer.requests import perform
 from sparse_tl.lens import HookedModel
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
@@ -239,7 +239,6 @@ class CircuitExplorer(Channel):
             node: what the node's card said before, if there is one.
         """
         exploration = self.exploration
-        diagram = self._diagram(str)
         if node is not None:
             title = exploration.titles[node["panel"]]
             node = node_payload(exploration, title, node["level"], node["column"])
@@ -252,7 +251,7 @@ class CircuitExplorer(Channel):
             "_effects": self._exact.payload,
             "_node": node,
             "_message": None,
-            "_figure": {"svg": diagram.svg, "data": diagram.data},
+            "_figure": figure_payload(self._diagram(str)),
         }
 
     def _refresh(self) -> None:

@@ -34,7 +34,7 @@ def caption_counts(svg: str) -> list[int]:
 
 def test_it_shows_the_figure_of_circuit_diagram(explorer, models):
     expected = figures.circuit_diagram(models, PROMPT, positions=range(6, 11))
-    assert explorer._figure == {"svg": expected.svg, "data": expected.data}
+    assert explorer._figure == {"svg": expected.svg, "json": json.dumps(expected.data)}
     assert str(explorer.figure()) == str(expected)
 
 
@@ -158,7 +158,8 @@ def test_another_prompt(explorer):
     explorer.select("Dense", 1, 9)
     ask(explorer, action="prompt", text="11+11=?????")
     assert explorer._prompt == "11+11=?????" and explorer._message is None
-    assert explorer._figure["data"]["panels"][0]["input"] == list("11+11=?????")
+    data = json.loads(explorer._figure["json"])
+    assert data["panels"][0]["input"] == list("11+11=?????")
     assert explorer._node is None
 
 
