@@ -18,11 +18,11 @@ from bisect import bisect_right
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from playwright.sync_api import Page, sync_playwright
+from random_circuit import random_scores
 
-from sparse_tl import Circuit, CircuitGraph, Scores, component_diagram
+from sparse_tl import Circuit, Scores, component_diagram
 
 RE_LAYOUT = """value => {
     const slider = document.querySelector('input[type=range]');
@@ -35,19 +35,6 @@ RE_LAYOUT = """value => {
 SMALLEST = """() => Math.min(...[...document.querySelectorAll('svg text')].map(text =>
     parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a))"""
 ELSEWHERE = [500, 700, 850, 950, 600, 800, 900, 990, 300]
-
-
-def _scores() -> Scores:
-    """Scores over several orders of magnitude, from half of the sources."""
-    generator = torch.Generator().manual_seed(0)
-    graph = CircuitGraph(12, 12, 12)
-    values = torch.randn(graph.exists.shape, generator=generator) ** 3
-    busy = torch.rand(len(graph.sources), 1, generator=generator) < 0.5
-    busy[0] = True
-    values = values * graph.exists * busy
-    values[0] *= 3
-    values[:, -1] *= 5
-    return Scores(graph, values, "random")
 
 
 def _connected(scores: Scores, size: int) -> Circuit:
@@ -79,7 +66,7 @@ def main(
     chromium: Annotated[str | None, typer.Option(help="Chromium; playwright's by default.")] = None,
 ) -> None:
     """Print one line per number of circuit edges and width of the page."""
-    scores = _scores()
+    scores = random_scores(12, 12)
     connected = {n_edges: _connected(scores, n_edges) for n_edges in (200, 2000)}
     with sync_playwright() as driver, tempfile.TemporaryDirectory() as folder:
         browser = driver.chromium.launch(executable_path=chromium)

@@ -5,8 +5,13 @@ The format describes features of transcoders. Here a node is a component: the in
 text that the viewer shows, ``clerp``, is the component's name. Heads and MLP of a layer share a
 row of the viewer, because its layers are numbers; columns are positions.
 
-Reference: ``circuit_tracer/frontend/graph_models.py`` of github.com/safety-research/circuit-tracer,
-schema version 1.
+Checked against circuit-tracer 0.5.0: `Model` accepts the export, and its viewer, in Chromium,
+draws every node of circuits with and without positions, names them, and lists a clicked node's
+links with their weights. It has no example texts for components; it takes supernodes from its
+address, not from the file.
+
+Reference: ``circuit_tracer/frontend`` of github.com/safety-research/circuit-tracer, schema
+version 1.
 """
 
 from __future__ import annotations
@@ -33,13 +38,20 @@ def to_circuit_tracer(
     prompt_tokens: Sequence[str] | None = None,
     state: str | Path | Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The JSON of a circuit for circuit-tracer's viewer; write it with ``json.dump``.
+    """The JSON of a circuit for circuit-tracer's viewer.
+
+    Write it with ``json.dump`` to ``{slug}.json`` in a folder, add its metadata there with
+    ``circuit_tracer.frontend.utils.add_graph_metadata(graph["metadata"], folder)``, and open the
+    folder with ``circuit_tracer.frontend.local_server.serve(folder)``.
 
     A link's weight is minus its score, so that a positive weight helps, as in circuit-tracer;
     without scores it is 1. Links between the same nodes (q, k and v) are added up. A head's keys
     and values at another position are a node of their own, whose links to the head weigh what it
     reads. A node's influence is the cumulative one that the viewer prunes by: the share of the
-    influence of all nodes that is in the nodes of at least its own.
+    influence of all nodes that is in the nodes of at least its own. The logits have no probability,
+    and their text ends in ``(p=?)``. Circuits without positions stand at a second token, since the
+    viewer draws nothing at the first one alone. ``<`` in labels becomes a quotation mark, since the
+    viewer reads its tooltips as HTML; texts of tokens stay as they are.
 
     Args:
         circuit: circuit of circuit edges, with or without positions.
@@ -65,7 +77,9 @@ def to_circuit_tracer(
         {} if state is None else state if isinstance(state, Mapping) else read_json(Path(state))
     )
     wiring = wire(circuit, scores)
-    ids = [_id(spot, graph) for spot in wiring.spots]
+    # The viewer draws nothing where all nodes are at the first token.
+    start = int(not any(spot.position for spot in wiring.spots))
+    ids = [_id(spot, graph, start) for spot in wiring.spots]
     of_name = {str(spot): name for spot, name in zip(wiring.spots, ids, strict=True)}
     through = [0.0] * len(ids)
     for line, influence in zip(wiring.lines, wiring.influence, strict=True):
@@ -77,7 +91,8 @@ def to_circuit_tracer(
             if line.reader == end
         )
     whole = sum(through) or 1.0
-    cumulative = [sum(other for other in through if other >= own) / whole for own in through]
+    # The viewer drops what is above its threshold of 1, by however little.
+    cumulative = [min(1.0, sum(o for o in through if o >= own) / whole) for own in through]
     weights = dict[tuple[str, str], float]()
     for line in wiring.lines:
         key = ids[line.source], ids[line.reader]
@@ -86,7 +101,7 @@ def to_circuit_tracer(
         weights[key] = weights.get(key, 0.0) + weight
     labels = content.get("labels", {})
     nodes = [
-        _node(spot, name, graph, labels.get(str(spot)) or str(spot), value)
+        _node(spot, name, graph, start, labels.get(str(spot)) or _name(spot), value)
         for spot, name, value in zip(wiring.spots, ids, cumulative, strict=True)
     ]
     groups = content.get("groups", {})
@@ -95,7 +110,7 @@ def to_circuit_tracer(
             "slug": slug,
             "scan": "sparse_tl",
             "transcoder_list": [],
-            "prompt_tokens": tokens,
+            "prompt_tokens": [""] * start + tokens,
             "prompt": "".join(tokens),
             "node_threshold": 1.0,
             "schema_version": 1,
@@ -124,8 +139,8 @@ def _layer(spot: Spot, graph: CircuitGraph) -> str:
     return str(graph.n_layers + 1 if spot.kind == "logits" else spot.node.layer)
 
 
-def _feature(spot: Spot, graph: CircuitGraph) -> int:
-    """Heads by their number, after them their keys and values, after these the MLP."""
+def _number(spot: Spot, graph: CircuitGraph) -> int:
+    """The number within its layer: heads, after them their keys and values, after these the MLP."""
     if spot.kind in ("input", "logits"):
         return 0
     if spot.kind == "mlp":
@@ -133,19 +148,37 @@ def _feature(spot: Spot, graph: CircuitGraph) -> int:
     return spot.node.head + graph.n_heads * spot.keys
 
 
-def _id(spot: Spot, graph: CircuitGraph) -> str:
+def _id(spot: Spot, graph: CircuitGraph, start: int) -> str:
     """The format's id: layer, feature and position."""
-    return f"{_layer(spot, graph)}_{_feature(spot, graph)}_{spot.position or 0}"
+    return f"{_layer(spot, graph)}_{_number(spot, graph)}_{start + (spot.position or 0)}"
+
+
+def _paired(layer: int, number: int) -> int:
+    """Both in one number, by Cantor's pairing: the viewer shows ``L3/7`` for a3.h7."""
+    return (layer + number) * (layer + number + 1) // 2 + number
+
+
+def _name(spot: Spot) -> str:
+    """The viewer reads the texts of its tooltips as HTML."""
+    return str(spot).replace("<kv>", " keys and values")
 
 
 def _node(
-    spot: Spot, name: str, graph: CircuitGraph, text: str, influence: float
+    spot: Spot, name: str, graph: CircuitGraph, start: int, text: str, influence: float
 ) -> dict[str, Any]:
     kinds = {"input": "embedding", "logits": "logit"}
-    layer, feature, position = _layer(spot, graph), _feature(spot, graph), spot.position or 0
+    layer, number, position = (
+        _layer(spot, graph),
+        _number(spot, graph),
+        start + (spot.position or 0),
+    )
+    text = text.replace("<", "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}")
+    if spot.kind == "logits":
+        # The viewer reads a token in quotes and a probability; a metric may be of several logits.
+        text = 'Output "{}" (p=?)'.format(text.replace('"', "'"))
     return {
         "node_id": name,
-        "feature": feature,
+        "feature": number if spot.kind in kinds else _paired(int(layer), number),
         "layer": layer,
         "ctx_idx": position,
         "feature_type": kinds.get(spot.kind, "cross layer transcoder"),
@@ -153,7 +186,7 @@ def _node(
         "is_target_logit": spot.kind == "logits",
         "run_idx": 0,
         "reverse_ctx_idx": 0,
-        "jsNodeId": f"{'L' if spot.kind == 'logits' else layer}_{feature}-{position}",
+        "jsNodeId": f"{'L' if spot.kind == 'logits' else layer}_{number}-{position}",
         "clerp": text,
         "influence": influence,
         "activation": None,

@@ -47,7 +47,8 @@ function fillCard(card, data, view, drawn, panelIndex, node, act) {
     input.value = (key === "label" ? view.labels : view.notes)[name] ?? "";
     return input;
   };
-  const where = node.kind === "group" ? `${node.size} nodes` : node.layer === null ? "" : `layer ${node.layer}`;
+  const place = node.kind === "group" ? `${node.size} nodes` : node.layer === null ? "" : `layer ${node.layer}`;
+  const where = [place, drawn.panels.length > 1 ? panel.name.slice(0, 40) : ""].filter(Boolean).join(", ");
   const buttons = node.kind === "group"
     ? [make("button", { type: "button", name: "ungroup", onclick: () => act.ungroup(name) }, "Ungroup")]
     : [make("button", { type: "button", name: "pin", onclick: () => act.pin(name) }, pinned ? "Unpin" : "Pin")];

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from sparse_tl.circuits.wiring import Wiring
 from sparse_tl.files import read_json
 from sparse_tl.plots import component_style, palette
-from sparse_tl.plots.drawn_circuit import LinkColour, Ranking, View, all_spots
+from sparse_tl.plots.drawn_circuit import LinkColour, Ranking, View, all_spots, plain_nodes
 from sparse_tl.plots.figure_frame import Surround
 from sparse_tl.plots.token_text import visible_text
 
@@ -77,16 +77,7 @@ def script_data(
     """The wiring of all panels, the first view, and the style."""
     spots = all_spots([*wirings.values()])
     index = {spot: i for i, spot in enumerate(spots)}
-    nodes = [
-        [
-            str(spot),
-            spot.kind,
-            spot.step,
-            spot.position,
-            None if spot.kind in ("input", "logits") else spot.node.layer,
-        ]
-        for spot in spots
-    ]
+    nodes = [[n.name, n.kind, n.step, n.position, n.layer] for n in plain_nodes(spots)]
     panels = []
     for i, (name, wiring) in enumerate(wirings.items()):
         at = [index[spot] for spot in wiring.spots]

@@ -68,6 +68,7 @@ function start(root, data) {
   function listenToNodes() {
     for (const panel of drawn.panels) {
       const groups = [...panel.content.querySelectorAll("g[data-node]")];
+      panel.groups = new Map(groups.map((group) => [group.dataset.node, group]));
       for (const group of groups) {
         const { node } = group.dataset;
         const press = (event) => {
@@ -103,8 +104,9 @@ function start(root, data) {
     // At the height of the node, on the other side of the figure.
     const outer = root.getBoundingClientRect(), shown = svg.getBoundingClientRect();
     const at = drawn.layout.boxes.get(node.index) ?? { x: 0, y: 0 }, scale = shown.width / size[0];
+    const x = at.x + drawn.panels[index].shift;
     const top = shown.top - outer.top + scale * (drawn.panels[index].top + drawn.above + at.y);
-    card.style.left = `${at.x > size[0] / 2 ? 10 : Math.max(4, outer.width - 340)}px`;
+    card.style.left = `${x > size[0] / 2 ? 10 : Math.max(4, outer.width - 340)}px`;
     card.style.top = `${Math.max(4, Math.min(top - 60, outer.height - card.offsetHeight - 4))}px`;
   }
 
@@ -127,6 +129,11 @@ function start(root, data) {
     }
     text.push(worth(panel, link));
     if (!link.onPath) text.push("on no path from input to logits");
+    for (const other of drawn.panels) {
+      if (other === panel) continue;
+      const same = other.links.find(({ key }) => key === link.key);
+      text.push(`${other.name.slice(0, 40)}: ${same ? worth(other, same) : "not shown"}`);
+    }
     return text;
   }
 
@@ -151,21 +158,34 @@ function start(root, data) {
       svg.classList.toggle("moving", Boolean(drag.moved && box));
       return;
     }
-    for (const panel of drawn.panels) panel.hover.removeAttribute("d");
+    unmark();
     tip.hidden = true;
     const index = event.target.closest("g[data-panel]")?.dataset.panel;
     if (index === undefined) return;
     const panel = drawn.panels[index], node = event.target.closest("g[data-node]")?.dataset.node;
     if (node !== undefined) {
+      for (const { groups } of drawn.panels) groups.get(node).toggleAttribute("data-same", true);
       const note = view.notes[node];
       if (note || view.labels[node]) showTip(root, [node.slice(0, 200), ...(note ? [note] : [])], event);
       return;
     }
     const shape = nearestLine(panel.shapes, pointIn(panel.content, event));
     if (!shape) return;
-    setAttributes(panel.hover, { d: shape.d, "stroke-width": lineWidth(shape.strength) + 1 });
+    for (const other of drawn.panels) {
+      const same = other === panel ? [shape] : counterparts(panel, shape, other);
+      const strength = Math.max(0, ...same.map((one) => one.strength));
+      const d = same.length ? same.map((one) => one.d).join("") : null;
+      setAttributes(other.hover, { d, "stroke-width": lineWidth(strength) + 1 });
+    }
     showTip(root, linkText(panel, shape), event);
   });
+  // What the pointer is on, in all panels.
+  function unmark() {
+    for (const { hover, content } of drawn.panels) {
+      hover.removeAttribute("d");
+      for (const node of content.querySelectorAll("[data-same]")) node.removeAttribute("data-same");
+    }
+  }
   const drop = () => {
     drag = null;
     svg.classList.remove("moving");
@@ -173,6 +193,7 @@ function start(root, data) {
   svg.addEventListener("pointerup", drop);
   svg.addEventListener("pointerleave", () => {
     drop();
+    unmark();
     tip.hidden = true;
   });
   // The plain wheel scrolls the page; with Ctrl or Command, or a pinch, it zooms.

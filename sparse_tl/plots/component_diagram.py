@@ -69,13 +69,14 @@ def component_diagram(
 
     Edges enter by their influence on the answer: the share of the logits' paths that run through an
     edge, where a node's paths divide over its inputs by ``|score|``. Each edge enters with its
-    whole path from the input to the logits. Panels stand one above the other, as each needs the
-    width of a page for its text; a node has the same place in every panel, and the page's
-    "Difference" draws two circuits as one. The page holds up to 2,000 edges of each circuit, the
-    strongest ones; its caption says how many.
+    whole path from the input to the logits. A node has the same place in every panel. The page
+    draws panels side by side where that is legible, otherwise one above the other, as static files
+    do; what is pointed at or selected in one is marked in all, and "Difference" draws two circuits
+    as one. The page holds up to 2,000 edges of each circuit, the strongest ones; its caption says
+    how many.
 
     Args:
-        panels: circuits of circuit edges by panel name, from top to bottom, or one circuit.
+        panels: circuits of circuit edges by panel name, in order, or one circuit.
         scores: scores of the circuits' edges, by panel name, or of the only one; negative: patching
             the edge lowers the metric, so it helps. Without scores, all edges count alike.
         max_circuit_edges: number of edges drawn at first, and in static files.

@@ -1,6 +1,5 @@
 // Draws one view of a component diagram into its SVG: component_svg.py, in the browser.
 
-const LEFT = 8, TOP = 8, GAP = 18, HEADING = 54, COLUMN_HEADING = 22, ARROW = 76;
 const [THIN, THICK, WEAKEST] = [0.9, 4.6, 0.8];
 
 function svgElement(tag, attributes, text) {
@@ -26,29 +25,6 @@ function fullColour(link, view, colours) {
   return link.score > 0 ? colours.hurts : link.score < 0 ? colours.helps : colours.plain;
 }
 
-// What is drawn: the nodes, the panels with their links, the layout, and each panel's corner.
-function viewOf(data, view, width) {
-  const place = new Map(data.nodes.map(([name], i) => [name, i]));
-  const ends = ["input", "logits"].map((end) =>
-    data.nodes.flatMap(([, kind], i) => (kind === end ? [i] : [])));
-  const [nodes, at] = nodesOf(data, view, place);
-  nodes.forEach((node, index) => { node.index = index; });
-  let panels = data.panels.map((panel) => linksOf(panel, view, nodes, at, place, ends));
-  if (view.difference) panels = [differenceOf(panels)];
-  const union = [...new Map(panels.flatMap((panel) => panel.links.map((k) => [keyOf(k), k]))).values()];
-  union.sort((a, b) => a.source - b.source || a.reader - b.reader || (a.port < b.port ? -1 : 1));
-  const left = LEFT + (data.transition && panels.length > 1 ? ARROW : 0);
-  const label = Math.max(0, ...nodes.filter((node) => node.layer !== null)
-    .map((node) => textWidth(`Layer ${node.layer}`, 12.5)));
-  const columns = data.columns.length || 1, bounds = [left + 14 + label, width - LEFT - 8];
-  const layout = layOut(nodes, union, view.labels, bounds, columns);
-  const above = HEADING + (data.columns.length ? COLUMN_HEADING : 0);
-  const height = Math.round(above + layout.height), top = TOP + (data.title ? 34 : 0);
-  panels.forEach((panel, i) => Object.assign(panel, { index: i, top: top + i * (height + GAP) }));
-  const right = Math.round(layout.columns[columns - 1][1] + 8);
-  return { nodes, at, place, panels, layout, left, right, above, height, width: right + LEFT };
-}
-
 function captionOf(data, view, panel) {
   const n = (value) => value.toLocaleString("en-US");
   const off = panel.links.filter((link) => !link.onPath).length;
@@ -65,7 +41,7 @@ function captionOf(data, view, panel) {
 }
 
 function drawFigure(svg, data, view, drawn, chosen) {
-  const { panels, layout, left, right, width } = drawn, { colours } = data;
+  const { panels, left, width } = drawn, right = width - LEFT, { colours } = data;
   const parts = [svgElement("rect", { width, height: "100%", fill: "#ffffff" })];
   if (data.title) {
     const text = clipText(data.title, 18, width - 40);
@@ -74,7 +50,7 @@ function drawFigure(svg, data, view, drawn, chosen) {
     }, text));
   }
   for (const panel of panels) parts.push(drawPanel(data, view, drawn, panel, chosen));
-  if (data.transition && panels.length > 1) parts.push(...arrows(drawn, data));
+  if (data.transition && panels.length > 1) parts.push(...arrowsOf(drawn, data));
   const bottom = panels[panels.length - 1].top + drawn.height + 10;
   const legend = legendOf(data, view, panels), group = svgElement("g", { "data-role": "legend" });
   let x = left + 6, y = bottom + 8;
@@ -95,14 +71,14 @@ function drawFigure(svg, data, view, drawn, chosen) {
 function drawPanel(data, view, drawn, panel, chosen) {
   const { layout, left, right, above, height, nodes } = drawn, { colours } = data;
   const room = right - left - 28, group = svgElement("g", { "data-panel": panel.index,
-    "data-edges-shown": panel.nEdges });
+    "data-edges-shown": panel.nEdges, transform: panel.shift ? `translate(${panel.shift} 0)` : null });
   group.append(
     svgElement("rect", { x: left, y: panel.top, width: right - left, height, rx: 7,
       fill: "#ffffff", stroke: colours.ink, "stroke-width": 1.3 }),
     svgElement("text", { x: left + 14, y: panel.top + 24, "font-size": 16, "font-weight": "bold" },
       clipText(panel.name, 16, room)),
-    svgElement("text", { x: left + 14, y: panel.top + 43, "font-size": 12, fill: colours.muted,
-      "data-role": "caption" }, clipText(captionOf(data, view, panel), 12, room)),
+    ...panel.caption.map((line, i) => svgElement("text", { x: left + 14, y: panel.top + 43 + 16 * i,
+      "font-size": 12, fill: colours.muted, "data-role": "caption" }, line)),
   );
   const content = svgElement("g", { transform: `translate(0 ${panel.top + above})` });
   for (const [label, top, bottom] of layout.bands) {
@@ -208,22 +184,6 @@ function marksOf(data, { layout, nodes }) {
         x: box.x - box.width / 2 - 2, y: box.y - HALF - 2, width: box.width + 4,
         height: NODE_HEIGHT + 4, rx: 11, stroke: colour, "stroke-width": 2.2,
         "pointer-events": "none" })));
-}
-
-function arrows({ panels, height, left }, data) {
-  const edge = left - 6, parts = [], first = panels[0].top;
-  for (let i = 1; i < panels.length; i++) {
-    const start = panels[i - 1].top + 0.62 * height, end = panels[i].top + 0.38 * height;
-    parts.push(svgElement("path", { fill: "none", stroke: data.colours.ink, "stroke-width": 5,
-      d: `M${edge} ${start}C${edge - 52} ${start + 12} ${edge - 52} ${end - 12} ${edge - 11} ${end - 2}` }),
-    svgElement("path", { d: `M${edge + 2} ${end}l-17 -12l2 9l-6 9z`, fill: data.colours.ink }));
-  }
-  const room = panels[panels.length - 1].top + height - first - 10;
-  const size = Math.max(12, Math.min(17, 17 * room / Math.max(textWidth(data.transition, 17), 1)));
-  parts.push(svgElement("text", { transform: `translate(24 ${first + room / 2}) rotate(-90)`,
-    "text-anchor": "middle", "font-size": size, "font-weight": "bold" },
-  clipText(data.transition, size, room)));
-  return parts;
 }
 
 function legendOf(data, view, panels) {

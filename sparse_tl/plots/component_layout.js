@@ -1,5 +1,5 @@
-// Lays out one view of a component diagram: component_layout.py and component_routes.py, in the
-// browser. A node's vertex is its index; the bend of its trunk in a row has a larger number.
+// Lays out one view of a component diagram: component_layout.py, in the browser.
+// A node's vertex is its index; the bend of its trunk in a row has a larger number.
 
 const NODE_HEIGHT = 19, HALF = 9.5, NODE_TEXT = 11.5, MOST_LABEL = 150, END_ROOM = 5;
 const SHARE_OF_NODES = 0.72, SPREAD = 7, VERY_WIDE = 200;
@@ -22,6 +22,17 @@ function clipText(text, size, room) {
   const letters = [...text.slice(0, 400)];
   while (letters.length > 1 && textWidth(letters.join("") + "\u2026", size) > room) letters.pop();
   return letters.join("") + "\u2026";
+}
+
+// The words of a text in lines that fit.
+function wrapText(text, size, room) {
+  const lines = [];
+  for (const word of text.split(" ")) {
+    const longer = `${lines[lines.length - 1]} ${word}`;
+    if (lines.length && textWidth(longer, size) <= room) lines[lines.length - 1] = longer;
+    else lines.push(word);
+  }
+  return lines.map((line) => clipText(line, size, room));
 }
 
 function nodeText(node, labels) {
@@ -52,13 +63,15 @@ function layOut(nodes, links, labels, bounds, nColumns) {
   const top = new Map(used.map((i) => [i, rows.get(i)]));
   for (const [a, b] of upwards) top.set(a, Math.max(top.get(a), rows.get(b) - 1));
   const x = [], bendAt = (i, row) => i + nodes.length * (row + 1);
+  let spacing = 1;
   columns.forEach(([left, right], c) => {
     const inside = used.filter((i) => column.get(i) === c);
     const { segments, net } = network(inside, rows, top, upwards, column, widths, nRows, bendAt);
     const order = orderRows(net, segments);
     const halves = inside.map((i) => widths.get(i)).filter((w) => w < VERY_WIDE).map((w) => w / 2);
     const end = Math.max(0, ...halves) + END_ROOM;
-    const separations = roomiest(order, widths, right - left - 2 * end);
+    const [share, separations] = roomiest(order, widths, right - left - 2 * end);
+    spacing = Math.min(spacing, share);
     const placed = placeRows(order, segments, separations, [left + end, right - end]);
     placed.forEach((at, vertex) => { x[vertex] = at; });
   });
@@ -68,7 +81,7 @@ function layOut(nodes, links, labels, bounds, nColumns) {
   ]));
   const bend = (i, row) => x[bendAt(i, row)];
   const height = heights[0] + HALF + 12;
-  const layout = { height, boxes, rows, top, bend, heights, columns };
+  const layout = { height, boxes, rows, top, bend, heights, columns, spacing };
   return { ...layout, bands: bands(nodes, used, rows, heights), routes: route(layout, links) };
 }
 
@@ -181,9 +194,9 @@ function network(inside, rows, top, upwards, column, widths, nRows, bendAt) {
 }
 
 function roomiest(order, widths, room) {
-  let separations;
-  for (const f of SPACINGS) {
-    const gaps = [9 * f, 2 + 7 * f, 4 + 22 * f];
+  let separations, share;
+  for (share of SPACINGS) {
+    const f = share, gaps = [9 * f, 2 + 7 * f, 4 + 22 * f];
     let widest = 0;
     separations = order.map((row) => {
       const halves = row.map((v) => (widths.get(v) ?? 0) / 2);
@@ -197,101 +210,5 @@ function roomiest(order, widths, room) {
     });
     if (widest <= room) break;
   }
-  return separations;
-}
-
-// ---- curves --------------------------------------------------------------------------------
-
-const keyOf = ({ source, reader, port }) => `${source}>${reader}${port}`;
-
-function route(layout, links) {
-  const { boxes, rows, bend, heights } = layout;
-  const starts = new Map(), ends = new Map(), leaving = new Map(), entering = new Map();
-  const into = (map, key, empty) => map.get(key) ?? map.set(key, empty).get(key);
-  const sides = ({ source: a, reader: b }) => (rows.get(a) < rows.get(b) ? [a, b] : [b, a]);
-  function turn(link) {
-    const [lower, upper] = sides(link), below = rows.get(upper) - 1;
-    return below > rows.get(lower) ? below : null;
-  }
-  for (const link of links) {
-    const [lower, upper] = sides(link), box = boxes.get(upper);
-    const nexts = into(leaving, lower, new Map());
-    if (turn(link) === null) nexts.set(keyOf(link), box.x + portOffset(box.width, link.port));
-    else nexts.set("trunk", bend(lower, rows.get(lower) + 1));
-    if (link.port) ends.set(keyOf(link), box.x + portOffset(box.width, link.port));
-    else into(entering, upper, []).push(link);
-  }
-  function spread(keys, node, save) {
-    const { x, width } = boxes.get(node);
-    const step = Math.min(SPREAD, (width - 12) / Math.max(keys.length - 1, 1));
-    keys.forEach((key, i) => save(key, x - (step * (keys.length - 1)) / 2 + step * i));
-  }
-  for (const [node, nexts] of leaving) {
-    const keys = [...nexts.keys()].sort((a, b) => nexts.get(a) - nexts.get(b));
-    spread(keys, node, (key, x) => starts.set(key === "trunk" ? `trunk ${node}` : key, x));
-  }
-  const last = (link) => {
-    const [lower] = sides(link), row = turn(link);
-    return row === null ? boxes.get(lower).x : bend(lower, row);
-  };
-  for (const [node, inside] of entering) {
-    inside.sort((a, b) => last(a) - last(b));
-    spread(inside, node, (link, x) => ends.set(keyOf(link), x));
-  }
-  const f = (value) => Math.round(10 * value) / 10;
-  function piece(x0, y0, x1, y1) {
-    const middle = f((y0 + y1) / 2);
-    return `M${f(x0)} ${f(y0 - HALF)}C${f(x0)} ${middle} ${f(x1)} ${middle} ${f(x1)} ${f(y1 + HALF)}`;
-  }
-  function branch(link) {
-    const [lower, upper] = sides(link), row = turn(link);
-    const x = row === null ? starts.get(keyOf(link)) : bend(lower, row);
-    const y = heights[row === null ? rows.get(lower) : row];
-    const [x1, y1] = [ends.get(keyOf(link)), heights[rows.get(upper)]];
-    return piece(x, y, x1, y1) + (upper === link.source ? arrowhead(x, y, x1, y1) : "");
-  }
-  // Half-way on a piece that leads downwards.
-  function arrowhead(x0, y0, x1, y1) {
-    const [dx, dy] = [2 * (x0 - x1), y0 - y1 - 2 * HALF], length = Math.hypot(dx, dy);
-    const [along, across] = [6 * dx / length, 6 * dy / length];
-    const [x, y] = [(x0 + x1 + along) / 2, (y0 + y1 + across) / 2];
-    return `M${f(x - along - across / 2)} ${f(y - across + along / 2)}L${f(x)} ${f(y)}`
-      + `L${f(x - along + across / 2)} ${f(y - across - along / 2)}`;
-  }
-  function trunk(node, from, to) {
-    let path = "";
-    for (let row = from; row < to; row++) {
-      const x = row === rows.get(node) ? starts.get(`trunk ${node}`) : bend(node, row);
-      path += piece(x, heights[row], bend(node, row + 1), heights[row + 1]);
-      path += `V${f(heights[row + 1] - HALF)}`;
-    }
-    return path;
-  }
-  return { sides, turn, branch, trunk };
-}
-
-// The curves of a panel's links, those on top last: {d, links, stroke, strength}.
-function shapesOf(layout, links, stroke, shared) {
-  const { sides, turn, branch, trunk } = layout.routes, trunks = new Map(), branches = [];
-  const strokes = links.map(stroke);
-  links.forEach((link, k) => {
-    const row = turn(link), [lower] = sides(link);
-    if (row !== null) (trunks.get(lower) ?? trunks.set(lower, []).get(lower)).push([row, k]);
-    branches.push({ d: branch(link), links: [k], stroke: strokes[k], strength: link.strength });
-  });
-  const found = [];
-  for (const [node, turns] of [...trunks].sort((a, b) => a[0] - b[0])) {
-    let start = layout.rows.get(node);
-    for (const row of [...new Set(turns.map(([at]) => at))].sort((a, b) => a - b)) {
-      const carried = turns.filter(([at]) => at >= row).map(([, k]) => k);
-      const colours = new Set(carried.map((k) => strokes[k]));
-      const colour = colours.size === 1 ? strokes[carried[0]] : shared;
-      const strength = Math.max(...carried.map((k) => links[k].strength));
-      found.push({ d: trunk(node, start, row), links: carried, stroke: colour, strength });
-      start = row;
-    }
-  }
-  const above = (shape) => Number(links[shape.links[0]].onPath);
-  branches.sort((a, b) => above(a) - above(b) || a.strength - b.strength || b.links[0] - a.links[0]);
-  return [...found, ...branches];
+  return [share, separations];
 }

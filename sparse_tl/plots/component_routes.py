@@ -3,7 +3,7 @@
 A curve leaves and enters a row vertically and turns between rows, so it runs through no node. Links
 that leave or enter the same side of a box are spread over it, in the order of their other ends. A
 line that leads downwards, as one to an early node in a supernode may, has an arrowhead half-way.
-`component_layout.js` does the same in the browser.
+`component_routes.js` does the same in the browser.
 """
 
 from __future__ import annotations

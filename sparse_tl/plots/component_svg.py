@@ -32,10 +32,10 @@ from sparse_tl.plots.component_style import (
 from sparse_tl.plots.drawn_circuit import DrawnCircuit, DrawnNode, Link, View
 from sparse_tl.plots.figure_frame import MARGIN, PANEL_GAP, Frame, Surround, xml_text
 from sparse_tl.plots.palette import FRAME_TITLE_SIZE, LABEL_SIZE, MUTED
-from sparse_tl.plots.token_text import clip_text, text_width, visible_text
+from sparse_tl.plots.token_text import clip_text, text_width, visible_text, wrap_text
 
 WIDTH = 720
-HEADING, COLUMN_HEADING = 54, 22
+HEADING, LINE, COLUMN_HEADING = 54, 16, 22
 
 
 def draw_svg(
@@ -58,7 +58,10 @@ def draw_svg(
     routes = Routes(layout, every)
     # Many positions need a wider figure.
     width = round(layout.columns[-1][1] + MARGIN + 8)
-    above = HEADING + (COLUMN_HEADING if style.columns else 0)
+    room = width - MARGIN - left - 28
+    captions = [wrap_text(text, LABEL_SIZE, room) for text in style.captions]
+    lines = max(map(len, captions))
+    above = HEADING + LINE * (lines - 1) + (COLUMN_HEADING if style.columns else 0)
     height = round(above + layout.height)
     frames = [Frame(surround.top + i * (height + PANEL_GAP), height) for i in range(len(panels))]
     content = [
@@ -67,6 +70,7 @@ def draw_svg(
         for part in _panel(
             i,
             panel,
+            captions[i],
             ends[i],
             nodes,
             layout,
@@ -90,6 +94,7 @@ def draw_svg(
 def _panel(
     index: int,
     panel: DrawnCircuit,
+    caption: Sequence[str],
     ends: Sequence[Ends],
     nodes: Sequence[DrawnNode],
     layout: ComponentLayout,
@@ -103,17 +108,19 @@ def _panel(
 ) -> Iterator[str]:
     room = right - left - 28
     name = clip_text(visible_text(panel.name[:200]), FRAME_TITLE_SIZE, room)
-    caption = clip_text(style.captions[index], LABEL_SIZE, room)
     yield f'<g data-panel="{index}" data-edges-shown="{panel.n_edges}">'
     yield (
         f'<rect x="{left}" y="{frame.top}" width="{right - left}" height="{frame.height}" rx="7" '
         f'fill="{palette.GROUND}" stroke="{palette.INK}" stroke-width="{palette.FRAME_WEIGHT}"/>'
         f'<text x="{left + 14}" y="{frame.top + 24}" font-size="{FRAME_TITLE_SIZE:g}" '
         f'font-weight="bold">{xml_text(name)}</text>'
-        f'<text x="{left + 14}" y="{frame.top + 43}" font-size="{LABEL_SIZE:g}" fill="{MUTED}" '
-        f'data-role="caption">{xml_text(caption)}</text>'
-        f'<g transform="translate(0 {frame.top + above})">'
     )
+    for place, line in enumerate(caption):
+        yield (
+            f'<text x="{left + 14}" y="{frame.top + 43 + LINE * place}" fill="{MUTED}" '
+            f'font-size="{LABEL_SIZE:g}" data-role="caption">{xml_text(line)}</text>'
+        )
+    yield f'<g transform="translate(0 {frame.top + above})">'
     yield from _grounds(layout, style.columns, left, right)
     yield '<g data-role="links" fill="none" stroke-linecap="round">'
     for shape in routes.shapes(

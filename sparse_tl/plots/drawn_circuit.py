@@ -141,9 +141,9 @@ def draw(
     return nodes, panels
 
 
-def _nodes(spots: Sequence[Spot], view: View) -> tuple[list[DrawnNode], dict[str, int]]:
-    """All nodes and supernodes, and the index of the one that each spot belongs to."""
-    nodes = [
+def plain_nodes(spots: Sequence[Spot]) -> list[DrawnNode]:
+    """Each spot as a node of its own."""
+    return [
         DrawnNode(
             str(spot),
             spot.kind,
@@ -153,6 +153,11 @@ def _nodes(spots: Sequence[Spot], view: View) -> tuple[list[DrawnNode], dict[str
         )
         for spot in spots
     ]
+
+
+def _nodes(spots: Sequence[Spot], view: View) -> tuple[list[DrawnNode], dict[str, int]]:
+    """All nodes and supernodes, and the index of the one that each spot belongs to."""
+    nodes = plain_nodes(spots)
     place = {node.name: index for index, node in enumerate(nodes)}
     for number, (name, members) in enumerate(view.groups.items(), start=1):
         inside = [nodes[place[member]] for member in members if member in place]

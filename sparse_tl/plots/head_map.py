@@ -12,8 +12,9 @@ import plotly.graph_objects as go
 from sparse_tl.arguments import checked
 from sparse_tl.circuits import Scores
 from sparse_tl.grids import HeadGrid
+from sparse_tl.plots.cells import add_cells
 from sparse_tl.plots.grid_figure import GridFigure
-from sparse_tl.plots.head_panels import add_head_cells, head_panels
+from sparse_tl.plots.head_panels import head_panels
 from sparse_tl.plots.legends import add_legend_below
 from sparse_tl.plots.palette import EMPTY_CELL, HELPS, HURTS, MARK_WEIGHT, MARKS
 from sparse_tl.plots.panels import add_line, hover_text
@@ -106,7 +107,7 @@ def _add_cells(
         for layer, row in enumerate(scores)
     ]
     colours = [(0, HELPS), (0.5, EMPTY_CELL), (1, HURTS)]
-    add_head_cells(figure, place, scores, said, colours, (-largest, largest), measured)
+    add_cells(figure, place, scores, said, colours, (-largest, largest), measured)
 
 
 def _add_frames(figure: go.Figure, place: tuple[int, int], framed: _Heads) -> None:

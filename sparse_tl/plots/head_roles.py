@@ -12,8 +12,9 @@ from torch import Tensor
 
 from sparse_tl.arguments import checked
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
+from sparse_tl.plots.cells import add_cells
 from sparse_tl.plots.grid_figure import GridFigure
-from sparse_tl.plots.head_panels import add_head_cells, head_panels
+from sparse_tl.plots.head_panels import head_panels
 from sparse_tl.plots.legends import (
     add_legend_below,
     add_notes,
@@ -179,7 +180,7 @@ def head_roles_figure(roles: HeadRoles) -> GridFigure:
             for layer, row in enumerate(rows)
         ]
         colours = [(0, EMPTY_CELL), (1, ROLE_COLOURS[role])]
-        add_head_cells(figure, place, rows, said, colours, (0, 1), f"{role.capitalize()} score")
+        add_cells(figure, place, rows, said, colours, (0, 1), f"{role.capitalize()} score")
     return GridFigure(figure, "Roles of heads")
 
 

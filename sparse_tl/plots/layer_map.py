@@ -14,6 +14,7 @@ from typing import Any
 
 from sparse_tl.arguments import checked
 from sparse_tl.circuits import ActivationPatching, LogitAttribution, LogitLens
+from sparse_tl.plots.cells import BAR_BELOW, add_cells
 from sparse_tl.plots.grid_figure import GridFigure
 from sparse_tl.plots.palette import (
     EMPTY_CELL,
@@ -25,16 +26,15 @@ from sparse_tl.plots.palette import (
     Colour,
     blend,
 )
-from sparse_tl.plots.panels import hover_text, panel_figure
+from sparse_tl.plots.panels import fitting_width, hover_text, panel_figure
 from sparse_tl.plots.token_text import clip_text, text_width, visible_text
 
 _CELL, _LEAST_CELL, _ROW = 26.0, 10.0, 24.0
 _TEXT_CELL, _LEAST_TEXT_CELL = 58.0, 40.0
 _MOST_TEXTS = 600
 """Maximum number of cells with a text; those of larger maps are in tooltips."""
-_MOST_WIDTH = 880.0
-"""Width of all plots of a row together, so that the figure has less than 1,000 pixels."""
-_LONGEST_LABEL, _LEAST_PLOT = 90.0, 200.0
+_GAP = 18
+_LONGEST_LABEL, _LEAST_PLOT = 90.0, 140.0
 _SIGNED: tuple[tuple[float, Colour], ...] = ((0, HURTS), (0.5, EMPTY_CELL), (1, HELPS))
 _SHARE: tuple[tuple[float, Colour], ...] = (
     (0, EMPTY_CELL),
@@ -44,9 +44,11 @@ _SHARE: tuple[tuple[float, Colour], ...] = (
 
 @dataclass(frozen=True)
 class _Cells:
-    """What one panel shows; NaN for cells that do not exist."""
+    """What one panel shows: what its title says besides the name, what its colours measure, and
+    the cells; NaN for those that do not exist."""
 
     said: str
+    measured: str
     rows: Sequence[str]
     columns: Sequence[str]
     values: Sequence[Sequence[float]]
@@ -66,8 +68,8 @@ def layer_map(panels: Mapping[str, Mapped]) -> GridFigure:
     Activation patching: the effect of each place, blue where it moves the metric towards the
     prompts that the activations are from, orange where it moves it away. The logit lens: the most
     likely token of each layer and position, darker the more probable the answer is. Direct logit
-    attribution: what each component writes, blue towards the answer, orange away from it. Titles
-    give the range of the colours; 0 is grey.
+    attribution: what each component writes, blue towards the answer, orange away from it. 0 is
+    grey. Figures of few columns have the width of a page in print; others grow.
 
     Args:
         panels: results of one kind by panel title.
@@ -88,40 +90,37 @@ def layer_map(panels: Mapping[str, Mapped]) -> GridFigure:
     first = next(iter(drawn.values()))
     if any(len(c.columns) != len(first.columns) or c.rows != first.rows for c in drawn.values()):
         raise ValueError("expected results of models, and prompts, of one shape; they differ")
-    room = _MOST_WIDTH / len(drawn) / len(first.columns)
+    room = _room(drawn) / len(first.columns)
     few = len(drawn) * len(first.rows) * len(first.columns) <= _MOST_TEXTS
     written = bool(first.texts) and few and room >= _LEAST_TEXT_CELL
-    figure, cell = _empty(drawn, first, _TEXT_CELL if written else _CELL)
+    figure, cell, bar_top = _empty(drawn, first, _TEXT_CELL if written else _CELL)
     for column, cells in enumerate(drawn.values(), start=1):
-        figure.add_heatmap(
-            z=cells.values,
-            zmin=cells.limits[0],
-            zmax=cells.limits[1],
-            colorscale=cells.colours,
-            showscale=False,
-            xgap=1,
-            ygap=1,
-            text=[[hover_text(words) for words in row] for row in cells.hover],
-            hoverinfo="text",
-            hoverongaps=False,
-            row=1,
-            col=column,
-        )
+        said = [[hover_text(words) for words in row] for row in cells.hover]
+        values, limits, measured = cells.values, cells.limits, cells.measured
+        place = (1, column)
+        add_cells(figure, place, values, said, cells.colours, limits, measured, bar_top)
     if written:
         _write(figure, drawn, cell)
     return GridFigure(figure, f"{next(iter(kinds)).__name__} of {', '.join(panels)}")
 
 
-def _empty(drawn: Mapping[str, _Cells], first: _Cells, cell: float) -> tuple[Any, float]:
-    """Panels without cells, with labels below their columns; and the width of a cell."""
+def _room(drawn: Mapping[str, _Cells]) -> float:
+    """Width of a panel, so that the figure has the width of a page in print."""
+    return fitting_width(len(drawn), gap=_GAP, most=math.inf)
+
+
+def _empty(drawn: Mapping[str, _Cells], first: _Cells, cell: float) -> tuple[Any, float, float]:
+    """Panels without cells, with labels below their columns; the width of a cell, and where below
+    the labels there is room for a colour bar."""
     n_rows, n_columns = len(first.rows), len(first.columns)
-    cell = max(_LEAST_CELL, min(cell, _MOST_WIDTH / len(drawn) / n_columns))
+    cell = max(_LEAST_CELL, min(cell, _room(drawn) / n_columns))
     figure: Any = panel_figure(
-        [[f"{title}, {cells.said}" for title, cells in drawn.items()]],
+        [[", ".join(filter(None, (title, cells.said))) for title, cells in drawn.items()]],
         x="",
         y="Layer",
         width=max(cell * n_columns, _LEAST_PLOT),
         height=_ROW * n_rows,
+        gap=_GAP,
     )
     cell = max(cell, _LEAST_PLOT / n_columns)
     every = math.ceil(n_rows / 24)
@@ -133,12 +132,11 @@ def _empty(drawn: Mapping[str, _Cells], first: _Cells, cell: float) -> tuple[Any
         showgrid=False,
     )
     figure.update_xaxes(range=(-0.5, n_columns - 0.5), tickvals=[], ticktext=[], ticks="")
-    _label_columns(figure, drawn, cell)
-    return figure, cell
+    return figure, cell, _label_columns(figure, drawn, cell)
 
 
-def _label_columns(figure: Any, drawn: Mapping[str, _Cells], cell: float) -> None:
-    """Labels below the columns, upwards where they are wider than a column."""
+def _label_columns(figure: Any, drawn: Mapping[str, _Cells], cell: float) -> float:
+    """Labels below the columns, upwards where they are wider than a column; where they end."""
     every = math.ceil((TICK_SIZE + 3) / cell)
     labels = {
         column: [clip_text(visible_text(text), TICK_SIZE, _LONGEST_LABEL) for text in cells.columns]
@@ -146,8 +144,8 @@ def _label_columns(figure: Any, drawn: Mapping[str, _Cells], cell: float) -> Non
     }
     longest = max(text_width(text, TICK_SIZE) for row in labels.values() for text in row)
     turned = longest > cell - 4
-    deep = (longest if turned else TICK_SIZE) + 12
-    bottom = deep + 8
+    deep = (longest if turned else TICK_SIZE) + 18
+    bottom = deep + BAR_BELOW
     layout = figure.layout
     figure.update_layout(height=layout.height - layout.margin.b + bottom, margin_b=bottom)
     texts = [
@@ -157,6 +155,7 @@ def _label_columns(figure: Any, drawn: Mapping[str, _Cells], cell: float) -> Non
     ]
     below = {"yanchor": "top", "yshift": -6, "textangle": -90 if turned else 0}
     _add_texts(figure, texts, font={"size": TICK_SIZE, "color": MUTED}, **below)
+    return deep
 
 
 def _write(figure: Any, drawn: Mapping[str, _Cells], cell: float) -> None:
@@ -204,7 +203,8 @@ def _(result: ActivationPatching) -> _Cells:
     most = _largest(effect)
     where = "head" if result.by_head else "position"
     return _Cells(
-        f"effect of {result.at} \N{PLUS-MINUS SIGN}{most:.2g}",
+        "",
+        f"Effect of {result.at}",
         [str(layer) for layer in range(n_layers)],
         [f"h{text}" if result.by_head else text for text in result.columns],
         effect,
@@ -228,7 +228,8 @@ def _(result: ActivationPatching) -> _Cells:
 def _(result: LogitLens) -> _Cells:
     probability, likeliest = result.probability.tolist(), result.top_probability.tolist()
     return _Cells(
-        f"probability of {visible_text(result.answer)}",
+        "",
+        f"Probability of {visible_text(result.answer)}",
         result.rows,
         list(result.tokens),
         probability,
@@ -263,7 +264,8 @@ def _(result: LogitAttribution) -> _Cells:
     most = _largest(values)
     said = {"b": "bias", "m": "MLP"}
     return _Cells(
-        f"{result.total.mean():+.3g} logits, \N{PLUS-MINUS SIGN}{most:.2g}",
+        f"{result.total.mean():+.3g} logits",
+        "Logits",
         ["input", *map(str, range(n_layers)), "bias"],
         [said.get(kind, kind) for kind in kinds],
         values,

@@ -94,6 +94,23 @@ def clip_text(text: str, font_size: float, max_width: float) -> str:
     return text[: max(1, n_kept)] + ELLIPSIS
 
 
+def wrap_text(text: str, font_size: float, max_width: float) -> list[str]:
+    """The words of a text in lines that fit, or clipped where a word does not.
+
+    Args:
+        text: text to write.
+        font_size: font size in pixels.
+        max_width: width in pixels.
+    """
+    first, *words = text.split(" ")
+    lines = [first]
+    for word in words:
+        longer = f"{lines[-1]} {word}"
+        fits = text_width(longer, font_size) <= max_width
+        lines = [*lines[:-1], longer] if fits else [*lines, word]
+    return [clip_text(line, font_size, max_width) for line in lines]
+
+
 def fit_text(text: str, font_size: float, max_width: float) -> tuple[str, float]:
     """A text in the largest font size that fits, clipped at the smallest legible size.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -26,6 +27,24 @@ def check(given, kinds):
     assert {name: type(value) for name, value in given.items()} == kinds
 
 
+def shown_place(node):
+    """Layer and number that the viewer shows of a component, from its two numbers in one."""
+    if node["feature_type"] != "cross layer transcoder":
+        return None
+    pairs = ((x, y) for x in range(20) for y in range(20))
+    (pair,) = (p for p in pairs if sum(p) * (sum(p) + 1) // 2 + p[1] == node["feature"])
+    return pair
+
+
+def place_of(name):
+    """The same from a component's name, of a model with 2 heads."""
+    found = re.match(r"(?:a(\d+)\.h(\d+)|m(\d+))(?:( keys and values)|$|@)", name)
+    if not found:
+        return None
+    layer, head, mlp, keys = found.groups()
+    return (int(mlp), 4) if mlp else (int(layer), int(head) + 2 * bool(keys))
+
+
 @pytest.mark.parametrize("positions", [None, ("0", "1", "2")])
 def test_it_has_the_schema_and_whole_links(positions):
     graph = CircuitGraph(3, 2, 2)
@@ -36,7 +55,7 @@ def test_it_has_the_schema_and_whole_links(positions):
     state = {
         "pins": [f"m1{'@1' if positions else ''}", "gone"],
         "groups": {"early": [f"m0{'@1' if positions else ''}"]},
-        "labels": {"m1": "adder"},
+        "labels": {"m1": "adder", "m0": "<img src=x onerror=alert(1)>"},
     }
     tokens = None if positions is None else ["</script>", "b", "c"]
     found = json.loads(
@@ -51,7 +70,19 @@ def test_it_has_the_schema_and_whole_links(positions):
         check(node, NODE)
         assert node["ctx_idx"] < len(found["metadata"]["prompt_tokens"])
         assert node["layer"] == "E" or node["layer"].isdigit()
-        assert 0 <= node["influence"] <= 1 + 1e-9
+        assert 0 <= node["influence"] <= found["metadata"]["node_threshold"]  # else not drawn
+        # The viewer writes it into its tooltips as HTML.
+        assert "<" not in node["clerp"]
+        named = node["clerp"] not in ("adder", "‹img src=x onerror=alert(1)>")
+        assert not named or shown_place(node) == place_of(node["clerp"])
+    # It draws nothing where all nodes are at the first token, or at more than 2/3 of the tokens.
+    places = {node["ctx_idx"] for node in found["nodes"]}
+    assert max(places) > 0 and 2 / 3 * len(found["metadata"]["prompt_tokens"]) >= 1
+    for node in found["nodes"]:
+        if node["feature_type"] == "logit":
+            # It reads the token and the probability like this, and stops where it cannot.
+            assert node["clerp"].split('"')[1].startswith("logits")
+            assert node["clerp"].split("(p=")[1].split(")")[0] == "?"
     for link in found["links"]:
         check(link, LINK)
         assert {link["source"], link["target"]} <= set(ids)

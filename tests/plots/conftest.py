@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,10 @@ from component_examples import Scored
 from sparse_tl.circuits import Circuit, Scores
 from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.graph import CircuitGraph
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from random_circuit import random_scores
 
 INPUT = tuple("36+28=?????")
 OUTPUT = tuple("36+28=00064")
@@ -116,18 +122,11 @@ def _scored_circuit(
 def _random_circuit(
     n_layers: int = 4, n_heads: int = 4, n_edges: int = 60, seed: int = 0, **sizes: Any
 ) -> Scored:
-    generator = torch.Generator().manual_seed(seed)
-    graph = CircuitGraph(n_layers, n_heads, **({"n_kv_heads": n_heads} | sizes))
-    scores = torch.randn(graph.exists.shape, generator=generator) ** 3
-    # From half of the sources, and often from the input and into the logits, as in real circuits.
-    busy = torch.rand(len(graph.sources), 1, generator=generator) < 0.5
-    busy[0] = True
-    scores = scores * graph.exists * busy
-    scores[0] *= 3
-    scores[:, -1] *= 5
-    mask = torch.zeros_like(graph.exists)
-    mask.view(-1)[scores.abs().flatten().argsort(descending=True)[:n_edges]] = True
-    return Scored(Circuit(graph, mask), Scores(graph, scores, "eap"))
+    scores = random_scores(n_layers, n_heads, seed, **sizes)
+    mask = torch.zeros_like(scores.site.exists)
+    best = scores.values.abs().flatten().argsort(descending=True)[:n_edges]
+    mask.view(-1)[best] = True
+    return Scored(Circuit(scores.site, mask), scores)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -71,8 +72,8 @@ def assert_looks_like(page: Any, figure: ComponentDiagram) -> None:
         for row, e in zip(found, nodes, strict=True):
             place = [float(e[0].get(side, "")) for side in ("x", "y")]
             assert row[2:4] == pytest.approx(place, abs=0.11)
-        (caption,) = (e.text for e in panel.iter() if e.get("data-role") == "caption")
-        assert shown.locator("[data-role=caption]").text_content() == caption
+        caption = [e.text for e in panel.iter() if e.get("data-role") == "caption"]
+        assert shown.locator("[data-role=caption]").all_text_contents() == caption
 
 
 def test_every_choice_looks_like_its_static_figure(page, tmp_path, make_random_circuit):
@@ -113,6 +114,100 @@ def test_a_large_circuit_is_laid_out_anew_and_stays_legible(page, tmp_path, make
     # 40 edges are not in the places of 2,000: each layer with nodes has a row, and no other.
     bands = page.locator("svg text", has_text="Layer").all_text_contents()
     assert len(bands) <= 12 and page.locator("g[data-node]").count() <= 42
+
+
+PLACES = """() => [...document.querySelectorAll('g[data-panel]')].map(panel => {
+    const frame = panel.querySelector('rect').getBoundingClientRect();
+    const nodes = [...panel.querySelectorAll('[data-node]')].map(node => {
+        const box = node.getBoundingClientRect();
+        return [node.dataset.node, box.x - frame.x, box.y - frame.y];
+    });
+    return [frame.left, frame.right, frame.top, nodes];
+})"""
+"""Left, right and top of each panel, and its nodes from there."""
+
+
+@pytest.mark.parametrize("n_panels", [2, 3])
+def test_circuits_are_side_by_side_where_there_is_room(
+    page, tmp_path, make_random_circuit, n_panels
+):
+    panels = {
+        f"Seed {seed}": make_random_circuit(n_edges=60 - 20 * seed, seed=seed)
+        for seed in range(n_panels)
+    }
+    for width in (1600, 1000, 752):
+        show(page, tmp_path, draw(panels, title="Seeds", max_circuit_edges=30), width)
+        places = page.evaluate(PLACES)
+        for _, right, _, nodes in places:
+            assert right <= width
+            assert [node[0] for node in nodes] == [node[0] for node in places[0][3]]
+            for node, first in zip(nodes, places[0][3], strict=True):
+                assert node[1:] == pytest.approx(first[1:], abs=0.1)
+        beside = [start[1] < end[0] for start, end in itertools.pairwise(places)]
+        if width == 1600 or (width == 1000 and n_panels == 2):
+            assert all(beside) and len({top for _, _, top, _ in places}) == 1
+        else:
+            assert not any(beside) and len({left for left, *_ in places}) == 1
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        arrows = page.locator("svg > text", has_text="Sparsity-Regularised Finetuning")
+        assert arrows.bounding_box()["y"] > page.locator("svg > text").first.bounding_box()["y"]
+
+
+def test_a_circuit_too_dense_for_half_the_width_has_all_of_it(page, tmp_path, make_random_circuit):
+    panels = {name: make_random_circuit(12, 12, 400, seed) for seed, name in enumerate("ab")}
+    show(page, tmp_path, draw(panels), 1000)
+    for n_edges, beside in ((20, True), (400, False), (20, True)):
+        set_edges(page, n_edges)
+        first, second = page.evaluate(PLACES)
+        assert (first[2] == second[2]) == beside
+
+
+def test_what_is_pointed_at_is_marked_in_all_panels(page, tmp_path, make_circuit):
+    edges = {"input->m0": -1.0, "m0->m2": 0.25, "m0->logits": -1.0, "m2->logits": 1.0}
+    fewer = {name: -value for name, value in edges.items() if "m2" not in name}
+    show(page, tmp_path, draw({"dense": make_circuit(edges), "sparse": make_circuit(fewer)}), 1000)
+    middle = """path => { const point = path.getPointAtLength(path.getTotalLength() / 2);
+        const {x, y} = point.matrixTransform(path.getScreenCTM()); return [x, y]; }"""
+    marked = """() => [...document.querySelectorAll('g[data-panel] path[pointer-events=none]')]
+        .map(path => path.getAttribute('d'))"""
+
+    def point_at(link: str) -> None:
+        stroke = page.evaluate(
+            """([source, reader]) => {
+            const box = (name) => document.querySelector(`g[data-node="${name}"]`)
+                .getBoundingClientRect();
+            const [low, high] = [box(source), box(reader)];
+            const inside = (x, rect) => x >= rect.left - 1 && x <= rect.right + 1;
+            return [...document.querySelectorAll('[data-panel="0"] [data-role=links] path')]
+                .findIndex(path => {
+                    const rect = path.getBoundingClientRect();
+                    return Math.abs(rect.bottom - low.top) < 3
+                        && Math.abs(rect.top - high.bottom) < 3;
+                });
+            }""",
+            link.split("->"),
+        )
+        path = page.locator("[data-panel='0'] [data-role=links] path").nth(stroke)
+        page.mouse.move(*path.evaluate(middle))
+
+    point_at("input->m0")
+    said = tip(page)
+    assert said[0] == "input → m0" and said[-2:] == [
+        "influence 100 %, helps",
+        "sparse: influence 100 %, hurts",
+    ]
+    first, second = page.evaluate(marked)
+    assert first == second is not None
+    point_at("m2->logits")
+    assert tip(page)[-1] == "sparse: not shown"
+    assert page.evaluate(marked)[1] is None
+    node(page, "m2").hover()
+    same = "all => all.map(e => e.dataset.node)"
+    assert page.locator("[data-same]").evaluate_all(same) == ["m2", "m2"]
+    node(page, "m0", 1).click()
+    assert page.locator(".card .head span").text_content() == "layer 0, sparse"
+    assert page.locator("g[aria-pressed=true]").evaluate_all(same) == ["m0", "m0"]
+    assert node(page, "m0", 0).get_attribute("opacity") is None
 
 
 def test_cards_list_edges_and_lead_from_node_to_node(page, tmp_path, make_circuit):

@@ -301,11 +301,7 @@ def test_what_cannot_be_read_is_found_in_plotlys_drawings(figure_of: Any, saved_
 # ---- in print ----------------------------------------------------------------------------------
 
 
-# Maps of layers are read on a screen: two panels of them side by side are 926 px wide.
-PRINTED = [name for name in NAMES if name != "layer_map"]
-
-
-@pytest.mark.parametrize("name", PRINTED)
+@pytest.mark.parametrize("name", NAMES)
 def test_text_can_be_read_in_print(name: str, figure_of: Any) -> None:
     figure = figure_of(name)
     if isinstance(figure, GridFigure):

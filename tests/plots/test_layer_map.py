@@ -38,7 +38,7 @@ def attribution(n_heads: int = 2) -> LogitAttribution:
     return LogitAttribution(tuple(names), values.expand(-1, 2), n_heads)
 
 
-def test_cells_are_effects_and_the_title_says_the_largest() -> None:
+def test_cells_are_effects_and_a_colour_bar_has_their_values() -> None:
     figure = layer_map({"Dense": patching(), "Sparse": patching()})
     cells = figure.plotly.data[0]
     assert [list(row) for row in cells.z] == [[-0.5, 0.0, 0.0], [0.0, 0.0, 1.0]]
@@ -46,10 +46,9 @@ def test_cells_are_effects_and_the_title_says_the_largest() -> None:
     assert "<b>resid_pre of layer 1, position 2</b><br>\N{MIDDLE DOT}cat<br>effect +1.000" in str(
         cells.text
     )
-    titles = [text.text for text in figure.plotly.layout.annotations][:2]
-    assert titles == [
-        f"{name}, effect of resid_pre \N{PLUS-MINUS SIGN}1" for name in ("Dense", "Sparse")
-    ]
+    texts = [text.text for text in figure.plotly.layout.annotations]
+    assert texts[:2] == ["Dense", "Sparse"] and texts.count("Effect of resid_pre") == 2
+    assert list(cells.colorbar.tickvals) == [-1, 0, 1]
     assert figure.svg.count(f"fill: {HELPS}") == 2
 
 

@@ -1,0 +1,79 @@
+// Where the panels of a component diagram stand: side by side where all of them can be read like
+// that, otherwise one above the other. All have the layout of the first one.
+
+const LEFT = 8, TOP = 8, TITLE = 34, GAP = 18, HEADING = 54, LINE = 16, COLUMN_HEADING = 22;
+const ARROW_LEFT = 76, ARROW_ABOVE = 50;
+// A panel beside others is at least so wide, and its lines as far apart (9 px times this).
+const [LEAST_PANEL, LEAST_SPACING] = [420, 0.3];
+
+// What is drawn: the nodes, the panels with their links, the layout, and each panel's corner.
+function viewOf(data, view, width) {
+  const place = new Map(data.nodes.map(([name], i) => [name, i]));
+  const ends = ["input", "logits"].map((end) =>
+    data.nodes.flatMap(([, kind], i) => (kind === end ? [i] : [])));
+  const [nodes, at] = nodesOf(data, view, place);
+  nodes.forEach((node, index) => { node.index = index; });
+  let panels = data.panels.map((panel) => linksOf(panel, view, nodes, at, place, ends));
+  if (view.difference) panels = [differenceOf(panels)];
+  const union = [...new Map(panels.flatMap((panel) => panel.links.map((k) => [keyOf(k), k]))).values()];
+  union.sort((a, b) => a.source - b.source || a.reader - b.reader || (a.port < b.port ? -1 : 1));
+  const label = Math.max(0, ...nodes.filter((node) => node.layer !== null)
+    .map((node) => textWidth(`Layer ${node.layer}`, 12.5)));
+  // The layout of a panel from x = left to x = right, and where its columns make it end.
+  const between = (left, right) => {
+    const bounds = [left + 14 + label, right - 8];
+    const layout = layOut(nodes, union, view.labels, bounds, data.columns.length || 1);
+    return { left, right: Math.round(layout.columns[layout.columns.length - 1][1] + 8), layout };
+  };
+  const n = panels.length, moved = data.transition && n > 1, share = (width - 2 * LEFT + GAP) / n - GAP;
+  let placed = n > 1 && share >= LEAST_PANEL ? between(LEFT, Math.floor(LEFT + share)) : null;
+  const beside = placed && placed.layout.spacing >= LEAST_SPACING && placed.right <= LEFT + share;
+  if (!beside) placed = between(LEFT + (moved ? ARROW_LEFT : 0), width - LEFT);
+  const { left, right, layout } = placed, room = right - left - 28;
+  for (const panel of panels) panel.caption = wrapText(captionOf(data, view, panel), 12, room);
+  const lines = Math.max(...panels.map(({ caption }) => caption.length));
+  const above = HEADING + LINE * (lines - 1) + (data.columns.length ? COLUMN_HEADING : 0);
+  const height = Math.round(above + layout.height);
+  const top = TOP + (data.title ? TITLE : 0) + (beside && moved ? ARROW_ABOVE : 0);
+  panels.forEach((panel, index) => Object.assign(panel, beside
+    ? { index, top, shift: index * (right - left + GAP) }
+    : { index, top: top + index * (height + GAP), shift: 0 }));
+  const whole = right + panels[n - 1].shift + LEFT;
+  return { nodes, at, place, panels, layout, left, right, above, height, beside, width: whole };
+}
+
+// An arrow from each panel to the next, and what is said about all of them.
+function arrowsOf({ panels, height, left, right, beside, width }, data) {
+  const first = panels[0].top, parts = [], { ink } = data.colours;
+  const arrow = (line, head) => parts.push(
+    svgElement("path", { fill: "none", stroke: ink, "stroke-width": beside ? 4 : 5, d: line }),
+    svgElement("path", { d: head, fill: ink }));
+  for (let i = 1; i < panels.length; i++) {
+    if (beside) {
+      const edge = first - 5, [start, end] = [right - 70, left + 70 + GAP + right - left]
+        .map((x) => x + panels[i - 1].shift);
+      arrow(`M${start} ${edge}C${start + 12} ${edge - 30} ${end - 18} ${edge - 30} ${end - 3} ${edge - 9}`,
+        `M${end + 2} ${edge + 2}l-16 -6l8 -4l4 -8z`);
+    } else {
+      const edge = left - 6, start = panels[i - 1].top + 0.62 * height, end = panels[i].top + 0.38 * height;
+      arrow(`M${edge} ${start}C${edge - 52} ${start + 12} ${edge - 52} ${end - 12} ${edge - 11} ${end - 2}`,
+        `M${edge + 2} ${end}l-17 -12l2 9l-6 9z`);
+    }
+  }
+  const room = beside ? width - 2 * LEFT : panels[panels.length - 1].top + height - first - 10;
+  const most = beside ? 14 : 17;
+  const size = Math.max(12, Math.min(most, most * room / Math.max(textWidth(data.transition, most), 1)));
+  const turned = `translate(24 ${first + room / 2}) rotate(-90)`;
+  parts.push(svgElement("text", { "text-anchor": "middle", "font-size": size, "font-weight": "bold",
+    transform: beside ? `translate(${width / 2} ${first - 36})` : turned },
+  clipText(data.transition, size, room)));
+  return parts;
+}
+
+// The shapes of another panel that are the same piece of the same links as one of this panel.
+function counterparts(panel, shape, other) {
+  const keys = new Set(shape.links.map((k) => panel.links[k].key));
+  const isPiece = ({ rows }) => (rows && shape.rows
+    ? rows[0] < shape.rows[1] && shape.rows[0] < rows[1] : !rows && !shape.rows);
+  return other.shapes.filter((one) => isPiece(one) && one.links.some((k) => keys.has(other.links[k].key)));
+}
