@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -181,7 +181,23 @@ def _check(name: str, parameter: str, value: Any, annotation: Any, accepts: Type
         accepts.validate_python(value)
     except ValidationError as error:
         message = f"{name}: expected {in_words(annotation)} for {parameter}; got {shown(value)}"
-        raise _kind(error)(message + _place(error)) from None
+        raise _kind(error)(message + _place(error) + _advice(annotation, value)) from None
+
+
+def _advice(annotation: Any, value: Any) -> str:
+    """How to get what is accepted: a mapping, and what says itself how it is made."""
+    kinds = list(_kinds(annotation))
+    made = dict.fromkeys(kind for kind in kinds if hasattr(kind, "made_by"))
+    advice = [f"{kind.made_by} makes {kind.__name__}" for kind in made]
+    if Mapping in kinds and not isinstance(value, Mapping):
+        advice.append("pass {name: ...}")
+    return "".join(f"; {text}" for text in advice)
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    yield get_origin(annotation) or annotation
+    for inside in get_args(annotation):
+        yield from _kinds(inside)
 
 
 def _kind(error: ValidationError) -> type[ValueError | TypeError]:
@@ -222,13 +238,23 @@ def in_words(annotation: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as messages show it: tensors by type and shape, all else clipped."""
+    """A value as messages show it: tensors by type and shape, models by type, all else clipped."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         kind = str(value.dtype).removeprefix("torch.")
         return f"a {type(value).__name__} of {kind} and shape {tuple(value.shape)}"
+    if _is_model(value):
+        return f"a {type(value).__name__}"
+    if isinstance(value, Mapping) and any(map(_is_model, value.values())):
+        named = (f"{key!r}: {type(one).__name__}" for key, one in value.items())
+        return f"{{{', '.join(named)}}}"[:_LONGEST]
     try:
         text = repr(value)
     except Exception:  # a value's own repr is not ours to trust
         text = "one whose repr fails"
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
     return f"{text} ({type(value).__name__})"
+
+
+def _is_model(value: Any) -> bool:
+    """Whether it is a torch module, whose repr fills pages."""
+    return hasattr(type(value), "named_parameters")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ class Circuit(Result):
     Raises:
         ValueError: the mask has another site's shape, or marks parts that do not exist.
     """
+
+    made_by: ClassVar[str] = "attribute_circuit_edges(...).top(100)"
 
     site: Site
     mask: Bool[Tensor, "*axes"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -37,6 +37,8 @@ class Scores(Result):
     Raises:
         ValueError: the values have another shape or are not finite.
     """
+
+    made_by: ClassVar[str] = "attribute_circuit_edges(...) or attribute_heads(...)"
 
     site: Site
     values: Float[Tensor, "*axes"]

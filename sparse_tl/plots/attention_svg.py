@@ -25,7 +25,7 @@ from sparse_tl.plots.palette import (
     blend,
 )
 from sparse_tl.plots.panels import MAX_WIDTH
-from sparse_tl.plots.token_text import clip_text, text_width, visible_text
+from sparse_tl.plots.token_text import clip_text, shorten, text_width, visible_text
 
 _GAP, _NAME_HEIGHT, _LINE = 16, 22, 18
 _LEGEND_HEIGHT, _BAR_WIDTH, _BAR_HEIGHT = 44, 160, 9
@@ -129,9 +129,8 @@ def _heat_map(
             f'<path d="M{x + cell:.2f} {y:.2f}H{x + room:.2f}{steps}V{y:.2f}Z" '
             'fill="url(#masked)" data-role="masked"/>'
         )
-    yield (
-        f'<g data-head="{xml_text(name)}" transform="translate({x:.2f} {y:.2f}) scale({cell:.4f})">'
-    )
+    said = xml_text(shorten(visible_text(name)))
+    yield f'<g data-head="{said}" transform="translate({x:.2f} {y:.2f}) scale({cell:.4f})">'
     cells: dict[int, list[str]] = defaultdict(list)
     for query, row in enumerate(weights.tolist()):
         for key, weight in enumerate(row):

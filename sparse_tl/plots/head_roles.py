@@ -30,9 +30,11 @@ from sparse_tl.plots.palette import (
     MUTED,
     ROLES as ROLE_COLOURS,
     THIN_CURVE_WEIGHT,
+    TICK_SIZE,
 )
 from sparse_tl.plots.panels import (
     LEFT_LINE,
+    LONGEST_NAME,
     ROW_TITLE_WIDTH,
     add_line,
     add_outer_titles,
@@ -41,6 +43,7 @@ from sparse_tl.plots.panels import (
     panel_figure,
     ticks,
 )
+from sparse_tl.plots.token_text import clip_text, visible_text
 
 _PALE, _PALE_WEIGHT = 0.45, 1.0
 _CROWDED = 0.7
@@ -131,13 +134,17 @@ def _empty_roles(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> I
         for task, row in rows.items():
             for model, curves in row.items():
                 if any(curve.by == role and _n_in_role(curve) == 0 for curve in curves):
-                    empty[task].append(model)
+                    empty[task].append(_clipped(model))
         panels = [
-            f"{task} ({', '.join(models)})" if task else ", ".join(models)
+            f"{_clipped(task)} ({', '.join(models)})" if task else ", ".join(models)
             for task, models in empty.items()
         ]
         if panels:
             yield f"No heads of {role}: {'; '.join(panels)}."
+
+
+def _clipped(title: str) -> str:
+    return clip_text(visible_text(title), TICK_SIZE, LONGEST_NAME)
 
 
 def _n_in_role(curve: AblationCurve) -> int:
@@ -154,6 +161,7 @@ def _add_missing(figure: go.Figure, row: int, column: int) -> None:
     figure.add_annotation(text="not measured", font=font, row=row, col=column, **place)
 
 
+@checked
 def head_roles_figure(roles: HeadRoles) -> GridFigure:
     """Mean head scores over seeds, in 0..1, one panel per role: layers upwards, heads across.
 

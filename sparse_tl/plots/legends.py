@@ -7,7 +7,7 @@ from typing import Any
 
 from sparse_tl.plots.palette import CLEAR, INK, LEGEND_SIZE, TICK_SIZE
 from sparse_tl.plots.panels import plain_text
-from sparse_tl.plots.token_text import text_width
+from sparse_tl.plots.token_text import text_width, visible_text
 
 # Width of a line sample including gaps, and height of an entry.
 _SAMPLE, _ENTRY_HEIGHT, _NOTE_HEIGHT = 40, 19, 18
@@ -82,7 +82,7 @@ def add_notes(figure: Any, notes: Iterable[str]) -> None:
     """Add notes below all panels, at the left, with as many per line as fit."""
     layout, lines = figure.layout, []
     for note in notes:
-        *whole, rest = _wrapped(note, layout.width - layout.margin.l - 4)
+        *whole, rest = _wrapped(visible_text(note), layout.width - layout.margin.l - 4)
         longer = f"{lines[-1]} {rest}" if lines and not whole else rest
         if lines and not whole and text_width(longer, TICK_SIZE) <= layout.width - layout.margin.l:
             lines[-1] = longer
