@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -81,6 +82,28 @@ def tiny_model(kind: str = "plain", seed: int = 0, **overrides: Any) -> Model:
     normalisation, gated MLP) and "attention_only".
     """
     return small_model(seed=seed, **{**TINY, **KINDS[kind], **overrides})
+
+
+def save_tiny(folder: Path, words: Sequence[str], unknown: str) -> Path:
+    """Save a "grouped" tiny model with a tokenizer that splits at spaces, for commands.
+
+    Args:
+        folder: folder to make.
+        words: the vocabulary; it has the special token ``<s>``.
+        unknown: the word that stands for all others.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    from sparse_tl.lens import save_model
+
+    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=unknown))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "<s>")
+    PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    save_model(tiny_model("grouped", d_vocab=len(words), tokenizer=tokenizer), folder)
+    return folder
 
 
 def small_model(*, seed: int = 0, tokenizer: Any = None, **description: Any) -> Model:

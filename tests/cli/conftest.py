@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import WORDS
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tiny import save_tiny
 
-from sparse_tl.lens import Model, save_model
 from sparse_tl.tasks.addition import AdditionTask
 
 
@@ -33,16 +31,9 @@ def few_sums() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory, build_tiny: Callable[..., Model]) -> Path:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of our own format with a tokenizer of a dozen words."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="."))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "<s>")
-    PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    save_model(build_tiny("grouped", d_vocab=len(WORDS), tokenizer=tokenizer), folder)
-    return folder
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny", WORDS, ".")
 
 
 @pytest.fixture(scope="session")
