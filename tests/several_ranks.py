@@ -5,15 +5,20 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from sparse_tl.data import ShuffledStream, TokenBatch
 
 
 def on_ranks(n: int, job: Callable[[int], Any], seconds: float = 60) -> list[Any]:
@@ -64,3 +69,31 @@ def _answer(end: Any, seconds: float) -> Any:
         return pickle.loads(end.recv_bytes()) if end.poll(seconds) else TimeoutError(seconds)
     except EOFError:
         return None
+
+
+Trained = tuple[pd.DataFrame, dict[str, Tensor]]
+"""A run's history, and its tensors by name."""
+
+
+def assert_same(one: Trained, other: Trained) -> None:
+    """Check that two runs are the same bit for bit."""
+    pd.testing.assert_frame_equal(one[0], other[0], check_exact=True)
+    assert one[1].keys() == other[1].keys()
+    assert all(torch.equal(tensor, other[1][name]) for name, tensor in one[1].items())
+
+
+class CallingAt:
+    """A stream that calls something before the batch of a step."""
+
+    def __init__(self, stream: ShuffledStream, step: int, call: Callable[[], Any]) -> None:
+        self.stream, self.step, self.call = stream, step, call
+
+    def batch(self, step: int) -> TokenBatch:
+        if step == self.step:
+            self.call()
+        return self.stream.batch(step)
+
+
+def stop() -> None:
+    """Tell this process to end, as a cluster does."""
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -160,7 +160,7 @@ def load_checkpoint(
     ranks.on_first(partial(_check_folder, folder))
     if not (folder / _STATE).exists():
         return TrainingState()
-    check_sums(folder)
+    ranks.on_first(partial(check_sums, folder))
     content = read_json(folder / _STATE)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"expected a checkpoint of format {FORMAT} in {folder}")

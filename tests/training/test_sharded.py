@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import pandas as pd
 import pytest
 import torch
 from architectures import VOCABULARY, plain_transformer
-from several_ranks import on_ranks
+from several_ranks import CallingAt, Trained, assert_same, on_ranks, stop
 from torch import Tensor
+from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM
 
 from sparse_tl import ranks, shards
@@ -39,6 +41,11 @@ from sparse_tl.training.objectives import SparsityObjective
 module = sys.modules[post_train.__module__]
 
 
+def _model(name: str = "gpt2") -> TransformerBridge:
+    fewer = {"n_layer": 2} if name == "gpt2" else {"num_hidden_layers": 2}
+    return boot(plain_transformer(name, **fewer))
+
+
 def _rows(n: int = 32, seed: int = 0) -> TokenBatch:
     generator = torch.Generator().manual_seed(seed)
     return TokenBatch.next_token(torch.randint(VOCABULARY, (n, 8), generator=generator))
@@ -50,7 +57,7 @@ def _whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
 
 def _step(rank: int = 0, *, name: str, shard: bool, accumulate: int) -> dict[str, Tensor]:
     """Gradients of a step late in a run, where gates have no noise, and their norm."""
-    model = boot(plain_transformer(name)).double()
+    model = _model(name).double()
     sparse = SparseTransformer(shard_model(model) if shard else model, initial_bias=0.5, mlps=True)
     room = torch.tensor([0.05], dtype=torch.float64)
     objective = SparsityObjective(sparse, sparse.dense_copy(), room, LossConstraint(), None, 2.0)
@@ -84,17 +91,16 @@ def test_a_step_in_parts_is_one_process_on_all_rows(name: str, accumulate: int) 
 # Whole runs.
 
 
-@pytest.fixture
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint every other step; whatever was measured last is kept."""
-    config = partial(TrainingConfig, checkpoint_every=2)
-    monkeypatch.setattr(module, "TrainingConfig", config)
+@pytest.fixture(scope="module", autouse=True)
+def often() -> Iterator[None]:
+    """An evaluation and a checkpoint every other step; whatever was measured last is kept."""
     selection = module.Selection
     always = lambda new, old: True  # noqa: E731
-    monkeypatch.setattr(module, "Selection", lambda evaluate, _: selection(evaluate, always))
-
-
-Trained = tuple[pd.DataFrame, dict[str, Tensor]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "EVALUATIONS", 3)
+        patch.setattr(module, "TrainingConfig", partial(TrainingConfig, checkpoint_every=2))
+        patch.setattr(module, "Selection", lambda evaluate, _: selection(evaluate, always))
+        yield
 
 
 def _run(
@@ -107,7 +113,7 @@ def _run(
     folder: Path | None = None,
     **settings: Any,
 ) -> Trained:
-    model = boot(plain_transformer("gpt2"))
+    model = _model()
     if lora:
         add_lora(model, 4)
     if shard:
@@ -125,9 +131,29 @@ def _run(
     return outcome.history.drop(columns="seconds"), _whole(read_parameters(sparse))
 
 
-def _same(one: Trained, other: Trained) -> None:
-    pd.testing.assert_frame_equal(one[0], other[0], check_exact=True)
-    assert all(torch.equal(tensor, other[1][name]) for name, tensor in one[1].items())
+@dataclass(frozen=True)
+class Runs:
+    """Whole runs on two ranks: what each rank found, and where models were saved, by name."""
+
+    found: dict[str, list[Trained]]
+    saved: Path
+
+
+@pytest.fixture(scope="module")
+def runs(often: None, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """All in the same two processes, since processes take longer to start than a run takes."""
+    saved = tmp_path_factory.mktemp("saved")
+    settings: dict[str, dict[str, Any]] = {"sharded": {}, "whole": {"shard": False}}
+    if find_spec("peft") is not None:
+        settings |= {f"{name} lora": {**given, "lora": True} for name, given in settings.items()}
+    settings = {name: {**given, "folder": saved / name} for name, given in settings.items()}
+    settings["bf16"] = {"precision": "bf16"}
+
+    def job(rank: int) -> dict[str, Trained]:
+        return {name: _run(rank, **given) for name, given in settings.items()}
+
+    first, second = on_ranks(2, job, seconds=120)
+    return Runs({name: [first[name], second[name]] for name in settings}, saved)
 
 
 def _close(one: Trained, other: Trained) -> None:
@@ -136,70 +162,52 @@ def _close(one: Trained, other: Trained) -> None:
         torch.testing.assert_close(tensor, other[1][name], rtol=1e-3, atol=1e-5)
 
 
-class _At:
-    """A stream that calls something before the batch of a step."""
-
-    def __init__(self, step: int, call: Callable[[], Any]) -> None:
-        self.stream, self.step, self.call = ShuffledStream(_rows(), 16), step, call
-
-    def batch(self, step: int) -> TokenBatch:
-        if step == self.step:
-            self.call()
-        return self.stream.batch(step)
-
-
-def _stop() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_a_run_resumes_exactly_and_on_other_ranks(often: None, tmp_path: Path) -> None:
-    whole = on_ranks(2, _run)
-    _same(*whole)
-    checkpoint = tmp_path / "c"
+def test_a_run_resumes_exactly_and_on_other_ranks(runs: Runs, tmp_path: Path) -> None:
+    whole, checkpoint = runs.found["sharded"], tmp_path / "c"
+    assert_same(*whole)
 
     def stopped(rank: int) -> Any:
-        return _run(rank, stream=_At(3, _stop), checkpoint=checkpoint)
+        stream = CallingAt(ShuffledStream(_rows(), 16), 3, stop)
+        return _run(rank, stream=stream, checkpoint=checkpoint)
 
     assert [type(error) for error in on_ranks(2, stopped)] == [KeyboardInterrupt] * 2
     part = "tensors-1.safetensors"
     files = ["SHA256SUMS", "state.json", part, "tensors.safetensors"]
     assert sorted(path.name for path in checkpoint.iterdir()) == files
-    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
-    for one, other in zip(on_ranks(2, partial(_run, checkpoint=checkpoint)), whole, strict=True):
-        _same(one, other)
-    for name, content in before.items():
-        (checkpoint / name).write_bytes(content)
+    alone, damaged = (shutil.copytree(checkpoint, tmp_path / name) for name in ("alone", "damaged"))
+    (damaged / part).unlink()
+
+    def job(rank: int) -> Any:
+        with pytest.raises(ValueError, match=f"expected .*{part}"):
+            _run(rank, checkpoint=damaged)
+        return _run(rank, checkpoint=checkpoint)
+
+    for one, other in zip(on_ranks(2, job), whole, strict=True):
+        assert_same(one, other)
     with pytest.warns(UserWarning, match="was made on 2 ranks, and the run resumes on 1"):
-        history, _ = _run(shard=False, checkpoint=checkpoint)
+        history, _ = _run(shard=False, checkpoint=alone)
     assert history["step"].tolist() == list(range(7))
-    for name, content in before.items():
-        (checkpoint / name).write_bytes(content)
-    (checkpoint / part).unlink()
-    for error in on_ranks(2, partial(_run, checkpoint=checkpoint)):
-        assert isinstance(error, ValueError), error
-        assert "expected" in str(error) and part in str(error)
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_a_run_in_parts_is_one_of_whole_models(often: None, tmp_path: Path, lora: bool) -> None:
+def test_a_run_in_parts_is_one_of_whole_models(runs: Runs, lora: bool) -> None:
     if lora:
         pytest.importorskip("peft", reason="low-rank adapters need peft: sparse_tl[lora]")
-    found, _ = on_ranks(2, partial(_run, lora=lora, folder=tmp_path / "sharded"))
-    expected, _ = on_ranks(2, partial(_run, lora=lora, folder=tmp_path / "whole", shard=False))
-    _close(found, expected)
+    one, two = (f"{name} lora" if lora else name for name in ("sharded", "whole"))
+    _close(runs.found[one][0], runs.found[two][0])
     tokens = _rows(4, seed=2).tokens
-    saved, other = (SparseTransformer.from_pretrained(tmp_path / k) for k in ("sharded", "whole"))
+    saved, other = (SparseTransformer.from_pretrained(runs.saved / name) for name in (one, two))
     torch.testing.assert_close(saved(tokens), other(tokens), rtol=1e-3, atol=1e-4)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "sharded").eval()
+    plain = AutoModelForCausalLM.from_pretrained(runs.saved / one).eval()
     with torch.no_grad(), saved.opened():
         torch.testing.assert_close(saved(tokens), plain(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_bf16_is_what_is_gathered(often: None) -> None:
+def test_bf16_is_what_is_gathered(runs: Runs) -> None:
     """Weights and their gradients stay float32, and so does what is saved of them."""
 
     def job(rank: int) -> tuple[set[torch.dtype], set[torch.dtype], torch.dtype]:
-        model = shard_model(boot(plain_transformer("gpt2")), precision="bf16")
+        model = shard_model(_model(), precision="bf16")
         seen: set[torch.dtype] = set()
         model.blocks[0].attn.q.register_forward_hook(
             lambda module, *_: seen.update(p.dtype for p in module.parameters())
@@ -211,8 +219,7 @@ def test_bf16_is_what_is_gathered(often: None) -> None:
 
     expected = {torch.bfloat16}, {torch.float32}, torch.float32
     assert on_ranks(2, job) == [expected] * 2
-    half, _ = on_ranks(2, partial(_run, precision="bf16"))
-    single, _ = on_ranks(2, _run)
+    half, single = runs.found["bf16"][0], runs.found["sharded"][0]
     for column in ("loss", "validation_loss"):
         found, exact = half[0][column].dropna(), single[0][column].dropna()
         assert (found - exact).abs().max() < 0.02 * exact.abs().max()
@@ -221,7 +228,7 @@ def test_bf16_is_what_is_gathered(often: None) -> None:
 
 def test_ranks_with_fewer_pieces_of_held_out_rows() -> None:
     def job(rank: int = 0) -> Any:
-        model = boot(plain_transformer("llama"))
+        model = _model("llama")
         sparse = SparseTransformer(shard_model(model) if ranks.count() > 1 else model)
         return [evaluate_held_out(sparse, _rows(n), batch_size=4) for n in (4, 9)]
 
@@ -231,12 +238,12 @@ def test_ranks_with_fewer_pieces_of_held_out_rows() -> None:
             assert one.active_attention_edges == other.active_attention_edges
 
 
-def test_a_rank_that_fails_says_why_to_the_others(often: None, tmp_path: Path) -> None:
+def test_a_rank_that_fails_says_why_to_the_others(tmp_path: Path) -> None:
     def fail() -> None:
         raise ArithmeticError("the text is gone")
 
     def job(rank: int) -> Any:
-        failing = _At(3, fail) if rank == 1 else None
+        failing = CallingAt(ShuffledStream(_rows(), 16), 3, fail) if rank == 1 else None
         return _run(rank, stream=failing, checkpoint=tmp_path / "c")
 
     error, other = on_ranks(2, job)
@@ -249,10 +256,10 @@ def test_a_rank_that_fails_says_why_to_the_others(often: None, tmp_path: Path) -
 
 def test_models_that_cannot_be_sharded() -> None:
     with pytest.raises(ValueError, match=r"several ranks.*there is one process.*accelerate"):
-        shard_model(boot(plain_transformer("gpt2")))
+        shard_model(_model())
 
     def job(rank: int) -> list[str]:
-        model = boot(plain_transformer("gpt2"))
+        model = _model()
         sparse = SparseTransformer(model)
         calls: list[Callable[[], Any]] = [
             lambda: shard_model(model),

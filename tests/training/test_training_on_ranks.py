@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from several_ranks import on_ranks
+from several_ranks import CallingAt, assert_same, on_ranks, stop
 from torch import Tensor
 
 from sparse_tl import ranks
@@ -157,6 +157,9 @@ def test_rows_are_dealt_once_and_labels_to_everyone(echo_rows: Rows) -> None:
 # Whole runs.
 
 
+Found = tuple[pd.DataFrame, dict[str, Tensor], HeldOut]
+
+
 def _run(
     build: Build,
     rows: Rows,
@@ -166,7 +169,7 @@ def _run(
     stream: Any = None,
     model: SparseTransformer | None = None,
     **settings: Any,
-) -> tuple[pd.DataFrame, dict[str, Tensor], HeldOut]:
+) -> Found:
     sparse = model or SparseTransformer(build(), initial_bias=2.0)
     outcome = post_train(
         sparse,
@@ -179,38 +182,44 @@ def _run(
     return history, dict(sparse.state_dict()), outcome.sparse
 
 
-@pytest.fixture
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three evaluations, and a checkpoint every other step."""
-    monkeypatch.setattr(post_train_module, "EVALUATIONS", 3)
+@pytest.fixture(scope="module", autouse=True)
+def often() -> Iterator[None]:
+    """Four evaluations, and a checkpoint every other step."""
     config = partial(TrainingConfig, checkpoint_every=2)
-    monkeypatch.setattr(post_train_module, "TrainingConfig", config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(post_train_module, "EVALUATIONS", 4)
+        patch.setattr(post_train_module, "TrainingConfig", config)
+        yield
 
 
-def _same(one: Any, other: Any) -> None:
-    pd.testing.assert_frame_equal(one[0], other[0], check_exact=True)
-    assert all(torch.equal(tensor, other[1][name]) for name, tensor in one[1].items())
+@pytest.fixture(scope="module")
+def whole(often: None, build_echo: Build, echo_rows: Rows) -> list[Found]:
+    """A run on two ranks."""
+    return on_ranks(2, partial(_run, build_echo, echo_rows))
+
+
+@pytest.fixture(scope="module")
+def interrupted(
+    often: None, build_echo: Build, echo_rows: Rows, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The checkpoint of such a run, of which one rank was told to stop; both end there."""
+    stream, checkpoint = ShuffledStream(echo_rows(), 16), tmp_path_factory.mktemp("runs") / "c"
+
+    def stopped(rank: int) -> Any:
+        told = CallingAt(stream, 4, stop) if rank == 1 else stream
+        return _run(build_echo, echo_rows, rank, stream=told, checkpoint=checkpoint)
+
+    assert [type(error) for error in on_ranks(2, stopped)] == [KeyboardInterrupt] * 2
+    return checkpoint
+
+
+def _same(one: Found, other: Found) -> None:
+    assert_same(one[:2], other[:2])
     assert one[2] == other[2]
 
 
-class _At:
-    """A stream that calls something before the batch of a step."""
-
-    def __init__(self, stream: ShuffledStream, step: int, call: Callable[[], Any]) -> None:
-        self.stream, self.step, self.call = stream, step, call
-
-    def batch(self, step: int) -> TokenBatch:
-        if step == self.step:
-            self.call()
-        return self.stream.batch(step)
-
-
-def _stop() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def test_a_run_on_two_ranks_meets_its_target(build_echo: Build, echo_rows: Rows) -> None:
-    first, second = on_ranks(2, partial(_run, build_echo, echo_rows, steps=80, target_loss="+0.1"))
+    first, second = on_ranks(2, partial(_run, build_echo, echo_rows, steps=60, target_loss="+0.1"))
     _same(first, second)
     history, weights, found = first
     measured = history.dropna(subset=["validation_loss"])
@@ -224,54 +233,61 @@ def test_a_run_on_two_ranks_meets_its_target(build_echo: Build, echo_rows: Rows)
 
 
 def test_an_interrupted_run_on_two_ranks_resumes_exactly(
-    build_echo: Build, echo_rows: Rows, often: None, tmp_path: Path
+    build_echo: Build, echo_rows: Rows, whole: list[Found], interrupted: Path, tmp_path: Path
 ) -> None:
-    """One rank is told to stop; both end with the same step."""
-    whole = on_ranks(2, partial(_run, build_echo, echo_rows))
-    stream = ShuffledStream(echo_rows(), 16)
-
-    def stopped(rank: int) -> Any:
-        told = _At(stream, 4, _stop) if rank == 1 else stream
-        return _run(build_echo, echo_rows, rank, stream=told, checkpoint=tmp_path / "c")
-
-    assert [type(error) for error in on_ranks(2, stopped)] == [KeyboardInterrupt] * 2
-    resumed = on_ranks(2, partial(_run, build_echo, echo_rows, checkpoint=tmp_path / "c"))
+    checkpoint = shutil.copytree(interrupted, tmp_path / "c")
+    resumed = on_ranks(2, partial(_run, build_echo, echo_rows, checkpoint=checkpoint))
     for one, other in zip(whole, resumed, strict=True):
         _same(one, other)
 
 
 def test_another_number_of_ranks_goes_on_and_says_so(
-    build_echo: Build, echo_rows: Rows, often: None, tmp_path: Path
+    build_echo: Build, echo_rows: Rows, interrupted: Path, tmp_path: Path
 ) -> None:
-    stream, checkpoint = ShuffledStream(echo_rows(), 16), tmp_path / "c"
-
-    def stopped(rank: int) -> Any:
-        told = _At(stream, 4, _stop)
-        return _run(build_echo, echo_rows, rank, stream=told, checkpoint=checkpoint)
-
-    on_ranks(2, stopped)
+    checkpoint = shutil.copytree(interrupted, tmp_path / "c")
     with pytest.warns(UserWarning, match="was made on 2 ranks, and the run resumes on 1"):
         history, _, _ = _run(build_echo, echo_rows, checkpoint=checkpoint)
     assert history["step"].tolist() == list(range(9))
 
 
+def test_a_damaged_checkpoint_is_found_by_one_rank_for_all(
+    build_echo: Build, echo_rows: Rows, interrupted: Path, tmp_path: Path
+) -> None:
+    checkpoint = shutil.copytree(interrupted, tmp_path / "c")
+    file = checkpoint / "tensors.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    checkpoints = sys.modules["sparse_tl.training.checkpoints"]
+    check, read = checkpoints.check_sums, list[Path]()
+    checkpoints_read = lambda folder: (read.append(folder), check(folder))  # noqa: E731
+
+    def job(rank: int) -> tuple[int, str]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoints, "check_sums", checkpoints_read)
+            with pytest.raises(ValueError, match="another SHA-256") as caught:
+                _run(build_echo, echo_rows, rank, checkpoint=checkpoint)
+        return len(read), str(caught.value)
+
+    (first, said), (second, heard) = on_ranks(2, job)
+    assert (first, second) == (1, 0), "a large file is read once"
+    assert said == heard and str(file) in said
+
+
 def test_a_rank_that_dies_ends_the_others_with_a_whole_checkpoint(
-    build_echo: Build, echo_rows: Rows, often: None, tmp_path: Path
+    build_echo: Build, echo_rows: Rows, whole: list[Found], tmp_path: Path
 ) -> None:
     stream, checkpoint = ShuffledStream(echo_rows(), 16), tmp_path / "c"
 
     def dying(rank: int) -> Any:
-        dies = _At(stream, 5, lambda: os._exit(9)) if rank == 1 else stream
+        dies = CallingAt(stream, 5, lambda: os._exit(9)) if rank == 1 else stream
         return _run(build_echo, echo_rows, rank, stream=dies, checkpoint=checkpoint)
 
     error, nothing = on_ranks(2, dying)
     assert isinstance(error, LostRankError) and nothing is None
     assert "another rank ended" in str(error)
     assert f"last checkpoint in {checkpoint} is complete: the same command resumes" in str(error)
-    whole, resumed = (
-        on_ranks(2, partial(_run, build_echo, echo_rows, **given))
-        for given in ({}, {"checkpoint": checkpoint})
-    )
+    resumed = on_ranks(2, partial(_run, build_echo, echo_rows, checkpoint=checkpoint))
     _same(whole[0], resumed[0])
 
 
