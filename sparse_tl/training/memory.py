@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from traceback import clear_frames
 
 import torch
 from rich.filesize import decimal
@@ -172,6 +173,7 @@ def out_of_memory_explained(
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and _NO_MEMORY not in str(error):
             raise
+        clear_frames(error.__traceback__)  # what the step held, for the estimate
         rows, window = stream.batch(0).tokens.shape
         pieces = getattr(stream, "accumulate", 1)
         needed = ""

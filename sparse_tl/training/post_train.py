@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -141,7 +142,9 @@ def post_train(
             f'"+{max(dense.loss * 0.02, 0.01):.2g}".'
         )
     paired = target.reference == "dense"
-    reference = reference_of(sparse, trained, dense_precision) if paired else None
+    explained = partial(out_of_memory_explained, sparse, stream, trained, dense_precision)
+    with explained():
+        reference = reference_of(sparse, trained, dense_precision) if paired else None
     room = torch.full_like(before, target.nats) if paired else target.nats - before
     objective = SparsityObjective(
         sparse,
@@ -170,7 +173,7 @@ def post_train(
         decisive = size if feasible(new) else "violation"
         return new[decisive] < old[decisive]
 
-    with out_of_memory_explained(sparse, stream, trained, dense_precision):
+    with explained():
         state = train(
             sparse,
             objective,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+from weakref import ref
+
 import pytest
 import torch
 
@@ -40,11 +43,14 @@ def _post_train(sparse: SparseTransformer, rows: TokenBatch) -> None:
 def test_out_of_memory_says_where_it_goes(
     monkeypatch: pytest.MonkeyPatch, error: RuntimeError
 ) -> None:
-    plain = SparsityObjective.measure
+    plain, left = SparsityObjective.measure, list[Any]()
 
     def fail(self: SparsityObjective, batch: object, *args: object) -> object:
         if len(batch) > 1:  # type: ignore[arg-type]
+            activations = torch.zeros(3)
+            left.append(ref(activations))
             raise error
+        assert left[0]() is None, "what the step held is free for the estimate"
         return plain(self, batch, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(SparsityObjective, "measure", fail)
@@ -53,6 +59,15 @@ def test_out_of_memory_says_where_it_goes(
     said = str(caught.value)
     for part in ("8 rows of", "2 micro-batches", "activations of", "--accumulate", "allocate"):
         assert part in said, part
+
+
+def test_a_dense_copy_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: SparseTransformer) -> Model:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    monkeypatch.setattr(SparseTransformer, "dense_copy", fail)
+    with pytest.raises(MemoryError, match=r"the dense model .*--dense-precision"):
+        _post_train(*_addition())
 
 
 def test_other_errors_pass(monkeypatch: pytest.MonkeyPatch) -> None:
