@@ -11,11 +11,18 @@ import torch.nn.functional as F
 from architecture_checks import Subject
 from architectures import ARCHITECTURES, VOCABULARY
 from double_precision import DoublePrecision
+from finite_differences import derivative
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack as active_modes
 
 from sparse_tl import SparseTransformer
-from sparse_tl.gates import HardConcreteGate, blockwise, distributions, straight_through
+from sparse_tl.gates import (
+    BernoulliGate,
+    HardConcreteGate,
+    blockwise,
+    distributions,
+    straight_through,
+)
 from sparse_tl.gates.deferred_pattern import attention_by_blocks
 from sparse_tl.lens import Deferred, deferred
 
@@ -76,13 +83,17 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     yield seen
 
 
+PADDED = {"gpt2": "left", "llama": "right", "gemma2": "right", "mistral": "left"}
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_values_counts_and_gradients(name: str, blocks: list[Any]) -> None:
     """Grouped queries, rotary embeddings, soft caps, sliding windows: whatever the model does."""
     sparse = SparseTransformer(Subject(name).build("float64"), initial_bias=0.3)
     mask = None
-    if name in ("gpt2", "llama", "gemma2", "mistral"):
+    if name in PADDED:
         mask = (torch.arange(LENGTH) < torch.tensor([24, 17, 3])[:, None]).long()
+        mask = mask.flip(1) if PADDED[name] == "left" else mask
     settings = {
         "pressure": 0.2,
         "edge_cost": torch.linspace(0.5, 2, LENGTH),
@@ -143,6 +154,34 @@ def test_both_passes_draw_the_same_noise(
         )
     monkeypatch.setattr(straight_through, "EDGES_AT_ONCE", 2**20)
     _compare(found, _step(sparse, LENGTH + 1, noise=0.7))
+
+
+@pytest.mark.parametrize(
+    "rule", [HardConcreteGate(), BernoulliGate(1e12)], ids=["hard concrete", "binary"]
+)
+def test_the_sampled_loss_has_the_gradient_of_finite_differences(
+    rule: Any, blocks: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fixed noise; so hot, the straight-through gradient of a binary gate is 0, as its own."""
+    monkeypatch.setattr(deferred, "LONG", LENGTH)
+    monkeypatch.setattr(blockwise, "EDGES_AT_ONCE", 2**20)
+    model = Subject("mistral").build("float64")
+    sparse = SparseTransformer(model, initial_bias=0.3, distribution=rule)
+
+    def loss() -> Tensor:
+        with DoublePrecision(), sparse.sampled(torch.Generator().manual_seed(0)):
+            logits, counts = sparse.run_with_counts(_tokens())
+        return logits.logsumexp(-1).mean() + 1e-3 * counts.expected.sum()
+
+    loss().backward()
+    assert blocks
+    named = dict(model.original_model.named_parameters())
+    chosen = [p for n, p in named.items() if "attn" in n and p.ndim == 2][:3]
+    for parameter, index in [*((p, (5, 3)) for p in chosen), (sparse.gates.bias, (1, 2))]:
+        assert parameter.grad is not None
+        found = parameter.grad[index].item()
+        assert abs(found) > 1e-6
+        assert found == pytest.approx(derivative(loss, parameter, index, 1e-6), rel=1e-5, abs=1e-9)
 
 
 def test_automatic_casts_are_those_of_whole_patterns() -> None:

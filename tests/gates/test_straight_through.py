@@ -91,6 +91,31 @@ def test_values_counts_and_gradients(
     assert found[0]["by bias"].abs().min() > 1e-3
 
 
+def test_the_estimator_has_the_slope_of_the_sampled_loss_in_expectation() -> None:
+    """Of a loss that is linear in every gate, at a low temperature; the noise is held fixed."""
+    n, step = 40_000, 0.3
+    scores, pattern, bias = (values.detach() for values in _inputs("causal"))
+    scores, pattern = scores[:1, :, :3, :3], pattern[:1, :, :3, :3]
+    weights = torch.linspace(-1, 2, 18, dtype=torch.float64).view(1, 2, 3, 3)
+
+    def loss(scores: Tensor, temperature: float = 1.0) -> Tensor:
+        now = GateSettings(generator=torch.Generator().manual_seed(0))
+        many = [values.expand(n, -1, -1, -1) for values in (scores, pattern)]
+        gated, _ = gated_pattern(*many, bias, temperature, now)
+        return (gated * weights).mean(dim=0)
+
+    given = scores.clone().requires_grad_()
+    (found,) = torch.autograd.grad(loss(given, 0.1).sum(), given)
+    sampled = (loss(scores + step) - loss(scores - step)) / (2 * step)
+    logits = scores[0] + bias[:, None, None]
+    chance = torch.sigmoid(logits)
+    exact = weights[0] * pattern[0] * chance * (1 - chance)
+    # Four standard errors of each mean are below 0.02, and so are both step's and kernel's biases.
+    torch.testing.assert_close(found[0], exact, rtol=0, atol=0.02)
+    torch.testing.assert_close(found[0], sampled, rtol=0, atol=0.02)
+    assert exact.abs().max() > 0.1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_pattern_keeps_its_precision(dtype: torch.dtype) -> None:
     scores, pattern, bias = _inputs("causal", dtype)
