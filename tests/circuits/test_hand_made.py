@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ def test_integrated_scores_are_as_on_paper(name: str) -> None:
 def test_relevance_is_as_on_paper(build: Callable[[], tuple[Known, dict[str, float]]]) -> None:
     known, expected = build()
     exact, off = {"rel": 1e-9, "abs": 0}, {"rel": 2e-5, "abs": 1e-4}  # by the norm's epsilon
-    tolerance = exact if known.name == "curved" else off
+    tolerance: dict[str, Any] = exact if known.name == "curved" else off
     assert _scores(known, "relp") == pytest.approx(_with_silence(known, expected), **tolerance)
     assert _scores(known, "eap") == pytest.approx(_with_silence(known, known.scores), **tolerance)
 
