@@ -76,8 +76,8 @@ def fits(window: int, tiny: bool) -> str | None:
     """Peak memory of a step at 7B with adapters; None if there is not enough."""
     vocabulary = TINY["vocab_size"] if tiny else LARGE["OLMo 7B"][1]["vocab_size"]
     batch = TokenBatch.next_token(torch.randint(vocabulary, (1, window)))
-    model = build("OLMo 7B", window, tiny)
     try:
+        model = build("OLMo 7B", window, tiny)
         step = stepper("lora", lambda: model, batch)
         with checkpointed_activations(model):
             _seconds(step, 1)

@@ -167,6 +167,7 @@ def evaluate_heads(
 def accuracy(model: HookedModel, pairs: PromptPairs, *, batch_size: AtLeastOne = 32) -> float:
     """Share of clean prompts, 0 to 1, whose top prediction at the read position is an answer."""
     adapter = adapt(model)
+    pairs.check_on_ranks()
     right = []
     batches = pairs.split(min(batch_size, ranks.share_of(len(pairs))))
     for batch in ranks.own(batches):

@@ -108,6 +108,7 @@ def attribute_logits(
     adapter = adapt(model)
     graph, names = adapter.graph, adapter.source_points()
     check_tokens(adapter, pairs.clean)
+    pairs.check_on_ranks()
     sources = [str(node) for node in graph.sources]
     biases = [f"a{layer}.b" for layer in range(graph.n_layers)]
     batches = ranks.own(pairs.split(min(batch_size, ranks.share_of(len(pairs)))))

@@ -41,7 +41,7 @@ class PairRuns:
     Raises:
         ValueError: the patch is unknown, `batch_size` is below 1, a prompt does not fit the model,
             prompts for a mean patch differ in length, the pairs lack the positions, or there is no
-            other prompt to resample.
+            other prompt to resample, or ranks have different pairs to share.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class PairRuns:
             pairs = replace(pairs, spans=pairs.spans_of(positions))
         self._by_span = positions is not None
         if shared:
+            pairs.check_on_ranks()
             batch_size = min(batch_size, ranks.share_of(len(pairs)))
         self.batch_size = batch_size
         self.batches = [piece.to(self.adapter.device) for piece in pairs.split(batch_size)]

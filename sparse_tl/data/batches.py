@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sparse_tl import ranks
 from sparse_tl.arguments import Count, checked
 from sparse_tl.files import digest
 
@@ -37,6 +38,15 @@ class Rows:
     def digest(self) -> str:
         """A short hash of the rows."""
         return digest(self._tensors())
+
+    def check_on_ranks(self) -> None:
+        """Check that ranks which share these rows all have the same ones.
+
+        Raises:
+            ValueError: a rank has others; raised on every rank, and names it.
+        """
+        if ranks.count() > 1:
+            ranks.check_alike({"rows": self.digest()})
 
     def _tensors(self) -> dict[str, Tensor]:
         found = {name: some for name, some in vars(self).items() if isinstance(some, Tensor)}

@@ -86,6 +86,7 @@ def target_log_probabilities(
     A pass holds as many prompts and matrices as keep one layer's activations below
     `ACTIVATIONS_AT_ONCE`. Several ranks share the rows, and all return the whole.
     """
+    rows.check_on_ranks()
     adapter, length = adapt(model), rows.tokens.shape[1]
     per_row = length * (adapter.n_heads * length + adapter.activations_per_token)
     rows_at_once = max(1, ACTIVATIONS_AT_ONCE // per_row)

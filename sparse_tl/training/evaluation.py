@@ -165,9 +165,11 @@ def evaluate_held_out(
             ``[layer, head, query, key]``; 1 by default.
 
     Raises:
-        ValueError: a token or label is not the model's, or the rows are longer than its context.
+        ValueError: a token or label is not the model's, the rows are longer than its context,
+            or ranks have different rows.
     """
     adapter = adapt(model)
+    examples.check_on_ranks()
     check_tokens(adapter, examples.tokens)
     check_labels(adapter, examples.loss_labels())
     fitting = LOGITS_AT_ONCE // (examples.tokens.shape[1] * adapter.d_vocab_out)

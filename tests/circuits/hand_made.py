@@ -14,7 +14,7 @@ from itertools import combinations
 from typing import Any
 
 import torch
-from wiring import blank_model
+from wiring import blank_model, normalise
 
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.graph import CircuitGraph
@@ -119,24 +119,6 @@ def threshold_model() -> Known:
     to cost 16 and costs 12. Along the way from corrupted to clean, h = 6 k / 5 passes the
     threshold of 3 from k = 3 of 5 on: EAP-IG's slope is 3/5 of 4.
     """
-    model = _scalar_model(n_layers=1, n_ctx=1, d_mlp=1)
-    block: Any = model.blocks[0]
-    with torch.no_grad():
-        block.attn.W_V[:] = 1.0
-        block.attn.W_O[:] = 2.0
-        block.mlp.W_in[:] = 1.0
-        block.mlp.b_in[:] = -3.0
-        block.mlp.W_out[:] = 4.0
-
-    def scores(slope: float) -> dict[str, float]:
-        return {
-            "input->a0.h0<v>": -2 * 2 * (1 + slope),
-            "input->m0": -2 * slope,
-            "a0.h0->m0": -4 * slope,
-            "input->logits": -2.0,
-            "a0.h0->logits": -4.0,
-            "m0->logits": -12.0,
-        }
 
     def effect(kept: frozenset[str]) -> float:
         head = 4 * ("input->a0.h0<v>" in kept)
@@ -148,14 +130,82 @@ def threshold_model() -> Known:
 
     return Known(
         "threshold",
-        model,
+        _threshold("relu", 3.0),
         _pairs(clean=[[2]], corrupted=[[0]]),
         clean=18.0,
         corrupted=0.0,
-        scores=scores(4.0),
-        effects={kept: effect(kept) for kept in _subsets(scores(4.0))},
-        integrated=scores(4.0 * 3 / 5),
+        scores=_threshold_scores(4.0),
+        effects={kept: effect(kept) for kept in _subsets(_threshold_scores(4.0))},
+        integrated=_threshold_scores(4.0 * 3 / 5),
     )
+
+
+def _threshold(act_fn: str, threshold: float) -> Model:
+    """``a0 = 2 e``, ``m0 = 4 act_fn(e + a0 - threshold)``."""
+    model = _scalar_model(n_layers=1, n_ctx=1, d_mlp=1, act_fn=act_fn)
+    block: Any = model.blocks[0]
+    with torch.no_grad():
+        block.attn.W_V[:] = 1.0
+        block.attn.W_O[:] = 2.0
+        block.mlp.W_in[:] = 1.0
+        block.mlp.b_in[:] = -threshold
+        block.mlp.W_out[:] = 4.0
+    return model
+
+
+def _threshold_scores(slope: float) -> dict[str, float]:
+    """Scores by the slope of ``m0``, of which 12 is lost."""
+    return {
+        "input->a0.h0<v>": -2 * 2 * (1 + slope),
+        "input->m0": -2 * slope,
+        "a0.h0->m0": -4 * slope,
+        "input->logits": -2.0,
+        "a0.h0->logits": -4.0,
+        "m0->logits": -12.0,
+    }
+
+
+def curved_model() -> tuple[Known, dict[str, float]]:
+    """As `threshold_model`, with a GELU, ``m0 = 4 gelu(h - 5)``; and the scores of RelP.
+
+    Clean, h - 5 is 1, where gelu is P(1) with P the normal distribution; corrupted it is -5. The
+    slope there is ``4 (P(1) + p(1))`` with p the density, and RelP's ratio is ``4 gelu(1) / 1``.
+    """
+    below = [math.erfc(-x / math.sqrt(2)) / 2 for x in (1, -5)]
+    density = math.exp(-1 / 2) / math.sqrt(2 * math.pi)
+    clean, corrupted = 4 * below[0], -20 * below[1]
+
+    def scores(slope: float) -> dict[str, float]:
+        return _threshold_scores(slope) | {"m0->logits": corrupted - clean}
+
+    known = Known(
+        "curved",
+        _threshold("gelu", 5.0),
+        _pairs(clean=[[2]], corrupted=[[0]]),
+        clean=6 + clean,
+        corrupted=corrupted,
+        scores=scores(4 * (below[0] + density)),
+        effects={},
+    )
+    return known, scores(clean)
+
+
+def rescaled_model() -> tuple[Known, dict[str, float]]:
+    """A final norm of two numbers, (3, 1) clean, whose first is the metric; and RelP's scores.
+
+    The norm gives (1, -1) whatever the size of the difference, so the slope is 0. RelP keeps the
+    scale of 1 fixed: corrupted, at (2, 2), it would give (0, 0).
+    """
+    model = blank_model(
+        n_layers=1, n_heads=1, d_model=2, d_head=2, d_vocab=2, n_ctx=1, normalization_type="LN"
+    )
+    with torch.no_grad():
+        normalise(model)
+        model.embed.W_E.copy_(torch.tensor([[2.0, 2.0], [3.0, 1.0]]))
+        model.unembed.W_U[0, ANSWER] = 1.0
+    pairs = _pairs(clean=[[1]], corrupted=[[0]])
+    known = Known("rescaled", model, pairs, clean=1.0, corrupted=0.0, scores={}, effects={})
+    return known, {"input->logits": -1.0}
 
 
 def attending_model() -> Known:

@@ -20,9 +20,11 @@ from sparse_tl.circuits import (
     evaluate,
 )
 from sparse_tl.circuits.evaluation import accuracy
+from sparse_tl.data import TokenBatch
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import logit_difference
+from sparse_tl.training import evaluate_held_out
 
 Build = Callable[..., Model]
 RANKS = 3
@@ -81,6 +83,29 @@ def test_evaluation(build_tiny: Build) -> None:
                 of, expected = getattr(evaluation, name), getattr(alone, name)
                 torch.testing.assert_close(of, expected, rtol=1e-12, atol=1e-13)
     assert on_ranks(RANKS, lambda rank: accuracy(model, pairs)) == [accuracy(model, pairs)] * 3
+
+
+def test_ranks_with_different_prompts_are_refused(build_tiny: Build) -> None:
+    """As many prompts, so that nothing else would tell: drawn with another seed."""
+    model = shaken(build_tiny("float64"))
+
+    def job(rank: int) -> list[str]:
+        pairs, rows = random_pairs(6), TokenBatch.next_token(torch.full((6, 5), 3 + rank))
+        pairs.clean[2, 0] = rank
+        calls: list[Callable[[], Any]] = [
+            lambda: attribute_circuit_edges(model, pairs, logit_difference, **OPTIONS),
+            lambda: accuracy(model, pairs),
+            lambda: evaluate_held_out(model, rows),
+        ]
+        said = []
+        for call in calls:
+            with pytest.raises(ValueError, match=r"rank 1 differs from rank 0 \(rows") as caught:
+                call()
+            said.append(str(caught.value))
+        return said
+
+    first, second = on_ranks(2, job)
+    assert first == second
 
 
 def test_fewer_pairs_than_ranks(build_tiny: Build) -> None:

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from hand_made import HAND_MADE, Known, attending_model, paths_model, threshold_model
+from hand_made import (
+    HAND_MADE,
+    Known,
+    attending_model,
+    curved_model,
+    paths_model,
+    rescaled_model,
+    threshold_model,
+)
 from oracle import mask_of, run_patched
 
 from sparse_tl.circuits import attribute_circuit_edges
@@ -44,6 +55,15 @@ def test_integrated_scores_are_as_on_paper(name: str) -> None:
     known = HAND_MADE[name]()
     found = _scores(known, "eap-ig")
     assert found == pytest.approx(_with_silence(known, known.integrated), rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize("build", [curved_model, rescaled_model])
+def test_relevance_is_as_on_paper(build: Callable[[], tuple[Known, dict[str, float]]]) -> None:
+    known, expected = build()
+    exact, off = {"rel": 1e-9, "abs": 0}, {"rel": 2e-5, "abs": 1e-4}  # by the norm's epsilon
+    tolerance: dict[str, Any] = exact if known.name == "curved" else off
+    assert _scores(known, "relp") == pytest.approx(_with_silence(known, expected), **tolerance)
+    assert _scores(known, "eap") == pytest.approx(_with_silence(known, known.scores), **tolerance)
 
 
 def test_every_circuit_does_what_it_does_on_paper(known: Known) -> None:

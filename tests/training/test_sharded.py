@@ -42,7 +42,7 @@ module = sys.modules[post_train.__module__]
 
 
 def _model(name: str = "gpt2") -> TransformerBridge:
-    fewer = {"n_layer": 2} if name == "gpt2" else {"num_hidden_layers": 2}
+    fewer: dict[str, Any] = {"n_layer": 2} if name == "gpt2" else {"num_hidden_layers": 2}
     return boot(plain_transformer(name, **fewer))
 
 
