@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from legibility import problems_of
 
 from sparse_tl.explorer import CircuitExplorer, explore
 from sparse_tl.plots.interactive_html import script_json
@@ -34,6 +35,12 @@ window.fire = (name, ...content) => listeners[name]?.(...content);
 window.change = (name, value) => { traits[name] = value; window.fire(`change:${name}`); };
 window.clean = render({ model, el: document.querySelector("#view") });
 """
+
+# A page whose theme is the system's, as JupyterLab tells it.
+JUPYTERLAB_THEME = """() => {
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  dark.onchange = () => { document.body.dataset.jpThemeLight = String(!dark.matches); };
+}"""
 
 
 def show(page: Any, folder: Path, explorer: CircuitExplorer, **changes: Any) -> None:
@@ -80,6 +87,16 @@ def test_clicks_become_requests(page, tmp_path, explorer):
         {"action": "node", "panel": 1, "level": 1, "column": 3},
         {"action": "close"},
     ]
+
+
+def test_everything_can_be_read(page, tmp_path, explorer):
+    explorer.toggle_head("Dense", 1, 1)
+    explorer.select("Sparse", 1, 8)
+    explorer.compute_effects()
+    show(page, tmp_path, explorer)
+    page.evaluate(JUPYTERLAB_THEME)
+    problems = problems_of(page)
+    assert not problems, problems
 
 
 def test_a_line_stands_for_the_edge_in_every_head_above_the_threshold(page, tmp_path, explorer):

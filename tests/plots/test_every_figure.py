@@ -18,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import numpy as np
 import pytest
 import torch
-from jaxtyping import Float
+from legibility import WIDTHS, problems_of
 from plotly.offline import get_plotlyjs
 from test_layer_map import attribution, lens, patching
 
@@ -38,16 +38,10 @@ from sparse_tl.grids import HeadGrid
 from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.plots import Figure, GridFigure
 from sparse_tl.plots.grid_figure import PLOTLY_DATA
-from sparse_tl.plots.palette import channels, dark_colour
 from sparse_tl.plots.rendering import html_page, notebook_style
 
-WIDTHS = (1000, 1600)
-SMALLEST_TEXT = 10.0
-"""In pixels, on screen."""
 PRINTED_WIDTH, SMALLEST_PRINT = 5.5 * 72, 6.0
 """In points."""
-CONTRAST = 4.5
-"""WCAG 2.2, level AA."""
 
 
 def _draws(function: Any) -> bool:
@@ -182,8 +176,6 @@ def test_all_figures_are_found() -> None:
 
 # ---- on screen ---------------------------------------------------------------------------------
 
-LOOK = (Path(__file__).parent / "look.js").read_text(encoding="utf-8")
-SETTLED = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
 SHOW = """([html, margin]) => {
   document.body.style.margin = `${margin}px`;
   // Runs the scripts in it.
@@ -207,17 +199,7 @@ def saved_page(open_page: Any, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def _problems(page: Any, html: str, margin: int = 0) -> str:
     """What cannot be read of a piece of HTML, at each width and in each theme."""
     page.evaluate(SHOW, [html.replace(get_plotlyjs(), ""), margin])
-    problems: list[str] = []
-    for width in WIDTHS:
-        page.set_viewport_size({"width": width, "height": 3000})
-        page.evaluate(SETTLED)  # figures fit themselves to their page
-        for scheme in ("light", "dark"):
-            page.emulate_media(color_scheme=scheme)
-            seen = page.evaluate(LOOK)
-            assert len(seen["texts"]) > 5
-            found = [*seen["problems"], *_unreadable(seen["texts"], scheme)]
-            problems += [f"{width} px, {scheme}: {problem}" for problem in found]
-    return "\n".join(problems)
+    return problems_of(page)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -225,47 +207,6 @@ def test_a_page_can_be_read(name: str, figure_of: Any, saved_page: Any) -> None:
     figure = figure_of(name)
     problems = _problems(saved_page, figure.light_html, figure.page_margin)
     assert not problems, problems
-
-
-def _unreadable(texts: Sequence[Mapping[str, Any]], scheme: str) -> list[str]:
-    problems = []
-    for text in texts:
-        said = f"{text['text']!r}"
-        if text["size"] < SMALLEST_TEXT - 0.05:
-            problems.append(f"{said} is {text['size']:.1f} px high")
-        assert text["turned"] == (scheme == "dark")
-        ink, ground = (_hexadecimal(text[key]) for key in ("ink", "ground"))
-        if text["turned"]:
-            ink, ground = dark_colour(ink), dark_colour(ground)
-        if _contrast(ink, ground) < CONTRAST:
-            problems.append(f"{said} has a contrast of {_contrast(ink, ground):.2f}")
-    return problems + [
-        f"{texts[first]['text']!r} overlaps {texts[second]['text']!r}"
-        for first, second in _overlapping(np.array([text["box"] for text in texts]))
-    ]
-
-
-def _overlapping(boxes: Float[np.ndarray, "box 4"]) -> list[list[int]]:
-    """Pairs of boxes (left, top, right, bottom) that overlap by 3 px both ways."""
-    starts, ends = boxes[:, :2], boxes[:, 2:]
-    shared = np.minimum(ends[:, None], ends) - np.maximum(starts[:, None], starts)
-    return np.argwhere(np.triu((shared > 3).all(axis=2), k=1)).tolist()
-
-
-def _hexadecimal(parts: Sequence[float]) -> str:
-    return "#" + "".join(f"{round(part):02x}" for part in parts)
-
-
-@cache
-def _contrast(first: str, second: str) -> float:
-    low, high = sorted(_luminance(colour) for colour in (first, second))
-    return (high + 0.05) / (low + 0.05)
-
-
-def _luminance(colour: str) -> float:
-    parts = np.array(channels(colour)) / 255
-    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
-    return float(linear @ [0.2126, 0.7152, 0.0722])
 
 
 def test_what_cannot_be_read_is_found(saved_page: Any) -> None:
