@@ -179,7 +179,8 @@ OF_ONE: dict[str, dict[str, Callable[[Path], Any]]] = {
     },
     "AdditionTask.pairs": {"digit": lambda _: "units"},
     "Circuit.of": {"site": lambda _: _graph(), "parts": lambda _: ["a0.h0->m0"]},
-    "Circuit.load": {"folder": lambda folder: scores().top(5).save(folder / "saved")},
+    "Circuit.load": {"folder": lambda folder: scores().top(5).save(folder / "circuit")},
+    "Circuit.save": {"folder": lambda folder: folder / "circuit"},
     "Scores.load": {"folder": lambda folder: scores().save(folder / "saved")},
     "CircuitGraph.edges_of": {"mask": lambda _: _graph().exists},
     "CircuitGraph.n_sources_before": {"node": lambda _: _graph().sources[1]},
@@ -323,7 +324,8 @@ def valid_arguments(name: str, function: Any, folder: Path) -> dict[str, Any]:
     """Arguments that the function accepts.
 
     Raises:
-        KeyError: a parameter without an example: give it one in `BY_NAME` or `OF_ONE`.
+        KeyError: a parameter without an example: give it one in `BY_NAME` or `OF_ONE`; a class
+            with methods gets an object in `INSTANCES`.
     """
     own = OF_ONE.get(name, {})
     names = {*required(function), *own} - {"self"}
