@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -34,28 +33,30 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
 MOST = 10**9
-"""No count of steps, prompts, seeds or parts is larger: such a run would not end."""
+"""No count of steps, prompts, seeds or parts is larger: such a run would not end. No rate and no
+cost is larger: optimizers overflow."""
 
 Count = Annotated[int, Ge(0), Le(MOST)]
 AtLeastOne = Annotated[int, Ge(1), Le(MOST)]
 Seed = Annotated[int, Ge(0), Lt(2**63)]
-Positive = Annotated[float, Gt(0)]
-NotNegative = Annotated[float, Ge(0)]
+Positive = Annotated[float, Gt(0), Le(MOST)]
+NotNegative = Annotated[float, Ge(0), Le(MOST)]
 Fraction = Annotated[float, Ge(0), Le(1)]
-Logit = Annotated[float, Ge(-100), Le(100)]
+Logit = Annotated[float, Ge(-10_000), Le(10_000)]
 Share = Annotated[float, Gt(0), Le(1)]
 
 Kind = TypeVar("Kind", bound=Callable[..., Any])
 
 _WORDS = {int: "a whole number", float: "a finite number", bool: "True or False", str: "text"}
 _WORDS |= {NoneType: "None", Path: "a path", Any: "anything"}
+_SEVERAL = {int: "whole numbers", float: "finite numbers", str: "texts", Path: "paths"}
 _BOUNDS = {Ge: "from", Gt: "above", Le: "to", Lt: "below"}
 _LONGEST = 80
 """Characters of a value in a message."""
 
 
 def checked(made: Kind) -> Kind:
-    """Check the arguments of a function, or of a class when an instance is made.
+    """Check the arguments of a function; of a class, those of its instances and methods.
 
     What a dataclass says itself when it is made comes first: it knows better what to do.
 
@@ -66,6 +67,13 @@ def checked(made: Kind) -> Kind:
     if isinstance(made, type):
         owner: Any = made
         owner.__init__ = _checked_function(owner.__init__, owner.__name__, is_dataclass(owner))
+        for name, method in list(vars(owner).items()):
+            kind = type(method) if isinstance(method, staticmethod | classmethod) else None
+            plain = method.__func__ if kind else method
+            own = inspect.isfunction(plain) and plain.__qualname__.startswith(owner.__qualname__)
+            if own and not name.startswith("_") and _takes_some(plain):
+                wrapped = _checked_function(plain, f"{owner.__name__}.{name}")
+                setattr(owner, name, kind(wrapped) if kind else wrapped)
         return owner
     return _checked_function(made, made.__name__)
 
@@ -77,9 +85,9 @@ def _checked_function(function: Any, name: str, own_first: bool = False) -> Any:
     def check(given: dict[str, Any]) -> None:
         # Sizes of axes are those of this call, not of the call that it stands in.
         with jaxtyping.jaxtyped("context"):  # type: ignore[call-overload]
-            for parameter, value in given.items():
+            for parameter in given:
                 if parameter in found:
-                    _check(name, parameter, value, *found[parameter])
+                    _check(name, parameter, given, *found[parameter])
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -104,6 +112,13 @@ def _checked_function(function: Any, name: str, own_first: bool = False) -> Any:
     return call
 
 
+def _takes_some(function: Any) -> bool:
+    """Whether there is an argument to check."""
+    every = inspect.signature(function).parameters.values()
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(p.annotation is not p.empty and p.kind not in several for p in every)
+
+
 def _plain_number(value: Any) -> Any:
     """NumPy's scalars as Python's own: a size from an array is a whole number too."""
     return value.item() if isinstance(value, np.generic) else value
@@ -120,7 +135,7 @@ def _annotations(function: Any, signature: inspect.Signature) -> dict[str, Any]:
     for name, parameter in signature.parameters.items():
         annotation = parameter.annotation
         several = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if annotation is parameter.empty or several:
+        if annotation is parameter.empty or several or name in ("self", "cls"):
             continue
         if isinstance(annotation, str):
             try:
@@ -141,7 +156,7 @@ def _adapter(annotation: Any) -> TypeAdapter[Any]:
 
 def _instances(annotation: Any) -> Any:
     """The annotation with instances in place of classes, whose fields are their own matter."""
-    from pydantic import BeforeValidator
+    from pydantic import AfterValidator, BeforeValidator
 
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -154,8 +169,8 @@ def _instances(annotation: Any) -> Any:
         return _instance(annotation) if isinstance(annotation, type) else annotation
     if issubclass(origin, Callable):
         return Callable
-    if origin is Iterable:
-        return _instance(Iterable)  # its members are met as they are read
+    if origin is Iterable:  # its members are met as they are read
+        return Annotated[_instance(Iterable), AfterValidator(_no_text)]
     members = tuple(kind if kind is Ellipsis else _instances(kind) for kind in inside)
     found: Any = origin
     if origin is tuple or origin is Sequence:  # [layer, head] as (layer, head), a range as a list
@@ -170,17 +185,34 @@ def _instance(kind: type) -> Any:
     return Annotated[Any, GetPydanticSchema(lambda source, handler: is_instance_schema(kind))]
 
 
+def _no_text(value: Any) -> Any:
+    """Iterating over a text gives its characters, which nobody means."""
+    if isinstance(value, str | bytes):
+        raise ValueError
+    return value
+
+
 def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list | range) else value
 
 
-def _check(name: str, parameter: str, value: Any, annotation: Any, accepts: TypeAdapter) -> None:
+def _check(
+    name: str, parameter: str, given: dict[str, Any], annotation: Any, accepts: TypeAdapter
+) -> None:
     from pydantic import ValidationError
 
+    value = given[parameter]
     try:
         accepts.validate_python(value)
     except ValidationError as error:
         message = f"{name}: expected {in_words(annotation)} for {parameter}; got {shown(value)}"
+        if _fits_alone(value, accepts):
+            others = [
+                f"{key} is {shown(some)}"
+                for key, some in given.items()
+                if _is_array(some) and key != parameter
+            ]
+            raise ValueError(f"{message}, where {' and '.join(others)}") from None
         raise _kind(error)(message + _place(error) + _advice(annotation, value)) from None
 
 
@@ -198,6 +230,22 @@ def _kinds(annotation: Any) -> Iterator[Any]:
     yield get_origin(annotation) or annotation
     for inside in get_args(annotation):
         yield from _kinds(inside)
+
+
+def _fits_alone(value: Any, accepts: TypeAdapter) -> bool:
+    """Whether it is the sizes of other arguments that an array does not match."""
+    from pydantic import ValidationError
+
+    try:
+        with jaxtyping.jaxtyped("context"):  # type: ignore[call-overload]
+            accepts.validate_python(value)
+    except ValidationError:
+        return False
+    return True
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "dtype") and hasattr(value, "shape")
 
 
 def _kind(error: ValidationError) -> type[ValueError | TypeError]:
@@ -234,12 +282,22 @@ def in_words(annotation: Any) -> str:
         return getattr(annotation, "__name__", str(annotation))
     if issubclass(origin, Callable):
         return "a function"
-    return re.sub(r"[a-z_.]+\.(?=[A-Z])", "", str(annotation))  # without the names of modules
+    if origin is tuple and Ellipsis not in inside:
+        return f"({', '.join(map(in_words, inside))})"
+    kind = {Iterable: "an iterable", Mapping: "a mapping"}.get(origin, "a list")
+    return f"{kind} of {' to '.join(_several(some) for some in inside if some is not Ellipsis)}"
+
+
+def _several(annotation: Any) -> str:
+    """What the members of a list are, in words."""
+    bare = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+    said = in_words(annotation)
+    return said.replace(_WORDS[bare], _SEVERAL[bare], 1) if bare in _SEVERAL else said
 
 
 def shown(value: Any) -> str:
     """A value as messages show it: tensors by type and shape, models by type, all else clipped."""
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
+    if _is_array(value):
         kind = str(value.dtype).removeprefix("torch.")
         return f"a {type(value).__name__} of {kind} and shape {tuple(value.shape)}"
     if _is_model(value):

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sparse_tl.arguments import checked
+from sparse_tl.arguments import MOST, checked
 from sparse_tl.grids import HeadGrid, PartGrid
 from sparse_tl.nodes import CircuitEdge, Destination, Kind, Node
 
@@ -92,7 +92,7 @@ class CircuitGraph(PartGrid):
             head then affects what the others write.
 
     Raises:
-        ValueError: the sizes are inconsistent.
+        ValueError: the sizes are inconsistent, or there would be more than a billion edges.
     """
 
     n_layers: int
@@ -108,6 +108,12 @@ class CircuitGraph(PartGrid):
             raise ValueError(
                 f"expected at least one layer and heads that share key-value heads evenly; got "
                 f"{self.n_layers} layers, {self.n_heads} heads, {self.n_kv_heads} key-value heads"
+            )
+        n_inputs = self.n_heads + 2 * self.n_kv_heads + self.has_mlps
+        if self.n_layers**2 * (self.n_heads + self.has_mlps) * n_inputs > 2 * MOST:
+            raise ValueError(
+                f"expected a model of at most {MOST:,} circuit edges; got {self.n_layers} layers "
+                f"of {self.n_heads} heads"
             )
 
     @cached_property
@@ -201,7 +207,7 @@ class CircuitGraph(PartGrid):
         Raises:
             ValueError: the graph has no such edge.
         """
-        if isinstance(part, tuple):
+        if isinstance(part, tuple | list):
             return self._checked(part, part)
         edge = CircuitEdge.parse(part) if isinstance(part, str) else part
         index = self.source_index(edge.source), self.destination_index(edge.destination)

@@ -26,6 +26,7 @@ def logit_difference(
     return _mean(logits, pairs.answers) - _mean(logits, pairs.wrong)
 
 
+@checked
 def margin(logits: Float[Tensor, "pair vocab"], pairs: PromptPairs) -> Float[Tensor, " pair"]:
     """Mean logit of the answers minus the largest logit of a wrong answer, in logits."""
     picked, given = _picked(logits, pairs.wrong)

@@ -20,6 +20,7 @@ from jaxtyping import AbstractArray
 from torch import Tensor
 
 from sparse_tl import ranks
+from sparse_tl.arguments import checked
 from sparse_tl.checksums import check_sums, write_sums
 from sparse_tl.files import (
     atomic_folder,
@@ -50,6 +51,7 @@ class Result:
     type checkers only, as ``pd``).
     """
 
+    @checked
     def save(self, folder: str | Path) -> Path:
         """Write a folder of safetensors and JSON, completely or not at all.
 
@@ -74,6 +76,7 @@ class Result:
         return folder
 
     @classmethod
+    @checked
     def load(cls: type[Kind], folder: str | Path) -> Kind:
         """Load what `save` wrote.
 

@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from sparse_tl.arguments import AtLeastOne, Count, checked
+from sparse_tl.arguments import AtLeastOne, Count, Positive, checked
 from sparse_tl.circuits.circuit import Circuit, reaches_logits
 from sparse_tl.circuits.outcomes import Acdc
 from sparse_tl.circuits.pair_runs import PairRuns
@@ -55,7 +55,7 @@ def acdc(
     model: HookedModel,
     pairs: PromptPairs,
     *,
-    threshold: float | None = None,
+    threshold: Positive | None = None,
     size: Count | None = None,
     metric: Metric | Literal["kl"] = "kl",
     start: Circuit | Literal["circuit_edges", "heads"] = "circuit_edges",

@@ -28,7 +28,7 @@ from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.trace import token_texts
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import HookPoints
-from sparse_tl.lens import Adapter, HookedModel, adapt, check_gates
+from sparse_tl.lens import Adapter, HookedModel, adapt, check_gates, check_pairs
 from sparse_tl.metrics import Metric, explained_effect, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
@@ -153,7 +153,9 @@ def patch_activations(
         raise ValueError(
             f"expected at= of {get_args(At)} and into= of {get_args(Side)}; got {at!r} and {into!r}"
         )
-    adapter, pairs = adapt(model), _cropped(pairs)
+    adapter = adapt(model)
+    check_pairs(adapter, pairs)
+    pairs = _cropped(pairs)
     site, first = _site(adapter, at, pairs)
     n_layers, n_columns = site.shape(adapter)
     turned = replace(pairs, clean=pairs.corrupted, corrupted=pairs.clean)

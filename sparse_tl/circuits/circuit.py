@@ -13,6 +13,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from sparse_tl.arguments import checked
+from sparse_tl.gates.patches import Patch, needs_reference
 from sparse_tl.graph import CircuitEdge, CircuitGraph
 from sparse_tl.grids import AttentionGrid, HeadGrid
 from sparse_tl.positioned_graph import PositionedGraph
@@ -54,7 +55,6 @@ class Circuit(Result):
             )
 
     @classmethod
-    @checked
     def of(cls, site: Site, parts: Iterable[Any]) -> Circuit:
         """Build a circuit from part names or indices, such as a published circuit.
 
@@ -83,7 +83,6 @@ class Circuit(Result):
             )
         return self.site
 
-    @checked
     def at(self, position: str | int) -> Circuit:
         """The circuit edges that are kept at one position.
 
@@ -142,18 +141,21 @@ class Circuit(Result):
             mask[place] = False
         return Circuit(self.site, mask)
 
-    def connected(self, *, patch: object = "corrupted") -> Circuit:
+    def connected(self, *, patch: Patch = "corrupted") -> Circuit:
         """Drop the circuit edges that have no effect under a patch.
 
         An edge has no effect if no kept path leads from its destination to the logits. Under
         patches from other prompts, it also needs a kept path from the input to its source: a node
         that reads only patches then writes its patch. (Not so under mean or zero patches.)
+
+        Raises:
+            ValueError: the patch is unknown.
         """
         site = self.site
         if not isinstance(site, PositionedGraph):
             site = PositionedGraph(self.graph, ("0",))
         mask, follows = self.mask.cpu().view(site.exists.shape).numpy().copy(), site.follows.numpy()
-        if patch in ("corrupted", "resample"):
+        if needs_reference(patch) and patch != "mean":
             for group in site.graph.groups:
                 inputs = np.logical_or.reduce(mask[:, :, group.columns], axis=1)
                 mask[:, group.rows] &= group.written_from(inputs, follows)[:, :, None]

@@ -24,7 +24,16 @@ from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.circuits.pair_runs import read_mask
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.pairs import NO_TOKEN
-from sparse_tl.lens import Adapter, HookedModel, Norm, adapt, check_tokens, record, source_outputs
+from sparse_tl.lens import (
+    Adapter,
+    HookedModel,
+    Norm,
+    adapt,
+    check_numbers,
+    check_pairs,
+    record,
+    source_outputs,
+)
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 from sparse_tl.scopes import autograd
@@ -107,7 +116,7 @@ def attribute_logits(
     """
     adapter = adapt(model)
     graph, names = adapter.graph, adapter.source_points()
-    check_tokens(adapter, pairs.clean)
+    check_pairs(adapter, pairs)
     pairs.check_on_ranks()
     sources = [str(node) for node in graph.sources]
     biases = [f"a{layer}.b" for layer in range(graph.n_layers)]
@@ -122,7 +131,9 @@ def attribute_logits(
             constant = torch.stack([adapter.b_O(layer) for layer in range(graph.n_layers)])
             constant = constant[:, None].expand(-1, len(batch), -1)
             parts = torch.cat([written[:, :, 0], constant.to(written)])
-            found.append(_towards_answers(adapter, batch, parts, final[read]).cpu())
+            added = _towards_answers(adapter, batch, parts, final[read])
+            check_numbers(adapter, added)
+            found.append(added.cpu())
             step()
     values = torch.cat(ranks.in_order(found), dim=1)
     order = {name: place for place, name in enumerate([*sources, *biases, "bias"])}
@@ -163,11 +174,6 @@ def _mean(
     tokens: Int[Tensor, "pair token"],
 ) -> tuple[Float[Tensor, "pair d_model"], Float[Tensor, " pair"]]:
     """The mean unembedding of each row's tokens; 0 for a row without."""
-    if bool((tokens >= len(bias)).any()):
-        raise ValueError(
-            f"expected answers among the {len(bias):,} tokens that the model predicts; got token "
-            f"{int(tokens.max())}"
-        )
     given = (tokens != NO_TOKEN).double()
     given = given / given.sum(dim=1, keepdim=True).clamp(min=1)
     tokens = tokens.clamp(min=0)

@@ -21,7 +21,7 @@ from torch import Tensor
 from sparse_tl.arguments import checked
 from sparse_tl.circuits.trace import Prompt, output_text, prompt_tokens, token_texts
 from sparse_tl.data.records import encoder, single_token
-from sparse_tl.lens import Adapter, HookedModel, adapt, record
+from sparse_tl.lens import Adapter, HookedModel, adapt, check_numbers, record
 from sparse_tl.results import Result
 from sparse_tl.scopes import autograd
 
@@ -102,6 +102,7 @@ def logit_lens(model: HookedModel, prompt: Prompt, *, answer: str | int | None =
     kept, final = record(adapter, tokens[None].to(adapter.device), names)
     streams = [*(kept[name] for name in names), final]
     own = adapter.logits(final)[0, -1]
+    check_numbers(adapter, own)
     tracked = int(own.argmax()) if answer is None else _output(model, adapter, answer)
     probability, best, likeliest = [], [], []
     for stream in streams:  # one at a time: there may be 250,000 tokens in the vocabulary

@@ -14,7 +14,7 @@ from sparse_tl import ranks
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, GatedRun, Patch, PatchValues, Site
 from sparse_tl.gates.patches import mean_activations, needs_reference
-from sparse_tl.lens import HookedModel, adapt, check_tokens
+from sparse_tl.lens import HookedModel, adapt, check_pairs
 
 STATES_AT_ONCE = 2**28
 """Maximum number of values in the states of the runs that are kept."""
@@ -59,7 +59,7 @@ class PairRuns:
         needed = needs_reference(patch)
         self.model, self.site, self.patch = model, site, patch
         self.adapter = adapt(model)
-        check_tokens(self.adapter, torch.cat([pairs.clean, pairs.corrupted]))
+        check_pairs(self.adapter, pairs)
         if positions is not None:
             pairs = replace(pairs, spans=pairs.spans_of(positions))
         self._by_span = positions is not None

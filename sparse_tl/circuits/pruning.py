@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.arguments import AtLeastOne, Count, Positive, Seed, checked
+from sparse_tl.arguments import AtLeastOne, Count, Logit, Positive, Seed, checked
 from sparse_tl.circuits.outcomes import Pruning
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
@@ -57,9 +57,9 @@ def prune_circuit_edges(
     start: Scores | None = None,
     steps: AtLeastOne = 300,
     learning_rate: Positive = 0.3,
-    lambda_: float = 0.01,
+    lambda_: Positive = 0.01,
     lambda_rate: Positive = 0.1,
-    initial_logit: float = 3.0,
+    initial_logit: Logit = 3.0,
     patch: Patch = "corrupted",
     batch_size: AtLeastOne = 32,
     seed: Seed = 0,
@@ -115,6 +115,11 @@ def prune_circuit_edges(
             target = _target(first_size, size, done / steps)
             clean = run.clean_logits
             lost = divergence(run.logits(gates(GateMode.SAMPLED, generator)), clean).mean()
+            if not bool(lost.isfinite()):
+                raise ValueError(
+                    f"expected a finite divergence; at step {done + 1} it is {lost.item()}. The "
+                    "model's logits are no numbers, or gates are: a smaller learning rate may help."
+                )
             expected = expected_size(distribution, gates.logits[exists])
             excess = torch.log1p(expected) - math.log1p(target)
             optimizer.zero_grad()

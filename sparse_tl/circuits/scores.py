@@ -52,7 +52,10 @@ class Scores(Result):
                 f"for prompt pairs; got {found}"
             )
         if not bool(self.values.isfinite().all()):
-            raise ValueError("expected finite scores; some are NaN or infinite")
+            raise ValueError(
+                "expected finite scores; some are NaN or infinite: the metric or the model's "
+                "activations are no numbers on some prompts"
+            )
 
     def mean(self) -> Float[Tensor, "*axes"]:
         """The scores, averaged over pairs if they are kept per pair."""
@@ -61,7 +64,6 @@ class Scores(Result):
     def __getitem__(self, part: Any) -> float:
         return self.mean()[self.site.index(part)].item()
 
-    @checked
     def at(self, position: str | int) -> Scores:
         """The scores of circuit edges at one position.
 
@@ -74,7 +76,6 @@ class Scores(Result):
         site = positioned(self.site)
         return Scores(site.graph, self.values[..., site.position(position), :, :], self.method)
 
-    @checked
     def order(self, *, signed: bool = False) -> Int[Tensor, "part axis"]:
         """The indices of all parts, best first; ties keep the site's order.
 
@@ -84,7 +85,6 @@ class Scores(Result):
         """
         return self._helping_first if signed else self._largest_first
 
-    @checked
     def top(self, size: Count, *, signed: bool = False) -> Circuit:
         """The circuit of the `size` best parts.
 
@@ -101,7 +101,6 @@ class Scores(Result):
         mask[tuple(self.order(signed=signed)[:size].T)] = True
         return Circuit(self.site, mask)
 
-    @checked
     def to_pandas(self, top: int | None = None) -> pd.DataFrame:
         """One row per part, largest absolute score first: all parts, or the first `top`."""
         import pandas as pd

@@ -14,7 +14,7 @@ from sparse_tl.circuits.removal import removal_effects
 from sparse_tl.data.known_text import check_known
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.grids import AttentionGrid
-from sparse_tl.lens import HookedModel, Order, adapt, attached, check_tokens
+from sparse_tl.lens import HookedModel, Order, adapt, attached, check_numbers, check_tokens
 from sparse_tl.scopes import autograd
 
 UNKNOWN = "?"
@@ -213,6 +213,7 @@ def _run(
     batch = tokens[None].to(adapter.device)
     with attached(adapter, hooks), autograd(attribution):
         logits, gates, mlps = _forward(model, batch)
+    check_numbers(adapter, logits)
     attention = torch.cat(patterns)
     estimates = None
     if attribution:

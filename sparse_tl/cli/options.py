@@ -32,16 +32,12 @@ def checked_device(device: str | None) -> str | None:
         typer.BadParameter: the device does not exist or is not available.
     """
     if device is not None:
-        import torch  # slow import: not needed for help
+        from sparse_tl.lens.devices import checked_device as check  # slow: not needed for help
 
         try:
-            torch.empty(1, device=device).tolist()  # some are known and hold no numbers
-        except (RuntimeError, AssertionError) as error:
-            reason = str(error).strip().splitlines()[0].rstrip(".")
-            raise typer.BadParameter(
-                f"expected a device that PyTorch can use here, such as cpu or cuda; got "
-                f"{device!r} ({reason}). `sparse-tl doctor` lists what there is."
-            ) from error
+            check(device)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
     return device
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl import ranks
-from sparse_tl.arguments import Count, checked
+from sparse_tl.arguments import AtLeastOne, Count, checked, shown
 from sparse_tl.files import digest
 
 Kind = TypeVar("Kind", bound="Rows")
@@ -27,13 +27,22 @@ class Rows:
         first: Any = next(iter(vars(self).values()))
         return len(first)
 
+    @checked
     def to(self: Kind, device: torch.device | str) -> Kind:
         """A copy on another device."""
         return self._each(lambda tensor: tensor.to(device))
 
-    def select(self: Kind, index: Tensor | slice) -> Kind:
-        """A subset of the rows."""
-        return self._each(lambda tensor: tensor[index])
+    @checked
+    def select(self: Kind, index: Int[Tensor, " chosen"] | Bool[Tensor, " row"] | slice) -> Kind:
+        """A subset of the rows.
+
+        Raises:
+            ValueError: there is no such row.
+        """
+        try:
+            return self._each(lambda tensor: tensor[index])
+        except IndexError as error:
+            raise ValueError(f"expected some of {len(self)} rows; got {shown(index)}") from error
 
     def digest(self) -> str:
         """A short hash of the rows."""
@@ -109,7 +118,6 @@ class TokenBatch(Rows):
             )
 
     @staticmethod
-    @checked
     def next_token(tokens: Int[Tensor, "batch pos"]) -> TokenBatch:
         """Language modelling: every position except the last predicts the next token."""
         labels = tokens.roll(-1, dims=1)
@@ -117,7 +125,6 @@ class TokenBatch(Rows):
         loss_mask[:, -1] = False
         return TokenBatch(tokens, labels, loss_mask)
 
-    @checked
     def split(self, size: Count) -> list[TokenBatch]:
         """Split into pieces of `size` consecutive rows; longer where a piece would lack labels."""
         bounds = [0]
@@ -126,8 +133,7 @@ class TokenBatch(Rows):
                 bounds.append(end)
         return [self.select(slice(*some)) for some in pairwise([*bounds, len(self)])]
 
-    @checked
-    def dealt(self, rank: Count, n_ranks: int) -> TokenBatch:
+    def dealt(self, rank: Count, n_ranks: AtLeastOne) -> TokenBatch:
         """The rows of one of several ranks: dealt in turn, those with a label first.
 
         Raises:
@@ -161,7 +167,7 @@ class TokenBatch(Rows):
         start = 0 if mask is None else int(mask.any(dim=0).nonzero()[0])
         return self._columns(start, stop)
 
-    def by_length(self, parts: int = 4) -> list[TokenBatch]:
+    def by_length(self, parts: AtLeastOne = 4) -> list[TokenBatch]:
         """Group rows of similar length, and drop padding columns on the right of each group.
 
         This only saves time: padding has no loss and no attention edges.

@@ -48,8 +48,8 @@ class PromptPairs(Rows):
         spans: the span of every token, as from `with_spans`; for scores and circuits by span.
 
     Raises:
-        ValueError: shapes do not match, there is no pair, a row has no answer, a prompt has
-            several positions, or a position is out of range.
+        ValueError: shapes do not match, there is no pair, a row has no answer or a negative one, a
+            prompt has several positions, or a position is out of range.
     """
 
     clean: Int[Tensor, "pair pos"]
@@ -77,6 +77,14 @@ class PromptPairs(Rows):
             if len(getattr(self, name)) != len(self.clean):
                 raise ValueError(
                     f"expected {name} for {len(self.clean)} pairs; got {len(getattr(self, name))}"
+                )
+        for name in ("answers", "wrong"):
+            outside = getattr(self, name) < NO_TOKEN
+            if outside.any():
+                row = int(outside.any(dim=1).int().argmax())
+                raise ValueError(
+                    f"expected tokens from 0 as {name}, or {NO_TOKEN} as padding; pair {row} has "
+                    f"{getattr(self, name)[row].tolist()}"
                 )
         empty = (self.answers == NO_TOKEN).all(dim=1)
         if empty.any():
@@ -154,7 +162,6 @@ class PromptPairs(Rows):
             )
         return self.spans
 
-    @checked
     def split(self, size: Count) -> list[PromptPairs]:
         """Split into consecutive pieces of at most `size` pairs.
 

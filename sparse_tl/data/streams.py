@@ -61,7 +61,6 @@ class ShuffledStream:
         self.accumulate = accumulate
         self._order = lru_cache(maxsize=2)(self._shuffled)  # a batch may span two epochs
 
-    @checked
     def batch(self, step: int) -> TokenBatch:
         """Rows ``step * batch_size ...`` of the infinite sequence of shuffled epochs."""
         n = len(self.examples)

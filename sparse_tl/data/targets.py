@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sparse_tl.arguments import Seed, checked
@@ -52,7 +52,6 @@ class TargetDataset:
                 )
 
     @staticmethod
-    @checked
     def from_tokens(
         tokens: Sequence[Sequence[int]] | Int[Tensor, "row pos"],
         spans: Sequence[tuple[int, int]],
@@ -97,7 +96,6 @@ class TargetDataset:
         return TargetDataset(TokenBatch(filled, labels, loss_mask, None if same else attention))
 
     @staticmethod
-    @checked
     def from_texts(
         tokenizer: Any,
         texts: Sequence[str],
@@ -145,7 +143,6 @@ class TargetDataset:
         return TargetDataset.from_tokens(rows, spans)
 
     @staticmethod
-    @checked
     def from_records(
         tokenizer: Any,
         records: Iterable[Mapping[str, Any]],
@@ -178,20 +175,17 @@ class TargetDataset:
         return TargetDataset.from_texts(tokenizer, texts, targets, **options)
 
     @staticmethod
-    @checked
     def from_pandas(tokenizer: Any, frame: pd.DataFrame, **options: Any) -> TargetDataset:
         """Rows from a table; arguments as in `from_records`."""
         records: list[dict[str, Any]] = frame.to_dict("records")  # type: ignore[assignment]
         return TargetDataset.from_records(tokenizer, records, **options)
 
     @staticmethod
-    @checked
     def from_jsonl(tokenizer: Any, path: str | Path, **options: Any) -> TargetDataset:
         """Rows from a file with one JSON object per line; arguments as in `from_records`."""
         return TargetDataset.from_records(tokenizer, read_jsonl(path), **options)
 
     @staticmethod
-    @checked
     def from_pairs(pairs: PromptPairs, *, seed: Seed = 0) -> TargetDataset:
         """The clean prompts with one answer each, drawn at random if there are several."""
         generator = torch.Generator().manual_seed(seed)
@@ -205,7 +199,6 @@ class TargetDataset:
         return TargetDataset(TokenBatch(pairs.clean, labels, loss_mask))
 
     @staticmethod
-    @checked
     def from_windows(windows: Int[Tensor, "window pos"]) -> TargetDataset:
         """Rows of running text, in which every token after the first of a window is a target."""
         return TargetDataset(TokenBatch.next_token(windows))
@@ -218,11 +211,10 @@ class TargetDataset:
         """Total number of target tokens."""
         return int(self.rows.loss_mask.sum())
 
-    def select(self, index: Tensor | slice) -> TargetDataset:
+    def select(self, index: Int[Tensor, " chosen"] | Bool[Tensor, " row"] | slice) -> TargetDataset:
         """A subset of the rows."""
         return TargetDataset(self.rows.select(index))
 
-    @checked
     def split(self, held_out: float, *, seed: Seed = 0) -> tuple[TargetDataset, TargetDataset]:
         """Shuffle the rows and split them into two parts.
 

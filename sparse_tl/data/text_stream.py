@@ -108,7 +108,6 @@ class TextStream:
         self._ahead: tuple[int, Future[tuple[Block, _Place]]] | None = None
         self._reading: tuple[_Place, Iterator[tuple[array[int], _Place]]] | None = None
 
-    @checked
     def batch(self, step: int) -> TokenBatch:
         """Rows ``step * batch_size ...`` of the infinite sequence of shuffled epochs.
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 from uuid import uuid4
 
-from sparse_tl.arguments import checked
+from sparse_tl.arguments import NotNegative, checked
 from sparse_tl.circuits.attention_graph import EdgeWeight
 from sparse_tl.circuits.removal import AttentionEdge
 from sparse_tl.circuits.trace import Prompt
@@ -198,10 +198,10 @@ class CircuitExplorer(Channel):
             self._exact.look_at(None)
         self._present(_node=None)
 
-    def compute_effects(self, seconds: float = math.inf) -> None:
+    def compute_effects(self, seconds: NotNegative | None = None) -> None:
         """Compute the exact effects on the cards: all of them, or for some time."""
         if self._exact is not None and self._exact.more:
-            self._exact.advance(seconds)
+            self._exact.advance(math.inf if seconds is None else seconds)
             self._present(_effects=self._exact.payload)
 
     # ---- what is kept ----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from sparse_tl.arguments import checked
+from sparse_tl.arguments import Logit, NotNegative, checked
 from sparse_tl.gates.distributions import (
     GateDistribution,
     GateMode,
@@ -41,7 +41,7 @@ class LearnedGates(nn.Module):
         site: Site,
         *,
         distribution: GateDistribution | None = None,
-        initial_logit: float = 4.0,
+        initial_logit: Logit = 4.0,
     ) -> None:
         super().__init__()
         adapter = adapt(model)
@@ -60,7 +60,7 @@ class LearnedGates(nn.Module):
         self,
         mode: GateMode = GateMode.DETERMINISTIC,
         generator: torch.Generator | None = None,
-        noise: float = 1.0,
+        noise: NotNegative = 1.0,
     ) -> Float[Tensor, "*gate"]:
         """The gates in [0, 1], deterministic or sampled; differentiable in the logits."""
         return gate_values(self.distribution, self.logits, mode, generator, noise)

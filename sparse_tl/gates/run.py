@@ -13,7 +13,7 @@ from torch import Tensor
 from sparse_tl.arguments import Seed, checked
 from sparse_tl.gates.circuit_edges import CircuitEdges, CircuitPass
 from sparse_tl.gates.patches import Patch, PatchValues, drawn
-from sparse_tl.gates.sites import AttentionEdges, ClosedAttentionEdges, Heads, Pass, Site
+from sparse_tl.gates.sites import AttentionEdges, ClosedAttentionEdges, Heads, Pass, Site, SiteGates
 from sparse_tl.lens import (
     Adapter,
     HookedModel,
@@ -34,7 +34,7 @@ from sparse_tl.scopes import autograd, scope
 def gated(
     model: HookedModel,
     site: Site,
-    gates: Tensor | ClosedAttentionEdges,
+    gates: SiteGates,
     patch: Patch = "zero",
     *,
     reference: Int[Tensor, "prompt pos"] | None = None,
@@ -60,6 +60,8 @@ def gated(
     """
     adapter = adapt(model)
     stack, shape = _stacked(adapter, site, gates)
+    if reference is not None:
+        check_tokens(adapter, reference)
     values = PatchValues(adapter, site.points(adapter, stack), patch, reference, seed)
     with attached(adapter, site.hooks(adapter, stack, values, Pass(math.prod(shape)))):
         yield
@@ -169,6 +171,8 @@ class GatedRun:
         self.adapter, self.site, self.tokens, self.read = adapt(model), site, tokens, read
         self.attention_mask = attention_mask
         check_tokens(self.adapter, tokens)
+        if reference is not None:
+            check_tokens(self.adapter, reference)
         if isinstance(patch, PatchValues) and (reference is not None or seed):
             raise ValueError(
                 "expected no reference and no seed with PatchValues, which have their own; pass "
@@ -197,7 +201,7 @@ class GatedRun:
         return self._clean
 
     @autograd(False)
-    def start_from(self, gates: Tensor | None) -> Float[Tensor, "label vocab"]:
+    def start_from(self, gates: SiteGates | None) -> Float[Tensor, "label vocab"]:
         """Logits under one setting (None: the whole model); later passes start from its state.
 
         For circuit edges, the state holds what every source writes in d_model dimensions.
@@ -222,7 +226,7 @@ class GatedRun:
             self._changes = source_outputs(adapter, changes)
         return self.logits(gates)
 
-    def logits(self, gates: Tensor | ClosedAttentionEdges) -> Float[Tensor, "*stack label vocab"]:
+    def logits(self, gates: SiteGates) -> Float[Tensor, "*stack label vocab"]:
         """Logits at the read positions, one row per label, for one gate setting or a stack of them.
 
         Differentiable in the gates if gradients are enabled.
@@ -231,7 +235,7 @@ class GatedRun:
         logits = self.adapter.logits(final.flatten(0, -2)[:, None])[:, 0]
         return logits.view(*final.shape[:-1], -1)
 
-    def final(self, gates: Tensor | ClosedAttentionEdges) -> Float[Tensor, "*stack label d_model"]:
+    def final(self, gates: SiteGates) -> Float[Tensor, "*stack label d_model"]:
         """The final residual stream at the read positions, one row per label."""
         adapter = self.adapter
         stack, shape = _stacked(adapter, self.site, gates)
@@ -257,7 +261,7 @@ class GatedRun:
         chosen = final[self.read.repeat(n_stack, 1)]
         return chosen.view(*shape, -1, chosen.shape[-1])
 
-    def _first_layer(self, stack: Tensor | ClosedAttentionEdges) -> int:
+    def _first_layer(self, stack: SiteGates) -> int:
         """First layer to run: all layers before it match the cached state."""
         if self._base is None:
             return 0
@@ -272,9 +276,7 @@ class GatedRun:
         return self.site.first_layer(self.adapter, stack != self._base.to(stack))
 
 
-def _stacked(
-    adapter: Adapter, site: Site, gates: Tensor | ClosedAttentionEdges
-) -> tuple[Any, tuple[int, ...]]:
+def _stacked(adapter: Adapter, site: Site, gates: SiteGates) -> tuple[Any, tuple[int, ...]]:
     """Gates with a stack axis, and the shape of their own stack, if any."""
     check_whole(adapter)
     if isinstance(site, Heads | AttentionEdges):

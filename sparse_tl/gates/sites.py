@@ -6,15 +6,16 @@ stack has entries, one after the other, and each copy runs under its own gates.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
-from sparse_tl.arguments import checked
+from sparse_tl.arguments import MOST, AtLeastOne, checked
 from sparse_tl.gates.patches import PatchValues, gate
 from sparse_tl.lens import Adapter, HookFunction, Order
 
@@ -100,6 +101,9 @@ class ClosedAttentionEdges:
         entry = 0 if self.stack is None else self.stack[run].to(pattern.device)
         gates[entry, head, query - start, key - first] = 0
         return gates
+
+
+SiteGates = Real[Tensor, "..."] | Bool[Tensor, "..."] | ClosedAttentionEdges
 
 
 class _Activations:
@@ -230,7 +234,16 @@ class HookPoints(_Activations):
 
     names: tuple[str, ...]
     axes: tuple[int, ...]
-    sizes: tuple[int, ...]
+    sizes: tuple[AtLeastOne, ...]
+
+    def __post_init__(self) -> None:
+        if not self.names or len(self.axes) != len(self.sizes):
+            raise ValueError(
+                f"expected at least one hook point, and a size for each axis; got {self.names}, "
+                f"axes {self.axes} and sizes {self.sizes}"
+            )
+        if len(self.names) * math.prod(self.sizes) > MOST:
+            raise ValueError(f"expected at most {MOST:,} gates; got sizes {self.sizes}")
 
     def shape(self, adapter: Adapter) -> tuple[int, ...]:
         return len(self.names), *self.sizes

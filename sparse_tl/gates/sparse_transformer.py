@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from sparse_tl.arguments import AtLeastOne, checked
+from sparse_tl.arguments import AtLeastOne, Logit, NotNegative, checked
 from sparse_tl.gates.attention import AttentionGates
 from sparse_tl.gates.counting import AttentionEdgeCounts, counted_by_batch, open_shares
 from sparse_tl.gates.distributions import GateDistribution, GateMode
@@ -64,7 +64,7 @@ class SparseTransformer(nn.Module):
         self,
         model: Model,
         *,
-        initial_bias: float = 4.0,
+        initial_bias: Logit = 4.0,
         distribution: GateDistribution | None = None,
         gates: AttentionGates | None = None,
         mlps: bool = False,
@@ -107,7 +107,7 @@ class SparseTransformer(nn.Module):
         self,
         *args: Any,
         keep_gates: bool = False,
-        pressure: float = 0.0,
+        pressure: NotNegative = 0.0,
         edge_cost: Float[Tensor, "*#edge"] | None = None,
         **kwargs: Any,
     ) -> tuple[Any, AttentionEdgeCounts]:
@@ -133,10 +133,9 @@ class SparseTransformer(nn.Module):
         """The model's `generate`, under the gates."""
         return self.model_under_gates().generate(*args, **kwargs)
 
-    @checked
     @scope
     def sampled(
-        self, generator: torch.Generator | None = None, noise: float = 1.0
+        self, generator: torch.Generator | None = None, noise: NotNegative = 1.0
     ) -> Iterator[None]:
         """Inside the block, gates are sampled, as in training.
 
@@ -153,7 +152,6 @@ class SparseTransformer(nn.Module):
         with self._using(mode=GateMode.OPEN):
             yield
 
-    @checked
     @autograd(False)
     def count_attention_edges(
         self, tokens: Int[Tensor, "*prompt pos"], *, batch_size: AtLeastOne = 64, **kwargs: Any
@@ -171,7 +169,6 @@ class SparseTransformer(nn.Module):
         counts = counted_by_batch(self.run_with_counts, tokens, batch_size, kwargs)
         return AttentionEdgeCounts.concatenate(list(counts))
 
-    @checked
     @autograd(False)
     def open_attention_edges(
         self, tokens: Int[Tensor, "*prompt pos"], *, batch_size: AtLeastOne = 64, **kwargs: Any
@@ -236,7 +233,6 @@ class SparseTransformer(nn.Module):
         with self._detached():
             return adapt(self.model).copy().requires_grad_(False)
 
-    @checked
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write model, gates and tokenizer as safetensors and JSON, completely or not at all."""
         from sparse_tl.gates.saving import save_sparse
@@ -244,7 +240,6 @@ class SparseTransformer(nn.Module):
         return save_sparse(self, folder)
 
     @classmethod
-    @checked
     def from_pretrained(cls, folder: str | Path, *, device: str | None = None) -> SparseTransformer:
         """Load a folder written by `save_pretrained`.
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from sparse_tl import shards
 from sparse_tl.lens.attaching import Order, attached, others_off
+from sparse_tl.lens.limits import check_numbers
 from sparse_tl.lens.lora import lora_layers
 from sparse_tl.lens.places import HookFunction
 from sparse_tl.lens.plain import check_wrapped
@@ -118,10 +119,12 @@ def _few_tokens(adapter: Adapter) -> Int[Tensor, "1 pos"]:
 
 
 def _repeats(adapter: Adapter, tokens: Tensor) -> None:
-    """Check that there is no dropout, which would be mistaken for an effect."""
+    """Check that there is no dropout, which would be mistaken for an effect, and no NaN."""
+    first = adapter.model(tokens)
+    check_numbers(adapter, first)
     if not adapter.model.training:
         return
-    first, second = adapter.model(tokens), adapter.model(tokens)
+    second = adapter.model(tokens)
     if not torch.allclose(first, second, rtol=1e-3, atol=1e-3, equal_nan=True):
         raise ValueError(
             f"expected a model that returns the same for the same prompt; {adapter.name!r} is in "

@@ -1,7 +1,8 @@
-"""The device that models are placed on by default."""
+"""The device that models are placed on: the one that is asked for, or the default."""
 
 from __future__ import annotations
 
+import torch
 from transformer_lens.utilities import devices
 
 from sparse_tl import ranks
@@ -10,3 +11,22 @@ from sparse_tl import ranks
 def get_device() -> str:
     """A GPU if there is one, of several ranks each its own; otherwise what this machine has."""
     return ranks.device() or str(devices.get_device())
+
+
+def checked_device(device: str | torch.device | None) -> str:
+    """The device that is asked for, or else the default one.
+
+    Raises:
+        ValueError: PyTorch does not know the device, or cannot use it here.
+    """
+    if device is None:
+        return get_device()
+    try:
+        torch.empty(1, device=device).tolist()  # some are known and hold no numbers
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"expected a device that PyTorch can use here, such as cpu or cuda; got "
+            f"{str(device)!r} ({reason}). `sparse-tl doctor` lists what there is."
+        ) from error
+    return str(device)

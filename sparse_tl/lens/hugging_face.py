@@ -154,7 +154,7 @@ def _check_size(data: Path, held: int) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(str(data), **_LOCAL)
-    with torch.device("meta"):
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):  # it draws initial weights
         plan = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     needed = sum(parameter.numel() for parameter in plan.parameters())
     if needed > held:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from jaxtyping import Int
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.lens.adapter import Adapter
+from sparse_tl.data import PromptPairs
+
+if TYPE_CHECKING:
+    from sparse_tl.lens.adapter import Adapter
 
 
 def check_tokens(adapter: Adapter, tokens: Int[Tensor, "*batch pos"]) -> None:
     """Check that the model can read these tokens.
 
     Raises:
-        ValueError: the tokens exceed the context, or are outside the vocabulary.
+        ValueError: there is no token, the tokens exceed the context, or are outside the vocabulary.
     """
+    if not tokens.numel():
+        raise ValueError(f"expected prompts of at least one token; got shape {[*tokens.shape]}")
     if tokens.shape[-1] > adapter.n_ctx:
         raise ValueError(
             f"expected a prompt of at most {adapter.n_ctx} tokens, the model's context; got "
@@ -34,7 +42,32 @@ def check_labels(adapter: Adapter, labels: Int[Tensor, "*label"]) -> None:
     if len(outside):
         raise ValueError(
             f"expected labels in 0..{adapter.d_vocab_out - 1}, what the model predicts; got "
-            f"{int(outside[0])}. Were they made with another tokenizer?"
+            f"{int(outside[0])}. Were they made with another tokenizer? A model with d_vocab_out "
+            "other than d_vocab numbers what it predicts by itself."
+        )
+
+
+def check_pairs(adapter: Adapter, pairs: PromptPairs) -> None:
+    """Check that the model can read these prompts, and predict all answers and wrong answers.
+
+    Raises:
+        ValueError: as in `check_tokens` and `check_labels`.
+    """
+    check_tokens(adapter, torch.cat([pairs.clean, pairs.corrupted]))
+    for side in (pairs.answers, pairs.wrong):
+        check_labels(adapter, side[side >= 0])
+
+
+def check_numbers(adapter: Adapter, logits: Float[Tensor, "*_"]) -> None:
+    """Check that what the model predicts are numbers.
+
+    Raises:
+        ValueError: a logit is NaN.
+    """
+    if bool(logits.isnan().any()):
+        raise ValueError(
+            f"expected a model whose logits are numbers; {adapter.name!r} predicts NaN: a weight "
+            f"is NaN or infinite, or activations overflow in {logits.dtype}"
         )
 
 

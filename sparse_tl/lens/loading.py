@@ -20,7 +20,7 @@ from sparse_tl.checksums import check_sums, write_sums
 from sparse_tl.files import read_json, write_json
 from sparse_tl.lens.architecture import CONFIG_FILE, dtype_named
 from sparse_tl.lens.booting import boot
-from sparse_tl.lens.devices import get_device
+from sparse_tl.lens.devices import checked_device
 from sparse_tl.lens.hooked_folder import check_hooked, load_hooked, save_hooked
 from sparse_tl.lens.hub import fetch
 from sparse_tl.lens.hugging_face import OWN_FIELDS, check_files, quietly, read_model
@@ -63,7 +63,7 @@ def load_model(
         TypeError: the object is not a model.
         ValueError: the folder holds no model or a sparse one, weights do not fit their
             configuration or are pickled, TransformerLens does not support the model class, the
-            hub does not have the name, or the hub cannot be reached.
+            hub does not have the name, the hub cannot be reached, or the device cannot be used.
     """
     if not isinstance(source, (str, Path)):
         placed = {"device": device, "dtype": dtype, "device_map": device_map}
@@ -99,7 +99,7 @@ def load_folder(
     number = _dtype(dtype)
     if (folder / CONFIG_FILE).is_file():
         _check_unset("a folder of a HookedTransformer", tokenizer=tokenizer, device_map=device_map)
-        return load_hooked(folder, device=str(device or get_device()), dtype=number)
+        return load_hooked(folder, device=checked_device(device), dtype=number)
     if (folder / "config.json").is_file():
         place = _placed(device, device_map)
         return _of_hugging_face(folder, name or folder.resolve().name, tokenizer, number, place)
@@ -221,7 +221,7 @@ def _placed(
 ) -> str | dict[str, Any]:
     """The device map of a model."""
     if device_map is None:
-        return {"": str(device or get_device())}
+        return {"": checked_device(device)}
     if device is not None:
         raise ValueError("expected either `device` or `device_map`; got both")
     return device_map if isinstance(device_map, str) else dict(device_map)

@@ -46,7 +46,8 @@ def plain_model(model: TransformerBridge) -> Any:
             "expected a bridge around a model of transformers, to copy, train or save it; "
             f"{model.cfg.model_name!r} is one around a {type(model.original_model).__name__}"
         )
-    plain = _assembled(model)
+    with torch.random.fork_rng(devices=[]):  # initial weights are drawn, and discarded
+        plain = _assembled(model)
     if not shards.is_dealt(model):  # else it was checked before
         check_same(model, *few_logits(plain.eval()))
     return plain.train(model.original_model.training)

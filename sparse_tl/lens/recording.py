@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -27,6 +27,8 @@ class Activations(Protocol):
     def __getitem__(self, name: str, /) -> Tensor: ...
 
     def __iter__(self) -> Iterator[str]: ...
+
+    def keys(self) -> Iterable[str]: ...
 
 
 def record(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sparse_tl.lens import Model, boot, get_device
+from sparse_tl.lens import Model, boot, checked_device
 
 _SPECIAL = ("bos", "eos", "pad")
 _DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
@@ -44,4 +44,4 @@ def build_gpt2(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = GPT2LMHeadModel(config)
-    return boot(model.to(device or get_device()), tokenizer, name=name)
+    return boot(model.to(checked_device(device)), tokenizer, name=name)

@@ -27,7 +27,7 @@ from sparse_tl.files import (
     write_json,
 )
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model, load_model, save_model
+from sparse_tl.lens import Model, checked_device, load_model, save_model
 from sparse_tl.models.recipes import Recipe
 
 SHIPPED = Path(__file__).parent / "shipped"
@@ -116,6 +116,7 @@ def load_built_in(
 
     Warns if the sparse model missed its post-training target.
     """
+    device = checked_device(device)
     folder = SHIPPED / recipe.name
     if seed or not folder.is_dir():
         folder = build_cached(recipe, seed, cache=cache, device=device, progress=progress)

@@ -48,7 +48,6 @@ class AdditionTask:
         if self.form not in get_args(Form):
             raise ValueError(f"expected form of {get_args(Form)}; got {self.form!r}")
 
-    @checked
     def batch(self, left: Int[Tensor, " sum"], right: Int[Tensor, " sum"]) -> TokenBatch:
         """Sums as tokens, labels and loss positions.
 
@@ -74,7 +73,6 @@ class AdditionTask:
         loss_mask[:, ANSWER.start - 1 : ANSWER.stop - 1] = True
         return TokenBatch(text, text.roll(-1, dims=1), loss_mask)
 
-    @checked
     def split(
         self, *, validation: Count = 1000, test: Count = 1000, seed: Seed = 0
     ) -> tuple[TokenBatch, TokenBatch, TokenBatch]:
@@ -95,7 +93,6 @@ class AdditionTask:
             everything.select(slice(0, test)),
         )
 
-    @checked
     def pairs(self, digit: Digit | str, n: AtLeastOne, *, seed: Seed = 0) -> PromptPairs:
         """Test sums, each paired with a sum whose digit at the given place differs.
 
@@ -129,7 +126,6 @@ class AdditionTask:
             torch.full((n,), position),
         )
 
-    @checked
     def read_at(self, column: int) -> int:
         """The column where the character of an answer column is read from the logits.
 
@@ -142,7 +138,6 @@ class AdditionTask:
             )
         return column if self.form == "placeholder" else column - 1
 
-    @checked
     def prompt(self, text: str) -> TokenBatch:
         """A sum such as ``"36+28"`` as a batch of one.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from sparse_tl.arguments import AtLeastOne, Count, Fraction, Positive, Seed, checked
+from sparse_tl.arguments import AtLeastOne, Count, Fraction, NotNegative, Positive, Seed, checked
 from sparse_tl.lens import HookedModel, adapt, lora_parameters, read_parameters
 
 Metrics = dict[str, float]
@@ -44,14 +44,14 @@ class TrainingConfig:
     schedule: Literal["cosine", "linear"] | str = "cosine"
     final_rate: Fraction = 0.02
     betas: tuple[float, float] = (0.9, 0.98)
-    weight_decay: float = 0.0
-    clip: float | None = 1.0
+    weight_decay: NotNegative = 0.0
+    clip: Positive | None = 1.0
     accumulate: AtLeastOne = 1
     precision: Literal["float32", "bf16"] = "float32"
     seed: Seed = 0
     evaluate_every: AtLeastOne = 50
     checkpoint_every: AtLeastOne = 100
-    patience: int | None = None
+    patience: Count | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "learning_rate", "accumulate", "evaluate_every", "checkpoint_every"):

@@ -45,7 +45,7 @@ def post_train(
     target_loss: float | str,
     validation: TokenBatch,
     steps: AtLeastOne = 2000,
-    learning_rate: Positive | Mapping[str, float] = 7e-4,
+    learning_rate: Positive | Mapping[str, Positive] = 7e-4,
     edge_cost: Float[Tensor, "*#edge"] | None = None,
     head_cost: NotNegative = 0.0,
     seed: Seed = 0,

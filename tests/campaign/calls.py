@@ -71,7 +71,8 @@ def _ablated(model: Any, _folder: Path) -> Any:
 def _gated_run(model: Any, _folder: Path) -> Any:
     read = torch.ones(N, LENGTH, dtype=torch.bool)
     run = stl.GatedRun(model, stl.CircuitEdges(), pairs().clean, read, patch="zero")
-    masks = torch.rand(2, *stl.CircuitEdges().shape(adapt(model)))
+    shape = 2, *stl.CircuitEdges().shape(adapt(model))
+    masks = torch.rand(shape, generator=torch.Generator().manual_seed(0))
     return run.logits(masks)
 
 

@@ -11,13 +11,18 @@ from typing import Any
 import torch
 from calls import LENGTH, N, pairs, rows, targets
 from malformed import required
+from pandas import DataFrame
 from tiny import tiny_model
 
 import sparse_tl as stl
 from sparse_tl.circuits import EffectCurve
 
-OF_OTHERS = {"hooks", "points", "shape", "first_layer", "drawing", "columns", "layer"}
-"""Methods that the package calls on what users write (`Site`), not users themselves."""
+OF_OTHERS = {"hooks", "points", "shape", "first_layer", "drawing", "columns", "layer", "names"}
+"""Methods that the package calls on what users write (`Site`, tasks), not users themselves."""
+OF_OTHERS |= {"set_state", "load_state"}
+"""What ipywidgets and checkpoints call."""
+OF_OTHERS |= {"generate"}
+"""What takes TransformerLens's arguments alone."""
 
 
 @cache
@@ -35,6 +40,13 @@ def scores() -> stl.Scores:
     return stl.attribute_circuit_edges(
         model(), pairs(), stl.logit_difference, method="eap", progress=False
     )
+
+
+@cache
+def by_position() -> stl.Scores:
+    how: dict[str, Any] = {"method": "eap", "positions": "tokens", "progress": False}
+
+    return stl.attribute_circuit_edges(model(), pairs(), stl.logit_difference, **how)
 
 
 @cache
@@ -105,8 +117,23 @@ BY_NAME: dict[str, Callable[[Path], Any]] = {
     "position": lambda _: 0,
     "step": lambda _: 0,
     "held_out": lambda _: 0.2,
+    "device": lambda _: "cpu",
+    "index": lambda _: slice(0, 2),
 }
 """By the parameter's name; what one function alone asks for is in `OF_ONE`."""
+
+WORD_TASKS = ("IOITask", "IOILongTask", "GreaterThanTask", "DocstringTask")
+PASSED_ON = ("forward", "run_with_cache", "run_with_hooks", "run_with_counts")
+
+
+@cache
+def task_model() -> Any:
+    return stl.load_task_models()[0]
+
+
+def _of_task(name: str, _folder: Path) -> stl.PromptPairs:
+    return getattr(stl, name)().pairs(task_model(), 2)
+
 
 OF_ONE: dict[str, dict[str, Callable[[Path], Any]]] = {
     "multiplier": {"sparse": lambda _: _curve("sparse")},
@@ -150,9 +177,58 @@ OF_ONE: dict[str, dict[str, Callable[[Path], Any]]] = {
         "left": lambda _: torch.tensor([12, 34]),
         "right": lambda _: torch.tensor([56, 7]),
     },
-    "AdditionTask.pairs": {"digit": lambda _: "units", "self": lambda _: stl.AdditionTask()},
+    "AdditionTask.pairs": {"digit": lambda _: "units"},
+    "Circuit.of": {"site": lambda _: _graph(), "parts": lambda _: ["a0.h0->m0"]},
+    "Circuit.load": {"folder": lambda folder: scores().top(5).save(folder / "circuit")},
+    "Circuit.save": {"folder": lambda folder: folder / "circuit"},
+    "Scores.load": {"folder": lambda folder: scores().save(folder / "saved")},
+    "CircuitGraph.edges_of": {"mask": lambda _: _graph().exists},
+    "CircuitGraph.n_sources_before": {"node": lambda _: _graph().sources[1]},
+    "CircuitGraph.source_index": {"node": lambda _: "a0.h0"},
+    "CircuitGraph.destination_index": {"destination": lambda _: "m0"},
+    "CircuitGraph.index": {"part": lambda _: "a0.h0->m0"},
+    "CircuitGraph.readers_of": {"destination": lambda _: _graph().destinations[0]},
+    "DocstringTask.metric": {"pairs": lambda _: pairs()},
+    "PromptPairs.from_texts": {"model": lambda _: worded(), "rows": lambda _: [dict(ROW)]},
+    "PromptPairs.with_spans": {"spans": lambda _: {"first": 0, "END": -1}},
+    "PromptPairs.spans_of": {"positions": lambda _: "tokens"},
+    "PromptPairs.read": {"logits": lambda _: torch.zeros(N, LENGTH, 13)},
+    "SparseTransformer.from_pretrained": {"folder": lambda f: sparse().save_pretrained(f / "s")},
+    "TargetDataset.from_tokens": {
+        "tokens": lambda _: [[1, 2, 3], [4, 5, 6]],
+        "spans": lambda _: [(1, 3), (2, 3)],
+    },
+    "TargetDataset.from_texts": {
+        "texts": lambda _: ["12+34=", "1+2="],
+        "targets": lambda _: ["46", "3"],
+    },
+    "TargetDataset.from_records": {"records": lambda _: [{"text": "1+2=", "target": "3"}]},
+    "TargetDataset.from_pandas": {"frame": lambda _: DataFrame([{"text": "1+2=", "target": "3"}])},
+    "TargetDataset.from_jsonl": {"path": lambda folder: _jsonl(folder)},
+    "TargetDataset.from_windows": {"windows": lambda _: pairs().clean},
+    "TokenBatch.dealt": {"rank": lambda _: 0, "n_ranks": lambda _: 2},
+    "TokenBatch.trimmed": {"causal": lambda _: True},
+    "explore.toggle_attention_edges": {"title": lambda _: "Dense"},
+    "explore.toggle_head": {"layer": lambda _: 0, "head": lambda _: 1, "title": lambda _: "Dense"},
+    "explore.choose": {
+        "target": lambda _: 0,
+        "weight": lambda _: "attention",
+        "threshold": lambda _: 0.2,
+    },
+    "explore.select": {
+        "title": lambda _: "Dense",
+        "level": lambda _: 1,
+        "column": lambda _: 1,
+    },
+    "explore.show_position": {"column": lambda _: 3},
+    "explore.save": {"path": lambda folder: folder / "figure.html"},
+    "GatedRun.start_from": {"gates": lambda _: torch.ones(2, 2)},
     "AdditionTask.read_at": {"column": lambda _: 9},
-    "AdditionTask.prompt": {"text": lambda _: "36+28=?????"},
+    "AdditionTask.prompt": {"text": lambda _: "36+28"},
+    **{f"{name}.pairs": {"model": lambda _: task_model()} for name in WORD_TASKS},
+    **{f"{name}.spans": {"pairs": partial(_of_task, name)} for name in ("IOITask", "IOILongTask")},
+    "GreaterThanTask.years": {"tokenizer": lambda _: task_model().tokenizer},
+    **{f"SparseTransformer.{name}": {"input": lambda _: pairs().clean} for name in PASSED_ON},
 }
 
 
@@ -172,24 +248,84 @@ def _ablation() -> Any:
     return stl.ablation_curve(model(), roles(), targets(), max_heads=2, progress=False)
 
 
+def _jsonl(folder: Path) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text('{"text": "1+2=", "target": "3"}\n', encoding="utf-8")
+    return path
+
+
+ROW = {"clean": "12+34=", "corrupted": "12+35=", "answer": "4", "wrong": "5"}
+
+
+@cache
+def worded() -> Any:
+    return stl.load_addition_models()[0]
+
+
+INSTANCES: dict[str, Callable[[], Any]] = {
+    "AdditionTask": stl.AdditionTask,
+    "Circuit": lambda: scores().top(5),
+    "Circuit.at": lambda: by_position().top(5),
+    "CircuitGraph": _graph,
+    "DocstringTask": stl.DocstringTask,
+    "GatedRun": lambda: stl.GatedRun(
+        model(), stl.Heads(), pairs().clean, torch.ones(N, LENGTH, dtype=torch.bool)
+    ),
+    "GreaterThanTask": stl.GreaterThanTask,
+    "IOILongTask": stl.IOILongTask,
+    "IOITask": stl.IOITask,
+    "LearnedGates": lambda: stl.LearnedGates(model(), stl.Heads()),
+    "PromptPairs": pairs,
+    "Scores": _head_scores,
+    "Scores.at": by_position,
+    "Scores.top": scores,
+    "ShuffledStream": lambda: stl.ShuffledStream(rows(), 4, 0),
+    "SparseTransformer": lambda: stl.SparseTransformer(tiny_model(seed=1)),
+    "TargetDataset": targets,
+    "TextStream": lambda: stl.TextStream(["12+34=46"] * 40, tokenizer(), window=8, batch_size=2),
+    "TokenBatch": rows,
+    "explore": lambda: stl.explore({"Dense": model()}, pairs().clean[0]),
+}
+"""An object of each public class that has methods of its own, or for one method alone."""
+
+
 def public_calls() -> Iterator[tuple[str, Any]]:
-    """Every public function, class and method of a public class, with its name."""
+    """Every public function, class and method of a public class, with its name.
+
+    Methods of objects take the object first, as functions of the class do.
+    """
     for name in sorted(stl.__all__):
         value = getattr(stl, name)
         if not callable(value):
             continue
         yield name, value
-        for method, plain in vars(value).items() if inspect.isclass(value) else ():
+        for method in dir(value) if inspect.isclass(value) else ():
+            plain = inspect.getattr_static(value, method)
             static = isinstance(plain, staticmethod | classmethod)
-            if not method.startswith("_") and (static or inspect.isfunction(plain)):
+            ours = getattr(getattr(value, method), "__module__", "") or ""
+            if (
+                not method.startswith("_")
+                and method not in OF_OTHERS
+                and ours.startswith("sparse_tl")
+                and (static or inspect.isfunction(plain))
+            ):
                 yield f"{name}.{method}", getattr(value, method)
+
+
+def of_object(name: str, function: Any) -> Any:
+    """A method with its object; anything else as it is."""
+    owner, _, method = name.partition(".")
+    if not method or "self" not in inspect.signature(function).parameters:
+        return function
+    return getattr(INSTANCES.get(name, INSTANCES[owner])(), method)
 
 
 def valid_arguments(name: str, function: Any, folder: Path) -> dict[str, Any]:
     """Arguments that the function accepts.
 
     Raises:
-        KeyError: a parameter without an example: give it one in `BY_NAME` or `OF_ONE`.
+        KeyError: a parameter without an example: give it one in `BY_NAME` or `OF_ONE`; a class
+            with methods gets an object in `INSTANCES`.
     """
     own = OF_ONE.get(name, {})
     names = {*required(function), *own} - {"self"}

@@ -60,7 +60,7 @@ def wrong_types(annotation: Any) -> Iterator[tuple[str, Any]]:
     if NoneType not in plain:
         yield "None", None
     numbers, text = {int, float} & plain, bool({str, Path} & plain)
-    if not text and Iterable not in plain:
+    if not text:
         yield "text", "nonsense"
     if not numbers and Iterable not in plain:
         yield "a number", 3
@@ -72,6 +72,7 @@ def wrong_types(annotation: Any) -> Iterator[tuple[str, Any]]:
         if kind is int and float not in plain:
             yield "half a number", 1.5
             yield "a flag", True
+        if kind is int and not text and float not in plain:
             yield "a text of digits", "3"
         if kind is float:
             yield "NaN", math.nan

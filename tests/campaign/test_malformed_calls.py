@@ -17,9 +17,13 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from examples import OF_OTHERS, public_calls, valid_arguments
+import torch
+from calls import CALLS
+from examples import of_object, public_calls, valid_arguments
 from malformed import cases, parameters
+from tiny import tiny_model
 
 import sparse_tl
 
@@ -30,11 +34,7 @@ AT_MOST = int(os.environ.get("SPARSE_TL_CAMPAIGN", "3"))
 """Malformed calls of each function; 0 for all."""
 BRIEF = {"progress": False, "steps": 1, "updates": 2, "seeds": 1, "checkpoint": None}
 
-_CALLS = {
-    name: function
-    for name, function in public_calls()
-    if name.rpartition(".")[2] not in OF_OTHERS and "." not in name
-}
+_CALLS = dict(public_calls())
 
 
 @contextmanager
@@ -59,6 +59,8 @@ def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> str:
             if isinstance(found, AbstractContextManager):
                 with found:
                     pass
+            if isinstance(found, sparse_tl.explore):
+                return f"accepted {found.exploration!r}"  # it says in the notebook what is wrong
     except TimeoutError:
         return f"took more than {LONGEST} s"
     except (ValueError, TypeError) as error:
@@ -79,26 +81,79 @@ def _brief(function: Any) -> dict[str, Any]:
     return {**brief, "progress": False} if passes_on and "model" in parameters(function) else brief
 
 
+@pytest.fixture(scope="module")
+def totals() -> Iterator[Counter[str]]:
+    """Counts the cases, and prints them where all are run."""
+    counted: Counter[str] = Counter()
+    yield counted
+    if not AT_MOST:
+        print(f"malformed calls of {len(_CALLS)} functions, classes and methods: {dict(counted)}")
+
+
 @pytest.mark.parametrize("name", _CALLS)
-def test_malformed_arguments_are_refused(name: str, tmp_path: Path, unchecked_types: None) -> None:
-    function = _CALLS[name]
+def test_malformed_arguments_are_refused(
+    name: str, tmp_path: Path, unchecked_types: None, totals: Counter[str]
+) -> None:
+    """Cases follow from annotations and examples: a parameter without an example fails here."""
+    function = of_object(name, _CALLS[name])
     valid = valid_arguments(name, function, tmp_path)
     brief = _brief(function)
     every = list(cases(function, valid))
+    known = [some for some in parameters(function).values() if some is not Any]
+    assert every or not known, "its annotations do not say what it does not take"
     if AT_MOST:
         every = random.Random(name).sample(every, min(AT_MOST, len(every)))
-    wrong: Counter[str] = Counter()
+    wrong: list[str] = []
     for parameter, said, value in every:
         outcome = _outcome(function, {**brief, **valid, parameter: value})
+        totals["refused" if outcome == "refused" else "not refused"] += 1
         if outcome != "refused":
-            wrong[f"{parameter}, {said}: {outcome}"] += 1
+            wrong.append(f"{parameter}, {said}: {outcome}")
     assert not wrong, f"{len(wrong)} of {len(every)}:\n" + "\n".join(wrong)
 
 
-def test_the_valid_arguments_are_valid(tmp_path: Path) -> None:
-    """Else everything would be refused for another reason."""
-    for name, function in _CALLS.items():
+def _random_states() -> dict[str, str]:
+    torch_state = torch.get_rng_state().tolist()
+    states = {"torch": torch_state, "NumPy": np.random.get_state(), "Python": random.getstate()}
+    return {kind: repr(state) for kind, state in states.items()}
+
+
+@contextmanager
+def _random_state_kept(name: str) -> Iterator[None]:
+    torch.manual_seed(123)  # a call that seeds would hardly choose this one
+    torch.rand(1)
+    before = _random_states()
+    yield
+    after = _random_states()
+    changed = [kind for kind in before if before[kind] != after[kind]]
+    assert not changed, f"{name} changes the random state of {changed}"
+
+
+def test_valid_calls_run_and_keep_the_random_state(tmp_path: Path, unchecked_types: None) -> None:
+    """Were they not valid, everything would be refused for another reason.
+
+    The checks of types that pytest switches on draw which members of a list they look at.
+    """
+    for name, plain in _CALLS.items():
         if name == "shard_model":  # needs several processes
             continue
-        found = function(**{**_brief(function), **valid_arguments(name, function, tmp_path)})
-        assert found is not None or inspect.isfunction(function), name
+        function, folder = of_object(name, plain), tmp_path / name
+        folder.mkdir()
+        arguments = {**_brief(function), **valid_arguments(name, function, folder)}
+        seeds: list[dict[str, int]] = [{}]
+        if "seed" in parameters(function) and "cache" not in parameters(function):  # no builds
+            seeds.append({"seed": 7})
+        for seed in seeds:
+            with _random_state_kept(name):
+                found = function(**{**arguments, **seed})
+                if isinstance(found, AbstractContextManager):
+                    with found:
+                        pass
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_analyses_keep_the_random_state(name: str, tmp_path: Path, unchecked_types: None) -> None:
+    call, model = CALLS[name], tiny_model()
+    subject = sparse_tl.SparseTransformer(model) if call.sparse else model
+    with _random_state_kept(name):
+        call.run(subject, tmp_path)

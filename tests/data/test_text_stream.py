@@ -257,7 +257,7 @@ def test_the_state_of_another_stream_is_refused(tokenizer: Any) -> None:
         ({"window": 1}, "a window of at least 2 tokens; got 1"),
         ({"tokenizer": None}, "a model with a tokenizer"),
         ({"documents": (some for some in "ab")}, "read again from the start.*got a generator"),
-        ({"documents": "text.txt"}, "read again from the start.*got a str"),
+        ({"documents": "text.txt"}, "an iterable of texts for documents; got 'text.txt'"),
     ],
 )
 def test_settings_that_cannot_be(tokenizer: Any, changed: dict[str, Any], message: str) -> None:
