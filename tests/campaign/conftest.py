@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 from tiny import tiny_model
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sparse_tl.lens import save_model
 
@@ -16,11 +14,9 @@ WORDS = ["<s>", "the", "cat", "sat", "on", "mat"]
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from jobs import tokenizer_of
+
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<s>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "<s>")
-    PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = tokenizer_of(WORDS, folder)
     save_model(tiny_model("grouped", d_vocab=len(WORDS), tokenizer=tokenizer), folder)
     return folder
