@@ -103,7 +103,10 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         temporary = Path(tempfile.mkdtemp(_suffix(), _prefix(path), path.parent))
         try:
             _unfinished.add(temporary)
+            made = temporary.stat().st_ino
             yield temporary
+            if not temporary.exists() or temporary.stat().st_ino != made:
+                raise OSError(f"cannot write {path}: what it is in was removed meanwhile")
             temporary.chmod(0o777 & ~_umask())
             files = [entry for entry in temporary.rglob("*") if entry.is_file()]
             if not nested:

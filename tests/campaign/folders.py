@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jobs
@@ -99,7 +100,8 @@ def _sparse_hooked(folder: Path) -> None:
 
 
 def _sparse(folder: Path) -> None:
-    tokenizer = tokenizer_of(WORDS, folder.with_name("words"))
+    with TemporaryDirectory() as words:
+        tokenizer = tokenizer_of(WORDS, Path(words))
     model = tiny_model("grouped", d_vocab=len(WORDS), tokenizer=tokenizer)
     SparseTransformer(model, mlps=True).save_pretrained(folder)
 
