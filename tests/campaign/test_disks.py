@@ -193,6 +193,7 @@ def _save(folder: Path, size: int) -> None:
 def _save_often(folder: Path) -> None:
     for number in range(10**6):
         _save(folder, 1 + number % 50)
+        time.sleep(0.1)
 
 
 def test_a_full_disk(place: Path, disk: Callable[[str], Path]) -> None:
