@@ -199,6 +199,7 @@ def _save_often(folder: Path) -> None:
 def test_a_full_disk(place: Path, disk: Callable[[str], Path]) -> None:
     for name in QUICK:
         assert not full(name, disk, ["16k"])
+        shutil.rmtree(disk("size=1g") / "out")
 
 
 def test_reading_while_it_is_written(tmp_path: Path) -> None:
