@@ -12,9 +12,9 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from rich.filesize import decimal
@@ -34,6 +34,7 @@ _ATTEMPTS = 50
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]*)-(?P<pid>\d+)-\w+\.new(\.\w+)?")
 _AUXILIARY = re.compile(r"\..+\.(previous|lock)")
 _unfinished: set[Path] = set()
+Given = TypeVar("Given")
 
 
 class Writer(Protocol):
@@ -102,7 +103,10 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         temporary = Path(tempfile.mkdtemp(_suffix(), _prefix(path), path.parent))
         try:
             _unfinished.add(temporary)
+            made = temporary.stat().st_ino
             yield temporary
+            if not temporary.exists() or temporary.stat().st_ino != made:
+                raise OSError(f"cannot write {path}: what it is in was removed meanwhile")
             temporary.chmod(0o777 & ~_umask())
             files = [entry for entry in temporary.rglob("*") if entry.is_file()]
             if not nested:
@@ -137,10 +141,33 @@ def _swap(temporary: Path, path: Path) -> None:
 
 def recover_folder(path: str | Path) -> bool:
     """Restore a folder that a killed `atomic_folder` moved aside; return whether `path` exists."""
-    path = Path(path).resolve()
+    path = Path(os.path.realpath(path))  # unlike `resolve`, also of links that lead nowhere
     if not path.exists() and _aside(path).exists():
         os.replace(_aside(path), path)
     return path.exists()
+
+
+def read_steadily(folder: Path, read: Callable[[], Given]) -> Given:
+    """What a function reads of a folder; again, if the folder was replaced meanwhile."""
+    for _ in range(_ATTEMPTS):
+        before = _version(folder)
+        try:
+            found = read()
+        except (OSError, ValueError):
+            if _version(folder) == before:
+                raise
+        else:
+            if _version(folder) == before:
+                return found
+    raise ValueError(f"expected {folder} to stay while it is read; it is replaced again and again")
+
+
+def _version(folder: Path) -> tuple[int, int] | None:
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_ctime_ns  # numbers of removed folders are used again
 
 
 def is_temporary(path: Path) -> bool:
@@ -175,9 +202,10 @@ def _disk_explained(path: Path) -> Iterator[None]:
 
 def _announce(files: list[Path]) -> None:
     """Tell those who write into a folder of the files that will appear there."""
-    for folder in {parent for file in files for parent in file.resolve().parents}:
+    files = [file.parent.resolve() / file.name for file in files]  # links are replaced themselves
+    for folder in {parent for file in files for parent in file.parents}:
         if (writer := writers.get(folder)) is not None:
-            writer.writes([file.resolve() for file in files])
+            writer.writes(files)
 
 
 def _in_unfinished(path: Path) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,12 +19,17 @@ from torch import Tensor
 from sparse_tl.atomic import (
     atomic_file as atomic_file,
     atomic_folder as atomic_folder,
+    read_steadily as read_steadily,
     recover_folder as recover_folder,
 )
 from sparse_tl.checksums import SUMS_FILE, read_sums
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+_LARGEST_JSON = 2**30
+"""Bytes; nothing that the package reads comes near it."""
 
 
 def check_replaceable(folder: str | Path, marker: str, *others: str) -> None:
@@ -59,12 +66,23 @@ def read_json(path: str | Path) -> Any:
     """Read JSON.
 
     Raises:
-        ValueError: the file is not valid JSON; the message names it.
+        FileNotFoundError: there is no such file.
+        ValueError: the file is not valid JSON, or no plain file; the message names it.
     """
+    _check_plain(path, "valid JSON", _LARGEST_JSON)
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # bytes, syntax, numbers too long; nesting
+        text = Path(path).read_text(encoding="utf-8")
+        return json.loads(text, parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError, OSError) as error:  # syntax, bytes, long numbers; nesting
         raise ValueError(f"expected valid JSON in {path}; {error}") from error
+
+
+def _finite(text: str) -> float:
+    """A number of JSON, which has no NaN and no infinity."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is no number of JSON")
+    return value
 
 
 def write_tensors(path: str | Path, tensors: dict[str, Tensor]) -> None:
@@ -94,9 +112,21 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
         ValueError: the file is truncated or not safetensors; the message names it.
     """
     try:
+        _check_plain(path, "a safetensors file")
         return load_file(path)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, MemoryError) as error:
         raise ValueError(f"expected a safetensors file at {path}; {error}") from error
+
+
+def _check_plain(path: str | Path, what: str, largest: float = math.inf) -> None:
+    """Refuse pipes and devices, which never end, and what does not fit the memory."""
+    path = Path(path)
+    if not os.path.lexists(path):
+        raise FileNotFoundError(f"expected {what} at {path}; there is no such file")
+    if not path.is_file():
+        raise ValueError(f"expected {what} at {path}; it is no file, or a link to none")
+    if path.stat().st_size > largest:
+        raise ValueError(f"expected {what} at {path}; it has {path.stat().st_size:,} bytes")
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from html import escape
 from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from jaxtyping import AbstractArray
+from jaxtyping import AbstractArray, jaxtyped
 from torch import Tensor
 
 from sparse_tl import ranks
@@ -26,6 +27,7 @@ from sparse_tl.files import (
     atomic_folder,
     check_replaceable,
     read_json,
+    read_steadily,
     read_tensors,
     recover_folder,
     write_json,
@@ -84,6 +86,10 @@ class Result:
             ValueError: the folder holds something else, another kind of result, or a damaged one.
         """
         folder = Path(folder)
+        return read_steadily(folder, partial(cls._read, folder))
+
+    @classmethod
+    def _read(cls: type[Kind], folder: Path) -> Kind:
         recover_folder(folder)
         check_sums(folder)
         content = _content(folder, cls)
@@ -207,6 +213,17 @@ def _restored(declared: Any, value: Any, name: str, tensors: Mapping[str, Tensor
     return value
 
 
+def from_fields(kind: type[Kind], said: Any) -> Kind:
+    """A result without tensors, from its fields as JSON.
+
+    Raises:
+        ValueError: a field is missing, unknown, or of another type.
+    """
+    if not isinstance(said, Mapping):
+        raise ValueError(f"expected the fields of a {kind.__name__}; got {str(said)[:60]!r}")
+    return _dataclass(kind, said, "", {})
+
+
 def _dataclass(
     kind: type, said: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]
 ) -> Any:
@@ -218,9 +235,11 @@ def _dataclass(
         raise ValueError(
             f"it lacks {sorted(known - said.keys())} and has unknown {sorted(said.keys() - known)}"
         )
-    return kind(
-        **{key: _restored(declared[key], said[key], _under(name, key), tensors) for key in known}
-    )
+    with jaxtyped("context"):  # axes of one name have one size
+        restored = {
+            key: _restored(declared[key], said[key], _under(name, key), tensors) for key in known
+        }
+    return kind(**restored)
 
 
 def _chosen(kinds: tuple[Any, ...], value: Any) -> Any:

@@ -114,7 +114,10 @@ class SearchState(Result):
     Args:
         mask: parts that are left.
         threshold: how far one part may move the metric.
+        begun: parts that were left when this pass over all parts began.
         position: index of the next part to test.
+        ahead: number of parts that are tested together, at most.
+        last_kept: whether the part that was tested last was kept.
         value: metric under the mask.
         tested: number of parts tested.
         layers_run: number of layers run for the tests.
@@ -126,7 +129,10 @@ class SearchState(Result):
 
     mask: Bool[Tensor, "*axes"]
     threshold: float
+    begun: Bool[Tensor, "*axes"] | None = None
     position: int = 0
+    ahead: int = 1
+    last_kept: bool = False
     value: float = math.nan
     tested: int = 0
     layers_run: int = 0
@@ -140,18 +146,15 @@ class _Search:
         self, begin: Circuit, runs: PairRuns, metric: Metric | Literal["kl"], threshold: float
     ) -> None:
         self.site, self.metric, self.patch = begin.site, metric, runs.patch
-        self.n_layers = runs.adapter.n_layers
-        self.runs = runs
+        self.runs, self.n_layers = runs, runs.adapter.n_layers
         self.state = SearchState(begin.mask.cpu().clone(), threshold)
         # Parts in test order, last first; parts of one destination, or layer, are adjacent.
         exists = self.site.exists
         edges = isinstance(self.site, CircuitGraph)
         places = exists.T.nonzero().flip(0, 1) if edges else exists.nonzero().flip(0)
         self.parts: list[tuple[int, ...]] = [tuple(place) for place in places.tolist()]
-        self._names = self.site.names(places)
-        self._groups = places[:, 1 if edges else 0].tolist()
+        self._names, self._groups = self.site.names(places), places[:, int(edges)].tolist()
         self._most = max(1, ROWS // max(len(batch) for batch in runs.batches))
-        self._ahead, self._last_kept = 1, False
         self._folder: Path | None = None
 
     @property
@@ -164,9 +167,10 @@ class _Search:
         """Test every remaining part, or stop once the circuit has the requested size."""
         state = self.state
         if state.position == 0:
-            state.mask = self.circuit.mask.clone()
+            state.begun = self.circuit.mask
+            state.mask = state.begun.clone()
         for _, run in self.runs:
-            run.start_from(state.mask)
+            run.start_from(state.begun)  # also when resuming: it decides how numbers are rounded
         if state.position == 0:
             state.value = self._measure(state.mask[None])[0]
         saved = state.tested
@@ -192,7 +196,7 @@ class _Search:
         if not state.mask[index]:
             state.position += 1
             return 1
-        ahead = self._ahead if size is None else min(self._ahead, int(state.mask.sum()) - size)
+        ahead = state.ahead if size is None else min(state.ahead, int(state.mask.sum()) - size)
         together = takewhile(
             lambda place: self._groups[place] == self._groups[start], range(start, len(self.parts))
         )
@@ -200,15 +204,15 @@ class _Search:
         masks = state.mask.repeat(len(chosen), *[1] * state.mask.ndim)
         for row, place in enumerate(chosen):
             # If parts are kept, each is closed alone; if not, all before it are closed as well.
-            masks[row if self._last_kept else slice(row, None)][..., *self.parts[place]] = False
+            masks[row if state.last_kept else slice(row, None)][..., *self.parts[place]] = False
         state.layers_run += len(chosen) * (self.n_layers - site.layer(index))
-        assumed = self._last_kept
+        assumed = state.last_kept
         for row, (place, value) in enumerate(zip(chosen, self._measure(masks), strict=True)):
             self._settle(place, value)
-            if self._last_kept != assumed:  # later tests assumed another circuit
-                self._ahead = max(1, row)
+            if state.last_kept != assumed:  # later tests assumed another circuit
+                state.ahead = max(1, row)
                 return state.position - start
-        self._ahead = min(2 * len(chosen), self._most)
+        state.ahead = min(2 * len(chosen), self._most)
         return state.position - start
 
     def _settle(self, place: int, value: float) -> None:
@@ -221,7 +225,7 @@ class _Search:
             state.value = value
         state.tested += 1
         state.history.append((self._names[place], moved, kept))
-        state.position, self._last_kept = place + 1, kept
+        state.position, state.last_kept = place + 1, kept
 
     def _measure(self, masks: Bool[Tensor, "test ..."]) -> list[float]:
         """The metric or divergence under each mask, averaged over all pairs."""

@@ -24,6 +24,7 @@ from sparse_tl.circuits.scores import Scores
 from sparse_tl.files import atomic_folder, check_replaceable, read_json, write_json
 from sparse_tl.graph import CircuitGraph
 
+_SIZES = {"n_layers": int, "n_heads": int, "parallel_attn_mlp": bool}
 _IMPORTANCES = "importances.json"
 _CIRCUITS = tuple(f"circuit_{fraction:g}.json" for fraction in MIB_FRACTIONS[:-1])
 
@@ -62,10 +63,13 @@ def from_eap_ig(
     missing = {"cfg", "edges"} - content.keys()
     if missing:
         raise ValueError(f"expected the JSON of an EAP-IG graph; it lacks {sorted(missing)}")
-    cfg = content["cfg"]
-    lacking = {"n_layers", "n_heads", "parallel_attn_mlp"} - cfg.keys()
-    if lacking:
-        raise ValueError(f"expected the sizes of an EAP-IG graph; cfg lacks {sorted(lacking)}")
+    cfg, edges = content["cfg"], content["edges"]
+    for name, kind in _SIZES.items():
+        if not isinstance(cfg, Mapping) or type(cfg.get(name)) is not kind:
+            raise ValueError(f"expected {name} in the cfg of an EAP-IG graph; got {str(cfg)[:200]}")
+    # Before a graph of such sizes is made: every head writes an edge to the logits at least.
+    if not isinstance(edges, Mapping) or cfg["n_layers"] * cfg["n_heads"] > len(edges):
+        raise ValueError("expected every edge of an EAP-IG graph by name; some are missing")
     own = CircuitGraph(
         cfg["n_layers"], cfg["n_heads"], cfg["n_heads"], parallel=cfg["parallel_attn_mlp"]
     )
@@ -74,11 +78,13 @@ def from_eap_ig(
         raise ValueError(f"expected the edges of {graph!r}; got those of {own!r}")
     known = {name: place for place, name in enumerate(own.names(own.places))}
     places, values, kept = list[int](), list[float](), list[bool]()
-    for name, edge in content["edges"].items():
+    for name, edge in edges.items():
         if name not in known:
             own.index(name)  # says why
-        if not isinstance(edge, Mapping) or "in_graph" not in edge:
-            raise ValueError(f"expected in_graph for every edge; {name} has {edge!r}")
+        if not isinstance(edge, Mapping) or type(edge.get("in_graph")) is not bool:
+            raise ValueError(f"expected true or false as in_graph of {name}; got {edge!r}")
+        if type(edge.get("score", 0.0)) not in (int, float):
+            raise ValueError(f"expected a number as score of {name}; got {edge!r}")
         places.append(known[name])
         values.append(edge.get("score", 0.0))
         kept.append(edge["in_graph"])
@@ -151,7 +157,12 @@ def load_mib(folder: str | Path, graph: CircuitGraph | None = None) -> Scores | 
     paths = sorted(Path(folder).glob("*.json"))
     if not paths:
         raise ValueError(f"expected importances or circuits as JSON in {folder}; there are none")
-    found = [from_eap_ig(read_json(path), graph) for path in paths]
+    found = []
+    for path in paths:
+        try:
+            found.append(from_eap_ig(read_json(path), graph))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"expected the JSON of an EAP-IG graph in {path}; {error}") from error
     if len(found) > 1:
         return sorted((circuit for _, circuit in found), key=len)
     scores, _ = found[0]

@@ -7,6 +7,7 @@ ignores the gates.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from sparse_tl.files import (
     atomic_folder,
     check_replaceable,
     read_json,
+    read_steadily,
     read_tensors,
     recover_folder,
     write_json,
@@ -84,7 +86,10 @@ def load_sparse(folder: str | Path, *, device: str | None = None) -> SparseTrans
     Raises:
         ValueError: the folder is of another kind, a file is damaged, or gates do not fit the model.
     """
-    folder = Path(folder)
+    return read_steadily(Path(folder), partial(_load, Path(folder), device))
+
+
+def _load(folder: Path, device: str | None) -> SparseTransformer:
     recover_folder(folder)
     if not is_sparse_folder(folder):
         raise ValueError(

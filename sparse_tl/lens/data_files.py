@@ -35,6 +35,12 @@ _TOKENIZER_FIELDS = (
     "padding_side truncation_side model_input_names"
 )
 _DEPTHS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
+_NO_FLOATS = (
+    "I",
+    "U",
+    "BOOL",
+    "C",
+)  # whole, logical and complex numbers, as safetensors names them
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack")
 
 
@@ -68,10 +74,11 @@ def _link(file: Path, data: Path) -> None:
         (data / file.name).symlink_to(file.resolve())
 
 
-def link_weights(folder: Path, data: Path) -> dict[str, int]:
-    """Link the safetensors files, and their index if it names only these; return weight sizes.
+def link_weights(folder: Path, data: Path) -> tuple[dict[str, int], set[str]]:
+    """Link the safetensors files, and their index if it names only these.
 
-    Other files of that kind, including gates, are not linked.
+    Returns the sizes of weights by name, and which weights are no floating-point numbers. Other
+    files of that kind, including gates, are not linked.
 
     Raises:
         ValueError: weights are pickled or damaged, or the index names files elsewhere.
@@ -83,7 +90,9 @@ def link_weights(folder: Path, data: Path) -> dict[str, int]:
         index = json_object(folder / _INDEX)
         named = index.get("weight_map")
         known = {file.name for file in folder.glob("*.safetensors") if file.is_file()}
-        if not isinstance(named, dict) or not all(name in known for name in named.values()):
+        if not isinstance(named, dict) or any(
+            not isinstance(name, str) or name not in known for name in named.values()
+        ):
             raise ValueError(f"expected a `weight_map` to files beside it in {folder / _INDEX}")
         write_json(data / _INDEX, index)
     else:
@@ -94,16 +103,19 @@ def link_weights(folder: Path, data: Path) -> dict[str, int]:
             f"{found if pickled else f'there is no {_WEIGHTS}'}. Where you trust them, convert "
             "them with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )
-    sizes: dict[str, int] = {}
+    sizes, others = dict[str, int](), set[str]()
     for name in set(named.values()):
         _link(folder / name, data)
         try:
             with safe_open(folder / name, "pt") as file:
                 for key in file.keys():  # noqa: SIM118 - it is no dictionary
-                    sizes[key] = math.prod(file.get_slice(key).get_shape())
-        except (SafetensorError, OSError) as error:
+                    found = file.get_slice(key)
+                    sizes[key] = math.prod(found.get_shape())
+                    if found.get_dtype().startswith(_NO_FLOATS):
+                        others.add(key)
+        except (SafetensorError, OSError, MemoryError) as error:
             raise ValueError(f"expected a safetensors file at {folder / name}; {error}") from error
-    return sizes
+    return sizes, others
 
 
 def checked_config(folder: Path) -> dict[str, Any]:

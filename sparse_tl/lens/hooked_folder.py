@@ -97,6 +97,7 @@ def load_hooked(folder: Path, *, device: str, dtype: torch.dtype | None = None) 
     weights = read_tensors(file)
     check_depth(config["n_layers"], len(weights), f"{folder / CONFIG_FILE} as n_layers")
     _check_sizes(config, weights, folder)
+    _check_floats(weights, file)
     if dtype is not None:
         config["dtype"] = str(dtype).removeprefix("torch.")
     tokenizer = None
@@ -121,6 +122,17 @@ def _check_sizes(config: dict[str, Any], weights: dict[str, torch.Tensor], folde
             f"expected sizes that the {held:,} numbers in {folder / WEIGHTS_FILE} can fill in "
             f"{folder / CONFIG_FILE}; got {large}"
         )
+
+
+def _check_floats(weights: dict[str, torch.Tensor], file: Path) -> None:
+    """Refuse weights that are no floating-point numbers, which would be converted."""
+    wrong = [
+        name
+        for name, tensor in weights.items()
+        if not tensor.is_floating_point() and name.rsplit(".", 1)[-1] not in _BUFFERS
+    ]
+    if wrong:
+        raise ValueError(f"expected floating-point numbers in {file}; {wrong[:5]} are none")
 
 
 def _as_bridge(

@@ -97,12 +97,12 @@ def _checked(folder: Path) -> Iterator[tuple[Path, dict[str, Any], dict[str, Any
     own = _own_fields(config.pop(OWN_FIELDS, None), folder)
     with data_alone(folder) as data:
         write_json(data / "config.json", config)
-        weights = link_weights(folder, data)
+        weights, others = link_weights(folder, data)
         for name, layers in depths(config):
             check_depth(layers, len(weights), f"{folder / 'config.json'} as {name}")
         size = sum(weights.values())
         with _said_of(folder, "model"):
-            _check_size(data, size)
+            _check_plan(data, size, others)
         yield data, config, own, size
 
 
@@ -149,8 +149,9 @@ def check_tokenizer(tokenizer: Any, d_vocab: int) -> None:
         )
 
 
-def _check_size(data: Path, held: int) -> None:
-    """Refuse a configuration with more weights than the files hold, before allocating any."""
+def _check_plan(data: Path, held: int, others: set[str]) -> None:
+    """Refuse a configuration with more weights than the files hold, before allocating any, and
+    weights that are no floating-point numbers, which would be converted."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(str(data), **_LOCAL)
@@ -159,6 +160,9 @@ def _check_size(data: Path, held: int) -> None:
     needed = sum(parameter.numel() for parameter in plan.parameters())
     if needed > held:
         raise ValueError(f"its config.json makes a model of {needed:,} numbers; it holds {held:,}")
+    wrong = sorted(others.intersection(name for name, _ in plan.named_parameters()))
+    if wrong:
+        raise ValueError(f"expected floating-point numbers as weights; {wrong[:5]} are none")
 
 
 def _check_fit(outcome: dict[str, list[Any]]) -> None:

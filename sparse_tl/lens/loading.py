@@ -17,7 +17,7 @@ import torch
 from sparse_tl import ranks, shards
 from sparse_tl.arguments import checked
 from sparse_tl.checksums import check_sums, write_sums
-from sparse_tl.files import read_json, write_json
+from sparse_tl.files import read_json, read_steadily, write_json
 from sparse_tl.lens.architecture import CONFIG_FILE, dtype_named
 from sparse_tl.lens.booting import boot
 from sparse_tl.lens.devices import checked_device
@@ -65,8 +65,8 @@ def load_model(
             configuration or are pickled, TransformerLens does not support the model class, the
             hub does not have the name, the hub cannot be reached, or the device cannot be used.
     """
+    placed: dict[str, Any] = {"device": device, "dtype": dtype, "device_map": device_map}
     if not isinstance(source, (str, Path)):
-        placed = {"device": device, "dtype": dtype, "device_map": device_map}
         _check_unset("a model object, which is used as it is", **placed)
         return _of_object(source, tokenizer)
     folder, name = Path(source).expanduser(), None
@@ -79,8 +79,12 @@ def load_model(
             f"expected a dense model in {folder}; its {GATES_FILE} makes it a sparse one, which "
             "SparseTransformer.from_pretrained loads with its gates"
         )
-    check_sums(folder)
-    return load_folder(folder, name, tokenizer, device=device, dtype=dtype, device_map=device_map)
+
+    def read() -> Model:
+        check_sums(folder)
+        return load_folder(folder, name, tokenizer, **placed)
+
+    return read_steadily(folder, read)
 
 
 def load_folder(
@@ -99,11 +103,25 @@ def load_folder(
     number = _dtype(dtype)
     if (folder / CONFIG_FILE).is_file():
         _check_unset("a folder of a HookedTransformer", tokenizer=tokenizer, device_map=device_map)
-        return load_hooked(folder, device=checked_device(device), dtype=number)
-    if (folder / "config.json").is_file():
+        model = load_hooked(folder, device=checked_device(device), dtype=number)
+    elif (folder / "config.json").is_file():
         place = _placed(device, device_map)
-        return _of_hugging_face(folder, name or folder.resolve().name, tokenizer, number, place)
-    raise _no_model(folder)
+        model = _of_hugging_face(folder, name or folder.resolve().name, tokenizer, number, place)
+    else:
+        raise _no_model(folder)
+    _check_finite(model, folder)
+    return model
+
+
+def _check_finite(model: Model, folder: Path) -> None:
+    for name, parameter in model.named_parameters():
+        # Least and greatest need no memory; NaN is both.
+        ends = parameter.detach().flatten().aminmax() if parameter.numel() else ()
+        if not all(bool(end.isfinite()) for end in ends):
+            raise ValueError(
+                f"expected finite weights in {folder}; {name} has NaN or infinity. The model was "
+                "damaged, or its training diverged."
+            )
 
 
 def check_folder(folder: str | Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from sparse_tl.files import check_writable, read_json, recover_folder, write_jso
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.locks import Hold
 from sparse_tl.plots.rendering import Figure
-from sparse_tl.results import table_html
+from sparse_tl.results import from_fields, table_html
 from sparse_tl.scopes import scope
 from sparse_tl.training import HeldOut
 
@@ -43,6 +44,21 @@ class SparseRun:
     metrics: dict[str, Any]
     sparse: SparseTransformer
 
+    @classmethod
+    def read(cls, folder: Path, sparse: SparseTransformer) -> SparseRun:
+        """The results whose ``metrics.json`` a folder holds.
+
+        Raises:
+            ValueError: a number is missing, or of another type.
+        """
+        file = folder / "metrics.json"
+        found = cls(read_json(file), sparse)
+        try:
+            _ = found.held_out, found.verdict + ""
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"expected the metrics of a run in {file}; {error!r}") from error
+        return found
+
     @property
     def verdict(self) -> str:
         """Whether post-training met its target, and with how many attention edges."""
@@ -56,7 +72,8 @@ class SparseRun:
             numbers = self.metrics[side]
             losses = numbers.get("group_losses", {})
             groups = {int(group): loss for group, loss in losses.items()}  # JSON keys are strings
-            found[side] = HeldOut(**{**numbers, "group_losses": groups})
+            absent = {field.name: None for field in fields(HeldOut) if field.default is None}
+            found[side] = from_fields(HeldOut, {**absent, **numbers, "group_losses": groups})
         return found
 
     def to_pandas(self) -> pd.DataFrame:
@@ -212,11 +229,13 @@ class RunFolder:
         folders = {parent for file in own for parent in file.parents if self.path in parent.parents}
         inside = [entry for folder in folders if folder.is_dir() for entry in folder.iterdir()]
         strange = [
-            str(entry.relative_to(self.path))
-            for entry in inside
-            if entry not in own | folders and not is_temporary(entry)
+            os.path.relpath(entry, self.path)
+            for entry in {*inside, *own}
+            if not is_temporary(entry)
+            and (entry not in own | folders or (entry in own and entry.is_dir()))
         ]
-        if strange or any(self.path.resolve() not in file.resolve().parents for file in own):
+        place = Path(os.path.realpath(self.path))
+        if strange or any(place not in Path(os.path.realpath(file)).parents for file in own):
             raise ValueError(
                 f"expected nothing but files of the run where it wrote, to begin anew; {self.path} "
                 f"holds {sorted(strange)[:5]}, which would be deleted. Move that elsewhere."

@@ -17,7 +17,7 @@ from sparse_tl import ranks
 from sparse_tl.arguments import AtLeastOne, Count, Logit, NotNegative, Positive, Seed, checked
 from sparse_tl.data import ShuffledStream, TextStream, read_documents, token_windows
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.files import read_json, write_csv, write_json
+from sparse_tl.files import write_csv, write_json
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import (
     adapt,
@@ -222,7 +222,7 @@ def run_post_training(
             sparse.save_pretrained(folder / "sparse")
         ranks.on_first(write)
     sparse = SparseTransformer.from_pretrained(folder / "sparse", device=device)
-    return SparseRun(read_json(folder / "metrics.json"), sparse)
+    return SparseRun.read(folder.path, sparse)
 
 
 def _warn_of_repeats(taken: int, n_windows: int) -> None:

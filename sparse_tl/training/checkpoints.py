@@ -154,8 +154,7 @@ def load_checkpoint(
     Warns if the checkpoint was made on another number of ranks.
 
     Raises:
-        ValueError: the folder holds something else, is damaged, or belongs to another run or other
-            data.
+        ValueError: the folder holds something else, is damaged, or of another run or other data.
     """
     ranks.on_first(partial(_check_folder, folder))
     if not (folder / _STATE).exists():
@@ -223,7 +222,18 @@ def _read(
         if not own and name in trained and tensor.ndim:
             tensor = shards.part_of(tensor, trained[name]).clone()
         groups[kind][name] = tensor
+    _check_tensors(groups, trained)
     return groups
+
+
+def _check_tensors(groups: dict[str, dict[str, Tensor]], trained: dict[str, nn.Parameter]) -> None:
+    """Refuse tensors of another shape or dtype than their weight, or that are not finite."""
+    for kind in groups.keys() - {"objective"}:
+        for name, found in groups[kind].items():
+            like = shards.part(trained[name])
+            fits = (found.shape, found.dtype) == (like.shape, like.dtype)
+            if not (fits or kind == "optimizer/step") or not found.isfinite().all():
+                raise TypeError(f"{kind}/{name} is no finite {like.dtype} {tuple(like.shape)}")
 
 
 def check_ranks(identity: dict[str, Any]) -> None:
@@ -249,19 +259,17 @@ def _check_folder(folder: Path) -> None:
 
 def _restored(plain: dict[str, Any]) -> TrainingState:
     """The state without its tensors; checks that entries are known and of the right type."""
-    start = TrainingState()
-    wrong = [name for name, found in plain.items() if type(found) is not type(getattr(start, name))]
-    if wrong:
+    kinds = {name: type(getattr(TrainingState(), name)) for name in _PLAIN}
+    if wrong := [name for name, found in plain.items() if type(found) is not kinds[name]]:
         raise TypeError(f"{wrong[:3]} are of another type")
     return TrainingState(**plain)
 
 
 def _check_identity(folder: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    there, here = _flat(found["settings"]), _flat(expected["settings"])
     if found == expected:
         return
-    there, here = _flat(found["settings"]), _flat(expected["settings"])
-    changed = [k for k in here | there if here.get(k) != there.get(k)]
-    if changed:
+    if changed := [k for k in here | there if here.get(k) != there.get(k)]:
         what = ", ".join(f"{k}: {there.get(k)!r} there, {here.get(k)!r} here" for k in changed[:5])
     elif found["shapes"] != expected["shapes"]:
         what = "its parameters have other names or shapes"

@@ -16,6 +16,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from torch import nn
 from sparse_tl import ranks, shards
 from sparse_tl.data.streams import ResumableStream, TokenStream
 from sparse_tl.lens import read_parameters
-from sparse_tl.locks import Hold
+from sparse_tl.locks import held
 from sparse_tl.progress import tracked
 from sparse_tl.scopes import autograd, scope
 from sparse_tl.training.checkpoints import (
@@ -98,40 +99,40 @@ def train(
     identity = fingerprint(model, {**settings, "trained": dict(trained), "config": as_read_back})
     check_ranks(identity)
     state, folder = TrainingState(), None
-    kept: list[Hold] = []  # until the run ends
-    if checkpoint is not None:
-        folder = Path(checkpoint)
-        ranks.on_first(lambda: kept.append(Hold(Path(checkpoint))))
-        state = load_checkpoint(folder, weights, optimizer, identity, stream)
-    if state.step > 0:
-        objective.load_state(state.objective)
-    ranks.check_alike({"step of the checkpoint": state.step})
-    run = _Run(objective, stream, selection, config, weights, optimizer, state)
-    with (
-        lost_rank_noted(folder),
-        _only_trained(model, weights),
-        _repeatable(),
-        interrupt_noted() as interrupted,
-        tracked(title, config.steps, progress, done=state.step) as show,
-    ):
-        if state.step == 0:
-            run.evaluate()
-        saved = time.monotonic()
-        while state.step < config.steps and not run.finished():
-            run.step()
-            show(state.latest())
-            if state.step % config.evaluate_every == 0 or state.step == config.steps:
+    with ExitStack() as kept:  # until the run ends, however it does
+        if checkpoint is not None:
+            folder = Path(checkpoint)
+            ranks.on_first(lambda: kept.enter_context(held(Path(checkpoint))))
+            state = load_checkpoint(folder, weights, optimizer, identity, stream)
+        if state.step > 0:
+            objective.load_state(state.objective)
+        ranks.check_alike({"step of the checkpoint": state.step})
+        run = _Run(objective, stream, selection, config, weights, optimizer, state)
+        with (
+            lost_rank_noted(folder),
+            _only_trained(model, weights),
+            _repeatable(),
+            interrupt_noted() as interrupted,
+            tracked(title, config.steps, progress, done=state.step) as show,
+        ):
+            if state.step == 0:
                 run.evaluate()
-            due = state.step % config.checkpoint_every == 0 or state.step == config.steps
-            late, stop = on_any_rank(time.monotonic() - saved > SAVE_AFTER, interrupted())
-            if folder is not None and (due or late or stop):
-                state.objective = objective.state()
-                state.last_batch = run.batch.digest()
-                state.stream = stream.state() if isinstance(stream, ResumableStream) else {}
-                save_checkpoint(folder, state, weights, optimizer, identity)
-                saved = time.monotonic()
-            if stop:
-                raise KeyboardInterrupt
+            saved = time.monotonic()
+            while state.step < config.steps and not run.finished():
+                run.step()
+                show(state.latest())
+                if state.step % config.evaluate_every == 0 or state.step == config.steps:
+                    run.evaluate()
+                due = state.step % config.checkpoint_every == 0 or state.step == config.steps
+                late, stop = on_any_rank(time.monotonic() - saved > SAVE_AFTER, interrupted())
+                if folder is not None and (due or late or stop):
+                    state.objective = objective.state()
+                    state.last_batch = run.batch.digest()
+                    state.stream = stream.state() if isinstance(stream, ResumableStream) else {}
+                    save_checkpoint(folder, state, weights, optimizer, identity)
+                    saved = time.monotonic()
+                if stop:
+                    raise KeyboardInterrupt
     run.restore_best()
     return state
 

@@ -1,0 +1,233 @@
+"""Every job that resumes, on tiny models: functions of a folder, in processes of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from calls import FITTING, QUIET, pairs, rows, targets
+from tiny import tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import sparse_tl as stl
+import sparse_tl.runs.addition
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import save_model
+from sparse_tl.models import pairs as built, task_recipe
+from sparse_tl.models.addition import addition_recipe
+from sparse_tl.runs import run_addition, run_circuits, run_head_roles, run_post_training
+from sparse_tl.tasks.addition import AdditionTask
+from sparse_tl.training import pretrain
+
+WORDS = ["<s>", "the", "cat", "dog", "sat", "ran", "on", "a", "mat", "hill", ".", "and"]
+
+
+def facts(value: Any) -> str:
+    """A digest of everything in a result but durations; figures are compared as files."""
+    found = hashlib.sha256()
+    _feed(found, value)
+    return found.hexdigest()
+
+
+def _feed(found: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous().flatten()
+        found.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        found.update(flat.view(torch.uint8).numpy().tobytes() if flat.ndim else b"")
+    elif isinstance(value, torch.nn.Module):
+        _feed(found, dict(value.state_dict()))
+    elif isinstance(value, pd.DataFrame):
+        found.update(value.drop(columns="seconds", errors="ignore").to_json(indent=0).encode())
+    elif is_dataclass(value):
+        _feed(found, {f.name: getattr(value, f.name) for f in fields(value) if f.name != "diagram"})
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            if key != "seconds":
+                found.update(str(key).encode())
+                _feed(found, value[key])
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for some in value:
+            _feed(found, some)
+    else:
+        found.update(repr(value).encode())
+
+
+def _post_train(folder: Path) -> str:
+    _often()
+    sparse = SparseTransformer(tiny_model(n_layers=1), mlps=True)
+    stream = stl.ShuffledStream(rows(), 4, 0)
+    how: dict[str, Any] = {"target_loss": 9.0, "steps": 8, "checkpoint": folder / "c", **QUIET}
+    how |= {"validation": rows()}
+    return facts([stl.post_train(sparse, stream, **how), sparse])
+
+
+def _pretrain(folder: Path) -> str:
+    _often()
+    model = tiny_model(n_layers=1)
+    stream = stl.ShuffledStream(rows(), 4, 0)
+    how: dict[str, Any] = {"steps": 8, "evaluate_every": 3, **QUIET}
+    history = pretrain(model, stream, validation=rows(), checkpoint=folder / "c", **how)
+    return facts([history, model])
+
+
+def _search(folder: Path, start: Any, **how: Any) -> str:
+    _often()
+    model = tiny_model(n_layers=2)
+    how = {"threshold": 0.001, "start": start, "checkpoint": folder / "c", **how, **QUIET}
+    return facts(stl.acdc(model, pairs(), **how))
+
+
+def _acdc_edges(folder: Path) -> str:
+    return _search(folder, "circuit_edges", metric=stl.logit_difference)
+
+
+def _acdc_size(folder: Path) -> str:
+    return _search(folder, "heads", size=2)
+
+
+def _often() -> None:
+    """As many checkpoints as a long job would write."""
+    import_module("sparse_tl.training.loop").SAVE_AFTER = 0.0
+    import_module("sparse_tl.circuits.acdc").SAVE_EVERY = 3
+
+
+def _head_gates(folder: Path) -> str:
+    _often()
+    how: dict[str, Any] = {**FITTING, "updates": 6}
+    model = tiny_model(n_layers=1)
+    return facts(stl.fit_head_gates(model, targets(), checkpoint=folder / "c", **how))
+
+
+def _contrastive(folder: Path) -> str:
+    _often()
+    how: dict[str, Any] = {**FITTING, "updates": 8, "checkpoint": folder / "c"}
+    return facts(stl.fit_contrastive_head_gates(tiny_model(), targets(), targets(3), **how))
+
+
+def _pair(folder: Path) -> str:
+    """A built-in pair of another seed, in the user's cache."""
+    _often()
+    few: dict[str, Any] = {"steps": 6}
+    small = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_inner": 16}
+    recipe = addition_recipe().changed(
+        dense=few,
+        sparse={**few, "target_loss": 9.0},
+        architecture={**addition_recipe().architecture, **small},
+        batch_size=8,
+    )
+    _few_sums()
+    dense, sparse = built.load_built_in(recipe, 1, cache=folder, device="cpu", **QUIET)
+    return facts([dense, sparse])
+
+
+def _few_sums() -> None:
+    split = AdditionTask.split
+
+    def small(self: AdditionTask, *, seed: int = 0) -> Any:
+        return split(self, validation=16, test=16, seed=seed)
+
+    AdditionTask.split = small  # type: ignore[method-assign]
+    module: Any = sparse_tl.runs.addition
+    module.PAIRS, module.EXAMPLES, module.DIGITS = 8, 8, ("units",)
+
+
+def _addition(folder: Path) -> str:
+    _few_sums()
+    _often()
+    asked: dict[str, Any] = {"dense_steps": 6, "steps": 6, "target_loss": 9.0}
+    return facts(run_addition(folder / "out", device="cpu", **asked, **QUIET))
+
+
+def tokenizer_of(words: Sequence[str], folder: Path) -> Any:
+    """A tokenizer of these words alone."""
+    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=words[0]))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), words[0])
+    PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def inputs(place: Path) -> None:
+    """What the commands read: models with a tokenizer, and a text."""
+    place.mkdir(parents=True, exist_ok=True)
+    choice = random.Random(0)
+    stories = [" ".join(choice.choices(WORDS[1:], k=11)) for _ in range(60)]
+    (place / "story.txt").write_text("\n<|endoftext|>\n".join(stories), encoding="utf-8")
+    tokenizer = tokenizer_of(WORDS, place / "tiny")
+    save_model(tiny_model("grouped", d_vocab=len(WORDS), tokenizer=tokenizer), place / "tiny")
+    recipe = task_recipe()
+    small = {**recipe.architecture, "n_layer": 1, "n_head": 2, "n_embd": 16, "n_inner": 16}
+    dense = recipe.changed(architecture=small).build(device="cpu")
+    (place / "dense").mkdir()
+    save_model(dense, place / "dense")
+    SparseTransformer(dense, initial_bias=0.0).save_pretrained(place / "sparse")
+
+
+def _inputs(folder: Path) -> Path:
+    return folder.parent / "inputs"
+
+
+def _post_training(folder: Path) -> str:
+    _often()
+    given = _inputs(folder)
+    asked: dict[str, Any] = {"window": 8, "batch_size": 4, "steps": 8, "target_loss": "+1"}
+    asked |= {"model": str(given / "tiny"), "text": str(given / "story.txt"), "device": "cpu"}
+    return facts(run_post_training(folder / "out", **asked, **QUIET))
+
+
+def _circuits(folder: Path) -> str:
+    given = _inputs(folder)
+    asked: dict[str, Any] = {"model": str(given / "dense"), "sparse": given / "sparse"}
+    asked |= {"tasks": ["greater_than"], "pairs": 4, "device": "cpu"}
+    return facts(run_circuits(folder / "out", **asked, **QUIET))
+
+
+def _roles(folder: Path) -> str:
+    _often()
+    given = _inputs(folder)
+    asked: dict[str, Any] = {"seeds": 2, "updates": 4, "prompts": 8, "batch_size": 4}
+    asked |= {"models": [str(given / "tiny")], "tasks": [f"text={given / 'story.txt'}"]}
+    asked |= {"max_heads": 2, "device": "cpu"}
+    return facts(run_head_roles(folder / "out", **asked, **QUIET))
+
+
+JOBS: dict[str, Callable[[Path], str]] = {
+    "post_train": _post_train,
+    "pretrain": _pretrain,
+    "acdc of edges": _acdc_edges,
+    "acdc to a size": _acdc_size,
+    "fit_head_gates": _head_gates,
+    "fit_contrastive_head_gates": _contrastive,
+    "built-in pair": _pair,
+    "addition": _addition,
+    "post-train": _post_training,
+    "circuits": _circuits,
+    "head-roles": _roles,
+}
+_CHANGING = {"seconds", "SHA256SUMS"}
+
+
+def content(folder: Path) -> dict[str, str]:
+    """What a job left, by file; without durations, and what follows from them."""
+    found: dict[str, str] = {}
+    for file in sorted(folder.rglob("*")):
+        if not file.is_file() or file.name in _CHANGING:
+            continue
+        if file.suffix == ".json":
+            said = facts(json.loads(file.read_text(encoding="utf-8")))
+        elif file.suffix == ".csv":
+            said = facts(pd.read_csv(file))
+        else:
+            said = hashlib.sha256(file.read_bytes()).hexdigest()
+        found[file.relative_to(folder).as_posix()] = said
+    return found

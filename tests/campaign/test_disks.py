@@ -1,0 +1,274 @@
+"""Full and read-only disks, neighbours on the same folder, and what killed runs leave there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from folders import KINDS
+from jobs import JOBS, content, inputs
+from processes import Ended, Process, run
+
+from sparse_tl.atomic import is_temporary
+from sparse_tl.checksums import check_sums
+from sparse_tl.circuits.acdc import SearchState
+from sparse_tl.files import read_json, read_tensors, write_json
+
+SAVED = ("sparse model", "result: scores", "result: head roles", "MIB")
+"""Folders that are written by one call."""
+QUICK = ("post_train", "result: scores")
+
+
+def _saves(name: str) -> Callable[[Path], Any]:
+    return lambda folder: KINDS[name][0](folder / "saved") and None
+
+
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    **JOBS,
+    **{name: _saves(name) for name in SAVED},
+}
+IN_USE = "in use by one process at a time"
+
+
+@pytest.fixture
+def place(tmp_path: Path, offline: None) -> Path:
+    """A folder beside the inputs of the commands."""
+    inputs(tmp_path / "inputs")
+    return tmp_path
+
+
+@pytest.fixture
+def disk(place: Path) -> Iterator[Callable[[str], Path]]:
+    """Sets the options of a disk of its own, such as ``size=1m`` or ``ro``; returns its folder."""
+    mounted = place / "disk"
+    mounted.mkdir()
+
+    def mount(*words: str) -> None:
+        asked = ["mount", "-t", "tmpfs", *words, "none", str(mounted)]
+        if subprocess.run(asked, capture_output=True).returncode:
+            pytest.skip("needs the right to mount a disk")
+
+    mount("-o", "size=1m")
+    yield lambda options: mount("-o", f"remount,{options}") or mounted
+    subprocess.run(["umount", "-l", str(mounted)], check=True)
+
+
+def half_written(folder: Path) -> list[str]:
+    """Files under a final name that are not whole."""
+    wrong = []
+    for file in sorted(folder.rglob("*")):
+        if any(is_temporary(Path(part)) for part in file.relative_to(folder).parts):
+            continue
+        try:
+            if file.suffix == ".json":
+                read_json(file)
+            elif file.suffix == ".safetensors":
+                read_tensors(file)
+            elif file.name == "SHA256SUMS":
+                check_sums(file.parent)
+            elif file.is_file() and not file.stat().st_size and file.suffix != ".lock":
+                wrong.append(f"{file} is empty")
+        except ValueError as error:
+            wrong.append(str(error))
+    return wrong
+
+
+def left_over(folder: Path) -> list[Path]:
+    """What no run needs any more."""
+    return [file for file in folder.rglob("*") if is_temporary(file)]
+
+
+def full(name: str, disk: Callable[[str], Path], sizes: list[str]) -> list[str]:
+    """A disk that is too small in the middle of the job, and then large enough."""
+    expected = run(WRITERS[name], _new(disk("size=1g"), "whole"))
+    assert expected.code == 0, expected.answer
+    files, wrong = content(disk("size=1g") / "whole"), list[str]()
+    shutil.rmtree(disk("size=1g") / "whole")
+    folder = _new(disk("size=1g"), "out")
+    for size in sizes:
+        ended = run(WRITERS[name], disk(f"size={size}") / "out")
+        said = str(ended.answer)
+        clear = "OSError" in ended.error and str(folder) in said and " are free there" in said
+        if ended.code and not clear:
+            wrong.append(f"{name} on {size}: {said}")
+        wrong += [f"{name} on {size}: {one}" for one in half_written(folder)]
+        wrong += [f"{name} on {size}: {one} is left" for one in left_over(folder)]
+        print(f"{name} on {size}: {said[:200]}")
+    ended = run(WRITERS[name], disk("size=1g") / "out")
+    if ended.code or ended.answer != expected.answer or content(folder) != files:
+        wrong.append(f"{name} with room again: {ended.answer}")
+    return wrong
+
+
+def read_only(name: str, disk: Callable[[str], Path]) -> list[str]:
+    """A disk that cannot be written."""
+    folder = _new(disk("size=1g,rw"), "out")
+    ended = run(WRITERS[name], disk("ro") / "out")
+    disk("rw")
+    said = str(ended.answer)
+    print(f"{name}, read-only: {said[:200]}")
+    clear = "read-only" in said.lower() and str(folder) in said and ended.code == 1
+    known = {"OSError", "ValueError"} & {*ended.error}
+    return [] if clear and known else [f"{name} on a disk that is read-only: {said}"]
+
+
+def two_at_once(name: str, place: Path) -> list[str]:
+    """The same job twice on one folder: one does it, and the other is refused or waits."""
+    alone = _new(place, f"{name} alone".replace(":", ""))
+    expected = run(WRITERS[name], alone)
+    folder = _new(place, f"{name} both".replace(":", ""))
+    both = [Process(WRITERS[name], folder) for _ in range(2)]
+    ended = [process.join() for process in both]
+    print(f"{name} twice: {[str(one.answer)[:100] for one in ended]}")
+    wrong = []
+    for one in ended:
+        refused = one.code == 1 and "ValueError" in one.error and IN_USE in str(one.answer)
+        if not refused and (one.code or one.answer != expected.answer):
+            wrong.append(f"{name} twice: {one.answer}")
+    if all(one.code for one in ended) or content(alone) != content(folder):
+        wrong.append(f"{name} twice: neither did it, or it is different")
+    wrong += half_written(folder)
+    return wrong
+
+
+def removed(name: str, place: Path, expected: Ended) -> list[str]:
+    """Its folder is removed while it runs: it says so, or writes all of it; then it works again."""
+    folder = _new(place, f"{name} removed".replace(":", ""))
+    process = Process(WRITERS[name], folder)
+    process.begun()
+    time.sleep(expected.seconds / 2)
+    for number, entry in enumerate(folder.iterdir()):  # at once, whatever it writes meanwhile
+        entry.rename(place / f"{folder.name} {number}")
+    ended, wrong = process.join(), list[str]()
+    said = str(ended.answer)
+    print(f"{name} without its folder: {ended.code}, {said[:200]}")
+    known = {"OSError", "ValueError"} & {*ended.error} and str(folder) in said
+    if ended.code and not known:
+        wrong.append(f"{name} without its folder: {said}")
+    wrong += half_written(folder)
+    again = run(WRITERS[name], folder)
+    if again.code or again.answer != expected.answer:
+        wrong.append(f"{name} after its folder was removed: {again.answer}")
+    return wrong
+
+
+def _new(place: Path, name: str) -> Path:
+    (place / name).mkdir(exist_ok=True)
+    return place / name
+
+
+def read_while_written(folder: Path, seconds: float = 3.0) -> list[str]:
+    """A result is replaced again and again while it is read: it is always the one or the other."""
+    _save(folder, 1)
+    writer = Process(_save_often, folder)
+    writer.begun()
+    wrong, seen, ends = set[str](), set[float](), time.monotonic() + seconds
+    while time.monotonic() < ends:
+        try:
+            found = SearchState.load(folder / "c")
+            seen.add(found.threshold)
+            if float(found.mask.sum()) != found.threshold:
+                wrong.add("halves of two results")
+        except (ValueError, OSError) as error:
+            wrong.add(re.sub(r"/\S+/", "", str(error))[:200])
+    writer.send(signal.SIGKILL)
+    writer.join()
+    assert len(seen) > 1, "none was replaced"
+    return [f"read while written: {one}" for one in wrong]
+
+
+def _save(folder: Path, size: int) -> None:
+    SearchState(torch.ones(size).bool(), float(size)).save(folder / "c")
+
+
+def _save_often(folder: Path) -> None:
+    for number in range(10**6):
+        _save(folder, 1 + number % 50)
+        time.sleep(0.1)
+
+
+def test_a_full_disk(place: Path, disk: Callable[[str], Path]) -> None:
+    for name in QUICK:
+        assert not full(name, disk, ["16k"])
+        shutil.rmtree(disk("size=1g") / "out")
+
+
+def test_reading_while_it_is_written(tmp_path: Path) -> None:
+    assert not read_while_written(tmp_path)
+
+
+def test_what_a_killed_run_leaves_is_removed(tmp_path: Path) -> None:
+    ended = Process(_save_often, tmp_path, strike=(40, signal.SIGKILL)).join()
+    assert ended.code == -signal.SIGKILL
+    foreign = tmp_path / ".c.another-host-1-abc.new"
+    foreign.mkdir()
+    _save(tmp_path, 3)
+    assert left_over(tmp_path) == [foreign], "of another machine it may still be in use"
+    (tmp_path / ".c.lock").touch()
+    _save(tmp_path, 4)
+    assert SearchState.load(tmp_path / "c").threshold == 4
+
+
+def test_restart_spares_what_links_lead_to(place: Path) -> None:
+    out, other = place / "job" / "out", place / "other"
+    (place / "job").mkdir()
+    (place / "job" / "inputs").symlink_to(place / "inputs")
+    other.mkdir()
+    (other / "metrics.json").write_text("precious")
+    assert run(KINDS["run"][0], out.parent / "r").code == 0
+    run_folder = out.parent / "r" / "out"
+    for names in (["../../other/metrics.json"], [str(other / "metrics.json")], ["sparse/../../.."]):
+        said = read_json(run_folder / "run.json")
+        write_json(run_folder / "run.json", {**said, "wrote": names})
+        run(KINDS["run, begun anew"][1], out.parent / "r")
+        assert (other / "metrics.json").read_text() == "precious"
+
+
+@pytest.mark.slow
+def test_disks_and_neighbours(place: Path, disk: Callable[[str], Path]) -> None:
+    cases, wrong = 0, list[str]()
+    (place / "disk" / "inputs").symlink_to(place / "inputs")
+    for name in WRITERS:
+        print(f"{name}: {len(wrong)} wrong in {cases}", flush=True)
+        if name == "addition":
+            continue  # its parts are those of others, and it takes long
+        disk("size=1g,rw")
+        (place / "disk" / "inputs").unlink(missing_ok=True)
+        (place / "disk" / "inputs").symlink_to(place / "inputs")
+        wrong += full(name, disk, ["24k", "96k"])
+        shutil.rmtree(disk("size=1g,rw") / "out", ignore_errors=True)
+        wrong += read_only(name, disk)
+        shutil.rmtree(disk("size=1g,rw") / "out", ignore_errors=True)
+        wrong += two_at_once(name, place)
+        cases += 4  # two sizes, read-only, two at once
+        if name in JOBS:
+            expected = run(WRITERS[name], _new(place, f"{name} whole"))
+            wrong += removed(name, place, expected)
+            cases += 1
+    wrong += read_while_written(_new(place, "read"), 10)
+    cases += 1
+    print(f"\nfull disks, read-only disks and neighbours: {cases}; {len(wrong)} wrong")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_process_that_may_not_write_more(place: Path) -> None:
+    """A limit on the sizes of files, of the process itself."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, before[1]))
+    try:
+        ended = run(JOBS["post_train"], _new(place, "limited"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "it would exceed the limit on file sizes" in str(ended.answer)
+    assert not half_written(place / "limited")
+    assert os.listdir(place / "limited") == []
