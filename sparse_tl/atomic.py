@@ -6,6 +6,7 @@ Each is written under a temporary name beside it, to the disk, and then renamed.
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import platform
 import re
@@ -33,7 +34,8 @@ _ATTEMPTS = 50
 """How often a folder is swapped with one that another process writes at the same moment."""
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]*)-(?P<pid>\d+)-\w+\.new(\.\w+)?")
 _AUXILIARY = re.compile(r"\..+\.(previous|lock)")
-_unfinished: set[Path] = set()
+_unfinished: dict[Path, int] = {}
+"""Temporary files and folders of this process, with what tells each from a later one."""
 Given = TypeVar("Given")
 
 
@@ -61,11 +63,12 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
     with _disk_explained(path):
         if not _in_unfinished(path):
             _remove_dead(path)
-        handle, name = tempfile.mkstemp(_suffix(path.suffix), _prefix(path), path.parent)
+        # Some writers look at the last suffix.
+        handle, name = tempfile.mkstemp(f".new{path.suffix}", _prefix(path), path.parent)
         os.close(handle)
         temporary = Path(name)
         try:
-            _unfinished.add(temporary)
+            _unfinished[temporary] = temporary.stat().st_ino
             yield temporary
             # mkstemp creates private files; results should be as readable as any other new file.
             temporary.chmod(0o666 & ~_umask())
@@ -77,7 +80,7 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
                 os.replace(temporary, path)
                 _sync(path.parent)
         finally:
-            _unfinished.discard(temporary)
+            _unfinished.pop(temporary, None)
             temporary.unlink(missing_ok=True)
 
 
@@ -95,30 +98,59 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     path = Path(path).resolve()  # keep a link, replace its target
     if path.exists() and not path.is_dir():
         raise ValueError(f"expected a folder, or a name that is free; {path} is a file")
+    with _unfinished_folder(path) as temporary:
+        yield temporary
+        _finish(temporary, path)
+        _swap(temporary, path)
+
+
+@scope
+def atomic_files(folder: str | Path) -> Iterator[Path]:
+    """A temporary folder whose files go into `folder`, each whole, if the block ends without an
+    exception; other files in `folder` stay.
+
+    Raises:
+        OSError: the disk is full, or a file may not be so large; `folder` is left as it was.
+    """
+    folder = Path(folder).resolve()
+    with _unfinished_folder(folder) as temporary:
+        yield temporary
+        for file in _finish(temporary, folder):
+            place = folder / file.relative_to(temporary)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(file, place)
+
+
+@scope
+def _unfinished_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder beside `path`, which is removed at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _disk_explained(path):
         nested = _in_unfinished(path)
         if not nested:
             _remove_dead(path)
-        temporary = Path(tempfile.mkdtemp(_suffix(), _prefix(path), path.parent))
+        temporary = Path(tempfile.mkdtemp(".new", _prefix(path), path.parent))
         try:
-            _unfinished.add(temporary)
-            made = temporary.stat().st_ino
+            _unfinished[temporary] = temporary.stat().st_ino
             yield temporary
-            if not temporary.exists() or temporary.stat().st_ino != made:
-                raise OSError(f"cannot write {path}: what it is in was removed meanwhile")
-            temporary.chmod(0o777 & ~_umask())
-            files = [entry for entry in temporary.rglob("*") if entry.is_file()]
-            if not nested:
-                for entry in [*files, *filter(Path.is_dir, temporary.rglob("*")), temporary]:
-                    _sync(entry)
-                _announce([path / file.relative_to(temporary) for file in files])
-            _swap(temporary, path)
             if not nested:
                 _sync(path.parent)
         finally:
-            _unfinished.discard(temporary)
+            _unfinished.pop(temporary, None)
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _finish(temporary: Path, path: Path) -> list[Path]:
+    """Write a folder that will be, or go into, `path` to the disk; return its files."""
+    if not temporary.exists() or temporary.stat().st_ino != _unfinished[temporary]:
+        raise OSError(f"cannot write {path}: what it is in was removed meanwhile")
+    temporary.chmod(0o777 & ~_umask())
+    files = [entry for entry in temporary.rglob("*") if entry.is_file()]
+    if not _in_unfinished(path):  # or else it is written with the folder around it
+        for entry in [*files, *filter(Path.is_dir, temporary.rglob("*")), temporary]:
+            _sync(entry)
+        _announce([path / file.relative_to(temporary) for file in files])
+    return files
 
 
 def _swap(temporary: Path, path: Path) -> None:
@@ -209,15 +241,11 @@ def _announce(files: list[Path]) -> None:
 
 
 def _in_unfinished(path: Path) -> bool:
-    return not _unfinished.isdisjoint(path.parents)
+    return not _unfinished.keys().isdisjoint(path.parents)
 
 
 def _prefix(path: Path) -> str:
     return f".{path.name}.{_host()}-{os.getpid()}-"
-
-
-def _suffix(kind: str = "") -> str:
-    return f".new{kind}"  # some writers look at the last suffix
 
 
 def _host() -> str:
@@ -226,7 +254,7 @@ def _host() -> str:
 
 def _remove_dead(path: Path) -> None:
     """Remove what earlier writes to a path left when their process was killed on this machine."""
-    for entry in path.parent.glob(f".{_escaped(path.name)}.{_host()}-*.new*"):
+    for entry in path.parent.glob(f".{glob.escape(path.name)}.{_host()}-*.new*"):
         found = _TEMPORARY.fullmatch(entry.name)
         if found is None or found["name"] != path.name or entry in _unfinished:
             continue
@@ -236,10 +264,6 @@ def _remove_dead(path: Path) -> None:
             shutil.rmtree(entry, ignore_errors=True)
         else:
             entry.unlink(missing_ok=True)
-
-
-def _escaped(name: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", name)
 
 
 def _runs(pid: int) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 SUMS_FILE = "SHA256SUMS"
@@ -17,11 +17,20 @@ _LARGEST = 2**20
 """Bytes of a list of checksums; no folder of the package comes near it."""
 
 
-def write_sums(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Write the checksums of some files of a folder, by default of all, to those that it has."""
+def write_sums(
+    folder: Path, names: Iterable[str] | None = None, others: Mapping[str, str] | None = None
+) -> None:
+    """Write the checksums of some files of a folder, by default of all, to those that it has.
+
+    Args:
+        folder: folder to add the list to.
+        names: names of the files.
+        others: known checksums by name, of files that will be beside them.
+    """
     if names is None:
         names = [entry.name for entry in folder.iterdir() if entry.is_file()]
-    sums = read_sums(folder) | {name: _sum(folder / name) for name in {*names} - {SUMS_FILE}}
+    found = {name: _sum(folder / name) for name in {*names} - {SUMS_FILE}}
+    sums = {**(others or {}), **read_sums(folder), **found}
     lines = [f"{value}  {name}\n" for name, value in sorted(sums.items())]
     (folder / SUMS_FILE).write_text("".join(lines), encoding="utf-8", newline="\n")
 
@@ -35,7 +44,8 @@ def read_sums(folder: Path) -> dict[str, str]:
     file = folder / SUMS_FILE
     if not file.is_file():
         return {}
-    content = file.read_bytes()[: _LARGEST + 1].decode("utf-8", errors="replace")
+    with file.open("rb") as opened:
+        content = opened.read(_LARGEST + 1).decode("utf-8", errors="replace")
     lines = [re.fullmatch(r"([0-9a-f]{64})  ([^/\\]+)", line) for line in content.splitlines()]
     if len(content) > _LARGEST or not all(lines):
         raise ValueError(f"expected a list of checksums, as sha256sum writes it, in {file}; {_ASK}")

@@ -84,24 +84,30 @@ def tiny_model(kind: str = "plain", seed: int = 0, **overrides: Any) -> Model:
     return small_model(seed=seed, **{**TINY, **KINDS[kind], **overrides})
 
 
-def save_tiny(folder: Path, words: Sequence[str], unknown: str) -> Path:
-    """Save a "grouped" tiny model with a tokenizer that splits at spaces, for commands.
+def tokenizer_of(words: Sequence[str], folder: Path, unknown: str | None = None) -> Any:
+    """A tokenizer of these words alone, which splits at spaces, by way of a folder.
 
     Args:
-        folder: folder to make.
-        words: the vocabulary; it has the special token ``<s>``.
-        unknown: the word that stands for all others.
+        words: the vocabulary; the first one is the special token.
+        folder: folder for its files.
+        unknown: the word that stands for all others; the first one by default.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    numbers = {word: number for number, word in enumerate(words)}
+    inner = Tokenizer(models.WordLevel(numbers, unk_token=unknown or words[0]))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), words[0])
+    PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def save_tiny(folder: Path, words: Sequence[str], unknown: str | None = None) -> Path:
+    """Save a "grouped" tiny model with a tokenizer of these words, for commands."""
     from sparse_tl.lens import save_model
 
-    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=unknown))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), "<s>")
-    PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = tokenizer_of(words, folder, unknown)
     save_model(tiny_model("grouped", d_vocab=len(words), tokenizer=tokenizer), folder)
     return folder
 

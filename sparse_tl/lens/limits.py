@@ -64,7 +64,7 @@ def check_numbers(adapter: Adapter, logits: Float[Tensor, "*_"]) -> None:
     Raises:
         ValueError: a logit is NaN.
     """
-    if bool(logits.isnan().any()):
+    if logits.isnan().any():
         raise ValueError(
             f"expected a model whose logits are numbers; {adapter.name!r} predicts NaN: a weight "
             f"is NaN or infinite, or activations overflow in {logits.dtype}"

@@ -16,7 +16,8 @@ import torch
 
 from sparse_tl import ranks, shards
 from sparse_tl.arguments import checked
-from sparse_tl.checksums import check_sums, write_sums
+from sparse_tl.atomic import atomic_files
+from sparse_tl.checksums import check_sums, read_sums, write_sums
 from sparse_tl.files import read_json, read_steadily, write_json
 from sparse_tl.lens.architecture import CONFIG_FILE, dtype_named
 from sparse_tl.lens.booting import boot
@@ -148,7 +149,7 @@ def _no_model(folder: Path) -> ValueError:
 
 @checked
 def save_model(model: Model, folder: str | Path) -> None:
-    """Write configuration, weights and tokenizer to an existing folder.
+    """Write configuration, weights and tokenizer to a folder; other files in it stay.
 
     A bridge is saved as a Hugging Face folder, which transformers can read too. Of several ranks,
     the first writes; all have to call this if the weights are sharded.
@@ -158,27 +159,21 @@ def save_model(model: Model, folder: str | Path) -> None:
             plain_model(model)
         return
     folder = Path(folder)
-    before = _entries(folder)
-    if isinstance(model, HookedTransformer):
-        save_hooked(model, folder)
-    else:
-        _save_bridge(model, folder)
-    if model.tokenizer is not None:
-        model.tokenizer.save_pretrained(folder)
-    write_sums(
-        folder, [name for name, entry in _entries(folder).items() if entry != before.get(name)]
-    )
-
-
-def _entries(folder: Path) -> dict[str, tuple[int, ...]]:
-    """What tells a file from one that is written in its place."""
-    there = folder.iterdir() if folder.is_dir() else ()
-    found = {entry.name: entry.stat() for entry in there if entry.is_file()}
-    return {name: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for name, stat in found.items()}
+    with atomic_files(folder) as temporary:
+        if isinstance(model, HookedTransformer):
+            save_hooked(model, temporary)
+        else:
+            _save_bridge(model, temporary)
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(temporary)
+        left = {name: sum_ for name, sum_ in read_sums(folder).items() if (folder / name).is_file()}
+        if not isinstance(model, HookedTransformer):  # another model's, which would be read first
+            (folder / CONFIG_FILE).unlink(missing_ok=True)
+            left.pop(CONFIG_FILE, None)
+        write_sums(temporary, others=left)
 
 
 def _save_bridge(model: TransformerBridge, folder: Path) -> None:
-    (folder / CONFIG_FILE).unlink(missing_ok=True)  # left over from another model
     with quietly():
         plain_model(model).save_pretrained(folder)
     own = {

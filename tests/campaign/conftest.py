@@ -12,4 +12,4 @@ WORDS = ["<s>", "the", "cat", "sat", "on", "mat"]
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("models") / "tiny", WORDS, "<s>")
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny", WORDS)

@@ -12,8 +12,8 @@ from typing import Any
 import jobs
 import torch
 from calls import FITTING, QUIET, pairs, targets
-from jobs import WORDS, facts, tokenizer_of
-from tiny import tiny_model
+from jobs import WORDS, facts
+from tiny import tiny_model, tokenizer_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sparse_tl as stl
@@ -170,7 +170,7 @@ def _circuits(folder: Path) -> str:
 
 def _pair(folder: Path) -> None:
     dense = tiny_model(n_layers=1)
-    (folder / "dense").mkdir(parents=True)
+    (folder / "dense").mkdir(parents=True, exist_ok=True)
     save_model(dense, folder / "dense")
     SparseTransformer(dense).save_pretrained(folder / "sparse")
     write_json(folder / "verdict.json", {"verdict": "met", "feasible": True})

@@ -14,10 +14,8 @@ from typing import Any
 import pandas as pd
 import torch
 from calls import FITTING, QUIET, pairs, rows, targets
-from tiny import tiny_model
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tiny import save_tiny, tiny_model
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import sparse_tl as stl
 import sparse_tl.runs.addition
@@ -148,23 +146,13 @@ def _addition(folder: Path) -> str:
     return facts(run_addition(folder / "out", device="cpu", **asked, **QUIET))
 
 
-def tokenizer_of(words: Sequence[str], folder: Path) -> Any:
-    """A tokenizer of these words alone."""
-    inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=words[0]))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), words[0])
-    PreTrainedTokenizerFast(tokenizer_object=inner, **special).save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)
-
-
 def inputs(place: Path) -> None:
     """What the commands read: models with a tokenizer, and a text."""
     place.mkdir(parents=True, exist_ok=True)
     choice = random.Random(0)
     stories = [" ".join(choice.choices(WORDS[1:], k=11)) for _ in range(60)]
     (place / "story.txt").write_text("\n<|endoftext|>\n".join(stories), encoding="utf-8")
-    tokenizer = tokenizer_of(WORDS, place / "tiny")
-    save_model(tiny_model("grouped", d_vocab=len(WORDS), tokenizer=tokenizer), place / "tiny")
+    save_tiny(place / "tiny", WORDS)
     recipe = task_recipe()
     small = {**recipe.architecture, "n_layer": 1, "n_head": 2, "n_embd": 16, "n_inner": 16}
     dense = recipe.changed(architecture=small).build(device="cpu")

@@ -23,9 +23,9 @@ from sparse_tl.checksums import check_sums
 from sparse_tl.circuits.acdc import SearchState
 from sparse_tl.files import read_json, read_tensors, write_json
 
-SAVED = ("sparse model", "result: scores", "result: head roles", "MIB")
+SAVED = ("sparse model", "pair of models", "result: scores", "result: head roles", "MIB")
 """Folders that are written by one call."""
-QUICK = ("post_train", "result: scores")
+QUICK = ("post_train", "result: scores", "pair of models")
 
 
 def _saves(name: str) -> Callable[[Path], Any]:

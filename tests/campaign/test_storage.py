@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import plain_transformer
 from calls import pairs
 from tiny import tiny_model
 
 import sparse_tl as stl
+from sparse_tl.checksums import SUMS_FILE, check_sums, read_sums, write_sums
 from sparse_tl.circuits.acdc import SearchState
 from sparse_tl.files import write_tensors
+from sparse_tl.lens import load_model, save_model
+from sparse_tl.lens.booting import boot
 from sparse_tl.locks import Hold
 from sparse_tl.runs.folder import RUN_FILE, RunFolder
 
@@ -112,6 +116,25 @@ def test_saving_spares_files_beside_the_gates(tmp_path: Path) -> None:
     assert (tmp_path / "model" / "thesis.tex").read_text() == "precious"
     (tmp_path / "model" / "thesis.tex").unlink()
     _sparse(tmp_path / "model")
+
+
+def test_a_model_is_saved_beside_other_files(tmp_path: Path) -> None:
+    """They stay with their checksums; a HookedTransformer's configuration would be read first."""
+    folder, others = tmp_path / "model", ("results.json", "tl_config.json")
+    folder.mkdir()
+    for name in others:
+        (folder / name).write_text("{}")
+    write_sums(folder)
+    model = boot(plain_transformer("gpt2"))
+    for _ in range(2):
+        save_model(model, folder)
+        check_sums(folder)
+        assert [(folder / name).exists() for name in others] == [True, False]
+        assert {*read_sums(folder)} == {entry.name for entry in folder.iterdir()} - {SUMS_FILE}
+    load_model(folder, device="cpu")
+    (folder / "results.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"results\.json as it was written"):
+        check_sums(folder)
 
 
 def test_restart_removes_what_the_run_wrote(tmp_path: Path) -> None:
