@@ -25,6 +25,8 @@ from sparse_tl.files import atomic_folder, check_replaceable, read_json, write_j
 from sparse_tl.graph import CircuitGraph
 
 _SIZES = {"n_layers": int, "n_heads": int, "parallel_attn_mlp": bool}
+_MAX_HEADS = 1024
+"""As 7B models have: a file may leave out edges, but not make a graph that fills the memory."""
 _IMPORTANCES = "importances.json"
 _CIRCUITS = tuple(f"circuit_{fraction:g}.json" for fraction in MIB_FRACTIONS[:-1])
 
@@ -67,9 +69,13 @@ def from_eap_ig(
     for name, kind in _SIZES.items():
         if not isinstance(cfg, Mapping) or type(cfg.get(name)) is not kind:
             raise ValueError(f"expected {name} in the cfg of an EAP-IG graph; got {str(cfg)[:200]}")
-    # Before a graph of such sizes is made: every head writes an edge to the logits at least.
-    if not isinstance(edges, Mapping) or cfg["n_layers"] * cfg["n_heads"] > len(edges):
-        raise ValueError("expected every edge of an EAP-IG graph by name; some are missing")
+    # Before all edges of such a graph are named: every head has one to the logits.
+    n_heads = cfg["n_layers"] * cfg["n_heads"]
+    if not isinstance(edges, Mapping) or n_heads > max(_MAX_HEADS, len(edges)):
+        raise ValueError(
+            f"expected the edges of an EAP-IG graph by name, all of them for {n_heads:,} heads; "
+            f"got {len(edges) if isinstance(edges, Mapping) else edges!r:.200}"
+        )
     own = CircuitGraph(
         cfg["n_layers"], cfg["n_heads"], cfg["n_heads"], parallel=cfg["parallel_attn_mlp"]
     )

@@ -257,13 +257,17 @@ def test_the_state_of_another_stream_is_refused(tokenizer: Any) -> None:
         ({"window": 1}, "a window of at least 2 tokens; got 1"),
         ({"tokenizer": None}, "a model with a tokenizer"),
         ({"documents": (some for some in "ab")}, "read again from the start.*got a generator"),
-        ({"documents": "text.txt"}, "an iterable of texts for documents; got 'text.txt'"),
     ],
 )
 def test_settings_that_cannot_be(tokenizer: Any, changed: dict[str, Any], message: str) -> None:
     settings = {"documents": ["w1 w2"], "tokenizer": tokenizer, "window": 8, "batch_size": 4}
     with pytest.raises(ValueError, match=message):
         TextStream(**(settings | changed))
+
+
+def test_a_text_is_no_list_of_documents(tokenizer: Any) -> None:
+    with pytest.raises(TypeError, match="an iterable of texts for documents; got 'text.txt'"):
+        TextStream("text.txt", tokenizer, 8, 4)
 
 
 @pytest.mark.parametrize(("texts", "count"), [([], 0), (["w1 w2 w3"], 4)])

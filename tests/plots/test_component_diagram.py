@@ -376,7 +376,7 @@ def test_options_that_make_no_figure(make_circuit, unchecked_types):
     with pytest.raises(ValueError, match=r"it has no \(9, 9\)"):
         draw({"m": panel}, marked={"mover": [(9, 9)]})
     with pytest.raises(
-        TypeError, match=r"expected Mapping\[str, Circuit\] or Circuit for panels; got"
+        TypeError, match="expected a mapping of texts to Circuit or Circuit for panels; got"
     ):
         component_diagram({"m": panel.circuit.mask})  # type: ignore[dict-item]
     heads = Scores(panel.circuit.graph.heads, torch.zeros(3, 2), "eap").top(1)

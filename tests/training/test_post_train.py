@@ -91,8 +91,11 @@ def test_a_target_below_the_dense_loss_of_one_group(build_echo: Build, echo_rows
             for rate in (0.0, -1e-3, math.nan, math.inf)
         ),
         *(
-            ({"learning_rate": rates}, "expected learning rates above 0; got")
-            for rates in ({}, {"gates": 1e-2, "qk": 0.0})
+            ({"learning_rate": rates}, message)
+            for rates, message in (
+                ({}, "expected learning rates above 0; got"),
+                ({"gates": 1e-2, "qk": 0.0}, "finite numbers above 0 .* for learning_rate; got"),
+            )
         ),
         ({"learning_rate": {"qkv": 1e-2}}, "expected 'gates', 'lora', .*'qkv' matches none"),
         ({"learning_rate": {"*.W_Z": 1e-2}}, r"'\*\.W_Z' matches none of"),
@@ -107,7 +110,7 @@ def test_a_target_below_the_dense_loss_of_one_group(build_echo: Build, echo_rows
         ({"edge_cost": torch.zeros(2, 1, 1, 1)}, "above 0 somewhere"),
         ({"edge_cost": 2.0}, "expected Float.* for edge_cost; got 2.0"),
         *(
-            ({"head_cost": cost}, "expected a finite number from 0 for head_cost; got")
+            ({"head_cost": cost}, "expected a finite number from 0 .* for head_cost; got")
             for cost in (-1.0, math.nan, math.inf)
         ),
         ({"precision": "fp16"}, "'float32' or 'bf16' for precision; got 'fp16'"),
