@@ -150,10 +150,8 @@ class CircuitGraph(PartGrid):
     @cached_property
     def exists(self) -> Bool[Tensor, "source destination"]:
         """Which pairs are edges."""
-        mask = torch.zeros(len(self.sources), len(self.destinations), dtype=torch.bool)
-        for column, destination in enumerate(self.destinations):
-            mask[: self.n_sources_before(destination.node), column] = True
-        return mask
+        before = torch.tensor([self._n_before(d.node) for d in self.destinations])
+        return torch.arange(len(self.sources))[:, None] < before
 
     @property
     def n_edges(self) -> int:
@@ -174,6 +172,9 @@ class CircuitGraph(PartGrid):
 
     def n_sources_before(self, node: Node) -> int:
         """Number of sources that write before this node reads; they come first."""
+        return self._n_before(node)
+
+    def _n_before(self, node: Node) -> int:
         if node.kind == "input":
             return 0
         if node.kind == "logits":

@@ -72,7 +72,7 @@ def is_part(tensor: Tensor) -> bool:
 
 def is_dealt(module: nn.Module) -> bool:
     """Whether weights of a module are dealt to the ranks."""
-    return any(map(is_part, module.parameters()))
+    return dist.is_available() and dist.is_initialized() and any(map(is_part, module.parameters()))
 
 
 def part(tensor: Any) -> Tensor:
