@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sparse_tl.graph import Destination
+from sparse_tl.graph import CircuitGraph, Destination
 from sparse_tl.lens import Adapter
 from sparse_tl.nodes import Node
 
@@ -62,14 +63,11 @@ class EdgeWeights:
 
     def before(self, kind: Literal["head", "mlp"], layer: int) -> int:
         """Number of sources that write before the heads, or the MLP, of a layer read."""
-        return self.graph.n_sources_before(Node(kind, layer))
+        return _before(self.graph, kind, layer)
 
     def heads(self, layer: int, slot: str) -> range:
         """The columns of a layer's q, k or v inputs."""
-        grouped = slot != "q" and self.graph.n_kv_heads < self.graph.n_heads
-        node = Node("kv_head" if grouped else "head", layer)
-        first = self.graph.destination_index(Destination(node, slot))  # type: ignore[arg-type]
-        return range(first, first + (self.graph.n_kv_heads if grouped else self.graph.n_heads))
+        return _heads(self.graph, layer, slot)
 
     def weighted(self, columns: range) -> Bool[Tensor, "stack n"]:
         """Which destinations read weighted edges, under each setting."""
@@ -99,6 +97,19 @@ class EdgeWeights:
     def writes(self, row: int, count: int = 1) -> bool:
         """Whether the writes of any of `count` sources are needed."""
         return bool(self.separated(row, count)) or self.shuts(row, count)
+
+
+@cache  # asked at every read
+def _before(graph: CircuitGraph, kind: Literal["head", "mlp"], layer: int) -> int:
+    return graph.n_sources_before(Node(kind, layer))
+
+
+@cache
+def _heads(graph: CircuitGraph, layer: int, slot: str) -> range:
+    grouped = slot != "q" and graph.n_kv_heads < graph.n_heads
+    node = Node("kv_head" if grouped else "head", layer)
+    first = graph.destination_index(Destination(node, slot))  # type: ignore[arg-type]
+    return range(first, first + (graph.n_kv_heads if grouped else graph.n_heads))
 
 
 def _together(places: Sequence[int]) -> slice | list[int]:
