@@ -30,6 +30,7 @@ _FULL = {
     errno.EROFS: "its disk is read-only",
     errno.EIO: "its disk failed",
 }
+_GONE = "what it is in was removed meanwhile"
 _ATTEMPTS = 50
 """How often a folder is swapped with one that another process writes at the same moment."""
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]*)-(?P<pid>\d+)-\w+\.new(\.\w+)?")
@@ -44,7 +45,6 @@ class Writer(Protocol):
 
     def writes(self, files: list[Path]) -> None:
         """Called before files appear, with their final paths."""
-        ...
 
 
 writers: WeakValueDictionary[Path, Writer] = WeakValueDictionary()
@@ -143,7 +143,7 @@ def _unfinished_folder(path: Path) -> Iterator[Path]:
 def _finish(temporary: Path, path: Path) -> list[Path]:
     """Write a folder that will be, or go into, `path` to the disk; return its files."""
     if not temporary.exists() or temporary.stat().st_ino != _unfinished[temporary]:
-        raise OSError(f"cannot write {path}: what it is in was removed meanwhile")
+        raise OSError(f"cannot write {path}: {_GONE}")
     temporary.chmod(0o777 & ~_umask())
     files = [entry for entry in temporary.rglob("*") if entry.is_file()]
     if not _in_unfinished(path):  # or else it is written with the folder around it
@@ -221,6 +221,8 @@ def _disk_explained(path: Path) -> Iterator[None]:
         if number is None:  # from safetensors or pandas, or explained already
             found = re.search(r"os error (\d+)", str(error))
             number = int(found[1]) if found else None
+        if number == errno.ENOENT and not path.parent.exists():
+            raise OSError(f"cannot write {path}: {_GONE}") from error
         if number not in _FULL:
             raise
         free = decimal(shutil.disk_usage(path.parent).free)
@@ -241,7 +243,7 @@ def _announce(files: list[Path]) -> None:
 
 
 def _in_unfinished(path: Path) -> bool:
-    return not _unfinished.keys().isdisjoint(path.parents)
+    return not _unfinished.keys().isdisjoint((path, *path.parents))
 
 
 def _prefix(path: Path) -> str:
@@ -269,10 +271,8 @@ def _remove_dead(path: Path) -> None:
 def _runs(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # it is somebody else's
-        return True
+    except OSError as error:  # or else it is somebody else's
+        return not isinstance(error, ProcessLookupError)
     return True
 
 

@@ -147,6 +147,19 @@ class AblatedModel:
         return gated(self.model, AttentionEdges(), kept)
 
 
+def by_title(models: HookedModel | Mapping[str, HookedModel]) -> dict[str, HookedModel]:
+    """Models by panel title; one on its own is titled "Model".
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not isinstance(models, Mapping):
+        return {"Model": models}
+    if not models:
+        raise ValueError("expected at least one model by title; got none")
+    return {str(title): model for title, model in models.items()}
+
+
 def start_together(
     models: Mapping[str, HookedModel],
     prompt: Prompt,

@@ -17,7 +17,7 @@ from torch import Tensor
 from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.circuits.removal import AttentionEdge, Head, RemovalEffects
 from sparse_tl.circuits.trace import Prompt, predicted_columns
-from sparse_tl.explorer.ablated_model import AblatedModel, start_together
+from sparse_tl.explorer.ablated_model import AblatedModel, by_title, start_together
 from sparse_tl.explorer.token_tables import Row, lens_rows, output_rows
 from sparse_tl.lens import HookedModel, check_head
 
@@ -35,16 +35,14 @@ class Exploration:
 
     def __init__(
         self,
-        models: Mapping[str, HookedModel],
+        models: HookedModel | Mapping[str, HookedModel],
         prompt: Prompt,
         *,
         position: int | None = None,
         positions: Sequence[int] | None = None,
         labels: Sequence[str] | None = None,
     ) -> None:
-        if not models:
-            raise ValueError("expected at least one model by title; got none")
-        self._models = {str(title): model for title, model in models.items()}
+        self._models = by_title(models)
         self._prompt, self._labels = prompt, labels
         self._ablated = self._start(prompt, positions, labels)
         columns = self._first.positions

@@ -13,7 +13,7 @@ from sparse_tl.circuits import trace_attention
 from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight
 from sparse_tl.circuits.removal import Head
 from sparse_tl.circuits.trace import Prompt, predicted_columns, prompt_tokens
-from sparse_tl.explorer.ablated_model import trace_weights
+from sparse_tl.explorer.ablated_model import by_title, trace_weights
 from sparse_tl.lens import HookedModel, adapt, check_head
 from sparse_tl.nodes import Node
 
@@ -23,7 +23,7 @@ _MAX_SCORES = 1_000_000
 
 @checked
 def circuit_diagram(
-    models: Mapping[str, HookedModel],
+    models: HookedModel | Mapping[str, HookedModel],
     prompt: Prompt,
     *,
     position: int | None = None,
@@ -35,7 +35,7 @@ def circuit_diagram(
     """Draw where each model's attention moves information for one prompt, one panel per model.
 
     Args:
-        models: models by panel title, from top to bottom.
+        models: a model, or several by panel title, from top to bottom.
         prompt: text or tokens.
         position: predicted column shown first, and in images; by default the last of `positions`.
             Negative ones count from the end of the prompt.
@@ -54,14 +54,13 @@ def circuit_diagram(
         ValueError: there is no model, or a prompt or position does not fit the model.
         TypeError: a label is not text.
     """
-    if not models:
-        raise ValueError("expected at least one model by title; got none")
+    titled = by_title(models)
     plans = {
-        title: _plan(model, prompt, position, positions, weight) for title, model in models.items()
+        title: _plan(model, prompt, position, positions, weight) for title, model in titled.items()
     }
     graphs = {
         title: _whole_row(
-            models[title], prompt, trace(models[title], prompt, positions=columns, labels=labels)
+            titled[title], prompt, trace(titled[title], prompt, positions=columns, labels=labels)
         )
         for title, (columns, _, trace) in plans.items()
     }

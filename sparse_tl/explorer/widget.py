@@ -54,7 +54,7 @@ class CircuitExplorer(Channel):
     `figure` and `save` then raise ValueError.
 
     Args:
-        models: dense or sparse models by panel title, from top to bottom.
+        models: a dense or sparse model, or several by panel title, from top to bottom.
         prompt: text or tokens.
         position: predicted column shown first; the last one by default.
         positions: all columns to choose from; by default every mask token of the prompt or the
@@ -73,7 +73,7 @@ class CircuitExplorer(Channel):
 
     def __init__(
         self,
-        models: Mapping[str, HookedModel],
+        models: HookedModel | Mapping[str, HookedModel],
         prompt: Prompt,
         *,
         position: int | None = None,

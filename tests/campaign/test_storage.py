@@ -13,12 +13,13 @@ import pytest
 import torch
 from architectures import plain_transformer
 from calls import pairs
+from safetensors.torch import save_file
 from tiny import tiny_model
 
 import sparse_tl as stl
 from sparse_tl.checksums import SUMS_FILE, check_sums, read_sums, write_sums
 from sparse_tl.circuits.acdc import SearchState
-from sparse_tl.files import write_tensors
+from sparse_tl.files import atomic_file, read_json, write_tensors
 from sparse_tl.lens import load_model, save_model
 from sparse_tl.lens.booting import boot
 from sparse_tl.locks import Hold
@@ -149,6 +150,22 @@ def test_restart_removes_what_the_run_wrote(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="notes.txt"):
         RunFolder(tmp_path / "run", {"seed": 2}, restart=True)
     assert (again / "cells" / "one" / "result.json").exists()
+
+
+def test_a_run_lists_the_files_of_a_model(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run", {})
+    stl.SparseTransformer(tiny_model()).save_pretrained(run / "sparse")
+    files = sorted(file.name for file in (run / "sparse").iterdir())
+    assert read_json(run / RUN_FILE)["wrote"] == [f"sparse/{name}" for name in files]
+
+
+def test_a_folder_that_is_taken_away(tmp_path: Path) -> None:
+    """safetensors says something else than Python where a folder is missing."""
+    place = tmp_path / "out" / "w.safetensors"
+    gone = pytest.raises(OSError, match=r"out/w\.safetensors: what it is in was removed meanwhile")
+    with gone, atomic_file(place) as unfinished:
+        place.parent.rename(tmp_path / "away")
+        save_file({"a": torch.ones(3)}, unfinished)
 
 
 def test_a_killed_first_write_leaves_a_usable_folder(tmp_path: Path) -> None:

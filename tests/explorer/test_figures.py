@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from sparse_tl import SparseTransformer
+from sparse_tl import SparseTransformer, explore
 from sparse_tl.explorer import attention_view, figures
 from sparse_tl.explorer.figures import circuit_diagram
 
@@ -53,6 +53,13 @@ def test_every_predicted_position_is_offered_and_one_is_shown_first(models):
         assert panel["output"] == whole["output"]
     some = circuit_diagram(models, PROMPT, positions=[-1, 7], position=7)
     assert some.data["targets"] == ((10, 10), (7, 7)) and some.data["state"]["target"] == 1
+
+
+def test_one_model_needs_no_title(models):
+    one = circuit_diagram(models["Sparse"], PROMPT)
+    titled = circuit_diagram({"Model": models["Sparse"]}, PROMPT)
+    assert one.svg == titled.svg
+    assert explore(models["Sparse"], PROMPT).exploration.titles == ("Model",)
 
 
 def test_effects_of_too_many_positions_are_left_out_unasked(models, monkeypatch):
