@@ -15,7 +15,17 @@ from html import escape
 from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    no_type_check,
+)
 
 from jaxtyping import AbstractArray, jaxtyped
 from torch import Tensor
@@ -181,6 +191,7 @@ def _as_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     return value
 
 
+@no_type_check  # a checked call would begin anew with the sizes of axes
 def _restored(declared: Any, value: Any, name: str, tensors: Mapping[str, Tensor]) -> Any:
     """The value that `_as_json` was given, checked against the declared type."""
     import pandas as pd

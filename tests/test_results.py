@@ -31,6 +31,7 @@ from sparse_tl.circuits import (
 )
 from sparse_tl.circuits.acdc import SearchState
 from sparse_tl.circuits.attention_graph import AttentionGraph
+from sparse_tl.files import read_tensors, write_tensors
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.grids import AttentionGrid
@@ -204,6 +205,21 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     (folder / "result.json").write_text(json.dumps({**said, "schema": 0}))
     with pytest.raises(ValueError, match="another version of this package"):
         Scores.load(folder)
+
+
+@pytest.mark.parametrize(
+    "field", ["trajectories", "losses", "fitted", "removed", "removed_together"]
+)
+def test_axes_of_two_sizes_are_refused(field: str, tmp_path: Path) -> None:
+    """Each has an axis that another one has too, or of a known size."""
+    folder = RESULTS["roles"].save(tmp_path / "result")
+    (folder / "SHA256SUMS").unlink()
+    tensors = read_tensors(folder / "result.safetensors")
+    write_tensors(
+        folder / "result.safetensors", {**tensors, field: torch.cat([tensors[field]] * 2)}
+    )
+    with pytest.raises(ValueError, match=r"expected a whole HeadRoles in .*; expected .* as"):
+        HeadRoles.load(folder)
 
 
 def test_another_kind_is_neither_read_nor_replaced(tmp_path: Path) -> None:

@@ -46,13 +46,13 @@ class HeadRoles(Result):
 
     seeds: tuple[int, ...]
     lambda_: float
-    trajectories: Float[Tensor, "stage seed record layer head"]
+    trajectories: Float[Tensor, "stage=3 seed record layer head"]
     recorded_at: tuple[int, ...]
-    losses: Float[Tensor, "stage seed"]
+    losses: Float[Tensor, "stage=3 seed"]
     dense_loss: float
     fitted: Bool[Tensor, " seed"]
     removed: Float[Tensor, "layer head"]
-    removed_together: Float[Tensor, "start role seed"]
+    removed_together: Float[Tensor, "start=2 role=3 seed"]
 
     @property
     def g0(self) -> Float[Tensor, "seed layer head"]:

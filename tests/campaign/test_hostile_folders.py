@@ -86,9 +86,7 @@ class Campaign:
 
 
 @pytest.fixture
-def campaign(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: None, unchecked_types: None
-) -> Campaign:
+def campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: None) -> Campaign:
     monkeypatch.setenv("MARKER", str(tmp_path / "marker"))
     (tmp_path / "secret.json").write_text("{}")
     inputs(tmp_path / "inputs")
