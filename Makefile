@@ -1,12 +1,17 @@
 # Everything a newcomer needs: `make demo` runs the main job, `make test` passes the tests.
-# `make test TL=3.9` does so on that version of TransformerLens, in an environment of its own.
+# `make test TL=3.9` does so on that version of TransformerLens.
 PYTHON ?= python3
 TL ?=
-VENV ?= .venv$(TL:%=-%)
-BIN := $(VENV)/bin
-CONSTRAINTS := constraints$(TL:%=-%).txt
-INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+VENV ?= .venv
+BIN := $(VENV)$(TL:%=-%)/bin
+PIP := $(VENV)/bin/python -m pip
+INSTALL := install --quiet --no-compile --constraint
+# A crashed worker that is started again leaves pytest waiting for ever.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --max-worker-restart 0 \
+	--cases $(CASES)
+INSTALLED := $(VENV)$(TL:%=-%)/.installed
+# Cases of each parametrised test: a number, or all.
+CASES ?= 3
 OUT ?= runs/addition
 FORM ?= placeholder
 
@@ -15,55 +20,64 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo lab test check contract lint docs doctor gallery notebooks clean
 
-demo: $(VENV)/.installed
-	$(BIN)/sparse-tl addition --form $(FORM) --out $(OUT)
+demo: $(INSTALLED)
+	$(BIN)/python -m sparse_tl addition --form $(FORM) --out $(OUT)
 
 # The notebooks, in a browser; the built-in models come with the package, so nothing is trained.
-lab: $(VENV)/.installed
+lab: $(INSTALLED)
 	$(BIN)/jupyter lab notebooks
 
 # One process per core; more threads each would only stand in each other's way.
-test: $(VENV)/.installed
+test: $(INSTALLED)
 	$(PYTEST)
 
 # The tests, and the notebooks from end to end; these come first, as they take longest.
-check: $(VENV)/.installed
+check: $(INSTALLED)
 	$(PYTEST) notebooks tests
 
 # What differs between versions of TransformerLens: the seam to it, and the main job on top.
-contract: $(VENV)/.installed
-	$(PYTEST) tests/lens tests/cli/test_addition_command.py
+contract: $(INSTALLED)
+	$(PYTEST) tests/lens tests/cli/test_addition_command.py::test_addition_prints_a_table
 
-lint: $(VENV)/.installed
+lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 	$(BIN)/lint-imports
 
 # The site is in site/: open site/index.html; `mkdocs serve` shows it while you write.
-docs: $(VENV)/.installed
+docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-doctor: $(VENV)/.installed
-	$(BIN)/sparse-tl doctor
+doctor: $(INSTALLED)
+	$(BIN)/python -m sparse_tl doctor
 
 # All figures, from real runs of the built-in models.
-gallery: $(VENV)/.installed
+gallery: $(INSTALLED)
 	$(BIN)/python docs/gallery.py --runs runs/gallery
 
 # Runs the notebooks and stores them with pictures in place of interactive figures.
-notebooks: $(VENV)/.installed
+notebooks: $(INSTALLED)
 	$(BIN)/python notebooks/store.py
 
 # A new pip finds packages in half the time of the one that venv brings, and compiling all of them
 # ahead of use takes as long again. torch comes before the others: the constraint names a build that
 # they must not replace.
-$(VENV)/.installed: pyproject.toml constraints.txt $(CONSTRAINTS)
+$(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(INSTALL) torch
-	$(INSTALL) --editable '.[dev,notebooks,docs]'
+	$(PIP) install --quiet --upgrade pip
+	$(PIP) $(INSTALL) constraints.txt torch
+	$(PIP) $(INSTALL) constraints.txt --editable '.[dev,notebooks,docs]'
+	touch $@
+
+# Another version of TransformerLens has an environment that sees everything else of the first one.
+$(VENV)-%/.installed: constraints-%.txt $(VENV)/.installed
+	rm -rf $(@D)
+	$(PYTHON) -m venv --without-pip $(@D)
+	$(BIN)/python -c 'import sysconfig as s; first = s.get_path("purelib").replace("$(@D)", "$(VENV)"); \
+	  open(s.get_path("purelib") + "/first.pth", "w").write(f"import site; site.addsitedir({first!r})")'
+	$(PIP) --python $(BIN)/python $(INSTALL) $< transformer-lens
 	touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-*

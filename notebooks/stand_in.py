@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def small_gpt2(folder: Path) -> dict[str, str]:
     return {"NAME": str(folder / "gpt2"), "TEXT": str(folder / "text.txt")}
 
 
-def give(notebook: Any, parameters: dict[str, str]) -> None:
+def give(notebook: Any, parameters: Mapping[str, Any]) -> None:
     """Set the variables of the cell that is tagged "parameters", if there is one."""
     for cell in notebook.cells:
         if "parameters" in cell.metadata.get("tags", ()):

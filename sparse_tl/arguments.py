@@ -1,9 +1,9 @@
 """Arguments of public functions and classes, checked against their annotations before any work.
 
 `checked` reads a signature: ``steps: AtLeastOne``, ``heads: Sequence[tuple[int, int]]`` or
-``tokens: Int[Tensor, "batch pos"]`` says what is accepted, and nothing is converted: text is no
-number, 2.0 is no whole number, NaN is no number, and a text is no list of texts. Axes of the same
-name have the same size in all arguments of a call.
+``tokens: Int[Tensor, "batch pos"]`` says what is accepted, and nothing is converted: a text is not
+a number, 2.0 is not a whole number, NaN is not a number, and a text is not a list of texts. Axes
+of the same name have the same size in all arguments of a call.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
@@ -47,7 +46,12 @@ Share = Annotated[float, Gt(0), Le(1)]
 
 Kind = TypeVar("Kind", bound=Callable[..., Any])
 
-_WORDS = {int: "a whole number", float: "a finite number", bool: "True or False", str: "text"}
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "True or False",
+    str: "text",
+}
 _WORDS |= {NoneType: "None", Path: "a path", Any: "anything"}
 _SEVERAL = {int: "whole numbers", float: "finite numbers", str: "texts", Path: "paths"}
 _BOUNDS = {Ge: "from", Gt: "above", Le: "to", Lt: "below"}
@@ -58,65 +62,44 @@ _LONGEST = 80
 def checked(made: Kind) -> Kind:
     """Check the arguments of a function; of a class, those of its instances and methods.
 
-    What a dataclass says itself when it is made comes first: it knows better what to do.
-
     Raises:
         TypeError: from the decorated function: an argument is of another type.
         ValueError: an argument is of the right type and out of range, or sizes do not match.
     """
     if isinstance(made, type):
         owner: Any = made
-        owner.__init__ = _checked_function(owner.__init__, owner.__name__, is_dataclass(owner))
+        owner.__init__ = _checked_function(owner.__init__, owner.__name__)
         for name, method in list(vars(owner).items()):
             kind = type(method) if isinstance(method, staticmethod | classmethod) else None
             plain = method.__func__ if kind else method
             own = inspect.isfunction(plain) and plain.__qualname__.startswith(owner.__qualname__)
-            if own and not name.startswith("_") and _takes_some(plain):
+            if own and not name.startswith("_"):
                 wrapped = _checked_function(plain, f"{owner.__name__}.{name}")
                 setattr(owner, name, kind(wrapped) if kind else wrapped)
         return owner
     return _checked_function(made, made.__name__)
 
 
-def _checked_function(function: Any, name: str, own_first: bool = False) -> Any:
+def _checked_function(function: Any, name: str) -> Any:
     signature = inspect.signature(function)
-    found: dict[str, Any] = {}
-
-    def check(given: dict[str, Any]) -> None:
-        # Sizes of axes are those of this call, not of the call that it stands in.
-        with jaxtyping.jaxtyped("context"):  # type: ignore[call-overload]
-            for parameter in given:
-                if parameter in found:
-                    _check(name, parameter, given, *found[parameter])
+    annotations = functools.cache(functools.partial(_annotations, function, signature))
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not found:
-            found.update(_annotations(function, signature))
+        found = annotations()
         args = tuple(_plain_number(value) for value in args)
         kwargs = {key: _plain_number(value) for key, value in kwargs.items()}
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{name}: {error}; see help({name})") from None
-        if own_first:
-            try:
-                function(*args, **kwargs)
-            except (TypeError, AttributeError, RuntimeError, IndexError):
-                check(given)
-                raise
-            return check(given)
-        check(given)
+        # Sizes of axes are those of this call, not of the call that it stands in.
+        with jaxtyping.jaxtyped("context"):  # type: ignore[call-overload]
+            for parameter in filter(found.__contains__, given):
+                _check(name, parameter, given, *found[parameter])
         return function(*args, **kwargs)
 
     return call
-
-
-def _takes_some(function: Any) -> bool:
-    """Whether there is an argument to check."""
-    every = inspect.signature(function).parameters.values()
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return any(p.annotation is not p.empty and p.kind not in several for p in every)
 
 
 def _plain_number(value: Any) -> Any:
@@ -130,7 +113,10 @@ def _annotations(function: Any, signature: inspect.Signature) -> dict[str, Any]:
     Names that are only imported for type checkers cannot be resolved: such parameters are checked
     by the function itself.
     """
+    from pydantic import ConfigDict, TypeAdapter
+
     scope = inspect.unwrap(function).__globals__
+    rules = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
     found: dict[str, Any] = {}
     for name, parameter in signature.parameters.items():
         annotation = parameter.annotation
@@ -143,26 +129,20 @@ def _annotations(function: Any, signature: inspect.Signature) -> dict[str, Any]:
             except NameError:
                 continue
         if annotation is not Any:
-            found[name] = (annotation, _adapter(annotation))
+            found[name] = (annotation, TypeAdapter(_instances(annotation), config=rules))
     return found
-
-
-def _adapter(annotation: Any) -> TypeAdapter[Any]:
-    from pydantic import ConfigDict, TypeAdapter
-
-    rules = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
-    return TypeAdapter(_instances(annotation), config=rules)
 
 
 def _instances(annotation: Any) -> Any:
     """The annotation with instances in place of classes, whose fields are their own matter."""
-    from pydantic import AfterValidator, BeforeValidator
+    from pydantic import BeforeValidator
 
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return Annotated[(_instances(inside[0]), *annotation.__metadata__)]
+        return Annotated[(_instances(inside[0]), *annotation.__metadata__)]  # type: ignore[invalid-annotation]
     if origin in (Union, UnionType):
-        return Union[tuple(_instances(kind) for kind in inside)]  # noqa: UP007 - made from a list
+        kinds = tuple(_instances(kind) for kind in inside)
+        return Union[kinds]  # type: ignore[invalid-annotation] # noqa: UP007 - made from a list
     if origin is Literal or annotation in _WORDS:
         return annotation
     if origin is None:
@@ -170,7 +150,7 @@ def _instances(annotation: Any) -> Any:
     if issubclass(origin, Callable):
         return Callable
     if origin is Iterable:  # its members are met as they are read
-        return Annotated[_instance(Iterable), AfterValidator(_no_text)]
+        return Annotated[_instance(Iterable), _but_not(str, bytes)]  # type: ignore[invalid-annotation]
     members = tuple(kind if kind is Ellipsis else _instances(kind) for kind in inside)
     found: Any = origin
     if origin is tuple or origin is Sequence:  # [layer, head] as (layer, head), a range as a list
@@ -182,14 +162,20 @@ def _instance(kind: type) -> Any:
     from pydantic import GetPydanticSchema
     from pydantic_core.core_schema import is_instance_schema
 
-    return Annotated[Any, GetPydanticSchema(lambda source, handler: is_instance_schema(kind))]
+    schema = GetPydanticSchema(lambda source, handler: is_instance_schema(kind))
+    return Annotated[Any, schema, _but_not(type)]  # a class has the methods of its instances
 
 
-def _no_text(value: Any) -> Any:
-    """Iterating over a text gives its characters, which nobody means."""
-    if isinstance(value, str | bytes):
-        raise ValueError
-    return value
+def _but_not(*kinds: type) -> Any:
+    """Refuse what passes for an instance, but nobody means: a text for its characters, a class."""
+    from pydantic import AfterValidator
+
+    def check(value: Any) -> Any:
+        if isinstance(value, kinds):
+            raise ValueError
+        return value
+
+    return AfterValidator(check)
 
 
 def _as_tuple(value: Any) -> Any:

@@ -96,8 +96,6 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         ValueError: `path` is a file.
     """
     path = Path(path).resolve()  # keep a link, replace its target
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"expected a folder, or a name that is free; {path} is a file")
     with _unfinished_folder(path) as temporary:
         yield temporary
         _finish(temporary, path)
@@ -106,11 +104,11 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 
 @scope
 def atomic_files(folder: str | Path) -> Iterator[Path]:
-    """A temporary folder whose files go into `folder`, each whole, if the block ends without an
-    exception; other files in `folder` stay.
+    """A temporary folder whose files replace those in `folder` if the block ends without an error.
 
     Raises:
         OSError: the disk is full, or a file may not be so large; `folder` is left as it was.
+        ValueError: `folder` is a file.
     """
     folder = Path(folder).resolve()
     with _unfinished_folder(folder) as temporary:
@@ -124,6 +122,8 @@ def atomic_files(folder: str | Path) -> Iterator[Path]:
 @scope
 def _unfinished_folder(path: Path) -> Iterator[Path]:
     """A temporary folder beside `path`, which is removed at the end."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"expected a folder, or a name that is free; {path} is a file")
     path.parent.mkdir(parents=True, exist_ok=True)
     with _disk_explained(path):
         nested = _in_unfinished(path)
@@ -163,7 +163,7 @@ def _swap(temporary: Path, path: Path) -> None:
                 os.replace(path, aside)
             os.replace(temporary, path)
             break
-        except (FileExistsError, FileNotFoundError, OSError) as error:
+        except OSError as error:
             busy = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
             if not busy or not temporary.exists() or attempt + 1 == _ATTEMPTS:
                 raise

@@ -81,7 +81,7 @@ def _finite(text: str) -> float:
     """A number of JSON, which has no NaN and no infinity."""
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text[:20]} is no number of JSON")
+        raise ValueError(f"{text[:20]} is not a JSON number")
     return value
 
 
@@ -124,7 +124,7 @@ def _check_plain(path: str | Path, what: str, largest: float = math.inf) -> None
     if not os.path.lexists(path):
         raise FileNotFoundError(f"expected {what} at {path}; there is no such file")
     if not path.is_file():
-        raise ValueError(f"expected {what} at {path}; it is no file, or a link to none")
+        raise ValueError(f"expected {what} at {path}; it is not a file, or a broken link")
     if path.stat().st_size > largest:
         raise ValueError(f"expected {what} at {path}; it has {path.stat().st_size:,} bytes")
 

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sparse_tl.arguments import MOST, checked
+from sparse_tl.arguments import MOST, AtLeastOne, checked
 from sparse_tl.grids import HeadGrid, PartGrid
 from sparse_tl.nodes import CircuitEdge, Destination, Kind, Node
 
@@ -95,19 +95,19 @@ class CircuitGraph(PartGrid):
         ValueError: the sizes are inconsistent, or there would be more than a billion edges.
     """
 
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
+    n_layers: AtLeastOne
+    n_heads: AtLeastOne
+    n_kv_heads: AtLeastOne
     has_mlps: bool = True
     parallel: bool = False
     coupled: bool = False
     noun = "circuit edges"
 
     def __post_init__(self) -> None:
-        if min(self.n_layers, self.n_heads, self.n_kv_heads) < 1 or self.n_heads % self.n_kv_heads:
+        if self.n_heads % self.n_kv_heads:
             raise ValueError(
-                f"expected at least one layer and heads that share key-value heads evenly; got "
-                f"{self.n_layers} layers, {self.n_heads} heads, {self.n_kv_heads} key-value heads"
+                f"expected heads that share key-value heads evenly; got {self.n_heads} heads and "
+                f"{self.n_kv_heads} key-value heads"
             )
         n_inputs = self.n_heads + 2 * self.n_kv_heads + self.has_mlps
         if self.n_layers**2 * (self.n_heads + self.has_mlps) * n_inputs > 2 * MOST:

@@ -81,8 +81,8 @@ def measure(
     if not bool(values.isfinite().all()):
         row = int((~values.isfinite()).int().argmax())
         raise ValueError(
-            f"expected a finite metric; pair {row} has {values[row].item()}. A wrong answer is "
-            "missing, perhaps, or the model's logits are no numbers."
+            f"expected a finite metric; pair {row} has {values[row].item()}. Perhaps a "
+            "wrong answer is missing, or the model's logits are NaN or infinite."
         )
     return values
 

@@ -86,14 +86,7 @@ def on_first(call: Callable[[], Value]) -> Value:
     """What a function returns, or raises, on the first rank; the others wait for it."""
     if count() == 1:
         return call()
-    found: list[Value] = []
-    failed = None
-    if is_first():
-        try:
-            found = [call()]
-        except Exception as error:
-            failed = _portable(error)
-    found, failed = from_first((found, failed))
+    found, failed = from_first(_tried(call) if is_first() else ([], None))
     if failed is not None:
         raise failed
     return found[0]
@@ -103,12 +96,7 @@ def on_each(call: Callable[[], Value]) -> Value:
     """What a function returns on this rank; raises on all ranks what it raises on any."""
     if count() == 1:
         return call()
-    found: list[Value] = []
-    failed = None
-    try:
-        found = [call()]
-    except Exception as error:
-        failed = _portable(error)
+    found, failed = _tried(call)
     for error in gathered(failed):
         if error is not None:
             raise error
@@ -251,7 +239,7 @@ def _launched() -> bool:
     if _cpu_asked_for() and "MASTER_PORT" in os.environ and "RANK" not in os.environ:
         raise ValueError(
             "expected to be started as several ranks; `accelerate launch --cpu` starts one "
-            "process, whatever its --num_processes. Use `accelerate launch --multi_gpu "
+            "process and ignores --num_processes. Use `accelerate launch --multi_gpu "
             "--num_processes 2`, which also works without GPUs, or `torchrun --nproc-per-node 2`."
         )
     return False
@@ -291,10 +279,13 @@ def together() -> Iterator[None]:
         ) from error
 
 
-def _portable(error: Exception) -> Exception:
-    """The error in a form that other ranks can raise."""
+def _tried(call: Callable[[], Value]) -> tuple[list[Value], Exception | None]:
+    """What a function returns, or raises, in a form that other ranks can raise."""
     try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__} on rank {rank()}: {error}")
-    return error
+        return [call()], None
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            return [], RuntimeError(f"{type(error).__name__} on rank {rank()}: {error}")
+        return [], error

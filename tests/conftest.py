@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -24,10 +25,39 @@ if TYPE_CHECKING:  # the process that hands out tests to others needs nothing he
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(scope="session", autouse=True)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cases",
+        default="3",
+        help="cases of each parametrised test to run, or all; which ones is drawn by its name",
+    )
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Not every test needs every architecture; drawn by name, they all have their tests."""
+    if (cases := config.getoption("--cases")) == "all":
+        return
+    by_test: dict[str, list[pytest.Item]] = {}
+    every = [item for item in items if item.get_closest_marker("every_case")]
+    for item in items:
+        by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, group in by_test.items():
+        if len(group) > int(cases):
+            by_test[name] = random.Random(name).sample(group, int(cases))
+    kept = {item for group in [every, *by_test.values()] for item in group}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+@pytest.fixture(autouse=True)
 def signals_stop() -> None:
-    """As in a terminal; what is started in the background, or by `nohup`, ignores some."""
+    """As in a terminal; what is started in the background, or by `nohup`, ignores some.
+
+    `accelerate.notebook_launcher` leaves its own.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -127,7 +157,7 @@ def browser() -> Iterator[Any]:
 def _offline_context(browser: Any) -> Any:
     context = browser.new_context(viewport={"width": 1032, "height": 900})
     context.set_offline(True)
-    context.set_default_timeout(5000)
+    context.set_default_timeout(60_000)  # only failures wait so long
     return context
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from sparse_tl.data import ShuffledStream, TokenBatch
 
 
-def on_ranks(n: int, job: Callable[[int], Any], seconds: float = 60) -> list[Any]:
+def on_ranks(n: int, job: Callable[[int], Any], seconds: float = 300) -> list[Any]:
     """What a function returns on each of `n` ranks, or the exception that it raises there.
 
     It is called with the number of the rank. A rank that ends without either gives None.
@@ -55,7 +55,7 @@ def _rank(number: int, n: int, store: Path, job: Callable[[int], Any], end: Any)
         store=dist.FileStore(str(store), n),
         rank=number,
         world_size=n,
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(minutes=5),
     )
     try:
         answer = job(number)

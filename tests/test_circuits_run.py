@@ -1,4 +1,4 @@
-"""``sparse-tl circuits`` from end to end, on the built-in models and on what it must refuse."""
+"""``sparse-tl circuits`` from end to end, on small models and on what it must refuse."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pandas as pd
 import pytest
 import torch
 from rich.console import Console
+from tiny import save_small_task_models
 
 from sparse_tl.circuits import CircuitSizes, Evaluation, Scores, SeedMultipliers, multiplier
 from sparse_tl.cli import printing
 from sparse_tl.cli.printing import comparison
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import load_model, save_model
-from sparse_tl.models import load_task_models
+from sparse_tl.lens import load_model
 from sparse_tl.runs import circuits as run_module, run_circuits
 
 TASKS = ["greater_than"]
@@ -26,12 +26,8 @@ TASKS = ["greater_than"]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The built-in task models, as folders."""
-    folder = tmp_path_factory.mktemp("models")
-    dense, sparse = load_task_models(device="cpu")
-    save_model(dense, folder / "dense")
-    sparse.save_pretrained(folder / "sparse")
-    return folder / "dense", folder / "sparse"
+    """Smaller ones than the built-in task models, as folders."""
+    return save_small_task_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +57,8 @@ def test_everything_is_written(run: tuple[Path, Any]) -> None:
             assert said[side]["circuit_edges_at_0.9_per_prompt"] == single.median
             assert said[side]["prompts"] == len(single.sizes) == 4
             edges, heads = Scores.load(place / "circuit_edge_scores"), place / "head_scores"
-            assert edges.site.n_layers == 12
-            assert Scores.load(heads).values.shape == (12, 12)
+            assert edges.site.n_layers == 4
+            assert Scores.load(heads).values.shape == (4, 8)
             circuit = json.loads((place.parent / f"{side}_circuit.json").read_text())
             assert all(edges[row["edge"]] == row["score"] for row in circuit)
         for suffix in ("html", "svg", "png"):

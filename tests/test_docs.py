@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tiny import small_task_models
 
 import sparse_tl
+
+pytestmark = pytest.mark.every_case
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -27,6 +30,11 @@ RUN_PAGES = [
     DOCS / "edges.md",
     DOCS / "coming-from.md",
     *(page for page in sorted((DOCS / "how-to").glob("*.md")) if "```python" in page.read_text()),
+]
+# Pages that take minutes with the built-in task models, and say nothing that depends on them.
+LONG_PAGES = [
+    DOCS / "coming-from.md",
+    *(DOCS / "how-to" / f"{name}.md" for name in ("find-a-circuit", "gpus", "sparsify")),
 ]
 # The title of a block says when it needs more than is here: a download, another package.
 RUN_TITLES = ("", ' title="sparse_tl"', ' title="TransformerLens: run here too"')
@@ -79,7 +87,20 @@ def test_code_compiles(page: Path):
 def test_code_runs_and_prints_what_the_page_says(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    if page in LONG_PAGES:
+        monkeypatch.setattr(sparse_tl, "load_task_models", small_task_models)
     monkeypatch.chdir(tmp_path)
+    _run(page)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", LONG_PAGES, ids=named)
+def test_code_runs_on_what_it_names(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    _run(page)
+
+
+def _run(page: Path) -> None:
     namespace: dict[str, object] = {}
     for block in blocks_of(page):
         if block.language != "python" or block.options not in RUN_TITLES:

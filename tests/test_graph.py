@@ -103,7 +103,7 @@ def test_edges_that_do_not_exist(name: str, message: str) -> None:
 
 
 def test_sizes_that_no_model_has() -> None:
-    with pytest.raises(ValueError, match="heads that share key-value heads evenly.*5 heads, 2"):
+    with pytest.raises(ValueError, match="share key-value heads evenly; got 5 heads and 2"):
         CircuitGraph(2, 5, 2)
 
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
+from tiny import save_small_task_models, small_task_models
 
 from sparse_tl.cli import main
-from sparse_tl.gates import SparseTransformer
 from sparse_tl.head_roles import ROLES, AblationCurve, HeadRoles
-from sparse_tl.lens import save_model
-from sparse_tl.models import task_recipe
 from sparse_tl.runs import HeadRolesRun, cells, head_roles, run_head_roles
 from sparse_tl.runs.cells import cells_of
 
@@ -29,9 +28,17 @@ FEW: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_tasks() -> Iterator[None]:
+    """A smaller pair in the place of the built-in task models."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cells, "load_task_models", small_task_models)
+        yield
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, HeadRolesRun]:
-    """The built-in models on two tasks."""
+    """Built-in models on two tasks."""
     out = tmp_path_factory.mktemp("runs") / "roles"
     return out, run_head_roles(out, tasks=["addition", "ioi"], **FEW)
 
@@ -43,7 +50,7 @@ def test_the_built_in_models_on_their_tasks(run: tuple[Path, HeadRolesRun]) -> N
     assert list(metrics["tasks"]) == ["addition", "ioi"]
     scores = pd.read_csv(out / "scores.csv")
     curves = pd.read_csv(out / "curves.csv")
-    for task, heads in (("addition", 16), ("ioi", 144)):
+    for task, heads in (("addition", 16), ("ioi", 32)):
         for side in ("dense", "sparse"):
             place, numbers = out / task / side, metrics["tasks"][task][side]
             roles = HeadRoles.load(place / "roles")
@@ -91,13 +98,8 @@ def test_what_is_finished_is_not_fitted_again(
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A dense and a sparse model on disk, small and not trained, with the words of the tasks."""
-    folder, recipe = tmp_path_factory.mktemp("models"), task_recipe()
-    small = {**recipe.architecture, "n_layer": 2, "n_head": 4, "n_embd": 32, "n_inner": 64}
-    dense = recipe.changed(architecture=small).build(device="cpu")
-    (folder / "dense").mkdir()
-    save_model(dense, folder / "dense")
-    SparseTransformer(dense, initial_bias=0.0).save_pretrained(folder / "sparse")
-    return [str(folder / "dense"), str(folder / "sparse")]
+    folder = tmp_path_factory.mktemp("models")
+    return [*map(str, save_small_task_models(folder, n_layer=2, n_head=4, n_embd=32))]
 
 
 def test_other_models_on_question_sets_and_text(folders: list[str], tmp_path: Path) -> None:

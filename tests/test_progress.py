@@ -10,18 +10,23 @@ from sparse_tl import progress
 from sparse_tl.progress import tracked
 
 CELL = """
-import time
+from types import SimpleNamespace
+
+from sparse_tl import progress
 from sparse_tl.progress import tracked
+
+now = 0.0
+progress.time = SimpleNamespace(monotonic=lambda: now)
 
 with tracked("scoring <b>edges</b>", 30) as step:
     for _ in range(30):
-        time.sleep(0.03)
+        now += 0.03
         step()
 with tracked("too short to show", 3) as step:
     step()
 with tracked("stopped", 9, done=2) as step:
     for done in range(3, 7):
-        time.sleep(0.2)
+        now += 0.2
         step(f"loss {done}")
     raise KeyboardInterrupt
 """

@@ -104,7 +104,7 @@ def test_a_rank_that_dies_is_missed() -> None:
     started = time.monotonic()
     error, nothing = on_ranks(2, job)
     assert isinstance(error, ranks.LostRankError) and "another rank ended" in str(error)
-    assert nothing is None and time.monotonic() - started < 20
+    assert nothing is None and time.monotonic() - started < 200
 
 
 def test_a_notebook_launches_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

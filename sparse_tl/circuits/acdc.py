@@ -86,9 +86,9 @@ def acdc(
     """
     graph = adapt(model).graph
     begin = _starting_point(graph, start)
-    if (threshold is None and size is None) or (threshold is not None and not threshold > 0):
-        raise ValueError(f"expected a threshold above 0, or a size; got {threshold=} and {size=}")
-    if size is not None and not 0 <= size <= len(begin):
+    if threshold is None and size is None:
+        raise ValueError("expected a threshold above 0, or a size; got neither")
+    if size is not None and size > len(begin):
         raise ValueError(f"expected a size in 0..{len(begin)}, what is started from; got {size}")
     edges = begin.site == graph
     site = CircuitEdges() if edges else Heads()
@@ -145,7 +145,8 @@ class _Search:
     def __init__(
         self, begin: Circuit, runs: PairRuns, metric: Metric | Literal["kl"], threshold: float
     ) -> None:
-        self.site, self.metric, self.patch = begin.site, metric, runs.patch
+        self.site, self.metric = begin.site, metric
+        self.patch: Patch = runs.patch
         self.runs, self.n_layers = runs, runs.adapter.n_layers
         self.state = SearchState(begin.mask.cpu().clone(), threshold)
         # Parts in test order, last first; parts of one destination, or layer, are adjacent.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from jaxtyping import Float
@@ -121,9 +121,9 @@ def patch_activations(
     model: HookedModel,
     pairs: PromptPairs,
     metric: Metric,
-    at: At | str = "resid_pre",
+    at: At = "resid_pre",
     *,
-    into: Side | str = "corrupted",
+    into: Side = "corrupted",
     batch_size: AtLeastOne = 32,
     rows: AtLeastOne = 256,
     progress: bool = True,
@@ -149,10 +149,6 @@ def patch_activations(
             hook points, or the metric is not one finite number per pair.
         NoEffectError: the metric of clean and corrupted prompts is the same.
     """
-    if at not in get_args(At) or into not in get_args(Side):
-        raise ValueError(
-            f"expected at= of {get_args(At)} and into= of {get_args(Side)}; got {at!r} and {into!r}"
-        )
     adapter = adapt(model)
     check_pairs(adapter, pairs)
     pairs = _cropped(pairs)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -56,11 +56,11 @@ def attribute_circuit_edges(
     pairs: PromptPairs,
     metric: Metric,
     *,
-    method: Method | str = "eap-ig",
+    method: Method = "eap-ig",
     steps: AtLeastOne = 5,
     patch: Patch = "corrupted",
     by_pair: bool = False,
-    positions: Positions | str | None = None,
+    positions: Positions | None = None,
     batch_size: AtLeastOne = 32,
     progress: bool = True,
 ) -> Scores:
@@ -130,7 +130,7 @@ def attribute_heads(
     pairs: PromptPairs,
     metric: Metric,
     *,
-    method: Method | str = "eap-ig",
+    method: Method = "eap-ig",
     steps: AtLeastOne = 5,
     patch: Patch = "corrupted",
     batch_size: AtLeastOne = 32,
@@ -160,9 +160,9 @@ def attribute_attention_edges(
     pairs: PromptPairs,
     metric: Metric,
     *,
-    method: Literal["eap", "eap-ig"] | str = "eap-ig",
+    method: Literal["eap", "eap-ig"] = "eap-ig",
     steps: AtLeastOne = 5,
-    patch: EdgePatch | str = "zero",
+    patch: EdgePatch = "zero",
     batch_size: AtLeastOne = 32,
     progress: bool = True,
 ) -> Scores:
@@ -174,11 +174,6 @@ def attribute_attention_edges(
     padding score 0. Arguments and errors are those of `attribute_circuit_edges`, without
     "eap-ig-activations"; the patch is 0, as at a closed gate, or the corrupted prompt's pattern.
     """
-    if method not in ("eap", "eap-ig") or patch not in get_args(EdgePatch):
-        raise ValueError(
-            f'expected a method of ("eap", "eap-ig") and a patch of {get_args(EdgePatch)}; got '
-            f"{method!r} and {patch!r}"
-        )
     runs = PairRuns(model, CircuitEdges(), pairs, "corrupted", batch_size, shared=True)
     adapter, length = runs.adapter, pairs.clean.shape[1]
     names = AttentionEdges().points(adapter)

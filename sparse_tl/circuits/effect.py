@@ -179,7 +179,6 @@ class EffectCurve(Result):
         Raises:
             ValueError: the level is out of range.
         """
-        check_level(level)
         below = [index for index, effect in enumerate(self.mean) if effect < level]
         if not below:
             return float(max(self.sizes[0], 1))
@@ -236,15 +235,3 @@ def multiplier(dense: EffectCurve, sparse: EffectCurve, level: Share = 0.9) -> f
     """
     needed = dense.size_at(level), sparse.size_at(level)
     return None if needed[0] is None or needed[1] is None else needed[0] / needed[1]
-
-
-def check_level(level: float) -> None:
-    """Check that a level of explained effect is valid.
-
-    Raises:
-        ValueError: the level is not above 0 and at most 1.
-    """
-    if not 0 < level <= 1:
-        raise ValueError(
-            f"expected a level above 0 and at most 1; got {level}; 0.9 is the usual one"
-        )

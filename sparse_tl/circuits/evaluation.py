@@ -23,6 +23,7 @@ from sparse_tl.circuits.pair_runs import PairRuns, read_mask
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
+from sparse_tl.grids import HeadGrid
 from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.metrics import Metric, is_right, measure
 from sparse_tl.positioned_graph import PositionedGraph
@@ -156,7 +157,12 @@ def evaluate_heads(
     """The explained effect of the best-scored heads at growing circuit sizes; by default all sizes.
 
     The arguments are those of `evaluate_circuit_edges`.
+
+    Raises:
+        ValueError: the scores are not of heads, or as in `evaluate`.
     """
+    if not isinstance(scores.site, HeadGrid):
+        raise ValueError(f"expected scores of heads, as from attribute_heads; got {scores!r}")
     if sizes is None:
         sizes = range(scores.site.n_parts + 1)
     return evaluate(model, pairs, metric, [scores.top(size) for size in sizes], **options)

@@ -31,7 +31,7 @@ def patch_exactly(
     parts: Sequence[CircuitEdge | Node | str] | None = None,
     *,
     patch: Patch = "corrupted",
-    positions: Positions | str | None = None,
+    positions: Positions | None = None,
     batch_size: AtLeastOne = 32,
     rows: AtLeastOne = 256,
     progress: bool = True,

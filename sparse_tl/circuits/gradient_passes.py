@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -30,25 +30,17 @@ class Passes:
         runs: prompt pairs, and the patch of circuit edges.
         also: hook points to record in addition to those of sources and destinations.
         heads_only: leave out hook points that do not concern heads; heads then write at ``hook_z``.
-
-    Raises:
-        ValueError: the method is unknown, or `steps` is below 1.
     """
 
     def __init__(
         self,
         metric: Metric,
-        method: Method | str,
+        method: Method,
         steps: int,
         runs: PairRuns,
         also: Sequence[str] = (),
         heads_only: bool = False,
     ) -> None:
-        if method not in get_args(Method) or steps < 1:
-            raise ValueError(
-                f"expected a method of {get_args(Method)} and at least 1 step; got {method!r} and "
-                f"{steps}"
-            )
         self.metric, self.method, self.steps, self.runs = metric, method, steps, runs
         self.adapter, self.also = runs.adapter, also
         layers = range(self.adapter.n_layers)

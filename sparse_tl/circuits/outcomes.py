@@ -14,14 +14,11 @@ if TYPE_CHECKING:
 
 
 class _Search(Result):
-    circuit: Circuit
-    history: pd.DataFrame
-
-    def to_pandas(self) -> pd.DataFrame:
+    def to_pandas(self: Acdc | Pruning) -> pd.DataFrame:
         """The search history."""
         return self.history
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self: Acdc | Pruning) -> str:
         return f"<p>{self!r}</p>" + self.circuit._repr_html_()
 
 

@@ -53,11 +53,12 @@ class PairRuns:
         batch_size: int,
         *,
         keep: bool = False,
-        positions: Positions | str | None = None,
+        positions: Positions | None = None,
         shared: bool = False,
     ) -> None:
         needed = needs_reference(patch)
-        self.model, self.site, self.patch = model, site, patch
+        self.model, self.site = model, site
+        self.patch: Patch = patch
         self.adapter = adapt(model)
         check_pairs(self.adapter, pairs)
         if positions is not None:
@@ -78,7 +79,7 @@ class PairRuns:
             state = batch_size * pairs.clean.shape[1] * self._state_per_token
             self._n_kept = max(1, STATES_AT_ONCE // state)
         # A mean is shared by all batches; other prompts are split into batches.
-        self._shown = self._mean() if patch == "mean" else "corrupted" if needed else patch
+        self._shown: Patch = self._mean() if patch == "mean" else "corrupted" if needed else patch
         self._others: Sequence[Tensor] = ()
         if patch == "corrupted":
             self._others = [batch.corrupted for batch in self.batches]

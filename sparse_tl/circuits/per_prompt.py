@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, Share, checked
 from sparse_tl.circuits.attribution import attribute_circuit_edges
-from sparse_tl.circuits.effect import EffectCurve, Evaluation, check_level
+from sparse_tl.circuits.effect import EffectCurve, Evaluation
 from sparse_tl.circuits.evaluation import log_sizes
 from sparse_tl.circuits.gradient_passes import Method
 from sparse_tl.circuits.pair_runs import PairRuns
@@ -100,7 +100,7 @@ def circuit_sizes_per_prompt(
     metric: Metric,
     *,
     level: Share = 0.9,
-    method: Method | str = "eap-ig",
+    method: Method = "eap-ig",
     steps: AtLeastOne = 5,
     sizes: Sequence[int] | None = None,
     patch: Patch = "corrupted",
@@ -128,7 +128,6 @@ def circuit_sizes_per_prompt(
         ValueError: the level or a size is out of range, `sizes` is empty, or as in
             `attribute_circuit_edges`.
     """
-    check_level(level)
     options = {"method": method, "steps": steps, "patch": patch, "progress": progress}
     scores = attribute_circuit_edges(
         model, pairs, metric, by_pair=True, batch_size=batch_size, **options

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sparse_tl.arguments import AtLeastOne, Count, Logit, Positive, Seed, checked
+from sparse_tl.arguments import AtLeastOne, Logit, Positive, Seed, checked
 from sparse_tl.circuits.outcomes import Pruning
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
@@ -53,7 +53,7 @@ def prune_circuit_edges(
     model: HookedModel,
     pairs: PromptPairs,
     *,
-    size: Count,
+    size: AtLeastOne,
     start: Scores | None = None,
     steps: AtLeastOne = 300,
     learning_rate: Positive = 0.3,
@@ -88,11 +88,8 @@ def prune_circuit_edges(
     import pandas as pd
 
     graph = adapt(model).graph
-    if not 1 <= size <= graph.n_edges or steps < 1 or not learning_rate > 0 or not lambda_ > 0:
-        raise ValueError(
-            f"expected a size in 1..{graph.n_edges}, at least one step, and a learning rate and "
-            f"lambda_ above 0; got {size=}, {steps=}, {learning_rate=}, {lambda_=}"
-        )
+    if size > graph.n_edges:
+        raise ValueError(f"expected a size in 1..{graph.n_edges}; got {size}")
     if start is not None and start.site != graph:
         raise ValueError(f"expected scores of {graph!r} to start from; got {start!r}")
     runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size, keep=True)
@@ -117,8 +114,8 @@ def prune_circuit_edges(
             lost = divergence(run.logits(gates(GateMode.SAMPLED, generator)), clean).mean()
             if not bool(lost.isfinite()):
                 raise ValueError(
-                    f"expected a finite divergence; at step {done + 1} it is {lost.item()}. The "
-                    "model's logits are no numbers, or gates are: a smaller learning rate may help."
+                    f"expected a finite divergence; at step {done + 1} it is {lost.item()}. "
+                    "Logits or gates are NaN or infinite: a smaller learning rate may help."
                 )
             expected = expected_size(distribution, gates.logits[exists])
             excess = torch.log1p(expected) - math.log1p(target)

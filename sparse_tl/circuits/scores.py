@@ -53,8 +53,8 @@ class Scores(Result):
             )
         if not bool(self.values.isfinite().all()):
             raise ValueError(
-                "expected finite scores; some are NaN or infinite: the metric or the model's "
-                "activations are no numbers on some prompts"
+                "expected finite scores; some are NaN or infinite: so are the metric or the "
+                "model's activations on some prompts"
             )
 
     def mean(self) -> Float[Tensor, "*axes"]:

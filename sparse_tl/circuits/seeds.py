@@ -154,7 +154,7 @@ class SeedMultipliers(Result):
         """One row per seed: its multiplier, or NaN."""
         import pandas as pd
 
-        values = pd.Series(self.values, dtype=float)
+        values = pd.Series([math.nan if v is None else v for v in self.values], dtype=float)
         return pd.DataFrame({"seed": self.seeds, "multiplier": values})
 
     def words(self) -> tuple[str, ...]:

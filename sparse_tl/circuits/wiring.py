@@ -200,6 +200,11 @@ class Wiring:
         return sorted(self.on_path, key=lambda i: (-self.lines[i].reader, i))
 
 
+def in_order(spots: Iterable[Spot]) -> list[Spot]:
+    """Spots in the order in which they compute."""
+    return sorted(spots, key=lambda spot: (spot.step, spot.position or 0, spot.node.head))
+
+
 def connected(
     lines: Sequence[Line], among: Iterable[int], ends: tuple[frozenset[int], frozenset[int]]
 ) -> frozenset[int]:
@@ -248,7 +253,7 @@ def wire(circuit: Circuit, scores: Scores | None) -> Wiring:
     else:
         every = set[Spot]()
     every |= {end for source, reader, *_ in drawn for end in (source, reader)}
-    spots = sorted(every, key=lambda s: (s.step, s.position or 0, s.node.head))
+    spots = in_order(every)
     index = {found: i for i, found in enumerate(spots)}
     lines = (Line(index[a], index[b], slot, edge, weight) for a, b, slot, edge, weight in drawn)
     return Wiring(tuple(spots), tuple(lines), names, values)

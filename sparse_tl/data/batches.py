@@ -98,19 +98,11 @@ class TokenBatch(Rows):
     groups: Int[Tensor, " batch"] | None = None
 
     def __post_init__(self) -> None:
-        if self.groups is not None and self.groups.shape != self.tokens.shape[:1]:
-            raise ValueError(
-                f"expected groups of {len(self.tokens)} rows; got {tuple(self.groups.shape)}"
-            )
         if self.groups is not None and bool((self.groups < 0).any()):
             raise ValueError(f"expected groups from 0 up; got {int(self.groups.min())}")
-        for name in ("labels", "loss_mask", "attention_mask"):
-            value = getattr(self, name)
-            if value is not None and value.shape != self.tokens.shape:
-                raise ValueError(
-                    f"expected {name} of the tokens' shape {tuple(self.tokens.shape)}; "
-                    f"got {tuple(value.shape)}"
-                )
+        mask = self.attention_mask
+        if mask is not None and bool(((mask != 0) & (mask != 1)).any()):
+            raise ValueError("expected 0 at padding and 1 elsewhere as attention_mask; got others")
         if not self.loss_mask.any():
             raise ValueError(
                 f"expected at least one position with a loss in a batch of shape "
@@ -125,7 +117,7 @@ class TokenBatch(Rows):
         loss_mask[:, -1] = False
         return TokenBatch(tokens, labels, loss_mask)
 
-    def split(self, size: Count) -> list[TokenBatch]:
+    def split(self, size: AtLeastOne) -> list[TokenBatch]:
         """Split into pieces of `size` consecutive rows; longer where a piece would lack labels."""
         bounds = [0]
         for end in range(size, len(self), size):
@@ -137,12 +129,14 @@ class TokenBatch(Rows):
         """The rows of one of several ranks: dealt in turn, those with a label first.
 
         Raises:
-            ValueError: there are fewer rows with a label than ranks.
+            ValueError: there are fewer rows with a label than ranks, or no such rank.
         """
         if n_ranks == 1:
             return self
         labelled = self.loss_mask.any(dim=1)
         n_labelled = int(labelled.sum())
+        if rank >= n_ranks:
+            raise ValueError(f"expected a rank in 0..{n_ranks - 1}; got {rank}")
         if n_labelled < n_ranks:
             raise ValueError(
                 f"expected at least {n_ranks} rows with a label in every batch, one for each rank; "

@@ -58,8 +58,11 @@ def read_documents(
         column: dataset column, or key of a ``.jsonl`` file's rows, that holds the text.
 
     Raises:
-        ValueError: the file, dataset or column does not exist, or a file is not UTF-8 text.
+        ValueError: the file, dataset or column does not exist, a file is not UTF-8 text, or the
+            separator is empty.
     """
+    if not separator:
+        raise ValueError("expected a separator of at least one character; got ''")
     if isinstance(source, (str, Path)):
         if not Path(source).is_file():
             return DocumentRows(dataset_rows(source, split), column, f"dataset {source}")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from sparse_tl.arguments import Count, checked
+from sparse_tl.arguments import AtLeastOne, checked, shown
 from sparse_tl.data.batches import Rows
 from sparse_tl.data.records import (
+    ModelWithTokenizer,
     PairTexts,
     check_prompts,
     encoder,
@@ -44,12 +45,13 @@ class PromptPairs(Rows):
         corrupted: tokens with the information removed.
         answers: correct tokens of each pair, padded with `NO_TOKEN`.
         wrong: incorrect tokens of each pair, padded with `NO_TOKEN`.
-        positions: position of each prompt's last token, where logits are read.
+        positions: position of each prompt's last token, where logits are read. Answers at several
+            positions of a prompt are several pairs: repeat the prompt, once for each position.
         spans: the span of every token, as from `with_spans`; for scores and circuits by span.
 
     Raises:
-        ValueError: shapes do not match, there is no pair, a row has no answer or a negative one, a
-            prompt has several positions, or a position is out of range.
+        ValueError: shapes do not match, there is no pair, a row has no answer or a negative one, or
+            a position is out of range.
     """
 
     clean: Int[Tensor, "pair pos"]
@@ -60,24 +62,8 @@ class PromptPairs(Rows):
     spans: Spans | None = None
 
     def __post_init__(self) -> None:
-        if self.clean.shape != self.corrupted.shape:
-            raise ValueError(
-                f"expected clean and corrupted prompts of one shape; got "
-                f"{tuple(self.clean.shape)} and {tuple(self.corrupted.shape)}"
-            )
         if len(self.clean) == 0:
             raise ValueError("expected at least one prompt pair; got none")
-        if self.positions.ndim > 1:
-            raise ValueError(
-                f"expected one position per pair; got positions of shape "
-                f"{tuple(self.positions.shape)}. Answers at several positions of a prompt are "
-                "several pairs: repeat the prompt, once for each position."
-            )
-        for name in ("answers", "wrong", "positions"):
-            if len(getattr(self, name)) != len(self.clean):
-                raise ValueError(
-                    f"expected {name} for {len(self.clean)} pairs; got {len(getattr(self, name))}"
-                )
         for name in ("answers", "wrong"):
             outside = getattr(self, name) < NO_TOKEN
             if outside.any():
@@ -105,7 +91,9 @@ class PromptPairs(Rows):
             )
 
     @staticmethod
-    def from_texts(model: Any, rows: Sequence[Mapping[str, Any]] | pd.DataFrame) -> PromptPairs:
+    def from_texts(
+        model: ModelWithTokenizer, rows: Sequence[Mapping[str, Any]] | pd.DataFrame
+    ) -> PromptPairs:
         """Prompt pairs from a table of texts.
 
         Args:
@@ -142,7 +130,7 @@ class PromptPairs(Rows):
         """
         return replace(self, spans=Spans.named(spans, self.positions, self.clean.shape[1]))
 
-    def spans_of(self, positions: Positions | str) -> Spans:
+    def spans_of(self, positions: Positions) -> Spans:
         """The spans that ``positions=`` of an analysis asks for.
 
         Raises:
@@ -151,10 +139,6 @@ class PromptPairs(Rows):
         """
         if positions == "tokens":
             return Spans.of_tokens(self.positions, self.clean.shape[1])
-        if positions != "spans":
-            raise ValueError(
-                f"expected positions of {get_args(Positions)}, or None; got {positions!r}"
-            )
         if self.spans is None:
             raise ValueError(
                 'expected pairs with spans for positions="spans"; name them by '
@@ -162,18 +146,21 @@ class PromptPairs(Rows):
             )
         return self.spans
 
-    def split(self, size: Count) -> list[PromptPairs]:
-        """Split into consecutive pieces of at most `size` pairs.
-
-        Raises:
-            ValueError: the size is below 1.
-        """
-        if size < 1:
-            raise ValueError(f"expected a batch size of at least 1; got {size}")
+    def split(self, size: AtLeastOne) -> list[PromptPairs]:
+        """Split into consecutive pieces of at most `size` pairs."""
         return [self.select(slice(start, start + size)) for start in range(0, len(self), size)]
 
     def read(self, logits: Float[Tensor, "pair pos vocab"]) -> Float[Tensor, "pair vocab"]:
-        """The logits at each pair's position."""
+        """The logits at each pair's position.
+
+        Raises:
+            ValueError: the logits are of other prompts.
+        """
+        if logits.shape[:2] != self.clean.shape:
+            raise ValueError(
+                f"expected logits of {len(self)} prompts of {self.clean.shape[1]} tokens; got "
+                f"{shown(logits)}"
+            )
         return logits[torch.arange(len(logits), device=logits.device), self.positions]
 
     def to_records(self, tokenizer: Any) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from sparse_tl.data.known_text import check_known
 
@@ -18,6 +18,17 @@ Encode = Callable[[str], Sequence[int]]
 COLUMNS = ("clean", "corrupted", "answer", "wrong")
 _SHOWN = 12
 """Maximum number of tokens that a message shows."""
+
+
+@runtime_checkable
+class ModelWithTokenizer(Protocol):
+    """What texts need from a model, dense or sparse; its tokenizer may be None."""
+
+    @property
+    def cfg(self) -> Any: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
 
 
 class PairTexts(NamedTuple):
@@ -85,7 +96,7 @@ def _texts(value: Any, name: str, row: int) -> tuple[str, ...]:
     return tuple(several)
 
 
-def prepends_bos(model: Any) -> bool:
+def prepends_bos(model: ModelWithTokenizer) -> bool:
     """Whether a model prepends a BOS token to every text by itself.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from sparse_tl.arguments import AtLeastOne, Seed, checked
+from sparse_tl.arguments import AtLeastOne, Count, Seed, checked
 from sparse_tl.data.batches import TokenBatch
 
 
@@ -61,7 +61,7 @@ class ShuffledStream:
         self.accumulate = accumulate
         self._order = lru_cache(maxsize=2)(self._shuffled)  # a batch may span two epochs
 
-    def batch(self, step: int) -> TokenBatch:
+    def batch(self, step: Count) -> TokenBatch:
         """Rows ``step * batch_size ...`` of the infinite sequence of shuffled epochs."""
         n = len(self.examples)
         first = step * self.batch_size

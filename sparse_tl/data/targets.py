@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sparse_tl.arguments import Seed, checked
+from sparse_tl.arguments import Count, Seed, checked
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs, padded
 
@@ -53,7 +53,7 @@ class TargetDataset:
 
     @staticmethod
     def from_tokens(
-        tokens: Sequence[Sequence[int]] | Int[Tensor, "row pos"],
+        tokens: Sequence[Sequence[Count]] | Int[Tensor, "row pos"],
         spans: Sequence[tuple[int, int]],
         *,
         pad_token: int | None = None,

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sparse_tl.arguments import AtLeastOne, checked
+from sparse_tl.arguments import AtLeastOne, checked, shown
 from sparse_tl.data.documents import Documents
 
 PIECE = 2**17
@@ -42,7 +42,7 @@ def token_windows(
     if isinstance(documents, Documents):
         parts = documents.since(None)
     else:
-        parts = enumerate((document,) for document in documents)
+        parts = enumerate((_text(document),) for document in documents)
     tokens = array("q")  # eight bytes each, where a list of numbers takes 36
     needed = sys.maxsize if limit is None else limit * window
     for _, piece in tokenised(parts, tokenizer):
@@ -53,6 +53,13 @@ def token_windows(
     if n_windows == 0:
         raise too_short(window, len(tokens))
     return torch.frombuffer(tokens, dtype=torch.int64)[: n_windows * window].view(n_windows, window)
+
+
+def _text(document: Any) -> str:
+    """The document, if it is a text."""
+    if not isinstance(document, str):
+        raise TypeError(f"expected documents that are texts; got {shown(document)}")
+    return document
 
 
 def check_window(tokenizer: Any, window: int) -> None:

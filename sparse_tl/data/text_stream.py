@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sparse_tl.arguments import AtLeastOne, Seed, checked
+from sparse_tl.arguments import AtLeastOne, Count, Seed, checked
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.documents import DocumentRows, Documents
 from sparse_tl.data.text import check_window, tokenised, too_short
@@ -80,14 +80,11 @@ class TextStream:
         batch_size: AtLeastOne,
         seed: Seed = 0,
         *,
-        shuffle: int = 1024,
+        shuffle: AtLeastOne = 1024,
         held_out: range = range(0),
         accumulate: AtLeastOne = 1,
     ) -> None:
         check_window(tokenizer, window)
-        for name, value in {"batch_size": batch_size, "shuffle": shuffle}.items():
-            if value < 1:
-                raise ValueError(f"expected {name} of at least 1; got {value}")
         self.documents = documents if isinstance(documents, Documents) else DocumentRows(documents)
         # Its own: padding and truncation of other calls are settings of the object.
         self.tokenizer = copy.deepcopy(tokenizer)
@@ -108,7 +105,7 @@ class TextStream:
         self._ahead: tuple[int, Future[tuple[Block, _Place]]] | None = None
         self._reading: tuple[_Place, Iterator[tuple[array[int], _Place]]] | None = None
 
-    def batch(self, step: int) -> TokenBatch:
+    def batch(self, step: Count) -> TokenBatch:
         """Rows ``step * batch_size ...`` of the infinite sequence of shuffled epochs.
 
         Raises:

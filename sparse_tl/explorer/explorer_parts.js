@@ -98,12 +98,12 @@ function effectText([logit, probability, prediction], before) {
   return `${signed(logit, 2)} logits, ${points}, ${then} \u201c${prediction}\u201d`;
 }
 
-// The same, short, with the tokens as tokens.
+// The same, short, with the tokens as tokens, in the colours of the grids: blue for parts that help.
 function effectLine(name, told, before) {
   const [logit, , prediction] = told;
   const then = prediction === before ? [] : [", predicts ", token(prediction)];
   return make("li", { "data-effect": name }, `without ${name}: `,
-    make("span", { class: logit < 0 ? "less" : "more" }, `${signed(logit, 2)} logits`), ...then);
+    make("span", { class: logit < 0 ? "helps" : "hurts" }, `${signed(logit, 2)} logits`), ...then);
 }
 
 // The parts whose removal moves the chosen logit most.

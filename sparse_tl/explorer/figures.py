@@ -127,10 +127,11 @@ def attention_view(
     labels: Sequence[str] | None = None,
     title: str | None = None,
 ) -> plots.AttentionView:
-    """Browse attention patterns with circuitsvis: gate times attention, query by key.
+    """Draw attention patterns as one map per head: gate times attention, query by key.
 
-    The figure is self-contained and works offline; without JavaScript it shows every pattern as a
-    small heat map.
+    Heads that attend to nothing are listed below the maps, where circuitsvis's view of all heads
+    can be opened. The figure is self-contained and works offline; without JavaScript it shows the
+    maps alone.
 
     Args:
         model: a dense model or a SparseTransformer.

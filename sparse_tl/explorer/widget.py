@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 from uuid import uuid4
 
 from sparse_tl.arguments import NotNegative, checked
@@ -81,18 +81,16 @@ class CircuitExplorer(Channel):
         labels: Sequence[str] | None = None,
         weight: EdgeWeight = "attention",
         threshold: float = 0.1,
-        theme: Ground | str = "auto",
+        theme: Ground = "auto",
         **style: Any,
     ) -> None:
-        if theme not in get_args(Ground):
-            raise ValueError(f"expected a theme of {get_args(Ground)}; got {theme!r}")
         check_options(weight, threshold)
         signature(circuit_diagram).bind_partial(**style)  # fail early on unknown arguments
         self._models, self._style = models, style
         self._exploration: Exploration | None = None
         self._exact: ExactEffects | None = None
         # The reader's choices, for what is saved.
-        self._state = {"target": 0, "weight": weight, "threshold": threshold}
+        self._state: dict[str, Any] = {"target": 0, "weight": weight, "threshold": threshold}
         self._problem = ""  # why there is nothing to show
         self._saved: Any = None
         try:

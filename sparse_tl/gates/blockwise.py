@@ -134,7 +134,7 @@ class _Attend(torch.autograd.Function):
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         by_count = dict(zip(ctx.names, by_counts, strict=True))
         views = [_queries, _columns, _keys, _heads, *[_leaf] * len(ctx.leaves)]
-        sums = [
+        sums: list[Tensor | None] = [
             # In half precision, sums over many blocks would be rounded many times.
             torch.zeros_like(values, dtype=torch.promote_types(values.dtype, torch.float32))
             if need
@@ -166,8 +166,8 @@ class _Attend(torch.autograd.Function):
                 allow_unused=True,
             )
             for i, part in [*zip(wanted, found, strict=True), (2, by_v)]:
-                if part is not None:
-                    views[i](sums[i], block).add_(part)
+                if part is not None and (total := sums[i]) is not None:
+                    views[i](total, block).add_(part)
         found = [
             None if total is None else total.to(values.dtype)
             for total, values in zip(sums, tensors, strict=True)

@@ -109,7 +109,9 @@ class CircuitPass:
             hooks.append((EMBEDDED, Order.LAST, partial(self._note, EMBEDDED, 0)))
         for layer in range(self.now.from_layer, graph.n_layers):
             block, before = f"blocks.{layer}", edges.before("head", layer)
-            moved = [slot for slot in "qkv" if edges.moves(edges.heads(layer, slot), before)]
+            moved = [
+                slot for slot in ("q", "k", "v") if edges.moves(edges.heads(layer, slot), before)
+            ]
             if moved:
                 enter = partial(self._enter, layer, moved)
                 hooks.append((f"{block}.hook_resid_pre", Order.LAST, enter))

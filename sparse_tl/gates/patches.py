@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -13,7 +13,7 @@ from sparse_tl.lens import Activations, Adapter, record
 from sparse_tl.scopes import autograd, interruptible
 
 PatchName = Literal["zero", "mean", "corrupted", "resample"]
-Patch = PatchName | str | Activations
+Patch = PatchName | Activations
 """A `PatchName`, or tensors keyed by hook point (as from `run_with_cache`)."""
 
 
@@ -113,15 +113,7 @@ class PatchValues:
 
 
 def needs_reference(patch: Patch) -> bool:
-    """Whether a patch needs reference prompts.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
-    if isinstance(patch, str) and patch not in get_args(PatchName):
-        raise ValueError(
-            f"expected a patch of {get_args(PatchName)}, or tensors by hook point; got {patch!r}"
-        )
+    """Whether a patch needs reference prompts."""
     return isinstance(patch, str) and patch != "zero"
 
 

@@ -55,8 +55,8 @@ def gated(
         seed: random seed for "resample".
 
     Raises:
-        ValueError: the gates have the wrong shape, the model lacks a hook point, the patch is
-            unknown, or the reference is missing, not needed, or too short.
+        ValueError: the gates have the wrong shape or are NaN, the model lacks a hook point, the
+            patch is unknown, or the reference is missing, not needed, or too short.
     """
     adapter = adapt(model)
     stack, shape = _stacked(adapter, site, gates)
@@ -152,8 +152,8 @@ class GatedRun:
         attention_mask: 0 at padding.
 
     Raises:
-        ValueError: the patch is unknown, the reference is missing or not needed, or `PatchValues`,
-            which have their own, come with a reference or a seed.
+        ValueError: no position is read, the patch is unknown, the reference is missing or not
+            needed, or `PatchValues`, which have their own, come with a reference or a seed.
     """
 
     def __init__(
@@ -171,6 +171,8 @@ class GatedRun:
         self.adapter, self.site, self.tokens, self.read = adapt(model), site, tokens, read
         self.attention_mask = attention_mask
         check_tokens(self.adapter, tokens)
+        if not read.any():
+            raise ValueError("expected at least one position to read; `read` is false everywhere")
         if reference is not None:
             check_tokens(self.adapter, reference)
         if isinstance(patch, PatchValues) and (reference is not None or seed):
@@ -263,12 +265,10 @@ class GatedRun:
 
     def _first_layer(self, stack: SiteGates) -> int:
         """First layer to run: all layers before it match the cached state."""
-        if self._base is None:
+        if self._base is None or getattr(stack, "requires_grad", False):
             return 0
         if isinstance(stack, ClosedAttentionEdges):
             return int(stack.edges[:, 0].min())
-        if stack.requires_grad:
-            return 0
         if isinstance(self.site, CircuitEdges):
             exists = self.adapter.graph.exists[:, -1]
             if not bool(stack[..., exists.to(stack.device), -1].any()):
@@ -295,4 +295,6 @@ def _stacked(adapter: Adapter, site: Site, gates: SiteGates) -> tuple[Any, tuple
             f"expected gates of shape [{said}] at {site}, or with a stack axis before these; got "
             f"{list(found)}"
         )
+    if not bool(gates.isfinite().all()):
+        raise ValueError("expected gates from 0 to 1; some are NaN or infinite")
     return gates if stack else gates[None], stack

@@ -179,7 +179,7 @@ def _read_distribution(file: Path) -> GateDistribution:
     )
     try:
         if not numbers:
-            raise TypeError("they are no numbers by name")
+            raise TypeError("they are not numbers by name")
         return DISTRIBUTIONS[name](**parameters)
     except (TypeError, ValueError) as error:
         raise ValueError(f"expected the parameters of a {name} in {file}; {error}") from error

@@ -233,7 +233,7 @@ class HookPoints(_Activations):
     """
 
     names: tuple[str, ...]
-    axes: tuple[int, ...]
+    axes: tuple[int, ...]  # type: ignore[bad-override]
     sizes: tuple[AtLeastOne, ...]
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import pandas as pd
 import torch
@@ -82,7 +82,7 @@ def ablation_curve(
     model: HookedModel,
     roles: HeadRoles,
     dataset: TargetDataset,
-    by: Order | str = "facilitation",
+    by: Order = "facilitation",
     *,
     max_heads: AtLeastOne = 50,
     control: bool = True,
@@ -105,16 +105,12 @@ def ablation_curve(
         ValueError: the role is unknown, the gates belong to another model, no seed fitted, or the
             prompts do not fit the model.
     """
-    if by not in get_args(Order):
-        raise ValueError(f"expected an order by {get_args(Order)}; got {by!r}")
     adapter, found = adapt(model), tuple(roles.removed.shape)
     if found != (adapter.n_layers, adapter.n_heads):
         raise ValueError(
             f"expected roles of {adapter.n_layers} layers of {adapter.n_heads} heads; got "
             f"those of {found[0]} layers of {found[1]}"
         )
-    if max_heads < 1:
-        raise ValueError(f"expected max_heads of at least 1; got {max_heads}")
     roles.check_fitted()
     check_fits(model, dataset)
     baselines = roles.g_plus[roles.fitted]

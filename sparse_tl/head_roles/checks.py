@@ -12,7 +12,7 @@ import torch
 
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles.likelihood import label_losses, target_losses
-from sparse_tl.lens import HookedModel, adapt, check_labels, check_tokens
+from sparse_tl.lens import HookedModel, adapt, check_rows
 from sparse_tl.scopes import autograd
 
 TOLERANCE = 0.01
@@ -39,8 +39,7 @@ def check_fits(model: HookedModel, dataset: TargetDataset) -> None:
             f"{context} tokens; row {longest} has {int(lengths[longest]) + 1} tokens, "
             f"{int(rows.loss_mask[longest].sum())} of them its target. Shorten it or leave it out."
         )
-    check_tokens(adapter, rows.tokens)
-    check_labels(adapter, rows.loss_labels())
+    check_rows(adapter, rows)
     if not adapter.causal and not mask.all():
         raise ValueError(
             "expected prompts of one length for a model with bidirectional attention, which "

@@ -5,7 +5,6 @@ Each seed is one matrix of a stack; all are fitted on the same batches, in the s
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -61,13 +60,6 @@ class GateFitting:
     checkpoint_every: AtLeastOne = 50
     accumulate: AtLeastOne = 1
     seed: Seed = 0
-
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.lambda_):
-            raise ValueError(f"expected a finite lambda_; got {self.lambda_}")
-        for name in ("updates", "batch_size", "record_every", "checkpoint_every", "accumulate"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"expected {name} of at least 1; got {getattr(self, name)}")
 
     @property
     def recorded_at(self) -> tuple[int, ...]:

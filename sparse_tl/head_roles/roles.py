@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -164,7 +164,7 @@ class HeadRoles(Result):
             for cost, place in zip(*(found.tolist() for found in worst), strict=True)
             if cost > self.price
         ]
-        heads, cost, _ = self.classes().loc["irrelevance"]
+        heads, cost, _ = self.classes().to_numpy()[ROLES.index("irrelevance")]
         if named or cost > heads * self.price:
             alone = f"{', '.join(named)} alone, " if named else ""
             notes.append(
@@ -228,7 +228,7 @@ def role_scores(
     }
 
 
-def head_table(first: str, labels: Sequence[Any], columns: Mapping[str, Tensor]) -> pd.DataFrame:
+def head_table(first: str, labels: tuple[Any, ...], columns: Mapping[str, Tensor]) -> pd.DataFrame:
     """One row per label, layer and head, from tensors with these three axes."""
     _, n_layers, n_heads = next(iter(columns.values())).shape
     index = pd.MultiIndex.from_product(

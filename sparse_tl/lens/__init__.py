@@ -30,9 +30,9 @@ from sparse_tl.lens.expressions import Block as Block, Expression as Expression
 from sparse_tl.lens.hooked_folder import build_model as build_model
 from sparse_tl.lens.limits import (
     check_head as check_head,
-    check_labels as check_labels,
     check_numbers as check_numbers,
     check_pairs as check_pairs,
+    check_rows as check_rows,
     check_tokens as check_tokens,
 )
 from sparse_tl.lens.loading import (

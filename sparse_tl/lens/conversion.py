@@ -101,7 +101,7 @@ def as_transformers(fields: dict[str, Any], weights: dict[str, Tensor]) -> PreTr
 def _completed(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields, completed with TransformerLens's defaults."""
     said = {**_ABSENT, "gated_mlp": False, "parallel_attn_mlp": False, "final_rms": False, **fields}
-    said["dtype"] = getattr(torch, said.get("dtype", "float32"))
+    said["dtype"] = getattr(torch, str(said.get("dtype", "float32")))
     # Norms without weights equal norms with weights of one.
     said["normalization_type"] = str(said.get("normalization_type", "LN")).removesuffix("Pre")
     for name, value in {

@@ -77,7 +77,7 @@ def _link(file: Path, data: Path) -> None:
 def link_weights(folder: Path, data: Path) -> tuple[dict[str, int], set[str]]:
     """Link the safetensors files, and their index if it names only these.
 
-    Returns the sizes of weights by name, and which weights are no floating-point numbers. Other
+    Returns the sizes of weights by name, and which weights are not floating-point. Other
     files of that kind, including gates, are not linked.
 
     Raises:

@@ -99,7 +99,7 @@ class Deferred(Tensor):
         return func(*map(explicit, args), **{name: explicit(v) for name, v in kwargs.items()})
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[bad-override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         raise TypeError(f"expected attention scores with values for {func}; these are deferred")

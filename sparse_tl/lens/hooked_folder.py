@@ -58,7 +58,8 @@ def build_model(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
-            return HookedTransformer(HookedTransformerConfig.from_dict(fields), tokenizer=tokenizer)
+            made = HookedTransformerConfig.from_dict(fields)  # type: ignore[missing-attribute]
+            return HookedTransformer(made, tokenizer=tokenizer)
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"expected fields of HookedTransformerConfig; {error}") from error
 
@@ -125,14 +126,14 @@ def _check_sizes(config: dict[str, Any], weights: dict[str, torch.Tensor], folde
 
 
 def _check_floats(weights: dict[str, torch.Tensor], file: Path) -> None:
-    """Refuse weights that are no floating-point numbers, which would be converted."""
+    """Refuse weights that are not floating-point numbers, which would be converted."""
     wrong = [
         name
         for name, tensor in weights.items()
         if not tensor.is_floating_point() and name.rsplit(".", 1)[-1] not in _BUFFERS
     ]
     if wrong:
-        raise ValueError(f"expected floating-point numbers in {file}; {wrong[:5]} are none")
+        raise ValueError(f"expected floating-point numbers in {file}; {wrong[:5]} are not")
 
 
 def _as_bridge(

@@ -151,7 +151,7 @@ def check_tokenizer(tokenizer: Any, d_vocab: int) -> None:
 
 def _check_plan(data: Path, held: int, others: set[str]) -> None:
     """Refuse a configuration with more weights than the files hold, before allocating any, and
-    weights that are no floating-point numbers, which would be converted."""
+    weights that are not floating-point numbers, which would be converted."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(str(data), **_LOCAL)
@@ -162,7 +162,7 @@ def _check_plan(data: Path, held: int, others: set[str]) -> None:
         raise ValueError(f"its config.json makes a model of {needed:,} numbers; it holds {held:,}")
     wrong = sorted(others.intersection(name for name, _ in plan.named_parameters()))
     if wrong:
-        raise ValueError(f"expected floating-point numbers as weights; {wrong[:5]} are none")
+        raise ValueError(f"expected floating-point numbers as weights; {wrong[:5]} are not")
 
 
 def _check_fit(outcome: dict[str, list[Any]]) -> None:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.data import PromptPairs
+from sparse_tl.data import PromptPairs, TokenBatch
 
 if TYPE_CHECKING:
     from sparse_tl.lens.adapter import Adapter
@@ -45,6 +45,16 @@ def check_labels(adapter: Adapter, labels: Int[Tensor, "*label"]) -> None:
             f"{int(outside[0])}. Were they made with another tokenizer? A model with d_vocab_out "
             "other than d_vocab numbers what it predicts by itself."
         )
+
+
+def check_rows(adapter: Adapter, rows: TokenBatch) -> None:
+    """Check that the model can read these rows, and predict their labels.
+
+    Raises:
+        ValueError: as in `check_tokens` and `check_labels`.
+    """
+    check_tokens(adapter, rows.tokens)
+    check_labels(adapter, rows.loss_labels())
 
 
 def check_pairs(adapter: Adapter, pairs: PromptPairs) -> None:

@@ -55,19 +55,21 @@ def add_lora(model: Model, rank: AtLeastOne = 16) -> TransformerBridge:
     Raises:
         ImportError: `peft` is not installed.
         ValueError: the model is not a TransformerBridge, already has adapters, or calls none of its
-            projections; the rank is below 1.
+            projections; the rank is below 1 or above d_model.
     """
     if not isinstance(model, TransformerBridge):
         raise ValueError(
             "expected a TransformerBridge, to put low-rank adapters on the modules inside; got a "
             f"{type(model).__name__}. load_model makes one from a name or a Hugging Face folder"
         )
-    check_lora(rank)
+    check_lora()
     if has_adapters(model):
         raise ValueError(
             f"expected a model without adapters; {model.cfg.model_name!r} has some already. Train "
             "those, or make them part of its weights first: merge_lora(model)"
         )
+    if rank > model.cfg.d_model:
+        raise ValueError(f"expected a rank of at most {model.cfg.d_model}, d_model; got {rank}")
     _put_adapters_on(model, _projections(model), rank)
     return model
 
@@ -103,15 +105,12 @@ def _put_adapters_on(model: TransformerBridge, components: list[Any], rank: int)
             parameter.data = parameter.data.float()  # small updates would be lost to rounding
 
 
-def check_lora(rank: int) -> None:
-    """Check that adapters of this rank can be made.
+def check_lora() -> None:
+    """Check that adapters can be made.
 
     Raises:
         ImportError: `peft` is not installed.
-        ValueError: the rank is below 1.
     """
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise ValueError(f"expected the rank of adapters to be a whole number from 1; got {rank!r}")
     if find_spec("peft") is None:
         raise ImportError(f"expected peft, which makes low-rank adapters: {_INSTALL}")
 

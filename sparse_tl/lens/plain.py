@@ -44,7 +44,7 @@ def plain_model(model: TransformerBridge) -> Any:
     if not isinstance(model.original_model, PreTrainedModel):
         raise ValueError(
             "expected a bridge around a model of transformers, to copy, train or save it; "
-            f"{model.cfg.model_name!r} is one around a {type(model.original_model).__name__}"
+            f"{model.cfg.model_name!r} is a bridge around a {type(model.original_model).__name__}"
         )
     with torch.random.fork_rng(devices=[]):  # initial weights are drawn, and discarded
         plain = _assembled(model)

@@ -52,8 +52,12 @@ class HookedModel(Protocol):
     # Not declared at run time: `isinstance` on a protocol of methods is cached per class, whereas
     # attributes are looked up on the model every time.
     if TYPE_CHECKING:
-        cfg: Any
-        tokenizer: Any
+
+        @property
+        def cfg(self) -> Any: ...
+
+        @property
+        def tokenizer(self) -> Any: ...
 
         @property
         def hook_dict(self) -> dict[str, Any]: ...
@@ -62,7 +66,7 @@ class HookedModel(Protocol):
 
     def to_tokens(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> Any: ...
 
 
 def hook_point(model: HookedModel, name: str) -> HookPoint:

@@ -43,8 +43,6 @@ def shard_model(
 
     Reference: `torch.distributed.fsdp.fully_shard`.
     """
-    if precision not in ("float32", "bf16"):
-        raise ValueError(f'expected precision "float32" or "bf16"; got {precision!r}')
     if not isinstance(model, TransformerBridge):
         raise ValueError(
             "expected a TransformerBridge, to shard the modules inside over ranks; got a "

@@ -33,14 +33,14 @@ def build_gpt2(
     """
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
+    fields: dict[str, Any] = {
         **architecture,
         **{f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id", None) for kind in _SPECIAL},
         **dict.fromkeys(_DROPOUT, 0.0),
-        tie_word_embeddings=False,
         # GPT-2's own 0.02 suits its width: a model of width 128 learns more slowly from it.
-        initializer_range=0.8 / math.sqrt(architecture["n_embd"]),
-    )
+        "initializer_range": 0.8 / math.sqrt(architecture["n_embd"]),
+    }
+    config = GPT2Config(**fields, tie_word_embeddings=False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = GPT2LMHeadModel(config)

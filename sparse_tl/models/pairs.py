@@ -92,7 +92,7 @@ def read_pair(folder: str | Path, *, device: str | None = None) -> Pair:
     try:
         judged = read_json(folder / "verdict.json")
         if not (type(judged["verdict"]) is str and type(judged["feasible"]) is bool):
-            raise ValueError("its verdict.json says no verdict")
+            raise ValueError("its verdict.json has no verdict")
         return Pair(
             load_model(folder / "dense", device=device),
             SparseTransformer.from_pretrained(folder / "sparse", device=device),

@@ -3,19 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal
 
-from sparse_tl.circuits.wiring import Wiring
+from sparse_tl.arguments import AtLeastOne, checked
+from sparse_tl.circuits.wiring import Wiring, in_order
 from sparse_tl.files import read_json
-from sparse_tl.plots import component_style, palette
-from sparse_tl.plots.drawn_circuit import LinkColour, Ranking, View, all_spots, plain_nodes
-from sparse_tl.plots.figure_frame import Surround
 from sparse_tl.plots.token_text import visible_text
 
 STATE_FORMAT = "sparse_tl component diagram 1"
-_KINDS = ("head", "mlp", "keys", "group", "input", "logits")
+
+LinkColour = Literal["slot", "sign"]
+Ranking = Literal["influence", "score"]
+
+
+@checked
+@dataclass(frozen=True)
+class View:
+    """What is shown of the circuits.
+
+    Args:
+        edges: number of circuit edges; the path that the last one belongs to is completed.
+        by: what edges are ranked by.
+        slots: whether q, k and v of a head are drawn apart.
+        off_path: whether edges on no path from input to logits are drawn.
+        colour: what the colour of a link encodes.
+        difference: whether two circuits are drawn as one, by which of them has a link.
+        groups: members of every supernode, by name.
+        pins: nodes that are shown in any case, with the most influential path through them.
+        labels: texts in place of the names of nodes.
+        notes: remarks on nodes.
+    """
+
+    edges: AtLeastOne = 100
+    by: Ranking = "influence"
+    slots: bool = False
+    off_path: bool = False
+    colour: LinkColour = "slot"
+    difference: bool = False
+    groups: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    pins: Sequence[str] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_view(state: str | Path | Mapping[str, Any] | None, view: View) -> View:
@@ -37,57 +67,37 @@ def read_view(state: str | Path | Mapping[str, Any] | None, view: View) -> View:
             f"got {str(content)[:80]}"
         )
     given = {key: value for key, value in content.items() if key != "format"}
-    for key, value in given.items():
-        if not _fits(key, value):
-            raise ValueError(
-                f"expected fields {', '.join(field.name for field in fields(View))} in the state "
-                f"of a diagram; got {str(key)[:60]}={str(value)[:60]!r}"
-            )
-    return replace(view, **given)
+    try:
+        return replace(view, **given)
+    except (TypeError, ValueError) as error:
+        names = ", ".join(field.name for field in fields(View))
+        raise ValueError(
+            f"expected fields {names} in the state of a diagram; {str(error)[:200]}"
+        ) from error
 
 
-def _fits(key: str, value: Any) -> bool:
-    """Whether a field of a state exists and has a value that it can have."""
-    texts = isinstance(value, Mapping) and all(isinstance(v, str) for v in value.values())
-    names = isinstance(value, list) and all(isinstance(v, str) for v in value)
-    if key == "edges":
-        return type(value) is int and value >= 1
-    if key in ("by", "colour"):
-        return value in get_args(Ranking if key == "by" else LinkColour)
-    if key == "groups":
-        return isinstance(value, Mapping) and all(
-            isinstance(some, list) and all(isinstance(v, str) for v in some)
-            for some in value.values()
-        )
-    if key in ("labels", "notes"):
-        return texts
-    if key == "pins":
-        return names
-    return key in ("slots", "off_path", "difference") and isinstance(value, bool)
-
-
-def script_data(
-    wirings: Mapping[str, Wiring],
-    n_kept: Sequence[int],
-    n_existing: Sequence[int],
-    view: View,
-    style: component_style.Style,
-    surround: Surround,
-) -> dict[str, Any]:
-    """The wiring of all panels, the first view, and the style."""
-    spots = all_spots([*wirings.values()])
+def wired(wirings: Mapping[str, Wiring]) -> tuple[list[Any], list[dict[str, Any]]]:
+    """The nodes of all circuits and, by index of these, the lines of each."""
+    spots = in_order({spot for wiring in wirings.values() for spot in wiring.spots})
     index = {spot: i for i, spot in enumerate(spots)}
-    nodes = [[n.name, n.kind, n.step, n.position, n.layer] for n in plain_nodes(spots)]
+    nodes = [
+        [
+            visible_text(str(spot)),
+            spot.kind,
+            spot.step,
+            spot.position,
+            None if spot.kind in ("input", "logits") else spot.node.layer,
+        ]
+        for spot in spots
+    ]
     panels = []
-    for i, (name, wiring) in enumerate(wirings.items()):
+    for name, wiring in wirings.items():
         at = [index[spot] for spot in wiring.spots]
         into, out = wiring.best
         weights = [line.weight for line in wiring.lines]
         panels.append(
             {
                 "name": visible_text(name[:200]),
-                "kept": n_kept[i],
-                "existing": n_existing[i],
                 "names": wiring.names,
                 "scores": wiring.scores and [float(f"{score:.6g}") for score in wiring.scores],
                 "lines": [
@@ -100,49 +110,8 @@ def script_data(
                     "influence": wiring.order(wiring.influence),
                     "score": wiring.order(weights),
                 },
-                "into": [[at[spot], line] for spot, line in into.items()],
-                "out": [[at[spot], line] for spot, line in out.items()],
-                "roles": style.roles[i] if style.roles else {},
+                "into": {at[spot]: line for spot, line in into.items()},
+                "out": {at[spot]: line for spot, line in out.items()},
             }
         )
-    return {
-        "format": STATE_FORMAT,
-        "nodes": nodes,
-        "panels": panels,
-        "view": asdict(view) | {"pins": list(view.pins)},
-        "unit": style.unit,
-        "columns": [visible_text(text[:200]) for text in style.columns],
-        "marked": {
-            colour: [str(node) for node in heads]
-            for heads, colour in zip(style.marked.values(), palette.MARKS, strict=False)
-        },
-        "markNames": [visible_text(name[:60]) for name in style.marked],
-        "title": visible_text(surround.title[:200]) if surround.title else "",
-        "transition": visible_text(surround.transition[:200]) if surround.transition else "",
-        "colours": {
-            "slots": {slot or "": colour for slot, colour in component_style.SLOT_COLOURS.items()},
-            "words": {slot or "": words for slot, words in component_style.SLOT_WORDS.items()},
-            "shared": palette.TRUNK,
-            "only": component_style.ONLY,
-            "plain": palette.RESIDUAL_READER,
-            "hurts": palette.HURTS,
-            "helps": palette.HELPS,
-            "open": palette.OPEN_EDGE,
-            "band": palette.BAND,
-            "ink": palette.INK,
-            "muted": palette.MUTED,
-            "grid": palette.GRID,
-            "roles": {
-                role: component_style.node_paint("head", "path", role, None)
-                for role in palette.ROLES
-            },
-            "sides": [component_style.node_paint("head", "path", None, side) for side in (0, 1)],
-            "nodes": {
-                kind: {
-                    state: component_style.node_paint(kind, state, None, None)
-                    for state in ("path", "open", "absent")
-                }
-                for kind in _KINDS
-            },
-        },
-    }
+    return nodes, panels

@@ -9,9 +9,6 @@ function start(root, data) {
   const status = make("div", { class: "status", role: "status" });
   root.querySelector(".controls").after(status);
   tip.before(card);
-  for (const panel of data.panels) {
-    [panel.intoMap, panel.outMap] = [new Map(panel.into), new Map(panel.out)];
-  }
   const first = data.view, most = Math.max(1, ...data.panels.map((panel) => panel.names.length));
   let view = structuredClone(first), drawn = null, size = null, box = null;
   const chosen = { focus: null, focusName: null, panel: 0, selected: new Set(), found: new Set() };
@@ -24,7 +21,9 @@ function start(root, data) {
     const node = drawn.nodes.find(({ name }) => name === chosen.focusName);
     const isShown = node && drawn.layout.boxes.has(node.index);
     chosen.focus = isShown ? node.index : null;
-    const height = drawFigure(svg, data, view, drawn, chosen);
+    const [height, markup] = drawFigure(data, view, drawn, chosen);
+    svg.innerHTML = markup;
+    drawn.panels = findPanels(svg, drawn, data.colours.ink);
     size = [drawn.width, height];
     // Text is never scaled down: a figure of many positions scrolls sideways.
     setAttributes(svg, { width: drawn.width, height, style: `min-width: ${drawn.width}px` });
@@ -67,7 +66,7 @@ function start(root, data) {
 
   function listenToNodes() {
     for (const panel of drawn.panels) {
-      const groups = [...panel.content.querySelectorAll("g[data-node]")];
+      const groups = [...panel.part("nodes").children];
       panel.groups = new Map(groups.map((group) => [group.dataset.node, group]));
       for (const group of groups) {
         const { node } = group.dataset;
@@ -83,6 +82,7 @@ function start(root, data) {
           }
         };
         addButton(group, node, node === "logits", press, groups);
+        group.setAttribute("aria-pressed", node === chosen.focusName);
       }
     }
   }
@@ -169,7 +169,7 @@ function start(root, data) {
       if (note || view.labels[node]) showTip(root, [node.slice(0, 200), ...(note ? [note] : [])], event);
       return;
     }
-    const shape = nearestLine(panel.shapes, pointIn(panel.content, event));
+    const shape = nearestLine(panel.shapes, pointIn(panel.part("links"), event));
     if (!shape) return;
     for (const other of drawn.panels) {
       const same = other === panel ? [shape] : counterparts(panel, shape, other);
@@ -181,10 +181,8 @@ function start(root, data) {
   });
   // What the pointer is on, in all panels.
   function unmark() {
-    for (const { hover, content } of drawn.panels) {
-      hover.removeAttribute("d");
-      for (const node of content.querySelectorAll("[data-same]")) node.removeAttribute("data-same");
-    }
+    for (const { hover } of drawn.panels) hover.removeAttribute("d");
+    for (const node of svg.querySelectorAll("[data-same]")) node.removeAttribute("data-same");
   }
   const drop = () => {
     drag = null;

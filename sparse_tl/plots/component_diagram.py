@@ -1,15 +1,21 @@
 """Component diagrams: circuits as nodes by layer with the edges between them.
 
 1. Check the panels, and wire each circuit (`circuits.wiring`).
-2. Select what the view shows (`drawn_circuit`).
-3. Lay out all panels together (`component_layout`, `component_routes`), and draw (`component_svg`).
-4. Combine the static SVG, the wiring and a script in one HTML fragment. The script lays out and
-   draws every other view: fewer or more edges, supernodes, q, k and v apart, one node's paths.
+2. Draw the first view with the page's own script (`javascript`): it selects what the view shows
+   (``component_view.js``), lays out all panels together (``component_layout.js``,
+   ``component_routes.js``), and writes SVG (``component_draw.js``).
+3. Combine this static SVG, the wiring and the script in one HTML fragment. There it draws every
+   other view: fewer or more edges, supernodes, q, k and v apart, one node's paths.
+
+The static SVG has neither script nor style sheet. It is 720 pixels wide, more where many positions
+need it: printed at 5.5 inches, its smallest text has 6 points. Above about 60 links a printed
+picture shows where a circuit is busy; to follow single links, use the interactive page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,18 +28,20 @@ from sparse_tl.graph import CircuitGraph
 from sparse_tl.head_roles import ROLES, HeadRoles
 from sparse_tl.head_roles.roles import THRESHOLD
 from sparse_tl.nodes import Node
-from sparse_tl.plots.component_data import read_view, script_data
-from sparse_tl.plots.component_style import Style
-from sparse_tl.plots.component_svg import draw_svg
-from sparse_tl.plots.drawn_circuit import DrawnCircuit, LinkColour, View, draw
-from sparse_tl.plots.figure_frame import Surround
+from sparse_tl.plots.component_data import STATE_FORMAT, LinkColour, View, read_view, wired
+from sparse_tl.plots.component_style import COLOURS
+from sparse_tl.plots.figure_frame import Surround, svg_start
 from sparse_tl.plots.head_map import marked_heads
-from sparse_tl.plots.interactive_html import PanelFigure, checked_panels
+from sparse_tl.plots.interactive_html import COMPONENT_DRAWING, PanelFigure, checked_panels
+from sparse_tl.plots.javascript import run_script
+from sparse_tl.plots.palette import MARKS
 from sparse_tl.plots.token_text import visible_text
 from sparse_tl.positioned_graph import PositionedGraph
 
 MOST_EDGES = 2000
 """Maximum number of circuit edges of a panel that the page holds."""
+WIDTH = 720
+"""Width of static figures in pixels."""
 
 
 class ComponentDiagram(PanelFigure):
@@ -120,38 +128,29 @@ def component_diagram(
         name: wire(_strongest(name, circuit, scores.get(name)), scores.get(name))
         for name, circuit in panels.items()
     }
-    n_existing = [circuit.site.n_parts for circuit in panels.values()]
-    nodes, drawn = draw(wirings, n_existing, view)
     framed = _marked_nodes(panels, marked or {})
-    unit = visible_text(unit.strip()[:40])
-    names = tuple(panels)
-    n_kept = [len(circuit) for circuit in panels.values()]
-    style = Style(
-        unit,
-        bool(scores),
-        framed,
-        _roles(panels, roles),
-        columns,
-        names,
-        [_caption(panel, view, names, n) for panel, n in zip(drawn, n_kept, strict=False)],
-    )
-    surround = Surround(tuple(panel.name for panel in drawn), title, transition)
-    svg = draw_svg(nodes, drawn, view, style, surround)
-    data = script_data(wirings, n_kept, n_existing, view, style, surround)
+    nodes, wired_panels = wired(wirings)
+    for panel, circuit, own in zip(
+        wired_panels, panels.values(), _roles(panels, roles), strict=True
+    ):
+        panel |= {"kept": len(circuit), "existing": circuit.site.n_parts, "roles": own}
+    data = {
+        "format": STATE_FORMAT,
+        "nodes": nodes,
+        "panels": wired_panels,
+        "view": asdict(view),
+        "unit": visible_text(unit.strip()[:40]),
+        "columns": [visible_text(text[:200]) for text in columns],
+        "marked": dict(zip(MARKS, framed.values(), strict=False)),
+        "markNames": [name[:60] for name in framed],
+        "title": visible_text((title or "")[:200]),
+        "transition": visible_text((transition or "")[:200]),
+        "colours": COLOURS,
+    }
+    width, height, content = run_script(COMPONENT_DRAWING, "firstView", data, WIDTH)
+    surround = Surround(tuple(panels), title, transition)
+    svg = "\n".join([svg_start(width, height, surround.names, title), content, "</svg>"])
     return ComponentDiagram(svg, data, surround)
-
-
-def _caption(panel: DrawnCircuit, view: View, names: Sequence[str], n_kept: int) -> str:
-    if view.difference:
-        n = [sum(link.only == which for link in panel.links) for which in (0, 1, None)]
-        first, second = (visible_text(name[:40]) for name in names)
-        return f"{n[0]:,} links only in {first}, {n[1]:,} only in {second}, {n[2]:,} in both"
-    by = "influence" if view.by == "influence" else "|score|"
-    held = f"{panel.n_kept:,} strongest of {n_kept:,}" if panel.n_kept < n_kept else f"{n_kept:,}"
-    off = sum(not link.on_path for link in panel.links)
-    paths = f"; {off:,} links on no path" if off else ", in whole paths from input to logits"
-    shown = f"{panel.n_edges:,} of {held} circuit edges, by {by}{paths}"
-    return f"{shown} (model: {panel.n_existing:,})"
 
 
 def _strongest(name: str, circuit: Circuit, scores: Scores | None) -> Circuit:
@@ -220,13 +219,13 @@ def _check_options(
 
 def _marked_nodes(
     panels: Mapping[str, Circuit], marked: Mapping[str, Sequence[Any]]
-) -> dict[str, list[Node]]:
-    """The marked heads of the first panel's model, by legend entry."""
+) -> dict[str, list[str]]:
+    """The names of the marked heads of the first panel's model, by legend entry."""
     site = next(iter(panels.values())).site
     graph = site.graph if isinstance(site, PositionedGraph) else site
     assert isinstance(graph, CircuitGraph)
     return {
-        visible_text(name): [Node("head", *place) for place in places]
+        visible_text(name): [str(Node("head", *place)) for place in places]
         for name, places in marked_heads(graph.heads, marked).items()
     }
 
@@ -235,9 +234,7 @@ def _roles(
     panels: Mapping[str, Circuit], roles: Mapping[str, HeadRoles] | HeadRoles | None
 ) -> list[dict[str, str]]:
     """The role of each head with a mean score over seeds of at least 0.5, by panel."""
-    if roles is None:
-        return []
-    by_panel = dict.fromkeys(panels, roles) if isinstance(roles, HeadRoles) else roles
+    by_panel = dict.fromkeys(panels, roles) if isinstance(roles, HeadRoles) else roles or {}
     found = []
     for name in panels:
         own = dict[str, str]()

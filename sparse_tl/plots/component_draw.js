@@ -1,13 +1,22 @@
-// Draws one view of a component diagram into its SVG: component_svg.py, in the browser.
+// Draws one view of a component diagram, as markup: in the browser, and in Python for static files.
 
 const [THIN, THICK, WEAKEST] = [0.9, 4.6, 0.8];
+const ESCAPES = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" };
+// Characters that are invisible, change the direction of a text, or are not allowed in XML.
+const UNPRINTABLE = /[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}\ufffe\uffff]/gu;
 
-function svgElement(tag, attributes, text) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  setAttributes(element, attributes);
-  if (text !== undefined) element.textContent = text;
-  return element;
+// Text of any kind, for an element or an attribute.
+const escaped = (text) => String(text).replace(UNPRINTABLE, "\ufffd").replace(/[&<>"]/g, (c) => ESCAPES[c]);
+
+// An element around markup; svgText writes text. Attributes that are null are left out.
+function svgElement(tag, attributes, ...markup) {
+  const said = Object.entries(attributes).filter(([, value]) => value !== null).map(([name, value]) =>
+    ` ${name}="${typeof value === "number" ? Math.round(100 * value) / 100 : escaped(value)}"`);
+  const start = `<${tag}${said.join("")}`;
+  return markup.length ? `${start}>${markup.join("")}</${tag}>` : `${start}/>`;
 }
+
+const svgText = (attributes, text) => svgElement("text", attributes, escaped(text));
 
 const lineWidth = (strength) => Math.round(100 * (THIN + (THICK - THIN) * Math.sqrt(strength))) / 100;
 
@@ -40,60 +49,61 @@ function captionOf(data, view, panel) {
   return `${n(panel.nEdges)} of ${of} circuit edges, by ${by}${paths} (model: ${n(panel.existing)})`;
 }
 
-function drawFigure(svg, data, view, drawn, chosen) {
-  const { panels, left, width } = drawn, right = width - LEFT, { colours } = data;
-  const parts = [svgElement("rect", { width, height: "100%", fill: "#ffffff" })];
+// The first view, for a page whose script does not run: its width, its height and its markup.
+function firstView(data, width) {
+  const drawn = viewOf(data, data.view, width);
+  const chosen = { focus: null, selected: new Set(), found: new Set() };
+  return [drawn.width, ...drawFigure(data, data.view, drawn, chosen)];
+}
+
+// The height and the markup of a figure.
+function drawFigure(data, view, drawn, chosen) {
+  const { panels, left, width } = drawn, right = width - LEFT, { colours } = data, parts = [];
   if (data.title) {
-    const text = clipText(data.title, 18, width - 40);
-    parts.push(svgElement("text", {
+    parts.push(svgText({
       x: width / 2, y: 28, "text-anchor": "middle", "font-size": 18, "font-weight": "bold",
-    }, text));
+    }, clipText(data.title, 18, width - 40)));
   }
   for (const panel of panels) parts.push(drawPanel(data, view, drawn, panel, chosen));
   if (data.transition && panels.length > 1) parts.push(...arrowsOf(drawn, data));
   const bottom = panels[panels.length - 1].top + drawn.height + 10;
-  const legend = legendOf(data, view, panels), group = svgElement("g", { "data-role": "legend" });
+  const legend = [];
   let x = left + 6, y = bottom + 8;
-  for (const [colour, weight, words] of legend) {
+  for (const [colour, weight, words] of legendOf(data, view, panels)) {
     const text = clipText(words, 11.5, right - left - 30), need = 25 + textWidth(text, 11.5);
     if (x > left + 6 && x + need > right) [x, y] = [left + 6, y + 19];
-    group.append(
-      svgElement("path", { d: `M${x} ${y}h20`, stroke: colour, "stroke-width": weight }),
-      svgElement("text", { x: x + 25, y: y + 4, "font-size": 11.5, fill: colours.muted }, text),
+    legend.push(
+      svgElement("path", { d: `M${x.toFixed(1)} ${y}h20`, stroke: colour, "stroke-width": weight }),
+      svgText({ x: x + 25, y: y + 4, "font-size": 11.5, fill: colours.muted }, text),
     );
     x += need + 14;
   }
-  parts.push(group);
-  svg.replaceChildren(...parts);
-  return Math.round(y + 11 + 8);
+  parts.push(svgElement("g", { "data-role": "legend" }, ...legend));
+  const height = Math.round(legend.length ? y + 11 + 8 : bottom);
+  return [height, svgElement("rect", { width, height, fill: "#ffffff" }) + parts.join("\n")];
 }
 
 function drawPanel(data, view, drawn, panel, chosen) {
   const { layout, left, right, above, height, nodes } = drawn, { colours } = data;
-  const room = right - left - 28, group = svgElement("g", { "data-panel": panel.index,
-    "data-edges-shown": panel.nEdges, transform: panel.shift ? `translate(${panel.shift} 0)` : null });
-  group.append(
+  const room = right - left - 28;
+  const frame = [
     svgElement("rect", { x: left, y: panel.top, width: right - left, height, rx: 7,
       fill: "#ffffff", stroke: colours.ink, "stroke-width": 1.3 }),
-    svgElement("text", { x: left + 14, y: panel.top + 24, "font-size": 16, "font-weight": "bold" },
+    svgText({ x: left + 14, y: panel.top + 24, "font-size": 16, "font-weight": "bold" },
       clipText(panel.name, 16, room)),
-    ...panel.caption.map((line, i) => svgElement("text", { x: left + 14, y: panel.top + 43 + 16 * i,
+    ...panel.caption.map((line, i) => svgText({ x: left + 14, y: panel.top + 43 + 16 * i,
       "font-size": 12, fill: colours.muted, "data-role": "caption" }, line)),
-  );
-  const content = svgElement("g", { transform: `translate(0 ${panel.top + above})` });
-  for (const [label, top, bottom] of layout.bands) {
-    content.append(
-      svgElement("rect", { x: left + 6, y: top, width: right - left - 12, height: bottom - top,
-        rx: 4, fill: colours.band }),
-      svgElement("text", { x: left + 12, y: (top + bottom) / 2 + 4.5, "font-size": 12.5,
-        fill: colours.muted }, label),
-    );
-  }
+  ];
+  const grounds = layout.bands.flatMap(([label, top, bottom]) => [
+    svgElement("rect", { x: left + 6, y: top, width: right - left - 12, height: bottom - top,
+      rx: 4, fill: colours.band }),
+    svgText({ x: left + 12, y: (top + bottom) / 2 + 4.5, "font-size": 12.5, fill: colours.muted }, label),
+  ]);
   data.columns.forEach((text, c) => {
     const [start, end] = layout.columns[c];
-    content.append(
-      svgElement("path", { d: `M${end} -12V${layout.height - 6}`, stroke: colours.grid }),
-      svgElement("text", { x: (start + end) / 2, y: -4, "text-anchor": "middle", "font-size": 12,
+    grounds.push(
+      svgElement("path", { d: `M${end.toFixed(1)} -12V${layout.height - 6}`, stroke: colours.grid }),
+      svgText({ x: (start + end) / 2, y: -4, "text-anchor": "middle", "font-size": 12,
         "font-weight": "bold" }, clipText(text, 12, end - start - 4)),
     );
   });
@@ -101,31 +111,32 @@ function drawPanel(data, view, drawn, panel, chosen) {
     ? blended(fullColour(link, view, colours), WEAKEST + (1 - WEAKEST) * Math.sqrt(link.strength))
     : colours.open);
   panel.shapes = shapesOf(layout, panel.links, stroke, colours.shared);
-  const near = nearOf(panel, chosen), lines = svgElement("g", {
-    "data-role": "links", fill: "none", "stroke-linecap": "round" });
-  // Only numbers and colours: names are never written as markup.
-  lines.innerHTML = panel.shapes.map((shape, s) => {
-    const far = near && !shape.links.some((k) => near.links.has(panel.links[k]));
-    const dashed = shape.links.every((k) => panel.links[k].slot === CROSSING);
-    shape.onPath = shape.links.some((k) => panel.links[k].onPath) && !far;
-    return `<path data-shape="${s}" d="${shape.d}" stroke="${shape.stroke}" stroke-width="`
-      + `${lineWidth(shape.strength)}"${dashed ? ' stroke-dasharray="5 3"' : ""}`
-      + `${far ? ' opacity="0.1"' : ""}/>`;
-  }).join("");
-  panel.hover = svgElement("path", { fill: "none", stroke: colours.ink, "stroke-linecap": "round",
-    "pointer-events": "none" });
+  const near = nearOf(panel, chosen);
+  const lines = panel.shapes.map((shape) => {
+    const links = shape.links.map((k) => panel.links[k]), [{ source, reader }] = links;
+    const far = near && !links.some((link) => near.links.has(link));
+    shape.onPath = links.some((link) => link.onPath) && !far;
+    return svgElement("path", {
+      "data-link": links.length > 1 ? null : `${nodes[source].name}->${nodes[reader].name}`,
+      d: shape.d,
+      stroke: shape.stroke, "stroke-width": lineWidth(shape.strength),
+      "stroke-dasharray": links.every(({ slot }) => slot === CROSSING) ? "5 3" : null,
+      opacity: far ? 0.1 : null,
+    });
+  });
   panel.linksAt = new Map();
   for (const link of panel.links) {
     for (const end of [link.source, link.reader]) {
       (panel.linksAt.get(end) ?? panel.linksAt.set(end, []).get(end)).push(link);
     }
   }
-  const boxes = svgElement("g", { "font-size": 11.5, "text-anchor": "middle" });
-  for (const [i, box] of layout.boxes) boxes.append(drawNode(data, view, panel, nodes[i], box, chosen, near));
-  content.append(lines, panel.hover, boxes, ...marksOf(data, drawn));
-  panel.content = content;
-  group.append(content);
-  return group;
+  const boxes = [...layout.boxes].map(([i, box]) => drawNode(data, view, panel, nodes[i], box, chosen, near));
+  const content = svgElement("g", { transform: `translate(0 ${panel.top + above})` }, ...grounds,
+    svgElement("g", { "data-role": "links", fill: "none", "stroke-linecap": "round" }, ...lines),
+    svgElement("g", { "data-role": "nodes", "font-size": 11.5, "text-anchor": "middle" }, ...boxes),
+    ...marksOf(data, drawn));
+  return svgElement("g", { "data-panel": panel.index, "data-edges-shown": panel.nEdges,
+    transform: panel.shift ? `translate(${panel.shift} 0)` : null }, ...frame, content);
 }
 
 // The nodes and links before and after the node in focus.
@@ -151,30 +162,26 @@ function paintOf(data, view, panel, node) {
   const state = own.some((k) => k.onPath) ? "path" : own.length ? "open" : "absent";
   const sides = new Set(own.map((k) => k.only)), { colours } = data;
   const role = data.panels[view.difference ? 0 : panel.index].roles[node.name.split("@")[0]];
-  if (state === "absent") return [state, colours.nodes[node.kind].absent];
+  if (state === "absent") return [state, colours.absentNode];
   if (view.difference && sides.size === 1 && !sides.has(null)) return [state, colours.sides[[...sides][0]]];
-  return [state, role ? colours.roles[role] : colours.nodes[node.kind][state]];
+  if (role) return [state, colours.roles[role]];
+  return [state, state === "open" ? colours.openNode : colours.nodes[node.kind]];
 }
 
 function drawNode(data, view, panel, node, box, chosen, near) {
   const [state, [fill, stroke, ink]] = paintOf(data, view, panel, node);
   const isChosen = chosen.selected.has(node.name), isFocus = chosen.focus === node.index;
-  const group = svgElement("g", { "data-node": node.name, "data-state": state,
-    "data-selected": isChosen ? "" : null, "data-found": chosen.found.has(node.name) ? "" : null,
-    "aria-pressed": isFocus, opacity: near && !near.nodes.has(node.index) ? 0.3 : null });
-  const note = view.notes[node.name], pinned = view.pins.includes(node.name);
-  group.append(
-    svgElement("rect", { x: box.x - box.width / 2, y: box.y - HALF, width: box.width,
-      height: NODE_HEIGHT, rx: node.kind === "mlp" ? 3 : 9, fill: isFocus ? stroke : fill, stroke,
-      "stroke-width": 1.3 }),
-    svgElement("text", { x: box.x, y: box.y + 4, fill: isFocus ? "#ffffff" : ink },
-      nodeText(node, view.labels)),
-  );
   const corner = (side, paint) => svgElement("circle", { cx: box.x + side * box.width / 2,
     cy: box.y - HALF, r: 4, fill: paint, stroke: "#ffffff" });
-  if (pinned) group.append(corner(-1, "#c2410c"));
-  if (note) group.append(corner(1, "#b87a00"));
-  return group;
+  return svgElement("g", { "data-node": node.name, "data-state": state,
+    "data-selected": isChosen ? "" : null, "data-found": chosen.found.has(node.name) ? "" : null,
+    opacity: near && !near.nodes.has(node.index) ? 0.3 : null },
+  svgElement("rect", { x: box.x - box.width / 2, y: box.y - HALF, width: box.width,
+    height: NODE_HEIGHT, rx: node.kind === "mlp" ? 3 : 9, fill: isFocus ? stroke : fill, stroke,
+    "stroke-width": 1.3 }),
+  svgText({ x: box.x, y: box.y + 4, fill: isFocus ? "#ffffff" : ink }, nodeText(node, view.labels)),
+  view.pins.includes(node.name) ? corner(-1, "#c2410c") : "",
+  view.notes[node.name] ? corner(1, "#b87a00") : "");
 }
 
 function marksOf(data, { layout, nodes }) {

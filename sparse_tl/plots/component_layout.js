@@ -1,5 +1,20 @@
-// Lays out one view of a component diagram: component_layout.py, in the browser.
-// A node's vertex is its index; the bend of its trunk in a row has a larger number.
+// Layout of one view of a component diagram: all coordinates of a panel, in pixels.
+//
+// 1. Rows, upwards: the input; each layer's heads with its MLP beside them, or above them if the MLP
+//    reads from one of these heads; the logits. A layer without nodes has no row; nodes that do not
+//    fit side by side take several rows. With positions, every position has a column.
+// 2. Trunks: a node that is read further up has one trunk, with a bend in every row that it passes,
+//    and links branch off below their readers. So a row is passed by as many lines as there are nodes
+//    below it, not by all links: 2,000 links need 150 bends a row, not 1,000.
+// 3. Order and place nodes and bends (layered_layout.js), each column by itself.
+//
+// The whole layout is as wide as the figure, so its text is never scaled down. A node's vertex is its
+// index; the bend of its trunk in a row has a larger number.
+//
+// Libraries were tried on 2,000 circuit edges of GPT-2 small's shape: dagre 3.1 takes 13 s for a
+// picture 38,500 pixels wide, ELK 0.12 (1.6 MB of script) 21 s and 18,900 pixels; d3-dag 1.2 takes
+// 4.5 s for 500 edges. All three route every edge by itself, so that at the width of a page the text
+// would be smaller than a pixel. None bundles the edges of a source.
 
 const NODE_HEIGHT = 19, HALF = 9.5, NODE_TEXT = 11.5, MOST_LABEL = 150, END_ROOM = 5;
 const SHARE_OF_NODES = 0.72, SPREAD = 7, VERY_WIDE = 200;

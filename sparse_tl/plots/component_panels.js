@@ -64,7 +64,7 @@ function arrowsOf({ panels, height, left, right, beside, width }, data) {
   const most = beside ? 14 : 17;
   const size = Math.max(12, Math.min(most, most * room / Math.max(textWidth(data.transition, most), 1)));
   const turned = `translate(24 ${first + room / 2}) rotate(-90)`;
-  parts.push(svgElement("text", { "text-anchor": "middle", "font-size": size, "font-weight": "bold",
+  parts.push(svgText({ "text-anchor": "middle", "font-size": size, "font-weight": "bold",
     transform: beside ? `translate(${width / 2} ${first - 36})` : turned },
   clipText(data.transition, size, room)));
   return parts;

@@ -1,4 +1,8 @@
-// Where links and trunks run: component_routes.py, in the browser.
+// Links as curves: trunks that leave nodes, and what branches off them.
+//
+// A curve leaves and enters a row vertically and turns between rows, so it runs through no node. Links
+// that leave or enter the same side of a box are spread over it, in the order of their other ends. A
+// line that leads downwards, as one to an early node in a supernode may, has an arrowhead half-way.
 
 const keyOf = ({ source, reader, port }) => `${source}>${reader}${port}`;
 

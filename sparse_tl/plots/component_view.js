@@ -1,4 +1,12 @@
-// Which nodes and links a view of the circuits shows: drawn_circuit.py, in the browser.
+// Which nodes and links a view of the circuits shows.
+//
+// 1. Edges enter path by path (circuits/wiring.py), as many as the view asks for, and the path through
+//    every pinned node. Lines on no path among these are left out, unless the view shows them.
+// 2. Nodes become the supernode that they belong to; lines inside one are not drawn.
+// 3. Lines with the same ends are merged into a link, unless the view tells q, k and v apart. Its
+//    strength is the sum of |score| over that of the strongest link of its panel.
+//
+// A line is [source, reader, slot, edge, weight]; that of a circuit edge has the weight of its score.
 
 const CROSSING = "attention", MERGED = "several";
 
@@ -13,14 +21,8 @@ function connectedLines(panel, chosen, ends) {
 // The lines of the most influential path through a line.
 function pathThrough(panel, line) {
   const found = [line];
-  for (let i = line; panel.intoMap.has(panel.lines[i][0]);) {
-    i = panel.intoMap.get(panel.lines[i][0]);
-    found.unshift(i);
-  }
-  for (let i = line; panel.outMap.has(panel.lines[i][1]);) {
-    i = panel.outMap.get(panel.lines[i][1]);
-    found.push(i);
-  }
+  for (let i = line; (i = panel.into[panel.lines[i][0]]) !== undefined;) found.push(i);
+  for (let i = line; (i = panel.out[panel.lines[i][1]]) !== undefined;) found.push(i);
   return found;
 }
 
@@ -29,8 +31,8 @@ function shownLines(panel, view, place, ends) {
   const n = sizes.find((size) => size >= view.edges) ?? order.length;
   const edges = new Set(order.slice(0, n));
   for (const pin of view.pins) {
-    for (const map of [panel.intoMap, panel.outMap]) {
-      const line = map.get(place.get(pin));
+    for (const lines of [panel.into, panel.out]) {
+      const line = lines[place.get(pin)];
       if (line === undefined) continue;
       for (const i of pathThrough(panel, line)) edges.add(panel.lines[i][3]);
     }

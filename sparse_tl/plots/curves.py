@@ -16,7 +16,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from sparse_tl.arguments import Share, checked
-from sparse_tl.circuits.effect import EffectCurve, check_level
+from sparse_tl.circuits.effect import EffectCurve
 from sparse_tl.circuits.seeds import SeedCurves, seed_multipliers
 from sparse_tl.plots.effect_axis import axis_places, axis_ticks, extent
 from sparse_tl.plots.grid_figure import GridFigure
@@ -82,7 +82,6 @@ def effect_figure(
             dense and sparse curves have different seeds, there are more pairs of models than
             colours, or an option is out of range.
     """
-    check_level(level)
     drawn = {title: [_of_seeds(curve) for curve in curves] for title, curves in panels.items()}
     pairs = _checked_pairs(drawn, parts, colours)
     said = {title: _words(curves, level) for title, curves in drawn.items()}

@@ -91,17 +91,22 @@ class Surround:
         return "\n".join([*parts, *content, "</svg>"])
 
 
-def figure_start(
-    width: int, height: int, panel_names: Sequence[str], title: str | None
-) -> Iterator[str]:
-    """The opening of the SVG element, its ground and title; close it with ``</svg>``."""
+def svg_start(width: int, height: int, panel_names: Sequence[str], title: str | None) -> str:
+    """The opening of the SVG element; close it with ``</svg>``."""
     names = " and ".join(panel_names)
     label = xml_text(shorten(visible_text(title or f"Circuit diagram of {names}")))
-    yield (
+    return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" role="img" aria-label="{label}" '
         f'font-family="{FONT_FAMILY}" fill="{INK}">'
     )
+
+
+def figure_start(
+    width: int, height: int, panel_names: Sequence[str], title: str | None
+) -> Iterator[str]:
+    """The opening of the SVG element, its ground and title; close it with ``</svg>``."""
+    yield svg_start(width, height, panel_names, title)
     yield f'<rect width="{width}" height="{height}" fill="{GROUND}"/>'
     if title:
         heading = clip_text(visible_text(title), TITLE_SIZE, width - 2 * 20)

@@ -96,7 +96,7 @@ class GridFigure(Figure):
     def _repr_html_(self) -> str:
         # A separate image shares no names or styles with others on the page.
         data = base64.b64encode(self.svg.encode()).decode()
-        label, width = escape(self.title, quote=True), self._drawn.layout.width
+        label, width = escape(self.title, quote=True), self._drawn.layout["width"]
         style = f"display: block; width: {width}px; max-width: 100%; height: auto"
         return self._turnable(
             f'<img src="data:image/svg+xml;base64,{data}" alt="{label}" style="{style}">'

@@ -166,7 +166,7 @@ def head_roles_figure(roles: HeadRoles) -> GridFigure:
     """Mean head scores over seeds, in 0..1, one panel per role: layers upwards, heads across.
 
     Panel titles state the cost of removing all heads of the role from the model, in nats per
-    target token; tooltips state the cost of removing one head.
+    target token, as a note says; tooltips state the cost of removing one head.
     """
     costs = roles.classes()["removed"]
     scores = dict(zip(ROLES, roles.mean_scores().tolist(), strict=True))
@@ -180,7 +180,7 @@ def head_roles_figure(roles: HeadRoles) -> GridFigure:
                     (
                         f"a{layer}.h{head}",
                         f"{role} {score:.3f}",
-                        f"removed {roles.removed[layer, head]:+.3g} nats",
+                        f"loss without it {roles.removed[layer, head]:+.3g} nats",
                     )
                 )
                 for head, score in enumerate(row)
@@ -189,6 +189,7 @@ def head_roles_figure(roles: HeadRoles) -> GridFigure:
         ]
         colours = [(0, EMPTY_CELL), (1, ROLE_COLOURS[role])]
         add_cells(figure, place, rows, said, colours, (0, 1), f"{role.capitalize()} score")
+    add_notes(figure, ["Nats in titles: increase of the loss without the heads of the role."])
     return GridFigure(figure, "Roles of heads")
 
 

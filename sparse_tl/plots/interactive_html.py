@@ -14,16 +14,20 @@ from sparse_tl.plots.token_text import shorten, visible_text
 
 Content = TypeVar("Content")
 
+COMPONENT_DRAWING = (
+    "layered_layout.js",
+    "component_layout.js",
+    "component_routes.js",
+    "component_view.js",
+    "component_panels.js",
+    "component_draw.js",
+)
+"""What draws a component diagram, on a page and in Python."""
 SCRIPTS = {
     "circuit_diagram": ("interactive_figure.js", "attention_edges.js", "circuit_diagram.js"),
     "component_diagram": (
         "interactive_figure.js",
-        "layered_layout.js",
-        "component_layout.js",
-        "component_routes.js",
-        "component_view.js",
-        "component_panels.js",
-        "component_draw.js",
+        *COMPONENT_DRAWING,
         "component_card.js",
         "component_controls.js",
         "component_diagram.js",

@@ -1,5 +1,17 @@
-// Orders and places the vertices of a layered drawing: the method of layered_layout.py.
-// Vertices are small numbers; a segment is {lower, upper, weight, port}.
+// Layered graph drawing: order each row to reduce crossings, then compute positions. The method of
+// Sugiyama, Tagawa and Toda, as in Graphviz's dot:
+//
+// 1. The caller assigns every vertex to a row. A line that skips rows gets a bend, a vertex of its
+//    own, in each row that it passes, so that every segment joins neighbouring rows.
+// 2. Order: sweep up and down, sorting each row by the mean position of its neighbours in the row
+//    sorted before; keep the order with the fewest crossings.
+// 3. Positions: sweep up and down, moving each row to the least-squares positions
+//    min sum_i w_i (x_i - d_i)^2 under x_{i+1} - x_i >= separation, where d_i is the weighted mean of
+//    the neighbours' positions. After subtracting the separations this is isotonic regression, solved
+//    exactly by pooling adjacent violators; bounds only clip the solution.
+//
+// Vertices are small numbers; a segment is {lower, upper, weight, port}: the weight of its preference
+// for being vertical, and the offset of its upper end from the middle of the vertex, in pixels.
 
 const ORDER_SWEEPS = 8, PLACE_SWEEPS = 10, FREE_WEIGHT = 0.1, PORT_SHARE = 0.01, END_SCALE = 2 ** 30;
 
@@ -40,7 +52,8 @@ function sortedRow(row, fixed, pulls) {
     let sum = 0;
     for (const [other, shift] of found ?? NONE) sum += place[other] + PORT_SHARE * shift;
     const key = found ? sum / found.length : ((index + 0.5) / row.length) * fixed.length;
-    return [Math.floor(key * 1e6 + 0.5), vertex];
+    // Nearly equal means keep their order.
+    return [Math.round(key * 1e6), vertex];
   });
   return keyed.sort((a, b) => a[0] - b[0]).map(([, vertex]) => vertex);
 }

@@ -31,9 +31,11 @@ from sparse_tl.circuits import (
     evaluate_heads,
     seed_multipliers,
 )
+from sparse_tl.circuits.attribution import Method
 from sparse_tl.circuits.seeds import median_size
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.files import atomic_folder, read_json, write_csv, write_json
+from sparse_tl.gates import PatchName
 from sparse_tl.lens import HookedModel
 from sparse_tl.metrics import Metric
 from sparse_tl.plots import component_diagram, effect_figure
@@ -84,8 +86,8 @@ def measure(
     metric: Metric,
     folder: Path,
     *,
-    method: str = "eap-ig",
-    patch: str = "corrupted",
+    method: Method = "eap-ig",
+    patch: PatchName = "corrupted",
     batch_size: int = 32,
     progress: bool = True,
 ) -> None:
@@ -136,7 +138,7 @@ def report(
     names: Mapping[str, str],
     *,
     seeds: Sequence[int] = (0,),
-    patch: str = "corrupted",
+    patch: PatchName = "corrupted",
 ) -> Comparison:
     """Write figures, tables, circuits and ``metrics.json`` from saved measurements.
 
@@ -214,7 +216,7 @@ def _medians(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _draw_circuits(
-    folder: Path, title: str, measured: dict[str, Any], names: Mapping[str, str], patch: str
+    folder: Path, title: str, measured: dict[str, Any], names: Mapping[str, str], patch: PatchName
 ) -> None:
     """Draw and list the circuit that reaches the level, for both models."""
     circuits: dict[str, Circuit] = {}
@@ -231,7 +233,7 @@ def _draw_circuits(
     save_figure(component_diagram(circuits, scores=by_name, title=title), folder, "circuit")
 
 
-def _smallest(scores: Scores, size: int, patch: str) -> Circuit:
+def _smallest(scores: Scores, size: int, patch: PatchName) -> Circuit:
     """The fewest best-scored edges of which `size` have an effect."""
     sizes = range(size, scores.site.n_parts)
     taken = bisect_left(sizes, size, key=lambda some: len(scores.top(some).connected(patch=patch)))

@@ -112,7 +112,7 @@ class RunFolder:
         ranks.check_alike({"out": str(path), **settings})
         found = ranks.on_first(lambda: self._opened(restart))
         empty = {"settings": settings, "seconds": {}, "pinned": {}, "wrote": []}
-        self._said = {**empty, **(found or {})}
+        self._said: dict[str, Any] = {**empty, **(found or {})}
         there = self._said["settings"]
         different = [
             f"{name} {there.get(name)!r} there, {settings.get(name)!r} here"

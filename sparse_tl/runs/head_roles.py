@@ -195,7 +195,9 @@ def _report(folder: RunFolder, cells: Sequence[Cell]) -> HeadRolesRun:
     for cell in cells:
         place = folder / cell.task / cell.model
         roles = HeadRoles.load(place / "roles")
-        curves = {role: AblationCurve.load(place / role) for role in ROLES}
+        curves: dict[str, AblationCurve] = {
+            role: AblationCurve.load(place / role) for role in ROLES
+        }
         first = curves[ROLES[0]]
         panels[cell.row][cell.column] = list(curves.values())
         metrics[cell.task][cell.model] = {

@@ -135,7 +135,7 @@ def run_post_training(
             "--batch-size, fewer --accumulate, or fewer ranks."
         )
     if lora:
-        check_lora(lora)
+        check_lora()
         if trained != "all":
             raise ValueError(
                 "expected lora, which trains adapters in place of weights, or "

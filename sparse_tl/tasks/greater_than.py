@@ -91,8 +91,8 @@ class GreaterThanTask(WordTask):
                 years += [(century, end) for end in split if CORRUPTED < end < ENDS[-1]]
         if not years:
             raise ValueError(
-                "expected years that are two tokens, such as 17 and 32; the tokenizer splits none "
-                f"of the centuries {list(self.centuries)} so. Give other `centuries`, or use a "
-                "tokenizer that reads digits in pairs."
+                "expected years that are two tokens, such as 17 and 32; the tokenizer splits no "
+                f"year of the centuries {list(self.centuries)} like that. Give other "
+                "`centuries`, or use a tokenizer that reads digits in pairs."
             )
         return years

@@ -7,13 +7,17 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Annotated, Any
 
-from sparse_tl.arguments import AtLeastOne, Seed, checked
+from annotated_types import Ge, Le
+
+from sparse_tl.arguments import Seed, checked
 from sparse_tl.data.pairs import PromptPairs, pairs_of_texts
 from sparse_tl.data.records import PairTexts, encoder, prepends_bos
 from sparse_tl.lens import HookedModel
 
+Pairs = Annotated[int, Ge(1), Le(1_000_000)]
+"""A number of pairs; drawing so many takes a minute."""
 _CONTENT = json.loads(files("sparse_tl.tasks").joinpath("content.json").read_text("utf-8"))
 
 
@@ -35,7 +39,7 @@ class WordTask:
         raise NotImplementedError
 
     @checked
-    def pairs(self, model: HookedModel, n: AtLeastOne, *, seed: Seed = 0) -> PromptPairs:
+    def pairs(self, model: HookedModel, n: Pairs, *, seed: Seed = 0) -> PromptPairs:
         """Clean and corrupted prompts, with right and wrong answers as defined by the task.
 
         Args:
@@ -45,7 +49,7 @@ class WordTask:
 
         Raises:
             ValueError: the model has no tokenizer, too few of the task's words are single tokens,
-                or `n` is below 1.
+                or `n` is out of range.
         """
         begins_with_bos = prepends_bos(model)
         draw = self.drawing(model.tokenizer, random.Random(seed))
@@ -84,10 +88,10 @@ def draw_distinct(draw: Callable[[], PairTexts], n: int) -> list[PairTexts]:
         raise ValueError(f"expected to draw at least 1 prompt pair; got n={n}")
     found: dict[str, PairTexts] = {}
     # Enough tries to find every prompt of a small task, few enough to stop when none is left.
-    for _ in range(20 * n + 1000):
-        if len(found) == n:
-            break
+    in_vain = 0
+    while len(found) < n and in_vain < 20 * len(found) + 1000:
         prompt = draw()
+        in_vain = in_vain + 1 if prompt.clean in found else 0
         found.setdefault(prompt.clean, prompt)
     return [*found.values(), *(draw() for _ in range(n - len(found)))]
 

@@ -233,7 +233,7 @@ def _check_tensors(groups: dict[str, dict[str, Tensor]], trained: dict[str, nn.P
             like = shards.part(trained[name])
             fits = (found.shape, found.dtype) == (like.shape, like.dtype)
             if not (fits or kind == "optimizer/step") or not found.isfinite().all():
-                raise TypeError(f"{kind}/{name} is no finite {like.dtype} {tuple(like.shape)}")
+                raise TypeError(f"{kind}/{name} is not a finite {like.dtype} {tuple(like.shape)}")
 
 
 def check_ranks(identity: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ class TrainingConfig:
     learning_rate: Positive
     warmup: Count = 50
     decay: Fraction = 0.5
-    schedule: Literal["cosine", "linear"] | str = "cosine"
+    schedule: Literal["cosine", "linear"] = "cosine"
     final_rate: Fraction = 0.02
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: NotNegative = 0.0
@@ -52,21 +52,6 @@ class TrainingConfig:
     evaluate_every: AtLeastOne = 50
     checkpoint_every: AtLeastOne = 100
     patience: Count | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "learning_rate", "accumulate", "evaluate_every", "checkpoint_every"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"expected {name} above 0; got {getattr(self, name)}")
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"expected clip above 0, or None; got {self.clip}")
-        if self.precision not in ("float32", "bf16"):
-            raise ValueError(f'expected precision "float32" or "bf16"; got {self.precision!r}')
-        if self.schedule not in ("cosine", "linear"):
-            raise ValueError(f'expected schedule "cosine" or "linear"; got {self.schedule!r}')
-        if not 0 <= self.decay <= 1 or not 0 <= self.final_rate <= 1:
-            raise ValueError(
-                f"expected decay and final_rate in 0..1; got {self.decay}, {self.final_rate}"
-            )
 
     def rate(self, step: int) -> float:
         """The learning rate at a step: warm-up, plateau, decay."""

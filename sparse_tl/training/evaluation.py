@@ -16,7 +16,7 @@ from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.data.batches import TokenBatch, exact_rows, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.attention import costs_of_first
-from sparse_tl.lens import Model, adapt, check_labels, check_tokens
+from sparse_tl.lens import Model, adapt, check_rows
 from sparse_tl.results import Result
 from sparse_tl.scopes import autograd
 from sparse_tl.training.constraint import TargetLoss
@@ -170,8 +170,7 @@ def evaluate_held_out(
     """
     adapter = adapt(model)
     examples.check_on_ranks()
-    check_tokens(adapter, examples.tokens)
-    check_labels(adapter, examples.loss_labels())
+    check_rows(adapter, examples)
     fitting = LOGITS_AT_ONCE // (examples.tokens.shape[1] * adapter.d_vocab_out)
     pieces = [
         part

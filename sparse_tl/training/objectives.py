@@ -14,7 +14,7 @@ from sparse_tl import ranks, shards
 from sparse_tl.data.batches import TokenBatch, log_probabilities, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.attention import check_edge_cost, costs_of_first
-from sparse_tl.lens import HookedModel, adapt
+from sparse_tl.lens import HookedModel, adapt, check_rows
 from sparse_tl.scopes import autograd
 from sparse_tl.training.constraint import LossConstraint
 from sparse_tl.training.reference import Reference, predicting
@@ -159,6 +159,7 @@ class SparsityObjective(Objective):
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
+        check_rows(adapt(self.sparse), batch)
         lambdas = self.constraint.lambda_.maximum(1 / (self.room * (1 + self._size)))
         if batch.n_groups > len(lambdas):
             raise ValueError(

@@ -12,7 +12,7 @@ import torch
 from calls import LENGTH, N, pairs, rows, targets
 from malformed import required
 from pandas import DataFrame
-from tiny import tiny_model
+from tiny import small_task_models, tiny_model
 
 import sparse_tl as stl
 from sparse_tl.circuits import EffectCurve
@@ -128,7 +128,7 @@ PASSED_ON = ("forward", "run_with_cache", "run_with_hooks", "run_with_counts")
 
 @cache
 def task_model() -> Any:
-    return stl.load_task_models()[0]
+    return small_task_models()[0]
 
 
 def _of_task(name: str, _folder: Path) -> stl.PromptPairs:
@@ -148,6 +148,7 @@ OF_ONE: dict[str, dict[str, Callable[[Path], Any]]] = {
         "panels": lambda _: {"IOI": [_curve("dense"), _curve("sparse")]},
         "parts": lambda _: "heads",
     },
+    "evaluate_heads": {"scores": lambda _: _head_scores()},
     "layer_map": {"panels": lambda _: {"Dense": stl.logit_lens(model(), pairs().clean[0])}},
     "steer": {"name": lambda _: "blocks.0.hook_resid_pre", "vector": lambda _: torch.ones(16)},
     "head_map": {"panels": lambda _: {"Dense": _head_scores()}},

@@ -14,14 +14,13 @@ from typing import Any
 import pandas as pd
 import torch
 from calls import FITTING, QUIET, pairs, rows, targets
-from tiny import save_tiny, tiny_model
+from tiny import save_small_task_models, save_tiny, tiny_model
 from torch import Tensor
 
 import sparse_tl as stl
 import sparse_tl.runs.addition
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import save_model
-from sparse_tl.models import pairs as built, task_recipe
+from sparse_tl.models import pairs as built
 from sparse_tl.models.addition import addition_recipe
 from sparse_tl.runs import run_addition, run_circuits, run_head_roles, run_post_training
 from sparse_tl.tasks.addition import AdditionTask
@@ -153,12 +152,7 @@ def inputs(place: Path) -> None:
     stories = [" ".join(choice.choices(WORDS[1:], k=11)) for _ in range(60)]
     (place / "story.txt").write_text("\n<|endoftext|>\n".join(stories), encoding="utf-8")
     save_tiny(place / "tiny", WORDS)
-    recipe = task_recipe()
-    small = {**recipe.architecture, "n_layer": 1, "n_head": 2, "n_embd": 16, "n_inner": 16}
-    dense = recipe.changed(architecture=small).build(device="cpu")
-    (place / "dense").mkdir()
-    save_model(dense, place / "dense")
-    SparseTransformer(dense, initial_bias=0.0).save_pretrained(place / "sparse")
+    save_small_task_models(place, n_layer=1, n_head=2, n_embd=16, n_inner=16)
 
 
 def _inputs(folder: Path) -> Path:

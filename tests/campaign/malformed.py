@@ -176,6 +176,8 @@ def cases(function: Any, valid: Mapping[str, Any]) -> Iterator[Case]:
     for name, annotation in parameters(function).items():
         for said, value in wrong_types(annotation):
             yield name, said, value
+        if type(valid.get(name)).__module__.startswith(("sparse_tl.", "transformer_lens.")):
+            yield name, "a class for an instance", type(valid[name])
         if {"model", "models", "sparse"} & set(valid):
             for said, value in unfit(valid.get(name)):
                 yield name, said, value

@@ -88,7 +88,7 @@ class Process:
         if self._process.is_alive() and self._process.pid is not None:
             os.kill(self._process.pid, number)
 
-    def begun(self, within: float = 60.0) -> None:
+    def begun(self, within: float = 300.0) -> None:
         """Wait until the job itself begins."""
         if self._end.poll(within):
             assert self._end.recv() == "begun"

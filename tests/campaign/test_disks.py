@@ -196,6 +196,7 @@ def _save_often(folder: Path) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_full_disk(place: Path, disk: Callable[[str], Path]) -> None:
     for name in QUICK:
         assert not full(name, disk, ["16k"])
@@ -218,6 +219,7 @@ def test_what_a_killed_run_leaves_is_removed(tmp_path: Path) -> None:
     assert SearchState.load(tmp_path / "c").threshold == 4
 
 
+@pytest.mark.slow
 def test_restart_spares_what_links_lead_to(place: Path) -> None:
     out, other = place / "job" / "out", place / "other"
     (place / "job").mkdir()

@@ -14,12 +14,12 @@ from hostile import Case, sample, spoil
 from jobs import inputs
 from processes import Ended, run
 
-LONGEST = 10.0
+LONGEST = 60.0
 """Seconds of CPU time that a refusal may take."""
 MEMORY = 3 * 2**30
 """Bytes of address space beyond what is there before."""
 ERRORS = ("ValueError", "TypeError", "OSError")
-QUICK = ("sparse model", "HookedTransformer", "result: scores", "run")
+QUICK = ("sparse model", "result: scores")
 
 
 @dataclass
@@ -95,7 +95,7 @@ def campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: None) -> 
 
 def test_hostile_folders_are_refused(campaign: Campaign) -> None:
     for kind in QUICK:
-        campaign.attack(kind, 4, random.Random(0))
+        campaign.attack(kind, 1, random.Random(0))
     assert not campaign.wrong, "\n".join(campaign.wrong)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import _thread
 import random
 import signal
 import sys
-import time
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +21,9 @@ from state import changed, state_of
 from tiny import tiny_model
 
 import sparse_tl as stl
-from sparse_tl.scopes import AGAIN, scope
+from sparse_tl import scopes
+from sparse_tl.scopes import scope
 
-LATE = 0.3  # seconds
 EVENTS = ("call", "c_call", "c_return")  # where the interpreter looks for signals; also in loops
 
 
@@ -46,6 +48,31 @@ class Interrupter:
         sys.setprofile(None)
 
 
+@pytest.fixture
+def arrived(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Waits until what came at a bad moment was sent again."""
+    sent: list[threading.Event] = []
+
+    def start(function: Callable[[int], None], arguments: tuple[int]) -> None:
+        done = threading.Event()
+        sent.append(done)
+
+        def run() -> None:
+            function(*arguments)
+            done.set()
+
+        _thread.start_new_thread(run, ())
+
+    def wait() -> None:
+        while sent:
+            sent[-1].wait()
+            sent.pop()
+
+    again = SimpleNamespace(start_new_thread=start, interrupt_main=_thread.interrupt_main)
+    monkeypatch.setattr(scopes, "_thread", again)
+    return wait
+
+
 def interrupted(name: str, model: Any, folder: Path, number: int, at: int | None) -> Interrupter:
     """Call it, and send the signal at one of its events, if any."""
     with Interrupter(number, at) as sender:
@@ -56,7 +83,8 @@ def interrupted(name: str, model: Any, folder: Path, number: int, at: int | None
 class Campaign:
     """Interrupted calls of all kinds, and what was wrong after each."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, arrived: Callable[[], None]) -> None:
+        self.arrived = arrived
         self.folder, self.models, self.events = folder, dict[bool, Any](), dict[str, int]()
         self.totals, self.wrong = Counter[str](), list[str]()
 
@@ -77,9 +105,7 @@ class Campaign:
         kept: BaseException | None = None  # as notebooks keep it, with all frames
         try:
             interrupted(name, model, folder, number, at)
-            wait_until = time.monotonic() + LATE
-            while time.monotonic() < wait_until:  # it may be sent again, after the call
-                time.sleep(AGAIN)
+            self.arrived()
         except KeyboardInterrupt as stop:
             kept = stop
         after = state_of(model, weights=not call.trains)
@@ -101,7 +127,7 @@ def plain() -> Iterator[None]:
     yield
 
 
-def test_every_event_of_one_scope() -> None:
+def test_every_event_of_one_scope(arrived: Callable[[], None]) -> None:
     """A signal between any two steps of entering and leaving it leaves no stand-in of a handler."""
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     with handled_by(stopped, numbers):
@@ -114,7 +140,7 @@ def test_every_event_of_one_scope() -> None:
                 with suppress(KeyboardInterrupt), Interrupter(number, at):
                     with plain():
                         pass
-                    time.sleep(2 * AGAIN)  # it may be sent again, after the scope
+                    arrived()
                 left = [signal.getsignal(some) for some in numbers]
                 assert left == before, f"{number} at event {at}"
 
@@ -155,9 +181,9 @@ def handled_by(handler: Any, numbers: list[int]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def run(folder: Path, n: int) -> Campaign:
+def run(folder: Path, arrived: Callable[[], None], n: int) -> Campaign:
     """`n` interrupts at random events, over all calls in turn."""
-    campaign, draw = Campaign(folder), random.Random(0)
+    campaign, draw = Campaign(folder, arrived), random.Random(0)
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     with handled_by(stopped, numbers[1:]):
         for one in range(n):
@@ -167,16 +193,16 @@ def run(folder: Path, n: int) -> Campaign:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_interrupts(tmp_path: Path) -> None:
-    campaign = run(tmp_path, 3 * len(CALLS))
+def test_interrupts(tmp_path: Path, arrived: Callable[[], None]) -> None:
+    campaign = run(tmp_path, arrived, 3 * len(CALLS))
     assert not campaign.wrong
     assert campaign.totals["stopped"] > len(CALLS)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_thousand_interrupts(tmp_path: Path) -> None:
-    campaign = run(tmp_path, 1000)
+def test_a_thousand_interrupts(tmp_path: Path, arrived: Callable[[], None]) -> None:
+    campaign = run(tmp_path, arrived, 1000)
     assert not campaign.wrong
 
 

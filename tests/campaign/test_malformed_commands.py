@@ -22,7 +22,7 @@ from sparse_tl.cli import app
 from sparse_tl.cli.errors import main
 from sparse_tl.data.streams import ShuffledStream
 
-LONGEST = 10
+LONGEST = 60
 """Seconds that a refusal may take."""
 AT_MOST = int(os.environ.get("SPARSE_TL_CAMPAIGN", "20"))
 """Malformed commands in the normal run; 0 for all."""

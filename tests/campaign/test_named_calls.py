@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from calls import QUIET, N, pairs, rows, targets
+from examples import tokenizer
 from tiny import tiny_model
 
 import sparse_tl as stl
@@ -19,8 +20,12 @@ pytestmark = pytest.mark.usefixtures("unchecked_types")
 
 def _post_train(**settings: Any) -> Any:
     how = {"target_loss": 9.0, "steps": 1, "validation": rows(), **QUIET, **settings}
-    stream = stl.ShuffledStream(rows(), 4, 0)
+    stream = how.pop("stream", stl.ShuffledStream(rows(), 4, 0))
     return stl.post_train(stl.SparseTransformer(tiny_model()), stream, **how)
+
+
+def _stream(tokens: torch.Tensor) -> stl.ShuffledStream:
+    return stl.ShuffledStream(stl.TokenBatch.next_token(tokens), 4)
 
 
 def _without_numbers() -> Any:
@@ -33,6 +38,16 @@ def _without_numbers() -> Any:
 def _gated(reference: torch.Tensor) -> None:
     with stl.gated(tiny_model(), stl.Heads(), torch.ones(2, 2), "mean", reference=reference):
         pass
+
+
+def _gate(site: Any, value: float = 1.0) -> None:
+    with stl.gated(tiny_model(), site, torch.full((2, 2), value)):
+        pass
+
+
+def _edges() -> stl.Scores:
+    graph = stl.CircuitGraph(2, 2, 2)
+    return stl.Scores(graph, torch.zeros(graph.exists.shape), "none")
 
 
 def _filled(value: int) -> torch.Tensor:
@@ -75,6 +90,66 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a text for texts": (
         lambda: stl.token_windows("12+34=46", stl.AdditionTask(), 8),
         "an iterable of texts for documents; got '12",
+    ),
+    "a class for a site": (
+        lambda: _gate(stl.Heads),
+        "Site for site; got <class 'sparse_tl.gates.sites.Heads'>",
+    ),
+    "edges for heads": (
+        lambda: stl.evaluate_heads(tiny_model(), pairs(), stl.logit_difference, _edges(), **QUIET),
+        "expected scores of heads, as from attribute_heads; got Scores",
+    ),
+    "gates of NaN": (lambda: _gate(stl.Heads(), math.nan), "gates from 0 to 1; some are NaN"),
+    "pieces of no pairs": (lambda: pairs().split(0), "from 1 to .* for size; got 0"),
+    "pieces of no rows": (lambda: rows().split(0), "from 1 to .* for size; got 0"),
+    "logits of other prompts": (
+        lambda: pairs().read(torch.zeros(N, 5, 13)),
+        r"logits of 3 prompts of 6 tokens; got a Tensor of float32 and shape \(3, 5, 13\)",
+    ),
+    "no position to read": (
+        lambda: stl.GatedRun(tiny_model(), stl.Heads(), pairs().clean, pairs().clean < 0),
+        "at least one position to read",
+    ),
+    "a rank that is none": (lambda: rows().dealt(2, 2), r"a rank in 0\.\.1; got 2"),
+    "a mask of other numbers": (
+        lambda: replace(rows(), attention_mask=torch.full_like(rows().tokens, 2)),
+        "0 at padding and 1 elsewhere as attention_mask",
+    ),
+    "a step before the first": (
+        lambda: stl.ShuffledStream(rows(), 4).batch(-1),
+        "from 0 to .* for step; got -1",
+    ),
+    "bytes for texts": (
+        lambda: stl.token_windows([b"12+34"], tokenizer(), 2),  # type: ignore
+        r"documents that are texts; got b'12\+34'",
+    ),
+    "no separator": (
+        lambda: stl.read_documents([], separator=""),
+        "a separator of at least one character",
+    ),
+    "a token that is no number of a token": (
+        lambda: stl.TargetDataset.from_tokens([[1, 10**30]], [(1, 2)]),
+        r"to 1,000,000,000 .* \(at index 0, 1\)",
+    ),
+    "a file for a folder": (
+        lambda: stl.save_model(tiny_model(), __file__),
+        "expected a folder, or a name that is free; .* is a file",
+    ),
+    "adapters as large as weights": (
+        lambda: stl.add_lora(tiny_model(), 10**6),
+        "a rank of at most 16, d_model; got 1000000",
+    ),
+    "rows to train on that are too long": (
+        lambda: _post_train(stream=_stream(torch.zeros(12, 40, dtype=torch.long))),
+        "at most 16 tokens, the model's context; got 40",
+    ),
+    "rows to train on of another vocabulary": (
+        lambda: _post_train(stream=_stream(rows().tokens + 50)),
+        r"tokens in 0\.\.12; got",
+    ),
+    "too many pairs": (
+        lambda: stl.IOITask().pairs(tiny_model(), 10**8),
+        "from 1 to 1,000,000 for n; got 100000000",
     ),
     "too many seeds": (
         lambda: stl.fit_head_gates(tiny_model(), targets(), seeds=10**9, **QUIET),

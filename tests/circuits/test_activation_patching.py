@@ -157,8 +157,8 @@ def test_what_cannot_be_patched_is_refused(build_tiny: Build) -> None:
     model, pairs = build_tiny(), same_length()
     mixed = replace(pairs, positions=torch.tensor([3, 5, 5, 5, 5]))
     for change, some, message in (
-        ({"at": "resid"}, pairs, "at= of .*'resid_pre'.*got 'resid'"),
-        ({"into": "wrong"}, pairs, "into= of .*got 'resid_pre' and 'wrong'"),
+        ({"at": "resid"}, pairs, "'resid_pre' or .* for at; got 'resid'"),
+        ({"into": "wrong"}, pairs, "or 'corrupted' for into; got 'wrong'"),
         ({}, mixed, r"lengths of \[4, 6\] tokens.*positions == 3"),
     ):
         with pytest.raises(ValueError, match=message):

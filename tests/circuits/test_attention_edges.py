@@ -72,5 +72,5 @@ def test_closed_gates_score_exactly_nothing(build_tiny: Build, pairs: PromptPair
 
 
 def test_settings_that_make_no_sense(build_tiny: Build, pairs: PromptPairs) -> None:
-    with pytest.raises(ValueError, match="expected a method of"):
+    with pytest.raises(ValueError, match="'zero' or 'corrupted' for patch; got 'mean'"):
         attribute_attention_edges(build_tiny(), pairs, logit_difference, patch="mean")  # type: ignore[arg-type]

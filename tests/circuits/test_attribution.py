@@ -216,9 +216,9 @@ def test_a_sparse_model_is_attributed_under_its_gates(model: Model) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": "acdc"}, "expected a method of .*got 'acdc'"),
+        ({"method": "acdc"}, "'eap' or .* for method; got 'acdc'"),
         ({"steps": 0}, "from 1 to .* for steps; got 0"),
-        ({"patch": "noise"}, "a patch of .*'noise'"),
+        ({"patch": "noise"}, "for patch; got 'noise'"),
         ({"batch_size": 0}, "from 1 to .* for batch_size; got 0"),
     ],
 )

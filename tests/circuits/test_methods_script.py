@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import small_task_models
 
 from sparse_tl.circuits import EffectCurve
 
@@ -22,9 +23,11 @@ def curve(effects: dict[int, float]) -> EffectCurve:
     return EffectCurve("m", list(effects), mean, mean, mean)
 
 
+@pytest.mark.slow
 def test_it_prints_a_table_and_goes_on_where_it_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(circuit_methods, "load_task_models", small_task_models)
     words = (*SMALL, "--out", str(tmp_path / "out"))
     circuit_methods.main([*words, "--sizes", "8", "--thresholds", "0.1"])
     said = capsys.readouterr().out

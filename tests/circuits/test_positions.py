@@ -318,7 +318,7 @@ def test_what_fits_no_position(build_tiny: Build, monkeypatch: pytest.MonkeyPatc
     def attribute(pairs: PromptPairs, positions: str) -> Scores:
         return attribute_circuit_edges(model, pairs, logit_difference, positions=positions)
 
-    with pytest.raises(ValueError, match=r"of \('tokens', 'spans'\), or None; got 'token'"):
+    with pytest.raises(ValueError, match="'tokens' or 'spans' or None for positions; got 'token'"):
         attribute(pairs, "token")
     with pytest.raises(ValueError, match="expected pairs with spans"):
         attribute(pairs, "spans")

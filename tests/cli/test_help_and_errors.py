@@ -75,7 +75,10 @@ def test_version() -> None:
 
 def test_the_package_can_be_run_as_a_module() -> None:
     process = subprocess.run(
-        [sys.executable, "-m", "sparse_tl", "--version"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "sparse_tl", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert (process.returncode, process.stdout.strip()) == (0, f"sparse_tl {__version__}")
 

@@ -22,7 +22,7 @@ def _launched(*arguments: object) -> subprocess.CompletedProcess[str]:
     """On CPUs, also where there are GPUs."""
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *LAUNCH, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
 
 
 @pytest.mark.parametrize("shard", [(), ("--shard",)], ids=["whole", "sharded"])

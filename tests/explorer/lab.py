@@ -95,7 +95,7 @@ def running_lab(folder: Path, theme: str = "JupyterLab Light") -> Iterator[Lab]:
 
 
 def _wait_for(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    for _ in range(600):
+    for _ in range(3000):
         if server.poll() is not None:
             break
         try:
@@ -117,11 +117,11 @@ def command(page: Any, name: str, **arguments: Any) -> None:
 def open_notebook(page: Any, lab: Lab, name: str) -> None:
     """Open a notebook and wait for its kernel."""
     page.goto(lab.url(name))
-    page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=40_000)
+    page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=180_000)
     wait_for_kernel(page)
 
 
 def wait_for_kernel(page: Any) -> None:
     """Wait until the kernel of the open notebook has nothing to do."""
     idle = "window.jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status"
-    page.wait_for_function(f"{idle} === 'idle'", timeout=60_000)
+    page.wait_for_function(f"{idle} === 'idle'", timeout=300_000)

@@ -43,6 +43,12 @@ JUPYTERLAB_THEME = """() => {
 }"""
 
 
+def stop_clock(page: Any) -> None:
+    """From here on, time passes where a test says so."""
+    page.clock.install(time=0)
+    page.clock.pause_at(1)
+
+
 def show(page: Any, folder: Path, explorer: CircuitExplorer, **changes: Any) -> None:
     traits = {name: getattr(explorer, name) for name in TRAITS} | changes
     script = explorer._esm.replace("export default { render };", "")
@@ -222,7 +228,7 @@ def test_a_restarted_kernel_is_told_and_switches_off_what_needs_it(page, tmp_pat
 
 
 def test_a_silent_kernel_is_waited_for_in_words(page, tmp_path, explorer):
-    page.clock.install()
+    stop_clock(page)
     show(page, tmp_path, explorer)
     page.locator(".heads .cell").first.click()
     status = page.locator(".status")
@@ -259,7 +265,7 @@ def actions(page: Any) -> list[str]:
 
 
 def test_a_front_end_that_lacks_something_asks_until_it_has_it(page, tmp_path, explorer):
-    page.clock.install()
+    stop_clock(page)
     show(page, tmp_path, explorer)
     assert actions(page) == ["hello"]
     page.clock.run_for(2100)
@@ -276,6 +282,7 @@ def test_a_front_end_that_lacks_something_asks_until_it_has_it(page, tmp_path, e
 
 
 def test_effects_are_asked_for_until_all_are_known(page, tmp_path, explorer):
+    stop_clock(page)
     show(page, tmp_path, explorer)
     told = "revision: traits._revision"
     page.evaluate(f"fire('msg:custom', {{done: 1, {told}, more: true}})")
@@ -300,6 +307,9 @@ def test_cards_say_what_happens_without_a_part(page, tmp_path, explorer):
     strongest = max(explorer._effects["heads"][0].items(), key=lambda item: abs(item[1][4][0]))
     layer, head = strongest[0].split(",")
     assert heads[0].startswith(f"without a{layer}.h{head}: ") and "logits" in heads[0]
+    kind = "helps" if strongest[1][4][0] < 0 else "hurts"  # the colours of the grid above
+    shown = page.locator(".card[data-panel='0'] .effects li").first.locator("span").first
+    assert shown.get_attribute("class") == kind
     assert page.locator(".card.node .effects.whole li").inner_text().startswith("without its atten")
     assert page.locator(".card.node .rows .effects li").count() == 3
 

@@ -55,7 +55,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 def lab_page(browser: Any) -> Iterator[Any]:
     """A page that may talk to the server on this machine and to nothing else."""
     context = browser.new_context(viewport={"width": 1600, "height": 1000})
-    context.set_default_timeout(30_000)
+    context.set_default_timeout(120_000)
     page = context.new_page()
     problems: list[str] = []
     # Seen once in many sessions; which script of the page raises it is not known.
@@ -105,7 +105,7 @@ def test_a_session_in_jupyterlab(lab, lab_page, offline_page):
     path = lab.write("session.ipynb", SETUP, FIGURES, BUSY_PAGE, SHOW, BUSY_KERNEL)
     open_notebook(tab, lab, "session.ipynb")
     command(tab, "notebook:run-all-cells")
-    explorer(tab).wait_for(timeout=90_000)
+    explorer(tab).wait_for(timeout=300_000)
     explorer(tab).locator(".card[data-panel='1'] tbody tr").first.wait_for()
     wait_for_kernel(tab)
     # The figure that is saved stands in the page, and is not seen beside the live one.

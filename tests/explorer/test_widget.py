@@ -303,7 +303,7 @@ def test_what_cannot_be_shown_is_escaped(models, monkeypatch):
 def test_impossible_settings_are_refused_at_construction(models, prompt):
     with pytest.raises(ValueError, match="threshold of at least 0 and below 1; got 2.0"):
         explore(models, prompt, threshold=2.0)
-    with pytest.raises(ValueError, match="expected a theme of .* got 'night'"):
+    with pytest.raises(ValueError, match="'auto' or .* for theme; got 'night'"):
         explore(models, prompt, theme="night")
     with pytest.raises(TypeError, match="'colour'"):
         explore(models, prompt, colour="red")

@@ -117,7 +117,7 @@ def test_nothing_is_left_after_an_exception(build_tiny: Build) -> None:
         (([],), "at least one head"),
         (([(2, 0)],), r"2 layers of 2 heads; got \(2, 0\)"),
         (([(0, -1)],), r"got \(0, -1\)"),
-        ((HEADS, "median"), "a patch of"),
+        ((HEADS, "median"), "'zero' or .* for patch; got 'median'"),
         ((HEADS, "mean"), "patch='mean' without them"),
     ],
 )

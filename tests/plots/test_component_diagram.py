@@ -1,33 +1,27 @@
-"""The static component diagram: what is drawn where, and what it refuses."""
+"""The component diagram as its script draws it, here without a page; and what it refuses."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import re
 import struct
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from component_examples import ATTACK, EDGES, Scored, draw
 
 from sparse_tl.circuits import Circuit, Scores
-from sparse_tl.circuits.wiring import wire
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.head_roles import HeadRoles
-from sparse_tl.plots import ComponentDiagram, component_diagram, drawn_circuit
-from sparse_tl.plots.component_layout import NODE_HEIGHT, lay_out
-from sparse_tl.plots.component_routes import Routes, ends_of
+from sparse_tl.plots import ComponentDiagram, component_diagram
 from sparse_tl.plots.component_style import ONLY
-from sparse_tl.plots.drawn_circuit import View
-from sparse_tl.plots.layered_layout import (
-    Segment,
-    count_crossings,
-    isotonic,
-    order_rows,
-    place_rows,
-)
+from sparse_tl.plots.interactive_html import COMPONENT_DRAWING
+from sparse_tl.plots.javascript import run_script
 from sparse_tl.plots.palette import KEY, MARKS, OPEN_EDGE, QUERY, ROLES, VALUE
 from sparse_tl.positioned_graph import PositionedGraph
 
@@ -128,32 +122,40 @@ SIZES = [
 ]
 
 
+LAYOUT = """(data => {
+    const { layout, panels: [panel] } = viewOf(data, data.view, 720);
+    const passed = ([i, row]) => layout.heights.flatMap((y, r) =>
+        r > row && r <= layout.top.get(i) ? [[layout.bend(i, r), y]] : []);
+    const paths = shapesOf(layout, panel.links, () => "#000000", "#000000").map(({ d }) => d);
+    return [[...layout.boxes.values()], [...layout.rows].flatMap(passed), paths, layout.columns];
+})"""
+"""The boxes of nodes, the bends of trunks, the curves and the columns."""
+
+
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("slots", [False, True])
 def test_nodes_are_apart_and_no_line_runs_through_one(make_random_circuit, sizes, slots):
-    circuit, scores = make_random_circuit(**sizes)
-    view = View(edges=10**6, slots=slots)
-    nodes, (panel,) = drawn_circuit.draw({"m": wire(circuit, scores)}, [1], view)
-    ends = ends_of(panel.links, slots)
-    layout = lay_out(nodes, ends, {}, (100, 704), 1)
-    assert layout.columns == [(100, 704)]
+    panels = {"m": make_random_circuit(**sizes)}
+    figure = draw(panels, max_circuit_edges=10**6, slots=slots, off_path=True)
+    boxes, bends, paths, ((left, right),) = run_script(COMPONENT_DRAWING, LAYOUT, figure.data)
+    assert right == 704
     rows: dict[float, list] = {}
-    for box in layout.boxes.values():
-        rows.setdefault(box.y, []).append(box)
-        assert box.x - box.width / 2 > 92 and box.x + box.width / 2 < 712
+    for box in boxes:
+        rows.setdefault(box["y"], []).append(box)
+        assert box["x"] - box["width"] / 2 > left - 8 and box["x"] + box["width"] / 2 < right + 8
     for row in rows.values():
-        row.sort(key=lambda box: box.x)
+        row.sort(key=lambda box: box["x"])
         for first, second in itertools.pairwise(row):
-            assert second.x - first.x >= (first.width + second.width) / 2 + 3.9
+            assert second["x"] - first["x"] >= (first["width"] + second["width"]) / 2 + 3.9
     # Lines turn between rows; within one they are straight, at a bend.
-    for (_, row), x in layout.bends.items():
-        for box in rows[layout.heights[row]]:
-            assert abs(x - box.x) > box.width / 2 + 1.9
-    routes = Routes(layout, sorted(set(ends), key=str))
-    for shape in routes.shapes(panel.links, ends, lambda _: "#000000", "#000000"):
-        for y in map(float, re.findall(r"[M ][\d.]+ ([\d.]+)(?=C|M|V|$)", shape.path)):
+    assert bends and paths
+    for x, y in bends:
+        for box in rows[y]:
+            assert abs(x - box["x"]) > box["width"] / 2 + 1.9
+    for path in paths:
+        for y in map(float, re.findall(r"[M ][\d.]+ ([\d.]+)(?=C|M|V|$)", path)):
             row = min(rows, key=lambda at: abs(at - y))
-            assert abs(row - y) >= NODE_HEIGHT / 2 - 0.06
+            assert abs(row - y) >= 19 / 2 - 0.06
 
 
 def test_rows_are_layers_upwards_and_unused_layers_take_no_room(make_circuit):
@@ -268,21 +270,37 @@ def test_printed_at_five_and_a_half_inches_text_has_six_points(make_random_circu
 # ---- layered drawing ----------------------------------------------------------------------------
 
 
+CROSSINGS = "((rows, segments) => countCrossings(rows, gapsOf(rows, segments)))"
+
+
+def count_crossings(rows: list[list[int]], segments: list[dict[str, Any]]) -> int:
+    return run_script(COMPONENT_DRAWING, CROSSINGS, rows, segments)
+
+
+def order_rows(rows: list[list[int]], segments: list[dict[str, Any]]) -> list[list[int]]:
+    return run_script(COMPONENT_DRAWING, "orderRows", rows, segments)
+
+
+def segment(lower: int, upper: int, port: float = 0.0) -> dict[str, Any]:
+    return {"lower": lower, "upper": upper, "port": port, "weight": 1.0}
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_crossings_are_counted_as_by_comparing_every_pair(seed):
     generator = torch.Generator().manual_seed(seed)
-    rows = [[f"{r}{i}" for i in range(6)] for r in "abc"]
+    rows = [[6 * r + i for i in range(6)] for r in range(3)]
     segments = [
-        Segment(rows[r][i], rows[r + 1][j], port=port)
+        segment(rows[r][i], rows[r + 1][j], port)
         for r, i, j, port in itertools.product(range(2), range(6), range(6), (-5.0, 5.0))
         if torch.rand(1, generator=generator) < 0.2
     ]
     expected = 0
     for first, second in itertools.combinations(segments, 2):
-        if first.lower[0] == second.lower[0]:
-            ends = [(segment.upper, segment.port) for segment in (first, second)]
-            expected += (first.lower < second.lower and ends[0] > ends[1]) or (
-                first.lower > second.lower and ends[0] < ends[1]
+        lower = [some["lower"] for some in (first, second)]
+        upper = [(some["upper"], some["port"]) for some in (first, second)]
+        if lower[0] // 6 == lower[1] // 6:
+            expected += (lower[0] < lower[1] and upper[0] > upper[1]) or (
+                lower[0] > lower[1] and upper[0] < upper[1]
             )
     assert count_crossings(rows, segments) == expected > 0
     ordered = order_rows(rows, segments)
@@ -291,20 +309,24 @@ def test_crossings_are_counted_as_by_comparing_every_pair(seed):
 
 
 def test_a_graph_that_can_be_drawn_without_crossings_is():
-    rows = [["a", "b", "c"], ["d", "e", "f"], ["g", "h", "i"]]
-    segments = [Segment(*pair) for pair in ("af", "bd", "ce", "dh", "ei", "fg")]
+    rows = [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    segments = [segment(*pair) for pair in ((0, 5), (1, 3), (2, 4), (3, 7), (4, 8), (5, 6))]
     assert count_crossings(rows, segments) > 0
     assert count_crossings(order_rows(rows, segments), segments) == 0
 
 
 def test_positions_are_the_least_squares_ones_under_the_separations():
     # 95 and 60, which have to be in order, meet at their mean by the weights 2 and 1.
-    assert isotonic([95.0, 60.0, 200.0], [2.0, 1.0, 1.0]) == pytest.approx([250 / 3] * 2 + [200])
-    rows = [["a", "b"], ["c", "d"]]
-    x = place_rows(rows, [Segment("a", "c"), Segment("b", "d")], [[40], [60]], (0, 100))
-    assert [x[v] for v in "abcd"] == pytest.approx([20, 80, 20, 80])
-    x = place_rows(rows, [Segment("a", "d")], [[40], [40]], (90, 150))
-    assert x["a"] >= 90 and x["d"] <= 150 and x["d"] - x["c"] >= 40
+    found = run_script(COMPONENT_DRAWING, "isotonic", [95, 60, 200], [2, 1, 1])
+    assert found == pytest.approx([250 / 3] * 2 + [200])
+
+    def place_rows(*arguments: Any) -> list[float]:
+        return run_script(COMPONENT_DRAWING, "placeRows", [[0, 1], [2, 3]], *arguments)
+
+    x = place_rows([segment(0, 2), segment(1, 3)], [[40], [60]], (0, 100))
+    assert x == pytest.approx([20, 80, 20, 80])
+    x = place_rows([segment(0, 3)], [[40], [40]], (90, 150))
+    assert x[0] >= 90 and x[3] <= 150 and x[3] - x[2] >= 40
 
 
 # ---- one piece of HTML, and files ---------------------------------------------------------------
@@ -328,6 +350,34 @@ def test_names_titles_and_units_stay_text(make_circuit):
     assert "<img" not in html and html.count("</script>") == 1
     payload = html.rsplit("startFigures(", 1)[1].split(");\n", 1)[0]
     assert not set("<>&") & set(payload) and "alert" in payload
+
+
+def test_labels_of_a_state_stay_text_too(make_circuit):
+    labels = {"m1": ATTACK, "a2.h1": "&lt;\x00\u202e\ud800"}
+    state = {"format": "sparse_tl component diagram 1", "labels": labels}
+    figure = draw({"m": make_circuit(EDGES)}, state=state)
+    texts = texts_of(ElementTree.fromstring(figure.svg))
+    assert "&lt;" + "\N{REPLACEMENT CHARACTER}" * 3 in texts
+    assert any(len(text) > 10 and ATTACK.startswith(text.rstrip("\u2026")) for text in texts)
+    assert "<img" not in str(figure) and str(figure).count("</script>") == 1
+
+
+def test_figures_are_drawn_in_any_thread_and_event_loop(make_circuit):
+    panels = {"m": make_circuit(EDGES)}
+
+    async def drawn() -> str:
+        return draw(panels).svg
+
+    with ThreadPoolExecutor(3) as pool:
+        found = {*pool.map(lambda _: draw(panels).svg, range(6))}
+        # In a thread, as a browser of other tests has a loop in this one.
+        found.add(pool.submit(lambda: asyncio.run(drawn())).result())
+    assert found == {draw(panels).svg}
+
+
+def test_an_error_of_the_script_names_its_place():
+    with pytest.raises(RuntimeError, match=r"(?s)firstView .*failed: .*component_panels\.js:\d+"):
+        run_script(COMPONENT_DRAWING, "firstView", {}, 720)
 
 
 def test_html_is_self_contained_small_and_the_same_each_time(make_random_circuit):

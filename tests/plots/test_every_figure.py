@@ -40,6 +40,8 @@ from sparse_tl.plots import Figure, GridFigure
 from sparse_tl.plots.grid_figure import PLOTLY_DATA
 from sparse_tl.plots.rendering import html_page, notebook_style
 
+pytestmark = pytest.mark.every_case
+
 PRINTED_WIDTH, SMALLEST_PRINT = 5.5 * 72, 6.0
 """In points."""
 
@@ -192,7 +194,7 @@ def saved_page(open_page: Any, tmp_path_factory: pytest.TempPathFactory) -> Iter
     file = tmp_path_factory.mktemp("page") / "page.html"
     file.write_text(html_page("A figure", script, margin=0), encoding="utf-8")
     with open_page() as page:
-        page.goto(file.as_uri(), timeout=30_000)
+        page.goto(file.as_uri())
         yield page
 
 

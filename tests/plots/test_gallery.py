@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.every_case
+
 GALLERY = Path(__file__).parents[2] / "docs/gallery"
 PAGE = (GALLERY / "index.md").read_text(encoding="utf-8")
 NAMES = re.findall(r'<img src="(\w+)\.png"', PAGE)

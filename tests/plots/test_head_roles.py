@@ -123,6 +123,13 @@ def test_a_heat_map_is_drawn_in_its_colours(roles: HeadRoles) -> None:
     assert "Facilitation score" in [text.text for text in figure.plotly.layout.annotations]
 
 
+def test_a_note_says_what_the_numbers_in_the_titles_are(roles: HeadRoles) -> None:
+    texts = [text.text for text in head_roles_figure(roles).plotly.layout.annotations]
+    assert any(text.endswith(" nats") for text in texts)
+    (note,) = [text for text in texts if text.startswith("Nats in titles")]
+    assert note.endswith("increase of the loss without the heads of the role.")
+
+
 def test_colour_bars_are_turned_dark(roles: HeadRoles) -> None:
     svg = head_roles_figure(roles).dark().svg
     assert "<image" not in svg and EMPTY_CELL not in svg

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from jaxtyping import TypeCheckError
 
 from sparse_tl import AdditionTask
 from sparse_tl.tasks.addition import CHARACTERS, addition_tokenizer, decode
@@ -67,8 +66,7 @@ def test_bad_sums_are_refused():
             task.prompt(text)
     with pytest.raises(ValueError, match=r"0\.\.99"):
         task.batch(torch.tensor([100]), torch.tensor([1]))
-    # Checked types are stricter, where they are on.
-    with pytest.raises((ValueError, TypeCheckError), match=r"pairs of operands|right"):
+    with pytest.raises(ValueError, match=r"for right; got .* shape \(1,\), where left is .*\(2,\)"):
         task.batch(torch.tensor([1, 2]), torch.tensor([1]))
     with pytest.raises(ValueError, match="answer column"):
         task.read_at(5)
@@ -95,5 +93,5 @@ def test_pairs_differ_in_the_digit_that_is_asked_for(form: Any, digit: str) -> N
         assert digits[0] != digits[1]
     column = {"hundreds": 8, "tens": 9, "units": 10}[digit]
     assert set(pairs.positions.tolist()) == {column - (form == "autoregressive")}
-    with pytest.raises(ValueError, match="expected a digit of"):
+    with pytest.raises(ValueError, match="'hundreds' or 'tens' or 'units' for digit; got 'thou"):
         task.pairs("thousands", 5)

@@ -416,6 +416,23 @@ def test_a_signal_to_stop_saves_the_running_step(
     _same_history(expected, history)
 
 
+def test_a_second_signal_stops_at_once(build_tiny: Build, echo_rows: Rows, tmp_path: Path) -> None:
+    validation, stream = echo_rows(seed=1), ShuffledStream(echo_rows(), 16)
+    whole, stopped, resumed = build_tiny(), build_tiny(), build_tiny()
+    settings: dict[str, Any] = {"checkpoint_every": 3}
+    expected = _pretrain(whole, stream, validation, **settings)
+    handler = signal.getsignal(signal.SIGINT)
+    pressed = Watched(stream, 4, lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)])
+    with pytest.raises(KeyboardInterrupt):
+        _pretrain(stopped, pressed, validation, checkpoint=tmp_path / "c", **settings)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert all(p.requires_grad and p.grad is None for p in stopped.parameters())
+    assert _saved_step(tmp_path / "c") == 3  # the running step is lost, and nothing else
+    history = _pretrain(resumed, stream, validation, checkpoint=tmp_path / "c", **settings)
+    assert _same_weights(whole, resumed)
+    _same_history(expected, history)
+
+
 def test_a_signal_that_is_ignored_stays_so(
     build_tiny: Build, echo_rows: Rows, tmp_path: Path
 ) -> None:
@@ -466,7 +483,7 @@ def test_kill_9_and_resume_gives_equal_weights(
                 _post_train(killed, Slow(), validation, checkpoint=tmp_path / "c", **settings)
             finally:
                 os._exit(0)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not (tmp_path / "c").exists():
             assert time.monotonic() < deadline, "the child never saved a checkpoint"
             time.sleep(0.002)
@@ -759,12 +776,12 @@ def test_another_choice_of_weights_is_another_run(
 # Schedules, clipping, and what an objective carries
 
 
-def test_a_linear_schedule_falls_along_a_line() -> None:
+def test_a_linear_schedule_falls_along_a_line(unchecked_types: None) -> None:
     config = TrainingConfig(
         steps=10, learning_rate=2.0, warmup=0, decay=1.0, final_rate=0.1, schedule="linear"
     )
     assert [config.rate(step) for step in (0, 5, 9)] == pytest.approx([2.0, 1.1, 0.38])
-    with pytest.raises(ValueError, match='"cosine" or "linear"; got \'steps\''):
+    with pytest.raises(ValueError, match="'cosine' or 'linear' for schedule; got 'steps'"):
         TrainingConfig(steps=1, learning_rate=1.0, schedule="steps")
 
 
@@ -772,7 +789,7 @@ def test_no_clip_lets_every_gradient_pass(
     build_tiny: Build, echo_rows: Rows, tmp_path: Path
 ) -> None:
     assert TrainingConfig(steps=1, learning_rate=1.0, clip=None).clip is None
-    with pytest.raises(ValueError, match="clip above 0, or None"):
+    with pytest.raises(ValueError, match="above 0 .* or None for clip; got 0.0"):
         TrainingConfig(steps=1, learning_rate=1.0, clip=0.0)
     weights = []
     for clip in (None, 1e9):

@@ -152,7 +152,7 @@ def runs(often: None, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     def job(rank: int) -> dict[str, Trained]:
         return {name: _run(rank, **given) for name, given in settings.items()}
 
-    first, second = on_ranks(2, job, seconds=120)
+    first, second = on_ranks(2, job, seconds=900)
     return Runs({name: [first[name], second[name]] for name in settings}, saved)
 
 
