@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import NoneType, UnionType
+from types import UnionType
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -27,6 +26,8 @@ from typing import (
 import jaxtyping
 import numpy as np
 from annotated_types import Ge, Gt, Le, Lt
+
+from sparse_tl.wording import WORDS, in_words, is_array, shown
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
@@ -45,18 +46,6 @@ Logit = Annotated[float, Ge(-10_000), Le(10_000)]
 Share = Annotated[float, Gt(0), Le(1)]
 
 Kind = TypeVar("Kind", bound=Callable[..., Any])
-
-_WORDS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a finite number",
-    bool: "True or False",
-    str: "text",
-}
-_WORDS |= {NoneType: "None", Path: "a path", Any: "anything"}
-_SEVERAL = {int: "whole numbers", float: "finite numbers", str: "texts", Path: "paths"}
-_BOUNDS = {Ge: "from", Gt: "above", Le: "to", Lt: "below"}
-_LONGEST = 80
-"""Characters of a value in a message."""
 
 
 def checked(made: Kind) -> Kind:
@@ -143,7 +132,7 @@ def _instances(annotation: Any) -> Any:
     if origin in (Union, UnionType):
         kinds = tuple(_instances(kind) for kind in inside)
         return Union[kinds]  # type: ignore[invalid-annotation] # noqa: UP007 - made from a list
-    if origin is Literal or annotation in _WORDS:
+    if origin is Literal or annotation in WORDS:
         return annotation
     if origin is None:
         return _instance(annotation) if isinstance(annotation, type) else annotation
@@ -196,7 +185,7 @@ def _check(
             others = [
                 f"{key} is {shown(some)}"
                 for key, some in given.items()
-                if _is_array(some) and key != parameter
+                if is_array(some) and key != parameter
             ]
             raise ValueError(f"{message}, where {' and '.join(others)}") from None
         raise _kind(error)(message + _place(error) + _advice(annotation, value)) from None
@@ -230,10 +219,6 @@ def _fits_alone(value: Any, accepts: TypeAdapter) -> bool:
     return True
 
 
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "dtype") and hasattr(value, "shape")
-
-
 def _kind(error: ValidationError) -> type[ValueError | TypeError]:
     """ValueError where a value has the right type and is out of range."""
     kinds = {some["type"] for some in error.errors(include_url=False, include_context=False)}
@@ -247,58 +232,3 @@ def _place(error: ValidationError) -> str:
         str(step) for step in error.errors(include_url=False)[0]["loc"] if isinstance(step, int)
     ]
     return f" (at index {', '.join(path)})" if path else ""
-
-
-def in_words(annotation: Any) -> str:
-    """What an annotation accepts, in words."""
-    origin, inside = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        limits = [
-            f"{_BOUNDS[type(bound)]} {getattr(bound, type(bound).__name__.lower()):,}"
-            for bound in annotation.__metadata__
-        ]
-        return " ".join([in_words(inside[0]), *limits])
-    if origin in (Union, UnionType):
-        return " or ".join(dict.fromkeys(in_words(kind) for kind in inside))
-    if origin is Literal:
-        return " or ".join(repr(value) for value in inside)
-    if annotation in _WORDS:
-        return _WORDS[annotation]
-    if origin is None:
-        return getattr(annotation, "__name__", str(annotation))
-    if issubclass(origin, Callable):
-        return "a function"
-    if origin is tuple and Ellipsis not in inside:
-        return f"({', '.join(map(in_words, inside))})"
-    kind = {Iterable: "an iterable", Mapping: "a mapping"}.get(origin, "a list")
-    return f"{kind} of {' to '.join(_several(some) for some in inside if some is not Ellipsis)}"
-
-
-def _several(annotation: Any) -> str:
-    """What the members of a list are, in words."""
-    bare = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
-    said = in_words(annotation)
-    return said.replace(_WORDS[bare], _SEVERAL[bare], 1) if bare in _SEVERAL else said
-
-
-def shown(value: Any) -> str:
-    """A value as messages show it: tensors by type and shape, models by type, all else clipped."""
-    if _is_array(value):
-        kind = str(value.dtype).removeprefix("torch.")
-        return f"a {type(value).__name__} of {kind} and shape {tuple(value.shape)}"
-    if _is_model(value):
-        return f"a {type(value).__name__}"
-    if isinstance(value, Mapping) and any(map(_is_model, value.values())):
-        named = (f"{key!r}: {type(one).__name__}" for key, one in value.items())
-        return f"{{{', '.join(named)}}}"[:_LONGEST]
-    try:
-        text = repr(value)
-    except Exception:  # a value's own repr is not ours to trust
-        text = "one whose repr fails"
-    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-    return f"{text} ({type(value).__name__})"
-
-
-def _is_model(value: Any) -> bool:
-    """Whether it is a torch module, whose repr fills pages."""
-    return hasattr(type(value), "named_parameters")

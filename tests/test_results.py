@@ -29,8 +29,8 @@ from sparse_tl.circuits import (
     SeedCurves,
     SeedMultipliers,
 )
-from sparse_tl.circuits.acdc import SearchState
 from sparse_tl.circuits.attention_graph import AttentionGraph
+from sparse_tl.circuits.outcomes import SearchState
 from sparse_tl.files import read_tensors, write_tensors
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.graph import CircuitGraph

@@ -18,7 +18,6 @@ Reference: Conmy et al., arXiv 2304.14997, algorithm 1.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Literal
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, Count, Positive, checked
 from sparse_tl.circuits.circuit import Circuit, reaches_logits
-from sparse_tl.circuits.outcomes import Acdc
+from sparse_tl.circuits.outcomes import Acdc, SearchState
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.files import digest, recover_folder
@@ -40,7 +39,7 @@ from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.locks import held
 from sparse_tl.metrics import Metric, divergence, measure
 from sparse_tl.progress import tracked
-from sparse_tl.results import RESULT_FILE, Result
+from sparse_tl.results import RESULT_FILE
 from sparse_tl.scopes import autograd
 from sparse_tl.training.checkpoints import fingerprint
 
@@ -105,40 +104,6 @@ def acdc(
                 return search.outcome()
             search.state.threshold *= 2
             search.state.position = 0
-
-
-@dataclass
-class SearchState(Result):
-    """The state of a search, as stored in a checkpoint.
-
-    Args:
-        mask: parts that are left.
-        threshold: how far one part may move the metric.
-        begun: parts that were left when this pass over all parts began.
-        position: index of the next part to test.
-        ahead: number of parts that are tested together, at most.
-        last_kept: whether the part that was tested last was kept.
-        value: metric under the mask.
-        tested: number of parts tested.
-        layers_run: number of layers run for the tests.
-        history: name of the part, change of the metric, and whether the part was kept.
-        asked: what determines the search, to match it with its checkpoint: parts, patch, metric,
-            size, threshold, batch size, prompts, start and the model's weights.
-        measured: metric of the model on the prompts, for the same purpose.
-    """
-
-    mask: Bool[Tensor, "*axes"]
-    threshold: float
-    begun: Bool[Tensor, "*axes"] | None = None
-    position: int = 0
-    ahead: int = 1
-    last_kept: bool = False
-    value: float = math.nan
-    tested: int = 0
-    layers_run: int = 0
-    history: list[tuple[str, float, bool]] = field(default_factory=list)
-    asked: str = ""
-    measured: tuple[float, ...] = ()
 
 
 class _Search:

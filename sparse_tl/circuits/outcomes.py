@@ -1,9 +1,13 @@
-"""Results of circuit searches: the circuit found, and the search history."""
+"""Results of circuit searches: the circuit found, the search history, and a search half way."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from jaxtyping import Bool
+from torch import Tensor
 
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.scores import Scores
@@ -67,3 +71,37 @@ class Pruning(_Search):
     def __repr__(self) -> str:
         last = self.history.iloc[-1]
         return f"Pruning({self.circuit!r}; last divergence {last['divergence']:.3g} nats)"
+
+
+@dataclass
+class SearchState(Result):
+    """The state of a search by ACDC, as stored in a checkpoint.
+
+    Args:
+        mask: parts that are left.
+        threshold: how far one part may move the metric.
+        begun: parts that were left when this pass over all parts began.
+        position: index of the next part to test.
+        ahead: number of parts that are tested together, at most.
+        last_kept: whether the part that was tested last was kept.
+        value: metric under the mask.
+        tested: number of parts tested.
+        layers_run: number of layers run for the tests.
+        history: name of the part, change of the metric, and whether the part was kept.
+        asked: what determines the search, to match it with its checkpoint: parts, patch, metric,
+            size, threshold, batch size, prompts, start and the model's weights.
+        measured: metric of the model on the prompts, for the same purpose.
+    """
+
+    mask: Bool[Tensor, "*axes"]
+    threshold: float
+    begun: Bool[Tensor, "*axes"] | None = None
+    position: int = 0
+    ahead: int = 1
+    last_kept: bool = False
+    value: float = math.nan
+    tested: int = 0
+    layers_run: int = 0
+    history: list[tuple[str, float, bool]] = field(default_factory=list)
+    asked: str = ""
+    measured: tuple[float, ...] = ()

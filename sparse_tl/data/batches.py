@@ -14,8 +14,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl import ranks
-from sparse_tl.arguments import AtLeastOne, Count, checked, shown
+from sparse_tl.arguments import AtLeastOne, Count, checked
 from sparse_tl.files import digest
+from sparse_tl.wording import shown
 
 Kind = TypeVar("Kind", bound="Rows")
 

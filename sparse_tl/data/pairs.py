@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from sparse_tl.arguments import AtLeastOne, checked, shown
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.data.batches import Rows
 from sparse_tl.data.records import (
     ModelWithTokenizer,
@@ -24,6 +24,7 @@ from sparse_tl.data.records import (
     warn_of_joined_words,
 )
 from sparse_tl.data.spans import Positions, Span, Spans
+from sparse_tl.wording import shown
 
 if TYPE_CHECKING:
     import pandas as pd

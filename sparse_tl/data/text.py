@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sparse_tl.arguments import AtLeastOne, checked, shown
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.data.documents import Documents
+from sparse_tl.wording import shown
 
 PIECE = 2**17
 """Characters of a long document that are tokenised at a time, at some 160 bytes each."""

@@ -20,7 +20,7 @@ from processes import Ended, Process, run
 
 from sparse_tl.atomic import is_temporary
 from sparse_tl.checksums import check_sums
-from sparse_tl.circuits.acdc import SearchState
+from sparse_tl.circuits.outcomes import SearchState
 from sparse_tl.files import read_json, read_tensors, write_json
 
 SAVED = ("sparse model", "pair of models", "result: scores", "result: head roles", "MIB")

@@ -18,7 +18,7 @@ from tiny import tiny_model
 
 import sparse_tl as stl
 from sparse_tl.checksums import SUMS_FILE, check_sums, read_sums, write_sums
-from sparse_tl.circuits.acdc import SearchState
+from sparse_tl.circuits.outcomes import SearchState
 from sparse_tl.files import atomic_file, read_json, write_tensors
 from sparse_tl.lens import load_model, save_model
 from sparse_tl.lens.booting import boot
