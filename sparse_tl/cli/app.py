@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
+from sparse_tl.cli.memory import keep_freed_memory
 from sparse_tl.cli.options import RUN
 from sparse_tl.cli.printing import console
 
@@ -89,6 +90,7 @@ def call(job: str, options: dict[str, Any]) -> Any:
             f"expected one process, or `post-train`; got {ranks.count()} ranks. In Python, "
             "attribution, evaluation and head gates take several too."
         )
+    keep_freed_memory()
     progress = not options.pop("quiet")
     outcome = getattr(runs, job)(progress=progress, **options)
     ranks.leave()

@@ -30,7 +30,7 @@ ARCHITECTURE: dict[str, Any] = {
     "activation_function": "relu",
 }
 DENSE: dict[str, Any] = {
-    "steps": 600,
+    "steps": 1200,
     "learning_rate": 1e-3,
     "good_enough": 1e-3,
     "weight_decay": 0.01,
