@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from sparse_tl.plots.interactive_html import read_assets
+
+RESERVED = 2**41
+"""Bytes of address space, not of memory, that hold V8: it reserves 1.4 TB."""
+
+
+def check_address_space() -> None:
+    """Check that V8 can start; where it cannot, it would end the process.
+
+    Raises:
+        MemoryError: the address space of this process is limited.
+    """
+    if sys.platform == "win32":
+        return
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < RESERVED:
+        raise MemoryError(
+            "expected no limit on address space: static drawings are made by V8, which reserves "
+            f"{RESERVED / 1e12:.1f} TB of it, though little memory; this process is limited to "
+            f"{limit / 1e9:.1f} GB. `ulimit -v unlimited` lifts the limit"
+        )
 
 
 def run_script(names: Sequence[str], function: str, *arguments: Any) -> Any:
@@ -24,7 +47,9 @@ def run_script(names: Sequence[str], function: str, *arguments: Any) -> Any:
 
     Raises:
         RuntimeError: the script fails; the message has its error, with file and line.
+        MemoryError: the address space of this process is limited.
     """
+    check_address_space()
     # Loading the library takes longer than all other imports of this package's plots.
     from py_mini_racer import JSEvalException, MiniRacer
 

@@ -14,6 +14,7 @@ from sparse_tl.lens import Model, read_parameters
 from sparse_tl.metrics import NoEffectError, logit_difference
 from sparse_tl.models import addition_recipe, build_pair, read_pair
 from sparse_tl.plots import CircuitDiagram
+from sparse_tl.plots.javascript import check_address_space
 from sparse_tl.runs.comparison import measure, measured_folder, report
 from sparse_tl.runs.folder import RunFolder, SparseRun, save_figure
 from sparse_tl.tasks.addition import ANSWER, AdditionTask, Digit, Form, decode
@@ -71,7 +72,9 @@ def run_addition(
 
     Raises:
         ValueError: a setting is invalid, or the output folder cannot be used.
+        MemoryError: the address space of this process is limited.
     """
+    check_address_space()
     task = AdditionTask(form)
     asked = {"steps": steps, "target_loss": target_loss}
     recipe = addition_recipe(form).changed(

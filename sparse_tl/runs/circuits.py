@@ -15,6 +15,7 @@ from sparse_tl.files import digest
 from sparse_tl.gates import PatchName as Patch, SparseTransformer
 from sparse_tl.lens import HookedModel, adapt, load_model, read_parameters
 from sparse_tl.models import TASKS, load_task_models, task_pairs
+from sparse_tl.plots.javascript import check_address_space
 from sparse_tl.runs.comparison import SIDES, Comparison, measure, measured_folder, report
 from sparse_tl.runs.folder import RunFolder
 
@@ -66,12 +67,14 @@ def run_circuits(
 
     Raises:
         ValueError: a setting is invalid, there is no seed, or the model cannot do a task at all.
+        MemoryError: the address space of this process is limited.
     """
     if (model is None) != (sparse is None):
         raise ValueError(
             "expected both a dense model and its sparse counterpart, or neither for the built-in "
             f"pair; got model={model!r} and sparse={None if sparse is None else str(sparse)!r}"
         )
+    check_address_space()
     seeds = tuple(dict.fromkeys(seeds))
     if not seeds:
         raise ValueError("expected at least one seed; got none")

@@ -143,8 +143,9 @@ def _run(job: Any, folder: Path, end: Any, strike: Any, memory: int | None) -> N
     end.send("begun")
     before = _resident()
     if memory is not None:
-        size = _size() + memory
-        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+        # Of memory that can be written: V8 reserves addresses by the terabyte.
+        size = _data() + memory
+        resource.setrlimit(resource.RLIMIT_DATA, (size, size))
     said: dict[str, Any] = {}
     sys.addaudithook(touched)
     code = 0
@@ -168,5 +169,6 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def _size() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+def _data() -> int:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) << 10 for line in status.splitlines() if "VmData" in line)

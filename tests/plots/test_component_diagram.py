@@ -7,6 +7,8 @@ import itertools
 import json
 import re
 import struct
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -463,3 +465,16 @@ def test_heads_have_the_colour_of_their_role(make_circuit):
     assert strokes["a0.h0"] == ROLES["irrelevance"]
     assert strokes["m1"] not in ROLES.values()
     assert {"facilitation", "irrelevance"} <= set(texts_of(ElementTree.fromstring(figure.svg)))
+
+
+def test_limited_address_space_is_refused_in_words() -> None:
+    # V8 would end the process, and a notebook's kernel with it.
+    code = (
+        "import resource\n"
+        "from sparse_tl.plots.javascript import run_script\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2**36, 2**36))\n"
+        "run_script((), 'f')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "this process is limited to 68.7 GB. `ulimit -v unlimited` lifts" in ended.stderr
