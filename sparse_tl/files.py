@@ -114,7 +114,8 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
     try:
         _check_plain(path, "a safetensors file")
         return load_file(path)
-    except (SafetensorError, OSError, MemoryError) as error:
+    except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
+        # RuntimeError: torch opens the file a second time, when it may be gone.
         raise ValueError(f"expected a safetensors file at {path}; {error}") from error
 
 

@@ -192,6 +192,22 @@ def test_truncated_tensors_are_named(tmp_path: Path, kept: int) -> None:
         read_tensors(path)
 
 
+def test_tensors_that_are_gone_when_torch_opens_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "some.safetensors"
+    write_tensors(path, {"a": torch.ones(3)})
+    opened = torch.UntypedStorage.from_file
+
+    def removed(name: str, *args: Any, **kwargs: Any) -> Any:
+        path.unlink()
+        return opened(name, *args, **kwargs)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", removed)
+    with pytest.raises(ValueError, match="expected a safetensors file at"):
+        read_tensors(path)
+
+
 def test_a_pickle_is_not_read(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="expected a safetensors file"):

@@ -113,7 +113,7 @@ def link_weights(folder: Path, data: Path) -> tuple[dict[str, int], set[str]]:
                     sizes[key] = math.prod(found.get_shape())
                     if found.get_dtype().startswith(_NO_FLOATS):
                         others.add(key)
-        except (SafetensorError, OSError, MemoryError) as error:
+        except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
             raise ValueError(f"expected a safetensors file at {folder / name}; {error}") from error
     return sizes, others
 
