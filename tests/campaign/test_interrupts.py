@@ -194,7 +194,7 @@ def run(folder: Path, arrived: Callable[[], None], n: int) -> Campaign:
 
 @pytest.mark.filterwarnings("ignore")
 def test_interrupts(tmp_path: Path, arrived: Callable[[], None]) -> None:
-    campaign = run(tmp_path, arrived, 3 * len(CALLS))
+    campaign = run(tmp_path, arrived, 200)
     assert not campaign.wrong
     assert campaign.totals["stopped"] > len(CALLS)
 
