@@ -37,7 +37,7 @@ _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]*)-(?P<pid>\d+)-\w+\.new(
 _AUXILIARY = re.compile(r"\..+\.(previous|lock)")
 _unfinished: dict[Path, int] = {}
 """Temporary files and folders of this process, with what tells each from a later one."""
-Given = TypeVar("Given")
+Value = TypeVar("Value")
 
 
 class Writer(Protocol):
@@ -179,7 +179,7 @@ def recover_folder(path: str | Path) -> bool:
     return path.exists()
 
 
-def read_steadily(folder: Path, read: Callable[[], Given]) -> Given:
+def read_steadily(folder: Path, read: Callable[[], Value]) -> Value:
     """What a function reads of a folder; again, if the folder was replaced meanwhile."""
     for _ in range(_ATTEMPTS):
         before = _version(folder)

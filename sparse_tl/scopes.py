@@ -38,20 +38,20 @@ AGAIN = 0.002
 """Seconds after which a signal that came at a bad moment is sent again."""
 
 P = ParamSpec("P")
-Given = TypeVar("Given")
+Value = TypeVar("Value")
 Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
 
 
-class Scope(ContextDecorator, AbstractContextManager[Given, None], Generic[Given]):
+class Scope(ContextDecorator, AbstractContextManager[Value, None], Generic[Value]):
     """A context manager whose ends no signal interrupts; see `scope`."""
 
-    def __init__(self, make: Callable[[], AbstractContextManager[Given]]) -> None:
+    def __init__(self, make: Callable[[], AbstractContextManager[Value]]) -> None:
         self._make = make
 
-    def _recreate_cm(self) -> Scope[Given]:
+    def _recreate_cm(self) -> Scope[Value]:
         return Scope(self._make)  # as a decorator, it is entered in every call
 
-    def __enter__(self) -> Given:
+    def __enter__(self) -> Value:
         self._guarded = _guard()
         try:
             self._inner = self._make()
@@ -67,23 +67,23 @@ class Scope(ContextDecorator, AbstractContextManager[Given, None], Generic[Given
             _put_back(self._guarded)
 
 
-def scope(function: Callable[P, Iterator[Given]]) -> Callable[P, Scope[Given]]:
+def scope(function: Callable[P, Iterator[Value]]) -> Callable[P, Scope[Value]]:
     """`contextlib.contextmanager`, except that what comes before and after `yield` is whole."""
     make = contextlib.contextmanager(function)
 
     @wraps(function)
-    def opened(*args: P.args, **kwargs: P.kwargs) -> Scope[Given]:
+    def opened(*args: P.args, **kwargs: P.kwargs) -> Scope[Value]:
         return Scope(partial(make, *args, **kwargs))
 
     return opened
 
 
-def whole(function: Callable[P, Given]) -> Callable[P, Given]:
+def whole(function: Callable[P, Value]) -> Callable[P, Value]:
     """A function, which must be short, that no signal interrupts."""
     _WHOLE.add(unwrap(function).__code__)  # a wrapper's code may be that of many wrappers
 
     @wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> Given:
+    def run(*args: P.args, **kwargs: P.kwargs) -> Value:
         with Scope(contextlib.nullcontext):
             return function(*args, **kwargs)
 

@@ -62,7 +62,7 @@ class After:
 
 
 @dataclass(frozen=True)
-class Given:
+class FinalInput:
     """The input of a module, shown after it has returned, once all edits are made.
 
     Args:
