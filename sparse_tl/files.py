@@ -7,7 +7,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from sparse_tl.atomic import (
     recover_folder as recover_folder,
 )
 from sparse_tl.checksums import SUMS_FILE, read_sums
+from sparse_tl.scopes import scope
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -111,9 +112,20 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
     Raises:
         ValueError: the file is truncated or not safetensors; the message names it.
     """
-    try:
+    with tensor_file(path):
         _check_plain(path, "a safetensors file")
         return load_file(path)
+
+
+@scope
+def tensor_file(path: str | Path) -> Iterator[None]:
+    """Name the file that cannot be read as safetensors.
+
+    Raises:
+        ValueError: the file is truncated, gone or not safetensors.
+    """
+    try:
+        yield
     except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
         # RuntimeError: torch opens the file a second time, when it may be gone.
         raise ValueError(f"expected a safetensors file at {path}; {error}") from error

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from sparse_tl.files import read_json, write_json
+from sparse_tl.files import read_json, tensor_file, write_json
 from sparse_tl.scopes import scope
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -106,15 +106,12 @@ def link_weights(folder: Path, data: Path) -> tuple[dict[str, int], set[str]]:
     sizes, others = dict[str, int](), set[str]()
     for name in set(named.values()):
         _link(folder / name, data)
-        try:
-            with safe_open(folder / name, "pt") as file:
-                for key in file.keys():  # noqa: SIM118 - it is no dictionary
-                    found = file.get_slice(key)
-                    sizes[key] = math.prod(found.get_shape())
-                    if found.get_dtype().startswith(_NO_FLOATS):
-                        others.add(key)
-        except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
-            raise ValueError(f"expected a safetensors file at {folder / name}; {error}") from error
+        with tensor_file(folder / name), safe_open(folder / name, "pt") as file:
+            for key in file.keys():  # noqa: SIM118 - it is no dictionary
+                found = file.get_slice(key)
+                sizes[key] = math.prod(found.get_shape())
+                if found.get_dtype().startswith(_NO_FLOATS):
+                    others.add(key)
     return sizes, others
 
 

@@ -17,7 +17,7 @@ from transformer_lens.hook_points import HookPoint
 from sparse_tl.lens.adapter import Adapter, Slot
 from sparse_tl.lens.attaching import own_forwards, stand_in
 from sparse_tl.lens.norms import Norm
-from sparse_tl.lens.places import After, Before, CachedColumns, FinalInput, Place
+from sparse_tl.lens.places import After, Before, CachedColumns, Place, ReadInput
 from sparse_tl.lens.points import HookedTransformer, hook_point
 from sparse_tl.lens.shortcuts import hooked
 from sparse_tl.scopes import scope
@@ -46,7 +46,7 @@ class HookedAdapter(Adapter):
             norm = self.model.blocks[int(layer)].ln2
             return Before(norm) if what == "mlp_input" else After(norm)
         if what == "mlp_read":
-            return FinalInput(self.model.blocks[int(layer)].mlp)
+            return ReadInput(self.model.blocks[int(layer)].mlp)
         if what == "attn.cached_columns":
             return CachedColumns(self.model.blocks[int(layer)].attn, _cached)
         return hook_point(self.model, name)

@@ -62,7 +62,7 @@ class After:
 
 
 @dataclass(frozen=True)
-class FinalInput:
+class ReadInput:
     """The input of a module, shown after it has returned, once all edits are made.
 
     Args:
