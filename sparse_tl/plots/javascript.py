@@ -8,8 +8,8 @@ from typing import Any
 
 from sparse_tl.plots.interactive_html import read_assets
 
-RESERVED = 2**41
-"""Bytes of address space, not of memory, that hold V8: it reserves 1.4 TB."""
+ROOM = 2**41
+"""Bytes of address space, not of memory, in which V8 fits beside all else: it reserves 1.5 TB."""
 
 
 def check_address_space() -> None:
@@ -23,10 +23,10 @@ def check_address_space() -> None:
     import resource
 
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY and limit < RESERVED:
+    if limit != resource.RLIM_INFINITY and limit < ROOM:
         raise MemoryError(
             "expected no limit on address space: static drawings are made by V8, which reserves "
-            f"{RESERVED / 1e12:.1f} TB of it, though little memory; this process is limited to "
+            "1.5 TB of it, though little memory; this process is limited to "
             f"{limit / 1e9:.1f} GB. `ulimit -v unlimited` lifts the limit"
         )
 
