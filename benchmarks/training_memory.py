@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from contextlib import nullcontext
 from dataclasses import astuple
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from sparse_tl.data import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, checkpointed_activations, load_model, read_parameters
 from sparse_tl.training.constraint import LossConstraint
+from sparse_tl.training.masters import MasterWeights
 from sparse_tl.training.memory import TrainingMemory, training_memory
 from sparse_tl.training.objectives import SparsityObjective
 
@@ -71,23 +73,28 @@ def estimate(name: str, window: int) -> TrainingMemory:
     return TrainingMemory(window, *more)
 
 
-def measured(window: int, checkpointed: bool) -> tuple[float, float]:
+def measured(window: int, checkpointed: bool, half: bool) -> tuple[float, float]:
     """Peak over the process without a model in MB, and the estimate, without a dense model."""
     before = peak()
     model = random_gpt2(GPT2_SMALL | {"n_positions": window})
+    if half:
+        model = model.to(torch.bfloat16)
     sparse = SparseTransformer(model, initial_bias=2.0)
     objective = SparsityObjective(sparse, None, torch.tensor([0.05]), LossConstraint())
-    parameters = [*read_parameters(sparse).values()]
+    masters = MasterWeights(read_parameters(sparse))
+    parameters = [*masters.by_name.values()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-5)
     generator = torch.Generator().manual_seed(0)
     batch = TokenBatch.next_token(torch.randint(50_257, (1, window), generator=generator))
-    with checkpointed_activations(sparse) if checkpointed else nullcontext():
+    kept = checkpointed_activations(sparse) if checkpointed else nullcontext()
+    with kept, masters.taking_gradients():
         for _ in range(2):
             optimizer.zero_grad(set_to_none=True)
             loss, _ = objective.measure(batch, generator, 0.0)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
+            masters.write()
     found = peak() - before
     optimizer.zero_grad(set_to_none=True)
     memory = training_memory(sparse, window)
@@ -100,9 +107,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--measured", default="512,1024", help="windows of GPT-2 small")
     for window in map(int, filter(None, parser.parse_args().measured.split(","))):
-        for checkpointed in (False, True):
-            found, expected = own_process(measured, window, checkpointed)
-            how = ", checkpointed" if checkpointed else ""
+        for half, checkpointed in product((False, True), repeat=2):
+            found, expected = own_process(measured, window, checkpointed, half)
+            how = ", bfloat16" * half + ", checkpointed" * checkpointed
             print(
                 f"GPT-2 small, {window}{how}: measured {found:,.0f} MB, estimated {expected:,.0f}"
             )

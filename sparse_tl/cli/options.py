@@ -68,6 +68,10 @@ Lora = Annotated[
     int, setting("RANK", "Train low-rank adapters in place of the weights; 0 for none.")
 ]
 Shard = Annotated[bool, setting("", "Shard the weights over the ranks.", "--shard")]
+WeightsDtype = Annotated[
+    str | None,
+    setting("NAME", "Weights: float32, or bfloat16 with float32 copies of those trained."),
+]
 DensePrecision = Annotated[str, setting("NAME", "Precision of the dense copy: float32 or bf16.")]
 Out = Annotated[Path, run("FOLDER", "Output folder.")]
 Seed = Annotated[int, run("N", "Random seed for weights, data order and gate noise.")]

@@ -19,6 +19,7 @@ from sparse_tl.lens.points import Model
 
 CONFIG_FILE = "tl_config.json"
 DTYPES = ("float32", "float64", "float16", "bfloat16")
+HALVES = (torch.float16, torch.bfloat16)
 
 _INTEGERS = (
     "n_layers n_ctx d_model d_head n_heads n_key_value_heads d_mlp d_vocab d_vocab_out rotary_dim "

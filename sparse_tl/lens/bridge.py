@@ -20,6 +20,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from sparse_tl import shards
 from sparse_tl.lens.adapter import Adapter, Slot
+from sparse_tl.lens.architecture import HALVES
 from sparse_tl.lens.attaching import others_off
 from sparse_tl.lens.booting import boot, check_alone
 from sparse_tl.lens.bridge_passes import cached_columns, entered, stopped
@@ -32,7 +33,6 @@ from sparse_tl.lens.points import hook_point
 from sparse_tl.scopes import autograd
 
 _PARTS = ("embed", "blocks", "ln_final", "unembed")
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 class BridgeAdapter(Adapter):
@@ -142,7 +142,7 @@ class BridgeAdapter(Adapter):
     def _final(self, rows: Tensor, from_layer: int, attention_mask: Tensor | None) -> Tensor:
         # A key-value cache costs a copy. Some half-precision models only run with one: it casts v
         # to k's dtype, which rotary tables have made float32.
-        options: dict[str, Any] = {} if self.dtype in _HALVES else {"use_cache": False}
+        options: dict[str, Any] = {} if self.dtype in HALVES else {"use_cache": False}
         if attention_mask is not None:
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
             options |= {"attention_mask": attention_mask, "position_ids": positions}

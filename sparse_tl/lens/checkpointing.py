@@ -9,11 +9,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import Cache
+from transformers import Cache, DynamicCache
 
 from sparse_tl.arguments import checked
 from sparse_tl.lens.adapting import adapt
+from sparse_tl.lens.architecture import HALVES
 from sparse_tl.lens.attaching import Forward, stand_in
 from sparse_tl.lens.points import HookedModel
 from sparse_tl.scopes import scope
@@ -25,8 +27,8 @@ def checkpointed_activations(model: HookedModel) -> Iterator[None]:
     """Inside the block, a training pass keeps only the input of each layer.
 
     Everything else is recomputed in the backward pass, with the same gate noise: about a third more
-    time, for the activations of one layer instead of all. Gradients do not change. Key-value caches
-    are off, since a layer that runs twice would fill them twice.
+    time, for the activations of one layer instead of all. Gradients do not change. No key-value
+    cache outlives a layer, since a layer that runs twice would fill it twice.
 
     Args:
         model: model to train, under gates or not.
@@ -61,12 +63,19 @@ def _run_twice(forward: Forward) -> Forward:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        kwargs = {name: _unless_cache(value) for name, value in kwargs.items()}
-        return checkpoint(forward, *map(_unless_cache, args), use_reentrant=False, **kwargs)
+        return checkpoint(once, *args, use_reentrant=False, **kwargs)
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        # Some half-precision models only run with a cache: see `BridgeAdapter._final`.
+        half = any(isinstance(x, Tensor) and x.dtype in HALVES for x in args)
+        cache = DynamicCache() if half else None
+        given = {name: _with(cache, value) for name, value in kwargs.items()}
+        return forward(*(_with(cache, value) for value in args), **given)
 
     _twice[run] = forward
     return run
 
 
-def _unless_cache(value: Any) -> Any:
-    return None if isinstance(value, Cache) else value
+def _with(cache: Cache | None, value: Any) -> Any:
+    """A value, or where it is a cache, this one."""
+    return cache if isinstance(value, Cache) else value

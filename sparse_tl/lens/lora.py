@@ -24,6 +24,7 @@ from transformer_lens.model_bridge.generalized_components.base import Generalize
 from transformers.pytorch_utils import Conv1D
 
 from sparse_tl.arguments import AtLeastOne, checked
+from sparse_tl.lens.architecture import HALVES
 from sparse_tl.lens.attaching import hooks_on, others_off
 from sparse_tl.lens.points import HookedModel, Model
 from sparse_tl.scopes import autograd, scope, whole
@@ -101,7 +102,7 @@ def _put_adapters_on(model: TransformerBridge, components: list[Any], rank: int)
             for number, layer in holder.items():
                 components[int(number)].set_original_component(layer)
     for parameter in lora_parameters(model):
-        if parameter.dtype in (torch.float16, torch.bfloat16):
+        if parameter.dtype in HALVES:
             parameter.data = parameter.data.float()  # small updates would be lost to rounding
 
 

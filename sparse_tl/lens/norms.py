@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+
+from sparse_tl.lens.architecture import HALVES
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Norm:
     def scale(self, residual: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows 1"]:
         """``sqrt(mean((x - mean)^2) + eps)``, differentiable."""
         x = residual
-        if x.dtype in (torch.float16, torch.bfloat16):
+        if x.dtype in HALVES:
             x = x.float()  # squares of large activations overflow in half precision
         return (self.centred(x).pow(2).mean(dim=-1, keepdim=True) + self.eps).sqrt()
 

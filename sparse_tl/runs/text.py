@@ -58,6 +58,7 @@ def run_post_training(
     head_cost: NotNegative = 0.0,
     mlps: bool = False,
     initial_bias: Logit = 4.0,
+    dtype: Literal["float32", "bfloat16"] | None = None,
     precision: Literal["float32", "bf16"] = "float32",
     accumulate: AtLeastOne = 1,
     dense_precision: Literal["float32", "bf16"] = "float32",
@@ -90,6 +91,8 @@ def run_post_training(
         head_cost: cost of a head in use, in attention edges; as in `post_train`.
         mlps: whether to gate MLPs too; as in `SparseTransformer`.
         initial_bias: initial bias of the gates.
+        dtype: precision of the model's weights, by default as in `load_model`; of those in
+            bfloat16 that are trained, float32 copies are.
         precision: "bf16" runs the forward pass under autocast.
         accumulate: micro-batches per step, to save memory.
         dense_precision: precision of the dense model's copy; as in `post_train`.
@@ -120,6 +123,7 @@ def run_post_training(
         "head_cost": head_cost,
         "mlps": mlps,
         "initial_bias": initial_bias,
+        "dtype": dtype,
         "precision": precision,
         "dense_precision": dense_precision,
         "accumulate": accumulate,
@@ -147,7 +151,7 @@ def run_post_training(
         device = "cpu"  # before it is sharded, and when it is saved
     folder = RunFolder(out, settings, restart=restart)
     if not folder.finished("metrics.json"):
-        dense_model = load_model(model, device=device)
+        dense_model = load_model(model, device=device, dtype=dtype)
         check_gates(adapt(dense_model))
         check_raw(dense_model)
         if lora:

@@ -38,6 +38,7 @@ from sparse_tl.training.checkpoints import (
     save_checkpoint,
 )
 from sparse_tl.training.config import Selection, TrainingConfig
+from sparse_tl.training.masters import MasterWeights
 from sparse_tl.training.objectives import Objective
 from sparse_tl.training.stopping import interrupt_noted, lost_rank_noted, on_any_rank
 
@@ -89,8 +90,9 @@ def train(
     """
     parameters = read_parameters(model)
     weights = {name: parameters[name] for name in trained}
+    masters = MasterWeights(weights)
     optimizer = torch.optim.AdamW(
-        [{"params": [weights[name]], "scale": scale} for name, scale in trained.items()],
+        [{"params": [masters.by_name[name]], "scale": scale} for name, scale in trained.items()],
         lr=config.learning_rate,
         betas=config.betas,
         weight_decay=config.weight_decay,
@@ -103,14 +105,16 @@ def train(
         if checkpoint is not None:
             folder = Path(checkpoint)
             ranks.on_first(lambda: kept.enter_context(held(Path(checkpoint))))
-            state = load_checkpoint(folder, weights, optimizer, identity, stream)
+            state = load_checkpoint(folder, masters.by_name, optimizer, identity, stream)
+            masters.write()
         if state.step > 0:
             objective.load_state(state.objective)
         ranks.check_alike({"step of the checkpoint": state.step})
-        run = _Run(objective, stream, selection, config, weights, optimizer, state)
+        run = _Run(objective, stream, selection, config, masters, optimizer, state)
         with (
             lost_rank_noted(folder),
             _only_trained(model, weights),
+            masters.taking_gradients(),
             _repeatable(),
             interrupt_noted() as interrupted,
             tracked(title, config.steps, progress, done=state.step) as show,
@@ -129,7 +133,7 @@ def train(
                     state.objective = objective.state()
                     state.last_batch = run.batch.digest()
                     state.stream = stream.state() if isinstance(stream, ResumableStream) else {}
-                    save_checkpoint(folder, state, weights, optimizer, identity)
+                    save_checkpoint(folder, state, masters.by_name, optimizer, identity)
                     saved = time.monotonic()
                 if stop:
                     raise KeyboardInterrupt
@@ -145,11 +149,12 @@ class _Run:
     stream: TokenStream
     selection: Selection
     config: TrainingConfig
-    trained: dict[str, nn.Parameter]
+    masters: MasterWeights
     optimizer: torch.optim.Optimizer
     state: TrainingState
 
     def __post_init__(self) -> None:
+        self.trained = self.masters.by_name
         self.device = next(iter(self.trained.values())).device
         before = self.state.history[-1]["seconds"] if self.state.history else 0.0
         self.started = time.monotonic() - before
@@ -177,6 +182,7 @@ class _Run:
                 own = piece.dealt(ranks.rank(), ranks.count()).to(self.device)
                 loss, some = self.objective.measure(own, generator, step / config.steps)
             (loss * share).backward()
+            self.masters.take_gradients()
             for name, value in some.items():
                 measured[name] = measured.get(name, 0.0) + share * value
         shards.average_gradients(self.trained.values())
@@ -189,6 +195,7 @@ class _Run:
                 "the last checkpoint; a smaller learning rate usually helps."
             )
         self.optimizer.step()
+        self.masters.write()
         self.objective.update(measured)
         self.state.step += 1
         self.state.history.append({**self._now(), "rate": rate, **measured})
@@ -218,6 +225,7 @@ class _Run:
         for name, best in self.state.best_weights.items():
             shards.part(self.trained[name]).copy_(best)
         shards.copy_first(self.trained.values())
+        self.masters.write()
 
     def finished(self) -> bool:
         waited = (self.state.step - self.state.best["step"]) // self.config.evaluate_every

@@ -27,6 +27,7 @@ from sparse_tl.lens import (
 from sparse_tl.scopes import autograd, scope
 from sparse_tl.training.config import choose_trained
 from sparse_tl.training.constraint import LossConstraint
+from sparse_tl.training.masters import is_half
 from sparse_tl.training.objectives import SparsityObjective
 from sparse_tl.training.reference import needs_copy, under_gates
 
@@ -42,12 +43,13 @@ class TrainingMemory:
     Either the forward pass is the peak, with Adam's two means, activations and logits, or the
     optimizer's step is, with gradients and as much again for its intermediate values:
 
-        weights + dense + max(2 trained + activations + logits, 4 trained)
+        weights + masters + dense + max(2 trained + activations + logits, 4 trained)
 
     Args:
         window: tokens of the step, in one prompt.
         weights: the weights.
-        trained: those of them that are trained.
+        masters: float32 copies of trained weights in half precision.
+        trained: the trained weights in the precision that they are trained in.
         dense: the frozen copy of the dense model, unless only gates and adapters are trained.
         activations: what the forward pass keeps for the backward pass.
         checkpointed: the same inside `checkpointed_activations`, and what one layer keeps, since
@@ -57,6 +59,7 @@ class TrainingMemory:
 
     window: int
     weights: int
+    masters: int
     trained: int
     dense: int
     activations: int
@@ -75,11 +78,12 @@ class TrainingMemory:
 
     def _peak(self, activations: int) -> int:
         forward = 2 * self.trained + activations + self.logits
-        return self.weights + self.dense + max(forward, 4 * self.trained)
+        return self.weights + self.masters + self.dense + max(forward, 4 * self.trained)
 
     def __str__(self) -> str:
         parts = {
             "weights": self.weights,
+            "their float32 masters": self.masters,
             "gradients": self.trained,
             "Adam": 2 * self.trained,
             "the dense model": self.dense,
@@ -95,7 +99,7 @@ class TrainingMemory:
 
     @property
     def _less(self) -> str:
-        if self.dense < self.weights:
+        if self.dense < self.weights or self.masters:
             return ""
         return f"; {decimal(self.dense // 2)} less with the dense model in bf16"
 
@@ -130,12 +134,14 @@ def training_memory(
         names = choose_trained(sparse, {"all": 1.0}) if trained is None else [*trained]
         parameters = read_parameters(sparse)
         weights = sum(weight.nbytes for weight in adapter.parameters("all"))
+        halves = [parameters[name].numel() for name in names if is_half(parameters[name])]
         kept = _at(window, lambda tokens: _kept(sparse, tokens, whole=True))
         checkpointed = _at(window, lambda tokens: _kept(sparse, tokens, whole=False))
         return TrainingMemory(
             window=window,
             weights=weights,
-            trained=sum(parameters[name].nbytes for name in names),
+            masters=4 * sum(halves),
+            trained=sum(parameters[name].nbytes for name in names) + 2 * sum(halves),
             dense=_dense(adapter, dense_precision) if needs_copy(sparse, names) else 0,
             activations=kept,
             checkpointed=checkpointed + (kept - checkpointed) // adapter.n_layers,

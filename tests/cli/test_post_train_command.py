@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 from command_line import Outcome, no_training, run_command
 from tiny import HAS_HOOKED
 
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import lora_parameters
+from sparse_tl.lens import adapt, lora_parameters
 from sparse_tl.runs import text
 from sparse_tl.training import HeldOut
 
@@ -140,3 +141,13 @@ def test_restart_begins_anew(tmp_path: Path, tiny: Path, story: Path) -> None:
     assert outcome.code == 0, outcome.err
     assert json.loads((out / "metrics.json").read_text())["seed"] == 1
     assert (out / "thesis.txt").exists()  # not of the run
+
+
+def test_weights_in_bfloat16(tmp_path: Path, tiny: Path, story: Path) -> None:
+    outcome = _text_run(tiny, story, tmp_path / "out", "--dtype", "bfloat16", "--trained", "qk")
+    assert (outcome.code, outcome.err) == (0, "")
+    sparse = SparseTransformer.from_pretrained(tmp_path / "out" / "sparse", device="cpu")
+    assert adapt(sparse).dtype == torch.bfloat16
+    assert sparse.gates.bias.dtype == torch.float32
+    wrong = _text_run(tiny, story, tmp_path / "wrong", "--dtype", "bf16")
+    assert wrong.code == 1 and "expected 'float32' or 'bfloat16' or None for dtype" in wrong.err

@@ -36,6 +36,7 @@ from sparse_tl.training import (
 )
 from sparse_tl.training.checkpoints import TrainingState
 from sparse_tl.training.loop import _Run
+from sparse_tl.training.masters import MasterWeights
 from sparse_tl.training.objectives import SparsityObjective
 
 module = sys.modules[post_train.__module__]
@@ -69,7 +70,8 @@ def _step(rank: int = 0, *, name: str, shard: bool, accumulate: int) -> dict[str
     config = TrainingConfig(100, 1e-3, clip=0.01, accumulate=accumulate)
     selection = Selection(dict, lambda new, old: True)
     optimizer = torch.optim.AdamW([{"params": list(trained.values()), "scale": 1.0}])
-    run = _Run(objective, stream, selection, config, trained, optimizer, TrainingState(step=95))
+    masters = MasterWeights(trained)
+    run = _Run(objective, stream, selection, config, masters, optimizer, TrainingState(step=95))
     run.step()
     return _whole({name: p.grad for name, p in trained.items() if p.grad is not None})
 
@@ -108,12 +110,13 @@ def _run(
     *,
     shard: bool = True,
     lora: bool = False,
+    dtype: torch.dtype = torch.float32,
     precision: Any = "float32",
     stream: Any = None,
     folder: Path | None = None,
     **settings: Any,
 ) -> Trained:
-    model = _model()
+    model = _model().to(dtype)
     if lora:
         add_lora(model, 4)
     if shard:
@@ -148,6 +151,8 @@ def runs(often: None, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         settings |= {f"{name} lora": {**given, "lora": True} for name, given in settings.items()}
     settings = {name: {**given, "folder": saved / name} for name, given in settings.items()}
     settings["bf16"] = {"precision": "bf16"}
+    half = {"dtype": torch.bfloat16}
+    settings |= {"sharded half": half, "whole half": {**half, "shard": False}}
 
     def job(rank: int) -> dict[str, Trained]:
         return {name: _run(rank, **given) for name, given in settings.items()}
@@ -160,6 +165,14 @@ def _close(one: Trained, other: Trained) -> None:
     pd.testing.assert_frame_equal(one[0], other[0], rtol=1e-4, atol=1e-5)
     for name, tensor in one[1].items():
         torch.testing.assert_close(tensor, other[1][name], rtol=1e-3, atol=1e-5)
+
+
+def _nearly(one: Trained, other: Trained) -> None:
+    """As in other precision: the same losses, but for what is rounded."""
+    for column in ("loss", "validation_loss"):
+        found, exact = one[0][column].dropna(), other[0][column].dropna()
+        assert (found - exact).abs().max() < 0.02 * exact.abs().max()
+        assert not found.equals(exact)
 
 
 def test_a_run_resumes_exactly_and_on_other_ranks(runs: Runs, tmp_path: Path) -> None:
@@ -219,11 +232,17 @@ def test_bf16_is_what_is_gathered(runs: Runs) -> None:
 
     expected = {torch.bfloat16}, {torch.float32}, torch.float32
     assert on_ranks(2, job) == [expected] * 2
-    half, single = runs.found["bf16"][0], runs.found["sharded"][0]
-    for column in ("loss", "validation_loss"):
-        found, exact = half[0][column].dropna(), single[0][column].dropna()
-        assert (found - exact).abs().max() < 0.02 * exact.abs().max()
-        assert not found.equals(exact)
+    _nearly(runs.found["bf16"][0], runs.found["sharded"][0])
+
+
+def test_half_weights_are_trained_by_masters_in_parts(runs: Runs) -> None:
+    """Gradients are added up over ranks in bfloat16 for parts, in float32 for whole weights."""
+    for found in runs.found["sharded half"]:
+        _nearly(found, runs.found["sharded"][0])
+        _nearly(found, runs.found["whole half"][0])
+        kinds = {name: tensor.dtype for name, tensor in found[1].items()}
+        assert kinds.pop("gates.bias") == torch.float32
+        assert set(kinds.values()) == {torch.bfloat16}
 
 
 def test_ranks_with_fewer_pieces_of_held_out_rows() -> None:

@@ -33,6 +33,7 @@ from sparse_tl.training import (
 )
 from sparse_tl.training.checkpoints import TrainingState
 from sparse_tl.training.loop import _Run
+from sparse_tl.training.masters import MasterWeights
 from sparse_tl.training.objectives import Objective, PlainLoss, SparsityObjective
 
 Build = Callable[..., Model]
@@ -72,7 +73,8 @@ def _step(
     config = TrainingConfig(100, 1e-3, clip=None, accumulate=stream.accumulate)
     selection = Selection(dict, lambda new, old: True)
     optimizer = torch.optim.AdamW([{"params": list(trained.values()), "scale": 1.0}])
-    run = _Run(objective, stream, selection, config, trained, optimizer, TrainingState(step=95))
+    masters = MasterWeights(trained)
+    run = _Run(objective, stream, selection, config, masters, optimizer, TrainingState(step=95))
     run.step()
     gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
     measured = {k: v for k, v in run.state.history[-1].items() if k != "seconds"}
@@ -131,7 +133,8 @@ def test_ranks_draw_other_noise_and_the_first_that_of_one_process(echo_rows: Row
         stream = ShuffledStream(echo_rows(8), 8)
         optimizer = torch.optim.AdamW([{"params": [weight], "scale": 1.0}])
         config, state = TrainingConfig(10, 1e-3, seed=3), TrainingState()
-        run = _Run(objective, stream, selection, config, {"w": weight}, optimizer, state)
+        masters = MasterWeights({"w": weight})
+        run = _Run(objective, stream, selection, config, masters, optimizer, state)
         for _ in range(3):
             run.step()
         return objective.drawn

@@ -1,0 +1,143 @@
+"""Weights in bfloat16 are trained through float32 copies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparse_tl import (
+    AdditionTask,
+    ShuffledStream,
+    SparseTransformer,
+    TokenBatch,
+    post_train,
+)
+from sparse_tl.lens import Model, adapt, load_model, read_parameters, save_model
+from sparse_tl.models.addition import build_addition_model
+from sparse_tl.training import pretrain
+from sparse_tl.training.memory import training_memory
+from sparse_tl.training.objectives import PlainLoss
+
+SETTINGS: dict[str, Any] = {
+    "steps": 4,
+    "learning_rate": 1e-4,
+    "warmup": 0,
+    "decay": 0.0,
+    "weight_decay": 0.01,
+    "accumulate": 2,
+    "evaluate_every": 4,
+}
+
+
+@pytest.fixture
+def half(tmp_path: Path) -> Model:
+    save_model(build_addition_model(), tmp_path / "addition")
+    return load_model(tmp_path / "addition", device="cpu", dtype="bfloat16")
+
+
+@pytest.fixture
+def rows() -> TokenBatch:
+    return AdditionTask().split()[0].select(slice(0, 32))
+
+
+def _pretrain(model: Model, rows: TokenBatch, **changed: Any) -> None:
+    stream = ShuffledStream(rows, 16)
+    pretrain(model, stream, validation=rows, progress=False, **{**SETTINGS, **changed})
+
+
+def test_a_step_is_that_of_float32_weights_under_their_rounded_values(
+    half: Model, rows: TokenBatch
+) -> None:
+    """By hand: gradients of bfloat16 weights, added up and followed in float32."""
+    by_hand = {n: p.detach().float().requires_grad_() for n, p in read_parameters(half).items()}
+    before = {name: value.detach().clone() for name, value in by_hand.items()}
+    optimizer = torch.optim.AdamW(by_hand.values(), lr=1e-4, betas=(0.9, 0.98), weight_decay=0.01)
+    stream = ShuffledStream(rows, 16)
+    copy = adapt(half).copy()
+    weights = read_parameters(copy)
+    for step in range(4):
+        for piece in stream.batch(step).split(8):
+            loss, _ = PlainLoss(copy).measure(piece, torch.Generator(), 0.0)
+            found = torch.autograd.grad(loss / 2, list(weights.values()), allow_unused=True)
+            for master, gradient in zip(by_hand.values(), found, strict=True):
+                if gradient is not None:
+                    earlier = torch.zeros_like(master) if master.grad is None else master.grad
+                    master.grad = earlier + gradient.float()
+        torch.nn.utils.clip_grad_norm_(by_hand.values(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(by_hand[name])
+    assert any(not torch.equal(by_hand[name], value) for name, value in before.items())
+    _pretrain(half, rows)
+    for name, weight in read_parameters(half).items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, by_hand[name].bfloat16()), name
+
+
+def test_steps_too_small_for_bfloat16_add_up(half: Model, rows: TokenBatch) -> None:
+    """Each changes a weight of 1 by at most 0.0004; the next bfloat16 number is 0.004 away."""
+    (weight,) = [p for name, p in read_parameters(half).items() if "ln_f." in name and p[0] == 1]
+    _pretrain(half, rows, steps=40, learning_rate=4e-4)
+    moved = (weight.float() - 1).abs()
+    assert moved.max() >= 2**-8
+
+
+def test_a_resumed_run_is_that_of_an_uninterrupted_one(
+    half: Model, rows: TokenBatch, tmp_path: Path
+) -> None:
+    """The masters are in the checkpoint: their rounded values would not do."""
+    other = adapt(half).copy()
+    _pretrain(half, rows, checkpoint_every=2)
+
+    class Stopped(Exception):
+        pass
+
+    class Stops(ShuffledStream):
+        def batch(self, step: int) -> TokenBatch:
+            if step == 3 and not (tmp_path / "again").exists():
+                raise Stopped
+            return super().batch(step)
+
+    settings = {**SETTINGS, "checkpoint_every": 2, "checkpoint": tmp_path / "run"}
+    stream, again = Stops(rows, 16), adapt(other).copy()
+    with pytest.raises(Stopped):
+        pretrain(other, stream, validation=rows, progress=False, **settings)
+    (tmp_path / "again").touch()
+    pretrain(again, stream, validation=rows, progress=False, **settings)
+    theirs = read_parameters(half)
+    assert all(torch.equal(p, theirs[name]) for name, p in read_parameters(again).items())
+
+
+def test_gradients_of_an_earlier_pass_are_not_added(half: Model, rows: TokenBatch) -> None:
+    other = adapt(half).copy()
+    for parameter in read_parameters(other).values():
+        parameter.grad = torch.ones_like(parameter)
+    for model in (half, other):
+        _pretrain(model, rows)
+    theirs = read_parameters(other)
+    assert all(torch.equal(p, theirs[name]) for name, p in read_parameters(half).items())
+
+
+def test_they_are_in_the_estimate_of_memory(half: Model, rows: TokenBatch) -> None:
+    sparse = SparseTransformer(half)
+    memory = training_memory(sparse, 11)
+    weights = sum(p.nbytes for p in read_parameters(half).values())
+    gates = sum(p.nbytes for n, p in read_parameters(sparse).items() if n.startswith("gates."))
+    assert (memory.weights, memory.masters) == (weights, 2 * weights)
+    assert memory.trained == 2 * weights + gates
+    assert "float32 masters" in str(memory)
+    outcome = post_train(
+        sparse,
+        ShuffledStream(rows, 16),
+        validation=rows,
+        target_loss="+1",
+        steps=2,
+        progress=False,
+    )
+    assert outcome.history["step"].iloc[-1] == 2
+    assert {p.dtype for p in read_parameters(half).values()} == {torch.bfloat16}
