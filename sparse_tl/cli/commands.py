@@ -10,7 +10,6 @@ import typer
 from sparse_tl.cli.app import call, command
 from sparse_tl.cli.options import (
     CheckpointActivations,
-    DensePrecision,
     Device,
     HeldOutText,
     Lora,
@@ -133,7 +132,6 @@ def post_train(
     initial_bias: Annotated[float, setting("B", "Initial bias of the gates.")] = 4.0,
     dtype: WeightsDtype = None,
     precision: Annotated[str, setting("NAME", "float32 or bf16.")] = "float32",
-    dense_precision: DensePrecision = "float32",
     out: Out = Path("runs/post-train"),
     seed: Seed = 0,
     device: Device = None,

@@ -72,7 +72,6 @@ WeightsDtype = Annotated[
     str | None,
     setting("NAME", "Weights: float32, or bfloat16 with float32 copies of those trained."),
 ]
-DensePrecision = Annotated[str, setting("NAME", "Precision of the dense copy: float32 or bf16.")]
 Out = Annotated[Path, run("FOLDER", "Output folder.")]
 Seed = Annotated[int, run("N", "Random seed for weights, data order and gate noise.")]
 Device = Annotated[

@@ -61,7 +61,6 @@ def run_post_training(
     dtype: Literal["float32", "bfloat16"] | None = None,
     precision: Literal["float32", "bf16"] = "float32",
     accumulate: AtLeastOne = 1,
-    dense_precision: Literal["float32", "bf16"] = "float32",
     checkpoint_activations: bool = False,
     shard: bool = False,
     seed: Seed = 0,
@@ -93,9 +92,8 @@ def run_post_training(
         initial_bias: initial bias of the gates.
         dtype: precision of the model's weights, by default as in `load_model`; of those in
             bfloat16 that are trained, float32 copies are.
-        precision: "bf16" runs the forward pass under autocast.
+        precision: "bf16" runs the forward pass under autocast; as in `post_train`.
         accumulate: micro-batches per step, to save memory.
-        dense_precision: precision of the dense model's copy; as in `post_train`.
         checkpoint_activations: whether to save memory by computing activations twice; the outcome
             is the same. See `checkpointed_activations`.
         shard: whether every rank holds only a part of every weight; `precision` is then that of all
@@ -125,7 +123,6 @@ def run_post_training(
         "initial_bias": initial_bias,
         "dtype": dtype,
         "precision": precision,
-        "dense_precision": dense_precision,
         "accumulate": accumulate,
         "seed": seed,
     }
@@ -200,7 +197,6 @@ def run_post_training(
                     head_cost=head_cost,
                     seed=seed,
                     precision="float32" if shard else precision,
-                    dense_precision=dense_precision,
                     checkpoint=folder / "checkpoint",
                     progress=progress,
                 )

@@ -108,7 +108,7 @@ def training_memory(
     model: HookedModel,
     window: int,
     trained: Iterable[str] | None = None,
-    dense_precision: str = "float32",
+    precision: str = "float32",
 ) -> TrainingMemory:
     """Estimate the peak memory of a step of post-training on one prompt, in float32.
 
@@ -123,7 +123,7 @@ def training_memory(
         window: tokens of the prompt.
         trained: names of the trained parameters, from `choose_trained`; by default all weights, or
             the adapters of a model that has some, and the gates.
-        dense_precision: that of the dense model's copy, as in `post_train`.
+        precision: as in `post_train`; decides on the dense model's copy alone.
 
     Raises:
         ValueError: the window is longer than the model's context.
@@ -142,7 +142,7 @@ def training_memory(
             weights=weights,
             masters=4 * sum(halves),
             trained=sum(parameters[name].nbytes for name in names) + 2 * sum(halves),
-            dense=_dense(adapter, dense_precision) if needs_copy(sparse, names) else 0,
+            dense=_dense(adapter, precision) if needs_copy(sparse, names) else 0,
             activations=kept,
             checkpointed=checkpointed + (kept - checkpointed) // adapter.n_layers,
             logits=2 * window * adapter.d_vocab_out * 4,
@@ -161,7 +161,7 @@ def out_of_memory_explained(
     sparse: SparseTransformer,
     stream: TokenStream,
     trained: Iterable[str],
-    dense_precision: str = "float32",
+    precision: str = "float32",
 ) -> Iterator[None]:
     """Say where the memory of post-training goes, and what needs less, when there is not enough.
 
@@ -169,7 +169,7 @@ def out_of_memory_explained(
         sparse: model that is trained.
         stream: its training batches.
         trained: names of the trained parameters.
-        dense_precision: that of the dense model's copy.
+        precision: that of the run.
 
     Raises:
         MemoryError: the device, or the machine, ran out of memory inside the block.
@@ -186,14 +186,14 @@ def out_of_memory_explained(
         # Of several ranks, the others do not take part in the estimate.
         with suppress(RuntimeError):  # out of memory again
             if ranks.count() == 1:
-                memory = training_memory(sparse, window, trained, dense_precision)
+                memory = training_memory(sparse, window, trained, precision)
                 needed = f". By an estimate for one row of {window} tokens, {memory}"
         raise MemoryError(
             f"post-training ran out of memory on {adapt(sparse).device}, with {rows} rows of "
             f"{window} tokens in {pieces} micro-batches{needed}. Less is needed with more "
             "micro-batches (accumulate of the stream, --accumulate), checkpointed_activations "
-            "(--checkpoint-activations), shorter windows, the dense model's copy in bf16 "
-            "(--dense-precision), more ranks (shard_model, --shard), or low-rank adapters in place "
+            "(--checkpoint-activations), shorter windows, bf16 (--precision), "
+            "more ranks (shard_model, --shard), or low-rank adapters in place "
             f"of the weights (add_lora, --lora 16). ({str(error)[:200]})"
         ) from error
 

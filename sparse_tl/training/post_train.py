@@ -49,7 +49,6 @@ def post_train(
     head_cost: NotNegative = 0.0,
     seed: Seed = 0,
     precision: Literal["float32", "bf16"] = "float32",
-    dense_precision: Literal["float32", "bf16"] = "float32",
     checkpoint: str | Path | None = None,
     progress: bool = True,
 ) -> PostTraining:
@@ -81,9 +80,9 @@ def post_train(
         head_cost: cost of a head that is open anywhere in a batch, relative to 1 for an attention
             edge; above 0, rarely used heads close permanently.
         seed: random seed for gate noise.
-        precision: "bf16" runs the forward pass under autocast.
-        dense_precision: "bf16" keeps the copy of the dense model, if a relative target needs one,
-            in bfloat16 and half the memory; its loss is that of the float32 weights.
+        precision: "bf16" runs the forward pass under autocast, and keeps the copy of the dense
+            model, if a relative target needs one, in bfloat16; its loss is that of the weights
+            as they are.
         checkpoint: folder for checkpoints; a run interrupted there is resumed.
         progress: whether to show a progress bar.
 
@@ -140,9 +139,9 @@ def post_train(
             f'"+{max(dense.loss * 0.02, 0.01):.2g}".'
         )
     paired = target.reference == "dense"
-    explained = partial(out_of_memory_explained, sparse, stream, trained, dense_precision)
+    explained = partial(out_of_memory_explained, sparse, stream, trained, precision)
     with explained():
-        reference = reference_of(sparse, trained, dense_precision) if paired else None
+        reference = reference_of(sparse, trained, precision) if paired else None
     room = torch.full_like(before, target.nats) if paired else target.nats - before
     objective = SparsityObjective(
         sparse,
@@ -185,7 +184,6 @@ def post_train(
                 "gates": repr(sparse.gates.distribution),
                 "edge_cost": None if edge_cost is None else digest({"edge_cost": edge_cost}),
                 "head_cost": head_cost,
-                "dense_precision": dense_precision,
                 "sharded_precision": shards.precision_of(adapt(sparse).core) or "float32",
             },
             checkpoint=checkpoint,

@@ -28,7 +28,7 @@ AT_MOST = int(os.environ.get("SPARSE_TL_CAMPAIGN", "20"))
 """Malformed commands in the normal run; 0 for all."""
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 HUGE = str(10**20)
-NAMES = ("form", "trained", "precision", "dense_precision", "dtype", "method", "patch", "tasks")
+NAMES = ("form", "trained", "precision", "dtype", "method", "patch", "tasks")
 READ = ("text", "held_out_text", "model", "models", "sparse")
 """Options that name files, folders or models."""
 

@@ -66,7 +66,7 @@ def test_a_dense_copy_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
     monkeypatch.setattr(SparseTransformer, "dense_copy", fail)
-    with pytest.raises(MemoryError, match=r"the dense model .*--dense-precision"):
+    with pytest.raises(MemoryError, match=r"the dense model .*--precision"):
         _post_train(*_addition())
 
 
@@ -95,7 +95,7 @@ def test_the_dense_copy_in_bf16() -> None:
     assert isinstance(whole, Model) and isinstance(half, Model)
     one, other = (evaluate_held_out(model, rows).loss for model in (whole, half))
     assert one != other and other == pytest.approx(one, rel=0.02, abs=0.02)
-    found = [training_memory(sparse, 11, dense_precision=k).dense for k in PRECISIONS]
+    found = [training_memory(sparse, 11, precision=k).dense for k in PRECISIONS]
     assert found[0] == 2 * found[1]
     assert "less with the dense model in bf16" in str(training_memory(sparse, 11))
     losses = []
@@ -107,7 +107,7 @@ def test_the_dense_copy_in_bf16() -> None:
             target_loss="+1.0",
             validation=rows,
             steps=2,
-            dense_precision=precision,  # type: ignore[arg-type]
+            precision=precision,  # type: ignore[arg-type]
             progress=False,
         )
         losses.append(outcome.dense.loss)

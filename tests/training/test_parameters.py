@@ -86,7 +86,7 @@ def test_these_are_all_parameters() -> None:
     names = "sparse stream target_loss validation steps learning_rate edge_cost head_cost seed"
     assert [*inspect.signature(post_train).parameters] == [
         *names.split(),
-        *("precision", "dense_precision", "checkpoint", "progress"),
+        *("precision", "checkpoint", "progress"),
     ]
 
 
