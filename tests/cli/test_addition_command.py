@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from command_line import ADDITION, Outcome, no_training, run_command
 
+from sparse_tl.cli import commands
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import load_model
 from sparse_tl.metrics import NoEffectError
@@ -23,6 +24,19 @@ from sparse_tl.training import HeldOut, evaluate_held_out
 def addition(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     out = tmp_path_factory.mktemp("runs") / "addition"
     return out, run_command(*ADDITION, "--out", out, "--device", "cpu")
+
+
+def test_the_first_line_says_what_is_done_and_for_how_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "call", stop)
+    outcome = run_command("addition", "--out", tmp_path / "out")
+    assert outcome.out.startswith("Trains a model to add two-digit numbers, makes its attention")
+    assert "minutes on two idle cores" in outcome.out
+    assert run_command("addition", "--out", tmp_path / "out", "--quiet").out == ""
 
 
 def test_addition_prints_a_table(addition: tuple[Path, Outcome]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import hooked_alone
 
 from sparse_tl import SparseTransformer, evaluate_held_out
 from sparse_tl.data import TokenBatch
@@ -23,6 +24,8 @@ def _tokens(rows: int = 3, length: int = 7) -> torch.Tensor:
     return torch.randint(13, (rows, length), generator=torch.Generator().manual_seed(0))
 
 
+@hooked_alone
+@pytest.mark.every_case
 @pytest.mark.parametrize("ignored", [-torch.inf, -1e5, torch.finfo(torch.float32).min])
 def test_the_future_is_not_possible_whatever_it_is_masked_with(
     build_tiny: Build, ignored: float
@@ -39,6 +42,7 @@ def test_the_future_is_not_possible_whatever_it_is_masked_with(
     assert dense.possible_attention_edges == dense.active_attention_edges == 4 * 7 * 8 / 2
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("left", [False, True])
 def test_padding_masked_by_a_users_hook_is_not_possible(build_tiny: Build, left: bool) -> None:
     model, tokens = build_tiny(), _tokens()

@@ -88,6 +88,7 @@ def test_what_is_hooked_inside_sees_every_position(build_tiny: Build) -> None:
     assert torch.allclose(logits, model(TOKENS)[_read()], atol=1e-6)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     "name",
     [

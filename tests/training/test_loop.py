@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import pandas as pd
 import pytest
 import torch
 
+from sparse_tl import progress
 from sparse_tl.data import ShuffledStream, TokenStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.files import read_json, write_json
@@ -642,6 +645,37 @@ def test_a_checkpoint_knows_its_data(
         validation = echo_rows(seed=data.get("validation", 1))
         _pretrain(fresh, other, validation, checkpoint=tmp_path / "c")
     assert _same_weights(fresh, untouched)
+
+
+def test_post_training_knows_its_validation_rows(
+    build_tiny: Build, echo_rows: Rows, tmp_path: Path
+) -> None:
+    stream = ShuffledStream(echo_rows(), 16)
+    sparse = SparseTransformer(build_tiny())
+    _post_train(sparse, stream, echo_rows(seed=1), checkpoint=tmp_path / "c", steps=2)
+    with pytest.raises(ValueError, match="belongs to another run.*validation: '.*' there"):
+        sparse = SparseTransformer(build_tiny())
+        _post_train(sparse, stream, echo_rows(seed=2), checkpoint=tmp_path / "c", steps=2)
+
+
+def test_progress_shows_what_is_measured(
+    build_tiny: Build,
+    echo_rows: Rows,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a log file, that is all there is to see of a run of days."""
+    minutes = count(step=60.0)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(minutes))
+    post_train(
+        SparseTransformer(build_tiny()),
+        ShuffledStream(echo_rows(), 16),
+        validation=echo_rows(seed=1),
+        target_loss="+0.5",
+        steps=2,
+    )
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"2 of 2 .*loss [\d.]+, over .*, λ [\d.]+, edges/token [\d.]+, best", last)
 
 
 def _rewrite(name: str, content: str) -> Callable[[Path], Any]:
