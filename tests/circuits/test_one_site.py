@@ -17,11 +17,13 @@ from sparse_tl.circuits import (
     attribute_circuit_edges,
     attribute_heads,
     evaluate,
+    patch_activations,
 )
 from sparse_tl.circuits.pair_runs import read_mask
 from sparse_tl.circuits.removal import removal_effects
 from sparse_tl.data import TokenBatch
-from sparse_tl.gates import SparseTransformer
+from sparse_tl.explorer.exploration import Exploration
+from sparse_tl.gates import LearnedGates, SparseTransformer
 from sparse_tl.head_roles import target_log_probabilities
 from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import logit_difference
@@ -63,8 +65,18 @@ def test_one_closed_head_is_the_same_everywhere(build_tiny: Build, sparse: bool)
         torch.testing.assert_close(run.clean_logits, clean, **close)
         found.append(run.logits(heads))  # from the layer of the head on
         found.append(GatedRun(model, CircuitEdges(), pairs.clean, read).logits(edges))
+        learned = LearnedGates(model, Heads(), initial_logit=1e3)
+        learned.logits[HEAD] = -1e3
+        with gated(model, Heads(), learned()):
+            found.append(pairs.read(model(pairs.clean)))
     for logits in found:
         torch.testing.assert_close(logits, expected, **close)
+
+    for row, at in enumerate(pairs.positions.tolist()):
+        labels = [f"t{token}" for token in pairs.clean[row].tolist()]
+        seen = Exploration({"it": model}, pairs.clean[row], labels=labels)
+        seen.toggle_head("it", *HEAD)
+        torch.testing.assert_close(seen.logits("it")[at], expected[row], **close)
 
     metric = logit_difference(expected, pairs)
     for site, mask in ((graph.heads, heads), (graph, edges)):
@@ -112,6 +124,27 @@ def test_every_patch_goes_everywhere(build_tiny: Build, patch: str) -> None:
     with torch.no_grad(), ablate_heads(model, [HEAD], patch, reference=reference):
         by_hand = logit_difference(pairs.read(model(pairs.clean)), pairs)
     torch.testing.assert_close(both[0][0], by_hand, rtol=1e-9, atol=1e-10)
+    if patch == "corrupted":
+        patched = patch_activations(model, pairs, logit_difference, "z", into="clean")
+        torch.testing.assert_close(patched.values[HEAD], by_hand, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_first_order_scores_are_slopes_of_the_gate(build_tiny: Build, sparse: bool) -> None:
+    """Of one head's gate, at open gates: by autograd, for the head and for all edges out of it."""
+    model: Any = shaken(build_tiny(dtype="float64"))
+    model = SparseTransformer(model, initial_bias=0.5) if sparse else model
+    pairs = random_pairs()
+    heads = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
+    with gated(model, Heads(), heads):
+        metric = logit_difference(pairs.read(model(pairs.clean)), pairs).mean()
+    (slope,) = torch.autograd.grad(metric, heads)
+    options: dict[str, Any] = {"method": "eap", "patch": "zero", "progress": False}
+    by_head = attribute_heads(model, pairs, logit_difference, **options).mean()
+    torch.testing.assert_close(by_head, -slope, rtol=1e-9, atol=1e-10)
+    edges = attribute_circuit_edges(model, pairs, logit_difference, **options)
+    out_of_it = edges.mean()[adapt(model).graph.source_index("a0.h1")].sum()
+    assert out_of_it.item() == pytest.approx(-slope[HEAD].item(), rel=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["plain", "grouped", "attention_only"])
