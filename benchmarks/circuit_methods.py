@@ -141,7 +141,7 @@ class _Search:
             same = ranked.effect_at(size)
             seconds = time.monotonic() - began
             self._say(name, f"{size:,} edges, {effect:.3f}; EAP-IG {same:.3f}; {seconds:.0f} s")
-        return {"eap-ig": ranked, **{name: _curve(name, some) for name, some in found.items()}}
+        return {"eap-ig": ranked, **{name: curve_of(name, some) for name, some in found.items()}}
 
     def _searches(self, scores: Scores) -> Iterator[tuple[str, str, Callable[[], Circuit]]]:
         """Method, name and search of each circuit."""
@@ -196,14 +196,14 @@ class _Search:
         print(f"{self.side:6} {name:16} {what}", flush=True)
 
 
-def _curve(name: str, found: list[tuple[int, float]]) -> EffectCurve | None:
+def curve_of(name: str, found: list[tuple[int, float]]) -> EffectCurve | None:
     """Through circuits of any order; of two with one size, the one that explains more."""
     best = {size: effect for size, effect in sorted(found)}
     effects = list(best.values())
     return EffectCurve(name, list(best), effects, effects, effects) if best else None
 
 
-def _needed(curve: EffectCurve | None, level: float) -> str:
+def needed(curve: EffectCurve | None, level: float) -> str:
     """The size at the level as far as it is known."""
     if curve is None:
         return "-"
@@ -214,7 +214,7 @@ def _needed(curve: EffectCurve | None, level: float) -> str:
     return f"{bound}{size:,.0f}"
 
 
-def _ratio(dense: EffectCurve | None, sparse: EffectCurve | None, level: float) -> str:
+def ratio(dense: EffectCurve | None, sparse: EffectCurve | None, level: float) -> str:
     """The multiplier; a bound has none."""
     curves = [curve for curve in (dense, sparse) if curve is not None]
     if len(curves) < 2 or any(min(curve.mean) >= level for curve in curves):
@@ -245,8 +245,8 @@ def main(words: Sequence[str] | None = None) -> None:
     print("| method | dense | sparse | dense / sparse |\n|---|---|---|---|")
     for method, title in METHODS.items():
         both = [found[side][method] for side in ("dense", "sparse")]
-        cells = [_needed(curve, args.level) for curve in both]
-        print(f"| {title} | {' | '.join(cells)} | {_ratio(*both, level=args.level)} |")
+        cells = [needed(curve, args.level) for curve in both]
+        print(f"| {title} | {' | '.join(cells)} | {ratio(*both, level=args.level)} |")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The loss constraint: the smallest size at which every group's held-out loss meets its target.
+"""The loss constraint: the smallest size at which every group's validation loss meets its target.
 
     min_theta max_lambda  log(1 + size) + sum_g lambda_g (loss_g - target)
 
@@ -13,9 +13,9 @@ run, to what the target leaves:
     log lambda_t  =  log START + INTEGRAL * sum_{s <= t} e_s + PROPORTIONAL * e_t
 
 The integral finds lambda; the proportional part answers a violation at once and takes its answer
-back when it is over, which keeps lambda from swinging. Held-out rows under deterministic gates are
-what the target is about; the loss of a training batch says little of it, since sampled gates cost
-loss that deterministic ones do not, and a batch's own noise can be many times a small target.
+back when it is over, which keeps lambda from swinging. Validation rows under deterministic gates
+are what the target is about; the loss of a training batch says little of it, since sampled gates
+cost loss that deterministic ones do not, and a batch's own noise can be many times a small target.
 
 Reference: nu-PI, Sohrabi et al., arXiv 2406.04558, from the library `cooper`; the logarithm is that
 of GECO, Rezende and Viola, arXiv 1810.00597.

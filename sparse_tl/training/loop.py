@@ -110,7 +110,7 @@ def train(
         if state.step > 0:
             objective.load_state(state.objective)
         ranks.check_alike({"step of the checkpoint": state.step})
-        run = _Run(objective, stream, selection, config, masters, optimizer, state)
+        run = Run(objective, stream, selection, config, masters, optimizer, state)
         with (
             lost_rank_noted(folder),
             _only_trained(model, weights),
@@ -142,7 +142,7 @@ def train(
 
 
 @dataclass
-class _Run:
+class Run:
     """The mutable parts of one run."""
 
     objective: Objective

@@ -62,7 +62,7 @@ class Objective:
 
 
 class PlainLoss(Objective):
-    """Mean cross-entropy in nats over the loss positions; what a base model is trained on."""
+    """Mean cross-entropy in nats over the loss positions; what a dense model is trained on."""
 
     def __init__(self, model: HookedModel) -> None:
         self.model = model
@@ -116,7 +116,7 @@ class SparsityObjective(Objective):
     then worth no more than all of the loss that the group may gain. Without this, the last needed
     edges close before lambda has risen; a closed gate has hardly any gradient.
 
-    The constraint is on held-out rows, and `held_out` is told of them after every evaluation:
+    The constraint is on validation rows, and `validated` is told of them after every evaluation:
     their loss may rise by ``room * (1 + MARGIN * noise)``. Weights that move fast, and under noise,
     cost loss that is won back later; both fall to 0 in the course of a run, and the margin with
     them.
@@ -153,7 +153,7 @@ class SparsityObjective(Objective):
         return 0.5 * (1 + math.cos(math.pi * min(fraction_done / NO_NOISE, 1.0)))
 
     def allowed(self, noise: float) -> Float[Tensor, " group"]:
-        """By how many nats the held-out loss of every group may rise at this noise."""
+        """By how many nats the validation loss of every group may rise at this noise."""
         return self.room * (1 + MARGIN * noise)
 
     def measure(
@@ -223,8 +223,8 @@ class SparsityObjective(Objective):
             size = size + ranks.mean(counts.expected_mlps, dim=1).sum()
         return size
 
-    def held_out(self, increase: Float[Tensor, " group"]) -> None:
-        """Take what held-out rows lose, under deterministic gates, as the violation from here on.
+    def validated(self, increase: Float[Tensor, " group"]) -> None:
+        """Take what validation rows lose, under deterministic gates, as the violation from here on.
 
         Args:
             increase: loss above the dense model's, in nats.

@@ -97,7 +97,7 @@ def post_train(
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, once the checkpoint is written.
 
     Reference: arXiv 2512.05865, section 3; deviations: the size counts by its logarithm, lambda is
-    moved by a PI controller, and the violation is that of held-out rows under deterministic gates.
+    moved by a PI controller, and the violation is that of validation rows, deterministic gates.
     """
     target = TargetLoss.parse(target_loss)
     rates = learning_rate if isinstance(learning_rate, Mapping) else {"all": learning_rate}
@@ -155,7 +155,7 @@ def post_train(
     def evaluate() -> Metrics:
         measured = evaluate_held_out(sparse, validation, edge_cost=edge_cost)
         increase = _by_group(measured) - before
-        objective.held_out(increase)
+        objective.validated(increase)
         return {**measured.numbers, "violation": (increase - room).max().item()}
 
     def feasible(metrics: Metrics) -> bool:

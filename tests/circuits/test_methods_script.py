@@ -55,15 +55,15 @@ def test_it_prints_a_table_and_goes_on_where_it_stopped(
 def test_bounds_are_told_as_such() -> None:
     reached, short = curve({10: 0.5, 100: 0.9}), curve({10: 0.5, 2000: 0.6})
     enough, worse = curve({10: 0.95, 100: 1.0}), curve({10: 0.95, 20: 0.8, 80: 1.0})
-    cells = [circuit_methods._needed(some, 0.9) for some in (reached, short, enough, worse, None)]
+    cells = [circuit_methods.needed(some, 0.9) for some in (reached, short, enough, worse, None)]
     assert cells == ["100", "> 2,000", "<= 10", "40", "-"]
-    assert circuit_methods._ratio(reached, worse, 0.9) == "2.5x"
+    assert circuit_methods.ratio(reached, worse, 0.9) == "2.5x"
     for other in (short, enough, None):
-        assert circuit_methods._ratio(reached, other, 0.9) == "-"
+        assert circuit_methods.ratio(reached, other, 0.9) == "-"
 
 
 def test_of_two_circuits_with_one_size_the_better_counts() -> None:
-    found = circuit_methods._curve("m", [(20, 0.4), (5, 0.1), (20, 0.7)])
+    found = circuit_methods.curve_of("m", [(20, 0.4), (5, 0.1), (20, 0.7)])
     assert found is not None
     assert (found.sizes, found.mean) == ((5, 20), (0.1, 0.7))
-    assert circuit_methods._curve("m", []) is None
+    assert circuit_methods.curve_of("m", []) is None

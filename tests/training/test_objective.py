@@ -62,7 +62,7 @@ def test_lambda_follows_the_last_held_out_losses(build_echo: Build, echo_rows: R
     by_hand.update(torch.zeros(2, dtype=torch.float64))
     assert measured["violation"] == 0.0
     for losses in ([0.3, 0.9], [0.4, 0.45]):
-        objective.held_out(torch.tensor(losses, dtype=torch.float64))
+        objective.validated(torch.tensor(losses, dtype=torch.float64))
         for done in (0.0, NO_NOISE / 2, SILENT):
             _, measured = _measured(objective, batch, done)
             allowed = 0.5 * (1 + MARGIN * objective.noise(done))

@@ -35,7 +35,7 @@ from sparse_tl.training import (
     post_train,
 )
 from sparse_tl.training.checkpoints import TrainingState
-from sparse_tl.training.loop import _Run
+from sparse_tl.training.loop import Run
 from sparse_tl.training.masters import MasterWeights
 from sparse_tl.training.objectives import SparsityObjective
 
@@ -71,7 +71,7 @@ def _step(rank: int = 0, *, name: str, shard: bool, accumulate: int) -> dict[str
     selection = Selection(dict, lambda new, old: True)
     optimizer = torch.optim.AdamW([{"params": list(trained.values()), "scale": 1.0}])
     masters = MasterWeights(trained)
-    run = _Run(objective, stream, selection, config, masters, optimizer, TrainingState(step=95))
+    run = Run(objective, stream, selection, config, masters, optimizer, TrainingState(step=95))
     run.step()
     return _whole({name: p.grad for name, p in trained.items() if p.grad is not None})
 

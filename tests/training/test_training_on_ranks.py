@@ -32,7 +32,7 @@ from sparse_tl.training import (
     post_train,
 )
 from sparse_tl.training.checkpoints import TrainingState
-from sparse_tl.training.loop import _Run
+from sparse_tl.training.loop import Run
 from sparse_tl.training.masters import MasterWeights
 from sparse_tl.training.objectives import Objective, PlainLoss, SparsityObjective
 
@@ -74,7 +74,7 @@ def _step(
     selection = Selection(dict, lambda new, old: True)
     optimizer = torch.optim.AdamW([{"params": list(trained.values()), "scale": 1.0}])
     masters = MasterWeights(trained)
-    run = _Run(objective, stream, selection, config, masters, optimizer, TrainingState(step=95))
+    run = Run(objective, stream, selection, config, masters, optimizer, TrainingState(step=95))
     run.step()
     gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
     measured = {k: v for k, v in run.state.history[-1].items() if k != "seconds"}
@@ -134,7 +134,7 @@ def test_ranks_draw_other_noise_and_the_first_that_of_one_process(echo_rows: Row
         optimizer = torch.optim.AdamW([{"params": [weight], "scale": 1.0}])
         config, state = TrainingConfig(10, 1e-3, seed=3), TrainingState()
         masters = MasterWeights({"w": weight})
-        run = _Run(objective, stream, selection, config, masters, optimizer, state)
+        run = Run(objective, stream, selection, config, masters, optimizer, state)
         for _ in range(3):
             run.step()
         return objective.drawn
