@@ -55,6 +55,7 @@ class Deferred(Tensor):
         dtype = expression.on(ENTRY).dtype  # whatever casts the functions make
         inputs = [q, k, *expression.leaves]
         differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        differentiable &= dtype.is_floating_point  # where the pattern is NaN, say
         made = Tensor._make_wrapper_subclass(
             cls,
             (*q.shape[:3], k.shape[-1]),

@@ -97,12 +97,52 @@ def test_moving_a_wrapped_model_moves_its_configuration(build_tiny: Build) -> No
     assert str(sparse.cfg.device) == str(sparse.model.embed.W_E.device) == "meta"
 
 
+LONG = 12
+"""Tokens from which attention goes by blocks in these tests: more than a head has dimensions."""
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """All blocks of attention that are run, of two queries each."""
+    seen: list[Any] = []
+    plain = blockwise.GatedAttention.on
+
+    def on(self: Any, block: Any, *args: Any) -> Any:
+        seen.append(block)
+        return plain(self, block, *args)
+
+    monkeypatch.setattr(blockwise.GatedAttention, "on", on)
+    monkeypatch.setattr(blockwise, "QUERIES_AT_ONCE", 2)
+    return seen
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", ["plain", "grouped"])
+def test_blocks_compute_what_whole_patterns_do(
+    build_tiny: Build, monkeypatch: pytest.MonkeyPatch, blocks: list[Any], kind: str
+) -> None:
+    """Logits, counts and every gradient; `test_blockwise` has all architectures, of bridges."""
+    found: list[list[torch.Tensor]] = []
+    for long in (LONG + 1, LONG):
+        monkeypatch.setattr(deferred, "LONG", long)
+        sparse = SparseTransformer(build_tiny(kind, dtype="float64"), initial_bias=0.3)
+        with sparse.sampled(torch.Generator().manual_seed(0), 0.0):
+            logits, counts = sparse.run_with_counts(_tokens(3, LONG), pressure=0.2)
+        (logits.logsumexp(-1).sum() + 0.1 * counts.expected.sum()).backward()
+        assert bool(blocks) == (long == LONG)
+        gradients = [p.grad for p in sparse.parameters() if p.grad is not None]
+        found.append([logits.detach(), counts.active, counts.expected.detach(), *gradients])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("at_once", [False, True], ids=["each", "together"])
 @pytest.mark.parametrize("pieces", [1, 2, 4])
 @pytest.mark.parametrize("by_blocks", [False, True], ids=["whole", "by blocks"])
 def test_checkpointed_activations_have_the_same_gradients(
     build_tiny: Build,
     monkeypatch: pytest.MonkeyPatch,
+    blocks: list[Any],
     pieces: int,
     at_once: bool,
     by_blocks: bool,
@@ -111,16 +151,15 @@ def test_checkpointed_activations_have_the_same_gradients(
 
     Two of the rows are equal: only the order of the passes tells their draws apart.
     """
-    tokens = _tokens(4)
+    tokens = _tokens(4, LONG)
     tokens[1] = tokens[0]
     if by_blocks:
-        monkeypatch.setattr(deferred, "LONG", tokens.shape[1])
-        monkeypatch.setattr(blockwise, "QUERIES_AT_ONCE", 2)
+        monkeypatch.setattr(deferred, "LONG", LONG)
 
     def gradients(checkpointed: bool) -> list[torch.Tensor]:
         sparse = SparseTransformer(build_tiny(dtype="float64"), initial_bias=0.0)
         generator = torch.Generator().manual_seed(1)
-        cost = torch.linspace(0.5, 2.0, 7)
+        cost = torch.linspace(0.5, 2.0, LONG)
         sums = []
         for some in tokens.split(4 // pieces):
             once_more = checkpointed_activations(sparse) if checkpointed else nullcontext()
@@ -136,25 +175,30 @@ def test_checkpointed_activations_have_the_same_gradients(
 
     for found, expected in zip(gradients(True), gradients(False), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    assert bool(blocks) == by_blocks
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("by_blocks", [False, True], ids=["whole", "by blocks"])
 @pytest.mark.parametrize("way", ["open", "kept gates"])
 def test_what_is_computed_again_does_not_depend_on_the_settings_by_then(
-    build_tiny: Build, monkeypatch: pytest.MonkeyPatch, by_blocks: bool, way: str
+    build_tiny: Build,
+    monkeypatch: pytest.MonkeyPatch,
+    by_blocks: bool,
+    way: str,
 ) -> None:
     if by_blocks:
-        monkeypatch.setattr(deferred, "LONG", 7)
-    found = []
+        monkeypatch.setattr(deferred, "LONG", LONG)
+    tokens, found = _tokens(3, LONG), []
     for checkpointed in (False, True):
         sparse = SparseTransformer(build_tiny(dtype="float64"), initial_bias=0.0)
         once_more = checkpointed_activations(sparse) if checkpointed else nullcontext()
         with once_more:
             if way == "open":
                 with sparse.opened():
-                    logits = sparse(_tokens())
+                    logits = sparse(tokens)
             else:
-                logits = sparse.run_with_counts(_tokens(), keep_gates=True)[0]
+                logits = sparse.run_with_counts(tokens, keep_gates=True)[0]
         logits.logsumexp(-1).sum().backward()
         found.append(sparse.model.embed.W_E.grad)
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
