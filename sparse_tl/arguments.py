@@ -27,6 +27,7 @@ import jaxtyping
 import numpy as np
 from annotated_types import Ge, Gt, Le, Lt
 
+from sparse_tl.out_of_memory import batches_too_large, is_out_of_memory
 from sparse_tl.wording import WORDS, in_words, is_array, shown
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def checked(made: Kind) -> Kind:
     Raises:
         TypeError: from the decorated function: an argument is of another type.
         ValueError: an argument is of the right type and out of range, or sizes do not match.
+        MemoryError: there is not enough memory for the `batch_size` of a function that has one.
     """
     if isinstance(made, type):
         owner: Any = made
@@ -86,7 +88,14 @@ def _checked_function(function: Any, name: str) -> Any:
         with jaxtyping.jaxtyped("context"):  # type: ignore[call-overload]
             for parameter in filter(found.__contains__, given):
                 _check(name, parameter, given, *found[parameter])
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            batch_size = signature.parameters.get("batch_size")
+            if batch_size is None or not is_out_of_memory(error):
+                raise
+            size = given.get("batch_size", batch_size.default)
+            raise batches_too_large(name, size, error) from error
 
     return call
 

@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from sparse_tl.cli.app import app
 from sparse_tl.cli.printing import console, errors
+from sparse_tl.out_of_memory import is_out_of_memory, reason
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -64,11 +65,10 @@ def _explain(error: Exception, debug: bool) -> int:
         return usage
     if _foreseen(error):
         _say(re.sub(r"^run_\w+: ", "", str(error)))  # options are the arguments of a job
-    elif type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
-        first = (str(error).splitlines() or ["out of memory"])[0]
+    elif is_out_of_memory(error):
         _say(
-            f"{first} Use less memory with a smaller --batch-size (and more --accumulate where the "
-            "command has it), a smaller --window or model, or another --device."
+            f"{reason(error)} Use less memory with a smaller --batch-size (and more --accumulate "
+            "where the command has it), a smaller --window or model, or another --device."
         )
     else:
         hint = "" if debug else "Run the same command with --debug to see where it happened. "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from traceback import clear_frames
 
 import torch
 from rich.filesize import decimal
@@ -24,6 +24,7 @@ from sparse_tl.lens import (
     checkpointed_activations,
     read_parameters,
 )
+from sparse_tl.out_of_memory import is_out_of_memory, reason
 from sparse_tl.scopes import autograd, scope
 from sparse_tl.training.config import choose_trained
 from sparse_tl.training.constraint import LossConstraint
@@ -176,30 +177,27 @@ def out_of_memory_explained(
     """
     try:
         yield
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and _NO_MEMORY not in str(error):
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
             raise
-        clear_frames(error.__traceback__)  # what the step held, for the estimate
+        said = reason(error)  # sets free what the step held, for the estimate
         rows, window = stream.batch(0).tokens.shape
         pieces = getattr(stream, "accumulate", 1)
-        needed = ""
+        at_once = math.ceil(rows / pieces / ranks.count())
+        needed = f"`sparse-tl doctor --window {window}` estimates what one row needs"
         # Of several ranks, the others do not take part in the estimate.
-        with suppress(RuntimeError):  # out of memory again
+        with suppress(RuntimeError, MemoryError):  # out of memory again
             if ranks.count() == 1:
                 memory = training_memory(sparse, window, trained, precision)
-                needed = f". By an estimate for one row of {window} tokens, {memory}"
+                needed = f"By an estimate for one row of {window} tokens, {memory}"
         raise MemoryError(
-            f"post-training ran out of memory on {adapt(sparse).device}, with {rows} rows of "
-            f"{window} tokens in {pieces} micro-batches{needed}. Less is needed with more "
-            "micro-batches (accumulate of the stream, --accumulate), checkpointed_activations "
-            "(--checkpoint-activations), shorter windows, bf16 (--precision), "
-            "more ranks (shard_model, --shard), or low-rank adapters in place "
-            f"of the weights (add_lora, --lora 16). ({str(error)[:200]})"
+            f"post-training ran out of memory on {adapt(sparse).device}, with {at_once} rows of "
+            f"{window} tokens at once ({rows} a step, {pieces} micro-batches, {ranks.count()} "
+            f"ranks). {needed}. Less is needed with more micro-batches (accumulate of the stream, "
+            "--accumulate), checkpointed_activations (--checkpoint-activations), shorter windows, "
+            "bf16 (--precision), more ranks (shard_model, --shard), or low-rank adapters in place "
+            f"of the weights (add_lora, --lora 16). ({said})"
         ) from error
-
-
-_NO_MEMORY = "can't allocate memory"
-"""What torch says of the CPU's memory."""
 
 
 def _at(window: int, kept: Callable[[int], int]) -> int:

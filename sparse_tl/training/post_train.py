@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -120,62 +119,24 @@ def post_train(
     )
     check_gates(adapt(sparse))
     check_raw(sparse.model)
-    with as_dense(sparse):
-        measured = evaluate_held_out(sparse, validation)
-    dense = replace(measured, active_mlps=None, possible_mlps=None, active_size=None)
-    n_groups = max(dense.group_losses) + 1
-    missing = set(range(n_groups)) - set(dense.group_losses)
-    if missing:
-        raise ValueError(
-            f"expected validation rows of every group up to {n_groups - 1}; no label has group "
-            f"{sorted(missing)[:5]}"
+    with out_of_memory_explained(sparse, stream, trained, precision):
+        dense = _dense(sparse, validation, target)
+        before, paired = _by_group(dense), target.reference == "dense"
+        room = torch.full_like(before, target.nats) if paired else target.nats - before
+        objective = SparsityObjective(
+            sparse,
+            reference_of(sparse, trained, precision) if paired else None,
+            room.clamp(min=LEAST_ROOM),
+            LossConstraint(len(before)),
+            edge_cost,
+            head_cost,
         )
-    before = _by_group(dense)
-    worst = before.max().item()
-    if target.reference == "absolute" and target.nats < worst:
-        raise ValueError(
-            "expected a target loss that the model can reach; the dense model's validation loss "
-            f"is {worst:.5f} nats, the target {target}. Give a larger one, or an increase such as "
-            f'"+{max(dense.loss * 0.02, 0.01):.2g}".'
-        )
-    paired = target.reference == "dense"
-    explained = partial(out_of_memory_explained, sparse, stream, trained, precision)
-    with explained():
-        reference = reference_of(sparse, trained, precision) if paired else None
-    room = torch.full_like(before, target.nats) if paired else target.nats - before
-    objective = SparsityObjective(
-        sparse,
-        reference,
-        room.clamp(min=LEAST_ROOM),
-        LossConstraint(n_groups),
-        edge_cost,
-        head_cost,
-    )
-
-    def evaluate() -> Metrics:
-        measured = evaluate_held_out(sparse, validation, edge_cost=edge_cost)
-        increase = _by_group(measured) - before
-        objective.validated(increase)
-        return {**measured.numbers, "violation": (increase - room).max().item()}
-
-    def feasible(metrics: Metrics) -> bool:
-        return metrics["violation"] <= 0
-
-    def better(new: Metrics, old: Metrics) -> bool:
-        if old["step"] == 0:
-            return True  # the model as it came meets most targets, and is what nobody asks for
-        if feasible(new) != feasible(old):
-            return feasible(new)
-        size = "active_attention_edges" if sparse.mlp_gates is None else "active_size"
-        decisive = size if feasible(new) else "violation"
-        return new[decisive] < old[decisive]
-
-    with explained():
+        selection = _selection(sparse, objective, validation, before, room)
         state = train(
             sparse,
             objective,
             stream,
-            Selection(evaluate, better),
+            selection,
             config,
             trained=trained,
             settings={
@@ -190,14 +151,66 @@ def post_train(
             title="post-training",
             progress=progress,
         )
+        after = evaluate_held_out(sparse, validation, edge_cost=edge_cost)
     return PostTraining(
-        feasible=feasible(state.best),
+        feasible=_feasible(state.best),
         target=target,
         dense=dense,
-        sparse=evaluate_held_out(sparse, validation, edge_cost=edge_cost),
+        sparse=after,
         best_step=state.best["step"],
         history=pd.DataFrame(state.history),
     )
+
+
+def _dense(sparse: SparseTransformer, validation: TokenBatch, target: TargetLoss) -> HeldOut:
+    """The dense model's measurements, which have to leave room for the target."""
+    with as_dense(sparse):
+        measured = evaluate_held_out(sparse, validation)
+    groups = set(range(max(measured.group_losses) + 1))
+    if missing := groups - set(measured.group_losses):
+        raise ValueError(
+            f"expected validation rows of every group up to {max(groups)}; no label has group "
+            f"{sorted(missing)[:5]}"
+        )
+    worst = max(measured.group_losses.values())
+    if target.reference == "absolute" and target.nats < worst:
+        raise ValueError(
+            "expected a target loss that the model can reach; the dense model's validation loss "
+            f"is {worst:.5f} nats, the target {target}. Give a larger one, or an increase such as "
+            f'"+{max(measured.loss * 0.02, 0.01):.2g}".'
+        )
+    return replace(measured, active_mlps=None, possible_mlps=None, active_size=None)
+
+
+def _selection(
+    sparse: SparseTransformer,
+    objective: SparsityObjective,
+    validation: TokenBatch,
+    before: Float[Tensor, " group"],
+    room: Float[Tensor, " group"],
+) -> Selection:
+    """Evaluations, of which the objective is told, and which of them is best."""
+
+    def evaluate() -> Metrics:
+        measured = evaluate_held_out(sparse, validation, edge_cost=objective.edge_cost)
+        increase = _by_group(measured) - before
+        objective.validated(increase)
+        return {**measured.numbers, "violation": (increase - room).max().item()}
+
+    def better(new: Metrics, old: Metrics) -> bool:
+        if old["step"] == 0:
+            return True  # the model as it came meets most targets, and is what nobody asks for
+        if _feasible(new) != _feasible(old):
+            return _feasible(new)
+        size = "active_attention_edges" if sparse.mlp_gates is None else "active_size"
+        decisive = size if _feasible(new) else "violation"
+        return new[decisive] < old[decisive]
+
+    return Selection(evaluate, better)
+
+
+def _feasible(metrics: Metrics) -> bool:
+    return metrics["violation"] <= 0
 
 
 def _by_group(measured: HeldOut) -> Float[Tensor, " group"]:

@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from command_line import Outcome, run_command
 
 from sparse_tl import __version__
@@ -121,15 +122,22 @@ def test_the_machine_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (outcome.code, outcome.err) == (1, "Error: [Errno 28] No space left on device")
 
 
-def test_out_of_memory_says_what_to_make_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    _circuits_that_raise(monkeypatch, torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB\n"))
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB\n"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory. Tried 2 GiB"),
+    ],
+)
+def test_out_of_memory_says_what_to_make_smaller(
+    monkeypatch: pytest.MonkeyPatch, error: RuntimeError
+) -> None:
+    _circuits_that_raise(monkeypatch, error)
     outcome = run_command("circuits")
     assert outcome.code == 1
-    assert "CUDA out of memory. Tried 2 GiB Use less memory with a smaller --batch-size" in (
-        outcome.err
-    )
+    assert "memory. Tried 2 GiB. Use less memory with a smaller --batch-size" in outcome.err
+    assert "bug" not in outcome.err
 
 
 def test_warnings_are_lines_without_source(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,9 @@ from sparse_tl import (
     ShuffledStream,
     SparseTransformer,
     TokenBatch,
+    attribute_heads,
     load_addition_models,
+    logit_difference,
     post_train,
 )
 from sparse_tl.lens import Model, checkpointed_activations, read_parameters
@@ -57,8 +59,36 @@ def test_out_of_memory_says_where_it_goes(
     with pytest.raises(MemoryError, match="ran out of memory on cpu") as caught:
         _post_train(*_addition())
     said = str(caught.value)
-    for part in ("8 rows of", "2 micro-batches", "activations of", "--accumulate", "allocate"):
+    for part in ("4 rows of", "8 a step, 2 micro-batches", "activations of", "--accumulate", "allocate"):
         assert part in said, part
+
+
+def test_evaluations_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = SparseTransformer.run_with_counts
+
+    def fail(self: SparseTransformer, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if len(tokens) == 32:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return plain(self, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(SparseTransformer, "run_with_counts", fail)
+    with pytest.raises(MemoryError, match=r"4 rows of 11 tokens at once.*evaluate_held_out ran"):
+        _post_train(*_addition())
+
+
+def test_prompts_that_do_not_fit_at_once() -> None:
+    sparse, _ = _addition()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    pairs = AdditionTask().pairs("units", 4)
+    sparse.model.add_hook("blocks.1.hook_mlp_out", fail, is_permanent=True)
+    for batch_size in (32, 2):
+        given = {} if batch_size == 32 else {"batch_size": 2}
+        expected = f"attribute_heads ran out of memory with batch_size={batch_size}. A smaller"
+        with pytest.raises(MemoryError, match=expected):
+            attribute_heads(sparse, pairs, logit_difference, progress=False, **given)
 
 
 def test_a_dense_copy_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,32 @@
+"""Running out of memory: what torch raises then, and what a user can do about it."""
+
+from __future__ import annotations
+
+from traceback import clear_frames
+from typing import Any
+
+import torch
+
+_OF_THE_CPU = "can't allocate memory"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device, or the machine, ran out of memory."""
+    known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return known or isinstance(error, RuntimeError) and _OF_THE_CPU in str(error)
+
+
+def reason(error: BaseException) -> str:
+    """What torch says of it, in one sentence; what the failed call held is set free."""
+    clear_frames(error.__traceback__)
+    said = (str(error).strip().splitlines() or ["out of memory"])[0][:200]
+    return said if said.endswith(".") else f"{said}."
+
+
+def batches_too_large(name: str, batch_size: Any, error: BaseException) -> MemoryError:
+    """The error of a function that takes a `batch_size`."""
+    given = "" if batch_size is None else f" with batch_size={batch_size}"
+    return MemoryError(
+        f"{name} ran out of memory{given}. A smaller batch_size needs less memory, and gives the "
+        f"same results. ({reason(error)})"
+    )
