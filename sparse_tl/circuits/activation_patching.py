@@ -163,8 +163,7 @@ def patch_activations(
     found: list[Tensor] = []
     total = n_layers * len(places) * len(runs.own)
     with tracked("patching activations", total, progress) as step:
-        for index in runs.own:
-            batch, run = runs.batches[index], runs.run(index)
+        for batch, run in runs:
             unpatched = measure(metric, run.start_from(None), batch)
             values = unpatched.double()[:, None, None].repeat(1, n_layers, n_columns)
             for layer in range(n_layers):
@@ -199,8 +198,7 @@ def _site(adapter: Adapter, at: str, pairs: PromptPairs) -> tuple[HookPoints, in
 def _unpatched(runs: PairRuns, metric: Metric) -> tuple[Tensor, Tensor]:
     """The metric of the prompts that are run, and of those whose activations are patched in."""
     found = []
-    for index in runs.own:
-        batch, run = runs.batches[index], runs.run(index)
+    for batch, run in runs:
         final = runs.adapter.final(batch.corrupted, read=run.read)
         both = (run.clean_logits, runs.adapter.logits_at(final, run.read))
         values = torch.stack([measure(metric, logits, batch) for logits in both])

@@ -77,8 +77,7 @@ def evaluate(
     runs = PairRuns(model, site, pairs, patch, batch_size, positions=positions, shared=True)
     found: list[tuple[Tensor, ...]] = []
     with autograd(False), tracked("evaluating", len(asked) * len(runs.own), progress) as step:
-        for index in runs.own:
-            batch, run = runs.batches[index], runs.run(index)
+        for batch, run in runs:
             clean = measure(metric, run.clean_logits, batch)
             if not edges and patch == "corrupted":
                 # With all heads patched, MLPs still read the clean prompt; `none` is the corrupted

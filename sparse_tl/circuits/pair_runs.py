@@ -88,8 +88,8 @@ class PairRuns:
             self._others = others.to(self.adapter.device).split(batch_size)
 
     def __iter__(self) -> Iterator[tuple[PromptPairs, GatedRun]]:
-        for index, batch in enumerate(self.batches):
-            yield batch, self.run(index)
+        for index in self.own:
+            yield self.batches[index], self.run(index)
 
     def __len__(self) -> int:
         return len(self.batches)
