@@ -42,7 +42,8 @@ def tracked(
     """
     if not shown or not ranks.is_first():
         yield lambda measured="": None
-    elif kind := _kind_of_line():
+    elif in_notebook() or not Console(stderr=True).is_terminal:
+        kind = _NotebookLine if in_notebook() else _LogLines
         line = kind(title, total, done)
         try:
             yield line.step
@@ -153,13 +154,6 @@ class _NotebookLine(_Line):
             self._handle = display(data, raw=True, display_id=True)
         else:
             self._handle.update(data, raw=True)
-
-
-def _kind_of_line() -> type[_Line] | None:
-    """The class that shows progress as lines here; None in a terminal, which gets a bar."""
-    if in_notebook():
-        return _NotebookLine
-    return None if Console(stderr=True).is_terminal else _LogLines
 
 
 def in_notebook() -> bool:
