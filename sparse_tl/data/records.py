@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -38,15 +38,6 @@ class PairTexts(NamedTuple):
     corrupted: str
     answers: tuple[str, ...]
     wrong: tuple[str, ...]
-
-
-class PairTokens(NamedTuple):
-    """`PairTexts` as tokens."""
-
-    clean: list[int]
-    corrupted: list[int]
-    answers: list[int]
-    wrong: list[int]
 
 
 def read_records(rows: Sequence[Mapping[str, Any]] | pd.DataFrame) -> list[PairTexts]:
@@ -162,8 +153,10 @@ def warn_of_joined_words(encode: Encode, pairs: Sequence[PairTexts]) -> None:
         )
 
 
-def tokens_of_pairs(encode: Encode, pairs: Sequence[PairTexts], tokenizer: Any) -> list[PairTokens]:
-    """The tokens of prompt pairs, row by row.
+def tokens_of_pairs(
+    encode: Encode, pairs: Sequence[PairTexts], tokenizer: Any
+) -> Iterator[tuple[Sequence[int], ...]]:
+    """The tokens of `PairTexts`, row by row.
 
     Args:
         encode: function from text to tokens, including tokens that all prompts start with; these
@@ -174,9 +167,8 @@ def tokens_of_pairs(encode: Encode, pairs: Sequence[PairTexts], tokenizer: Any) 
     Raises:
         ValueError: prompts of a row differ in token length, or an answer is not one token.
     """
-    found = []
     for row, (clean, corrupted, answers, wrong) in enumerate(pairs):
-        one, other = list(encode(clean)), list(encode(corrupted))
+        one, other = encode(clean), encode(corrupted)
         if len(one) != len(other):
             first, second = (_shown(tokenizer, some) for some in _differing(one, other))
             raise ValueError(
@@ -188,8 +180,7 @@ def tokens_of_pairs(encode: Encode, pairs: Sequence[PairTexts], tokenizer: Any) 
             [single_token(encode, text, tokenizer, f"row {row}: ") for text in texts]
             for texts in (answers, wrong)
         ]
-        found.append(PairTokens(one, other, *sides))
-    return found
+        yield one, other, *sides
 
 
 def _shown(tokenizer: Any, tokens: Sequence[int]) -> str:
