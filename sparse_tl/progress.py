@@ -75,13 +75,7 @@ def _terminal_bar() -> Progress:
 
 
 class _Line:
-    """A line with progress, elapsed or remaining time, and the latest measurements.
-
-    Args:
-        title: title of the work.
-        total: number of pieces of work.
-        done: pieces done before, when resuming.
-    """
+    """A line with progress, elapsed or remaining time, and what was measured last."""
 
     delay: float
     """Seconds until the first line."""

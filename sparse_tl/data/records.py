@@ -156,13 +156,7 @@ def warn_of_joined_words(encode: Encode, pairs: Sequence[PairTexts]) -> None:
 def tokens_of_pairs(
     encode: Encode, pairs: Sequence[PairTexts], tokenizer: Any
 ) -> Iterator[tuple[Sequence[int], ...]]:
-    """The tokens of `PairTexts`, row by row.
-
-    Args:
-        encode: function from text to tokens, including tokens that all prompts start with; these
-            are taken off answers.
-        pairs: texts of the pairs.
-        tokenizer: tells the text of a token, for messages.
+    """The tokens of `PairTexts`, row by row; what all prompts start with is taken off answers.
 
     Raises:
         ValueError: prompts of a row differ in token length, or an answer is not one token.
