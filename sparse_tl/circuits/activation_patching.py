@@ -28,7 +28,7 @@ from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.trace import token_texts
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import HookPoints
-from sparse_tl.lens import Adapter, HookedModel, adapt, check_gates, check_pairs
+from sparse_tl.lens import Adapter, HookedModel, adapt, check_gates
 from sparse_tl.metrics import Metric, explained_effect, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
@@ -149,9 +149,7 @@ def patch_activations(
             hook points, or the metric is not one finite number per pair.
         NoEffectError: the metric of clean and corrupted prompts is the same.
     """
-    adapter = adapt(model)
-    check_pairs(adapter, pairs)
-    pairs = _cropped(pairs)
+    adapter, pairs = adapt(model), _cropped(pairs)
     site, first = _site(adapter, at, pairs)
     n_layers, n_columns = site.shape(adapter)
     turned = replace(pairs, clean=pairs.corrupted, corrupted=pairs.clean)
@@ -161,7 +159,7 @@ def patch_activations(
     explained_effect(other, other, run_alone)  # raises now if there is none
     places = torch.arange(first, n_columns)
     found: list[Tensor] = []
-    total = n_layers * len(places) * len(runs.own)
+    total = n_layers * len(places) * len(runs)
     with tracked("patching activations", total, progress) as step:
         for batch, run in runs:
             unpatched = measure(metric, run.start_from(None), batch)

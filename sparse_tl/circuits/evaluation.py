@@ -76,7 +76,7 @@ def evaluate(
     site = CircuitEdges() if edges else Heads()
     runs = PairRuns(model, site, pairs, patch, batch_size, positions=positions, shared=True)
     found: list[tuple[Tensor, ...]] = []
-    with autograd(False), tracked("evaluating", len(asked) * len(runs.own), progress) as step:
+    with autograd(False), tracked("evaluating", len(asked) * len(runs), progress) as step:
         for batch, run in runs:
             clean = measure(metric, run.clean_logits, batch)
             if not edges and patch == "corrupted":

@@ -70,7 +70,7 @@ class Passes:
     @property
     def count(self) -> int:
         """Number of passes over the batches of this rank."""
-        return len(self.runs.own) * (self.steps * len(self._moved) or 1)
+        return len(self.runs) * (self.steps * len(self._moved) or 1)
 
     def rows_of(self, one: GradientPass) -> slice:
         """The sources that a pass contributes to."""

@@ -120,7 +120,7 @@ def attribute_logits(
     sources = [str(node) for node in graph.sources]
     biases = [f"a{layer}.b" for layer in range(graph.n_layers)]
     found: list[Tensor] = []
-    with tracked("attributing logits", len(runs.own), progress) as step:
+    with tracked("attributing logits", len(runs), progress) as step:
         for batch, run in runs:
             kept, final = record(adapter, batch.clean, names)
             read = {name: kept[name][run.read][:, None] for name in names}

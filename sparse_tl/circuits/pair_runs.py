@@ -92,7 +92,7 @@ class PairRuns:
             yield self.batches[index], self.run(index)
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return len(self.own)
 
     def run(self, index: int) -> GatedRun:
         """A `GatedRun` of one batch."""
