@@ -52,7 +52,15 @@ def tracked(
             raise
         line.end()
     else:
-        with _terminal_bar() as bar:
+        columns = (
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=12),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[measured]}", table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(),
+        )
+        # On standard error, so that a command's output can be redirected to a file.
+        with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task(title, total=total, completed=done, measured="")
 
             def step(measured: str = "") -> None:
@@ -60,18 +68,6 @@ def tracked(
                 bar.update(task, advance=1, measured=latest)
 
             yield step
-
-
-def _terminal_bar() -> Progress:
-    """A bar on standard error, so that a command's output can be redirected to a file."""
-    return Progress(
-        TextColumn("[bold]{task.description}"),
-        BarColumn(bar_width=12),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[measured]}", table_column=Column(no_wrap=True)),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
 
 
 class _Line:

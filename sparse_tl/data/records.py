@@ -57,9 +57,11 @@ def read_records(rows: Sequence[Mapping[str, Any]] | pd.DataFrame) -> list[PairT
         missing = [name for name in COLUMNS[:3] if name not in record]
         unknown = [name for name in record if name not in COLUMNS]
         if missing or unknown:
+            parts = (("lacks", missing), ("also has", unknown))
+            said = [f"{verb} {', '.join(map(repr, names))}" for verb, names in parts if names]
             raise ValueError(
                 f"expected rows with {', '.join(COLUMNS)} (wrong may be left out) and nothing "
-                f"else; row {row} " + " and ".join(_said(missing, unknown))
+                f"else; row {row} {' and '.join(said)}"
             )
         texts = {name: _texts(record.get(name, ()), name, row) for name in COLUMNS}
         for name in COLUMNS[:2]:
@@ -70,11 +72,6 @@ def read_records(rows: Sequence[Mapping[str, Any]] | pd.DataFrame) -> list[PairT
         answers, wrong = texts["answer"], texts["wrong"]
         found.append(PairTexts(texts["clean"][0], texts["corrupted"][0], answers, wrong))
     return found
-
-
-def _said(missing: list[str], unknown: list[str]) -> list[str]:
-    parts = (("lacks", missing), ("also has", unknown))
-    return [f"{verb} {', '.join(map(repr, names))}" for verb, names in parts if names]
 
 
 def _texts(value: Any, name: str, row: int) -> tuple[str, ...]:
