@@ -91,10 +91,9 @@ class ActivationPatching(Result):
         effect = self.effect
         n_layers, n_columns = effect.shape
         columns = list(range(n_columns)) * n_layers
-        where: dict[str, Sequence[int | str]]
-        where = {"head": columns} if self.by_head else {"position": columns}
+        where: dict[str, Sequence[int | str]] = {"head": columns}
         if not self.by_head:
-            where["token"] = list(self.columns) * n_layers
+            where = {"position": columns, "token": list(self.columns) * n_layers}
         return pd.DataFrame(
             {
                 "layer": [layer for layer in range(n_layers) for _ in range(n_columns)],

@@ -92,13 +92,7 @@ def evaluate(
                 step()
             found.append(tuple(value.cpu().double() for value in values))
     clean, none, *values = map(torch.cat, zip(*ranks.in_order(found), strict=True))
-    return Evaluation(
-        tuple(len(circuit) for circuit in asked),
-        asked[0].site.n_parts,
-        torch.stack(values),
-        clean,
-        none,
-    )
+    return Evaluation(tuple(map(len, asked)), own.n_parts, torch.stack(values), clean, none)
 
 
 def _positions(site: PositionedGraph, pairs: PromptPairs) -> Positions:
