@@ -237,10 +237,8 @@ class CircuitGraph(PartGrid):
         for _ in range(self.n_layers):
             shapes = [(self.n_heads, self.n_kv_heads)] + [(1, 0)] * self.has_mlps
             for n_nodes, n_kv in shapes:
-                rows, columns = (
-                    slice(row, row + n_nodes),
-                    slice(column, column + n_nodes + 2 * n_kv),
-                )
+                rows = slice(row, row + n_nodes)
+                columns = slice(column, column + n_nodes + 2 * n_kv)
                 found.append(NodeGroup(rows, columns, n_kv, self.coupled and n_kv > 0))
                 row, column = rows.stop, columns.stop
         return tuple(found)

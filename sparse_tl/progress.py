@@ -42,7 +42,8 @@ def tracked(
     """
     if not shown or not ranks.is_first():
         yield lambda measured="": None
-    elif kind := _kind_of_line():
+    elif in_notebook() or not Console(stderr=True).is_terminal:
+        kind = _NotebookLine if in_notebook() else _LogLines
         line = kind(title, total, done)
         try:
             yield line.step
@@ -51,7 +52,15 @@ def tracked(
             raise
         line.end()
     else:
-        with _terminal_bar() as bar:
+        columns = (
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=12),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[measured]}", table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(),
+        )
+        # On standard error, so that a command's output can be redirected to a file.
+        with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task(title, total=total, completed=done, measured="")
 
             def step(measured: str = "") -> None:
@@ -61,26 +70,8 @@ def tracked(
             yield step
 
 
-def _terminal_bar() -> Progress:
-    """A bar on standard error, so that a command's output can be redirected to a file."""
-    return Progress(
-        TextColumn("[bold]{task.description}"),
-        BarColumn(bar_width=12),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[measured]}", table_column=Column(no_wrap=True)),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
-
-
 class _Line:
-    """A line with progress, elapsed or remaining time, and the latest measurements.
-
-    Args:
-        title: title of the work.
-        total: number of pieces of work.
-        done: pieces done before, when resuming.
-    """
+    """A line with progress, elapsed or remaining time, and what was measured last."""
 
     delay: float
     """Seconds until the first line."""
@@ -153,13 +144,6 @@ class _NotebookLine(_Line):
             self._handle = display(data, raw=True, display_id=True)
         else:
             self._handle.update(data, raw=True)
-
-
-def _kind_of_line() -> type[_Line] | None:
-    """The class that shows progress as lines here; None in a terminal, which gets a bar."""
-    if in_notebook():
-        return _NotebookLine
-    return None if Console(stderr=True).is_terminal else _LogLines
 
 
 def in_notebook() -> bool:

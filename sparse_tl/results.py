@@ -43,6 +43,7 @@ from sparse_tl.files import (
     write_json,
     write_tensors,
 )
+from sparse_tl.wording import shown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -220,7 +221,7 @@ def _restored(declared: Any, value: Any, name: str, tensors: Mapping[str, Tensor
     if isinstance(value, str) and issubclass(declared, Tensor | AbstractArray):
         value = tensors.get(value, value)
     if not isinstance(value, declared) or (declared is int and isinstance(value, bool)):
-        raise ValueError(f"expected {declared.__name__} as {name}; got {_said(value)}")
+        raise ValueError(f"expected {declared.__name__} as {name}; got {shown(value)}")
     return value
 
 
@@ -281,9 +282,3 @@ def _table(columns: Mapping[str, Any]) -> pd.DataFrame:
 
 def _under(name: str, key: object) -> str:
     return f"{name}.{key}" if name else str(key)
-
-
-def _said(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
-    return repr(value)

@@ -140,9 +140,8 @@ class _Search:
         if state.position == 0:
             state.value = self._measure(state.mask[None])[0]
         saved = state.tested
-        with tracked(f"ACDC at {state.threshold:.2g}", len(self.parts), progress) as step:
-            for _ in range(state.position):
-                step()
+        title, total = f"ACDC at {state.threshold:.2g}", len(self.parts)
+        with tracked(title, total, progress, done=state.position) as step:
             while state.position < len(self.parts):
                 if size is not None and int(state.mask.sum()) <= size:
                     break

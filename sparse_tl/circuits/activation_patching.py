@@ -28,7 +28,7 @@ from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.trace import token_texts
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import HookPoints
-from sparse_tl.lens import Adapter, HookedModel, adapt, check_gates, check_pairs
+from sparse_tl.lens import Adapter, HookedModel, adapt, check_gates
 from sparse_tl.metrics import Metric, explained_effect, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
@@ -91,10 +91,9 @@ class ActivationPatching(Result):
         effect = self.effect
         n_layers, n_columns = effect.shape
         columns = list(range(n_columns)) * n_layers
-        where: dict[str, Sequence[int | str]]
-        where = {"head": columns} if self.by_head else {"position": columns}
+        where: dict[str, Sequence[int | str]] = {"head": columns}
         if not self.by_head:
-            where["token"] = list(self.columns) * n_layers
+            where = {"position": columns, "token": list(self.columns) * n_layers}
         return pd.DataFrame(
             {
                 "layer": [layer for layer in range(n_layers) for _ in range(n_columns)],
@@ -149,9 +148,7 @@ def patch_activations(
             hook points, or the metric is not one finite number per pair.
         NoEffectError: the metric of clean and corrupted prompts is the same.
     """
-    adapter = adapt(model)
-    check_pairs(adapter, pairs)
-    pairs = _cropped(pairs)
+    adapter, pairs = adapt(model), _cropped(pairs)
     site, first = _site(adapter, at, pairs)
     n_layers, n_columns = site.shape(adapter)
     turned = replace(pairs, clean=pairs.corrupted, corrupted=pairs.clean)
@@ -161,10 +158,9 @@ def patch_activations(
     explained_effect(other, other, run_alone)  # raises now if there is none
     places = torch.arange(first, n_columns)
     found: list[Tensor] = []
-    total = n_layers * len(places) * len(runs.own)
+    total = n_layers * len(places) * len(runs)
     with tracked("patching activations", total, progress) as step:
-        for index in runs.own:
-            batch, run = runs.batches[index], runs.run(index)
+        for batch, run in runs:
             unpatched = measure(metric, run.start_from(None), batch)
             values = unpatched.double()[:, None, None].repeat(1, n_layers, n_columns)
             for layer in range(n_layers):
@@ -199,8 +195,7 @@ def _site(adapter: Adapter, at: str, pairs: PromptPairs) -> tuple[HookPoints, in
 def _unpatched(runs: PairRuns, metric: Metric) -> tuple[Tensor, Tensor]:
     """The metric of the prompts that are run, and of those whose activations are patched in."""
     found = []
-    for index in runs.own:
-        batch, run = runs.batches[index], runs.run(index)
+    for batch, run in runs:
         final = runs.adapter.final(batch.corrupted, read=run.read)
         both = (run.clean_logits, runs.adapter.logits_at(final, run.read))
         values = torch.stack([measure(metric, logits, batch) for logits in both])

@@ -73,13 +73,12 @@ def to_circuit_tracer(
     tokens = list(positions if prompt_tokens is None else prompt_tokens)
     if len(tokens) != len(positions):
         raise ValueError(f"expected {len(positions)} texts of positions; got {len(tokens)}")
-    content = (
-        {} if state is None else state if isinstance(state, Mapping) else read_json(Path(state))
-    )
+    content = read_json(state) if isinstance(state, str | Path) else state or {}
     wiring = wire(circuit, scores)
     # The viewer draws nothing where all nodes are at the first token.
     start = int(not any(spot.position for spot in wiring.spots))
-    ids = [_id(spot, graph, start) for spot in wiring.spots]
+    places = [_place(spot, graph, start) for spot in wiring.spots]
+    ids = ["{}_{}_{}".format(*place) for place in places]
     of_name = {str(spot): name for spot, name in zip(wiring.spots, ids, strict=True)}
     through = [0.0] * len(ids)
     for line, influence in zip(wiring.lines, wiring.influence, strict=True):
@@ -96,13 +95,14 @@ def to_circuit_tracer(
     weights = dict[tuple[str, str], float]()
     for line in wiring.lines:
         key = ids[line.source], ids[line.reader]
-        scored = line.edge >= 0 and wiring.scores is not None
-        weight = -wiring.scores[line.edge] if scored and wiring.scores else line.weight
+        weight = line.weight
+        if line.edge >= 0 and wiring.scores is not None:
+            weight = -wiring.scores[line.edge]
         weights[key] = weights.get(key, 0.0) + weight
     labels = content.get("labels", {})
     nodes = [
-        _node(spot, name, graph, start, labels.get(str(spot)) or _name(spot), value)
-        for spot, name, value in zip(wiring.spots, ids, cumulative, strict=True)
+        _node(spot, place, labels.get(str(spot)) or _name(spot), value)
+        for spot, place, value in zip(wiring.spots, places, cumulative, strict=True)
     ]
     groups = content.get("groups", {})
     return {
@@ -133,24 +133,11 @@ def to_circuit_tracer(
     }
 
 
-def _layer(spot: Spot, graph: CircuitGraph) -> str:
-    if spot.kind == "input":
-        return "E"
-    return str(graph.n_layers + 1 if spot.kind == "logits" else spot.node.layer)
-
-
-def _number(spot: Spot, graph: CircuitGraph) -> int:
-    """The number within its layer: heads, after them their keys and values, after these the MLP."""
-    if spot.kind in ("input", "logits"):
-        return 0
-    if spot.kind == "mlp":
-        return 2 * graph.n_heads
-    return spot.node.head + graph.n_heads * spot.keys
-
-
-def _id(spot: Spot, graph: CircuitGraph, start: int) -> str:
-    """The format's id: layer, feature and position."""
-    return f"{_layer(spot, graph)}_{_number(spot, graph)}_{start + (spot.position or 0)}"
+def _place(spot: Spot, graph: CircuitGraph, start: int) -> tuple[str, int, int]:
+    """Layer, number within it (heads, then their keys and values, then the MLP), and position."""
+    ends = {"input": "E", "logits": str(graph.n_layers + 1)}
+    number = 2 * graph.n_heads if spot.kind == "mlp" else spot.node.head + graph.n_heads * spot.keys
+    return ends.get(spot.kind, str(spot.node.layer)), number, start + (spot.position or 0)
 
 
 def _paired(layer: int, number: int) -> int:
@@ -163,21 +150,15 @@ def _name(spot: Spot) -> str:
     return str(spot).replace("<kv>", " keys and values")
 
 
-def _node(
-    spot: Spot, name: str, graph: CircuitGraph, start: int, text: str, influence: float
-) -> dict[str, Any]:
+def _node(spot: Spot, place: tuple[str, int, int], text: str, influence: float) -> dict[str, Any]:
     kinds = {"input": "embedding", "logits": "logit"}
-    layer, number, position = (
-        _layer(spot, graph),
-        _number(spot, graph),
-        start + (spot.position or 0),
-    )
+    layer, number, position = place
     text = text.replace("<", "\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}")
     if spot.kind == "logits":
         # The viewer reads a token in quotes and a probability; a metric may be of several logits.
         text = 'Output "{}" (p=?)'.format(text.replace('"', "'"))
     return {
-        "node_id": name,
+        "node_id": f"{layer}_{number}_{position}",
         "feature": number if spot.kind in kinds else _paired(int(layer), number),
         "layer": layer,
         "ctx_idx": position,

@@ -19,12 +19,12 @@ from sparse_tl import ranks
 from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.effect import Evaluation
-from sparse_tl.circuits.pair_runs import PairRuns, read_mask
+from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data import Positions, PromptPairs
-from sparse_tl.gates import CircuitEdges, Heads, Patch
+from sparse_tl.gates import CircuitEdges, Heads, HookPoints, Patch
 from sparse_tl.grids import HeadGrid
-from sparse_tl.lens import HookedModel, adapt
+from sparse_tl.lens import EMBEDDED, HookedModel, adapt
 from sparse_tl.metrics import Metric, is_right, measure
 from sparse_tl.positioned_graph import PositionedGraph
 from sparse_tl.progress import tracked
@@ -76,16 +76,14 @@ def evaluate(
     site = CircuitEdges() if edges else Heads()
     runs = PairRuns(model, site, pairs, patch, batch_size, positions=positions, shared=True)
     found: list[tuple[Tensor, ...]] = []
-    with autograd(False), tracked("evaluating", len(asked) * len(runs.own), progress) as step:
-        for index in runs.own:
-            batch, run = runs.batches[index], runs.run(index)
+    with autograd(False), tracked("evaluating", len(asked) * len(runs), progress) as step:
+        for batch, run in runs:
             clean = measure(metric, run.clean_logits, batch)
             if not edges and patch == "corrupted":
                 # With all heads patched, MLPs still read the clean prompt; `none` is the corrupted
                 # run.
-                nothing = runs.adapter.logits_at(
-                    runs.adapter.final(batch.corrupted, read=run.read), run.read
-                )
+                final = runs.adapter.final(batch.corrupted, read=run.read)
+                nothing = runs.adapter.logits_at(final, run.read)
             else:
                 nothing = run.logits(torch.zeros_like(asked[0].mask))
             values = [clean, measure(metric, nothing, batch)]
@@ -94,13 +92,7 @@ def evaluate(
                 step()
             found.append(tuple(value.cpu().double() for value in values))
     clean, none, *values = map(torch.cat, zip(*ranks.in_order(found), strict=True))
-    return Evaluation(
-        tuple(len(circuit) for circuit in asked),
-        asked[0].site.n_parts,
-        torch.stack(values),
-        clean,
-        none,
-    )
+    return Evaluation(tuple(map(len, asked)), own.n_parts, torch.stack(values), clean, none)
 
 
 def _positions(site: PositionedGraph, pairs: PromptPairs) -> Positions:
@@ -172,20 +164,14 @@ def evaluate_heads(
 @autograd(False)
 def accuracy(model: HookedModel, pairs: PromptPairs, *, batch_size: AtLeastOne = 32) -> float:
     """Share of clean prompts, 0 to 1, whose top prediction at the read position is an answer."""
-    adapter = adapt(model)
-    pairs.check_on_ranks()
-    right = []
-    batches = pairs.split(min(batch_size, ranks.share_of(len(pairs))))
-    for batch in ranks.own(batches):
-        batch = batch.to(adapter.device)
-        read = read_mask(batch)
-        logits = adapter.logits_at(adapter.final(batch.clean, read=read), read)
-        right.append(is_right(logits, batch).cpu())
+    nowhere = HookPoints((EMBEDDED,), (), ())
+    runs = PairRuns(model, nowhere, pairs, "zero", batch_size, shared=True)
+    right = [is_right(run.clean_logits, batch).cpu() for batch, run in runs]
     return torch.cat(ranks.in_order(right)).double().mean().item()
 
 
-def log_sizes(total: int, per_doubling: int = 2) -> tuple[int, ...]:
-    """0 and `total`, with logarithmically spaced sizes between them."""
-    steps = math.ceil(math.log2(total) * per_doubling) if total > 1 else 0
-    between = {round(2 ** (step / per_doubling)) for step in range(steps)}
+def log_sizes(total: int) -> tuple[int, ...]:
+    """0 and `total`, with logarithmically spaced sizes between them, two to a doubling."""
+    steps = math.ceil(math.log2(total) * 2) if total > 1 else 0
+    between = {round(2 ** (step / 2)) for step in range(steps)}
     return tuple(sorted({0, total} | {size for size in between if size < total}))

@@ -70,7 +70,7 @@ class Passes:
     @property
     def count(self) -> int:
         """Number of passes over the batches of this rank."""
-        return len(self.runs.own) * (self.steps * len(self._moved) or 1)
+        return len(self.runs) * (self.steps * len(self._moved) or 1)
 
     def rows_of(self, one: GradientPass) -> slice:
         """The sources that a pass contributes to."""
@@ -90,13 +90,11 @@ class Passes:
             one.share = 1 / self.steps if self.method == "eap-ig" else 1.0
             yield from _lent(one)
         del one  # frees the autograd graph before the next pass
+        first = self.steps if single else self.steps - 1  # the clean pass is done
         for name in self._moved:
-            for k in range(self.steps, 0, -1):
-                if k == self.steps and not single:
-                    continue  # the clean pass, already done
-                one = GradientPass(
-                    self, batch, {name: clean[name] + (1 - k / self.steps) * change[name]}
-                )
+            for k in range(first, 0, -1):
+                replaced = {name: clean[name] + (1 - k / self.steps) * change[name]}
+                one = GradientPass(self, batch, replaced)
                 one.change, one.share, one.moved = change, 1 / self.steps, name if single else None
                 yield from _lent(one)
                 del one

@@ -21,16 +21,16 @@ from torch import Tensor
 
 from sparse_tl import ranks
 from sparse_tl.arguments import AtLeastOne, checked
-from sparse_tl.circuits.pair_runs import read_mask
+from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.pairs import NO_TOKEN
+from sparse_tl.gates import CircuitEdges
 from sparse_tl.lens import (
     Adapter,
     HookedModel,
     Norm,
     adapt,
     check_numbers,
-    check_pairs,
     record,
     source_outputs,
 )
@@ -116,22 +116,19 @@ def attribute_logits(
     """
     adapter = adapt(model)
     graph, names = adapter.graph, adapter.source_points()
-    check_pairs(adapter, pairs)
-    pairs.check_on_ranks()
+    runs = PairRuns(model, CircuitEdges(), pairs, "zero", batch_size, shared=True)
     sources = [str(node) for node in graph.sources]
     biases = [f"a{layer}.b" for layer in range(graph.n_layers)]
-    batches = ranks.own(pairs.split(min(batch_size, ranks.share_of(len(pairs)))))
     found: list[Tensor] = []
-    with tracked("attributing logits", len(batches), progress) as step:
-        for batch in batches:
-            batch = batch.to(adapter.device)
+    with tracked("attributing logits", len(runs), progress) as step:
+        for batch, run in runs:
             kept, final = record(adapter, batch.clean, names)
-            read = read_mask(batch)
-            written = source_outputs(adapter, {name: kept[name][read][:, None] for name in names})
+            read = {name: kept[name][run.read][:, None] for name in names}
+            written = source_outputs(adapter, read)
             constant = torch.stack([adapter.b_O(layer) for layer in range(graph.n_layers)])
             constant = constant[:, None].expand(-1, len(batch), -1)
             parts = torch.cat([written[:, :, 0], constant.to(written)])
-            added = _towards_answers(adapter, batch, parts, final[read])
+            added = _towards_answers(adapter, batch, parts, final[run.read])
             check_numbers(adapter, added)
             found.append(added.cpu())
             step()

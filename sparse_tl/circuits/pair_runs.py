@@ -76,8 +76,9 @@ class PairRuns:
         self._runs: dict[int, GatedRun] = {}
         self._n_kept = 0
         if keep:
-            state = batch_size * pairs.clean.shape[1] * self._state_per_token
-            self._n_kept = max(1, STATES_AT_ONCE // state)
+            written = len(self.adapter.graph.sources) if isinstance(site, CircuitEdges) else 0
+            per_token = (3 * self.adapter.n_layers + written) * self.adapter.d_model
+            self._n_kept = max(1, STATES_AT_ONCE // (batch_size * pairs.clean.shape[1] * per_token))
         # A mean is shared by all batches; other prompts are split into batches.
         self._shown: Patch = self._mean() if patch == "mean" else "corrupted" if needed else patch
         self._others: Sequence[Tensor] = ()
@@ -88,11 +89,11 @@ class PairRuns:
             self._others = others.to(self.adapter.device).split(batch_size)
 
     def __iter__(self) -> Iterator[tuple[PromptPairs, GatedRun]]:
-        for index, batch in enumerate(self.batches):
-            yield batch, self.run(index)
+        for index in self.own:
+            yield self.batches[index], self.run(index)
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return len(self.own)
 
     def run(self, index: int) -> GatedRun:
         """A `GatedRun` of one batch."""
@@ -104,13 +105,6 @@ class PairRuns:
         if index < self._n_kept:
             self._runs[index] = run
         return run
-
-    @property
-    def _state_per_token(self) -> int:
-        """Number of values per token that a run holds at most."""
-        adapter = self.adapter
-        written = len(adapter.graph.sources) if isinstance(self.site, CircuitEdges) else 0
-        return (3 * adapter.n_layers + written) * adapter.d_model
 
     def values(self, index: int) -> PatchValues:
         """The patch values for a batch."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, Share, checked
 from sparse_tl.circuits.attribution import attribute_circuit_edges
-from sparse_tl.circuits.effect import EffectCurve, Evaluation
+from sparse_tl.circuits.effect import EffectCurve
 from sparse_tl.circuits.evaluation import log_sizes
 from sparse_tl.circuits.gradient_passes import Method
 from sparse_tl.circuits.pair_runs import PairRuns
@@ -32,7 +32,7 @@ from sparse_tl.circuits.scores import Scores
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, GatedRun, Patch
 from sparse_tl.lens import HookedModel
-from sparse_tl.metrics import Metric, NoEffectError, measure
+from sparse_tl.metrics import Metric, NoEffectError, explained_effect, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 from sparse_tl.scopes import autograd
@@ -143,32 +143,27 @@ def circuit_sizes_per_prompt(
             own = Scores(graph, values, scores.method)
             joined = (own.top(size).connected(patch=patch) for size in asked)
             circuits = {len(circuit): circuit.mask for circuit in joined}
-            measured = _evaluated(circuits, graph.n_parts, pair, run, metric, batch_size)
-            found.append(_size(measured, level))
+            found.append(_size(circuits, pair, run, metric, level, batch_size))
             step()
     return CircuitSizes(torch.tensor(found, dtype=torch.float64), level, graph.n_parts)
 
 
-def _evaluated(
+def _size(
     circuits: Mapping[int, Bool[Tensor, "source destination"]],
-    total: int,
     pair: PromptPairs,
     run: GatedRun,
     metric: Metric,
+    level: float,
     rows: int,
-) -> Evaluation:
-    """Evaluate circuits, keyed by size, on one pair; `rows` circuits per forward pass."""
-    clean = measure(metric, run.clean_logits, pair)
+) -> float:
+    """The size at which circuits, keyed by it, reach the level; `rows` of them in one pass."""
+    clean = measure(metric, run.clean_logits, pair).cpu().double()
     masks = torch.stack([torch.zeros_like(next(iter(circuits.values()))), *circuits.values()])
     logits = torch.cat([run.logits(some) for some in masks.split(rows)])
     none, *values = [measure(metric, row, pair).cpu().double() for row in logits]
-    return Evaluation(tuple(circuits), total, torch.stack(values), clean.cpu().double(), none)
-
-
-def _size(measured: Evaluation, level: float) -> float:
     try:
-        effect = measured.effect.tolist()
+        effect = explained_effect(torch.stack(values), clean, none).tolist()
     except NoEffectError:
         return math.nan
-    size = EffectCurve("one pair", measured.sizes, effect, effect, effect).size_at(level)
+    size = EffectCurve("one pair", tuple(circuits), effect, effect, effect).size_at(level)
     return math.inf if size is None else size

@@ -52,32 +52,8 @@ class RemovalEffects:
     predictions: Int[Tensor, "target part"]
 
 
-def removal_effects(
-    model: HookedModel,
-    tokens: Int[Tensor, " pos"],
-    read_at: Sequence[int],
-    *,
-    heads: Sequence[Head] = (),
-    attention_edges: Sequence[AttentionEdge] = (),
-) -> RemovalEffects:
-    """How the predictions of a prompt change when one head or attention edge is removed.
-
-    Args:
-        model: dense or sparse model; hooks already on it stay active.
-        tokens: tokens of the prompt.
-        read_at: columns at which predictions are read, one per target.
-        heads: (layer, head) pairs to remove.
-        attention_edges: (layer, head, query, key) edges to remove; results follow those of heads.
-
-    Raises:
-        ValueError: a user's hook treats the rows of a batch differently.
-    """
-    groups = [[edge] for edge in attention_edges]
-    return LeaveOneOut(model, tokens, read_at).effects(heads, groups)
-
-
 class LeaveOneOut:
-    """A prompt to run without one part at a time; see `removal_effects`.
+    """A prompt to run without one part at a time.
 
     The whole model runs once per site, when the first part there is asked for. The model's hooks
     and weights have to stay as they are until the last one.

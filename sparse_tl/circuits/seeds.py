@@ -198,12 +198,6 @@ def seed_multipliers(dense: SeedCurves, sparse: SeedCurves, level: Share = 0.9) 
 
 
 def median_size(sizes: Sequence[float | None]) -> float | None:
-    """The median of sizes; sizes that were not reached (None) count as larger than all others.
-
-    Raises:
-        ValueError: `sizes` is empty.
-    """
-    if not sizes:
-        raise ValueError("expected at least one size; got none")
+    """The median of sizes; sizes that were not reached (None) count as larger than all others."""
     middle = statistics.median(math.inf if size is None else size for size in sizes)
     return middle if math.isfinite(middle) else None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparse_tl.arguments import Count, checked
 from sparse_tl.circuits.attention_graph import AttentionGraph
-from sparse_tl.circuits.removal import removal_effects
+from sparse_tl.circuits.removal import LeaveOneOut
 from sparse_tl.data.known_text import check_known
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.grids import AttentionGrid
@@ -57,7 +57,9 @@ def trace_attention(
             tokenizer; the number of labels is wrong; a position cannot be predicted.
     """
     tokens = prompt_tokens(model, prompt)
-    texts = _labels(model, tokens, labels)
+    texts = token_texts(model, tokens) if labels is None else labels
+    if len(texts) != len(tokens):
+        raise ValueError(f"expected {len(tokens)} labels, one per token; got {len(texts)}")
     causal, masked = adapt(model).causal, _masked(model, tokens)
     targets = _targets(tokens, positions, masked, causal)
     n_columns = max(len(tokens), *(column + 1 for column, _ in targets))
@@ -68,9 +70,9 @@ def trace_attention(
     attention, gates, mlps, logits, estimates = _run(model, read, targets, attribution)
     effect = None
     if max_effects > 0 and int(gates.sum()) <= max_effects:
-        edges = [(layer, head, query, key) for layer, head, query, key in gates.nonzero().tolist()]
+        edges = [[(layer, head, q, k)] for layer, head, q, k in gates.nonzero().tolist()]
         columns = [column for _, column in targets]
-        found = removal_effects(model, read, columns, attention_edges=edges).logits
+        found = LeaveOneOut(model, read, columns).effects(groups=edges).logits
         effect = found.new_zeros(len(targets), *gates.shape)  # closed edges have no effect
         effect[:, gates] = found
     predicted = {column: int(logits[place].argmax()) for column, place in read_at.items()}
@@ -149,17 +151,6 @@ def _masked(model: HookedModel, tokens: Int[Tensor, " pos"]) -> list[int]:
     """The columns that hold the tokenizer's mask token."""
     mask_id = None if model.tokenizer is None else model.tokenizer.mask_token_id
     return [] if mask_id is None else (tokens == mask_id).nonzero()[:, 0].tolist()
-
-
-def _labels(model: HookedModel, tokens: Tensor, labels: Sequence[str] | None) -> Sequence[str]:
-    if labels is None:
-        return token_texts(model, tokens)
-    if len(labels) != len(tokens):
-        raise ValueError(f"expected {len(tokens)} labels, one per token; got {len(labels)}")
-    for label in labels:
-        if not isinstance(label, str):
-            raise TypeError(f"expected labels that are texts; got {label!r}; write {str(label)!r}")
-    return labels
 
 
 def _targets(

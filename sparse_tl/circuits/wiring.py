@@ -20,13 +20,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.scores import Scores
-from sparse_tl.graph import CircuitGraph
 from sparse_tl.nodes import Node
 from sparse_tl.positioned_graph import PositionedGraph
 
@@ -231,8 +230,8 @@ def wire(circuit: Circuit, scores: Scores | None) -> Wiring:
         values = tuple(scores.mean().detach().double().cpu()[tuple(places.T)].tolist())
     positions = site.positions if isinstance(site, PositionedGraph) else None
     ends = [(None, *place) if positions is None else place for place in places.tolist()]
-    taking = {(p, graph.sources[row]) for p, row, _ in ends}
-    taking |= {(p, graph.destinations[column].node) for p, _, column in ends}
+    taking = {graph.sources[row] for _, row, _ in ends}
+    taking |= {graph.destinations[column].node for _, _, column in ends}
     drawn = list[tuple[Spot, Spot, str | None, int, float]]()
 
     def spot(node: Node, p: int | None, keys: bool = False) -> Spot:
@@ -240,7 +239,8 @@ def wire(circuit: Circuit, scores: Scores | None) -> Wiring:
 
     for edge, (p, row, column) in enumerate(ends):
         to = graph.destinations[column]
-        readers = _readers(graph, column, p, taking, positions is not None)
+        group = graph.readers_of(to)
+        readers = [node for node in group if node in taking] or group
         weight = 1.0 if values is None else abs(values[edge])
         for node in readers:
             keys = positions is not None and to.slot in ("k", "v")
@@ -259,30 +259,15 @@ def wire(circuit: Circuit, scores: Scores | None) -> Wiring:
     return Wiring(tuple(spots), tuple(lines), names, values)
 
 
-def _readers(
-    graph: CircuitGraph,
-    column: int,
-    p: int | None,
-    taking: set[tuple[int | None, Node]],
-    anywhere: bool,
-) -> list[Node]:
-    """The nodes that read here; of a group of heads, those that take part, if any does."""
-    readers = graph.readers_of(graph.destinations[column])
-    if len(readers) == 1:
-        return readers
-    everywhere = {node for _, node in taking} if anywhere else set[Node]()
-    return [node for node in readers if (p, node) in taking or node in everywhere] or readers
-
-
 def _crossings(
     drawn: Sequence[tuple[Spot, Spot, str | None, int, float]], site: PositionedGraph
 ) -> list[tuple[Spot, Spot, str | None, int, float]]:
     """From a head's keys and values to the head, wherever one may follow the other."""
-    carried: Mapping[Spot, float] = defaultdict(float)
+    carried = defaultdict[Spot, float](float)
     heads = defaultdict[Node, dict[Spot, None]](dict)
     for source, reader, _, _, weight in drawn:
         if reader.keys:
-            carried[reader] += weight  # type: ignore[index]
+            carried[reader] += weight
         for end in (source, reader):
             if end.kind == "head":
                 heads[end.node][end] = None

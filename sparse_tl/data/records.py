@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -40,15 +40,6 @@ class PairTexts(NamedTuple):
     wrong: tuple[str, ...]
 
 
-class PairTokens(NamedTuple):
-    """`PairTexts` as tokens."""
-
-    clean: list[int]
-    corrupted: list[int]
-    answers: list[int]
-    wrong: list[int]
-
-
 def read_records(rows: Sequence[Mapping[str, Any]] | pd.DataFrame) -> list[PairTexts]:
     """The texts in a table of prompt pairs; arguments and errors as in `PromptPairs.from_texts`."""
     import pandas as pd
@@ -66,9 +57,11 @@ def read_records(rows: Sequence[Mapping[str, Any]] | pd.DataFrame) -> list[PairT
         missing = [name for name in COLUMNS[:3] if name not in record]
         unknown = [name for name in record if name not in COLUMNS]
         if missing or unknown:
+            parts = (("lacks", missing), ("also has", unknown))
+            said = [f"{verb} {', '.join(map(repr, names))}" for verb, names in parts if names]
             raise ValueError(
                 f"expected rows with {', '.join(COLUMNS)} (wrong may be left out) and nothing "
-                f"else; row {row} " + " and ".join(_said(missing, unknown))
+                f"else; row {row} {' and '.join(said)}"
             )
         texts = {name: _texts(record.get(name, ()), name, row) for name in COLUMNS}
         for name in COLUMNS[:2]:
@@ -79,11 +72,6 @@ def read_records(rows: Sequence[Mapping[str, Any]] | pd.DataFrame) -> list[PairT
         answers, wrong = texts["answer"], texts["wrong"]
         found.append(PairTexts(texts["clean"][0], texts["corrupted"][0], answers, wrong))
     return found
-
-
-def _said(missing: list[str], unknown: list[str]) -> list[str]:
-    parts = (("lacks", missing), ("also has", unknown))
-    return [f"{verb} {', '.join(map(repr, names))}" for verb, names in parts if names]
 
 
 def _texts(value: Any, name: str, row: int) -> tuple[str, ...]:
@@ -162,21 +150,16 @@ def warn_of_joined_words(encode: Encode, pairs: Sequence[PairTexts]) -> None:
         )
 
 
-def tokens_of_pairs(encode: Encode, pairs: Sequence[PairTexts], tokenizer: Any) -> list[PairTokens]:
-    """The tokens of prompt pairs, row by row.
-
-    Args:
-        encode: function from text to tokens, including tokens that all prompts start with; these
-            are taken off answers.
-        pairs: texts of the pairs.
-        tokenizer: tells the text of a token, for messages.
+def tokens_of_pairs(
+    encode: Encode, pairs: Sequence[PairTexts], tokenizer: Any
+) -> Iterator[tuple[Sequence[int], ...]]:
+    """The tokens of `PairTexts`, row by row; what all prompts start with is taken off answers.
 
     Raises:
         ValueError: prompts of a row differ in token length, or an answer is not one token.
     """
-    found = []
     for row, (clean, corrupted, answers, wrong) in enumerate(pairs):
-        one, other = list(encode(clean)), list(encode(corrupted))
+        one, other = encode(clean), encode(corrupted)
         if len(one) != len(other):
             first, second = (_shown(tokenizer, some) for some in _differing(one, other))
             raise ValueError(
@@ -188,8 +171,7 @@ def tokens_of_pairs(encode: Encode, pairs: Sequence[PairTexts], tokenizer: Any) 
             [single_token(encode, text, tokenizer, f"row {row}: ") for text in texts]
             for texts in (answers, wrong)
         ]
-        found.append(PairTokens(one, other, *sides))
-    return found
+        yield one, other, *sides
 
 
 def _shown(tokenizer: Any, tokens: Sequence[int]) -> str:

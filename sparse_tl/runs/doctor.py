@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -59,10 +60,8 @@ def run_doctor(
         checks = [*_versions(), *_devices(), _tried("cache folder", _cache)]
         checks += _model("small model", lambda: build_addition_model(device="cpu"))
         if isinstance(model, (str, Path)):
-            source = model
-            checks += _model(
-                f"model {model}", lambda: load_dense_or_sparse(source, device=device), window
-            )
+            load = partial(load_dense_or_sparse, model, device=device)
+            checks += _model(f"model {model}", load, window)
         elif model is not None:
             loaded = model
             checks += _model(f"model {adapt(model).name}", lambda: loaded, window)

@@ -111,8 +111,8 @@ class RunFolder:
         self.path = Path(path)
         ranks.check_alike({"out": str(path), **settings})
         found = ranks.on_first(lambda: self._opened(restart))
-        empty = {"settings": settings, "seconds": {}, "pinned": {}, "wrote": []}
-        self._said: dict[str, Any] = {**empty, **(found or {})}
+        empty: dict[str, Any] = {"settings": settings, "seconds": {}, "pinned": {}, "wrote": []}
+        self._said = found or empty
         there = self._said["settings"]
         different = [
             f"{name} {there.get(name)!r} there, {settings.get(name)!r} here"
@@ -185,18 +185,18 @@ class RunFolder:
         check_writable(self.path)
         self._hold = Hold(self.path)
         found = self._found()
-        if found is not None and (restart or self._nothing_done(found)):
-            self._clear(found)
+        if found is None:
             return None
-        return found
+        if not restart and any((self.path / name).exists() for name in found["wrote"]):
+            return found
+        self._clear(found)  # also where an earlier command failed before it produced anything
+        return None
 
     def _found(self) -> dict[str, Any] | None:
         if (self.path / RUN_FILE).exists():
             found = read_json(self.path / RUN_FILE)
-            if (
-                isinstance(found, dict)
-                and {"settings", "seconds"} <= found.keys()
-                and all(type(found.get(name, kind())) is kind for name, kind in _FIELDS.items())
+            if isinstance(found, dict) and all(
+                type(found.get(name)) is kind for name, kind in _FIELDS.items()
             ):
                 return found
         elif all(map(is_temporary, self.path.iterdir())):
@@ -206,26 +206,13 @@ class RunFolder:
             f"{self.path} holds {sorted(p.name for p in self.path.iterdir())[:5]}"
         )
 
-    def _nothing_done(self, found: dict[str, Any]) -> bool:
-        """Whether an earlier command failed before producing anything."""
-        if "wrote" in found:
-            return not any((self.path / name).exists() for name in found["wrote"])
-        left = [entry for entry in self.path.iterdir() if entry.name != RUN_FILE]
-        return not any(entry.is_file() or any(entry.iterdir()) for entry in left)
-
     def _clear(self, found: dict[str, Any]) -> None:
         """Remove what the earlier run wrote, and nothing else.
 
         Raises:
-            ValueError: somebody else's files are in folders that the run wrote, or it is not known
-                what it wrote.
+            ValueError: somebody else's files are in folders that the run wrote.
         """
-        if "wrote" not in found and not self._nothing_done(found):
-            raise ValueError(
-                f"the run in {self.path} is of an earlier version, which did not note what it "
-                "wrote. Remove the folder yourself, or choose another --out."
-            )
-        own = {self.path / str(name) for name in found.get("wrote", [])}
+        own = {self.path / str(name) for name in found["wrote"]}
         folders = {parent for file in own for parent in file.parents if self.path in parent.parents}
         inside = [entry for folder in folders if folder.is_dir() for entry in folder.iterdir()]
         strange = [

@@ -20,7 +20,7 @@ from sparse_tl.circuits import (
     patch_activations,
 )
 from sparse_tl.circuits.pair_runs import read_mask
-from sparse_tl.circuits.removal import removal_effects
+from sparse_tl.circuits.removal import LeaveOneOut
 from sparse_tl.data import TokenBatch
 from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.gates import LearnedGates, SparseTransformer
@@ -91,7 +91,7 @@ def test_one_closed_head_is_the_same_everywhere(build_tiny: Build, sparse: bool)
     assert exact == pytest.approx(change, rel=1e-9)
     for row in range(len(pairs)):
         at = int(pairs.positions[row])
-        effect = removal_effects(model, pairs.clean[row], [at], heads=[HEAD])
+        effect = LeaveOneOut(model, pairs.clean[row], [at]).effects([HEAD])
         predicted = int(effect.tokens[0])
         lost = expected[row, predicted] - clean[row, predicted]
         assert effect.logits.item() == pytest.approx(lost.item(), rel=1e-8)

@@ -15,8 +15,6 @@ from sparse_tl.circuits import (
     circuit_sizes_per_prompt,
     evaluate_circuit_edges,
 )
-from sparse_tl.circuits.effect import Evaluation
-from sparse_tl.circuits.per_prompt import _size
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.lens import Model
 from sparse_tl.metrics import NoEffectError, logit_difference
@@ -100,12 +98,10 @@ def test_the_median_is_over_pairs_with_an_effect_and_counts_what_is_never_reache
     )
 
 
-def test_a_pair_that_falls_short_is_infinite() -> None:
-    one = torch.ones(1).double()
-    values = torch.tensor([[0.2], [0.5]]).double()
-    assert _size(Evaluation((1, 5), 9, values, one, 0 * one), 0.9) == math.inf
-    assert _size(Evaluation((1, 5), 9, values, one, 0 * one), 0.5) == pytest.approx(5)
-    assert math.isnan(_size(Evaluation((1, 5), 9, values, one, one), 0.9))
+def test_a_pair_that_falls_short_is_infinite(model: Model, pairs: PromptPairs) -> None:
+    ask = {"progress": False, "steps": 1}
+    found = circuit_sizes_per_prompt(model, pairs, logit_difference, sizes=[0], **ask)
+    assert found.sizes.tolist() == [math.inf] * len(pairs)
 
 
 def test_refuses_what_makes_no_sense(model: Model, pairs: PromptPairs) -> None:

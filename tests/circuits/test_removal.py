@@ -5,7 +5,7 @@ import torch
 
 from sparse_tl import ablate_attention_edges, ablate_heads, load_addition_models
 from sparse_tl.circuits import removal
-from sparse_tl.circuits.removal import removal_effects
+from sparse_tl.circuits.removal import LeaveOneOut
 
 HEADS = [(layer, head) for layer in range(4) for head in range(4)]
 READ_AT = [8, 9, 10]
@@ -18,7 +18,7 @@ def sparse():
 
 def test_effects_of_heads_are_those_of_ablating_them(sparse):
     tokens = sparse.to_tokens("36+28=?????")
-    found = removal_effects(sparse, tokens[0], READ_AT, heads=HEADS)
+    found = LeaveOneOut(sparse, tokens[0], READ_AT).effects(HEADS)
     with torch.no_grad():
         whole = sparse(tokens)[0, READ_AT].double()
     assert torch.equal(found.tokens, whole.argmax(dim=-1))
@@ -35,15 +35,15 @@ def test_effects_of_heads_are_those_of_ablating_them(sparse):
 
 def test_parts_that_nothing_reads_have_no_effect_at_all(sparse):
     # The last layer's edges matter at their own query alone.
-    edges = [(3, head, 7, 2) for head in range(4)]
-    found = removal_effects(sparse, sparse.to_tokens("36+28=?????")[0], [9], attention_edges=edges)
+    edges = [[(3, head, 7, 2)] for head in range(4)]
+    found = LeaveOneOut(sparse, sparse.to_tokens("36+28=?????")[0], [9]).effects(groups=edges)
     assert torch.equal(found.logits, torch.zeros(1, 4).double())
 
 
 def test_effects_are_those_beside_what_is_removed_already(sparse):
     tokens = sparse.to_tokens("36+28=?????")
     with torch.no_grad(), ablate_heads(sparse, [(0, 2)]):
-        found = removal_effects(sparse, tokens[0], [9], heads=[(2, 1), (0, 2)])
+        found = LeaveOneOut(sparse, tokens[0], [9]).effects([(2, 1), (0, 2)])
         one = sparse(tokens)[0, 9]
         with ablate_attention_edges(sparse, [(2, 1, 9, key) for key in range(10)]):
             two = sparse(tokens)[0, 9]
@@ -53,7 +53,7 @@ def test_effects_are_those_beside_what_is_removed_already(sparse):
 
 def test_several_passes_equal_one(sparse, monkeypatch):
     tokens = sparse.to_tokens("36+28=?????")[0]
-    whole = removal_effects(sparse, tokens, READ_AT, heads=HEADS)
+    whole = LeaveOneOut(sparse, tokens, READ_AT).effects(HEADS)
     monkeypatch.setattr(removal, "_MOST_NUMBERS", 3 * 12_700)
-    parts = removal_effects(sparse, tokens, READ_AT, heads=HEADS)
+    parts = LeaveOneOut(sparse, tokens, READ_AT).effects(HEADS)
     torch.testing.assert_close(parts.logits, whole.logits, rtol=0, atol=1e-5)
