@@ -20,9 +20,6 @@ from sparse_tl.results import Result
 if TYPE_CHECKING:
     import pandas as pd
 
-RESAMPLES = 1000
-"""Number of draws of a bootstrap interval."""
-
 
 @dataclass(frozen=True, eq=False)
 class Evaluation(Result):
@@ -52,7 +49,7 @@ class Evaluation(Result):
         return explained_effect(self.values, self.clean, self.none)
 
     def interval(
-        self, level: float = 0.95
+        self, level: float = 0.95, resamples: int = 1000, seed: int = 0
     ) -> tuple[Float[Tensor, " circuit"], Float[Tensor, " circuit"]]:
         """Bootstrap interval of the explained effect over pairs: lower and upper ends.
 
@@ -60,16 +57,20 @@ class Evaluation(Result):
 
         Args:
             level: share of draws inside the interval, between 0 and 1.
+            resamples: number of draws, at least 1.
+            seed: random seed.
 
         Raises:
-            ValueError: the level is out of range, or as in `effect`.
+            ValueError: an argument is out of range, or as in `effect`.
         """
-        if not 0 < level < 1:
-            raise ValueError(f"expected a level between 0 and 1; got {level}")
-        generator = torch.Generator().manual_seed(0)
+        if not 0 < level < 1 or resamples < 1:
+            raise ValueError(
+                f"expected a level between 0 and 1 and resamples; got {level}, {resamples}"
+            )
+        generator = torch.Generator().manual_seed(seed)
         effect, n_pairs = self.effect, len(self.clean)
-        drawn = torch.randint(n_pairs, (RESAMPLES, n_pairs), generator=generator)
-        weights = torch.zeros(RESAMPLES, n_pairs, dtype=self.values.dtype)
+        drawn = torch.randint(n_pairs, (resamples, n_pairs), generator=generator)
+        weights = torch.zeros(resamples, n_pairs, dtype=self.values.dtype)
         weights.scatter_add_(1, drawn, torch.ones_like(weights))
         whole = weights @ (self.clean - self.none)
         # The ratio is undefined if the corruption has no effect, or the opposite one, in a draw.

@@ -99,9 +99,11 @@ class HeadRoles(Result):
             raise ValueError(f"expected a role of {ROLES}; got {role!r}")
         return role_scores(self.g_plus, self.g_minus)[role][self.fitted]
 
-    def members(self, role: Role | str) -> Bool[Tensor, "fitted layer head"]:
-        """The heads whose score is at least `THRESHOLD`, for each seed that fitted."""
-        return self.score(role) >= THRESHOLD
+    def members(
+        self, role: Role | str, threshold: float = THRESHOLD
+    ) -> Bool[Tensor, "fitted layer head"]:
+        """The heads whose score is at least the threshold, for each seed that fitted."""
+        return self.score(role) >= threshold
 
     def ranking(self, role: Role | str) -> list[list[tuple[int, int]]]:
         """All heads as (layer, head) by decreasing score, for each seed that fitted; ties keep the
@@ -110,9 +112,9 @@ class HeadRoles(Result):
         order = self.score(role).flatten(1).argsort(dim=1, descending=True, stable=True)
         return [[divmod(place, n_heads) for place in seed] for seed in order.tolist()]
 
-    def consistency(self) -> pd.DataFrame:
+    def consistency(self, threshold: float = THRESHOLD) -> pd.DataFrame:
         """How often each head has each role over seeds: share, always, and any."""
-        found = torch.stack([self.members(role).double().mean(dim=0) for role in ROLES])
+        found = torch.stack([self.members(role, threshold).double().mean(dim=0) for role in ROLES])
         columns = {"share": found, "always": found == 1.0, "any": found > 0.0}
         return head_table("role", ROLES, columns)
 
