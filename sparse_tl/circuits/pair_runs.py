@@ -81,12 +81,12 @@ class PairRuns:
             self._n_kept = max(1, STATES_AT_ONCE // (batch_size * pairs.clean.shape[1] * per_token))
         # A mean is shared by all batches; other prompts are split into batches.
         self._shown: Patch = self._mean() if patch == "mean" else "corrupted" if needed else patch
-        self._others: Sequence[Tensor] = ()
+        self.others: Sequence[Tensor] = ()
         if patch == "corrupted":
-            self._others = [batch.corrupted for batch in self.batches]
+            self.others = [batch.corrupted for batch in self.batches]
         elif patch == "resample":
             others = pairs.clean[_other_rows(len(pairs))]
-            self._others = others.to(self.adapter.device).split(batch_size)
+            self.others = others.to(self.adapter.device).split(batch_size)
 
     def __iter__(self) -> Iterator[tuple[PromptPairs, GatedRun]]:
         for index in self.own:
@@ -108,7 +108,7 @@ class PairRuns:
 
     def values(self, index: int) -> PatchValues:
         """The patch values for a batch."""
-        other = self._others[index] if self._others else None
+        other = self.others[index] if self.others else None
         return PatchValues(self.adapter, self._points, self._shown, other)
 
     def _mean(self) -> dict[str, Tensor]:

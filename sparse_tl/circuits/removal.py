@@ -31,7 +31,7 @@ Head = tuple[int, int]
 AttentionEdge = tuple[int, int, int, int]
 """Layer, head, query and key."""
 
-_MOST_NUMBERS = 2**24
+MOST_NUMBERS = 2**24
 """Maximum number of activations per layer, over all rows of a pass."""
 
 
@@ -77,7 +77,7 @@ class LeaveOneOut:
         self._runs = {type(site): GatedRun(model, site, tokens[None], read) for site in sites}
         self._wholes: dict[type, Tensor] = {}
         per_token = self.adapter.activations_per_token + 3 * self.adapter.n_heads * len(tokens)
-        self._most_rows = max(1, _MOST_NUMBERS // (len(tokens) * per_token))
+        self._most_rows = max(1, MOST_NUMBERS // (len(tokens) * per_token))
 
     @autograd(False)
     def effects(
