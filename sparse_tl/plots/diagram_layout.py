@@ -167,19 +167,6 @@ def _lay_out_panel(flow: AttentionGraph, top: int, rotated: bool, label_height: 
     return PanelLayout(top, bottom - top, levels, output_y, input_y)
 
 
-def edge_path(layout: Layout, panel: PanelLayout, layer: int, query: int, key: int) -> str:
-    """The line of a layer's attention edge from key to query, as SVG path data."""
-    start_x, start_y = layout.columns[key], panel.levels[layer]
-    end_x, end_y = layout.columns[query], panel.levels[layer + 1]
-    if abs(query - key) > layout.reach:
-        low, high = start_y - panel.swing, end_y + panel.swing
-        return f"M{start_x} {start_y}C{start_x} {low} {end_x} {high} {end_x} {end_y}"
-    if query != key:
-        return f"M{start_x} {start_y}L{end_x} {end_y}"
-    side, bend = start_x + layout.bow, panel.bend
-    return f"M{start_x} {start_y}C{side} {start_y - bend} {side} {end_y + bend} {end_x} {end_y}"
-
-
 def prediction_arrow(
     layout: Layout, panel: PanelLayout, column: int, read_at: int
 ) -> tuple[str, str]:

@@ -14,7 +14,10 @@ from sparse_tl.plots.token_text import shorten, visible_text
 
 Content = TypeVar("Content")
 
+CIRCUIT_DRAWING = ("reach.js", "attention_edges.js")
+"""What draws the edges of a circuit diagram, on a page and in Python."""
 COMPONENT_DRAWING = (
+    "reach.js",
     "layered_layout.js",
     "component_layout.js",
     "component_routes.js",
@@ -24,7 +27,7 @@ COMPONENT_DRAWING = (
 )
 """What draws a component diagram, on a page and in Python."""
 SCRIPTS = {
-    "circuit_diagram": ("interactive_figure.js", "attention_edges.js", "circuit_diagram.js"),
+    "circuit_diagram": ("interactive_figure.js", *CIRCUIT_DRAWING, "circuit_diagram.js"),
     "component_diagram": (
         "interactive_figure.js",
         *COMPONENT_DRAWING,
