@@ -9,7 +9,7 @@ This module holds the data and its reachability, independent of any model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -43,6 +43,8 @@ class AttentionGraph(Result):
         causal: whether attention is causal.
         mlps: which MLP outputs are open; ``None`` if MLPs have no gates.
     """
+
+    made_by: ClassVar[str] = "trace_attention(...)"
 
     attention: Float[Tensor, "layer head query key"]
     gates: Bool[Tensor, "layer head query key"]

@@ -11,18 +11,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Lt
 from jaxtyping import Int
 from torch import Tensor
 
+from sparse_tl.arguments import checked
 from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight
 from sparse_tl.plots import palette
 from sparse_tl.plots.circuit_svg import draw_svg, drawn_token, line_styles
 from sparse_tl.plots.diagram_layout import Layout, PanelLayout, lay_out, prediction_arrow
 from sparse_tl.plots.figure_frame import Surround
-from sparse_tl.plots.interactive_html import CIRCUIT_DRAWING, PanelFigure, checked_panels
+from sparse_tl.plots.interactive_html import CIRCUIT_DRAWING, PanelFigure
 from sparse_tl.plots.javascript import run_script
 from sparse_tl.plots.rounded_graph import (
     N_MAIN_EDGES,
@@ -32,6 +34,9 @@ from sparse_tl.plots.rounded_graph import (
     threshold_steps,
 )
 from sparse_tl.plots.token_text import shorten, visible_text
+
+Threshold = Annotated[float, Ge(0), Lt(1)]
+"""Smallest weight to draw; 0 shows every edge that is not 0."""
 
 # Maximum number of attention weights in the script, and of effects, at six to eight bytes each.
 _MAX_WEIGHTS = 25_000
@@ -43,12 +48,13 @@ class CircuitDiagram(PanelFigure):
     script = "circuit_diagram"
 
 
+@checked
 def circuit_diagram(
     panels: Mapping[str, AttentionGraph],
     *,
     target: int = -1,
     weight: EdgeWeight = "attention",
-    threshold: float = 0.1,
+    threshold: Threshold = 0.1,
     transition: str | None = "Sparsity-Regularised Finetuning",
     title: str | None = None,
 ) -> CircuitDiagram:
@@ -87,24 +93,26 @@ def circuit_diagram(
             out of range or acausal.
         TypeError: a panel is not an `AttentionGraph`.
     """
-    flows = _checked_panels(panels)
-    check_options(weight, threshold)
-    target = _checked_target(flows, target)
-    rounded = [round_graph(flow, name) for name, flow in flows.items()]
+    _check_panels(panels)
+    target = _checked_target(panels, target)
+    rounded = [round_graph(graph, name) for name, graph in panels.items()]
     _check_scores(weight, rounded)
-    surround = Surround(tuple(flows), title, transition)
-    layout = lay_out(list(flows.values()), surround)
+    surround = Surround(tuple(panels), title, transition)
+    layout = lay_out(list(panels.values()), surround)
     limit = threshold_steps(threshold)
     state = {"target": target, "weight": weight, "limit": limit, "head": -1}
     data = _script_data(rounded, layout, state)
     views = run_script(CIRCUIT_DRAWING, "firstView", data)
-    drawn = list(zip(flows.values(), views, strict=True))
+    drawn = list(zip(panels.values(), views, strict=True))
     svg = draw_svg(drawn, layout, surround, target=target, weight=weight)
     return CircuitDiagram(svg, data, surround)
 
 
-def _checked_panels(panels: Mapping[str, AttentionGraph]) -> dict[str, AttentionGraph]:
-    panels = checked_panels(panels, AttentionGraph, "trace the model on a prompt first")
+def _check_panels(panels: Mapping[str, AttentionGraph]) -> None:
+    if not panels:
+        raise ValueError(
+            'expected at least one panel; got none; pass {"Base Model": trace_attention(...)}'
+        )
     for name, flow in panels.items():
         if 0 in flow.attention.shape:
             raise ValueError(
@@ -121,22 +129,6 @@ def _checked_panels(panels: Mapping[str, AttentionGraph]) -> dict[str, Attention
                     f"in all of them; got {what} {expected} in {first_name!r} and {got} in "
                     f"{name!r}; draw different prompts as separate figures"
                 )
-    return panels
-
-
-def check_options(weight: str, threshold: float) -> None:
-    """Check the options of a figure.
-
-    Raises:
-        ValueError: the weight is unknown, or the threshold is out of range.
-    """
-    if weight not in get_args(EdgeWeight):
-        raise ValueError(f"expected a weight of {get_args(EdgeWeight)}; got {weight!r}")
-    if not 0 <= threshold < 1:
-        raise ValueError(
-            f"expected a threshold of at least 0 and below 1; got {threshold}; "
-            "0 shows every edge that is not 0"
-        )
 
 
 def _check_scores(weight: EdgeWeight, panels: Sequence[RoundedGraph]) -> None:

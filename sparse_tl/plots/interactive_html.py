@@ -6,13 +6,11 @@ import hashlib
 import json
 from collections.abc import Mapping
 from importlib import resources
-from typing import Any, TypeVar
+from typing import Any
 
 from sparse_tl.plots.figure_frame import Surround
 from sparse_tl.plots.rendering import SelfContainedFigure
 from sparse_tl.plots.token_text import shorten, visible_text
-
-Content = TypeVar("Content")
 
 CIRCUIT_DRAWING = ("reach.js", "attention_edges.js")
 """What draws the edges of a circuit diagram, on a page and in Python."""
@@ -59,34 +57,6 @@ class PanelFigure(SelfContainedFigure):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.panel_names))})"
-
-
-def checked_panels(panels: Mapping[str, Content], kind: type[Content], way: str) -> dict[str, Any]:
-    """Check panels given by name.
-
-    Args:
-        panels: contents by panel name.
-        kind: expected type of every panel.
-        way: how to obtain that type, for error messages.
-
-    Raises:
-        TypeError: `panels` is not a mapping, or a panel has another type.
-        ValueError: there is no panel.
-    """
-    said = f'{{"Base Model": {kind.__name__}(...)}}'
-    if not isinstance(panels, Mapping):
-        raise TypeError(
-            f"expected a mapping from panel names to {kind.__name__}; got "
-            f"{type(panels).__name__}; write {said}"
-        )
-    if not panels:
-        raise ValueError(f"expected at least one panel; got none; pass {said}")
-    for name, panel in panels.items():
-        if not isinstance(panel, kind):
-            raise TypeError(
-                f"expected {kind.__name__} as panel {name!r}; got {type(panel).__name__}; {way}"
-            )
-    return {str(name): panel for name, panel in panels.items()}
 
 
 def interactive_html(script: str, svg: str, data: Mapping[str, Any]) -> str:

@@ -189,11 +189,8 @@ def _add_texts(figure: Any, texts: Sequence[tuple[int, float, float, str]], **st
 
 
 @singledispatch
-def _cells(result: Any) -> _Cells:
-    raise ValueError(
-        "expected results of patch_activations, logit_lens or attribute_logits; got "
-        f"{type(result).__name__}"
-    )
+def _cells(result: Mapped) -> _Cells:
+    raise NotImplementedError
 
 
 @_cells.register

@@ -95,20 +95,21 @@ def clip_text(text: str, font_size: float, max_width: float) -> str:
 
 
 def wrap_text(text: str, font_size: float, max_width: float) -> list[str]:
-    """The words of a text in lines that fit, or clipped where a word does not.
+    """The words of a text in lines that fit, except for single words that do not.
 
     Args:
         text: text to write.
         font_size: font size in pixels.
         max_width: width in pixels.
     """
-    first, *words = text.split(" ")
-    lines = [first]
-    for word in words:
-        longer = f"{lines[-1]} {word}"
-        fits = text_width(longer, font_size) <= max_width
-        lines = [*lines[:-1], longer] if fits else [*lines, word]
-    return [clip_text(line, font_size, max_width) for line in lines]
+    lines: list[str] = []
+    for word in text.split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and text_width(longer, font_size) <= max_width:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines
 
 
 def fit_text(text: str, font_size: float, max_width: float) -> tuple[str, float]:
