@@ -12,7 +12,8 @@ from typing import Any
 import anywidget
 import traitlets
 
-from sparse_tl.plots.interactive_html import SCRIPTS, STYLE, read_assets
+from sparse_tl.plots import CircuitDiagram
+from sparse_tl.plots.interactive_html import STYLE, read_assets
 from sparse_tl.plots.palette import DARK_FILTER
 from sparse_tl.plots.rendering import DARK_NOTEBOOKS
 
@@ -35,7 +36,7 @@ class Channel(anywidget.AnyWidget):
     """A widget that shows traits, and whose front end may send requests but no values."""
 
     _esm = (
-        read_assets(*SCRIPTS["circuit_diagram"])
+        read_assets("interactive_figure.js", *CircuitDiagram.scripts)
         + f"const DARK_PAGES = {json.dumps(', '.join(DARK_NOTEBOOKS))};\n"
         + read_assets(*_SCRIPTS, package=_PACKAGE)
     )

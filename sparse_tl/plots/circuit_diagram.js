@@ -240,7 +240,8 @@ function start(root, data, live) {
   addTargetClicks(addControls());
   panels.forEach(addNodes);
   if (live.onEdges) svg.addEventListener("click", onClick);
-  listen(root, svg, panels, tell, () => {
+  listen(root, svg, panels, tell);
+  onEscape(root, () => {
     state.focus = null;
     drawAll();
   });

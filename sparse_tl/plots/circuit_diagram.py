@@ -45,7 +45,7 @@ _MAX_WEIGHTS = 25_000
 class CircuitDiagram(PanelFigure):
     """A circuit diagram that displays in notebooks and can be saved to files."""
 
-    script = "circuit_diagram"
+    scripts = (*CIRCUIT_DRAWING, "circuit_diagram.js")
 
 
 @checked

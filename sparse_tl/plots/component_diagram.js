@@ -160,9 +160,8 @@ function start(root, data) {
     }
     unmark();
     tip.hidden = true;
-    const index = event.target.closest("g[data-panel]")?.dataset.panel;
-    if (index === undefined) return;
-    const panel = drawn.panels[index], node = event.target.closest("g[data-node]")?.dataset.node;
+    const panel = panelAt(drawn.panels, event), node = event.target.closest("g[data-node]")?.dataset.node;
+    if (!panel) return;
     if (node !== undefined) {
       for (const { groups } of drawn.panels) groups.get(node).toggleAttribute("data-same", true);
       const note = view.notes[node];
@@ -200,13 +199,10 @@ function start(root, data) {
     event.preventDefault();
     zoom(Math.exp(-event.deltaY / 300), pointIn(svg, event));
   }, { passive: false });
-  document.addEventListener("keydown", function listener(event) {
-    // A notebook removes the figure when its cell runs again.
-    if (!root.isConnected) document.removeEventListener("keydown", listener);
-    else if (event.key === "Escape" && (chosen.focusName !== null || chosen.selected.size)) {
-      chosen.selected.clear();
-      focusOn(null);
-    }
+  onEscape(root, () => {
+    if (chosen.focusName === null && !chosen.selected.size) return;
+    chosen.selected.clear();
+    focusOn(null);
   });
 
   const syncControls = componentControls(root, data, {

@@ -32,7 +32,7 @@ from sparse_tl.plots.component_data import STATE_FORMAT, LinkColour, View, read_
 from sparse_tl.plots.component_style import COLOURS
 from sparse_tl.plots.figure_frame import Surround, svg_start
 from sparse_tl.plots.head_map import marked_heads
-from sparse_tl.plots.interactive_html import COMPONENT_DRAWING, PanelFigure
+from sparse_tl.plots.interactive_html import COMPONENT_DRAWING, STYLE, PanelFigure
 from sparse_tl.plots.javascript import run_script
 from sparse_tl.plots.palette import MARKS
 from sparse_tl.plots.token_text import visible_text
@@ -47,7 +47,13 @@ WIDTH = 720
 class ComponentDiagram(PanelFigure):
     """A component diagram that displays in notebooks and can be saved to files."""
 
-    script = "component_diagram"
+    scripts = (
+        *COMPONENT_DRAWING,
+        "component_card.js",
+        "component_controls.js",
+        "component_diagram.js",
+    )
+    styles = (STYLE, "component_diagram.css")
 
 
 @checked

@@ -1,14 +1,4 @@
-// What the interactive figures share: finding the copies on the page, controls, the tooltip.
-
-// Calls start(root, data) for every copy of a figure that has not been started yet.
-function startFigures(id, start, data) {
-  "use strict";
-  const roots = document.querySelectorAll(`[data-figure="${id}"]:not([data-ready])`);
-  for (const root of roots) {
-    root.setAttribute("data-ready", "");
-    start(root, data);
-  }
-}
+// What the interactive figures share: elements, controls, the tooltip.
 
 function setAttributes(element, attributes) {
   for (const [name, value] of Object.entries(attributes)) {
@@ -116,9 +106,17 @@ function addSlider(root, text, range, value, shown, onInput) {
   return slider;
 }
 
-// Shows what tell(panel, event) says of the place under the pointer, if it says anything; Escape
-// calls reset().
-function listen(root, svg, panels, tell, reset) {
+// Calls reset() at Escape, for as long as a figure is on the page.
+function onEscape(root, reset) {
+  document.addEventListener("keydown", function listener(event) {
+    // A notebook removes the figure when its cell runs again.
+    if (!root.isConnected) document.removeEventListener("keydown", listener);
+    else if (event.key === "Escape") reset();
+  });
+}
+
+// Shows what tell(panel, event) says of the place under the pointer, if it says anything.
+function listen(root, svg, panels, tell) {
   svg.setAttribute("role", "group");
   svg.addEventListener("pointermove", (event) => {
     hideTip(root, panels);
@@ -127,11 +125,6 @@ function listen(root, svg, panels, tell, reset) {
     if (lines) showTip(root, lines, event);
   });
   svg.addEventListener("pointerleave", () => hideTip(root, panels));
-  document.addEventListener("keydown", function listener(event) {
-    // A notebook removes the figure when its cell runs again.
-    if (!root.isConnected) document.removeEventListener("keydown", listener);
-    else if (event.key === "Escape") reset();
-  });
 }
 
 function panelAt(panels, { target }) {
