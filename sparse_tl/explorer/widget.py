@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
 from sparse_tl.arguments import NotNegative, checked
@@ -34,8 +34,7 @@ from sparse_tl.explorer.requests import read_request
 from sparse_tl.lens import HookedModel
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.circuit_diagram import Threshold
-
-Ground = Literal["auto", "light", "dark"]
+from sparse_tl.plots.rendering import Theme
 
 _NO_LIVE_VIEW = (  # JupyterLab writes "model not found" in its place
     ".jp-OutputArea-child:has([data-saved-explorer]) + "
@@ -81,7 +80,7 @@ class CircuitExplorer(Channel):
         labels: Sequence[str] | None = None,
         weight: EdgeWeight = "attention",
         threshold: Threshold = 0.1,
-        theme: Ground = "auto",
+        theme: Theme = "auto",
         **style: Any,
     ) -> None:
         signature(circuit_diagram).bind_partial(**style)  # fail early on unknown arguments
