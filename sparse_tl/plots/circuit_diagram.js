@@ -123,20 +123,23 @@ function start(root, data, live) {
   }
 
   function addControls() {
-    const range = { name: "threshold", max: 0.99, step: 0.01, min: 0 };
-    const slider = addSlider(root, "Threshold", range, 0, "", (value) => {
-      state.limit = Math.round(value * data.steps);
-      limit();
-      drawAll();
-      return thresholdText(data, state);
+    const output = make("output");
+    const slider = make("input", {
+      type: "range", name: "threshold", max: 0.99, step: 0.01, min: 0,
+      oninput: () => {
+        state.limit = Math.round(slider.value * data.steps);
+        limit();
+        drawAll();
+      },
     });
+    addControl(root, "Threshold", slider, output);
     // No lower than all edges of the weight were sent.
     function limit() {
       const floor = data.floors[state.weight];
       state.limit = Math.max(floor, state.limit);
       slider.min = floor > 1 ? Math.ceil(floor / 10) / 100 : 0;
       slider.value = state.limit / data.steps;
-      slider.nextElementSibling.textContent = thresholdText(data, state);
+      output.textContent = thresholdText(data, state);
     }
     limit();
 
@@ -193,7 +196,8 @@ function start(root, data, live) {
       const level = Number(circle.dataset.level);
       const column = Number(circle.dataset.column);
       const press = () => {
-        state.focus = toggled(state.focus, { panel: panel.index, level, column });
+        const clicked = { panel: panel.index, level, column };
+        state.focus = JSON.stringify(clicked) === JSON.stringify(state.focus) ? null : clicked;
         drawAll();
       };
       const label = nodeText(panel, level, column, live).join(", ");
@@ -240,7 +244,14 @@ function start(root, data, live) {
   addTargetClicks(addControls());
   panels.forEach(addNodes);
   if (live.onEdges) svg.addEventListener("click", onClick);
-  listen(root, svg, panels, tell);
+  svg.setAttribute("role", "group");
+  svg.addEventListener("pointermove", (event) => {
+    hideTip(root, panels);
+    const panel = panelAt(panels, event);
+    const lines = panel && tell(panel, event);
+    if (lines) showTip(root, lines, event);
+  });
+  svg.addEventListener("pointerleave", () => hideTip(root, panels));
   onEscape(root, () => {
     state.focus = null;
     drawAll();

@@ -75,11 +75,6 @@ function neighbour(element, all, key) {
   return ahead.sort((a, b) => far(a) - far(b))[0]?.other ?? null;
 }
 
-// What is chosen after a click on something: that, or nothing where it was chosen before.
-function toggled(chosen, clicked) {
-  return JSON.stringify(chosen) === JSON.stringify(clicked) ? null : clicked;
-}
-
 function addControl(root, text, ...controls) {
   root.querySelector(".controls").append(make("label", {}, text, ...controls));
 }
@@ -93,19 +88,6 @@ function addSelect(root, text, name, options, value, onChange) {
   return select;
 }
 
-// A slider with its value beside it; onInput gets the number and returns the text to show. Returns
-// the slider; the element after it holds the text.
-function addSlider(root, text, range, value, shown, onInput) {
-  const output = make("output", {}, shown);
-  const slider = make("input", {
-    type: "range", ...range,
-    oninput: () => { output.textContent = onInput(Number(slider.value)); },
-  });
-  slider.value = String(value);
-  addControl(root, text, slider, output);
-  return slider;
-}
-
 // Calls reset() at Escape, for as long as a figure is on the page.
 function onEscape(root, reset) {
   document.addEventListener("keydown", function listener(event) {
@@ -113,18 +95,6 @@ function onEscape(root, reset) {
     if (!root.isConnected) document.removeEventListener("keydown", listener);
     else if (event.key === "Escape") reset();
   });
-}
-
-// Shows what tell(panel, event) says of the place under the pointer, if it says anything.
-function listen(root, svg, panels, tell) {
-  svg.setAttribute("role", "group");
-  svg.addEventListener("pointermove", (event) => {
-    hideTip(root, panels);
-    const panel = panelAt(panels, event);
-    const lines = panel && tell(panel, event);
-    if (lines) showTip(root, lines, event);
-  });
-  svg.addEventListener("pointerleave", () => hideTip(root, panels));
 }
 
 function panelAt(panels, { target }) {
