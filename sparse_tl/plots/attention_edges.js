@@ -6,10 +6,12 @@
 // 3. Edges at or above the threshold are kept. Those from which kept edges lead to the predicted
 //    token are on the path; the others are merely open.
 // 4. An edge on the path carries its weight times the weights along the best route from its end to
-//    the prediction (1 for each step up the residual stream). The 32 edges that carry most are the
+//    the prediction (1 for each step up the residual stream). The edges that carry most are the
 //    main ones; other edges on a path are lighter. In a sparse model usually every edge on the path
 //    is a main edge; in a dense model the main edges stand out. An edge from a column to itself is
 //    never a main edge, since the residual stream takes the same way without loss.
+
+const MOST_MAIN_EDGES = 32;
 
 const nodeName = (level, column) => `${level},${column}`;
 
@@ -98,7 +100,7 @@ function markMainEdges(lines, residual, start, data) {
   const moving = lines.filter((line) => line.onPath && line.query !== line.key);
   // Sorting is stable: equal ones stay in the order of layer, query and key.
   moving.sort((a, b) => b.carried - a.carried);
-  for (const line of moving.slice(0, data.nMain)) line.kind = "main";
+  for (const line of moving.slice(0, MOST_MAIN_EDGES)) line.kind = "main";
 }
 
 // ---- lines -------------------------------------------------------------------------------------

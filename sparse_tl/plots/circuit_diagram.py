@@ -26,13 +26,7 @@ from sparse_tl.plots.diagram_layout import Layout, PanelLayout, lay_out, predict
 from sparse_tl.plots.figure_frame import Surround
 from sparse_tl.plots.interactive_html import CIRCUIT_DRAWING, PanelFigure
 from sparse_tl.plots.javascript import run_script
-from sparse_tl.plots.rounded_graph import (
-    N_MAIN_EDGES,
-    STEPS,
-    RoundedGraph,
-    round_graph,
-    threshold_steps,
-)
+from sparse_tl.plots.rounded_graph import STEPS, RoundedGraph, round_graph, threshold_steps
 from sparse_tl.plots.token_text import shorten, visible_text
 
 Threshold = Annotated[float, Ge(0), Lt(1)]
@@ -162,7 +156,6 @@ def _script_data(
         "state": state,
         "floors": floors,
         "steps": STEPS,
-        "nMain": N_MAIN_EDGES,
         "columns": layout.columns,
         "bow": layout.bow,
         "reach": layout.reach,

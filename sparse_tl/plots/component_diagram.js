@@ -207,7 +207,7 @@ function start(root, data) {
 
   const syncControls = componentControls(root, data, {
     most, status, chosen, change, draw, focusOn, zoom, fit: () => zoomTo(null),
-    view: () => view, drawn: () => drawn, size: () => size, svg,
+    view: () => view, drawn: () => drawn, svg,
     open: (state) => {
       view = { ...structuredClone(first), ...state };
       chosen.selected.clear();

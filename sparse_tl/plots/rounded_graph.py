@@ -16,8 +16,6 @@ from sparse_tl.circuits.attention_graph import AttentionGraph
 
 STEPS = 1000
 """Weights are integers: the number of steps between a weight of 0 and of 1."""
-N_MAIN_EDGES = 32
-"""Maximum number of dark lines in a panel."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.interactive_html import CIRCUIT_DRAWING
 from sparse_tl.plots.javascript import run_script
-from sparse_tl.plots.rounded_graph import N_MAIN_EDGES, threshold_steps
+from sparse_tl.plots.rounded_graph import threshold_steps
 from sparse_tl.plots.token_text import ELLIPSIS, clip_text, text_width, visible_text
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -194,7 +194,7 @@ def test_threshold_zero_shows_every_edge_that_is_not_zero(dense_flow, sparse_flo
 
 def test_a_dense_panel_has_a_bounded_number_of_dark_lines(two_panels):
     dense = panels_of(circuit_diagram(two_panels, threshold=0.05))[0]
-    assert len(lines_of(dense, "main")) == N_MAIN_EDGES
+    assert len(lines_of(dense, "main")) == 32
     assert len(lines_of(dense, "path")) > 60 and len(lines_of(dense, "open")) > 20
 
 
@@ -208,7 +208,7 @@ def test_main_edges_carry_the_most(make_flow):
     flow = make_flow(crowd | weak)
     lines = selected(circuit_diagram({"model": flow}))["lines"]
     kinds = {(line["layer"], line["query"], line["key"]): line["kind"] for line in lines}
-    assert sum(kind == "main" for kind in kinds.values()) == len(crowd) == N_MAIN_EDGES
+    assert sum(kind == "main" for kind in kinds.values()) == len(crowd) == 32
     assert kinds[2, 5, 1] == kinds[3, 10, 5] == "path"  # carries 1.0 * 0.1
 
 
