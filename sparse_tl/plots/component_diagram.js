@@ -159,7 +159,6 @@ function start(root, data) {
       return;
     }
     unmark();
-    tip.hidden = true;
     const panel = panelAt(drawn.panels, event), node = event.target.closest("g[data-node]")?.dataset.node;
     if (!panel) return;
     if (node !== undefined) {
@@ -178,9 +177,9 @@ function start(root, data) {
     }
     showTip(root, linkText(panel, shape), event);
   });
-  // What the pointer is on, in all panels.
+  // No longer shows what the pointer is on, in any panel.
   function unmark() {
-    for (const { hover } of drawn.panels) hover.removeAttribute("d");
+    hideTip(root, drawn.panels);
     for (const node of svg.querySelectorAll("[data-same]")) node.removeAttribute("data-same");
   }
   const drop = () => {
@@ -191,7 +190,6 @@ function start(root, data) {
   svg.addEventListener("pointerleave", () => {
     drop();
     unmark();
-    tip.hidden = true;
   });
   // The plain wheel scrolls the page; with Ctrl or Command, or a pinch, it zooms.
   svg.addEventListener("wheel", (event) => {
