@@ -1,7 +1,6 @@
 """Layout of a circuit diagram: all coordinates, in pixels at full size.
 
-The same numbers are drawn by Python and sent to the script of the interactive figure. Coordinates
-of edges are integers, which both sides format identically.
+Python draws with them what does not change, and the script the edges.
 """
 
 from __future__ import annotations
