@@ -9,9 +9,8 @@ This module holds the data and its reachability, independent of any model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -44,6 +43,8 @@ class AttentionGraph(Result):
         causal: whether attention is causal.
         mlps: which MLP outputs are open; ``None`` if MLPs have no gates.
     """
+
+    made_by: ClassVar[str] = "trace_attention(...)"
 
     attention: Float[Tensor, "layer head query key"]
     gates: Bool[Tensor, "layer head query key"]
@@ -158,23 +159,3 @@ class AttentionGraph(Result):
             f"AttentionGraph({' '.join(self.input_tokens)!r}: {int(self.gates.sum()):,} of "
             f"{self.n_layers * self.n_heads * self.n_pairs:,} attention edges{mlps} open)"
         )
-
-
-def ancestors(
-    edges: Bool[Tensor, "layer query key"], column: int, level: int | None = None
-) -> Bool[Tensor, "level column"]:
-    """The nodes from which node ``(level, column)`` can be reached, including itself.
-
-    Args:
-        edges: which attention edges exist, reduced over heads.
-        column: column of the node.
-        level: level of the node; the last level by default.
-    """
-    n_layers, n_columns, _ = edges.shape
-    level = n_layers if level is None else level
-    reached = torch.zeros(n_layers + 1, n_columns, dtype=torch.bool)
-    reached[level, column] = True
-    for layer in reversed(range(level)):
-        above = reached[layer + 1]
-        reached[layer] = above | edges[layer][above].any(dim=0)
-    return reached

@@ -13,17 +13,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.circuits import trace_attention
 from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.circuits.removal import AttentionEdge, Head, LeaveOneOut, RemovalEffects
-from sparse_tl.circuits.trace import MAX_EFFECTS, Prompt, prompt_tokens
+from sparse_tl.circuits.trace import MAX_EFFECTS, Prompt, output_text, prompt_tokens
 from sparse_tl.gates import AttentionEdges, gated
 from sparse_tl.grids import AttentionGrid
 from sparse_tl.lens import EMBEDDED, HookedModel, Order, adapt, attached, check_gates
 from sparse_tl.scopes import autograd
+
+Row = Mapping[str, Any]
+"""A token with its logit and probability, and what they were before the removals."""
 
 # With all weights that a diagram can show.
 trace_weights = partial(trace_attention, attribution=True, max_effects=MAX_EFFECTS)
@@ -69,7 +72,7 @@ class AblatedModel:
         self.edges: set[AttentionEdge] = set()
         self._fingerprint = fingerprint(model)
         # Derived from the present removals: the first by column and number of tokens.
-        self.output_rows: dict[tuple[int, int], tuple[Mapping[str, Any], ...]] = {}
+        self._output_rows: dict[tuple[int, int], tuple[Row, ...]] = {}
         self._leave_one_out: LeaveOneOut | None = None
         self.now = self.whole = self._look(positions)
         graph = self.whole.graph
@@ -97,7 +100,7 @@ class AblatedModel:
         except BaseException:
             self.heads, self.edges = old
             raise
-        self._leave_one_out, self.output_rows = None, {}
+        self._leave_one_out, self._output_rows = None, {}
         graph = replace(seen.graph, gates=seen.graph.gates & ~self.removed())
         self.now = replace(seen, graph=graph)
 
@@ -119,10 +122,36 @@ class AblatedModel:
                 self._leave_one_out = LeaveOneOut(self.model, tokens, read_at)
             return self._leave_one_out.effects(heads, groups)
 
+    def output_rows(self, read_at: int, top: int) -> tuple[Row, ...]:
+        """The likely tokens at a column before or after the removals, and both top predictions."""
+        # Kept with the removals, as most requests change one model of several.
+        if (read_at, top) not in self._output_rows:
+            before, after = (seen.logits[read_at].double() for seen in (self.whole, self.now))
+            largest = torch.maximum(before.softmax(dim=-1), after.softmax(dim=-1))
+            largest[before.argmax()] = largest[after.argmax()] = 2.0
+            tokens = largest.topk(min(top, len(largest))).indices
+            tokens = tokens[after[tokens].argsort(descending=True, stable=True)]
+            rows = zip(self._rows(after, tokens), self._rows(before, tokens), strict=True)
+            self._output_rows[read_at, top] = tuple(
+                {**row, "logit_before": old["logit"], "probability_before": old["probability"]}
+                for row, old in rows
+            )
+        return self._output_rows[read_at, top]
+
     @autograd(False)
-    def logit_lens(self, level: int) -> Float[Tensor, "pos vocab"]:
-        """Logits read from a level of the residual stream, as if no later layer wrote anything."""
-        return self.adapter.logits(self.now.streams[level, None])[0].cpu()
+    def lens_rows(self, level: int, column: int, top: int) -> list[Row]:
+        """The likely tokens read from a node of the residual stream, as if no later layer wrote
+        anything."""
+        logits = self.adapter.logits(self.now.streams[level, None])[0, column].cpu().double()
+        return self._rows(logits, logits.topk(min(top, len(logits))).indices)
+
+    def _rows(self, logits: Float[Tensor, " vocab"], tokens: Int[Tensor, " token"]) -> list[Row]:
+        texts = [output_text(self.model, token) for token in tokens.tolist()]
+        values = logits[tokens].tolist(), logits.softmax(dim=-1)[tokens].tolist()
+        return [
+            {"token": text, "logit": logit, "probability": probability}
+            for text, logit, probability in zip(texts, *values, strict=True)
+        ]
 
     def _look(self, positions: Sequence[int] | None) -> Seen:
         streams: dict[str, Tensor] = {}

@@ -12,22 +12,12 @@ from typing import Any
 import anywidget
 import traitlets
 
-from sparse_tl.plots.interactive_html import SCRIPTS, STYLE, read_assets
+from sparse_tl.plots import CircuitDiagram
+from sparse_tl.plots.interactive_html import STYLE, read_assets
 from sparse_tl.plots.palette import DARK_FILTER
 from sparse_tl.plots.rendering import DARK_NOTEBOOKS
 
 _PACKAGE = "sparse_tl.explorer"
-# Traits that change while the widget lives.
-_LATE = {
-    "_prompt",
-    "_positions",
-    "_figure",
-    "_panels",
-    "_effects",
-    "_node",
-    "_message",
-    "_revision",
-}
 _SCRIPTS = ("explorer_page.js", "explorer_parts.js", "explorer.js")
 
 
@@ -35,7 +25,7 @@ class Channel(anywidget.AnyWidget):
     """A widget that shows traits, and whose front end may send requests but no values."""
 
     _esm = (
-        read_assets(*SCRIPTS["circuit_diagram"])
+        read_assets("interactive_figure.js", *CircuitDiagram.scripts)
         + f"const DARK_PAGES = {json.dumps(', '.join(DARK_NOTEBOOKS))};\n"
         + read_assets(*_SCRIPTS, package=_PACKAGE)
     )
@@ -45,16 +35,17 @@ class Channel(anywidget.AnyWidget):
         + f".sparse-tl-explorer[data-dark] {{ filter: {DARK_FILTER}; }}\n"
     )
 
-    _prompt = traitlets.Unicode().tag(sync=True)
+    # Late traits change while the widget lives.
+    _prompt = traitlets.Unicode().tag(sync=True, late=True)
     # All columns that can be predicted, whether or not they are yet.
-    _positions = traitlets.List().tag(sync=True)
-    _figure = traitlets.Dict().tag(sync=True)
-    _panels = traitlets.List().tag(sync=True)
-    _effects = traitlets.Dict().tag(sync=True)
-    _node = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True)
-    _message = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True)
+    _positions = traitlets.List().tag(sync=True, late=True)
+    _figure = traitlets.Dict().tag(sync=True, late=True)
+    _panels = traitlets.List().tag(sync=True, late=True)
+    _effects = traitlets.Dict().tag(sync=True, late=True)
+    _node = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True, late=True)
+    _message = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True, late=True)
     # Counts what was sent, so that the front end knows whether it has the latest.
-    _revision = traitlets.Int().tag(sync=True)
+    _revision = traitlets.Int().tag(sync=True, late=True)
     _theme = traitlets.Unicode().tag(sync=True)
     _saved_id = traitlets.Unicode().tag(sync=True)
 
@@ -93,7 +84,7 @@ class Channel(anywidget.AnyWidget):
 
     def send_again(self) -> None:
         """Send all that is shown once more, to a front end that lacks some of it."""
-        self.send_state([name for name in self.keys if name in _LATE])
+        self.send_state(self.trait_names(late=True))
 
     def _say(self, text: str, kind: str = "error") -> None:
         self._present(_message={"text": text, "kind": kind})

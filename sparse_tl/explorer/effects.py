@@ -8,7 +8,8 @@ heads, or the edges of a head, and other requests are answered between pieces.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from sparse_tl.circuits.removal import AttentionEdge, RemovalEffects
@@ -18,8 +19,6 @@ from sparse_tl.explorer.payload import short, shown_text
 
 Told = list[tuple[float, float, str]]
 """For each target: change of its logit, change of its probability, and what is predicted then."""
-Piece = tuple[str, int | None, list[list[AttentionEdge]]]
-"""A title with the layer of its heads, or with groups of attention edges."""
 
 
 class ExactEffects:
@@ -35,13 +34,13 @@ class ExactEffects:
         self._node: dict[str, Told] | None = None
         layers = {title: exploration.graph(title).n_layers for title in exploration.titles}
         # The last layers are the quickest.
-        self._to_do: list[Piece] = [
-            (title, layer, [])
+        self._to_do = [
+            partial(self._tell_heads, title, layer)
             for layer in reversed(range(max(layers.values())))
             for title in exploration.titles
             if layer < layers[title]
         ]
-        self._node_to_do: list[Piece] = []
+        self._node_to_do: list[Callable[[], None]] = []
 
     @property
     def more(self) -> bool:
@@ -81,17 +80,13 @@ class ExactEffects:
                 for head in range(len(into))
             ]
         groups = [*([[every]] if every else []), *filter(None, rows)]
-        self._node_to_do = [(title, None, piece) for piece in groups]
+        self._node_to_do = [partial(self._tell_edges, title, piece) for piece in groups]
 
     def advance(self, seconds: float) -> None:
         """Compute at least one piece, and more while there is time."""
         end = time.monotonic() + seconds
         while self.more:
-            title, layer, groups = (self._node_to_do or self._to_do).pop(0)
-            if layer is None:
-                self._tell_edges(title, groups)
-            else:
-                self._tell_heads(title, layer)
+            (self._node_to_do or self._to_do).pop(0)()
             if time.monotonic() > end:
                 return
 
@@ -105,25 +100,19 @@ class ExactEffects:
         found = self._exploration.attention_edge_effects(title, groups)
         self._node = dict(self._node or {})
         for group, told in zip(groups, self._told(title, found), strict=True):
+            self._node.setdefault("all", told)  # the first group is all edges of the node
             # An edge that is alone among those into a node is the edge and all of them.
-            names = {",".join(map(str, group[0]))} if len(group) == 1 else set()
-            whole = "all" not in self._node
-            for name in names | ({"all"} if whole else set()):
-                self._node[name] = told
+            if len(group) == 1:
+                self._node[",".join(map(str, group[0]))] = told
 
     def _told(self, title: str, found: RemovalEffects) -> list[Told]:
         """The effects of each part."""
         model = self._exploration.model(title)
-        parts = range(found.logits.shape[1])
-        targets = range(found.logits.shape[0])
+        numbers = found.logits.T, found.probabilities.T, found.predictions.T
         return [
             [
-                (
-                    short(float(found.logits[target, part])),
-                    short(float(found.probabilities[target, part])),
-                    shown_text(output_text(model, int(found.predictions[target, part]))),
-                )
-                for target in targets
+                (short(logit), short(probability), shown_text(output_text(model, token)))
+                for logit, probability, token in zip(*of_targets, strict=True)
             ]
-            for part in parts
+            for of_targets in zip(*(each.tolist() for each in numbers), strict=True)
         ]

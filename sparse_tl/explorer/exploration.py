@@ -17,8 +17,7 @@ from torch import Tensor
 from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.circuits.removal import AttentionEdge, Head, RemovalEffects
 from sparse_tl.circuits.trace import Prompt, predicted_columns
-from sparse_tl.explorer.ablated_model import AblatedModel, by_title, start_together
-from sparse_tl.explorer.token_tables import Row, lens_rows, output_rows
+from sparse_tl.explorer.ablated_model import AblatedModel, Row, by_title, start_together
 from sparse_tl.lens import HookedModel, check_head
 
 
@@ -253,7 +252,7 @@ class Exploration:
     def output_rows(self, title: str, target: int = -1, top: int = 6) -> tuple[Row, ...]:
         """The rows of `outputs`."""
         _, read_at = self.targets[target]
-        return output_rows(self._of(title), read_at, top)
+        return self._of(title).output_rows(read_at, top)
 
     def logit_lens(self, title: str, level: int, column: int, top: int = 6) -> pd.DataFrame:
         """The tokens that a node would predict: its stream through the final normalisation and the
@@ -279,7 +278,7 @@ class Exploration:
                 f"expected a column that the model reads, 0..{model.n_read - 1}; got {column}, at "
                 "which only its prediction stands"
             )
-        return pd.DataFrame(lens_rows(model, level, column, top))
+        return pd.DataFrame(model.lens_rows(level, column, top))
 
     def logits(self, title: str) -> Float[Tensor, "pos vocab"]:
         """The logits under the removals, at every column that the model reads."""

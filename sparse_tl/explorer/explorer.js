@@ -42,7 +42,7 @@ function render({ model, el }) {
     status.textContent = waited < 3000 ? words : waited < 10000 ? "waiting for the kernel \u2026" :
       "no answer: the kernel is busy, or was restarted (then run the cell again)";
     if (waited || busy) patience = setTimeout(kernel.report, 1000);
-    if (more) kernel.quietly({ action: "effects" });
+    if (more) kernel.askEffects();
   }
 
   // A while after the last change, what is saved with the notebook is brought up to date.
@@ -97,7 +97,7 @@ function render({ model, el }) {
     const form = make("form", {
       onsubmit: (event) => {
         event.preventDefault();
-        request({ action: "prompt", text: input.value });
+        request({ action: "prompt", prompt: input.value });
       },
     }, make("label", {}, "Prompt", input), make("button", { type: "submit" }, "Run"));
     // Jupyter has keys of its own, which must not work while somebody types.
@@ -269,7 +269,7 @@ function render({ model, el }) {
     "change:_figure": () => {
       drawAll();
       settleLater();
-      kernel.quietly({ action: "effects" });
+      kernel.askEffects();
     },
     "change:_effects": drawSide,
     "change:_node": onNode,

@@ -2,6 +2,7 @@
 
 const FIRST_WAIT = 2000; // milliseconds
 const LONGEST_WAIT = 30000;
+const EFFECTS_SECONDS = 0.3; // how long other requests wait while effects are computed
 
 // Requests to the kernel. Each is answered with the revision of what is shown; where no answer comes,
 // or what it tells of has not arrived, it is asked for again, later and later.
@@ -65,8 +66,10 @@ function connect(model, onChange) {
       wait = FIRST_WAIT;
       post(content);
     },
-    // What nobody waits for, if nothing else is asked for.
-    quietly(content) { if (open && answered === sent) post(content); },
+    // Effects, which nobody waits for, if nothing else is asked for.
+    askEffects() {
+      if (open && answered === sent) post({ action: "effects", seconds: EFFECTS_SECONDS });
+    },
     // What needs no answer.
     tell(content) { if (open) model.send(content); },
     // Whether anything has changed in the kernel: asked where it was not heard of for a while.

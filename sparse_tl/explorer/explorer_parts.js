@@ -195,7 +195,7 @@ function card(attributes, title, subtitle, ...content) {
 
 // What a panel predicts at a target, its heads, and what is removed from it.
 function panelCard({ panel, index, target, column, effects, request, onHover }) {
-  const onHead = (layer, head) => request({ action: "head", panel: index, head: [layer, head] });
+  const onHead = (layer, head) => request({ action: "head", panel: index, layer, head });
   const onEdge = (edge) => request({ action: "edges", panel: index, edges: [edge] });
   const before = panel.outputs[target][0].token;
   const named = Object.entries(effects).map(([place, targets]) =>

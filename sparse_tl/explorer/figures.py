@@ -88,7 +88,9 @@ def _plan(
     else:
         columns = predicted_columns(model, prompt)
         columns = sorted({*columns, columns[-1] if shown is None else shown})
-        if _n_scores(model, n_tokens, len(columns)) > _MAX_SCORES:
+        adapter = adapt(model)
+        n_scores = len(columns) * adapter.n_layers * adapter.n_heads * n_tokens**2
+        if n_scores > _MAX_SCORES:
             if weight == "attention":
                 trace = trace_attention
             else:
@@ -110,11 +112,6 @@ def _whole_row(model: HookedModel, prompt: Prompt, graph: AttentionGraph) -> Att
     pairs = enumerate(zip(graph.output_tokens, whole.output_tokens, strict=True))
     row = tuple(predicted if i in later else known for i, (known, predicted) in pairs)
     return replace(graph, output_tokens=row)
-
-
-def _n_scores(model: HookedModel, n_tokens: int, n_columns: int) -> int:
-    adapter = adapt(model)
-    return n_columns * adapter.n_layers * adapter.n_heads * n_tokens**2
 
 
 @checked

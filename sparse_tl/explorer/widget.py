@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
 from sparse_tl.arguments import NotNegative, checked
@@ -30,12 +30,11 @@ from sparse_tl.explorer.channel import Channel
 from sparse_tl.explorer.effects import ExactEffects
 from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.explorer.payload import figure_payload, node_payload, panels_payload
-from sparse_tl.explorer.requests import perform
+from sparse_tl.explorer.requests import read_request
 from sparse_tl.lens import HookedModel
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
-from sparse_tl.plots.circuit_diagram import check_options
-
-Ground = Literal["auto", "light", "dark"]
+from sparse_tl.plots.circuit_diagram import Threshold
+from sparse_tl.plots.rendering import Theme
 
 _NO_LIVE_VIEW = (  # JupyterLab writes "model not found" in its place
     ".jp-OutputArea-child:has([data-saved-explorer]) + "
@@ -80,11 +79,10 @@ class CircuitExplorer(Channel):
         positions: Sequence[int] | None = None,
         labels: Sequence[str] | None = None,
         weight: EdgeWeight = "attention",
-        threshold: float = 0.1,
-        theme: Ground = "auto",
+        threshold: Threshold = 0.1,
+        theme: Theme = "auto",
         **style: Any,
     ) -> None:
-        check_options(weight, threshold)
         signature(circuit_diagram).bind_partial(**style)  # fail early on unknown arguments
         self._models, self._style = models, style
         self._exploration: Exploration | None = None
@@ -165,7 +163,7 @@ class CircuitExplorer(Channel):
         self._state = {**self._state, "target": target}
         self._refresh()
 
-    def choose(self, *, target: int, weight: EdgeWeight | str, threshold: float) -> None:
+    def choose(self, *, target: int, weight: EdgeWeight, threshold: Threshold) -> None:
         """Choose what the saved figure shows.
 
         Args:
@@ -176,7 +174,6 @@ class CircuitExplorer(Channel):
         Raises:
             ValueError: an argument is out of range.
         """
-        check_options(weight, threshold)
         n_targets = len(self.exploration.targets)
         if not 0 <= target < n_targets:
             raise ValueError(f"expected a target in 0..{n_targets - 1}; got {target}")
@@ -259,7 +256,10 @@ class CircuitExplorer(Channel):
         changed = () if self._exploration is None else self._exploration.refresh()
         if changed:
             self._refresh()
-        perform(self, content)
+        titles = () if self._exploration is None else self._exploration.titles
+        method, arguments = read_request(content, titles)
+        if method:
+            getattr(self, method)(**arguments)
         if changed:
             names = " and ".join(map(repr, changed))
             self._say(f"The weights of {names} have changed: all is computed again.", "info")

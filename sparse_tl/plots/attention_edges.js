@@ -1,5 +1,17 @@
-// Which attention edges a circuit diagram shows, which of them lead to the prediction, by the rules
-// of drawn_edges.py, and what it says of them.
+// Which attention edges a circuit diagram shows, which of them lead to the prediction, where their
+// lines run, and what is said of them: in the browser, and in Python for static files.
+//
+// 1. Weights are integers, in thousandths (rounded_graph.py).
+// 2. The heads of a layer are merged: an edge from key to query has the largest weight of any head.
+// 3. Edges at or above the threshold are kept. Those from which kept edges lead to the predicted
+//    token are on the path; the others are merely open.
+// 4. An edge on the path carries its weight times the weights along the best route from its end to
+//    the prediction (1 for each step up the residual stream). The edges that carry most are the
+//    main ones; other edges on a path are lighter. In a sparse model usually every edge on the path
+//    is a main edge; in a dense model the main edges stand out. An edge from a column to itself is
+//    never a main edge, since the residual stream takes the same way without loss.
+
+const MOST_MAIN_EDGES = 32;
 
 const nodeName = (level, column) => `${level},${column}`;
 
@@ -88,7 +100,76 @@ function markMainEdges(lines, residual, start, data) {
   const moving = lines.filter((line) => line.onPath && line.query !== line.key);
   // Sorting is stable: equal ones stay in the order of layer, query and key.
   moving.sort((a, b) => b.carried - a.carried);
-  for (const line of moving.slice(0, data.nMain)) line.kind = "main";
+  for (const line of moving.slice(0, MOST_MAIN_EDGES)) line.kind = "main";
+}
+
+// ---- lines -------------------------------------------------------------------------------------
+
+// A straight line, a curve where that would touch nodes, or an arc beside the residual line where
+// an edge stays in its column.
+function edgePath(panel, data, { layer, query, key }) {
+  const [startX, startY] = [data.columns[key], panel.levels[layer]];
+  const [endX, endY] = [data.columns[query], panel.levels[layer + 1]];
+  if (Math.abs(query - key) > data.reach) {
+    return `M${startX} ${startY}C${startX} ${startY - panel.swing} ` +
+      `${endX} ${endY + panel.swing} ${endX} ${endY}`;
+  }
+  if (query !== key) return `M${startX} ${startY}L${endX} ${endY}`;
+  const side = startX + data.bow;
+  return `M${startX} ${startY}C${side} ${startY - panel.bend} ` +
+    `${side} ${endY + panel.bend} ${endX} ${endY}`;
+}
+
+// The attributes of one path for all the lines of a style, which keeps thousands of lines in a small
+// file. Styles are listed in the order of drawing, the grades of a kind and both signs of a grade
+// next to each other.
+function linePaths(panel, view, data) {
+  const paths = data.styles.map(([kind, stroke, width]) =>
+    ({ "data-kind": kind, d: "", stroke, "stroke-width": width }));
+  const nGrades = data.styles.length / 6;
+  for (const line of view.lines) {
+    const grade = Math.floor(((Math.abs(line.value) - 1) * nGrades) / data.steps);
+    const kind = ["open", "path", "main"].indexOf(line.kind);
+    line.style = 2 * (kind * nGrades + grade) + (line.value < 0);
+    line.d = edgePath(panel, data, line);
+    paths[line.style].d += line.d;
+  }
+  return paths.filter(({ d }) => d);
+}
+
+// The residual stream below the nodes that lead to the prediction.
+function residualPath({ shape: [nLayers, , n], levels }, view, data) {
+  let d = "";
+  for (let level = 1; level <= nLayers; level++) {
+    for (let column = 0; column < n; column++) {
+      if (!view.reached.has(nodeName(level, column))) continue;
+      d += `M${data.columns[column]} ${levels[level - 1]}V${levels[level]}`;
+    }
+  }
+  return d;
+}
+
+// What a panel shows, as attributes of its group.
+function countsOf({ lines, count }) {
+  return {
+    "data-edges-shown": lines.length,
+    "data-edges-on-path": lines.filter((line) => line.onPath).length,
+    "data-attention-edges": count,
+  };
+}
+
+// The first view, for a page whose script does not run: what of each panel depends on its edges.
+function firstView(data) {
+  return data.panels.map((panel) => {
+    const view = selectEdges(panel, data, data.state);
+    return {
+      counts: countsOf(view),
+      caption: captionText(panel, view, data, data.state),
+      edges: linePaths(panel, view, data),
+      residual: residualPath(panel, view, data),
+      reached: [...view.reached],
+    };
+  });
 }
 
 // ---- what is said: captions, and tooltips of lines of text, the first the heading -------------

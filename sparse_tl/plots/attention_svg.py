@@ -25,7 +25,7 @@ from sparse_tl.plots.palette import (
     blend,
 )
 from sparse_tl.plots.panels import MAX_WIDTH
-from sparse_tl.plots.token_text import clip_text, shorten, text_width, visible_text
+from sparse_tl.plots.token_text import clip_text, shorten, text_width, visible_text, wrap_text
 
 _GAP, _NAME_HEIGHT, _LINE = 16, 22, 18
 _LEGEND_HEIGHT, _BAR_WIDTH, _BAR_HEIGHT = 44, 160, 9
@@ -72,7 +72,8 @@ def draw_attention(
     step_y = _NAME_HEIGHT + side + layout.below + _GAP
     top = MARGIN + (TITLE_HEIGHT if title else 0)
     below = top + math.ceil(len(drawn) / layout.per_row) * step_y
-    notes = _wrapped(f"No attention: {', '.join(silent)}." if silent else "")
+    room = MAX_WIDTH - 2 * MARGIN
+    notes = wrap_text(f"No attention: {', '.join(silent)}.", TICK_SIZE, room) if silent else []
     notes += [] if layout.texts else ["Rows are queries, columns are keys."]
     height = math.ceil(below + _LEGEND_HEIGHT + _LINE * len(notes) + MARGIN)
     parts = [*figure_start(MAX_WIDTH, height, ["attention patterns"], title)]
@@ -86,7 +87,8 @@ def draw_attention(
     parts += _legend(below, is_causal and n > 1 and bool(drawn))
     for line, note in enumerate(notes):
         y = below + _LEGEND_HEIGHT + _LINE * (line + 0.7)
-        parts.append(f'<text x="{MARGIN}" y="{y:g}" font-size="{TICK_SIZE:g}">{note}</text>')
+        text = xml_text(clip_text(note, TICK_SIZE, room))
+        parts.append(f'<text x="{MARGIN}" y="{y:g}" font-size="{TICK_SIZE:g}">{text}</text>')
     return "".join([*parts, "</svg>"])
 
 
@@ -215,15 +217,3 @@ def _legend(y: float, has_masked: bool) -> Iterator[str]:
             "Masked: keys after the query</text>"
         )
     yield "</g>"
-
-
-def _wrapped(note: str) -> list[str]:
-    """Lines of a note, escaped."""
-    lines: list[str] = []
-    for word in note.split():
-        longer = f"{lines[-1]} {word}" if lines else word
-        if lines and text_width(longer, TICK_SIZE) <= MAX_WIDTH - 2 * MARGIN:
-            lines[-1] = longer
-        else:
-            lines.append(word)
-    return [xml_text(clip_text(line, TICK_SIZE, MAX_WIDTH - 2 * MARGIN)) for line in lines]

@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -17,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.plots.attention_svg import draw_attention
-from sparse_tl.plots.interactive_html import read_assets, script_json
+from sparse_tl.plots.interactive_html import interactive_html, read_assets
 from sparse_tl.plots.palette import ATTENTION, FONT_FAMILY, GROUND, INK
 from sparse_tl.plots.panels import MAX_WIDTH
 from sparse_tl.plots.rendering import SelfContainedFigure
@@ -100,21 +98,18 @@ def _html(svg: str, weights: Tensor, texts: Sequence[str], heads: Sequence[str])
         "maskUpperTri": not bool(weights.triu(1).any()),
         "positiveColor": ATTENTION[1],
     }
-    payload = script_json(properties)
-    digest = hashlib.sha256((svg + payload).encode()).hexdigest()[:12]
-    start = read_assets("attention_view.js")
-    return (
-        f'<div class="sparse-tl-attention" data-figure="{digest}" '
-        f'style="max-width: {MAX_WIDTH}px; background: {GROUND}; color: {INK}; '
-        f'color-scheme: light; font: 13px {FONT_FAMILY}">\n'
+    style = (
+        f"max-width: {MAX_WIDTH}px; background: {GROUND}; color: {INK}; color-scheme: light; "
+        f"font: 13px {FONT_FAMILY}"
+    )
+    content = (
         f'<div class="static">\n{svg}\n</div>\n'
         "<details hidden><summary>Browse the heads one by one</summary>\n"
-        '<div class="browser"></div>\n</details>\n'
-        "</div>\n"
-        f"<script>\n(() => {{\n{_circuitsvis()}\n{start}\n"
-        f"startAttention({json.dumps(digest)}, {payload});\n"
-        "})();\n</script>"
+        '<div class="browser"></div>\n</details>'
     )
+    script = f"{_circuitsvis()}\n{read_assets('attention_view.js')}"
+    attributes = f'class="sparse-tl-attention" style="{style}"'
+    return interactive_html(attributes, content, script, properties)
 
 
 @cache

@@ -53,8 +53,7 @@ def figure(result: Any, **style: Any) -> Figure:
 
 @figure.register(Circuit)
 def _(result: Circuit, *, scores: Scores | None = None, **style: Any) -> ComponentDiagram:
-    name = "Circuit"
-    return component_diagram({name: result}, scores={name: scores} if scores else None, **style)
+    return component_diagram(result, scores=scores, **style)
 
 
 @figure.register(Scores)
@@ -63,7 +62,7 @@ def _(
 ) -> GridFigure | ComponentDiagram:
     if isinstance(result.site, CircuitGraph):
         circuit = result.top(min(size, result.site.n_parts))
-        return component_diagram({title: circuit}, scores={title: result}, **style)
+        return component_diagram({title: circuit}, scores=result, **style)
     return head_map({title: result}, **style)
 
 

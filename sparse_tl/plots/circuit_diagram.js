@@ -26,21 +26,6 @@ function start(root, data, live) {
 
   // ---- drawing -------------------------------------------------------------------------------
 
-  // A straight line, a curve where that would touch nodes, or an arc beside the residual line where
-  // an edge stays in its column.
-  function edgePath(panel, { layer, query, key }) {
-    const [startX, startY] = [data.columns[key], panel.levels[layer]];
-    const [endX, endY] = [data.columns[query], panel.levels[layer + 1]];
-    if (Math.abs(query - key) > data.reach) {
-      return `M${startX} ${startY}C${startX} ${startY - panel.swing} ` +
-        `${endX} ${endY + panel.swing} ${endX} ${endY}`;
-    }
-    if (query !== key) return `M${startX} ${startY}L${endX} ${endY}`;
-    const side = startX + data.bow;
-    return `M${startX} ${startY}C${side} ${startY - panel.bend} ` +
-      `${side} ${endY + panel.bend} ${endX} ${endY}`;
-  }
-
   function draw(panel) {
     const view = (panel.view = selectEdges(panel, data, state));
     drawEdges(panel, view);
@@ -48,35 +33,20 @@ function start(root, data, live) {
     drawPrediction(panel, view);
     panel.part("caption").textContent = captionText(panel, view, data, state);
     setAttributes(panel.group, {
-      "data-edges-shown": view.lines.length,
-      "data-edges-on-path": view.lines.filter((line) => line.onPath).length,
-      "data-attention-edges": view.count,
+      ...countsOf(view),
       "data-focus": view.focus ? nodeName(view.focus.level, view.focus.column) : "",
     });
   }
 
-  // One path for all the lines of a style; styles are listed in the order of drawing, the grades of
-  // a kind and both signs of a grade next to each other.
   function drawEdges(panel, view) {
-    const paths = data.styles.map(() => "");
-    const nGrades = data.styles.length / 6;
-    for (const line of view.lines) {
-      const grade = Math.floor(((Math.abs(line.value) - 1) * nGrades) / data.steps);
-      const kind = ["open", "path", "main"].indexOf(line.kind);
-      line.style = 2 * (kind * nGrades + grade) + (line.value < 0);
-      line.d = edgePath(panel, line);
-      paths[line.style] += line.d;
-    }
-    const drawn = data.styles.map(([kind, stroke, width], style) => makePath({
-      "data-kind": kind, d: paths[style], stroke, "stroke-width": width,
-      opacity: view.focus && kind === "open" ? 0.35 : null,
-    }));
-    panel.part("edges").replaceChildren(...drawn.filter((_, style) => paths[style]));
+    const drawn = linePaths(panel, view, data).map((path) =>
+      makePath({ ...path, opacity: view.focus && path["data-kind"] === "open" ? 0.35 : null }));
+    panel.part("edges").replaceChildren(...drawn);
   }
 
   // Removed edges of a live figure stay where they were, as broken lines.
   function drawRemoved(panel) {
-    for (const line of panel.removed) line.d = edgePath(panel, line);
+    for (const line of panel.removed) line.d = edgePath(panel, data, line);
     const d = panel.removed.map((line) => line.d).join("");
     if (d) {
       panel.hover.before(makePath({
@@ -87,7 +57,6 @@ function start(root, data, live) {
   }
 
   function drawNodes(panel, view) {
-    let residual = "";
     for (const circle of panel.part("nodes").children) {
       const level = Number(circle.dataset.level);
       const column = Number(circle.dataset.column);
@@ -99,11 +68,8 @@ function start(root, data, live) {
         opacity: view.focus && !reached ? 0.35 : 1,
         "aria-pressed": isFocus,
       });
-      if (reached && level > 0) {
-        residual += `M${data.columns[column]} ${panel.levels[level - 1]}V${panel.levels[level]}`;
-      }
     }
-    panel.part("residual-path").setAttribute("d", residual);
+    panel.part("residual-path").setAttribute("d", residualPath(panel, view, data));
   }
 
   function drawPrediction(panel, view) {
@@ -157,20 +123,23 @@ function start(root, data, live) {
   }
 
   function addControls() {
-    const range = { name: "threshold", max: 0.99, step: 0.01, min: 0 };
-    const slider = addSlider(root, "Threshold", range, 0, "", (value) => {
-      state.limit = Math.round(value * data.steps);
-      limit();
-      drawAll();
-      return thresholdText(data, state);
+    const output = make("output");
+    const slider = make("input", {
+      type: "range", name: "threshold", max: 0.99, step: 0.01, min: 0,
+      oninput: () => {
+        state.limit = Math.round(slider.value * data.steps);
+        limit();
+        drawAll();
+      },
     });
+    addControl(root, "Threshold", slider, output);
     // No lower than all edges of the weight were sent.
     function limit() {
       const floor = data.floors[state.weight];
       state.limit = Math.max(floor, state.limit);
       slider.min = floor > 1 ? Math.ceil(floor / 10) / 100 : 0;
       slider.value = state.limit / data.steps;
-      slider.nextElementSibling.textContent = thresholdText(data, state);
+      output.textContent = thresholdText(data, state);
     }
     limit();
 
@@ -227,7 +196,8 @@ function start(root, data, live) {
       const level = Number(circle.dataset.level);
       const column = Number(circle.dataset.column);
       const press = () => {
-        state.focus = toggled(state.focus, { panel: panel.index, level, column });
+        const clicked = { panel: panel.index, level, column };
+        state.focus = JSON.stringify(clicked) === JSON.stringify(state.focus) ? null : clicked;
         drawAll();
       };
       const label = nodeText(panel, level, column, live).join(", ");
@@ -274,7 +244,15 @@ function start(root, data, live) {
   addTargetClicks(addControls());
   panels.forEach(addNodes);
   if (live.onEdges) svg.addEventListener("click", onClick);
-  listen(root, svg, panels, tell, () => {
+  svg.setAttribute("role", "group");
+  svg.addEventListener("pointermove", (event) => {
+    hideTip(root, panels);
+    const panel = panelAt(panels, event);
+    const lines = panel && tell(panel, event);
+    if (lines) showTip(root, lines, event);
+  });
+  svg.addEventListener("pointerleave", () => hideTip(root, panels));
+  onEscape(root, () => {
     state.focus = null;
     drawAll();
   });

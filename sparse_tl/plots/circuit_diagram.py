@@ -1,36 +1,36 @@
 """Circuit diagrams: the attention edges of one prompt, one panel per model.
 
-1. Check the panels, and round their weights to thousandths (`drawn_edges`).
-2. Choose the edges to draw and compute the layout (`diagram_layout`).
+1. Check the panels, and round their weights to thousandths (`rounded_graph`).
+2. Compute the layout (`diagram_layout`), and choose the edges to draw with the page's own script
+   (``attention_edges.js``, run by `javascript`).
 3. Draw the static SVG (`circuit_svg`).
-4. Combine the SVG, its data and a small script in one HTML fragment; the script redraws the lines
-   when the reader changes the threshold or another option.
+4. Combine the SVG, its data and the script in one HTML fragment; the script redraws the lines when
+   the reader changes the threshold or another option.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Lt
 from jaxtyping import Int
 from torch import Tensor
 
+from sparse_tl.arguments import checked
 from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight
 from sparse_tl.plots import palette
-from sparse_tl.plots.circuit_svg import draw_svg, drawn_token, line_styles, mlp_caption
+from sparse_tl.plots.circuit_svg import draw_svg, drawn_token, line_styles
 from sparse_tl.plots.diagram_layout import Layout, PanelLayout, lay_out, prediction_arrow
-from sparse_tl.plots.drawn_edges import (
-    N_MAIN_EDGES,
-    STEPS,
-    RoundedGraph,
-    round_graph,
-    select_edges,
-    threshold_steps,
-)
 from sparse_tl.plots.figure_frame import Surround
-from sparse_tl.plots.interactive_html import PanelFigure, checked_panels
+from sparse_tl.plots.interactive_html import CIRCUIT_DRAWING, PanelFigure
+from sparse_tl.plots.javascript import run_script
+from sparse_tl.plots.rounded_graph import STEPS, RoundedGraph, round_graph, threshold_steps
 from sparse_tl.plots.token_text import shorten, visible_text
+
+Threshold = Annotated[float, Ge(0), Lt(1)]
+"""Smallest weight to draw; 0 shows every edge that is not 0."""
 
 # Maximum number of attention weights in the script, and of effects, at six to eight bytes each.
 _MAX_WEIGHTS = 25_000
@@ -39,15 +39,16 @@ _MAX_WEIGHTS = 25_000
 class CircuitDiagram(PanelFigure):
     """A circuit diagram that displays in notebooks and can be saved to files."""
 
-    script = "circuit_diagram"
+    scripts = (*CIRCUIT_DRAWING, "circuit_diagram.js")
 
 
+@checked
 def circuit_diagram(
     panels: Mapping[str, AttentionGraph],
     *,
     target: int = -1,
     weight: EdgeWeight = "attention",
-    threshold: float = 0.1,
+    threshold: Threshold = 0.1,
     transition: str | None = "Sparsity-Regularised Finetuning",
     title: str | None = None,
 ) -> CircuitDiagram:
@@ -56,8 +57,8 @@ def circuit_diagram(
     Columns are token positions and rows are layers, upwards. An edge is drawn if the largest
     weight of any head in its layer reaches the threshold, darker and thicker with weight. Edges
     from which drawn edges do not lead to the predicted token are light; of the others, the 32 that
-    carry most are dark (see `drawn_edges` for how that is computed). If MLPs have gates, a square
-    below a node is an open MLP that writes to it.
+    carry most are dark (``attention_edges.js`` says how that is computed). If MLPs have gates, a
+    square below a node is an open MLP that writes to it.
 
     Images of prompts of up to about 30 tokens are 726 px wide with text of at least 11 px, which is
     6 pt at a width of 5.5 in. Longer prompts make wider images, 16 px per token, whose text is
@@ -86,23 +87,26 @@ def circuit_diagram(
             out of range or acausal.
         TypeError: a panel is not an `AttentionGraph`.
     """
-    flows = _checked_panels(panels)
-    check_options(weight, threshold)
-    target = _checked_target(flows, target)
-    rounded = [round_graph(flow, name) for name, flow in flows.items()]
+    _check_panels(panels)
+    target = _checked_target(panels, target)
+    rounded = [round_graph(graph, name) for name, graph in panels.items()]
     _check_scores(weight, rounded)
+    surround = Surround(tuple(panels), title, transition)
+    layout = lay_out(list(panels.values()), surround)
     limit = threshold_steps(threshold)
-    _, read_at = rounded[0].graph.targets[target]
-    drawn = [(r, select_edges(r.values(weight, target), limit, read_at)) for r in rounded]
-    surround = Surround(tuple(flows), title, transition)
-    layout = lay_out(list(flows.values()), surround)
-    svg = draw_svg(drawn, layout, surround, target=target, weight=weight, limit=limit)
     state = {"target": target, "weight": weight, "limit": limit, "head": -1}
-    return CircuitDiagram(svg, _script_data(rounded, layout, state), surround)
+    data = _script_data(rounded, layout, state)
+    views = run_script(CIRCUIT_DRAWING, "firstView", data)
+    drawn = list(zip(panels.values(), views, strict=True))
+    svg = draw_svg(drawn, layout, surround, target=target, weight=weight)
+    return CircuitDiagram(svg, data, surround)
 
 
-def _checked_panels(panels: Mapping[str, AttentionGraph]) -> dict[str, AttentionGraph]:
-    panels = checked_panels(panels, AttentionGraph, "trace the model on a prompt first")
+def _check_panels(panels: Mapping[str, AttentionGraph]) -> None:
+    if not panels:
+        raise ValueError(
+            'expected at least one panel; got none; pass {"Base Model": trace_attention(...)}'
+        )
     for name, flow in panels.items():
         if 0 in flow.attention.shape:
             raise ValueError(
@@ -119,27 +123,13 @@ def _checked_panels(panels: Mapping[str, AttentionGraph]) -> dict[str, Attention
                     f"in all of them; got {what} {expected} in {first_name!r} and {got} in "
                     f"{name!r}; draw different prompts as separate figures"
                 )
-    return panels
-
-
-def check_options(weight: str, threshold: float) -> None:
-    """Check the options of a figure.
-
-    Raises:
-        ValueError: the weight is unknown, or the threshold is out of range.
-    """
-    if weight not in get_args(EdgeWeight):
-        raise ValueError(f"expected a weight of {get_args(EdgeWeight)}; got {weight!r}")
-    if not 0 <= threshold < 1:
-        raise ValueError(
-            f"expected a threshold of at least 0 and below 1; got {threshold}; "
-            "0 shows every edge that is not 0"
-        )
 
 
 def _check_scores(weight: EdgeWeight, panels: Sequence[RoundedGraph]) -> None:
+    # Effects that are not known exactly are estimated to first order.
+    shown = {"effect", "first-order"} if weight == "effect" else {weight}
     for panel in panels:
-        if weight != "attention" and panel.shown(weight) not in panel.scores:
+        if weight != "attention" and not shown & panel.scores.keys():
             raise ValueError(
                 f"expected {weight} scores in every panel; got none in {panel.name!r}; trace the "
                 "model with attribution=True or max_effects=..., or draw weight='attention'"
@@ -166,7 +156,6 @@ def _script_data(
         "state": state,
         "floors": floors,
         "steps": STEPS,
-        "nMain": N_MAIN_EDGES,
         "columns": layout.columns,
         "bow": layout.bow,
         "reach": layout.reach,
@@ -214,6 +203,9 @@ def _panel_data(
 ) -> dict[str, Any]:
     graph = panel.graph
     outputs = [visible_text(token) for token in graph.output_tokens]
+    mlps = ""
+    if graph.mlps is not None:
+        mlps = f"; {int(graph.mlps.sum()):,} of {graph.mlps.numel():,} MLPs"
     return {
         "name": shorten(visible_text(panel.name)),
         "shape": [graph.n_layers, graph.n_heads, graph.n_columns],
@@ -228,7 +220,7 @@ def _panel_data(
             prediction_arrow(layout, place, column, read_at) for column, read_at in graph.targets
         ],
         "nPairs": graph.n_pairs,
-        "mlps": mlp_caption(graph),
+        "mlps": mlps,
         "attention": _listed(panel.attention, floors["attention"]),
         "scores": {
             kind: {

@@ -1,23 +1,18 @@
 """The static circuit diagram: an SVG without script, style sheet or network access.
 
-Groups that the script of the interactive figure takes over carry ``data-role``.
+What depends on the edges that are drawn comes from the script of the interactive figure, which
+takes over the groups that carry ``data-role``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import get_args
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any, Literal, get_args
 
 from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight
 from sparse_tl.plots import palette
-from sparse_tl.plots.diagram_layout import (
-    Layout,
-    PanelLayout,
-    edge_path,
-    prediction_arrow,
-)
+from sparse_tl.plots.diagram_layout import Layout, PanelLayout, prediction_arrow
 from sparse_tl.plots.diagram_legend import legend
-from sparse_tl.plots.drawn_edges import STEPS, EdgeKind, EdgeSelection, RoundedGraph
 from sparse_tl.plots.figure_frame import Surround, panel_frame, xml_text
 from sparse_tl.plots.palette import (
     ACCENT,
@@ -28,6 +23,8 @@ from sparse_tl.plots.palette import (
     RULE_WEIGHT,
 )
 from sparse_tl.plots.token_text import clip_text, shorten, visible_text
+
+EdgeKind = Literal["open", "path", "main"]
 
 _N_GRADES = 10  # number of steps of edge weight
 
@@ -42,7 +39,6 @@ _WIDTHS: dict[EdgeKind, tuple[float, float]] = {
     "path": (0.7, 2.0),
     "open": (0.7, 1.6),
 }
-_SCORE_NAMES = {"effect": "effect", "first-order": "first-order attribution"}
 
 
 def line_styles(scale: float = 1.0) -> list[tuple[EdgeKind, palette.Colour, float]]:
@@ -66,79 +62,53 @@ def line_styles(scale: float = 1.0) -> list[tuple[EdgeKind, palette.Colour, floa
 
 
 def draw_svg(
-    panels: Sequence[tuple[RoundedGraph, EdgeSelection]],
+    panels: Sequence[tuple[AttentionGraph, Mapping[str, Any]]],
     layout: Layout,
     surround: Surround,
     *,
     target: int,
     weight: EdgeWeight,
-    limit: int,
 ) -> str:
     """The figure as an SVG element.
 
     Args:
-        panels: graph and selected edges of each panel, from top to bottom.
+        panels: graph of each panel, from top to bottom, and what ``firstView`` of
+            ``attention_edges.js`` says of it.
         layout: layout of the panels.
         surround: title and arrows around the panels.
         target: index of the predicted token.
         weight: weight that lines show.
-        limit: threshold in thousandths.
     """
     content: list[str] = []
-    for index, (rounded, selection) in enumerate(panels):
-        words = _caption(rounded, selection, weight, limit)
-        content += _panel(index, rounded, selection, layout, target, words)
-    graphs, bottom = [rounded.graph for rounded, _ in panels], layout.panels[-1].bottom
+    for index, (graph, view) in enumerate(panels):
+        content += _panel(index, surround.names[index], graph, view, layout, target)
+    graphs, bottom = [graph for graph, _ in panels], layout.panels[-1].bottom
     content += legend(graphs, layout.left, layout.right, bottom, weight)
     return surround.svg(layout.width, layout.height, layout.panels, content)
 
 
-def _caption(
-    rounded: RoundedGraph, selection: EdgeSelection, weight: EdgeWeight, limit: int
-) -> str:
-    graph, shown = rounded.graph, rounded.shown(weight)
-    n_possible = graph.n_layers * graph.n_heads * graph.n_pairs
-    words = (
-        f"{selection.n_attention_edges:,} of {n_possible:,} attention edges "
-        f"\N{GREATER-THAN OR EQUAL TO} {limit / STEPS:.{3 if limit % 10 else 2}f}"
-    )
-    if shown != "attention":
-        words += f" of the largest {_SCORE_NAMES[shown]}"
-    return words + mlp_caption(graph)
-
-
-def mlp_caption(graph: AttentionGraph) -> str:
-    """Caption text about MLPs; empty without MLP gates."""
-    if graph.mlps is None:
-        return ""
-    return f"; {int(graph.mlps.sum()):,} of {graph.mlps.numel():,} MLPs"
-
-
 def _panel(
     index: int,
-    rounded: RoundedGraph,
-    selection: EdgeSelection,
+    name: str,
+    graph: AttentionGraph,
+    view: Mapping[str, Any],
     layout: Layout,
     target: int,
-    caption: str,
 ) -> Iterator[str]:
-    place, graph = layout.panels[index], rounded.graph
-    yield (
-        f'<g data-panel="{index}" data-edges-shown="{len(selection.edges)}" '
-        f'data-edges-on-path="{selection.n_on_path}" '
-        f'data-attention-edges="{selection.n_attention_edges}">'
-    )
-    yield from panel_frame(layout.left, layout.right, place, rounded.name, caption, below=True)
+    place = layout.panels[index]
+    yield f'<g data-panel="{index}"{_written(view["counts"])}>'
+    yield from panel_frame(layout.left, layout.right, place, name, view["caption"], below=True)
     for layer in range(graph.n_layers):
         yield (
             f'<text x="{layout.columns[0] - 24}" y="{place.levels[layer + 1] + 4.5:g}" '
             f'text-anchor="end" font-size="{LABEL_SIZE:g}">Layer {layer}</text>'
         )
-    yield from _residual_stream(selection, layout, place)
+    yield from _residual_stream(view["residual"], layout, place)
     yield '<g data-role="edges" fill="none" stroke-linecap="round">'
-    yield from _edges(selection, layout, place)
+    for path in view["edges"]:
+        yield f"<path{_written(path)}/>"
     yield "</g>"
-    yield from _nodes(selection, layout, place)
+    yield from _nodes(set(view["reached"]), layout, place)
     yield from _mlps(graph, layout, place)
     column, read_at = graph.targets[target]
     yield from _tokens("input", graph.input_tokens, layout, place.input_y)
@@ -151,13 +121,12 @@ def _panel(
     yield "</g>"
 
 
-def _residual_stream(selection: EdgeSelection, layout: Layout, place: PanelLayout) -> Iterator[str]:
-    bottom, top = place.levels[0], place.levels[-1]
-    every = "".join(f"M{x} {bottom}V{top}" for x in layout.columns)
-    on_path = "".join(
-        f"M{layout.columns[column]} {place.levels[below]}V{place.levels[below + 1]}"
-        for below, column in selection.reached[1:].nonzero().tolist()
-    )
+def _written(attributes: Mapping[str, Any]) -> str:
+    return "".join(f' {name}="{value}"' for name, value in attributes.items())
+
+
+def _residual_stream(on_path: str, layout: Layout, place: PanelLayout) -> Iterator[str]:
+    every = "".join(f"M{x} {place.levels[0]}V{place.levels[-1]}" for x in layout.columns)
     style = f'fill="none" stroke-width="{RULE_WEIGHT}"'
     yield (
         f'<path d="{every}" {style} stroke="{palette.RESIDUAL}"/>'
@@ -166,27 +135,11 @@ def _residual_stream(selection: EdgeSelection, layout: Layout, place: PanelLayou
     )
 
 
-def _edges(selection: EdgeSelection, layout: Layout, place: PanelLayout) -> Iterator[str]:
-    """One path for all lines of a style, which keeps thousands of lines in a small file."""
-    styles = line_styles(layout.line_scale)
-    curves = [""] * len(styles)
-    for edge in selection.edges:
-        grade = (abs(edge.value) - 1) * _N_GRADES // STEPS
-        kind = get_args(EdgeKind).index(edge.kind)
-        style = 2 * (kind * _N_GRADES + grade) + (edge.value < 0)
-        curves[style] += edge_path(layout, place, edge.layer, edge.query, edge.key)
-    for (kind, stroke, width), data in zip(styles, curves, strict=True):
-        if data:
-            yield (
-                f'<path data-kind="{kind}" d="{data}" stroke="{stroke}" stroke-width="{width:g}"/>'
-            )
-
-
-def _nodes(selection: EdgeSelection, layout: Layout, place: PanelLayout) -> Iterator[str]:
+def _nodes(on_path: Set[str], layout: Layout, place: PanelLayout) -> Iterator[str]:
     yield f'<g data-role="nodes" stroke-width="{RULE_WEIGHT}">'
     for level, y in enumerate(place.levels):
         for column, x in enumerate(layout.columns):
-            reached = bool(selection.reached[level, column])
+            reached = f"{level},{column}" in on_path
             fill, stroke = NODE_REACHED if reached else NODE_UNREACHED
             yield (
                 f'<circle data-level="{level}" data-column="{column}" '

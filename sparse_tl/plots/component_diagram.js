@@ -159,10 +159,8 @@ function start(root, data) {
       return;
     }
     unmark();
-    tip.hidden = true;
-    const index = event.target.closest("g[data-panel]")?.dataset.panel;
-    if (index === undefined) return;
-    const panel = drawn.panels[index], node = event.target.closest("g[data-node]")?.dataset.node;
+    const panel = panelAt(drawn.panels, event), node = event.target.closest("g[data-node]")?.dataset.node;
+    if (!panel) return;
     if (node !== undefined) {
       for (const { groups } of drawn.panels) groups.get(node).toggleAttribute("data-same", true);
       const note = view.notes[node];
@@ -179,9 +177,9 @@ function start(root, data) {
     }
     showTip(root, linkText(panel, shape), event);
   });
-  // What the pointer is on, in all panels.
+  // No longer shows what the pointer is on, in any panel.
   function unmark() {
-    for (const { hover } of drawn.panels) hover.removeAttribute("d");
+    hideTip(root, drawn.panels);
     for (const node of svg.querySelectorAll("[data-same]")) node.removeAttribute("data-same");
   }
   const drop = () => {
@@ -192,7 +190,6 @@ function start(root, data) {
   svg.addEventListener("pointerleave", () => {
     drop();
     unmark();
-    tip.hidden = true;
   });
   // The plain wheel scrolls the page; with Ctrl or Command, or a pinch, it zooms.
   svg.addEventListener("wheel", (event) => {
@@ -200,18 +197,15 @@ function start(root, data) {
     event.preventDefault();
     zoom(Math.exp(-event.deltaY / 300), pointIn(svg, event));
   }, { passive: false });
-  document.addEventListener("keydown", function listener(event) {
-    // A notebook removes the figure when its cell runs again.
-    if (!root.isConnected) document.removeEventListener("keydown", listener);
-    else if (event.key === "Escape" && (chosen.focusName !== null || chosen.selected.size)) {
-      chosen.selected.clear();
-      focusOn(null);
-    }
+  onEscape(root, () => {
+    if (chosen.focusName === null && !chosen.selected.size) return;
+    chosen.selected.clear();
+    focusOn(null);
   });
 
   const syncControls = componentControls(root, data, {
     most, status, chosen, change, draw, focusOn, zoom, fit: () => zoomTo(null),
-    view: () => view, drawn: () => drawn, size: () => size, svg,
+    view: () => view, drawn: () => drawn, svg,
     open: (state) => {
       view = { ...structuredClone(first), ...state };
       chosen.selected.clear();

@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
-from sparse_tl.arguments import checked
+from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.circuits import Circuit, Scores
 from sparse_tl.circuits.wiring import wire
 from sparse_tl.graph import CircuitGraph
@@ -32,7 +32,7 @@ from sparse_tl.plots.component_data import STATE_FORMAT, LinkColour, View, read_
 from sparse_tl.plots.component_style import COLOURS
 from sparse_tl.plots.figure_frame import Surround, svg_start
 from sparse_tl.plots.head_map import marked_heads
-from sparse_tl.plots.interactive_html import COMPONENT_DRAWING, PanelFigure, checked_panels
+from sparse_tl.plots.interactive_html import COMPONENT_DRAWING, STYLE, PanelFigure
 from sparse_tl.plots.javascript import run_script
 from sparse_tl.plots.palette import MARKS
 from sparse_tl.plots.token_text import visible_text
@@ -47,7 +47,13 @@ WIDTH = 720
 class ComponentDiagram(PanelFigure):
     """A component diagram that displays in notebooks and can be saved to files."""
 
-    script = "component_diagram"
+    scripts = (
+        *COMPONENT_DRAWING,
+        "component_card.js",
+        "component_controls.js",
+        "component_diagram.js",
+    )
+    styles = (STYLE, "component_diagram.css")
 
 
 @checked
@@ -55,7 +61,7 @@ def component_diagram(
     panels: Mapping[str, Circuit] | Circuit,
     *,
     scores: Mapping[str, Scores] | Scores | None = None,
-    max_circuit_edges: int = 100,
+    max_circuit_edges: AtLeastOne = 100,
     colour: LinkColour = "slot",
     slots: bool = False,
     off_path: bool = False,
@@ -115,11 +121,14 @@ def component_diagram(
     """
     if isinstance(panels, Circuit):
         panels = {"Circuit": panels}
-    panels = checked_panels(panels, Circuit, "attribute_circuit_edges(...).top(100) makes one")
+    if not panels:
+        raise ValueError(
+            f'expected at least one panel; got none; pass {{"Base Model": {Circuit.made_by}}}'
+        )
     if isinstance(scores, Scores):
         scores = dict.fromkeys(panels, scores)
     scores = scores or {}
-    columns = _check_options(panels, scores, max_circuit_edges, colour, tokens)
+    columns = _check_options(panels, scores, colour, tokens)
     view = View(max_circuit_edges, "influence", slots, off_path, colour, difference)
     view = read_view(state, view)
     if view.difference and len(panels) != 2:
@@ -173,8 +182,7 @@ def _strongest(name: str, circuit: Circuit, scores: Scores | None) -> Circuit:
 def _check_options(
     panels: Mapping[str, Circuit],
     scores: Mapping[str, Scores],
-    max_circuit_edges: int,
-    colour: str,
+    colour: LinkColour,
     tokens: Sequence[str] | None,
 ) -> list[str]:
     """The texts of the columns: none without positions."""
@@ -196,13 +204,6 @@ def _check_options(
                 f"expected scores of the circuit edges of a panel, one of {list(panels)}; got "
                 f"scores of {some.site!r} for {name!r}"
             )
-    if max_circuit_edges < 1:
-        raise ValueError(
-            f"expected max_circuit_edges of at least 1; got {max_circuit_edges}; about 100 are "
-            "legible"
-        )
-    if colour not in get_args(LinkColour):
-        raise ValueError(f"expected colour 'slot' or 'sign'; got {colour!r}")
     if colour == "sign" and not scores:
         raise ValueError(
             "expected scores in some panel, to colour by their sign; got none; pass "

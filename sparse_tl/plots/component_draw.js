@@ -142,19 +142,9 @@ function drawPanel(data, view, drawn, panel, chosen) {
 // The nodes and links before and after the node in focus.
 function nearOf(panel, { focus }) {
   if (focus === null) return null;
-  const near = { links: new Set(), nodes: new Set([focus]) };
-  for (const [from, to] of [["source", "reader"], ["reader", "source"]]) {
-    const reached = new Set([focus]);
-    for (const node of reached) {
-      for (const link of panel.links) {
-        if (link[from] !== node) continue;
-        near.links.add(link);
-        near.nodes.add(link[to]);
-        reached.add(link[to]);
-      }
-    }
-  }
-  return near;
+  const [after, before] = [true, false].map((upwards) => reach(panel.links, focus, upwards));
+  const links = panel.links.filter((link) => after.has(link.source) || before.has(link.reader));
+  return { links: new Set(links), nodes: new Set([...after, ...before]) };
 }
 
 function paintOf(data, view, panel, node) {

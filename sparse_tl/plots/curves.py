@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import plotly.graph_objects as go
@@ -83,7 +83,7 @@ def effect_figure(
             colours, or an option is out of range.
     """
     drawn = {title: [_of_seeds(curve) for curve in curves] for title, curves in panels.items()}
-    pairs = _checked_pairs(drawn, parts, colours)
+    pairs = _checked_pairs(drawn, colours)
     said = {title: _words(curves, level) for title, curves in drawn.items()}
     log = parts == "circuit_edges"
     order = list(dict.fromkeys(pairs.values()))
@@ -197,11 +197,9 @@ def _has_room(curves: Curves, log: bool, width: float, low: float, unit: float) 
 
 
 def _checked_pairs(
-    panels: Mapping[str, Curves], parts: str, colours: Sequence[tuple[str, str]]
+    panels: Mapping[str, Curves], colours: Sequence[tuple[str, str]]
 ) -> dict[str, tuple[str, ...]]:
     """The names of the models in each panel."""
-    if parts not in get_args(Parts):
-        raise ValueError(f"expected parts 'heads' or 'circuit_edges'; got {parts!r}")
     if not panels:
         raise ValueError('expected at least one panel; got none; pass {"IOI": [dense, sparse]}')
     pairs = {title: tuple(curve.name for curve in curves) for title, curves in panels.items()}

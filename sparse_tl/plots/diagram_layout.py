@@ -1,7 +1,6 @@
 """Layout of a circuit diagram: all coordinates, in pixels at full size.
 
-The same numbers are drawn by Python and sent to the script of the interactive figure. Coordinates
-of edges are integers, which both sides format identically.
+Python draws with them what does not change, and the script the edges.
 """
 
 from __future__ import annotations
@@ -165,19 +164,6 @@ def _lay_out_panel(flow: AttentionGraph, top: int, rotated: bool, label_height: 
     input_y = levels[0] + (15 if rotated else 26)
     bottom = input_y + (label_height + 8 if rotated else 14)
     return PanelLayout(top, bottom - top, levels, output_y, input_y)
-
-
-def edge_path(layout: Layout, panel: PanelLayout, layer: int, query: int, key: int) -> str:
-    """The line of a layer's attention edge from key to query, as SVG path data."""
-    start_x, start_y = layout.columns[key], panel.levels[layer]
-    end_x, end_y = layout.columns[query], panel.levels[layer + 1]
-    if abs(query - key) > layout.reach:
-        low, high = start_y - panel.swing, end_y + panel.swing
-        return f"M{start_x} {start_y}C{start_x} {low} {end_x} {high} {end_x} {end_y}"
-    if query != key:
-        return f"M{start_x} {start_y}L{end_x} {end_y}"
-    side, bend = start_x + layout.bow, panel.bend
-    return f"M{start_x} {start_y}C{side} {start_y - bend} {side} {end_y + bend} {end_x} {end_y}"
 
 
 def prediction_arrow(

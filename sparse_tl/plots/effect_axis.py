@@ -20,9 +20,8 @@ def extent(curves: Sequence[SeedCurves], log: bool) -> tuple[float, float]:
     stop = float(axis_places(measured, log)[-1])
     if not log:
         return 0.0, max(stop, 1.0)
-    start, lowest = 0, next((size for size in measured if size > 0), 1)
-    while 10 ** (start + 1) <= lowest:
-        start += 1
+    lowest = next((size for size in measured if size > 0), 1)
+    start = len(str(lowest)) - 1
     # A size of 0 is drawn at the start, away from the others.
     start -= measured[0] == 0 and lowest == 10**start and start > 0
     return float(start), max(stop, start + 1.0)

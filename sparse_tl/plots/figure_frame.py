@@ -20,7 +20,6 @@ from sparse_tl.plots.palette import (
 )
 from sparse_tl.plots.token_text import clip_text, shorten, text_width, visible_text
 
-FIGURE_WIDTH = 1000
 MARGIN = 8
 PANEL_GAP = 18
 TITLE_HEIGHT = 34

@@ -102,12 +102,6 @@ class GridFigure(Figure):
             f'<img src="data:image/svg+xml;base64,{data}" alt="{label}" style="{style}">'
         )
 
-    def _turnable(self, html: str) -> str:
-        """HTML of the figure in its own theme, which is turned in dark notebooks if it is auto."""
-        if self.theme != "auto":
-            return html
-        return f'<div class="{AUTO}">{notebook_style()}{html}</div>'
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.title!r})"
 

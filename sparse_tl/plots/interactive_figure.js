@@ -1,14 +1,4 @@
-// What the interactive figures share: finding the copies on the page, controls, the tooltip.
-
-// Calls start(root, data) for every copy of a figure that has not been started yet.
-function startFigures(id, start, data) {
-  "use strict";
-  const roots = document.querySelectorAll(`[data-figure="${id}"]:not([data-ready])`);
-  for (const root of roots) {
-    root.setAttribute("data-ready", "");
-    start(root, data);
-  }
-}
+// What the interactive figures share: elements, controls, the tooltip.
 
 function setAttributes(element, attributes) {
   for (const [name, value] of Object.entries(attributes)) {
@@ -85,25 +75,6 @@ function neighbour(element, all, key) {
   return ahead.sort((a, b) => far(a) - far(b))[0]?.other ?? null;
 }
 
-// All nodes that can be reached from one over lines, upwards or downwards, itself included.
-function reach(lines, start, upwards) {
-  const following = new Map();
-  for (const { source, reader } of lines) {
-    const [near, far] = upwards ? [source, reader] : [reader, source];
-    if (!following.has(near)) following.set(near, []);
-    following.get(near).push(far);
-  }
-  const reached = new Set([start]);
-  // A set that grows is walked to its new end.
-  for (const node of reached) following.get(node)?.forEach((next) => reached.add(next));
-  return reached;
-}
-
-// What is chosen after a click on something: that, or nothing where it was chosen before.
-function toggled(chosen, clicked) {
-  return JSON.stringify(chosen) === JSON.stringify(clicked) ? null : clicked;
-}
-
 function addControl(root, text, ...controls) {
   root.querySelector(".controls").append(make("label", {}, text, ...controls));
 }
@@ -117,30 +88,8 @@ function addSelect(root, text, name, options, value, onChange) {
   return select;
 }
 
-// A slider with its value beside it; onInput gets the number and returns the text to show. Returns
-// the slider; the element after it holds the text.
-function addSlider(root, text, range, value, shown, onInput) {
-  const output = make("output", {}, shown);
-  const slider = make("input", {
-    type: "range", ...range,
-    oninput: () => { output.textContent = onInput(Number(slider.value)); },
-  });
-  slider.value = String(value);
-  addControl(root, text, slider, output);
-  return slider;
-}
-
-// Shows what tell(panel, event) says of the place under the pointer, if it says anything; Escape
-// calls reset().
-function listen(root, svg, panels, tell, reset) {
-  svg.setAttribute("role", "group");
-  svg.addEventListener("pointermove", (event) => {
-    hideTip(root, panels);
-    const panel = panelAt(panels, event);
-    const lines = panel && tell(panel, event);
-    if (lines) showTip(root, lines, event);
-  });
-  svg.addEventListener("pointerleave", () => hideTip(root, panels));
+// Calls reset() at Escape, for as long as a figure is on the page.
+function onEscape(root, reset) {
   document.addEventListener("keydown", function listener(event) {
     // A notebook removes the figure when its cell runs again.
     if (!root.isConnected) document.removeEventListener("keydown", listener);

@@ -6,15 +6,16 @@ import hashlib
 import json
 from collections.abc import Mapping
 from importlib import resources
-from typing import Any, TypeVar
+from typing import Any
 
 from sparse_tl.plots.figure_frame import Surround
 from sparse_tl.plots.rendering import SelfContainedFigure
 from sparse_tl.plots.token_text import shorten, visible_text
 
-Content = TypeVar("Content")
-
+CIRCUIT_DRAWING = ("reach.js", "attention_edges.js")
+"""What draws the edges of a circuit diagram, on a page and in Python."""
 COMPONENT_DRAWING = (
+    "reach.js",
     "layered_layout.js",
     "component_layout.js",
     "component_routes.js",
@@ -23,18 +24,7 @@ COMPONENT_DRAWING = (
     "component_draw.js",
 )
 """What draws a component diagram, on a page and in Python."""
-SCRIPTS = {
-    "circuit_diagram": ("interactive_figure.js", "attention_edges.js", "circuit_diagram.js"),
-    "component_diagram": (
-        "interactive_figure.js",
-        *COMPONENT_DRAWING,
-        "component_card.js",
-        "component_controls.js",
-        "component_diagram.js",
-    ),
-}
 STYLE = "interactive_figure.css"
-OWN_STYLES = {"component_diagram": ("component_diagram.css",)}
 
 
 class PanelFigure(SelfContainedFigure):
@@ -46,11 +36,19 @@ class PanelFigure(SelfContainedFigure):
         surround: title and arrows around the panels.
     """
 
-    script: str
+    scripts: tuple[str, ...]
+    styles: tuple[str, ...] = (STYLE,)
 
     def __init__(self, svg: str, data: Mapping[str, Any], surround: Surround) -> None:
-        title = shorten(visible_text(surround.title or "Circuit diagram"))
-        super().__init__(interactive_html(self.script, svg, data), svg, title)
+        content = (
+            f"<style>\n{read_assets(*self.styles)}</style>\n"
+            f'<div class="controls"></div>\n'
+            f'<div class="canvas">\n{svg}\n</div>\n'
+            f'<div class="tip" role="tooltip" hidden></div>'
+        )
+        script = read_assets("interactive_figure.js", *self.scripts)
+        html = interactive_html('class="sparse-tl-circuit"', content, script, data)
+        super().__init__(html, svg, shorten(visible_text(surround.title or "Circuit diagram")))
         self.panel_names = surround.names
         self.data = data
 
@@ -58,55 +56,23 @@ class PanelFigure(SelfContainedFigure):
         return f"{type(self).__name__}({', '.join(map(repr, self.panel_names))})"
 
 
-def checked_panels(panels: Mapping[str, Content], kind: type[Content], way: str) -> dict[str, Any]:
-    """Check panels given by name.
+def interactive_html(attributes: str, content: str, script: str, data: Mapping[str, Any]) -> str:
+    """A figure as an HTML fragment, which shows its static content if scripts do not run.
 
     Args:
-        panels: contents by panel name.
-        kind: expected type of every panel.
-        way: how to obtain that type, for error messages.
-
-    Raises:
-        TypeError: `panels` is not a mapping, or a panel has another type.
-        ValueError: there is no panel.
-    """
-    said = f'{{"Base Model": {kind.__name__}(...)}}'
-    if not isinstance(panels, Mapping):
-        raise TypeError(
-            f"expected a mapping from panel names to {kind.__name__}; got "
-            f"{type(panels).__name__}; write {said}"
-        )
-    if not panels:
-        raise ValueError(f"expected at least one panel; got none; pass {said}")
-    for name, panel in panels.items():
-        if not isinstance(panel, kind):
-            raise TypeError(
-                f"expected {kind.__name__} as panel {name!r}; got {type(panel).__name__}; {way}"
-            )
-    return {str(name): panel for name, panel in panels.items()}
-
-
-def interactive_html(script: str, svg: str, data: Mapping[str, Any]) -> str:
-    """The figure as an HTML fragment, which shows the static SVG if scripts do not run.
-
-    Args:
-        script: key into `SCRIPTS`; the last of these JavaScript files defines the function
-            ``start(root, data)`` that makes a copy of the figure interactive.
-        svg: static figure.
+        attributes: attributes of the element around the figure.
+        content: content of that element.
+        script: JavaScript that defines the function ``start(root, data)``, which makes a copy of
+            the figure interactive.
         data: data for the script.
     """
     payload = script_json(data)
     # The same figure always has the same id; the script starts every copy on the page that is
     # not running yet, so that a figure can be shown twice.
-    digest = hashlib.sha256((script + svg + payload).encode()).hexdigest()[:12]
+    digest = hashlib.sha256((content + payload).encode()).hexdigest()[:12]
     return (
-        f'<div class="sparse-tl-circuit" data-figure="{digest}">\n'
-        f"<style>\n{read_assets(STYLE, *OWN_STYLES.get(script, ()))}</style>\n"
-        f'<div class="controls"></div>\n'
-        f'<div class="canvas">\n{svg}\n</div>\n'
-        f'<div class="tip" role="tooltip" hidden></div>\n'
-        f"</div>\n"
-        f"<script>\n(() => {{\n{read_assets(*SCRIPTS[script])}\n"
+        f'<div {attributes} data-figure="{digest}">\n{content}\n</div>\n'
+        f"<script>\n(() => {{\n{read_assets('start_figures.js')}\n{script}\n"
         f'startFigures("{digest}", start, {payload});\n'
         f"}})();\n</script>"
     )

@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
-from html import escape
 from typing import Any
 
 from sparse_tl.arguments import checked
@@ -26,7 +25,7 @@ from sparse_tl.plots.palette import (
     Colour,
     blend,
 )
-from sparse_tl.plots.panels import fitting_width, hover_text, panel_figure
+from sparse_tl.plots.panels import fitting_width, hover_text, panel_figure, plain_text
 from sparse_tl.plots.token_text import clip_text, text_width, visible_text
 
 _CELL, _LEAST_CELL, _ROW = 26.0, 10.0, 24.0
@@ -171,17 +170,9 @@ def _write(figure: Any, drawn: Mapping[str, _Cells], cell: float) -> None:
 
 def _add_texts(figure: Any, texts: Sequence[tuple[int, float, float, str]], **style: Any) -> None:
     """Add texts at a panel, x and y; all at once, since plotly checks all with every one."""
-    axes = {column: figure.get_subplot(1, column) for column in {column for column, *_ in texts}}
-    refs = {
-        column: {
-            "xref": panel.xaxis.plotly_name.replace("axis", ""),
-            "yref": panel.yaxis.plotly_name.replace("axis", ""),
-        }
-        for column, panel in axes.items()
-    }
     more = [
-        {"text": escape(text, quote=False), "x": x, "y": y, "xanchor": "center"}
-        | refs[column]
+        {"text": plain_text(text), "x": x, "y": y, "xanchor": "center"}
+        | {"xref": f"x{column}", "yref": f"y{column}"}
         | style
         for column, x, y, text in texts
     ]
@@ -189,11 +180,8 @@ def _add_texts(figure: Any, texts: Sequence[tuple[int, float, float, str]], **st
 
 
 @singledispatch
-def _cells(result: Any) -> _Cells:
-    raise ValueError(
-        "expected results of patch_activations, logit_lens or attribute_logits; got "
-        f"{type(result).__name__}"
-    )
+def _cells(result: Mapped) -> _Cells:
+    raise NotImplementedError
 
 
 @_cells.register

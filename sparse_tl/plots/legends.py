@@ -7,7 +7,7 @@ from typing import Any
 
 from sparse_tl.plots.palette import CLEAR, INK, LEGEND_SIZE, TICK_SIZE
 from sparse_tl.plots.panels import plain_text
-from sparse_tl.plots.token_text import text_width, visible_text
+from sparse_tl.plots.token_text import text_width, visible_text, wrap_text
 
 # Width of a line sample including gaps, and height of an entry.
 _SAMPLE, _ENTRY_HEIGHT, _NOTE_HEIGHT = 40, 19, 18
@@ -82,7 +82,8 @@ def add_notes(figure: Any, notes: Iterable[str]) -> None:
     """Add notes below all panels, at the left, with as many per line as fit."""
     layout, lines = figure.layout, []
     for note in notes:
-        *whole, rest = _wrapped(visible_text(note), layout.width - layout.margin.l - 4)
+        room = layout.width - layout.margin.l - 4
+        *whole, rest = wrap_text(visible_text(note), TICK_SIZE, room)
         longer = f"{lines[-1]} {rest}" if lines and not whole else rest
         if lines and not whole and text_width(longer, TICK_SIZE) <= layout.width - layout.margin.l:
             lines[-1] = longer
@@ -97,15 +98,6 @@ def add_notes(figure: Any, notes: Iterable[str]) -> None:
             yanchor="middle",
             yshift=-grow_below(figure, _NOTE_HEIGHT),
         )
-
-
-def _wrapped(note: str, room: float) -> list[str]:
-    lines = [""]
-    for word in note.split():
-        longer = f"{lines[-1]} {word}".strip()
-        fits = not lines[-1] or text_width(longer, TICK_SIZE) <= room
-        lines[-1:] = [longer] if fits else [lines[-1], word]
-    return lines
 
 
 def _list_once(figure: Any) -> list[str]:

@@ -67,8 +67,8 @@ GRID: Colour = "#e6e8ec"
 AXIS: Colour = "#7d8590"
 BORDER: Colour = "#aeb5c0"
 RESIDUAL, RESIDUAL_ON_PATH = "#d3d7de", "#868e9b"
-OPEN_EDGE, OPEN_PORT = "#cdd2da", "#aab1bc"
-"""Circuit edges on no path from the input to the logits, and their end points."""
+OPEN_EDGE = "#cdd2da"
+"""Circuit edges on no path from the input to the logits."""
 EMPTY_CELL: Colour = "#f2f3f5"
 
 # ---- models ------------------------------------------------------------------------------------

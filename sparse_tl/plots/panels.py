@@ -79,9 +79,9 @@ _TEMPLATE = go.layout.Template(
 )
 
 
-def in_rows(panels: Sequence[Panel], most: int = 4) -> list[list[Panel]]:
-    """Panels in rows of similar length, each with at most `most`."""
-    n_rows = -(-len(panels) // most)
+def in_rows(panels: Sequence[Panel]) -> list[list[Panel]]:
+    """Panels in rows of similar length, each with at most four."""
+    n_rows = -(-len(panels) // 4)
     per_row = -(-len(panels) // n_rows)
     return [list(panels[start : start + per_row]) for start in range(0, len(panels), per_row)]
 

@@ -78,6 +78,12 @@ class Figure:
         turned.theme = theme
         return turned
 
+    def _turnable(self, html: str) -> str:
+        """HTML of the figure in its own theme, which is turned in dark notebooks if it is auto."""
+        if self.theme != "auto":
+            return html
+        return f'<div class="{AUTO}">\n{notebook_style()}\n{html}\n</div>'
+
     def save(
         self, path: str | os.PathLike[str], *, scale: float = 2.0, theme: Theme = "auto"
     ) -> Path:
@@ -150,9 +156,7 @@ class SelfContainedFigure(Figure, RenderedHTML):
     def _repr_html_(self) -> str:
         if self.is_dark:
             return f'<div style="filter: {DARK_FILTER}">\n{self.light_html}\n</div>'
-        if self.theme == "light":
-            return self.light_html
-        return f'<div class="{AUTO}">\n{notebook_style()}\n{self.light_html}\n</div>'
+        return self._turnable(self.light_html)
 
     # circuitsvis's names for the same; the sources that its class chooses from are never made.
     __str__ = __html__ = show_code = _repr_html_

@@ -1,4 +1,7 @@
-"""Token text in figures: whitespace made visible, long tokens clipped."""
+"""Token text in figures: whitespace made visible, long tokens clipped.
+
+Font sizes and widths are in pixels.
+"""
 
 from __future__ import annotations
 
@@ -81,10 +84,7 @@ def _em_width(character: str) -> float:
 def clip_text(text: str, font_size: float, max_width: float) -> str:
     """The text, or its beginning followed by an ellipsis, within a width.
 
-    Args:
-        text: text to write.
-        font_size: font size in pixels.
-        max_width: width in pixels; the first character is kept even if it is wider.
+    The first character is kept even if it is wider.
     """
     if text_width(text, font_size) <= max_width:
         return text
@@ -95,33 +95,20 @@ def clip_text(text: str, font_size: float, max_width: float) -> str:
 
 
 def wrap_text(text: str, font_size: float, max_width: float) -> list[str]:
-    """The words of a text in lines that fit, or clipped where a word does not.
-
-    Args:
-        text: text to write.
-        font_size: font size in pixels.
-        max_width: width in pixels.
-    """
-    first, *words = text.split(" ")
-    lines = [first]
-    for word in words:
-        longer = f"{lines[-1]} {word}"
-        fits = text_width(longer, font_size) <= max_width
-        lines = [*lines[:-1], longer] if fits else [*lines, word]
-    return [clip_text(line, font_size, max_width) for line in lines]
+    """The words of a text in lines that fit, except for single words that do not."""
+    lines: list[str] = []
+    for word in text.split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and text_width(longer, font_size) <= max_width:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines
 
 
 def fit_text(text: str, font_size: float, max_width: float) -> tuple[str, float]:
-    """A text in the largest font size that fits, clipped at the smallest legible size.
-
-    Args:
-        text: text to write.
-        font_size: largest font size, in pixels.
-        max_width: width in pixels.
-
-    Returns:
-        The text and its font size.
-    """
+    """A text, and the largest font size up to `font_size` in which it fits; clipped at the smallest
+    legible size."""
     fitting = max_width / max(text_width(text, 1.0), 1e-9)
     size = max(SMALLEST_SIZE, min(font_size, fitting))
     return clip_text(text, size, max_width), size

@@ -1,4 +1,4 @@
-"""Reachability on the grid of levels and columns, against a graph library."""
+"""Attention graphs: what they hold, and how they are saved and shown."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from jaxtyping import Bool
-from torch import Tensor
 
-from sparse_tl.circuits.attention_graph import AttentionGraph, ancestors
+from sparse_tl.circuits.attention_graph import AttentionGraph
 
 
 def graph_fields(n_layers: int = 2, n_heads: int = 3, n_columns: int = 4) -> dict[str, Any]:
@@ -65,38 +63,3 @@ def test_a_graph_is_saved_tabulated_and_told(tmp_path):
     assert graph.to_pandas().to_numpy().tolist() == [[0, 0, 1, 1, 0.5, -2], [0, 1, 2, 0, 0.25, -1]]
     assert repr(graph) == "AttentionGraph('a b ?': 2 of 12 attention edges open)"
     assert "effect" in graph._repr_html_()
-
-
-def reached_by_networkx(
-    edges: Bool[Tensor, "layer query key"], column: int, level: int
-) -> set[tuple[int, int]]:
-    networkx = pytest.importorskip("networkx", reason="networkx is not installed")
-    n_layers, n_columns, _ = edges.shape
-    graph = networkx.DiGraph()
-    graph.add_nodes_from((i, c) for i in range(n_layers + 1) for c in range(n_columns))
-    graph.add_edges_from(((i, c), (i + 1, c)) for i in range(n_layers) for c in range(n_columns))
-    for layer, query, key in edges.nonzero().tolist():
-        graph.add_edge((layer, key), (layer + 1, query))
-    return set(networkx.ancestors(graph, (level, column))) | {(level, column)}
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_ancestors_equal_those_of_networkx(seed):
-    generator = torch.Generator().manual_seed(seed)
-    n_layers, n_columns = 1 + seed % 5, 1 + seed
-    density = 0.05 + 0.1 * (seed % 4)
-    edges = torch.rand(n_layers, n_columns, n_columns, generator=generator).tril() > 1 - density
-    for column in {0, n_columns // 2, n_columns - 1}:
-        for level in range(n_layers + 1):
-            reached = {(i, c) for i, c in ancestors(edges, column, level).nonzero().tolist()}
-            assert reached == reached_by_networkx(edges, column, level)
-
-
-def test_the_last_level_is_the_default():
-    edges = torch.ones(3, 4, 4, dtype=torch.bool).tril()
-    assert torch.equal(ancestors(edges, 2), ancestors(edges, 2, 3))
-
-
-def test_the_residual_stream_alone_reaches_straight_down():
-    reached = ancestors(torch.zeros(3, 4, 4, dtype=torch.bool), 2)
-    assert torch.equal(reached, torch.arange(4).eq(2).expand(4, 4))

@@ -87,9 +87,9 @@ def test_clicks_become_requests(page, tmp_path, explorer):
     page.locator("g[data-panel='1'] circle[data-level='1'][data-column='3']").click()
     page.keyboard.press("Escape")
     assert [{k: v for k, v in m.items() if k != "id"} for m in sent(page)] == [
-        {"action": "head", "panel": 1, "head": [1, 0]},
+        {"action": "head", "panel": 1, "layer": 1, "head": 0},
         {"action": "edges", "panel": 0, "edges": [[1, 1, 10, 4]]},
-        {"action": "prompt", "text": "1+1="},
+        {"action": "prompt", "prompt": "1+1="},
         {"action": "node", "panel": 1, "level": 1, "column": 3},
         {"action": "close"},
     ]
@@ -193,7 +193,7 @@ def test_what_cannot_be_shown_is_told_and_another_prompt_can_be_tried(page, tmp_
     assert page.locator(".restore").is_disabled()
     page.locator("input[name=prompt]").fill(PROMPT)
     page.locator("input[name=prompt]").press("Enter")
-    assert [(m["action"], m["text"]) for m in sent(page)] == [("prompt", PROMPT)]
+    assert [(m["action"], m["prompt"]) for m in sent(page)] == [("prompt", PROMPT)]
     for name in ("_prompt", "_panels", "_message", "_figure"):
         page.evaluate("args => window.change(...args)", [name, trait(whole, name)])
     assert page.locator(".diagram svg").count() == 1 and page.locator(".card").count() == 3

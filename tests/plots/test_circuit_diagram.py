@@ -16,15 +16,28 @@ from typing import Any
 
 import pytest
 import torch
+from reachability import reached_by_networkx
 
 from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
-from sparse_tl.plots.drawn_edges import N_MAIN_EDGES, round_graph, select_edges, threshold_steps
+from sparse_tl.plots.interactive_html import CIRCUIT_DRAWING
+from sparse_tl.plots.javascript import run_script
+from sparse_tl.plots.rounded_graph import threshold_steps
 from sparse_tl.plots.token_text import ELLIPSIS, clip_text, text_width, visible_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 ATTACK = "</script><img src=x onerror=alert(1)>"
 MakeFlow = Callable[..., AttentionGraph]
+
+SELECTED = "((data) => selectEdges(data.panels[0], data, data.state))"
+REACHED = """((data, nodes) => nodes.map(([level, column]) => [...selectEdges(
+    { ...data.panels[0], index: 0 }, data,
+    { ...data.state, focus: { panel: 0, level, column } }).reached]))"""
+
+
+def selected(figure: CircuitDiagram) -> dict[str, Any]:
+    """What the script says of the first view of a figure's only panel."""
+    return run_script(CIRCUIT_DRAWING, SELECTED, figure.data)
 
 
 class ClosedTags(HTMLParser):
@@ -118,6 +131,23 @@ def test_edges_that_cannot_reach_the_prediction_stay_light(make_flow, circuit):
     assert len(lines_of(panel, "main")) == len(circuit)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_what_reaches_a_node_equals_networkx(seed):
+    generator = torch.Generator().manual_seed(seed)
+    n_layers, n_columns = 1 + seed % 5, 1 + seed
+    density = 0.05 + 0.1 * (seed % 4)
+    edges = torch.rand(n_layers, n_columns, n_columns, generator=generator).tril() > 1 - density
+    tokens = ("a",) * n_columns
+    graph = AttentionGraph(edges[:, None].float(), edges[:, None], tokens, tokens, ((0, 0),))
+    columns = sorted({0, n_columns // 2, n_columns - 1})
+    nodes = [(level, column) for level in range(n_layers + 1) for column in columns]
+    data = circuit_diagram({"model": graph}).data
+    found = run_script(CIRCUIT_DRAWING, REACHED, data, nodes)
+    for (level, column), names in zip(nodes, found, strict=True):
+        reached = {tuple(map(int, name.split(","))) for name in names}
+        assert reached == reached_by_networkx(edges, column, level)
+
+
 def test_another_target_has_other_ancestors(make_flow, circuit):
     (panel,) = panels_of(circuit_diagram({"model": make_flow(circuit)}, target=3))
     assert len(lines_of(panel, "main")) == 4  # the 6 does not need the edge into the last column
@@ -137,18 +167,17 @@ def test_an_autoregressive_prediction_is_followed_from_where_it_is_read(make_flo
 
 def test_heads_are_merged_by_their_largest_weight(make_flow):
     flow = make_flow({(0, 0, 10, 3): 0.2, (0, 1, 10, 3): 0.7, (0, 2, 10, 3): 0.4})
-    selection = select_edges(round_graph(flow, "model").attention, 100, read_at=10)
-    assert [(edge.query, edge.key, edge.value) for edge in selection.edges] == [(10, 3, 700)]
-    assert selection.n_attention_edges == 3
+    view = selected(circuit_diagram({"model": flow}))
+    assert [(line["query"], line["key"], line["value"]) for line in view["lines"]] == [(10, 3, 700)]
+    assert view["count"] == 3
 
 
 def test_merging_keeps_the_sign_of_the_strongest_head(make_flow):
     attribution = torch.zeros(5, 4, 4, 11, 11)
     attribution[4, 0, 1, 10, 3], attribution[4, 0, 2, 10, 3] = -2.0, 1.0
     flow = make_flow({(0, 1, 10, 3): 0.5, (0, 2, 10, 3): 0.5}, attribution=attribution)
-    values = round_graph(flow, "model").values("first-order", 4)
-    (edge,) = select_edges(values, 100, read_at=10).edges
-    assert edge.value == 1000  # it helps: removing it lowers the logit
+    (line,) = selected(circuit_diagram({"model": flow}, weight="first-order"))["lines"]
+    assert line["value"] == 1000  # it helps: removing it lowers the logit
 
 
 @pytest.mark.parametrize(("weight", "shown"), [(0.0999, 1), (0.1, 1), (0.0994, 0)])
@@ -165,7 +194,7 @@ def test_threshold_zero_shows_every_edge_that_is_not_zero(dense_flow, sparse_flo
 
 def test_a_dense_panel_has_a_bounded_number_of_dark_lines(two_panels):
     dense = panels_of(circuit_diagram(two_panels, threshold=0.05))[0]
-    assert len(lines_of(dense, "main")) == N_MAIN_EDGES
+    assert len(lines_of(dense, "main")) == 32
     assert len(lines_of(dense, "path")) > 60 and len(lines_of(dense, "open")) > 20
 
 
@@ -177,9 +206,9 @@ def test_main_edges_carry_the_most(make_flow):
     }
     crowd |= {(2, 0, 10, key): 0.5 for key in range(10)} | {(3, 1, 10, 9): 0.5, (3, 1, 10, 8): 0.5}
     flow = make_flow(crowd | weak)
-    selection = select_edges(round_graph(flow, "model").attention, 100, read_at=10)
-    kinds = {(edge.layer, edge.query, edge.key): edge.kind for edge in selection.edges}
-    assert sum(kind == "main" for kind in kinds.values()) == len(crowd) == N_MAIN_EDGES
+    lines = selected(circuit_diagram({"model": flow}))["lines"]
+    kinds = {(line["layer"], line["query"], line["key"]): line["kind"] for line in lines}
+    assert sum(kind == "main" for kind in kinds.values()) == len(crowd) == 32
     assert kinds[2, 5, 1] == kinds[3, 10, 5] == "path"  # carries 1.0 * 0.1
 
 
@@ -567,7 +596,8 @@ def test_no_panels():
 
 @pytest.mark.parametrize("panels", [{"model": torch.zeros(1, 1, 2, 2)}, [1, 2]])
 def test_wrong_types(panels, unchecked_types):
-    with pytest.raises(TypeError, match="AttentionGraph( as panel 'model')?; got (Tensor|list)"):
+    expected = "(?s)a mapping of texts to AttentionGraph for panels; got .*trace_attention.* makes"
+    with pytest.raises(TypeError, match=expected):
         circuit_diagram(panels)
 
 
@@ -584,12 +614,12 @@ def test_no_targets(make_flow, circuit):
 
 @pytest.mark.parametrize("threshold", [-0.1, 1.0, float("nan")])
 def test_threshold_out_of_range(two_panels, threshold):
-    with pytest.raises(ValueError, match=f"below 1; got {threshold}"):
+    with pytest.raises(ValueError, match=f"from 0 below 1 for threshold; got {threshold}"):
         circuit_diagram(two_panels, threshold=threshold)
 
 
 def test_unknown_weight(two_panels, unchecked_types):
-    with pytest.raises(ValueError, match="a weight of .*'effect', 'first-order'.; got 'gradient'"):
+    with pytest.raises(ValueError, match="'effect' or 'first-order' for weight; got 'gradient'"):
         circuit_diagram(two_panels, weight="gradient")
 
 

@@ -1,0 +1,103 @@
+"""The weights of a circuit diagram's attention edges: checked, and rounded to thousandths.
+
+The static and the interactive figure both draw these integers, so that they compare the same
+numbers with the threshold. ``attention_edges.js`` chooses the edges to draw.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from sparse_tl.circuits.attention_graph import AttentionGraph
+
+STEPS = 1000
+"""Weights are integers: the number of steps between a weight of 0 and of 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class RoundedGraph:
+    """An attention graph with weights in thousandths.
+
+    Args:
+        name: name of its panel.
+        graph: the traced graph.
+        attention: gate times attention, 0..1000.
+        scores: available scores, "effect" and "first-order", of removing an edge; positive: the
+            edge helps; -1000..1000 for each target, relative to `scales`.
+        scales: largest absolute effect of each target, in logits.
+    """
+
+    name: str
+    graph: AttentionGraph
+    attention: Int[Tensor, "layer head query key"]
+    scores: dict[str, Int[Tensor, "target layer head query key"]]
+    scales: dict[str, list[float]]
+
+
+def threshold_steps(threshold: float) -> int:
+    """A threshold in thousandths; 0 keeps every non-zero edge."""
+    return max(1, round(threshold * STEPS))
+
+
+def round_graph(graph: AttentionGraph, name: str) -> RoundedGraph:
+    """Check a graph and round its weights to thousandths.
+
+    Args:
+        graph: graph to round.
+        name: panel name for error messages.
+
+    Raises:
+        ValueError: a weight is not finite, an attention weight is outside 0..1, or an impossible
+            edge (from a later position, or through a closed gate) has a weight.
+    """
+    attention = graph.attention.detach().double().cpu()
+    _check_finite(attention, f"attention of panel {name!r}")
+    low, high = (float(bound) for bound in attention.aminmax())
+    # Half-precision attention can exceed 1 by rounding.
+    if low < 0 or high > 1 + 1e-2:
+        raise ValueError(
+            f"expected attention weights of panel {name!r} in 0..1; got {low:.4g}..{high:.4g}; "
+            "pass gate times attention probability as `attention`, and signed scores as "
+            "`effect` or `attribution`"
+        )
+    if graph.causal and attention.triu(diagonal=1).any():
+        raise ValueError(
+            f"expected no attention from later positions in panel {name!r}; got a weight above "
+            "the diagonal; check that the last two dimensions are (query, key), or say "
+            "causal=False where attention is bidirectional"
+        )
+    if attention[~graph.gates.cpu()].any():
+        raise ValueError(
+            f"expected attention 0 where the gate is closed in panel {name!r}; got other weights; "
+            "multiply the attention probabilities by the gates first"
+        )
+    rounded = (attention.clamp(max=1) * STEPS).round().to(torch.int32)
+    scores, scales = {}, {}
+    for kind, given in {"effect": graph.effect, "first-order": graph.attribution}.items():
+        if given is None:
+            continue
+        values = given.detach().double().cpu()
+        _check_finite(values, f"{kind} scores of panel {name!r}")
+        expected = (len(graph.targets), *attention.shape)
+        if values.shape != expected:
+            raise ValueError(
+                f"expected {kind} scores of shape {expected} in panel {name!r}, one per target "
+                f"and attention edge; got {tuple(values.shape)}"
+            )
+        largest = values.abs().flatten(start_dim=1).amax(dim=1)
+        helps = -values / largest.clamp(min=1e-30)[:, None, None, None, None]
+        scores[kind], scales[kind] = (helps * STEPS).round().to(torch.int32), largest.tolist()
+    return RoundedGraph(name, graph, rounded, scores, scales)
+
+
+def _check_finite(values: Tensor, what: str) -> None:
+    n_bad = int((~values.isfinite()).sum())
+    if n_bad:
+        raise ValueError(
+            f"expected finite {what}; got {n_bad} NaN or infinite values of {values.numel()}; "
+            "look for a position that attends nowhere, or a division by 0"
+        )
