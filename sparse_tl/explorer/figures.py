@@ -17,7 +17,7 @@ from sparse_tl.explorer.ablated_model import by_title, trace_weights
 from sparse_tl.lens import HookedModel, adapt, check_head
 from sparse_tl.nodes import Node
 
-_MAX_SCORES = 1_000_000
+MAX_SCORES = 1_000_000
 """Maximum number of effects computed unasked: a few seconds at GPT-2 small's size."""
 
 
@@ -90,7 +90,7 @@ def _plan(
         columns = sorted({*columns, columns[-1] if shown is None else shown})
         adapter = adapt(model)
         n_scores = len(columns) * adapter.n_layers * adapter.n_heads * n_tokens**2
-        if n_scores > _MAX_SCORES:
+        if n_scores > MAX_SCORES:
             if weight == "attention":
                 trace = trace_attention
             else:

@@ -65,9 +65,9 @@ def test_one_model_needs_no_title(models):
 def test_effects_of_too_many_positions_are_left_out_unasked(models, monkeypatch):
     dense = {"Dense": models["Dense"]}
     n_scores = 8 * 2 * 2 * 8**2
-    monkeypatch.setattr(figures, "_MAX_SCORES", n_scores)
+    monkeypatch.setattr(figures, "MAX_SCORES", n_scores)
     assert "first-order" in circuit_diagram(dense, "36+28=00").data["panels"][0]["scores"]
-    monkeypatch.setattr(figures, "_MAX_SCORES", n_scores - 1)
+    monkeypatch.setattr(figures, "MAX_SCORES", n_scores - 1)
     attention = circuit_diagram(dense, "36+28=00")
     assert attention.data["panels"][0]["scores"] == {} and len(attention.data["targets"]) == 8
     one = circuit_diagram(dense, "36+28=00", weight="first-order", position=3)

@@ -59,7 +59,13 @@ def test_out_of_memory_says_where_it_goes(
     with pytest.raises(MemoryError, match="ran out of memory on cpu") as caught:
         _post_train(*_addition())
     said = str(caught.value)
-    for part in ("4 rows of", "8 a step, 2 micro-batches", "activations of", "--accumulate", "allocate"):
+    for part in (
+        "4 rows of",
+        "8 a step, 2 micro-batches",
+        "activations of",
+        "--accumulate",
+        "allocate",
+    ):
         assert part in said, part
 
 
