@@ -228,9 +228,18 @@ def _joined() -> bool:
     if not dist.is_initialized() and _launched():
         if _on_gpus():
             torch.cuda.set_device(_local_rank())
+        else:
+            _share_cores()
         with together():
             dist.init_process_group("cpu:gloo,cuda:nccl" if _on_gpus() else "gloo", timeout=TIMEOUT)
     return dist.is_initialized()
+
+
+def _share_cores() -> None:
+    """Give each rank of this machine its share, as `torchrun` does."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))
 
 
 def _launched() -> bool:

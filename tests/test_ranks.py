@@ -14,7 +14,14 @@ from accelerate import notebook_launcher
 from several_ranks import on_ranks
 from torch import nn
 
-from sparse_tl import ranks, shards
+from sparse_tl import (
+    AdditionTask,
+    ShuffledStream,
+    load_addition_models,
+    post_train,
+    ranks,
+    shards,
+)
 
 
 def test_one_process_is_the_only_rank() -> None:
@@ -113,15 +120,28 @@ def test_a_notebook_launches_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[
         port = free.getsockname()[1]
 
     def job() -> None:
-        torch.set_num_threads(1)
         said = [ranks.rank(), ranks.count(), ranks.device(), ranks.gathered(ranks.rank())]
+        _, sparse = load_addition_models()
+        rows = AdditionTask().split()[0].select(slice(0, 32))
+        outcome = post_train(
+            sparse,
+            ShuffledStream(rows, 16),
+            validation=rows,
+            target_loss="+1",
+            steps=2,
+            progress=False,
+        )
+        said += [torch.get_num_threads(), *outcome.history["loss"].dropna()]
         (tmp_path / str(ranks.rank())).write_text(json.dumps(said))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")
+        patch.delenv("OMP_NUM_THREADS", raising=False)
         notebook_launcher(job, num_processes=2, use_port=str(port))
     said = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
-    assert said == [[rank, 2, "cpu", [0, 1]] for rank in range(2)]
+    assert [some[:4] for some in said] == [[rank, 2, "cpu", [0, 1]] for rank in range(2)]
+    assert {some[4] for some in said} == {max(1, torch.get_num_threads() // 2)}, "shared cores"
+    assert len(said[0]) == 7 and said[0][5:] == said[1][5:], "the loss of both steps, on both"
     assert ranks.count() == 1
 
 

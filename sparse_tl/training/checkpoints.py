@@ -38,6 +38,7 @@ from sparse_tl.scopes import autograd
 
 FORMAT = 4
 _STATE = "state.json"
+_VERSIONS = ("torch", "transformers", "transformer-lens")
 _SHOWN = {"loss": "loss", "violation": "over", "lambda": "λ", "expected_per_token": "edges/token"}
 
 
@@ -237,13 +238,9 @@ def _check_tensors(groups: dict[str, dict[str, Tensor]], trained: dict[str, nn.P
 
 
 def check_ranks(identity: dict[str, Any]) -> None:
-    """Check that all ranks run the same.
-
-    Raises:
-        ValueError: a rank has other versions, settings or weights.
-    """
+    """Check that all ranks run the same, or raise a ValueError that says what differs."""
     facts = {name: repr(value) for name, value in _flat(identity["settings"]).items()}
-    facts |= {f"version of {name}": version(name) for name in ("torch", "transformer-lens")}
+    facts |= {f"version of {name}": version(name) for name in _VERSIONS}
     facts |= {"version of sparse_tl": __version__, "weights": identity["weights"]}
     ranks.check_alike(facts)
 

@@ -94,7 +94,7 @@ class TestNotebook:
         bundle = FIGURES[name]()._repr_mimebundle_()
         assert list(bundle) == [PLOTLY_DATA, "text/html", "text/plain"]
         assert len(json.dumps(bundle[PLOTLY_DATA])) < 60_000
-        assert len(bundle["text/html"]) < 100_000
+        assert len(bundle["text/html"]) < 200_000
         (data,) = re.findall(r'src="data:image/svg\+xml;base64,(.*?)"', bundle["text/html"])
         assert ElementTree.fromstring(base64.b64decode(data)).get("role") == "img"
         assert bundle["text/plain"].startswith("GridFigure('")
