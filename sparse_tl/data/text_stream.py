@@ -64,7 +64,7 @@ class TextStream:
         batch_size: windows per step.
         seed: random seed for the shuffling.
         shuffle: number of windows that are shuffled together; 1 keeps the order of the text.
-        held_out: numbers of windows of the text that are left out.
+        left_out: numbers of windows of the text that are left out.
         accumulate: number of pieces in which a step's rows are run, to save memory.
 
     Raises:
@@ -81,7 +81,7 @@ class TextStream:
         seed: Seed = 0,
         *,
         shuffle: AtLeastOne = 1024,
-        held_out: range = range(0),
+        left_out: range = range(0),
         accumulate: AtLeastOne = 1,
     ) -> None:
         check_window(tokenizer, window)
@@ -92,7 +92,7 @@ class TextStream:
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
-        self.held_out = held_out
+        self.left_out = left_out
         self.accumulate = accumulate
         self.n_windows: int | None = None
         """Number of windows of the text, without held-out ones; None before its end was reached."""
@@ -150,8 +150,8 @@ class TextStream:
         self._places[state["block"]] = _Place(**state["place"])
 
     def _settings(self) -> dict[str, Any]:
-        held_out = [self.held_out.start, self.held_out.stop, self.held_out.step]
-        return {"window": self.window, "shuffle": self.shuffle, "held_out": held_out}
+        left_out = [self.left_out.start, self.left_out.stop, self.left_out.step]
+        return {"window": self.window, "shuffle": self.shuffle, "left_out": left_out}
 
     def _row(self, place: int) -> tuple[int, Int[Tensor, " pos"]]:
         """The block and the tokens of a row of the infinite sequence."""
@@ -206,7 +206,7 @@ class TextStream:
         if reading is not None and reading[0] == place:
             windows = reading[1]
         else:
-            windows = _cut(self.documents, self.tokenizer, self.window, self.held_out, place)
+            windows = _cut(self.documents, self.tokenizer, self.window, self.left_out, place)
         tokens, after = array("q"), place
         for row, behind in islice(windows, self.shuffle):
             tokens.extend(row)
@@ -224,7 +224,7 @@ def _order(seed: int, number: int, size: int) -> Int[Tensor, " window"]:
 
 
 def _cut(
-    documents: Documents, tokenizer: Any, window: int, held_out: range, place: _Place
+    documents: Documents, tokenizer: Any, window: int, left_out: range, place: _Place
 ) -> Iterator[tuple[array[int], _Place]]:
     """The windows from a place on that are not held out, each with the place behind it."""
     where = "the start"
@@ -245,7 +245,7 @@ def _cut(
                 row = tokens[begin : begin + window]
                 begin += window
                 number += 1
-                if number - 1 not in held_out:
+                if number - 1 not in left_out:
                     behind = len(piece) - (len(tokens) - begin)
                     n_given += 1
                     yield row, _Place(document, character, behind, number)

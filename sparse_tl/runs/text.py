@@ -176,7 +176,7 @@ def run_post_training(
         if len(windows) == limit < needed:
             left_out = range(len(train), len(windows))
             stream = TextStream(
-                documents, dense_model.tokenizer, window, batch_size, held_out=left_out, **order
+                documents, dense_model.tokenizer, window, batch_size, left_out=left_out, **order
             )
         else:
             _warn_of_repeats(steps * batch_size, len(train))

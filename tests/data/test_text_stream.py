@@ -183,7 +183,7 @@ def test_ranks_share_the_rows_of_a_batch(tokenizer: Any) -> None:
 
 def test_held_out_windows_are_left_out(tokenizer: Any) -> None:
     windows = token_windows(_texts(80), tokenizer, 8)
-    stream = TextStream(_texts(80), tokenizer, 8, 4, shuffle=16, held_out=range(10, 50))
+    stream = TextStream(_texts(80), tokenizer, 8, 4, shuffle=16, left_out=range(10, 50))
     n = len(windows) - 40
     rows = _rows(stream, range(n // 4 + 2))[:n]
     assert stream.n_windows == n
@@ -196,13 +196,13 @@ def test_held_out_windows_are_left_out(tokenizer: Any) -> None:
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("size", [6, 40])
 def test_a_stream_goes_on_from_its_state(source: Any, tokenizer: Any, size: int) -> None:
-    whole = TextStream(source, tokenizer, 8, size, seed=2, shuffle=16, held_out=range(20, 30))
+    whole = TextStream(source, tokenizer, 8, size, seed=2, shuffle=16, left_out=range(20, 30))
     expected = [whole.batch(step).tokens.tolist() for step in range(50)]
     for step in random.Random(size).sample(range(45), 6):
-        stopped = TextStream(source, tokenizer, 8, size, 2, shuffle=16, held_out=range(20, 30))
+        stopped = TextStream(source, tokenizer, 8, size, 2, shuffle=16, left_out=range(20, 30))
         stopped.batch(step)
         state = json.loads(json.dumps(stopped.state()))
-        resumed = TextStream(source, tokenizer, 8, size, 2, shuffle=16, held_out=range(20, 30))
+        resumed = TextStream(source, tokenizer, 8, size, 2, shuffle=16, left_out=range(20, 30))
         assert isinstance(resumed, ResumableStream)
         resumed.load_state(state)
         for again in (step, 0, step + 1, step + 2, step + 4, 3):
@@ -278,7 +278,7 @@ def test_text_shorter_than_a_window(tokenizer: Any, texts: list[str], count: int
 
 
 def test_all_text_held_out(tokenizer: Any) -> None:
-    stream = TextStream(["w1 w2 w3 w4"] * 4, tokenizer, 8, 4, held_out=range(100))
+    stream = TextStream(["w1 w2 w3 w4"] * 4, tokenizer, 8, 4, left_out=range(100))
     with pytest.raises(ValueError, match="more windows of text than are held out; got 2"):
         stream.batch(0)
 
