@@ -5,11 +5,14 @@ from __future__ import annotations
 import codecs
 import io
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from sparse_tl.arguments import checked
 
@@ -122,7 +125,7 @@ class DocumentRows(Documents):
         self.rows, self.column, self.name = rows, column, name
 
     def since(self, place: Any) -> Iterator[tuple[Any, Iterable[str]]]:
-        for number, row in enumerate(self.rows):
+        for number, row in enumerate(_one_at_a_time(self.rows)):
             if number >= (place or 0):
                 text = row if isinstance(row, str) else _text_of(row, self.column, self.name)
                 if text is not None:
@@ -133,6 +136,26 @@ class DocumentRows(Documents):
 
     def identity(self) -> Any:
         return None
+
+
+_reading: WeakKeyDictionary[Any, Lock] = WeakKeyDictionary()
+"""Of streamed datasets, who reads the next row."""
+
+
+def _one_at_a_time(rows: Iterable[Any]) -> Iterator[Any]:
+    """The rows. Iterators of a streamed dataset share a state, and two that are in its code at the
+    same moment, in two threads, skip one another's rows or fail."""
+    datasets = sys.modules.get("datasets")  # unless it is imported, there are none
+    if datasets is None or not isinstance(rows, datasets.IterableDataset):
+        yield from rows
+        return
+    lock, iterator, end = _reading.setdefault(rows, Lock()), iter(rows), object()
+    while True:
+        with lock:
+            row = next(iterator, end)
+        if row is end:
+            return
+        yield row
 
 
 class _Files(Documents):

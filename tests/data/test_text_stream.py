@@ -12,6 +12,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,24 @@ def test_held_out_windows_are_left_out(tokenizer: Any) -> None:
     rows = _rows(stream, range(n // 4 + 2))[:n]
     assert stream.n_windows == n
     assert sorted(rows) == sorted(windows[:10].tolist() + windows[50:].tolist())
+
+
+def test_a_streamed_dataset_is_read_by_several_threads(tmp_path: Path) -> None:
+    """As two streams do, or one that is stopped while its thread still reads."""
+    texts = [f"w{number}" for number in range(80)]
+    documents = read_documents(_streamed(tmp_path, texts).shuffle(seed=0, buffer_size=10))
+
+    def read(_: int) -> list[str]:
+        return [text for _, some in documents.since(None) for text in some]
+
+    expected, before = read(0), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            for _ in range(30):
+                assert list(pool.map(read, range(3))) == [expected] * 3
+    finally:
+        sys.setswitchinterval(before)
 
 
 # Going on.
