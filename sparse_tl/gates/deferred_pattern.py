@@ -1,9 +1,8 @@
-"""Patterns without storage: gated, or of a model without gates, and used block by block."""
+"""Gated patterns without storage, used block by block."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,18 +11,7 @@ from torch import Tensor
 
 from sparse_tl.gates.blockwise import GatedAttention
 from sparse_tl.gates.passes import Counted
-from sparse_tl.lens import (
-    AttachedHooks,
-    Block,
-    Deferred,
-    DeferredScores,
-    HookedModel,
-    HookFunction,
-    Order,
-    adapt,
-    function_name,
-)
-from sparse_tl.scopes import scope
+from sparse_tl.lens import Deferred, function_name
 
 
 class GatedPattern(Deferred):
@@ -76,43 +64,6 @@ class GatedPattern(Deferred):
             if name == "to" and _is_same(pattern, args[1:], kwargs or {}):
                 return pattern
         return super().__torch_function__(func, types, args, kwargs)
-
-
-@scope
-def attention_by_blocks(model: HookedModel) -> Iterator[None]:
-    """Inside the block, a model without gates computes attention of long prompts by blocks too."""
-    adapter, scores = adapt(model), dict[int, Tensor]()
-
-    def use(layer: int, pattern: Tensor) -> Tensor | None:
-        read = scores.pop(layer)
-        if not (isinstance(read, Deferred) and isinstance(pattern, Deferred)):
-            return None
-        bias = torch.zeros(adapter.n_heads, device=adapter.device)
-        same = GatedAttention(read.expression, pattern.expression, bias, _ungated, None)
-        return GatedPattern.under(same, pattern, None)
-
-    names = zip(
-        adapter.layer_points("attn.hook_attn_scores"),
-        adapter.layer_points("attn.hook_pattern"),
-        strict=True,
-    )
-    hooks: list[tuple[str, Order, HookFunction]] = []
-    for layer, (score, pattern) in enumerate(names):
-        hooks.append((score, Order.LAST, partial(scores.__setitem__, layer)))
-        hooks.append((pattern, Order.FIRST, partial(use, layer)))
-    attached = AttachedHooks(adapter, hooks)
-    deferred = DeferredScores(adapter, attached)
-    try:
-        yield
-    finally:
-        deferred.remove()
-        attached.remove()
-
-
-def _ungated(
-    _block: Block, _scores: Tensor, pattern: Tensor, _bias: Tensor, _generator: Any
-) -> tuple[Tensor, Counted]:
-    return pattern, {}
 
 
 def _is_same(pattern: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

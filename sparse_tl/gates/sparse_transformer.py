@@ -19,7 +19,7 @@ from sparse_tl.gates.counting import AttentionEdgeCounts, counted_by_batch, open
 from sparse_tl.gates.distributions import GateDistribution, GateMode
 from sparse_tl.gates.mlps import MLPGates
 from sparse_tl.gates.passes import Counted
-from sparse_tl.lens import AttachedHooks, DeferredScores, Model, adapt, check_gates
+from sparse_tl.lens import AttachedHooks, Model, adapt, check_gates, defer_scores
 from sparse_tl.scopes import autograd, scope, whole
 
 
@@ -206,7 +206,7 @@ class SparseTransformer(nn.Module):
     def unwrap(self) -> Model:
         """Remove the gates and return the model, with no trace of the wrapper on it."""
         if self._hooks_on is not None:
-            self._deferred.remove()
+            self._deferred.close()
             self._hooks_on.remove()
             self._hooks_on = None
             del adapt(self.model).core._sparse_tl_wrapped
@@ -279,7 +279,7 @@ class SparseTransformer(nn.Module):
         adapter = adapt(self.model)
         hooks = (hook for gates in self._all_gates() for hook in gates.hooks(adapter))
         self._hooks_on = AttachedHooks(adapter, list(hooks))
-        self._deferred = DeferredScores(adapter, self._hooks_on)
+        self._deferred = defer_scores(adapter, self._hooks_on)
         adapter.core._sparse_tl_wrapped = True  # type: ignore[assignment]
 
     @scope

@@ -21,7 +21,7 @@ from sparse_tl.lens.checks import (
 )
 from sparse_tl.lens.deferred import (
     Deferred as Deferred,
-    DeferredScores as DeferredScores,
+    defer_scores as defer_scores,
     explicit as explicit,
     function_name as function_name,
 )

@@ -152,11 +152,13 @@ def own_forwards(model: nn.Module) -> Iterator[None]:
 
 
 @scope
-def attached(adapter: Adapter, hooks: Sequence[tuple[str, Order, HookFunction]]) -> Iterator[None]:
+def attached(
+    adapter: Adapter, hooks: Sequence[tuple[str, Order, HookFunction]]
+) -> Iterator[AttachedHooks]:
     """Attach hooks for the duration of a ``with`` block, also if it raises."""
     handles = AttachedHooks(adapter, hooks)
     try:
-        yield
+        yield handles
     finally:
         handles.remove()
 
