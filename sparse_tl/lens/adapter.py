@@ -205,15 +205,21 @@ class Adapter(ABC):
             yield at
 
     def _last_mlp_at(self, read: Bool[Tensor, "batch pos"]) -> AbstractContextManager[None]:
-        return mlp_only_at(*self._last_mlp(), read) if self.has_mlps else nullcontext()
+        if not self.has_mlps:
+            return nullcontext()
+        block: Any = self.model.blocks[-1]
+        parts = [block.mlp, block.hook_mlp_out, *self._after_last_mlp()]
+        behind = [module for part in parts if part is not None for module in part.modules()]
+        own = {handle.id for handle in getattr(block, "_capture_hook_handles", ())}
+        return mlp_only_at(block.mlp, [block, *behind], own, read)
 
     @abstractmethod
     def _final(self, rows: Tensor, from_layer: int, attention_mask: Tensor | None) -> Tensor:
         """The final residual stream, from tokens or from a layer's input."""
 
     @abstractmethod
-    def _last_mlp(self) -> tuple[nn.Module, Sequence[nn.Module], set[int]]:
-        """The arguments of `mlp_only_at`."""
+    def _after_last_mlp(self) -> list[Any]:
+        """The parts that run after the last MLP; None for those that the model lacks."""
 
     def _fused(self) -> AbstractContextManager[None]:
         """Inside the block, sequences of small operations are fused."""

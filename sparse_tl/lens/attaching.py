@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -69,7 +70,7 @@ class AttachedHooks:
             if isinstance(place, HookPoint):
                 self._attach(place, order, function)
             else:
-                self._handles += place.attach(function)
+                self._handles += place(function)
 
     def _attach(self, point: HookPoint, order: Order, function: HookFunction) -> None:
         point.add_hook(lambda tensor, *, hook: function(tensor), is_permanent=True)
@@ -168,14 +169,11 @@ def hooks_on(
     hooks: Sequence[tuple[nn.Module, Callable[..., Any]]], *, with_kwargs: bool = False
 ) -> Iterator[None]:
     """Inside the block, torch calls these functions after these modules."""
-    handles: list[RemovableHandle] = []
-    try:
+    with ExitStack() as handles:
         for module, hook in hooks:
-            handles.append(module.register_forward_hook(hook, with_kwargs=with_kwargs))
+            handle = module.register_forward_hook(hook, with_kwargs=with_kwargs)
+            handles.enter_context(handle)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @scope

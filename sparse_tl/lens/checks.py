@@ -222,11 +222,6 @@ def _mlps_write(adapter: Adapter, tokens: Tensor) -> None:
 
 
 def _circuits_hold(adapter: Adapter, tokens: Tensor) -> None:
-    _parts_add_up(adapter, tokens)
-    _edits_reach(adapter, tokens)
-
-
-def _parts_add_up(adapter: Adapter, tokens: Tensor) -> None:
     why = adapter.unsupported()
     if why is not None:
         raise ValueError(
@@ -264,6 +259,7 @@ def _parts_add_up(adapter: Adapter, tokens: Tensor) -> None:
     if adapter.n_layers > 1:
         entered = adapter.final(kept["blocks.1.hook_resid_pre"], from_layer=1)
         _same(adapter, final, entered, "the final residual stream of a pass that starts at layer 1")
+    _edits_reach(adapter, tokens)
 
 
 def _edits_reach(adapter: Adapter, tokens: Tensor) -> None:
