@@ -31,9 +31,8 @@ from sparse_tl.lens import (
     Adapter,
     Block,
     Deferred,
+    Hook,
     HookedModel,
-    HookFunction,
-    Order,
     adapt,
     attached,
     defer_scores,
@@ -83,7 +82,7 @@ class AttentionGates(PassGates):
             dtype=adapter.gate_dtype,
         )
 
-    def hooks(self, adapter: Adapter) -> list[tuple[str, Order, HookFunction]]:
+    def hooks(self, adapter: Adapter) -> list[Hook]:
         """The hooks that attach these gates: scores are read last, patterns are set first."""
         scores = adapter.layer_points("attn.hook_attn_scores")
         patterns = adapter.layer_points("attn.hook_pattern")

@@ -22,7 +22,7 @@ from sparse_tl.gates.counting import mlps_of_layer
 from sparse_tl.gates.distributions import BernoulliGate, GateDistribution, GateMode, gate_values
 from sparse_tl.gates.passes import PassGates, layer_hooks
 from sparse_tl.gates.patches import gate
-from sparse_tl.lens import Adapter, HookFunction, Order, check_mlps
+from sparse_tl.lens import Adapter, Hook, check_mlps
 
 INITIAL_BIAS = 2.0
 """Initial b: an MLP output is open with a probability of 88 percent."""
@@ -66,7 +66,7 @@ class MLPGates(PassGates):
             dtype=adapter.gate_dtype,
         )
 
-    def hooks(self, adapter: Adapter) -> list[tuple[str, Order, HookFunction]]:
+    def hooks(self, adapter: Adapter) -> list[Hook]:
         """The hooks that attach these gates: MLP inputs are read last, outputs are set first."""
         outputs = adapter.layer_points("hook_mlp_out")
         reads = [f"blocks.{layer}.mlp_read" for layer in range(adapter.n_layers)]

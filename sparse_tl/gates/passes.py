@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from sparse_tl.gates.distributions import GateDistribution, GateMode, press
-from sparse_tl.lens import HookFunction, Order
+from sparse_tl.lens import Hook, Order
 from sparse_tl.scopes import scope
 
 Counted = dict[str, Tensor]
@@ -155,7 +155,7 @@ def layer_hooks(
     read: Sequence[str],
     gated: Sequence[str],
     act: Callable[[int, Tensor, Tensor], Tensor | None],
-) -> list[tuple[str, Order, HookFunction]]:
+) -> list[Hook]:
     """The hooks that gate every layer: gates read their input last, and set what they act on first.
 
     Args:
@@ -168,7 +168,7 @@ def layer_hooks(
     def set_gated(layer: int, value: Tensor) -> Tensor | None:
         return act(layer, inputs.pop(layer), value)
 
-    hooks: list[tuple[str, Order, HookFunction]] = []
+    hooks: list[Hook] = []
     for layer, (before, after) in enumerate(zip(read, gated, strict=True)):
         hooks.append((before, Order.LAST, partial(inputs.__setitem__, layer)))
         hooks.append((after, Order.FIRST, partial(set_gated, layer)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -106,17 +105,16 @@ def _load(folder: Path, device: str | None) -> SparseTransformer:
     bias = _read(
         file, tensors, "bias", (n_layers, n_heads), f"for {n_layers} layers of {n_heads} heads"
     )
-    place: dict[str, Any] = {"distribution": distribution, "device": adapter.device}
-    gates = AttentionGates(n_layers, n_heads, dtype=bias.dtype, **place)
-    gates.bias.data.copy_(bias)
+    gates = AttentionGates.of(adapter, 0.0, distribution)
+    gates.bias.data = bias.to(adapter.device)
     mlp_gates = None
     if _read_mlps(folder / GATES_FILE, tensors):
         whose = f"of gates on the MLPs of {n_layers} layers that read {d_model} numbers"
         mlp_bias = _read(file, tensors, f"{_MLPS}bias", (n_layers,), whose)
         weight = _read(file, tensors, f"{_MLPS}weight", (n_layers, d_model), whose)
-        mlp_gates = MLPGates(n_layers, d_model, dtype=weight.dtype, **place)
-        mlp_gates.bias.data.copy_(mlp_bias)
-        mlp_gates.weight.data.copy_(weight)
+        mlp_gates = MLPGates.of(adapter, distribution)
+        mlp_gates.bias.data = mlp_bias.to(adapter.device, weight.dtype)
+        mlp_gates.weight.data = weight.to(adapter.device)
     return SparseTransformer(model, gates=gates, mlp_gates=mlp_gates)
 
 

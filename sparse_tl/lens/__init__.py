@@ -5,6 +5,7 @@ from sparse_tl.lens.adapting import adapt as adapt, read_parameters as read_para
 from sparse_tl.lens.architecture import model_config as model_config
 from sparse_tl.lens.attaching import (
     AttachedHooks as AttachedHooks,
+    Hook as Hook,
     Order as Order,
     attached as attached,
 )
@@ -48,7 +49,6 @@ from sparse_tl.lens.lora import (
     merge_lora as merge_lora,
 )
 from sparse_tl.lens.norms import Norm as Norm
-from sparse_tl.lens.places import HookFunction as HookFunction
 from sparse_tl.lens.plain import check_raw as check_raw
 from sparse_tl.lens.points import HookedModel as HookedModel, Model as Model
 from sparse_tl.lens.recording import (

@@ -36,22 +36,25 @@ class Order(Enum):
     LAST = "last"
 
 
+Hook = tuple[str, Order, HookFunction]
+"""Where it sits, by a name that `Adapter.place` accepts; when it runs; and what it does."""
+
+
 class AttachedHooks:
     """Hooks on a model that survive `reset_hooks()` and are removed by `remove()`.
 
     Args:
         adapter: adapter of the model.
-        hooks: (hook point, order, function), with the names that `Adapter.place` accepts. The
-            function takes the activation and returns its replacement, or None to keep it. At q, k,
-            v and z it must return what it keeps for gradients, since bridges pass views that
-            nothing else reads. Bind hook point names by closure: the name that a hook receives
-            differs between kinds of model.
+        hooks: hooks whose functions take the activation and return its replacement, or None to keep
+            it. At q, k, v and z they must return what they keep for gradients, since bridges pass
+            views that nothing else reads. Bind hook point names by closure: the name that a hook
+            receives differs between kinds of model.
 
     Raises:
         ValueError: the model lacks a hook point; nothing is attached then.
     """
 
-    def __init__(self, adapter: Adapter, hooks: Sequence[tuple[str, Order, HookFunction]]) -> None:
+    def __init__(self, adapter: Adapter, hooks: Sequence[Hook]) -> None:
         # Look up all places before attaching anything.
         places = [adapter.place(name) for name, _, _ in hooks]
         self._attached: list[tuple[HookPoint, LensHandle]] = []
@@ -63,9 +66,7 @@ class AttachedHooks:
             raise
 
     @whole
-    def _attach_all(
-        self, places: Sequence[Any], hooks: Sequence[tuple[str, Order, HookFunction]]
-    ) -> None:
+    def _attach_all(self, places: Sequence[Any], hooks: Sequence[Hook]) -> None:
         for place, (_, order, function) in zip(places, hooks, strict=True):
             if isinstance(place, HookPoint):
                 self._attach(place, order, function)
@@ -153,9 +154,7 @@ def own_forwards(model: nn.Module) -> Iterator[None]:
 
 
 @scope
-def attached(
-    adapter: Adapter, hooks: Sequence[tuple[str, Order, HookFunction]]
-) -> Iterator[AttachedHooks]:
+def attached(adapter: Adapter, hooks: Sequence[Hook]) -> Iterator[AttachedHooks]:
     """Attach hooks for the duration of a ``with`` block, also if it raises."""
     handles = AttachedHooks(adapter, hooks)
     try:

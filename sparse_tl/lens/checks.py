@@ -28,7 +28,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sparse_tl import shards
-from sparse_tl.lens.attaching import Order, attached, others_off
+from sparse_tl.lens.attaching import Hook, Order, attached, others_off
 from sparse_tl.lens.limits import check_numbers
 from sparse_tl.lens.lora import lora_layers
 from sparse_tl.lens.places import HookFunction
@@ -145,8 +145,7 @@ def _gates_act(adapter: Adapter, tokens: Tensor) -> None:
     ) -> dict[str, list[Tensor]]:
         """Activations at some hook points while others are edited."""
         found: dict[str, list[Tensor]] = {name: [] for name in names}
-        hooks: list[tuple[str, Order, HookFunction]]
-        hooks = [(name, Order.FIRST, edit) for name in edited]
+        hooks: list[Hook] = [(name, Order.FIRST, edit) for name in edited]
         hooks += [(name, Order.LAST, found[name].append) for name in names]
         with attached(adapter, hooks):
             model(prompts, return_type=None)
@@ -200,7 +199,7 @@ def _mlps_write(adapter: Adapter, tokens: Tensor) -> None:
         return found[written][-1]
 
     # With a zero pattern heads write nothing, and their biases are equal at all positions.
-    hooks: list[tuple[str, Order, HookFunction]] = [
+    hooks: list[Hook] = [
         (name, Order.FIRST, torch.zeros_like) for name in adapter.layer_points("attn.hook_pattern")
     ]
     for before, read, written, after in places:

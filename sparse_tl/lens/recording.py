@@ -10,7 +10,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.lens.attaching import Order, attached
-from sparse_tl.lens.places import HookFunction
 from sparse_tl.scopes import autograd
 
 if TYPE_CHECKING:
@@ -66,9 +65,7 @@ def record(
         return value
 
     every = [*names, *changed, *([EMBEDDED] if differentiable else [])]
-    hooks: list[tuple[str, Order, HookFunction]] = [
-        (name, Order.LAST, partial(keep, name)) for name in dict.fromkeys(every)
-    ]
+    hooks = [(name, Order.LAST, partial(keep, name)) for name in dict.fromkeys(every)]
     with attached(adapter, hooks), autograd(differentiable):
         final = adapter.final(tokens, attention_mask=attention_mask)
     silent = [name for name in names if name not in kept]

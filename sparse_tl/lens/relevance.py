@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sparse_tl.lens.attaching import Order, attached, hooks_on
+from sparse_tl.lens.attaching import Hook, Order, attached, hooks_on
 from sparse_tl.lens.norms import Norm
-from sparse_tl.lens.places import HookFunction
 from sparse_tl.scopes import scope
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class _NormRule:
         return _with_gradient_of(output, self.norm.share(residual, residual.detach()))
 
 
-def _mlp_hooks(adapter: Adapter, layer: int) -> list[tuple[str, Order, HookFunction]]:
+def _mlp_hooks(adapter: Adapter, layer: int) -> list[Hook]:
     """The hooks that make an MLP linear in what enters its activation function and its gate."""
     if not adapter.has_mlps:
         return []
