@@ -50,9 +50,12 @@ from sparse_tl.lens.lora import (
 )
 from sparse_tl.lens.norms import Norm as Norm
 from sparse_tl.lens.plain import check_raw as check_raw
-from sparse_tl.lens.points import HookedModel as HookedModel, Model as Model
-from sparse_tl.lens.recording import (
+from sparse_tl.lens.points import (
     EMBEDDED as EMBEDDED,
+    HookedModel as HookedModel,
+    Model as Model,
+)
+from sparse_tl.lens.recording import (
     Activations as Activations,
     record as record,
     source_outputs as source_outputs,

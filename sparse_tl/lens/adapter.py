@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -18,11 +17,9 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from sparse_tl.graph import CircuitGraph
-from sparse_tl.lens.checks import check_circuits
 from sparse_tl.lens.norms import Norm
 from sparse_tl.lens.places import Place
-from sparse_tl.lens.points import Model, hook_point
-from sparse_tl.lens.recording import EMBEDDED
+from sparse_tl.lens.points import EMBEDDED, Model, hook_point
 from sparse_tl.lens.shortcuts import logits_only_at, mlp_only_at, repeated, sees_first
 from sparse_tl.scopes import scope
 
@@ -62,22 +59,14 @@ class Adapter(ABC):
         """The precision of gates: float64 for float64 models, float32 for all others."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
-    @cached_property
+    @property
+    @abstractmethod
     def graph(self) -> CircuitGraph:
         """The circuit graph, after checking that the model is the sum of its parts.
 
         Raises:
             ValueError: parts do not read and write the residual stream directly.
         """
-        check_circuits(self)
-        return CircuitGraph(
-            n_layers=self.n_layers,
-            n_heads=self.n_heads,
-            n_kv_heads=self.n_kv_heads,
-            has_mlps=self.has_mlps,
-            parallel=self.parallel,
-            coupled=self.coupled,
-        )
 
     @property
     def parallel(self) -> bool:

@@ -6,19 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
+from sparse_tl.lens.adapter import Adapter
 from sparse_tl.lens.places import HookFunction
 from sparse_tl.lens.points import HookedModel
 from sparse_tl.scopes import scope, whole
-
-if TYPE_CHECKING:
-    from sparse_tl.lens.adapter import Adapter
-
 
 Forward = Callable[..., Any]
 

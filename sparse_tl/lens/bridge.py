@@ -8,7 +8,7 @@ not by name, since names differ between versions.
 from __future__ import annotations
 
 from dataclasses import astuple
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from sparse_tl.lens.adapter import Adapter, Slot
 from sparse_tl.lens.attaching import others_off
 from sparse_tl.lens.booting import boot, check_alone
 from sparse_tl.lens.bridge_passes import cached_columns, entered, stopped
+from sparse_tl.lens.checks import circuit_graph
 from sparse_tl.lens.layouts import Layout, layouts
 from sparse_tl.lens.lora import effective_weight
 from sparse_tl.lens.norms import Norm
@@ -38,6 +39,7 @@ class BridgeAdapter(Adapter):
     """The adapter of a TransformerBridge."""
 
     model: TransformerBridge
+    graph = cached_property(circuit_graph)
 
     def __init__(self, model: TransformerBridge) -> None:
         missing = [name for name in _PARTS if not isinstance(getattr(model, name, None), nn.Module)]

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
@@ -28,17 +27,16 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sparse_tl import shards
+from sparse_tl.graph import CircuitGraph
+from sparse_tl.lens.adapter import Adapter
 from sparse_tl.lens.attaching import Hook, Order, attached, others_off
 from sparse_tl.lens.limits import check_numbers
 from sparse_tl.lens.lora import lora_layers
 from sparse_tl.lens.places import HookFunction
 from sparse_tl.lens.plain import check_wrapped
-from sparse_tl.lens.points import Model
-from sparse_tl.lens.recording import EMBEDDED, record
+from sparse_tl.lens.points import EMBEDDED, Model
+from sparse_tl.lens.recording import record
 from sparse_tl.scopes import autograd
-
-if TYPE_CHECKING:
-    from sparse_tl.lens.adapter import Adapter
 
 _checked: dict[str, WeakSet[Model]] = {
     kind: WeakSet[Model]() for kind in ("gates", "mlps", "circuits")
@@ -73,6 +71,19 @@ def check_circuits(adapter: Adapter) -> None:
     """
     check_whole(adapter)
     _once("circuits", adapter, _circuits_hold)
+
+
+def circuit_graph(adapter: Adapter) -> CircuitGraph:
+    """The circuit graph of a model that passes `check_circuits`."""
+    check_circuits(adapter)
+    return CircuitGraph(
+        n_layers=adapter.n_layers,
+        n_heads=adapter.n_heads,
+        n_kv_heads=adapter.n_kv_heads,
+        has_mlps=adapter.has_mlps,
+        parallel=adapter.parallel,
+        coupled=adapter.coupled,
+    )
 
 
 def check_whole(adapter: Adapter) -> None:

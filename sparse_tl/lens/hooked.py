@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from transformer_lens.hook_points import HookPoint
 
 from sparse_tl.lens.adapter import Adapter, Slot
 from sparse_tl.lens.attaching import own_forwards, stand_in
+from sparse_tl.lens.checks import circuit_graph
 from sparse_tl.lens.norms import Norm
 from sparse_tl.lens.places import Place, after, before, columns_in_cache, read_input
 from sparse_tl.lens.points import HookedTransformer, hook_point
@@ -30,6 +31,7 @@ class HookedAdapter(Adapter):
     """The adapter of a HookedTransformer."""
 
     model: HookedTransformer
+    graph = cached_property(circuit_graph)
 
     def unsupported(self) -> str | None:
         """Why circuits are not defined for the model as configured; None if they are."""

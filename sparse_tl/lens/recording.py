@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.lens.adapter import Adapter
 from sparse_tl.lens.attaching import Order, attached
+from sparse_tl.lens.points import EMBEDDED
 from sparse_tl.scopes import autograd
-
-if TYPE_CHECKING:
-    from sparse_tl.lens.adapter import Adapter
-
-EMBEDDED = "blocks.0.hook_resid_pre"
-"""Where the input node writes: token plus learned positional embeddings."""
 
 
 @runtime_checkable

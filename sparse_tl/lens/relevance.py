@@ -18,17 +18,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sparse_tl.lens.adapter import Adapter
 from sparse_tl.lens.attaching import Hook, Order, attached, hooks_on
 from sparse_tl.lens.norms import Norm
 from sparse_tl.scopes import scope
-
-if TYPE_CHECKING:
-    from sparse_tl.lens.adapter import Adapter
 
 
 @scope
