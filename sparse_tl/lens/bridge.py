@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
@@ -26,7 +27,7 @@ from sparse_tl.lens.checks import circuit_graph
 from sparse_tl.lens.layouts import Layout, layouts
 from sparse_tl.lens.lora import effective_weight
 from sparse_tl.lens.norms import Norm
-from sparse_tl.lens.places import Place, after, before, columns_in_cache, written
+from sparse_tl.lens.places import HookFunction, Place, after, before, columns_in_cache
 from sparse_tl.lens.plain import plain_copy, unread_parameters
 from sparse_tl.lens.points import hook_point
 from sparse_tl.scopes import autograd
@@ -91,6 +92,11 @@ class BridgeAdapter(Adapter):
         return f"blocks.{layer}.attn.z_written"
 
     def _written(self, layer: int) -> Place:
+        """What heads write from if the sum of their outputs is normalised: z over the scale.
+
+        With W_h and the norm's weight w, ``norm(sum z_h W_h) = sum (z_h / scale) W_h w``. The scale
+        is taken from the run itself, so the write is linear in this value, as in z without a norm.
+        """
         attention, post = self.model.blocks[layer].attn, self.post_norm(layer)
         norm = self._module(layer, "after_attention")
         assert norm is not None
@@ -99,14 +105,25 @@ class BridgeAdapter(Adapter):
                 f"expected what the heads of layer {layer} of {self.name!r} write to be normalised "
                 "without being centred, and without a bias: else their parts do not add up"
             )
-        return partial(
-            written,
-            attention.o.original_component,
-            norm,
-            self.n_heads,
-            post.scale,
-            lambda z: self.heads_written(layer, z).sum(dim=0),
-        )
+
+        def attach(function: HookFunction) -> list[RemovableHandle]:
+            kept: list[Tensor] = []
+
+            def keep(_module: nn.Module, args: tuple[Any, ...]) -> None:
+                kept.append(args[0])
+
+            def replaced(_module: nn.Module, args: tuple[Any, ...], _: Tensor) -> Tensor | None:
+                z = kept.pop().unflatten(-1, (self.n_heads, -1))
+                shown = (z / post.scale(args[0])[..., None]).to(z.dtype)
+                changed = function(shown)
+                if changed is None or changed is shown:
+                    return None
+                return self.heads_written(layer, changed).sum(dim=0)
+
+            joined = attention.o.original_component  # reads z of all heads
+            return [joined.register_forward_pre_hook(keep), norm.register_forward_hook(replaced)]
+
+        return attach
 
     # ---- running ---------------------------------------------------------------------------------
 

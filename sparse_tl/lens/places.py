@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -65,38 +64,3 @@ def columns_in_cache(
         function(torch.tensor(count(kwargs)))
 
     return [attention.register_forward_pre_hook(show, with_kwargs=True)]
-
-
-def written(
-    projection: nn.Module,
-    norm: nn.Module,
-    n_heads: int,
-    scale: Callable[[Float[Tensor, "batch pos d_model"]], Float[Tensor, "batch pos 1"]],
-    write: Callable[[Float[Tensor, "batch pos head d_head"]], Float[Tensor, "batch pos d_model"]],
-    function: HookFunction,
-) -> list[RemovableHandle]:
-    """Attach to what heads write from if the sum of their outputs is normalised: z over the scale.
-
-    With W_h and the norm's weight w, ``norm(sum z_h W_h) = sum (z_h / scale) W_h w``. The scale is
-    taken from the run itself, so the write is linear in this value, as in z without such a norm.
-
-    Args:
-        projection: module that reads the concatenated z of all heads.
-        norm: norm of the projection's output.
-        n_heads: number of heads in the layer.
-        scale: function from the norm's input to its scale.
-        write: function from ``z / scale`` to what is added to the residual stream.
-        function: function to attach.
-    """
-    kept: list[Tensor] = []
-
-    def keep(_module: nn.Module, args: tuple[Any, ...]) -> None:
-        kept.append(args[0])
-
-    def replaced(_module: nn.Module, args: tuple[Any, ...], _output: Tensor) -> Tensor | None:
-        z = kept.pop().unflatten(-1, (n_heads, -1))
-        shown = (z / scale(args[0])[..., None]).to(z.dtype)
-        changed = function(shown)
-        return None if changed is None or changed is shown else write(changed)
-
-    return [projection.register_forward_pre_hook(keep), norm.register_forward_hook(replaced)]
