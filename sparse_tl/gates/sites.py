@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparse_tl.arguments import MOST, AtLeastOne, checked
 from sparse_tl.gates.patches import PatchValues, gate
-from sparse_tl.lens import Adapter, Hook, Order
+from sparse_tl.lens import Adapter, Hook, Order, repeated
 
 
 @dataclass
@@ -153,8 +153,8 @@ class _Activations:
                     f"has {clean.shape[axis]}; gated prompts need the length that the gates are for"
                 )
             shape[axis] = size
-        if now.n_prompts == len(clean) and now.n_stack > 1:
-            clean = clean.repeat(now.n_stack, *[1] * (clean.ndim - 1))
+        if now.n_prompts == len(clean):
+            clean = repeated(clean, now.n_stack)
         if len(clean) % len(gates):
             raise ValueError(
                 f"expected as many copies of the prompts as there are settings of gates, "

@@ -62,3 +62,4 @@ from sparse_tl.lens.recording import (
 )
 from sparse_tl.lens.relevance import relevance_rules as relevance_rules
 from sparse_tl.lens.sharding import shard_model as shard_model
+from sparse_tl.lens.shortcuts import repeated as repeated
