@@ -32,11 +32,14 @@ _SIZES = ("d_model", "d_head", "n_heads", "n_key_value_heads", "d_mlp", "d_vocab
 _BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 
 
-def build_model(config: dict[str, Any], *, device: str | None = None) -> HookedTransformer:
+def build_model(
+    config: dict[str, Any], *, tokenizer: Any = None, device: str | None = None
+) -> HookedTransformer:
     """Build a HookedTransformer from a dictionary; weights are random unless configured otherwise.
 
     Args:
         config: fields of `HookedTransformerConfig`; ``dtype`` may be a name such as "float32".
+        tokenizer: a Hugging Face tokenizer.
         device: device of the model; a GPU by default if there is one.
 
     Raises:
@@ -56,7 +59,7 @@ def build_model(config: dict[str, Any], *, device: str | None = None) -> HookedT
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="HookedTransformer is deprecated")
             made = HookedTransformerConfig.from_dict(fields)  # type: ignore[missing-attribute]
-            return HookedTransformer(made)
+            return HookedTransformer(made, tokenizer=tokenizer)
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"expected fields of HookedTransformerConfig; {error}") from error
 
