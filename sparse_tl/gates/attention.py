@@ -20,9 +20,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from sparse_tl.gates.blockwise import GatedAttention
+from sparse_tl.gates.blockwise import GatedAttention, GatedPattern
 from sparse_tl.gates.counting import attention_edges_of_layer, possible_attention_edges
-from sparse_tl.gates.deferred_pattern import GatedPattern
 from sparse_tl.gates.distributions import BernoulliGate, GateDistribution, GateMode, gate_values
 from sparse_tl.gates.passes import Counted, GateSettings, PassGates, layer_hooks
 from sparse_tl.gates.patches import gate
