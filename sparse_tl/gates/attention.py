@@ -12,23 +12,32 @@ Reference: arXiv 2512.05865, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from sparse_tl.gates.blockwise import GatedAttention
+from sparse_tl.gates.blockwise import GatedAttention, GatedPattern
 from sparse_tl.gates.counting import attention_edges_of_layer, possible_attention_edges
-from sparse_tl.gates.deferred_pattern import GatedPattern
 from sparse_tl.gates.distributions import BernoulliGate, GateDistribution, GateMode, gate_values
-from sparse_tl.gates.passes import Counted, GateSettings, PassGates
+from sparse_tl.gates.passes import Counted, GateSettings, PassGates, layer_hooks
 from sparse_tl.gates.patches import gate
 from sparse_tl.gates.straight_through import gated_pattern
-from sparse_tl.lens import Adapter, Block, Deferred, HookFunction, Order, explicit
+from sparse_tl.lens import (
+    Adapter,
+    Block,
+    Deferred,
+    Hook,
+    HookedModel,
+    adapt,
+    attached,
+    defer_scores,
+    explicit,
+)
+from sparse_tl.scopes import scope
 
 
 class AttentionGates(PassGates):
@@ -57,7 +66,6 @@ class AttentionGates(PassGates):
         self.bias = nn.Parameter(
             torch.full((n_layers, n_heads), initial_bias, device=device, dtype=dtype)
         )
-        self._scores: dict[int, Tensor] = {}
 
     @classmethod
     def of(
@@ -73,15 +81,11 @@ class AttentionGates(PassGates):
             dtype=adapter.gate_dtype,
         )
 
-    def hooks(self, adapter: Adapter) -> list[tuple[str, Order, HookFunction]]:
+    def hooks(self, adapter: Adapter) -> list[Hook]:
         """The hooks that attach these gates: scores are read last, patterns are set first."""
-        hooks: list[tuple[str, Order, HookFunction]] = []
         scores = adapter.layer_points("attn.hook_attn_scores")
         patterns = adapter.layer_points("attn.hook_pattern")
-        for layer, (score, pattern) in enumerate(zip(scores, patterns, strict=True)):
-            hooks.append((score, Order.LAST, partial(self._scores.__setitem__, layer)))
-            hooks.append((pattern, Order.FIRST, partial(self._gate_pattern, layer)))
-        return hooks
+        return layer_hooks(scores, patterns, self._gate_pattern)
 
     def check(self, adapter: Adapter) -> None:
         """Check that these gates fit a model.
@@ -104,9 +108,11 @@ class AttentionGates(PassGates):
         )
 
     def _gate_pattern(
-        self, layer: int, pattern: Float[Tensor, "prompt head query key"]
+        self,
+        layer: int,
+        scores: Float[Tensor, "prompt head query key"],
+        pattern: Float[Tensor, "prompt head query key"],
     ) -> Float[Tensor, "prompt head query key"] | None:
-        scores = self._scores.pop(layer)
         now = self._settings_of(layer, _last_query(scores))
         if now.idle:
             return None
@@ -139,6 +145,8 @@ class AttentionGates(PassGates):
         real: Bool[Tensor, "prompt 1 query 1"] | None,
     ) -> tuple[Float[Tensor, "prompt head query key"] | None, Counted]:
         """The pattern of some heads under gates, None if it is unchanged, and its counts."""
+        if now.mode is GateMode.OPEN and now.counts is None:
+            return None, {}
         rule = self.distribution
         if now.mode is GateMode.SAMPLED and type(rule) is BernoulliGate and not now.keep_gates:
             return gated_pattern(scores, pattern, bias, rule.temperature, now, cost, real)
@@ -165,6 +173,19 @@ class AttentionGates(PassGates):
         check_edge_cost(now.edge_cost, (len(self.bias), *like.shape[1:]))
         cost = now.edge_cost.reshape((1,) * (4 - now.edge_cost.ndim) + tuple(now.edge_cost.shape))
         return cost[layer if len(cost) > 1 else 0].to(like.device, self.bias.dtype)
+
+
+@scope
+def attention_by_blocks(model: HookedModel) -> Iterator[None]:
+    """Inside the block, a model without gates computes attention of long prompts by blocks too."""
+    adapter = adapt(model)
+    gates = AttentionGates.of(adapter, 0.0, None).requires_grad_(False)
+    with (
+        gates.using(mode=GateMode.OPEN, by_blocks=True),
+        attached(adapter, gates.hooks(adapter)) as own,
+        defer_scores(adapter, own),
+    ):
+        yield
 
 
 def _last_query(

@@ -11,7 +11,7 @@ model masks for all queries of a block, such as later tokens, are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sparse_tl.gates.passes import Counted
 from sparse_tl.gates.straight_through import EDGES_AT_ONCE
-from sparse_tl.lens import Block, Expression
+from sparse_tl.lens import Block, Deferred, Expression, function_name
 from sparse_tl.scopes import autograd
 
 QUERIES_AT_ONCE = 128
@@ -96,6 +96,58 @@ class GatedAttention:
         scores = self.scores.value(leaves, known)
         pattern = self.pattern.value(leaves, known)
         return self.gate(block, scores, pattern, bias, generator)
+
+
+class GatedPattern(Deferred):
+    """The gated pattern of a layer without storage; its product with v is computed by blocks."""
+
+    attention: GatedAttention
+    counts: list[Counted] | None
+
+    @classmethod
+    def under(
+        cls, attention: GatedAttention, pattern: Deferred, counts: list[Counted] | None
+    ) -> GatedPattern:
+        """A pattern under gates.
+
+        Args:
+            attention: the layer's attention under gates.
+            pattern: the pattern without gates.
+            counts: list to which counts are appended once the pattern is used.
+        """
+        made = cls.of(pattern.expression)
+        made.attention, made.counts = attention, counts
+        return made
+
+    def explicit(self) -> Tensor:
+        """The values: the product with the identity matrix."""
+        if self.computed is None:
+            n_prompts, n_heads, _, n_keys = self.shape
+            one = torch.eye(n_keys, dtype=self.dtype, device=self.device)
+            self.computed = self.times(one.expand(n_prompts, n_heads, -1, -1))
+        return self.computed
+
+    def times(
+        self, v: Float[Tensor, "prompt head key d_head"]
+    ) -> Float[Tensor, "prompt head query d_head"]:
+        """The product with values of all keys."""
+        output, counted = self.attention(v)
+        if self.counts is not None:
+            self.counts.append(counted)
+            self.counts = None
+        return output
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        pattern, name = args[0] if args else None, function_name(func)
+        if isinstance(pattern, GatedPattern) and pattern.computed is None:
+            if name == "matmul" and len(args) == 2 and args[1].ndim == 4 and not kwargs:
+                return pattern.times(args[1])
+            if name == "to" and _is_same(pattern, args[1:], kwargs or {}):
+                return pattern
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class _Attend(torch.autograd.Function):
@@ -173,6 +225,13 @@ class _Attend(torch.autograd.Function):
             for total, values in zip(sums, tensors, strict=True)
         ]
         return None, None, *found
+
+
+def _is_same(pattern: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a `to` with these arguments changes neither dtype nor device."""
+    entry = torch.empty(0, dtype=pattern.dtype, device=pattern.device)
+    changed = entry.to(*args, **kwargs)
+    return (changed.dtype, changed.device) == (entry.dtype, entry.device)
 
 
 def _queries(values: Tensor, block: Block) -> Tensor:

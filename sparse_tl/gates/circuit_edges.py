@@ -31,9 +31,9 @@ from sparse_tl.arguments import checked
 from sparse_tl.data import Spans
 from sparse_tl.gates.edge_weights import EdgeWeights
 from sparse_tl.gates.patches import PatchValues
-from sparse_tl.gates.sites import Hooks, Pass
+from sparse_tl.gates.sites import Pass
 from sparse_tl.gates.source_changes import SourceChanges
-from sparse_tl.lens import EMBEDDED, Adapter, Order
+from sparse_tl.lens import EMBEDDED, Adapter, Hook, Order
 
 _FEW = 0.5
 """Share of a layer's reads below which reads are computed one by one instead of as a batch."""
@@ -70,7 +70,7 @@ class CircuitEdges:
         gates: Float[Tensor, "stack *span source destination"],
         patch: PatchValues,
         now: Pass,
-    ) -> Hooks:
+    ) -> list[Hook]:
         return CircuitPass(adapter, gates, patch, now, self.spans).hooks()
 
 
@@ -102,9 +102,9 @@ class CircuitPass:
         if now.changes is not None:
             self._changes.start_after(now.changes[: self.edges.before("head", now.from_layer)])
 
-    def hooks(self) -> Hooks:
+    def hooks(self) -> list[Hook]:
         """The hooks of all layers from the first one that runs."""
-        graph, edges, hooks = self.graph, self.edges, list[tuple]()
+        graph, edges, hooks = self.graph, self.edges, list[Hook]()
         if self.now.from_layer == 0 and edges.writes(0):
             hooks.append((EMBEDDED, Order.LAST, partial(self._note, EMBEDDED, 0)))
         for layer in range(self.now.from_layer, graph.n_layers):

@@ -14,17 +14,15 @@ an addition of this package; arXiv 2512.05865 gates attention edges only.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from sparse_tl.gates.counting import mlps_of_layer
 from sparse_tl.gates.distributions import BernoulliGate, GateDistribution, GateMode, gate_values
-from sparse_tl.gates.passes import PassGates
+from sparse_tl.gates.passes import PassGates, layer_hooks
 from sparse_tl.gates.patches import gate
-from sparse_tl.lens import Adapter, HookFunction, Order, check_mlps
+from sparse_tl.lens import Adapter, Hook, check_mlps
 
 INITIAL_BIAS = 2.0
 """Initial b: an MLP output is open with a probability of 88 percent."""
@@ -56,7 +54,6 @@ class MLPGates(PassGates):
         kind = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.zeros(n_layers, d_model, **kind))
         self.bias = nn.Parameter(torch.full((n_layers,), initial_bias, **kind))
-        self._reads: dict[int, Tensor] = {}
 
     @classmethod
     def of(cls, adapter: Adapter, distribution: GateDistribution) -> MLPGates:
@@ -69,14 +66,11 @@ class MLPGates(PassGates):
             dtype=adapter.gate_dtype,
         )
 
-    def hooks(self, adapter: Adapter) -> list[tuple[str, Order, HookFunction]]:
+    def hooks(self, adapter: Adapter) -> list[Hook]:
         """The hooks that attach these gates: MLP inputs are read last, outputs are set first."""
-        hooks: list[tuple[str, Order, HookFunction]] = []
-        for layer, output in enumerate(adapter.layer_points("hook_mlp_out")):
-            read = f"blocks.{layer}.mlp_read"
-            hooks.append((read, Order.LAST, partial(self._reads.__setitem__, layer)))
-            hooks.append((output, Order.FIRST, partial(self._gate_output, layer)))
-        return hooks
+        outputs = adapter.layer_points("hook_mlp_out")
+        reads = [f"blocks.{layer}.mlp_read" for layer in range(adapter.n_layers)]
+        return layer_hooks(reads, outputs, self._gate_output)
 
     def check(self, adapter: Adapter, distribution: GateDistribution) -> None:
         """Check that these gates fit a model, alongside gates on its attention edges.
@@ -105,11 +99,6 @@ class MLPGates(PassGates):
             f"bias {self.bias.min().item():.2f} to {self.bias.max().item():.2f}"
         )
 
-    def forget(self) -> None:
-        """Drop the state kept from earlier passes."""
-        super().forget()
-        self._reads.clear()
-
     def logits(
         self, layer: int, read: Float[Tensor, "prompt pos d_model"]
     ) -> Float[Tensor, "prompt pos"]:
@@ -119,9 +108,11 @@ class MLPGates(PassGates):
         return (read.to(self.weight.dtype) * self.weight[layer]).sum(dim=-1) + self.bias[layer]
 
     def _gate_output(
-        self, layer: int, output: Float[Tensor, "prompt pos d_model"]
+        self,
+        layer: int,
+        read: Float[Tensor, "prompt pos d_model"],
+        output: Float[Tensor, "prompt pos d_model"],
     ) -> Float[Tensor, "prompt pos d_model"] | None:
-        read = self._reads.pop(layer)
         now = self._settings_of(layer, read)
         if now.idle:
             return None

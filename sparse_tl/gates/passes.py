@@ -7,8 +7,9 @@ layer that activation checkpointing recomputes gets the same gates again.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from sparse_tl.gates.distributions import GateDistribution, GateMode, press
+from sparse_tl.lens import Hook, Order
 from sparse_tl.scopes import scope
 
 Counted = dict[str, Tensor]
@@ -147,6 +149,30 @@ class PassGates(nn.Module):
         if now.pressure > 0:
             probability = press(probability, logits, now.pressure)
         return self.distribution.is_open(logits) & possible, probability
+
+
+def layer_hooks(
+    read: Sequence[str],
+    gated: Sequence[str],
+    act: Callable[[int, Tensor, Tensor], Tensor | None],
+) -> list[Hook]:
+    """The hooks that gate every layer: gates read their input last, and set what they act on first.
+
+    Args:
+        read: the hook point of the gates' input, by layer.
+        gated: the hook point of what they act on, by layer.
+        act: function of layer, input and what is gated; returns the latter under gates, or None.
+    """
+    inputs: dict[int, Tensor] = {}
+
+    def set_gated(layer: int, value: Tensor) -> Tensor | None:
+        return act(layer, inputs.pop(layer), value)
+
+    hooks: list[Hook] = []
+    for layer, (before, after) in enumerate(zip(read, gated, strict=True)):
+        hooks.append((before, Order.LAST, partial(inputs.__setitem__, layer)))
+        hooks.append((after, Order.FIRST, partial(set_gated, layer)))
+    return hooks
 
 
 def _counting_anew(settings: GateSettings) -> GateSettings:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.lens import Activations, Adapter, record
+from sparse_tl.lens import Activations, Adapter, record, repeated
 from sparse_tl.scopes import autograd, interruptible
 
 PatchName = Literal["zero", "mean", "corrupted", "resample"]
@@ -103,7 +103,7 @@ class PatchValues:
                     f"expected a patch of one row, or of one for each of {n_prompts} prompts; got "
                     f"{len(value)} at {name}"
                 )
-            value = value.repeat(n_stack, *[1] * (value.ndim - 1))
+            value = repeated(value, n_stack)
         return value.to(like)
 
     def change(self, name: str, value: Float[Tensor, "rows ..."], n_stack: int = 1) -> Tensor:

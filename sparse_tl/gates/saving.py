@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -28,8 +27,7 @@ from sparse_tl.files import (
 from sparse_tl.gates.attention import AttentionGates
 from sparse_tl.gates.distributions import DISTRIBUTIONS, GateDistribution
 from sparse_tl.gates.mlps import MLPGates
-from sparse_tl.gates.sparse_transformer import SparseTransformer
-from sparse_tl.lens import Model, adapt, load_model, save_model
+from sparse_tl.lens import Model, adapt, save_model
 from sparse_tl.lens.loading import GATES_FILE, load_folder
 
 GATES_WEIGHTS = "gates.safetensors"
@@ -39,7 +37,9 @@ _MLPS = "mlp_gates."
 """Prefix of the tensor names of MLP gates."""
 
 
-def save_sparse(sparse: SparseTransformer, folder: str | Path) -> Path:
+def save_sparse(
+    model: Model, gates: AttentionGates, mlp_gates: MLPGates | None, folder: str | Path
+) -> Path:
     """Write the folder completely or not at all; of several ranks, only the first writes.
 
     All ranks have to call this if the weights are sharded.
@@ -48,7 +48,7 @@ def save_sparse(sparse: SparseTransformer, folder: str | Path) -> Path:
         ValueError: the gate distribution is not defined by this package, or the folder holds
             other files.
     """
-    distribution = sparse.gates.distribution
+    distribution = gates.distribution
     name = type(distribution).__name__
     if DISTRIBUTIONS.get(name) is not type(distribution):
         raise ValueError(
@@ -57,18 +57,18 @@ def save_sparse(sparse: SparseTransformer, folder: str | Path) -> Path:
         )
     folder = Path(folder)
     if not ranks.is_first():
-        save_model(sparse.model, folder)  # which it takes part in where it has to
+        save_model(model, folder)  # which it takes part in where it has to
         return folder
     recover_folder(folder)
     check_replaceable(folder, GATES_FILE, GATES_WEIGHTS)
     with atomic_folder(folder) as temporary:
-        save_model(sparse.model, temporary)
+        save_model(model, temporary)
         fields = dataclasses.asdict(distribution)  # type: ignore[call-overload]
         content: dict[str, object] = {"schema": SCHEMA, "distribution": name, "parameters": fields}
-        tensors = sparse.gates.state_dict()
-        if sparse.mlp_gates is not None:
+        tensors = gates.state_dict()
+        if mlp_gates is not None:
             content["mlps"] = True
-            tensors |= {_MLPS + key: value for key, value in sparse.mlp_gates.state_dict().items()}
+            tensors |= {_MLPS + key: value for key, value in mlp_gates.state_dict().items()}
         write_json(temporary / GATES_FILE, content)
         write_tensors(temporary / GATES_WEIGHTS, tensors)
         write_sums(temporary, (GATES_FILE, GATES_WEIGHTS))
@@ -80,8 +80,10 @@ def is_sparse_folder(folder: str | Path) -> bool:
     return (Path(folder) / GATES_FILE).exists()
 
 
-def load_sparse(folder: str | Path, *, device: str | None = None) -> SparseTransformer:
-    """Load a folder written by `save_sparse`.
+def load_sparse(
+    folder: str | Path, device: str | None
+) -> tuple[Model, AttentionGates, MLPGates | None]:
+    """Load model and gates from a folder written by `save_sparse`.
 
     Raises:
         ValueError: the folder is of another kind, a file is damaged, or gates do not fit the model.
@@ -89,7 +91,7 @@ def load_sparse(folder: str | Path, *, device: str | None = None) -> SparseTrans
     return read_steadily(Path(folder), partial(_load, Path(folder), device))
 
 
-def _load(folder: Path, device: str | None) -> SparseTransformer:
+def _load(folder: Path, device: str | None) -> tuple[Model, AttentionGates, MLPGates | None]:
     recover_folder(folder)
     if not is_sparse_folder(folder):
         raise ValueError(
@@ -106,18 +108,17 @@ def _load(folder: Path, device: str | None) -> SparseTransformer:
     bias = _read(
         file, tensors, "bias", (n_layers, n_heads), f"for {n_layers} layers of {n_heads} heads"
     )
-    place: dict[str, Any] = {"distribution": distribution, "device": adapter.device}
-    gates = AttentionGates(n_layers, n_heads, dtype=bias.dtype, **place)
-    gates.bias.data.copy_(bias)
+    gates = AttentionGates.of(adapter, 0.0, distribution)
+    gates.bias.data = bias.to(adapter.device)
     mlp_gates = None
     if _read_mlps(folder / GATES_FILE, tensors):
         whose = f"of gates on the MLPs of {n_layers} layers that read {d_model} numbers"
         mlp_bias = _read(file, tensors, f"{_MLPS}bias", (n_layers,), whose)
         weight = _read(file, tensors, f"{_MLPS}weight", (n_layers, d_model), whose)
-        mlp_gates = MLPGates(n_layers, d_model, dtype=weight.dtype, **place)
-        mlp_gates.bias.data.copy_(mlp_bias)
-        mlp_gates.weight.data.copy_(weight)
-    return SparseTransformer(model, gates=gates, mlp_gates=mlp_gates)
+        mlp_gates = MLPGates.of(adapter, distribution)
+        mlp_gates.bias.data = mlp_bias.to(adapter.device, weight.dtype)
+        mlp_gates.weight.data = weight.to(adapter.device)
+    return model, gates, mlp_gates
 
 
 def _read(
@@ -146,18 +147,6 @@ def _read_mlps(file: Path, tensors: dict[str, Tensor]) -> bool:
             f"false or nothing where not; got {said!r} beside {stored}"
         )
     return said
-
-
-def load_dense_or_sparse(
-    source: str | Path, *, device: str | None = None
-) -> Model | SparseTransformer:
-    """Load a model by name or folder, with its gates if the folder holds any.
-
-    Raises:
-        ValueError: as in `load_model` and `load_sparse`.
-    """
-    load = load_sparse if is_sparse_folder(source) else load_model
-    return load(source, device=device)
 
 
 def _read_distribution(file: Path) -> GateDistribution:

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from sparse_tl.arguments import MOST, AtLeastOne, checked
 from sparse_tl.gates.patches import PatchValues, gate
-from sparse_tl.lens import Adapter, HookFunction, Order
-
-Hooks = list[tuple[str, Order, HookFunction]]
+from sparse_tl.lens import Adapter, Hook, Order, repeated
 
 
 @dataclass
@@ -57,7 +55,7 @@ class Site(Protocol):
         """The first layer affected by a change of gates, given where the gates differ."""
         ...
 
-    def hooks(self, adapter: Adapter, gates: Any, patch: PatchValues, now: Pass) -> Hooks:
+    def hooks(self, adapter: Adapter, gates: Any, patch: PatchValues, now: Pass) -> list[Hook]:
         """The hooks that apply stacked gates to a model."""
         ...
 
@@ -123,8 +121,8 @@ class _Activations:
         found = differ.transpose(0, 1).flatten(1).any(dim=1).nonzero().flatten().tolist()
         return min(map(self.layer, found), default=adapter.n_layers)
 
-    def hooks(self, adapter: Adapter, gates: Any, patch: PatchValues, now: Pass) -> Hooks:
-        hooks: Hooks = []
+    def hooks(self, adapter: Adapter, gates: Any, patch: PatchValues, now: Pass) -> list[Hook]:
+        hooks: list[Hook] = []
         for index, name in enumerate(self.points(adapter)):
             closed = isinstance(gates, ClosedAttentionEdges)
             here = gates.in_layer(index) if closed else gates[:, index]
@@ -155,8 +153,8 @@ class _Activations:
                     f"has {clean.shape[axis]}; gated prompts need the length that the gates are for"
                 )
             shape[axis] = size
-        if now.n_prompts == len(clean) and now.n_stack > 1:
-            clean = clean.repeat(now.n_stack, *[1] * (clean.ndim - 1))
+        if now.n_prompts == len(clean):
+            clean = repeated(clean, now.n_stack)
         if len(clean) % len(gates):
             raise ValueError(
                 f"expected as many copies of the prompts as there are settings of gates, "
@@ -184,7 +182,7 @@ class Heads(_Activations):
             if gates is None or _acts(gates[:, layer])
         ]
 
-    def hooks(self, adapter: Adapter, gates: Any, patch: PatchValues, now: Pass) -> Hooks:
+    def hooks(self, adapter: Adapter, gates: Any, patch: PatchValues, now: Pass) -> list[Hook]:
         hooks = super().hooks(adapter, gates, patch, now)
         if patch.values and hooks:
             pattern = hooks[0][0].replace("hook_z", "hook_pattern")

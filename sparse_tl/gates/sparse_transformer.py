@@ -19,7 +19,8 @@ from sparse_tl.gates.counting import AttentionEdgeCounts, counted_by_batch, open
 from sparse_tl.gates.distributions import GateDistribution, GateMode
 from sparse_tl.gates.mlps import MLPGates
 from sparse_tl.gates.passes import Counted
-from sparse_tl.lens import AttachedHooks, DeferredScores, Model, adapt, check_gates
+from sparse_tl.gates.saving import is_sparse_folder, load_sparse, save_sparse
+from sparse_tl.lens import AttachedHooks, Model, adapt, check_gates, defer_scores, load_model
 from sparse_tl.scopes import autograd, scope, whole
 
 
@@ -74,10 +75,9 @@ class SparseTransformer(nn.Module):
         adapter = adapt(model)
         if getattr(adapter.core, "_sparse_tl_wrapped", False):
             raise ValueError("this model is wrapped already; call .unwrap() on its wrapper first")
-        if gates is not None:
-            gates.check(adapter)
         check_gates(adapter)
         gates = gates or AttentionGates.of(adapter, initial_bias, distribution)
+        gates.check(adapter)
         if mlps or mlp_gates is not None:
             mlp_gates = mlp_gates or MLPGates.of(adapter, gates.distribution)
             mlp_gates.check(adapter, gates.distribution)
@@ -206,7 +206,7 @@ class SparseTransformer(nn.Module):
     def unwrap(self) -> Model:
         """Remove the gates and return the model, with no trace of the wrapper on it."""
         if self._hooks_on is not None:
-            self._deferred.remove()
+            self._deferred.close()
             self._hooks_on.remove()
             self._hooks_on = None
             del adapt(self.model).core._sparse_tl_wrapped
@@ -235,9 +235,7 @@ class SparseTransformer(nn.Module):
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write model, gates and tokenizer as safetensors and JSON, completely or not at all."""
-        from sparse_tl.gates.saving import save_sparse
-
-        return save_sparse(self, folder)
+        return save_sparse(self.model, self.gates, self.mlp_gates, folder)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, device: str | None = None) -> SparseTransformer:
@@ -246,9 +244,8 @@ class SparseTransformer(nn.Module):
         Raises:
             ValueError: the folder is of another kind or damaged, or its gates do not fit the model.
         """
-        from sparse_tl.gates.saving import load_sparse
-
-        return load_sparse(folder, device=device)
+        model, gates, mlp_gates = load_sparse(folder, device)
+        return cls(model, gates=gates, mlp_gates=mlp_gates)
 
     def __getattr__(self, name: str) -> Any:
         # Only reached if neither the module nor its class has the name: look it up on the model.
@@ -279,7 +276,7 @@ class SparseTransformer(nn.Module):
         adapter = adapt(self.model)
         hooks = (hook for gates in self._all_gates() for hook in gates.hooks(adapter))
         self._hooks_on = AttachedHooks(adapter, list(hooks))
-        self._deferred = DeferredScores(adapter, self._hooks_on)
+        self._deferred = defer_scores(adapter, self._hooks_on)
         adapter.core._sparse_tl_wrapped = True  # type: ignore[assignment]
 
     @scope
@@ -293,3 +290,11 @@ class SparseTransformer(nn.Module):
         finally:
             if was_on:
                 self._attach()
+
+
+def load_dense_or_sparse(
+    source: str | Path, *, device: str | None = None
+) -> Model | SparseTransformer:
+    """Load a model by name or folder, with its gates if the folder holds any."""
+    load = SparseTransformer.from_pretrained if is_sparse_folder(source) else load_model
+    return load(source, device=device)

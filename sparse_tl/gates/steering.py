@@ -14,8 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.arguments import checked
-from sparse_tl.gates.sites import Hooks
-from sparse_tl.lens import HookedModel, Order, adapt, attached
+from sparse_tl.lens import Hook, HookedModel, Order, adapt, attached
 from sparse_tl.scopes import scope
 
 
@@ -73,7 +72,7 @@ def steer(
                 "which has the last tokens alone: steer at all positions, or run without a cache"
             )
 
-    hooks: Hooks = [(name, Order.FIRST, add)]
+    hooks: list[Hook] = [(name, Order.FIRST, add)]
     if positions is not None:
         hooks.append(("blocks.0.attn.cached_columns", Order.FIRST, check))
     with attached(adapter, hooks):

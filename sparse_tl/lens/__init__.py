@@ -5,6 +5,7 @@ from sparse_tl.lens.adapting import adapt as adapt, read_parameters as read_para
 from sparse_tl.lens.architecture import HALVES as HALVES, model_config as model_config
 from sparse_tl.lens.attaching import (
     AttachedHooks as AttachedHooks,
+    Hook as Hook,
     Order as Order,
     attached as attached,
 )
@@ -21,7 +22,7 @@ from sparse_tl.lens.checks import (
 )
 from sparse_tl.lens.deferred import (
     Deferred as Deferred,
-    DeferredScores as DeferredScores,
+    defer_scores as defer_scores,
     explicit as explicit,
     function_name as function_name,
 )
@@ -48,14 +49,17 @@ from sparse_tl.lens.lora import (
     merge_lora as merge_lora,
 )
 from sparse_tl.lens.norms import Norm as Norm
-from sparse_tl.lens.places import HookFunction as HookFunction
 from sparse_tl.lens.plain import check_raw as check_raw
-from sparse_tl.lens.points import HookedModel as HookedModel, Model as Model
-from sparse_tl.lens.recording import (
+from sparse_tl.lens.points import (
     EMBEDDED as EMBEDDED,
+    HookedModel as HookedModel,
+    Model as Model,
+)
+from sparse_tl.lens.recording import (
     Activations as Activations,
     record as record,
     source_outputs as source_outputs,
 )
 from sparse_tl.lens.relevance import relevance_rules as relevance_rules
 from sparse_tl.lens.sharding import shard_model as shard_model
+from sparse_tl.lens.shortcuts import repeated as repeated

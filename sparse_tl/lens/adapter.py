@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -18,11 +17,9 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from sparse_tl.graph import CircuitGraph
-from sparse_tl.lens.checks import check_circuits
 from sparse_tl.lens.norms import Norm
 from sparse_tl.lens.places import Place
-from sparse_tl.lens.points import Model, hook_point
-from sparse_tl.lens.recording import EMBEDDED
+from sparse_tl.lens.points import EMBEDDED, Model, hook_point
 from sparse_tl.lens.shortcuts import logits_only_at, mlp_only_at, repeated, sees_first
 from sparse_tl.scopes import scope
 
@@ -62,22 +59,14 @@ class Adapter(ABC):
         """The precision of gates: float64 for float64 models, float32 for all others."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
-    @cached_property
+    @property
+    @abstractmethod
     def graph(self) -> CircuitGraph:
         """The circuit graph, after checking that the model is the sum of its parts.
 
         Raises:
             ValueError: parts do not read and write the residual stream directly.
         """
-        check_circuits(self)
-        return CircuitGraph(
-            n_layers=self.n_layers,
-            n_heads=self.n_heads,
-            n_kv_heads=self.n_kv_heads,
-            has_mlps=self.has_mlps,
-            parallel=self.parallel,
-            coupled=self.coupled,
-        )
 
     @property
     def parallel(self) -> bool:
@@ -205,15 +194,21 @@ class Adapter(ABC):
             yield at
 
     def _last_mlp_at(self, read: Bool[Tensor, "batch pos"]) -> AbstractContextManager[None]:
-        return mlp_only_at(*self._last_mlp(), read) if self.has_mlps else nullcontext()
+        if not self.has_mlps:
+            return nullcontext()
+        block: Any = self.model.blocks[-1]
+        parts = [block.mlp, block.hook_mlp_out, *self._after_last_mlp()]
+        behind = [module for part in parts if part is not None for module in part.modules()]
+        own = {handle.id for handle in getattr(block, "_capture_hook_handles", ())}
+        return mlp_only_at(block.mlp, [block, *behind], own, read)
 
     @abstractmethod
     def _final(self, rows: Tensor, from_layer: int, attention_mask: Tensor | None) -> Tensor:
         """The final residual stream, from tokens or from a layer's input."""
 
     @abstractmethod
-    def _last_mlp(self) -> tuple[nn.Module, Sequence[nn.Module], set[int]]:
-        """The arguments of `mlp_only_at`."""
+    def _after_last_mlp(self) -> list[Any]:
+        """The parts that run after the last MLP; None for those that the model lacks."""
 
     def _fused(self) -> AbstractContextManager[None]:
         """Inside the block, sequences of small operations are fused."""

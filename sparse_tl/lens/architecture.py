@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparse_tl.files import read_json
+from sparse_tl.lens.data_files import json_object
 from sparse_tl.lens.points import Model
 
 CONFIG_FILE = "tl_config.json"
@@ -108,9 +108,7 @@ def read_architecture(file: Path) -> dict[str, Any]:
     Raises:
         ValueError: a field is unknown, missing, or has a value of the wrong type.
     """
-    config = read_json(file)
-    if not isinstance(config, dict):
-        raise ValueError(f"expected a JSON object in {file}; got a {type(config).__name__}")
+    config = json_object(file)
     fields = {name: value for name, value in config.items() if name not in _IGNORED.split()}
     for name, value in fields.items():
         fits, kind = _FIELDS.get(name, (None, ""))

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
+from sparse_tl.lens.adapter import Adapter
 from sparse_tl.lens.places import HookFunction
 from sparse_tl.lens.points import HookedModel
 from sparse_tl.scopes import scope, whole
-
-if TYPE_CHECKING:
-    from sparse_tl.lens.adapter import Adapter
-
 
 Forward = Callable[..., Any]
 
@@ -35,22 +33,25 @@ class Order(Enum):
     LAST = "last"
 
 
+Hook = tuple[str, Order, HookFunction]
+"""Where it sits, by a name that `Adapter.place` accepts; when it runs; and what it does."""
+
+
 class AttachedHooks:
     """Hooks on a model that survive `reset_hooks()` and are removed by `remove()`.
 
     Args:
         adapter: adapter of the model.
-        hooks: (hook point, order, function), with the names that `Adapter.place` accepts. The
-            function takes the activation and returns its replacement, or None to keep it. At q, k,
-            v and z it must return what it keeps for gradients, since bridges pass views that
-            nothing else reads. Bind hook point names by closure: the name that a hook receives
-            differs between kinds of model.
+        hooks: hooks whose functions take the activation and return its replacement, or None to keep
+            it. At q, k, v and z they must return what they keep for gradients, since bridges pass
+            views that nothing else reads. Bind hook point names by closure: the name that a hook
+            receives differs between kinds of model.
 
     Raises:
         ValueError: the model lacks a hook point; nothing is attached then.
     """
 
-    def __init__(self, adapter: Adapter, hooks: Sequence[tuple[str, Order, HookFunction]]) -> None:
+    def __init__(self, adapter: Adapter, hooks: Sequence[Hook]) -> None:
         # Look up all places before attaching anything.
         places = [adapter.place(name) for name, _, _ in hooks]
         self._attached: list[tuple[HookPoint, LensHandle]] = []
@@ -62,14 +63,12 @@ class AttachedHooks:
             raise
 
     @whole
-    def _attach_all(
-        self, places: Sequence[Any], hooks: Sequence[tuple[str, Order, HookFunction]]
-    ) -> None:
+    def _attach_all(self, places: Sequence[Any], hooks: Sequence[Hook]) -> None:
         for place, (_, order, function) in zip(places, hooks, strict=True):
             if isinstance(place, HookPoint):
                 self._attach(place, order, function)
             else:
-                self._handles += place.attach(function)
+                self._handles += place(function)
 
     def _attach(self, point: HookPoint, order: Order, function: HookFunction) -> None:
         point.add_hook(lambda tensor, *, hook: function(tensor), is_permanent=True)
@@ -152,11 +151,11 @@ def own_forwards(model: nn.Module) -> Iterator[None]:
 
 
 @scope
-def attached(adapter: Adapter, hooks: Sequence[tuple[str, Order, HookFunction]]) -> Iterator[None]:
+def attached(adapter: Adapter, hooks: Sequence[Hook]) -> Iterator[AttachedHooks]:
     """Attach hooks for the duration of a ``with`` block, also if it raises."""
     handles = AttachedHooks(adapter, hooks)
     try:
-        yield
+        yield handles
     finally:
         handles.remove()
 
@@ -166,14 +165,11 @@ def hooks_on(
     hooks: Sequence[tuple[nn.Module, Callable[..., Any]]], *, with_kwargs: bool = False
 ) -> Iterator[None]:
     """Inside the block, torch calls these functions after these modules."""
-    handles: list[RemovableHandle] = []
-    try:
+    with ExitStack() as handles:
         for module, hook in hooks:
-            handles.append(module.register_forward_hook(hook, with_kwargs=with_kwargs))
+            handle = module.register_forward_hook(hook, with_kwargs=with_kwargs)
+            handles.enter_context(handle)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @scope

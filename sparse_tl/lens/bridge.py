@@ -7,14 +7,14 @@ not by name, since names differ between versions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import astuple
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
@@ -24,10 +24,11 @@ from sparse_tl.lens.architecture import HALVES
 from sparse_tl.lens.attaching import others_off
 from sparse_tl.lens.booting import boot, check_alone
 from sparse_tl.lens.bridge_passes import cached_columns, entered, stopped
+from sparse_tl.lens.checks import circuit_graph
 from sparse_tl.lens.layouts import Layout, layouts
 from sparse_tl.lens.lora import effective_weight
 from sparse_tl.lens.norms import Norm
-from sparse_tl.lens.places import After, Before, CachedColumns, Place, Written
+from sparse_tl.lens.places import HookFunction, Place, after, before, columns_in_cache
 from sparse_tl.lens.plain import plain_copy, unread_parameters
 from sparse_tl.lens.points import hook_point
 from sparse_tl.scopes import autograd
@@ -39,6 +40,7 @@ class BridgeAdapter(Adapter):
     """The adapter of a TransformerBridge."""
 
     model: TransformerBridge
+    graph = cached_property(circuit_graph)
 
     def __init__(self, model: TransformerBridge) -> None:
         missing = [name for name in _PARTS if not isinstance(getattr(model, name, None), nn.Module)]
@@ -49,7 +51,7 @@ class BridgeAdapter(Adapter):
             )
         check_alone(model)
         super().__init__(model)
-        self.layouts: list[Layout] = layouts(self)
+        self.layouts: list[Layout] = layouts(model)
         self.coupled = any(layout.after_attention is not None for layout in self.layouts)
 
     @property
@@ -69,9 +71,8 @@ class BridgeAdapter(Adapter):
         """See `Adapter`."""
         layer, _, what = name.removeprefix("blocks.").partition(".")
         if what == "attn.cached_columns":
-            return CachedColumns(
-                self.model.blocks[int(layer)].attn, partial(cached_columns, int(layer))
-            )
+            count = partial(cached_columns, int(layer))
+            return partial(columns_in_cache, self.model.blocks[int(layer)].attn, count)
         if what == "mlp_read":
             return hook_point(self.model, f"blocks.{layer}.mlp.hook_in")
         if what == "attn.z_written":
@@ -81,8 +82,8 @@ class BridgeAdapter(Adapter):
         norm = self._module(int(layer), "before_mlp")
         if norm is None:
             # The norm's output would be the MLP's own input: run one function after the other.
-            return Before(self.model.blocks[int(layer)].mlp, first=what == "mlp_input")
-        return Before(norm) if what == "mlp_input" else After(norm)
+            return partial(before, self.model.blocks[int(layer)].mlp, first=what == "mlp_input")
+        return partial(before if what == "mlp_input" else after, norm)
 
     def heads_point(self, layer: int) -> str:
         """See `Adapter`; ``z_written`` is z divided by the scale of a norm of attention output."""
@@ -90,7 +91,12 @@ class BridgeAdapter(Adapter):
             return super().heads_point(layer)
         return f"blocks.{layer}.attn.z_written"
 
-    def _written(self, layer: int) -> Written:
+    def _written(self, layer: int) -> Place:
+        """What heads write from if the sum of their outputs is normalised: z over the scale.
+
+        With W_h and the norm's weight w, ``norm(sum z_h W_h) = sum (z_h / scale) W_h w``. The scale
+        is taken from the run itself, so the write is linear in this value, as in z without a norm.
+        """
         attention, post = self.model.blocks[layer].attn, self.post_norm(layer)
         norm = self._module(layer, "after_attention")
         assert norm is not None
@@ -99,13 +105,25 @@ class BridgeAdapter(Adapter):
                 f"expected what the heads of layer {layer} of {self.name!r} write to be normalised "
                 "without being centred, and without a bias: else their parts do not add up"
             )
-        return Written(
-            attention.o.original_component,
-            norm,
-            self.n_heads,
-            post.scale,
-            lambda z: self.heads_written(layer, z).sum(dim=0),
-        )
+
+        def attach(function: HookFunction) -> list[RemovableHandle]:
+            kept: list[Tensor] = []
+
+            def keep(_module: nn.Module, args: tuple[Any, ...]) -> None:
+                kept.append(args[0])
+
+            def replaced(_module: nn.Module, args: tuple[Any, ...], _: Tensor) -> Tensor | None:
+                z = kept.pop().unflatten(-1, (self.n_heads, -1))
+                shown = (z / post.scale(args[0])[..., None]).to(z.dtype)
+                changed = function(shown)
+                if changed is None or changed is shown:
+                    return None
+                return self.heads_written(layer, changed).sum(dim=0)
+
+            joined = attention.o.original_component  # reads z of all heads
+            return [joined.register_forward_pre_hook(keep), norm.register_forward_hook(replaced)]
+
+        return attach
 
     # ---- running ---------------------------------------------------------------------------------
 
@@ -154,13 +172,9 @@ class BridgeAdapter(Adapter):
             self._check_padded(final)
         return final
 
-    def _last_mlp(self) -> tuple[nn.Module, Sequence[nn.Module], set[int]]:
-        block = self.model.blocks[-1]
-        parts = [block.mlp, block.hook_out, block.hook_mlp_out]
-        parts += [self._module(-1, "after_mlp"), self.model.ln_final, self.model.unembed]
-        inside = [module for part in parts if part is not None for module in part.modules()]
-        own = {handle.id for handle in block._capture_hook_handles}
-        return block.mlp, [block, *inside], own
+    def _after_last_mlp(self) -> list[Any]:
+        norms = [self._module(-1, "after_mlp"), self.model.ln_final]
+        return [self.model.blocks[-1].hook_out, *norms, self.model.unembed]
 
     # ---- weights ---------------------------------------------------------------------------------
 

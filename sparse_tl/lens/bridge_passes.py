@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.exceptions import StopAtLayerException
 
+from sparse_tl.lens.attaching import stand_in
 from sparse_tl.scopes import scope
 
 
@@ -26,11 +28,8 @@ def stopped(model: TransformerBridge) -> Iterator[None]:
     def stop(_module: nn.Module, args: tuple[Any, ...]) -> None:
         raise StopAtLayerException(args[0])
 
-    handle = model.ln_final.register_forward_pre_hook(stop)
-    try:
+    with model.ln_final.register_forward_pre_hook(stop):
         yield
-    finally:
-        handle.remove()
 
 
 @scope
@@ -53,13 +52,9 @@ def entered(model: TransformerBridge, layer: int, residual: Tensor | None) -> It
             return (residual, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": residual}
 
-    skipped = list(model.blocks[:layer])
-    handle = model.blocks[layer].register_forward_pre_hook(enter, with_kwargs=True)
-    try:
-        for block in skipped:
-            block.__dict__["forward"] = hand_on  # setattr would set it on the wrapped layer
+    with ExitStack() as removed:
+        for block in model.blocks[:layer]:
+            removed.callback(stand_in(block, lambda _: hand_on))
+        handle = model.blocks[layer].register_forward_pre_hook(enter, with_kwargs=True)
+        removed.enter_context(handle)
         yield
-    finally:
-        handle.remove()
-        for block in skipped:
-            block.__dict__.pop("forward", None)

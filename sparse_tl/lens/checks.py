@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
@@ -28,17 +27,16 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sparse_tl import shards
-from sparse_tl.lens.attaching import Order, attached, others_off
+from sparse_tl.graph import CircuitGraph
+from sparse_tl.lens.adapter import Adapter
+from sparse_tl.lens.attaching import Hook, Order, attached, others_off
 from sparse_tl.lens.limits import check_numbers
 from sparse_tl.lens.lora import lora_layers
 from sparse_tl.lens.places import HookFunction
 from sparse_tl.lens.plain import check_wrapped
-from sparse_tl.lens.points import Model
-from sparse_tl.lens.recording import EMBEDDED, record
+from sparse_tl.lens.points import EMBEDDED, Model
+from sparse_tl.lens.recording import record
 from sparse_tl.scopes import autograd
-
-if TYPE_CHECKING:
-    from sparse_tl.lens.adapter import Adapter
 
 _checked: dict[str, WeakSet[Model]] = {
     kind: WeakSet[Model]() for kind in ("gates", "mlps", "circuits")
@@ -73,6 +71,19 @@ def check_circuits(adapter: Adapter) -> None:
     """
     check_whole(adapter)
     _once("circuits", adapter, _circuits_hold)
+
+
+def circuit_graph(adapter: Adapter) -> CircuitGraph:
+    """The circuit graph of a model that passes `check_circuits`."""
+    check_circuits(adapter)
+    return CircuitGraph(
+        n_layers=adapter.n_layers,
+        n_heads=adapter.n_heads,
+        n_kv_heads=adapter.n_kv_heads,
+        has_mlps=adapter.has_mlps,
+        parallel=adapter.parallel,
+        coupled=adapter.coupled,
+    )
 
 
 def check_whole(adapter: Adapter) -> None:
@@ -145,8 +156,7 @@ def _gates_act(adapter: Adapter, tokens: Tensor) -> None:
     ) -> dict[str, list[Tensor]]:
         """Activations at some hook points while others are edited."""
         found: dict[str, list[Tensor]] = {name: [] for name in names}
-        hooks: list[tuple[str, Order, HookFunction]]
-        hooks = [(name, Order.FIRST, edit) for name in edited]
+        hooks: list[Hook] = [(name, Order.FIRST, edit) for name in edited]
         hooks += [(name, Order.LAST, found[name].append) for name in names]
         with attached(adapter, hooks):
             model(prompts, return_type=None)
@@ -200,7 +210,7 @@ def _mlps_write(adapter: Adapter, tokens: Tensor) -> None:
         return found[written][-1]
 
     # With a zero pattern heads write nothing, and their biases are equal at all positions.
-    hooks: list[tuple[str, Order, HookFunction]] = [
+    hooks: list[Hook] = [
         (name, Order.FIRST, torch.zeros_like) for name in adapter.layer_points("attn.hook_pattern")
     ]
     for before, read, written, after in places:
@@ -222,11 +232,6 @@ def _mlps_write(adapter: Adapter, tokens: Tensor) -> None:
 
 
 def _circuits_hold(adapter: Adapter, tokens: Tensor) -> None:
-    _parts_add_up(adapter, tokens)
-    _edits_reach(adapter, tokens)
-
-
-def _parts_add_up(adapter: Adapter, tokens: Tensor) -> None:
     why = adapter.unsupported()
     if why is not None:
         raise ValueError(
@@ -264,6 +269,7 @@ def _parts_add_up(adapter: Adapter, tokens: Tensor) -> None:
     if adapter.n_layers > 1:
         entered = adapter.final(kept["blocks.1.hook_resid_pre"], from_layer=1)
         _same(adapter, final, entered, "the final residual stream of a pass that starts at layer 1")
+    _edits_reach(adapter, tokens)
 
 
 def _edits_reach(adapter: Adapter, tokens: Tensor) -> None:

@@ -9,15 +9,13 @@ is refused: a nearly equal model would silently give wrong numbers.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from sparse_tl.lens.families import FAMILIES, Named
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # Features that no family has, with the value of each field in a model without the feature.
 _ABSENT: dict[str, Any] = {
@@ -75,8 +73,6 @@ def as_transformers(fields: dict[str, Any], weights: dict[str, Tensor]) -> PreTr
     named = Named(said, weights)
     config, converted = FAMILIES[family](said, named)
     named.check_read()
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     with torch.random.fork_rng(devices=[]):  # its initial random weights are discarded
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(

@@ -35,12 +35,8 @@ _TOKENIZER_FIELDS = (
     "padding_side truncation_side model_input_names"
 )
 _DEPTHS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
-_NO_FLOATS = (
-    "I",
-    "U",
-    "BOOL",
-    "C",
-)  # whole, logical and complex numbers, as safetensors names them
+# Whole, logical and complex numbers, as safetensors names them.
+_NO_FLOATS = ("I", "U", "BOOL", "C")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack")
 
 

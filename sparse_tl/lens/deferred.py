@@ -8,7 +8,8 @@ all other code the tensor computes its values when they are needed: results do n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -192,8 +193,8 @@ class _Deferring(TorchFunctionMode):
         )
 
 
-class DeferredScores:
-    """Makes all attention layers of a model defer the scores of long prompts, until removed.
+def defer_scores(adapter: Adapter, hooks: AttachedHooks) -> ExitStack:
+    """Let all attention layers of a model defer the scores of long prompts, until this is closed.
 
     Layers in which any other hook reads scores or pattern compute them as before.
 
@@ -201,20 +202,13 @@ class DeferredScores:
         adapter: adapter of the model.
         hooks: hooks that work on deferred tensors.
     """
-
-    def __init__(self, adapter: Adapter, hooks: AttachedHooks) -> None:
-        self._removed: list[Callable[[], None]] = []
-        for layer, block in enumerate(adapter.model.blocks):
-            names = ("hook_attn_scores", "hook_pattern")
-            points = [hook_point(adapter.model, f"blocks.{layer}.attn.{name}") for name in names]
-            make = partial(_deferring_long, points, adapter.n_heads, hooks)
-            self._removed.append(stand_in(block.attn, make))
-
-    def remove(self) -> None:
-        """Compute scores as before."""
-        for remove in self._removed:
-            remove()
-        self._removed = []
+    removed = ExitStack()
+    for layer, block in enumerate(adapter.model.blocks):
+        names = ("hook_attn_scores", "hook_pattern")
+        points = [hook_point(adapter.model, f"blocks.{layer}.attn.{name}") for name in names]
+        make = partial(_deferring_long, points, adapter.n_heads, hooks)
+        removed.callback(stand_in(block.attn, make))
+    return removed
 
 
 def _deferring_long(

@@ -8,19 +8,14 @@ from transformer_lens.utilities import devices
 from sparse_tl import ranks
 
 
-def get_device() -> str:
-    """A GPU if there is one, of several ranks each its own; otherwise what this machine has."""
-    return ranks.device() or str(devices.get_device())
-
-
 def checked_device(device: str | torch.device | None) -> str:
-    """The device that is asked for, or else the default one.
+    """The device that is asked for, or else a GPU if there is one, of several ranks each its own.
 
     Raises:
         ValueError: PyTorch does not know the device, or cannot use it here.
     """
     if device is None:
-        return get_device()
+        return ranks.device() or str(devices.get_device())
     try:
         torch.empty(1, device=device).tolist()  # some are known and hold no numbers
     except (RuntimeError, AssertionError) as error:

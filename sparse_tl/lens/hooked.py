@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -16,8 +17,9 @@ from transformer_lens.hook_points import HookPoint
 
 from sparse_tl.lens.adapter import Adapter, Slot
 from sparse_tl.lens.attaching import own_forwards, stand_in
+from sparse_tl.lens.checks import circuit_graph
 from sparse_tl.lens.norms import Norm
-from sparse_tl.lens.places import After, Before, CachedColumns, Place, ReadInput
+from sparse_tl.lens.places import Place, after, before, columns_in_cache, read_input
 from sparse_tl.lens.points import HookedTransformer, hook_point
 from sparse_tl.lens.shortcuts import hooked
 from sparse_tl.scopes import scope
@@ -29,6 +31,7 @@ class HookedAdapter(Adapter):
     """The adapter of a HookedTransformer."""
 
     model: HookedTransformer
+    graph = cached_property(circuit_graph)
 
     def unsupported(self) -> str | None:
         """Why circuits are not defined for the model as configured; None if they are."""
@@ -44,11 +47,11 @@ class HookedAdapter(Adapter):
         layer, _, what = name.removeprefix("blocks.").partition(".")
         if what in ("mlp_input", "mlp_normalized"):
             norm = self.model.blocks[int(layer)].ln2
-            return Before(norm) if what == "mlp_input" else After(norm)
+            return partial(before if what == "mlp_input" else after, norm)
         if what == "mlp_read":
-            return ReadInput(self.model.blocks[int(layer)].mlp)
+            return partial(read_input, self.model.blocks[int(layer)].mlp)
         if what == "attn.cached_columns":
-            return CachedColumns(self.model.blocks[int(layer)].attn, _cached)
+            return partial(columns_in_cache, self.model.blocks[int(layer)].attn, _cached)
         return hook_point(self.model, name)
 
     def logits(self, final: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
@@ -133,13 +136,10 @@ class HookedAdapter(Adapter):
             options["start_at_layer"] = from_layer
         return self.model(rows, **options)
 
-    def _last_mlp(self) -> tuple[nn.Module, Sequence[nn.Module], set[int]]:
+    def _after_last_mlp(self) -> list[Any]:
         block = self.model.blocks[-1]
-        parts = [block.mlp, block.hook_resid_post, block.hook_mlp_out]
-        parts += [getattr(block, "ln2_post", None), getattr(self.model, "ln_final", None)]
-        parts += [getattr(self.model, "unembed", None)]
-        inside = [module for part in parts if part is not None for module in part.modules()]
-        return block.mlp, [block, *inside], set()
+        norms = [getattr(block, "ln2_post", None), getattr(self.model, "ln_final", None)]
+        return [block.hook_resid_post, *norms, self.model.unembed]
 
     @scope
     def _fused(self) -> Iterator[None]:

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging
 
 from sparse_tl.files import write_json
 from sparse_tl.lens.architecture import dtype_named
@@ -22,9 +31,6 @@ from sparse_tl.lens.data_files import (
 )
 from sparse_tl.scopes import scope
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 OWN_FIELDS = "sparse_tl"
 """Key in `config.json` of fields that this package adds to those of transformers."""
 _OWN = {"model_name": str, "default_prepend_bos": bool}
@@ -38,8 +44,6 @@ _LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 @scope
 def quietly() -> Iterator[None]:
     """Hide the progress bars of transformers."""
-    from transformers.utils import logging
-
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -63,8 +67,6 @@ def read_model(
         ValueError: the model is not a causal language model that transformers knows, or an adapter;
             weights are damaged, missing, left over, pickled or quantised.
     """
-    from transformers import AutoModelForCausalLM
-
     with _checked(folder) as (data, config, own, size):
         if dtype is None:
             dtype = dtype_named(config.get("dtype")) if own else torch.float32
@@ -152,8 +154,6 @@ def check_tokenizer(tokenizer: Any, d_vocab: int) -> None:
 def _check_plan(data: Path, held: int, others: set[str]) -> None:
     """Refuse a configuration with more weights than the files hold, before allocating any, and
     weights that are not floating-point numbers, which would be converted."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     config = AutoConfig.from_pretrained(str(data), **_LOCAL)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):  # it draws initial weights
         plan = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -186,8 +186,6 @@ def _own_fields(value: Any, folder: Path) -> dict[str, Any]:
 
 
 def _tokenizer_in(data: Path, folder: Path, *, adds_bos: bool = False) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
     said = data / "tokenizer_config.json"
     named = json_object(said).get("tokenizer_class") if said.is_file() else None
     # AutoTokenizer would pick the class of the model family, with its own vocabulary.

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformer_lens.model_bridge import TransformerBridge
 
 from sparse_tl.lens.attaching import hooks_on, others_off
+from sparse_tl.lens.bridge_passes import stopped
 from sparse_tl.scopes import autograd
-
-if TYPE_CHECKING:
-    from sparse_tl.lens.bridge import BridgeAdapter
 
 _NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
 Call = tuple[str, Tensor, Tensor]
@@ -41,18 +40,17 @@ class Layout:
 _found: WeakKeyDictionary[nn.Module, list[Layout]] = WeakKeyDictionary()
 
 
-def layouts(adapter: BridgeAdapter) -> list[Layout]:
+def layouts(model: TransformerBridge) -> list[Layout]:
     """The layouts of all blocks, determined when a model is first seen."""
-    if adapter.model not in _found:
-        _found[adapter.model] = [_layout(calls) for calls in _calls(adapter)]
-    return _found[adapter.model]
+    if model not in _found:
+        _found[model] = [_layout(calls) for calls in _calls(model)]
+    return _found[model]
 
 
 @autograd(False)
-def _calls(adapter: BridgeAdapter) -> list[list[Call]]:
+def _calls(model: TransformerBridge) -> list[list[Call]]:
     """Inputs and outputs of the parts of each block, in execution order."""
-    blocks = adapter.model.blocks
-    calls: list[list[Call]] = [[] for _ in blocks]
+    calls: list[list[Call]] = [[] for _ in model.blocks]
 
     def note(to: list[Call], name: str, _part: Any, args: Any, kwargs: Any, output: Any) -> None:
         given = args[0] if args else kwargs["hidden_states"]
@@ -60,12 +58,12 @@ def _calls(adapter: BridgeAdapter) -> list[list[Call]]:
 
     hooks = [
         (part, partial(note, to, name))
-        for block, to in zip(blocks, calls, strict=True)
+        for block, to in zip(model.blocks, calls, strict=True)
         for name in ("attn", "mlp", *_NORMS)
         if isinstance(part := getattr(block, name, None), nn.Module)
     ]
-    with others_off(adapter.model), hooks_on(hooks, with_kwargs=True):
-        adapter._final(torch.zeros(1, 1, dtype=torch.long, device=adapter.device), 0, None)
+    with others_off(model), hooks_on(hooks, with_kwargs=True), stopped(model):
+        model(torch.zeros(1, 1, dtype=torch.long, device=model.embed.W_E.device))
     return calls
 
 

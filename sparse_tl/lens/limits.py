@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.data import PromptPairs, TokenBatch
-
-if TYPE_CHECKING:
-    from sparse_tl.lens.adapter import Adapter
+from sparse_tl.lens.adapter import Adapter
 
 
 def check_tokens(adapter: Adapter, tokens: Int[Tensor, "*batch pos"]) -> None:

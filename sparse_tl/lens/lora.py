@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -217,10 +216,6 @@ def _components(model: TransformerBridge) -> list[Any]:
     return [m for m in model.blocks.modules() if isinstance(m, GeneralizedComponent)]
 
 
-def _note(called: set[nn.Module], module: nn.Module, *_: Any) -> None:
-    called.add(module)
-
-
 @autograd(False)
 def _projections(model: TransformerBridge) -> list[Any]:
     """The components around linear maps that a pass calls, in the order of the modules."""
@@ -230,8 +225,11 @@ def _projections(model: TransformerBridge) -> list[Any]:
         for component in _components(model)
         if isinstance(component.original_component, (nn.Linear, Conv1D))
     ]
-    hook = partial(_note, called)
-    with others_off(model), hooks_on([(c.original_component, hook) for c in found]):
+
+    def note(module: nn.Module, *_: Any) -> None:
+        called.add(module)
+
+    with others_off(model), hooks_on([(c.original_component, note) for c in found]):
         model(torch.zeros(1, 2, dtype=torch.long, device=model.embed.W_E.device))
     read = [component for component in found if component.original_component in called]
     if not read:

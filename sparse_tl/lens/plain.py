@@ -69,11 +69,10 @@ def _assembled(model: TransformerBridge) -> Any:
                 tensors[".".join([*path, kind])] = tensor.cpu() if dealt else tensor
     with torch.device("meta"):
         plain: Any = type(wrapped)(copy.deepcopy(wrapped.config))
-    for name, parameter in list(plain.named_parameters(remove_duplicate=False)):
-        flag = parameter.requires_grad
-        _put(plain, name, nn.Parameter(tensors[name], requires_grad=flag))
-    for name, _ in list(plain.named_buffers(remove_duplicate=False)):
-        _put(plain, name, tensors[name])
+    plain.load_state_dict({name: tensors[name] for name in plain.state_dict()}, assign=True)
+    for name, _ in list(plain.named_buffers(remove_duplicate=False)):  # a state may lack some
+        path, _, kind = name.rpartition(".")
+        setattr(plain.get_submodule(path), kind, tensors[name])
     plain.tie_weights()
     plain.generation_config = copy.deepcopy(getattr(wrapped, "generation_config", None))
     return plain
@@ -196,12 +195,3 @@ def _split(bridge: Any, made: Callable[..., Any], names: Sequence[str]) -> _Spli
         raise ValueError(f"expected one of {_JOINT} in a {type(whole).__name__}")
     parts = [getattr(bridge, name).original_component for name in names]
     return _Split(made, whole, getattr(joint, "original_component", joint), parts)
-
-
-def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
-    path, _, kind = name.rpartition(".")
-    module = model.get_submodule(path)
-    if isinstance(tensor, nn.Parameter):
-        module._parameters[kind] = tensor
-    else:
-        module._buffers[kind] = tensor

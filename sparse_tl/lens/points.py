@@ -34,6 +34,9 @@ else:
 Model = HookedTransformer | TransformerBridge
 """A dense model that can be wrapped, trained and saved."""
 
+EMBEDDED = "blocks.0.hook_resid_pre"
+"""Where the input node writes: token plus learned positional embeddings."""
+
 _SWITCHES = {
     "hook_result": "use_attn_result",
     "hook_q_input": "use_split_qkv_input",

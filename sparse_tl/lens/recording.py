@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.lens.adapter import Adapter
 from sparse_tl.lens.attaching import Order, attached
-from sparse_tl.lens.places import HookFunction
+from sparse_tl.lens.points import EMBEDDED
 from sparse_tl.scopes import autograd
-
-if TYPE_CHECKING:
-    from sparse_tl.lens.adapter import Adapter
-
-EMBEDDED = "blocks.0.hook_resid_pre"
-"""Where the input node writes: token plus learned positional embeddings."""
 
 
 @runtime_checkable
@@ -66,9 +61,7 @@ def record(
         return value
 
     every = [*names, *changed, *([EMBEDDED] if differentiable else [])]
-    hooks: list[tuple[str, Order, HookFunction]] = [
-        (name, Order.LAST, partial(keep, name)) for name in dict.fromkeys(every)
-    ]
+    hooks = [(name, Order.LAST, partial(keep, name)) for name in dict.fromkeys(every)]
     with attached(adapter, hooks), autograd(differentiable):
         final = adapter.final(tokens, attention_mask=attention_mask)
     silent = [name for name in names if name not in kept]

@@ -15,22 +15,18 @@ Reference: RelP, arXiv 2508.21258.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparse_tl.lens.attaching import Order, attached
+from sparse_tl.lens.adapter import Adapter
+from sparse_tl.lens.attaching import Hook, Order, attached, hooks_on
 from sparse_tl.lens.norms import Norm
-from sparse_tl.lens.places import HookFunction
 from sparse_tl.scopes import scope
-
-if TYPE_CHECKING:
-    from sparse_tl.lens.adapter import Adapter
 
 
 @scope
@@ -41,15 +37,13 @@ def relevance_rules(adapter: Adapter) -> Iterator[None]:
         ValueError: an MLP lacks the hook points before and after its activation function.
     """
     hooks = [hook for layer in range(adapter.n_layers) for hook in _mlp_hooks(adapter, layer)]
-    rules = {name: _NormRule(norm) for name, norm in adapter.norms().items()}
-    with ExitStack() as stack:
-        for name, rule in rules.items():
-            module = attrgetter(name)(adapter.model)
-            if getattr(module, "hook_in", None) is not None:
-                hooks.append((f"{name}.hook_in", Order.LAST, rule.keep))
-            handle = module.register_forward_hook(rule.after, with_kwargs=True)
-            stack.callback(handle.remove)
-        stack.enter_context(attached(adapter, hooks))
+    norms = list[tuple[nn.Module, Callable[..., Any]]]()
+    for name, norm in adapter.norms().items():
+        module, rule = attrgetter(name)(adapter.model), _NormRule(norm)
+        if getattr(module, "hook_in", None) is not None:
+            hooks.append((f"{name}.hook_in", Order.LAST, rule.keep))
+        norms.append((module, rule.after))
+    with hooks_on(norms, with_kwargs=True), attached(adapter, hooks):
         yield
 
 
@@ -73,12 +67,11 @@ class _NormRule:
         if not torch.is_grad_enabled():
             return None
         given = args[0] if args else kwargs["hidden_states"]
-        residual, norm = given if edited is None else edited, self.norm
-        linear = norm.centred(residual) / norm.scale(residual).detach().to(residual.dtype)
-        return _with_gradient_of(output, linear if norm.weight is None else linear * norm.weight)
+        residual = given if edited is None else edited
+        return _with_gradient_of(output, self.norm.share(residual, residual.detach()))
 
 
-def _mlp_hooks(adapter: Adapter, layer: int) -> list[tuple[str, Order, HookFunction]]:
+def _mlp_hooks(adapter: Adapter, layer: int) -> list[Hook]:
     """The hooks that make an MLP linear in what enters its activation function and its gate."""
     if not adapter.has_mlps:
         return []

@@ -48,12 +48,8 @@ def mlp_only_at(
         everywhere[read] = output.view(-1, output.shape[-1])
         return everywhere
 
-    handles = [mlp.register_forward_pre_hook(select), mlp.register_forward_hook(scatter)]
-    try:
+    with mlp.register_forward_pre_hook(select), mlp.register_forward_hook(scatter):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @scope
@@ -81,11 +77,8 @@ def logits_only_at(
         selected = args[0].shape[:2] == read.shape
         return (args[0][read][None], *args[1:]) if selected else None
 
-    handle = unembed.register_forward_pre_hook(select)
-    try:
+    with unembed.register_forward_pre_hook(select):
         yield lambda logits: logits[0] if selected else logits[read]
-    finally:
-        handle.remove()
 
 
 @scope
@@ -105,11 +98,8 @@ def sees_first(attention: nn.Module, n_rows: int | None) -> Iterator[None]:
 
         return tuple(map(first, args)), {name: first(value) for name, value in kwargs.items()}
 
-    handle = attention.register_forward_pre_hook(shorten, with_kwargs=True)
-    try:
+    with attention.register_forward_pre_hook(shorten, with_kwargs=True):
         yield
-    finally:
-        handle.remove()
 
 
 def repeated(rows: Tensor, copies: int) -> Tensor:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model
-from sparse_tl.models.gpt2 import build_gpt2
+from sparse_tl.lens import Model, boot, checked_device
 from sparse_tl.training import PostTraining, post_train, pretrain
 
 
@@ -78,10 +79,26 @@ class Recipe:
         return json.loads(json.dumps(settings))
 
     def build(self, seed: int = 0, device: str | None = None) -> Model:
-        """The dense model before training."""
-        return build_gpt2(
-            self.architecture, self.tokenizer(), name=self.name, seed=seed, device=device
-        )
+        """The dense model before training: untied unembedding, no dropout, random weights.
+
+        It is a GPT-2, which all versions of TransformerLens support.
+        """
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        tokenizer = self.tokenizer()
+        fields: dict[str, Any] = {
+            **self.architecture,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+            # GPT-2's own 0.02 suits its width: a model of width 128 learns more slowly from it.
+            "initializer_range": 0.8 / math.sqrt(self.architecture["n_embd"]),
+            "tie_word_embeddings": False,
+        }
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            fields[name] = getattr(tokenizer, name, None)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model: Any = GPT2LMHeadModel(GPT2Config(**fields))
+        return boot(model.to(checked_device(device)), tokenizer, name=self.name)
 
     def train(
         self,

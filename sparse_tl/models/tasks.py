@@ -87,17 +87,14 @@ def load_task_models(
     return load_built_in(task_recipe(), seed, cache=cache, device=device, progress=progress)
 
 
-def task_accuracy(model: HookedModel, *, n: int = 256, seed: int = 0) -> dict[str, float]:
+def task_accuracy(model: HookedModel, *, n: int = 256) -> dict[str, float]:
     """Share of held-out prompts, 0 to 1, whose most likely next token is a right answer, by task.
 
     Args:
         model: dense or sparse model with this module's vocabulary.
         n: number of prompts per task.
-        seed: random seed for the draws.
     """
-    return {
-        task.name: accuracy(model, task_pairs(task, n, seed=seed), batch_size=256) for task in TASKS
-    }
+    return {task.name: accuracy(model, task_pairs(task, n), batch_size=256) for task in TASKS}
 
 
 def _measure(model: Model | SparseTransformer) -> dict[str, float]:

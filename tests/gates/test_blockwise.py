@@ -23,7 +23,7 @@ from sparse_tl.gates import (
     distributions,
     straight_through,
 )
-from sparse_tl.gates.deferred_pattern import attention_by_blocks
+from sparse_tl.gates.attention import attention_by_blocks
 from sparse_tl.lens import Deferred, deferred
 
 Build = Callable[..., Any]
