@@ -29,7 +29,7 @@ def fetch(name: str) -> tuple[Path, str]:
         ValueError: there is no such model, it is published as a pickle, or the hub does not answer.
     """
     official = _official(name)
-    silence = _silence()
+    silence = silence_of_hub()
     try:
         folder = huggingface_hub.snapshot_download(
             official,
@@ -81,7 +81,7 @@ def _official(name: str) -> str:
     return official
 
 
-def _silence() -> Any:
+def silence_of_hub() -> Any:
     """Why the hub does not answer; None if it does.
 
     transformers and huggingface_hub would retry for half a minute, file by file. Runs in a thread,

@@ -444,7 +444,7 @@ def test_what_is_in_the_cache_loads_without_a_hub(
     """Also a model whose code TransformerLens would trust by its name."""
     folder = _llama(_in_cache(cache, "microsoft/phi-2"), auto_map=AUTO_MAP)
     _add_code(folder, marker)
-    monkeypatch.setattr(hub, "_silence", lambda: "no network")
+    monkeypatch.setattr(hub, "silence_of_hub", lambda: "no network")
     model = load_model("microsoft/phi-2", device="cpu")
     assert (model.cfg.model_name, model.cfg.n_layers) == ("phi-2", 1)
     assert not marker.exists()
@@ -457,7 +457,7 @@ def test_only_data_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         fetched.append((name, options))
         return str(_llama(tmp_path / "snapshot"))
 
-    monkeypatch.setattr(hub, "_silence", lambda: None)
+    monkeypatch.setattr(hub, "silence_of_hub", lambda: None)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert load_model("gpt2-small", device="cpu").cfg.model_name == "gpt2"
     assert [name for name, _ in fetched] == ["gpt2"]
@@ -471,7 +471,7 @@ def test_a_model_without_safetensors_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_json(tmp_path / "config.json", {"model_type": "llama"})
-    monkeypatch.setattr(hub, "_silence", lambda: None)
+    monkeypatch.setattr(hub, "silence_of_hub", lambda: None)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
     with pytest.raises(ValueError, match=r"of some/model there are none in .*they can run code"):
         load_model("some/model", device="cpu")
@@ -481,7 +481,7 @@ def test_a_name_that_the_hub_does_not_know(monkeypatch: pytest.MonkeyPatch) -> N
     def download(name: str, **_: Any) -> str:
         raise OSError(f"404: no repository {name}")
 
-    monkeypatch.setattr(hub, "_silence", lambda: None)
+    monkeypatch.setattr(hub, "silence_of_hub", lambda: None)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(
         ValueError, match=r"a model on the hub that may be fetched; no/such-model: 404"
