@@ -12,7 +12,7 @@ import torch
 from IPython.core.formatters import DisplayFormatter
 
 from sparse_tl import ablate_attention_edges
-from sparse_tl.explorer import CircuitExplorer, explore, figures
+from sparse_tl.explorer import CircuitExplorer, explore, figures, widget
 
 PROMPT = "36+28=?????"
 ATTACK = "</script><img src=x onerror=alert(1)>"
@@ -310,11 +310,11 @@ def test_impossible_settings_are_refused_at_construction(models, prompt):
 
 
 def test_a_first_figure_that_cannot_be_drawn_leaves_another_chance(models, monkeypatch):
-    late, draw = explore(models, "3x6"), CircuitExplorer._diagram
-    monkeypatch.setattr(CircuitExplorer, "_diagram", lambda *_: 1 / 0)
-    ask(late, action="prompt", prompt=PROMPT)
+    late = explore(models, "3x6")
+    with monkeypatch.context() as patch:
+        patch.setattr(widget, "circuit_diagram", lambda *_, **__: 1 / 0)
+        ask(late, action="prompt", prompt=PROMPT)
     assert "ZeroDivisionError" in late._message["text"] and late._figure == {}
-    monkeypatch.setattr(CircuitExplorer, "_diagram", draw)
     ask(late, action="prompt", prompt=PROMPT)
     assert late._message is None and "svg" in late._figure
 
