@@ -4,7 +4,7 @@ The estimate is that of `sparse-tl doctor --window`. For the larger shapes it is
 with two layers, and grows by as much for each further one. What is measured is the peak of a
 process that takes two steps on one window, over that of one without a model.
 
-    OMP_NUM_THREADS=1 python benchmarks/training_memory.py [--measured gpt2-512,gpt2-1024]
+    OMP_NUM_THREADS=1 python benchmarks/training_memory.py [--measured gpt2-512,llama-512]
 """
 
 from __future__ import annotations
@@ -73,10 +73,13 @@ def estimate(name: str, window: int) -> TrainingMemory:
     return TrainingMemory(window, *more)
 
 
-def measured(window: int, checkpointed: bool, half: bool) -> tuple[float, float]:
+def measured(shape: str, window: int, checkpointed: bool, half: bool) -> tuple[float, float]:
     """Peak over the process without a model in MB, and the estimate, without a dense model."""
     before = peak()
-    model = random_gpt2(GPT2_SMALL | {"n_positions": window})
+    if shape == "llama":
+        model = random_model("LlamaConfig", LLAMA_1B, 2, window)
+    else:
+        model = random_gpt2(GPT2_SMALL | {"n_positions": window})
     if half:
         model = model.to(torch.bfloat16)
     sparse = SparseTransformer(model, initial_bias=2.0)
@@ -85,7 +88,8 @@ def measured(window: int, checkpointed: bool, half: bool) -> tuple[float, float]
     parameters = [*masters.by_name.values()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-5)
     generator = torch.Generator().manual_seed(0)
-    batch = TokenBatch.next_token(torch.randint(50_257, (1, window), generator=generator))
+    tokens = torch.randint(model.cfg.d_vocab, (1, window), generator=generator)
+    batch = TokenBatch.next_token(tokens)
     kept = checkpointed_activations(sparse) if checkpointed else nullcontext()
     with kept, masters.taking_gradients():
         for _ in range(2):
@@ -105,14 +109,14 @@ def measured(window: int, checkpointed: bool, half: bool) -> tuple[float, float]
 def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--measured", default="512,1024", help="windows of GPT-2 small")
-    for window in map(int, filter(None, parser.parse_args().measured.split(","))):
+    help = "shapes and windows; llama is two layers of Llama 3.2 1B"
+    parser.add_argument("--measured", default="gpt2-512,gpt2-1024,llama-512", help=help)
+    for name in filter(None, parser.parse_args().measured.split(",")):
+        shape, window = name.split("-")
         for half, checkpointed in product((False, True), repeat=2):
-            found, expected = own_process(measured, window, checkpointed, half)
+            found, expected = own_process(measured, shape, int(window), checkpointed, half)
             how = ", bfloat16" * half + ", checkpointed" * checkpointed
-            print(
-                f"GPT-2 small, {window}{how}: measured {found:,.0f} MB, estimated {expected:,.0f}"
-            )
+            print(f"{name}{how}: measured {found:,.0f} MB, estimated {expected:,.0f}", flush=True)
     for name in ("GPT-2 small", *LARGE):
         for window in WINDOWS:
             print(f"{name}, {window}: {own_process(estimate, name, window)}", flush=True)
