@@ -142,5 +142,8 @@ def test_memory_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_peak_is_in_the_forward_pass_or_in_the_optimizer() -> None:
-    memory = TrainingMemory(8, 10, 10, 10, activations=30, checkpointed=5, logits=2)
+    parts = {"weights": 10, "trained": 10, "dense": 10, "activations": 30, "checkpointed": 5}
+    memory = TrainingMemory(8, masters=0, logits=2, **parts)
     assert (memory.peak, memory.least_peak) == (10 + 62, 10 + 50)
+    memory = TrainingMemory(8, masters=7, logits=2, **parts)
+    assert (memory.peak, memory.least_peak) == (17 + 62, 17 + 50)
