@@ -27,6 +27,5 @@ def batches_too_large(name: str, batch_size: Any, error: BaseException) -> Memor
     """The error of a function that takes a `batch_size`."""
     given = "" if batch_size is None else f" with batch_size={batch_size}"
     return MemoryError(
-        f"{name} ran out of memory{given}. A smaller batch_size needs less memory, and gives the "
-        f"same results. ({reason(error)})"
+        f"{name} ran out of memory{given}. A smaller batch_size needs less. ({reason(error)})"
     )

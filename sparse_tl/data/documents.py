@@ -12,7 +12,6 @@ from operator import itemgetter
 from pathlib import Path
 from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from sparse_tl.arguments import checked
 
@@ -138,20 +137,21 @@ class DocumentRows(Documents):
         return None
 
 
-_reading: WeakKeyDictionary[Any, Lock] = WeakKeyDictionary()
-"""Of streamed datasets, who reads the next row."""
+_reading = Lock()
+"""Held by whoever reads the next row of a streamed dataset."""
 
 
 def _one_at_a_time(rows: Iterable[Any]) -> Iterator[Any]:
-    """The rows. Iterators of a streamed dataset share a state, and two that are in its code at the
-    same moment, in two threads, skip one another's rows or fail."""
+    """The rows. Iterators of a streamed dataset share a state, also with those of what was derived
+    from it (skip, take, filter); two that are in its code at the same moment, in two threads, skip
+    one another's rows or fail."""
     datasets = sys.modules.get("datasets")  # unless it is imported, there are none
     if datasets is None or not isinstance(rows, datasets.IterableDataset):
         yield from rows
         return
-    lock, iterator, end = _reading.setdefault(rows, Lock()), iter(rows), object()
+    iterator, end = iter(rows), object()
     while True:
-        with lock:
+        with _reading:
             row = next(iterator, end)
         if row is end:
             return

@@ -31,7 +31,7 @@ class _Place:
         document: place of the document; None for the first.
         character: where in the document the piece starts that is tokenised.
         token: tokens of that piece that belong to windows before.
-        window: number of windows before, held-out ones included.
+        window: number of windows before, including those left out.
     """
 
     document: Any = None
@@ -95,7 +95,7 @@ class TextStream:
         self.left_out = left_out
         self.accumulate = accumulate
         self.n_windows: int | None = None
-        """Number of windows of the text, without held-out ones; None before its end was reached."""
+        """Number of windows of the text that are not left out; None before its end was reached."""
         self._identity = self.documents.identity()
         self._places = {0: _Place()}  # of blocks, as far as they are known
         self._blocks: dict[int, Block] = {}  # in use
@@ -226,7 +226,7 @@ def _order(seed: int, number: int, size: int) -> Int[Tensor, " window"]:
 def _cut(
     documents: Documents, tokenizer: Any, window: int, left_out: range, place: _Place
 ) -> Iterator[tuple[array[int], _Place]]:
-    """The windows from a place on that are not held out, each with the place behind it."""
+    """The windows from a place on that are not left out, each with the place behind it."""
     where = "the start"
 
     def opened() -> Iterator[tuple[Any, Iterable[str]]]:
@@ -255,4 +255,4 @@ def _cut(
     if number == 0:
         raise too_short(window, len(tokens))
     if place.window == n_given == 0:
-        raise ValueError(f"expected more windows of text than are held out; got {number}")
+        raise ValueError(f"expected more windows of text than are left out; got {number}")

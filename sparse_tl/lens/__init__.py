@@ -2,7 +2,7 @@
 
 from sparse_tl.lens.adapter import Adapter as Adapter
 from sparse_tl.lens.adapting import adapt as adapt, read_parameters as read_parameters
-from sparse_tl.lens.architecture import HALVES as HALVES, model_config as model_config
+from sparse_tl.lens.architecture import model_config as model_config
 from sparse_tl.lens.attaching import (
     AttachedHooks as AttachedHooks,
     Hook as Hook,

@@ -199,6 +199,10 @@ class RunFolder:
                 type(found.get(name)) is kind for name, kind in _FIELDS.items()
             ):
                 return found
+            raise ValueError(
+                f"expected the {RUN_FILE} in {self.path} to be one of this version. Remove the "
+                "folder yourself, or choose another --out."
+            )
         elif all(map(is_temporary, self.path.iterdir())):
             return None
         raise ValueError(

@@ -196,7 +196,7 @@ def run_post_training(
                     learning_rate=dict.fromkeys(dict.fromkeys(["gates", trained]), learning_rate),
                     head_cost=head_cost,
                     seed=seed,
-                    precision="float32" if shard else precision,
+                    precision=precision,
                     checkpoint=folder / "checkpoint",
                     progress=progress,
                 )

@@ -1,9 +1,9 @@
-"""Weights in half precision are trained by float32 copies of them, the master weights.
+"""Weights in bfloat16 are trained by float32 copies of them, the master weights.
 
 A step changes a weight by a few parts in ten thousand, and late in a run by far less; a bfloat16
 number has eight bits, so that most steps would change nothing. The optimizer therefore moves the
 master weights, with gradients that add up in float32 too, and the model computes with their
-rounded values.
+rounded values. In float16, small gradients would be 0 before they reach any copy.
 
 Reference: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.1.
 """
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import nn
 
 from sparse_tl import shards
-from sparse_tl.lens import HALVES
 from sparse_tl.scopes import autograd, scope
 
 
@@ -24,9 +24,18 @@ class MasterWeights:
 
     Args:
         weights: trained weights of the model by name.
+
+    Raises:
+        ValueError: a weight is float16.
     """
 
     def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
+        if torch.float16 in {weight.dtype for weight in weights.values()}:
+            raise ValueError(
+                "expected weights to train in float32, float64 or bfloat16; got float16, in which "
+                'small gradients are 0. Load the model with dtype="bfloat16", or train low-rank '
+                "adapters (add_lora), which are float32."
+            )
         self.by_name = {
             name: nn.Parameter(weight.detach().float()) if is_half(weight) else weight
             for name, weight in weights.items()
@@ -65,7 +74,7 @@ class MasterWeights:
 
 def is_half(weight: nn.Parameter) -> bool:
     """Whether a weight is trained through a copy."""
-    return weight.dtype in HALVES
+    return weight.dtype == torch.bfloat16
 
 
 @autograd(False)

@@ -49,7 +49,7 @@ class TrainingMemory:
     Args:
         window: tokens of the step, in one prompt.
         weights: the weights.
-        masters: float32 copies of trained weights in half precision.
+        masters: float32 copies of trained weights in bfloat16.
         trained: the trained weights in the precision that they are trained in.
         dense: the frozen copy of the dense model, unless only gates and adapters are trained.
         activations: what the forward pass keeps for the backward pass.
@@ -173,7 +173,8 @@ def out_of_memory_explained(
         precision: that of the run.
 
     Raises:
-        MemoryError: the device, or the machine, ran out of memory inside the block.
+        MemoryError: the device, or the machine, ran out of memory inside the block, in a step or
+            in an evaluation.
     """
     try:
         yield
@@ -181,6 +182,11 @@ def out_of_memory_explained(
         if not is_out_of_memory(error):
             raise
         said = reason(error)  # sets free what the step held, for the estimate
+        if isinstance(error, MemoryError):  # of a function that takes batches: no training step
+            raise MemoryError(
+                f"post-training ran out of memory on {adapt(sparse).device} while it measured the "
+                f"validation rows, up to 256 at once. Shorter or fewer rows need less. ({said})"
+            ) from error
         rows, window = stream.batch(0).tokens.shape
         pieces = getattr(stream, "accumulate", 1)
         at_once = math.ceil(rows / pieces / ranks.count())

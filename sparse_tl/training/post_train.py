@@ -63,7 +63,7 @@ def post_train(
     Args:
         sparse: wrapped model, trained in place: its weights and gates, or, if it has low-rank
             adapters (`add_lora`), the adapters and gates. The dense model is then the model
-            without adapters. Weights in half precision are trained through float32 copies.
+            without adapters. Weights in bfloat16 are trained through float32 copies.
         stream: training batches; any positions may carry the loss.
         target_loss: loss in nats: absolute (``0.01``), or above the frozen dense model's on the
             same rows (``"+0.05"``).

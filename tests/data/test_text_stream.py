@@ -194,17 +194,20 @@ def test_held_out_windows_are_left_out(tokenizer: Any) -> None:
 def test_a_streamed_dataset_is_read_by_several_threads(tmp_path: Path) -> None:
     """As two streams do, or one that is stopped while its thread still reads."""
     texts = [f"w{number}" for number in range(80)]
-    documents = read_documents(_streamed(tmp_path, texts).shuffle(seed=0, buffer_size=10))
+    streamed = _streamed(tmp_path, texts).shuffle(seed=0, buffer_size=10)
+    parts = [read_documents(some) for some in (streamed, streamed.skip(20), streamed.take(20))]
 
-    def read(_: int) -> list[str]:
-        return [text for _, some in documents.since(None) for text in some]
+    def read(part: int) -> list[str]:
+        return [text for _, some in parts[part].since(None) for text in some]
 
-    expected, before = read(0), sys.getswitchinterval()
+    expected, before = [read(part) for part in range(3)], sys.getswitchinterval()
+    assert expected[0] == expected[2] + expected[1]
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(3) as pool:
             for _ in range(30):
-                assert list(pool.map(read, range(3))) == [expected] * 3
+                assert list(pool.map(read, (0, 1, 2))) == expected
+                assert list(pool.map(read, (0, 0, 0))) == expected[:1] * 3
     finally:
         sys.setswitchinterval(before)
 
@@ -298,7 +301,7 @@ def test_text_shorter_than_a_window(tokenizer: Any, texts: list[str], count: int
 
 def test_all_text_held_out(tokenizer: Any) -> None:
     stream = TextStream(["w1 w2 w3 w4"] * 4, tokenizer, 8, 4, left_out=range(100))
-    with pytest.raises(ValueError, match="more windows of text than are held out; got 2"):
+    with pytest.raises(ValueError, match="more windows of text than are left out; got 2"):
         stream.batch(0)
 
 

@@ -123,6 +123,11 @@ def test_gradients_of_an_earlier_pass_are_not_added(half: Model, rows: TokenBatc
     assert all(torch.equal(p, theirs[name]) for name, p in read_parameters(half).items())
 
 
+def test_float16_is_refused(half: Model, rows: TokenBatch) -> None:
+    with pytest.raises(ValueError, match='got float16.*dtype="bfloat16"'):
+        _pretrain(half.to(torch.float16), rows)
+
+
 def test_they_are_in_the_estimate_of_memory(half: Model, rows: TokenBatch) -> None:
     sparse = SparseTransformer(half)
     memory = training_memory(sparse, 11)

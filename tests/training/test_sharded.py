@@ -126,6 +126,7 @@ def _run(
         sparse,
         stream or ShuffledStream(_rows(), 16),
         validation=_rows(17, seed=1),
+        precision=precision,
         **{"target_loss": "+0.5", "learning_rate": 1e-3, "progress": False, **settings},
         steps=6,
     )
