@@ -144,9 +144,14 @@ class Circuit(Result):
     def connected(self, *, patch: Patch = "corrupted") -> Circuit:
         """Drop the circuit edges that have no effect under a patch.
 
-        An edge has no effect if no kept path leads from its destination to the logits. Under
-        patches from other prompts, it also needs a kept path from the input to its source: a node
-        that reads only patches then writes its patch. (Not so under mean or zero patches.)
+        Under every patch, an edge has no effect if no kept path leads from its destination to the
+        logits. Under "corrupted" and "resample", all patches come from one run on another prompt,
+        so a node that reads only patches writes its own patch: an edge has no effect either if no
+        kept path leads from the input to its source. Under "mean", "zero" and tensors, such a node
+        writes something other than its patch, and its edges are kept.
+
+        Args:
+            patch: patch that the circuit is evaluated with.
 
         Raises:
             ValueError: the patch is unknown.

@@ -113,8 +113,9 @@ def save_mib(found: Scores | Sequence[Circuit], folder: str | Path, d_model: AtL
 
     Scores become ``importances.json``, from which MIB cuts circuits of its sizes; circuits become
     one file each, with at most 0.1, 0.2, 0.5, 1, 2, 5, 10, 20 and 50 percent of the edges as MIB
-    counts them, without those on no path from the input to the logits. MIB's sign is opposite to
-    `Scores`: a positive importance helps. Of several ranks, only the first writes.
+    counts them. Edges on no path from the input to the logits are left out: they have no effect
+    under corrupted patches, which MIB evaluates with. MIB's sign is opposite to `Scores`: a
+    positive importance helps. Of several ranks, only the first writes.
 
     Args:
         found: scores of circuit edges, or nine circuits, smallest first.
@@ -134,7 +135,11 @@ def save_mib(found: Scores | Sequence[Circuit], folder: str | Path, d_model: AtL
     if isinstance(found, Scores):
         names, circuits, values = (_IMPORTANCES,), [found.top(0)], -found.mean()
     else:
-        names, circuits, values = _CIRCUITS, [circuit.connected() for circuit in found], None
+        names, circuits, values = (
+            _CIRCUITS,
+            [circuit.connected(patch="corrupted") for circuit in found],
+            None,
+        )
         if len(circuits) != len(names):
             raise ValueError(f"expected {len(names)} circuits, smallest first; got {len(circuits)}")
         for circuit, fraction in zip(circuits, MIB_FRACTIONS, strict=False):

@@ -37,8 +37,9 @@ class MIBEvaluation(Result):
     - ``CPR = integral f(k) dk``, with edges ranked by how much they help; larger is better.
     - ``CMD = integral |1 - f(k)| dk``, with edges ranked by absolute score; 0 is best.
 
-    Edges that are on no path from the input to the logits do not count among ``sizes``; k is the
-    fraction before they are dropped.
+    Edges without effect (`Circuit.connected`) do not count among ``sizes``; k is the fraction
+    before they are dropped. MIB's code also drops edges without a path from the input where
+    sources are patched by zeros or means; these edges have an effect there, and are kept here.
 
     Args:
         signed: the circuits that keep the edges that help most.
@@ -96,10 +97,11 @@ def evaluate_mib(
         ValueError: the scores are not of circuit edges, or as in `evaluate`.
     """
     n_edges = scores.top(0).graph.n_edges
+    patch = options.get("patch", "corrupted")
     found: list[Evaluation] = []
     for signed in (True, False):
         tops = [scores.top(int(share * n_edges), signed=signed) for share in MIB_FRACTIONS]
-        circuits = [circuit.connected() for circuit in tops]
+        circuits = [circuit.connected(patch=patch) for circuit in tops]
         found.append(evaluate(model, pairs, metric, circuits, **options))
     return MIBEvaluation(*found)
 

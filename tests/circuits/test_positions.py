@@ -250,18 +250,6 @@ def test_stacked_settings_are_single_ones(build_tiny: Build) -> None:
     torch.testing.assert_close(run.logits(gates), together, **CLOSE)
 
 
-def test_what_is_not_connected_has_no_effect(model: Model) -> None:
-    pairs = _template()
-    site = PositionedGraph(adapt(model).graph, pairs.spans_of("tokens").names)
-    generator = torch.Generator().manual_seed(1)
-    keep = torch.rand(site.exists.shape, generator=generator) < 0.15
-    circuit = Circuit(site, site.exists & keep)
-    joined = circuit.connected()
-    assert 0 < len(joined) < len(circuit)
-    values = [evaluate(model, pairs, logit_difference, c).values for c in (circuit, joined)]
-    torch.testing.assert_close(*values, **CLOSE)
-
-
 def test_nothing_leads_to_earlier_tokens() -> None:
     site = PositionedGraph(paths_model().graph, ("0", "1"))
     back = ["input->a0.h0<v>@1", "a0.h0->a1.h0<v>@0", "a1.h0->logits@1"]
