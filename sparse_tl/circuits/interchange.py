@@ -135,11 +135,8 @@ def save_mib(found: Scores | Sequence[Circuit], folder: str | Path, d_model: AtL
     if isinstance(found, Scores):
         names, circuits, values = (_IMPORTANCES,), [found.top(0)], -found.mean()
     else:
-        names, circuits, values = (
-            _CIRCUITS,
-            [circuit.connected(patch="corrupted") for circuit in found],
-            None,
-        )
+        names, values = _CIRCUITS, None
+        circuits = [circuit.connected(patch="corrupted") for circuit in found]
         if len(circuits) != len(names):
             raise ValueError(f"expected {len(names)} circuits, smallest first; got {len(circuits)}")
         for circuit, fraction in zip(circuits, MIB_FRACTIONS, strict=False):

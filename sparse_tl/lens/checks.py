@@ -9,9 +9,10 @@ Each is a small forward pass in which only the package's own hooks run:
 *mlps*     each MLP is called once before it writes; whatever replaces its output is what the layer
            adds to the residual stream, besides the output of its heads;
 *circuits* normalising and projecting the residual stream gives q, k and v; head outputs sum to the
-           attention layer's output, and all sources to the final residual stream; unembedding that
-           gives the logits; a pass that starts at layer 1 matches a full pass; heads and MLPs given
-           the inputs from another prompt produce the outputs from that prompt.
+           attention layer's output; each layer adds what its heads and MLP write to the stream, and
+           nothing else; unembedding the final one gives the logits; a pass that starts at layer 1
+           matches a full pass; heads and MLPs given the inputs from another prompt produce the
+           outputs from that prompt (`check_sums`).
 
 This covers architectures that no list could, and turns wrong numbers into errors.
 """
@@ -34,8 +35,9 @@ from sparse_tl.lens.limits import check_numbers
 from sparse_tl.lens.lora import lora_layers
 from sparse_tl.lens.places import HookFunction
 from sparse_tl.lens.plain import check_wrapped
-from sparse_tl.lens.points import EMBEDDED, Model
-from sparse_tl.lens.recording import record
+from sparse_tl.lens.points import Model
+from sparse_tl.lens.rounding import excess, precise
+from sparse_tl.lens.sums import check_sums
 from sparse_tl.scopes import autograd
 
 _checked: dict[str, WeakSet[Model]] = {
@@ -70,7 +72,7 @@ def check_circuits(adapter: Adapter) -> None:
         ValueError: it is not; the message names the part that differs. Or ranks hold parts of it.
     """
     check_whole(adapter)
-    _once("circuits", adapter, _circuits_hold)
+    _once("circuits", adapter, check_sums)
 
 
 def circuit_graph(adapter: Adapter) -> CircuitGraph:
@@ -182,7 +184,7 @@ def _gates_act(adapter: Adapter, tokens: Tensor) -> None:
         if bool(closed[heads[layer]][0].any()):
             _refuse(adapter, layer, "edits to its attention pattern do not reach its heads")
         first, second = closed[residuals[layer]][0][:, 1:]
-        if not torch.allclose(first, second, rtol=1e-3, atol=1e-5):
+        if excess(adapter.dtype, first, second, first.abs()):
             _refuse(adapter, layer, "what it writes does not come from its heads alone")
 
 
@@ -218,80 +220,15 @@ def _mlps_write(adapter: Adapter, tokens: Tensor) -> None:
         hooks += [(name, Order.LAST, found[name].append) for name in (before, read, after)]
     with attached(adapter, hooks):
         adapter.model(tokens, return_type=None)
-    exact = adapter.dtype in (torch.float32, torch.float64)
     for layer, names in enumerate(places):
         once = all(len(found[name]) == 1 for name in names)
-        before, read, written, after = (found[name][0] if once else tokens for name in names)
-        rest = after - before - written
-        off, most = (rest - rest[:, :1]).abs().max(), after.abs().max()
-        if not (once and read.shape == before.shape and off <= (1e-3 if exact else 5e-2) * most):
+        before, read, written, after = (
+            precise(found[name][0] if once else tokens) for name in names
+        )
+        rest, size = after - before - written, before.abs() + written.abs() + after.abs()
+        first, sizes = rest[:, :1].expand_as(rest), size + size[:, :1]
+        if not once or read.shape != before.shape or excess(adapter.dtype, rest, first, sizes):
             raise ValueError(
                 "expected MLPs that are called once and write to the residual stream, for gates on "
                 f"them; that in layer {layer} of {adapter.name!r} does not, or not at hook_mlp_out"
             )
-
-
-def _circuits_hold(adapter: Adapter, tokens: Tensor) -> None:
-    why = adapter.unsupported()
-    if why is not None:
-        raise ValueError(
-            f"expected a causal model whose parts read the residual stream alone; circuits do not "
-            f"support {adapter.name!r}: {why}"
-        )
-    has_mlps, layers = adapter.has_mlps, range(adapter.n_layers)
-    names = adapter.source_points()
-    for layer in layers:
-        names += adapter.destination_points(layer) + adapter.residual_points(layer)
-        names.append(f"blocks.{layer}.hook_attn_out")
-    kept, final = record(adapter, tokens, names)
-    total = kept[EMBEDDED]
-    for layer in layers:
-        block = f"blocks.{layer}"
-        normed = adapter.norm(layer, "attn")(kept[f"{block}.hook_resid_pre"])
-        for slot in "qkv":
-            weight, bias = adapter.qkv(layer, slot)  # type: ignore[arg-type]
-            rebuilt = torch.einsum("bpd,hde->bphe", normed, weight.to(normed.dtype)) + bias
-            _same(adapter, kept[f"{block}.attn.hook_{slot}"], rebuilt, f"{slot} of layer {layer}")
-        heads = adapter.heads_written(layer, kept[adapter.heads_point(layer)]).sum(dim=0)
-        written = kept[f"{block}.hook_attn_out"]
-        # The bias belongs to no head; it is equal at all positions.
-        rest = written - heads
-        _same(adapter, written, heads + rest[:, :1], f"what the heads of layer {layer} write")
-        if has_mlps:
-            reads = total if adapter.parallel else total + written
-            _same(adapter, kept[f"{block}.mlp_input"], reads, f"what MLP {layer} reads")
-            rebuilt = adapter.norm(layer, "mlp")(kept[f"{block}.mlp_input"])
-            _same(adapter, kept[f"{block}.mlp_normalized"], rebuilt, f"what MLP {layer} reads")
-            total = total + kept[f"{block}.hook_mlp_out"]
-        total = total + written
-    _same(adapter, final, total, "the final residual stream")
-    _same(adapter, adapter.model(tokens), adapter.logits(final), "the logits")
-    if adapter.n_layers > 1:
-        entered = adapter.final(kept["blocks.1.hook_resid_pre"], from_layer=1)
-        _same(adapter, final, entered, "the final residual stream of a pass that starts at layer 1")
-    _edits_reach(adapter, tokens)
-
-
-def _edits_reach(adapter: Adapter, tokens: Tensor) -> None:
-    """Check that heads and MLPs given another prompt's inputs produce its outputs."""
-    layers = range(adapter.n_layers)
-    written = [name for name in adapter.source_points() if name != EMBEDDED]
-    read = [name for layer in layers for name in adapter.destination_points(layer)]
-    there, _ = record(adapter, (tokens + 1) % adapter.d_vocab, [*written, *read])
-    replaced = {name: there[name] for name in read}
-    found, _ = record(adapter, tokens, written, replaced=replaced)
-    for name in written:
-        what = f"{name} after edits to what its layer reads"
-        _same(adapter, found[name], there[name], what)
-
-
-def _same(adapter: Adapter, found: Tensor, rebuilt: Tensor, what: str) -> None:
-    exact = adapter.dtype in (torch.float32, torch.float64)
-    off = (found - rebuilt).abs().max().item()
-    if off > (1e-3 if exact else 5e-2) * (1e-6 + found.abs().max().item()):
-        raise ValueError(
-            f"expected a model that is the sum of its heads and MLPs, each of which reads the "
-            f"normalised residual stream; in {adapter.name!r} {what} differs from that by "
-            f"{off:.3g}. Its parts are normalised, scaled or weighted in a way that circuits do "
-            "not support."
-        )

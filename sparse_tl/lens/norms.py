@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.lens.architecture import HALVES
+from sparse_tl.lens.rounding import precise
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,22 @@ class Norm:
         if self.kind == "layer":
             return F.layer_norm(residual, shape, self.weight, self.bias, self.eps)
         return F.rms_norm(residual, shape, self.weight, self.eps)
+
+    def size(self, residual: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
+        """The size of what is added in the output: ``|weight| (|x| + |mean|) / scale + |bias|``."""
+        if self.kind is None:
+            return residual.abs()
+        size = residual.abs()
+        if self.kind == "layer":
+            size = size + residual.mean(dim=-1, keepdim=True).abs()
+        size = size / self.scale(residual)
+        size = size if self.weight is None else size * self.weight.abs()
+        return size if self.bias is None else size + self.bias.abs()
+
+    def precise(self) -> Norm:
+        """The norm in float32, or in float64 if it already is."""
+        weight, bias = (None if w is None else precise(w) for w in (self.weight, self.bias))
+        return Norm(self.kind, weight, bias, self.eps)
 
     def centred(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
         """Subtract the mean over d_model, if this norm does so."""

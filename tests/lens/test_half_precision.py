@@ -67,6 +67,31 @@ def test_scores_are_those_of_float32(halves: tuple[Model, Model]) -> None:
     assert int(kept.mask.sum()) <= 20
 
 
+@pytest.mark.parametrize(
+    ("name", "writes"),
+    [("gpt2", "transformer.h.{}.mlp.c_proj"), ("gpt_neox", "gpt_neox.layers.{}.mlp.dense_4h_to_h")],
+)
+def test_large_activations_that_later_layers_take_back(
+    name: str, writes: str, tmp_path: Path
+) -> None:
+    """As in real models: bfloat16 rounds 20,000 to a multiple of 128, so the order of sums counts.
+
+    What layer 1 adds to such an activation is lost; a sum in another order would still have it.
+    """
+    plain = plain_transformer(name, "bfloat16")
+    for layer, value in ((0, 20000), (1, -20000)):
+        plain.get_submodule(writes.format(layer)).bias.data[5] = value
+    plain.save_pretrained(tmp_path)
+    options: dict[str, Any] = {"method": "eap-ig", "steps": 3, "progress": False}
+    found, expected = (
+        attribute_circuit_edges(
+            load_model(tmp_path, device="cpu", dtype=dtype), pairs(), logit_difference, **options
+        ).values.float()
+        for dtype in ("bfloat16", "float32")
+    )
+    assert torch.corrcoef(torch.stack([found.flatten(), expected.flatten()]))[0, 1] > 0.95
+
+
 def test_gates_are_trained(halves: tuple[Model, Model]) -> None:
     model, _ = halves
     sparse = SparseTransformer(model)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from architectures import VOCABULARY, plain_transformer
+from architectures import ARCHITECTURES, VOCABULARY, plain_transformer
 from odd_models import native, odd
 from packaging.version import Version
 from transformer_lens.model_bridge.sources import build_bridge_from_module
@@ -97,6 +99,51 @@ def test_layers_that_add_the_residual_stream_themselves() -> None:
     shape = run.adapter.graph.exists.shape
     assert torch.allclose(run.logits(torch.ones(shape)), model(clean)[read], atol=1e-5)
     assert torch.allclose(run.logits(torch.zeros(shape)), model(corrupted)[read], atol=1e-5)
+
+
+def change(module: torch.nn.Module, changed: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change what a module returns, in a way that no weight or configuration shows."""
+    forward = module.forward
+
+    def altered(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        return (changed(out[0]), *out[1:]) if isinstance(out, tuple) else changed(out)
+
+    module.__dict__["forward"] = altered
+
+
+WRONG: dict[str, tuple[Callable[[Any], torch.nn.Module], str]] = {
+    "queries": (lambda block: block.attn.q.original_component, "q of layer 1 differs"),
+    "values": (lambda block: block.attn.v.original_component, "v of layer 1 differs"),
+    "heads": (lambda block: block.attn.o.original_component, "what the heads of layer 1 write"),
+    "stream": (lambda block: block, "the residual stream after layer 1 differs"),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_models_that_are_ten_percent_off(name: str, dtype: str) -> None:
+    for part, why in WRONG.values():
+        model = boot(plain_transformer(name, dtype))
+        change(part(model.blocks[1]), lambda out: 1.1 * out)
+        with pytest.raises(ValueError, match=why):
+            check_circuits(adapt(model))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_large_activation_hides_no_error(dtype: str) -> None:
+    """Real models have activations of 26,368 in one dimension, and of 1 to 10 in all others."""
+    for extra in (0.0, 2.0):
+        plain = plain_transformer("gpt2", dtype)
+        plain.transformer.h[0].mlp.c_proj.bias.data[5] = 26_368
+        model = boot(plain)
+        added = extra * torch.eye(32)[9]
+        change(model.blocks[1], lambda out, added=added: out + added.to(out))
+        if extra:
+            with pytest.raises(ValueError, match="the residual stream after layer 1 differs"):
+                check_circuits(adapt(model))
+        else:
+            check_circuits(adapt(model))
 
 
 def test_dropout() -> None:

@@ -1,0 +1,42 @@
+"""Whether two values differ by more than rounding explains.
+
+A sum in finite precision differs from the exact one by about ``eps * size``, where the size is that
+of what is added: the sum of absolute values for a few parts, the root of the sum of squares for the
+many products of a projection, whose roundings are independent. The result itself can be much
+smaller. So values are rebuilt in float32 from what the model had at that point, and each entry is
+allowed its own error; the largest activation of a model says nothing about the others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ERRORS = 4
+"""Multiple of ``eps * size`` that is allowed; 14 architectures in half precision need 1.2."""
+_TF32 = 2.0**-10
+"""The eps of float32 products on GPUs that use TF32."""
+
+
+def precise(value: Tensor) -> Tensor:
+    """The value in float32, or in float64 if it already is."""
+    return value if value.dtype == torch.float64 else value.float()
+
+
+def excess(
+    dtype: torch.dtype, found: Tensor, rebuilt: Tensor, size: Tensor
+) -> tuple[float, float] | None:
+    """How far off the worst entry is, and how far it may be; None if rounding explains all.
+
+    Args:
+        dtype: precision of the model.
+        found: values that the model computed.
+        rebuilt: the same values, computed from its parts.
+        size: size of what is added in each value.
+    """
+    off = (precise(found) - precise(rebuilt)).abs()
+    allowed = _ERRORS * max(torch.finfo(dtype).eps, _TF32) * precise(size).expand_as(off)
+    if bool((off <= allowed).all()):  # false for NaN
+        return None
+    worst = (off - allowed).nan_to_num(nan=torch.inf).argmax()
+    return off.flatten()[worst].item(), allowed.flatten()[worst].item()

@@ -1,0 +1,118 @@
+"""Check numerically that a model is the sum of its heads and MLPs.
+
+Layer by layer, from what the model had at each point, so that roundings do not add up: a layer in
+bfloat16 that adds 1 to an activation of 26,368 does not change it. What the package computes from
+the parts has to agree within rounding (`excess`), entry by entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from sparse_tl.lens.adapter import Adapter
+from sparse_tl.lens.points import EMBEDDED
+from sparse_tl.lens.recording import record
+from sparse_tl.lens.rounding import excess, precise
+
+
+def check_sums(adapter: Adapter, tokens: Int[Tensor, "prompt pos"]) -> None:
+    """Check that a model is the sum of its heads and MLPs, each reading the residual stream.
+
+    Raises:
+        ValueError: it is not; the message names the part that differs.
+    """
+    why = adapter.unsupported()
+    if why is not None:
+        raise ValueError(
+            f"expected a causal model whose parts read the residual stream alone; circuits do not "
+            f"support {adapter.name!r}: {why}"
+        )
+    layers = range(adapter.n_layers)
+    names = adapter.source_points()
+    for layer in layers:
+        names += adapter.destination_points(layer) + adapter.residual_points(layer)
+        names.append(f"blocks.{layer}.hook_attn_out")
+    kept, final = record(adapter, tokens, names)
+    for layer in layers:
+        _check_heads(adapter, kept, layer)
+        _check_stream(adapter, kept, layer, final)
+    _same_run(adapter, adapter.model(tokens), adapter.logits(final), "the logits")
+    if adapter.n_layers > 1:
+        entered = adapter.final(kept["blocks.1.hook_resid_pre"], from_layer=1)
+        what = "the final residual stream of a pass that starts at layer 1"
+        _same_run(adapter, final, entered, what)
+    _edits_reach(adapter, tokens)
+
+
+def _check_heads(adapter: Adapter, kept: Mapping[str, Tensor], layer: int) -> None:
+    """Check q, k and v against the residual stream, and what heads write against z."""
+    block = f"blocks.{layer}"
+    norm, residual = adapter.norm(layer, "attn").precise(), precise(kept[f"{block}.hook_resid_pre"])
+    normed, size = norm(residual), norm.size(residual)
+    for slot in "qkv":
+        weight, bias = map(precise, adapter.qkv(layer, slot))  # type: ignore[arg-type]
+        rebuilt = torch.einsum("bpd,hde->bphe", normed, weight) + bias
+        added = torch.einsum("bpd,hde->bphe", size**2, weight**2).sqrt() + bias.abs()
+        found = kept[f"{block}.attn.hook_{slot}"]
+        _same(adapter, found, rebuilt, added + rebuilt.abs(), f"{slot} of layer {layer}")
+    z, weight = precise(kept[adapter.heads_point(layer)]), precise(adapter.W_O(layer))
+    written, heads = kept[f"{block}.hook_attn_out"], adapter.heads_written(layer, z).sum(dim=0)
+    added = torch.einsum("bphe,hed->bpd", z**2, weight**2).sqrt() + written.abs()
+    # The bias belongs to no head; it is equal at all positions.
+    rebuilt, added = heads + (written - heads)[:, :1], added + added[:, :1]
+    _same(adapter, written, rebuilt, added, f"what the heads of layer {layer} write")
+
+
+def _check_stream(adapter: Adapter, kept: Mapping[str, Tensor], layer: int, final: Tensor) -> None:
+    """Check what a layer adds to the residual stream, and what its MLP reads of it."""
+    block = f"blocks.{layer}"
+    parts = [kept[f"{block}.hook_resid_pre"], kept[f"{block}.hook_attn_out"]]
+    if adapter.has_mlps:
+        reads, what = kept[f"{block}.mlp_input"], f"what MLP {layer} reads"
+        _same_sum(adapter, reads, parts[:1] if adapter.parallel else parts, what)
+        norm, residual = adapter.norm(layer, "mlp").precise(), precise(reads)
+        normalised = kept[f"{block}.mlp_normalized"]
+        _same(adapter, normalised, norm(residual), norm.size(residual), what)
+        parts = [*(parts if adapter.parallel else [reads]), kept[f"{block}.hook_mlp_out"]]
+    after = kept.get(f"blocks.{layer + 1}.hook_resid_pre", final)
+    _same_sum(adapter, after, parts, f"the residual stream after layer {layer}")
+
+
+def _edits_reach(adapter: Adapter, tokens: Tensor) -> None:
+    """Check that heads and MLPs given another prompt's inputs produce its outputs."""
+    layers = range(adapter.n_layers)
+    written = [name for name in adapter.source_points() if name != EMBEDDED]
+    read = [name for layer in layers for name in adapter.destination_points(layer)]
+    there, _ = record(adapter, (tokens + 1) % adapter.d_vocab, [*written, *read])
+    replaced = {name: there[name] for name in read}
+    found, _ = record(adapter, tokens, written, replaced=replaced)
+    for name in written:
+        what = f"{name} after edits to what its layer reads"
+        _same_run(adapter, found[name], there[name], what)
+
+
+def _same_run(adapter: Adapter, found: Tensor, again: Tensor, what: str) -> None:
+    """Check vectors that the same operations have computed twice."""
+    _same(adapter, found, again, found.abs().amax(dim=-1, keepdim=True), what)
+
+
+def _same_sum(adapter: Adapter, found: Tensor, parts: Sequence[Tensor], what: str) -> None:
+    """Check what the model has made of the residual stream by adding a few parts."""
+    exact = torch.stack([precise(part) for part in parts])
+    _same(adapter, found, exact.sum(dim=0), exact.abs().sum(dim=0), what)
+
+
+def _same(adapter: Adapter, found: Tensor, rebuilt: Tensor, size: Tensor, what: str) -> None:
+    beyond = excess(adapter.dtype, found, rebuilt, size)
+    if beyond is not None:
+        off, allowed = beyond
+        raise ValueError(
+            f"expected a model that is the sum of its heads and MLPs, each of which reads the "
+            f"normalised residual stream; in {adapter.name!r} {what} differs from that by "
+            f"{off:.3g}, where rounding explains {allowed:.3g}. Its parts are normalised, scaled "
+            "or weighted in a way that circuits do not support."
+        )
