@@ -85,6 +85,21 @@ def test_processed_weights_and_padding_in_float64() -> None:
     assert "padded on the right" in said["padding"][1]
 
 
+def test_padding_that_is_ignored_beside_a_large_activation() -> None:
+    """Real models have them at the first token alone."""
+    plain = plain_transformer("llama", "bfloat16")
+    plain.model.embed_tokens.weight.data[0, 5] = 26_368
+    model, final = boot(plain), plain.forward
+    assert found(model)["padding"][0]
+
+    def unpadded(*args: Any, attention_mask: Any = None, position_ids: Any = None, **k: Any) -> Any:
+        return final(*args, **k)
+
+    plain.__dict__["forward"] = unpadded
+    works, said = found(model)["padding"]
+    assert not works and "expected prompts to end alike" in said
+
+
 def test_another_model_than_that_of_transformers(tmp_path: Path) -> None:
     config = transformers.GPT2Config(
         n_embd=32, n_layer=2, n_head=4, n_positions=16, vocab_size=20, scale_attn_weights=False

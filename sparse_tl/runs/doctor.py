@@ -155,7 +155,8 @@ def _padding(adapter: Adapter) -> str:
     mask = torch.ones_like(padded)
     mask[:, 0] = 0
     found, expected = adapter.final(padded, attention_mask=mask)[:, 1:], adapter.final(tokens)
-    off = ((found - expected).abs().max() / expected.abs().max()).item()
+    # Token by token: a large activation at one says nothing about the others.
+    off = ((found - expected).abs().amax(-1) / expected.abs().amax(-1)).max().item()
     exact = adapter.dtype in (torch.float32, torch.float64)
     if not off < (1e-3 if exact else 5e-2):  # also catches NaN
         raise ValueError(
