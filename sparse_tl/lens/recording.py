@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -64,13 +64,22 @@ def record(
     hooks = [(name, Order.LAST, partial(keep, name)) for name in dict.fromkeys(every)]
     with attached(adapter, hooks), autograd(differentiable):
         final = adapter.final(tokens, attention_mask=attention_mask)
+    check_fired(adapter, names, kept)
+    return kept, final
+
+
+def check_fired(adapter: Adapter, names: Sequence[str], kept: Container[str]) -> None:
+    """Check that all hook points have fired in a pass.
+
+    Raises:
+        ValueError: one has not.
+    """
     silent = [name for name in names if name not in kept]
     if silent:
         raise ValueError(
             f"expected every part of {adapter.name!r} to be called in a forward pass; {silent[0]} "
             "never fires: the model computes it by other means, and its parts cannot be told apart"
         )
-    return kept, final
 
 
 @autograd(False)
