@@ -10,6 +10,7 @@ allowed its own error; the largest activation of a model says nothing about the 
 from __future__ import annotations
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 _ERRORS = 4
@@ -18,13 +19,16 @@ _TF32 = 2.0**-10
 """The eps of float32 products on GPUs that use TF32."""
 
 
-def precise(value: Tensor) -> Tensor:
+def precise(value: Tensor) -> Float[Tensor, "*shape"]:
     """The value in float32, or in float64 if it already is."""
     return value if value.dtype == torch.float64 else value.float()
 
 
 def excess(
-    dtype: torch.dtype, found: Tensor, rebuilt: Tensor, size: Tensor
+    dtype: torch.dtype,
+    found: Float[Tensor, "*shape"],
+    rebuilt: Float[Tensor, "*shape"],
+    size: Float[Tensor, "*#shape"],
 ) -> tuple[float, float] | None:
     """How far off the worst entry is, and how far it may be; None if rounding explains all.
 
@@ -34,8 +38,9 @@ def excess(
         rebuilt: the same values, computed from its parts.
         size: size of what is added in each value.
     """
-    off = (precise(found) - precise(rebuilt)).abs()
-    allowed = _ERRORS * max(torch.finfo(dtype).eps, _TF32) * precise(size).expand_as(off)
+    off = (precise(found) - precise(rebuilt).to(found.device)).abs()
+    size = precise(size).to(found.device).expand_as(off)
+    allowed = _ERRORS * max(torch.finfo(dtype).eps, _TF32) * size
     if bool((off <= allowed).all()):  # false for NaN
         return None
     worst = (off - allowed).nan_to_num(nan=torch.inf).argmax()
