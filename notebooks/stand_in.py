@@ -9,7 +9,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 
 
-def small_gpt2(folder: Path) -> dict[str, str]:
+def small_gpt2(folder: Path) -> dict[str, str | None]:
     """A random GPT-2 with the heads of GPT-2 small, but narrow, and the documentation as text.
 
     Its tokenizer is that of the built-in task model, which knows words of IOI.
@@ -33,7 +33,8 @@ def small_gpt2(folder: Path) -> dict[str, str]:
     pages = sorted(ROOT.glob("docs/*.md"))
     text = "<|endoftext|>".join(page.read_text("utf-8") for page in pages)
     (folder / "text.txt").write_text(text, encoding="utf-8")
-    return {"NAME": str(folder / "gpt2"), "TEXT": str(folder / "text.txt")}
+    names = {"NAME": str(folder / "gpt2"), "TEXT": str(folder / "text.txt")}
+    return {**names, "PREPEND_BOS": None}  # its tokenizer has no BOS token
 
 
 def give(notebook: Any, parameters: Mapping[str, Any]) -> None:

@@ -243,13 +243,14 @@ def _dataclass(
 
     declared = get_type_hints(kind, localns={"pd": pd})
     known = {field.name for field in fields(kind)}
-    if known != said.keys():
-        raise ValueError(
-            f"it lacks {sorted(known - said.keys())} and has unknown {sorted(said.keys() - known)}"
-        )
+    lacking = known - said.keys() - {"prompt_start"}  # which earlier versions did not save
+    unknown = said.keys() - known
+    if lacking or unknown:
+        raise ValueError(f"it lacks {sorted(lacking)} and has unknown {sorted(unknown)}")
     with jaxtyped("context"):  # axes of one name have one size
         restored = {
-            key: _restored(declared[key], said[key], _under(name, key), tensors) for key in known
+            key: _restored(declared[key], value, _under(name, key), tensors)
+            for key, value in said.items()
         }
     return kind(**restored)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +205,17 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     (folder / "result.json").write_text(json.dumps({**said, "schema": 0}))
     with pytest.raises(ValueError, match="another version of this package"):
         Scores.load(folder)
+
+
+def test_results_say_what_prompts_started_with(tmp_path: Path) -> None:
+    known = replace(SCORES, prompt_start="<s>")
+    assert Scores.load(known.save(tmp_path / "known")).prompt_start == "<s>"
+    folder = SCORES.save(tmp_path / "older")
+    (folder / "SHA256SUMS").unlink()
+    said = json.loads((folder / "result.json").read_text())
+    del said["fields"]["prompt_start"]  # as saved by earlier versions
+    (folder / "result.json").write_text(json.dumps(said))
+    assert Scores.load(folder).prompt_start is None
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,8 @@ class _Search:
         state = self.state
         table = pd.DataFrame(state.history, columns=["part", "moved", "kept"])
         passes = state.layers_run / self.n_layers
-        return Acdc(self.circuit, state.threshold, state.value, state.tested, passes, table)
+        found = self.circuit, state.threshold, state.value, state.tested, passes, table
+        return Acdc(*found, self.runs.batches[0].start)
 
     @autograd(False)
     def save_to(self, folder: Path, asked: str, pairs: PromptPairs, model: str) -> None:

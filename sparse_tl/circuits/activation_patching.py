@@ -55,6 +55,7 @@ class ActivationPatching(Result):
         values: metric of each prompt pair with one place patched.
         clean: metric of the clean prompts.
         corrupted: metric of the corrupted prompts.
+        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
     at: str
@@ -63,6 +64,7 @@ class ActivationPatching(Result):
     values: Float[Tensor, "layer column pair"]
     clean: Float[Tensor, " pair"]
     corrupted: Float[Tensor, " pair"]
+    prompt_start: str | None = None
 
     @property
     def by_head(self) -> bool:
@@ -176,7 +178,8 @@ def patch_activations(
     columns = token_texts(model, pairs.clean[0])
     if at in _HEAD_AXIS:
         columns = [str(head) for head in range(n_columns)]
-    return ActivationPatching(at, into, columns, values, clean, corrupted)  # type: ignore[arg-type]
+    measured = values, clean, corrupted, pairs.start
+    return ActivationPatching(at, into, columns, *measured)  # type: ignore[arg-type]
 
 
 def _site(adapter: Adapter, at: str, pairs: PromptPairs) -> tuple[HookPoints, int]:

@@ -121,7 +121,7 @@ def attribute_circuit_edges(
                 _contract(scores, back, change, grouped[index].where(moved, -1), rows)
     shape = [n_pairs] * by_pair + list(site.exists.shape)
     scores = ranks.summed(scores).where(graph.exists, 0.0).view(shape)
-    return Scores(site, scores if by_pair else scores / len(pairs), method)
+    return Scores(site, scores if by_pair else scores / len(pairs), method, pairs.start)
 
 
 @checked
@@ -151,7 +151,7 @@ def attribute_heads(
         for index in runs.own:
             effects = _effects(plan, index, names, step).sum(dim=(1, 2, 4))
             scores += effects.cpu().double()
-    return Scores(graph.heads, ranks.summed(scores) / len(pairs), method)
+    return Scores(graph.heads, ranks.summed(scores) / len(pairs), method, pairs.start)
 
 
 @checked
@@ -187,7 +187,7 @@ def attribute_attention_edges(
             effects = _effects(plan, index, names, step, shown)
             found.append(effects.transpose(0, 1).cpu().double())
     site = AttentionGrid(adapter.n_layers, adapter.n_heads, length, adapter.causal)
-    return Scores(site, torch.cat(ranks.in_order(found)), method)
+    return Scores(site, torch.cat(ranks.in_order(found)), method, pairs.start)
 
 
 def _effects(

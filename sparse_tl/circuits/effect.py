@@ -31,6 +31,7 @@ class Evaluation(Result):
         values: metric under each circuit.
         clean: metric of the whole model.
         none: metric with everything patched.
+        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
     sizes: tuple[int, ...]
@@ -38,6 +39,7 @@ class Evaluation(Result):
     values: Float[Tensor, "circuit pair"]
     clean: Float[Tensor, " pair"]
     none: Float[Tensor, " pair"]
+    prompt_start: str | None = None
 
     @property
     def effect(self) -> Float[Tensor, " circuit"]:

@@ -92,7 +92,8 @@ def evaluate(
                 step()
             found.append(tuple(value.cpu().double() for value in values))
     clean, none, *values = map(torch.cat, zip(*ranks.in_order(found), strict=True))
-    return Evaluation(tuple(map(len, asked)), own.n_parts, torch.stack(values), clean, none)
+    sizes = tuple(map(len, asked))
+    return Evaluation(sizes, own.n_parts, torch.stack(values), clean, none, pairs.start)
 
 
 def _positions(site: PositionedGraph, pairs: PromptPairs) -> Positions:

@@ -51,11 +51,13 @@ class LogitAttribution(Result):
             and "bias", that of the final norm and the unembedding.
         values: logits that each component adds, per prompt pair; positive: towards the answer.
         n_heads: number of heads of a layer.
+        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
     components: Sequence[str]
     values: Float[Tensor, "component pair"]
     n_heads: int
+    prompt_start: str | None = None
 
     @property
     def total(self) -> Float[Tensor, " pair"]:
@@ -139,9 +141,8 @@ def attribute_logits(
     for name in sources:
         components += [name, f"{name.removesuffix(last)}.b"] if name.endswith(last) else [name]
     components.append("bias")
-    return LogitAttribution(
-        tuple(components), values[[order[name] for name in components]], graph.n_heads
-    )
+    values = values[[order[name] for name in components]]
+    return LogitAttribution(tuple(components), values, graph.n_heads, pairs.start)
 
 
 def _towards_answers(

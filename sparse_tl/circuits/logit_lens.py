@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.arguments import checked
 from sparse_tl.circuits.trace import Prompt, output_text, prompt_tokens, token_texts
-from sparse_tl.data.records import encoder, single_token
+from sparse_tl.data.known_text import check_known
+from sparse_tl.data.prompts import Encoder, continued, single_token
 from sparse_tl.lens import Adapter, HookedModel, adapt, check_numbers, record
 from sparse_tl.results import Result
 from sparse_tl.scopes import autograd
@@ -92,42 +93,59 @@ def logit_lens(model: HookedModel, prompt: Prompt, *, answer: str | int | None =
         model: dense or sparse model; left unchanged.
         prompt: text or tokens.
         answer: token to track, as text or number; by default what the model predicts after the
-            prompt.
+            prompt. As texts, prompt and answer are read as one: a space at the end of the prompt
+            belongs to the answer where the tokenizer reads it so.
 
     Raises:
-        ValueError: the model cannot run the prompt, or the answer is not one token.
+        ValueError: the model cannot run the prompt, or the answer is not one token, or part of one
+            that begins in the prompt.
     """
     adapter, tokens = adapt(model), prompt_tokens(model, prompt)
+    if isinstance(answer, str):
+        tokens, answer = _read_answer(model, prompt, tokens, answer)
     names = adapter.layer_points("hook_resid_pre")
     kept, final = record(adapter, tokens[None].to(adapter.device), names)
     streams = [*(kept[name] for name in names), final]
     own = adapter.logits(final)[0, -1]
     check_numbers(adapter, own)
-    tracked = int(own.argmax()) if answer is None else _output(model, adapter, answer)
+    tracked = int(own.argmax()) if answer is None else _checked(adapter, answer)
     probability, best, likeliest = [], [], []
+    starts = [tokens[: place + 1] for place in range(len(tokens))]
     for stream in streams:  # one at a time: there may be 250,000 tokens in the vocabulary
         found = adapter.logits(stream)[0].float().softmax(dim=-1)
         probability.append(found[:, tracked].cpu())
         likeliest.append(found.max(dim=-1).values.cpu())
-        best.append([output_text(model, token) for token in found.argmax(dim=-1).tolist()])
+        likely = zip(found.argmax(dim=-1).tolist(), starts, strict=True)
+        best.append([output_text(model, token, before) for token, before in likely])
     return LogitLens(
         token_texts(model, tokens),
-        output_text(model, tracked),
+        output_text(model, tracked, tokens),
         torch.stack(probability),
         best,
         torch.stack(likeliest),
     )
 
 
-def _output(model: HookedModel, adapter: Adapter, answer: str | int) -> int:
+def _read_answer(
+    model: HookedModel, prompt: Prompt, tokens: Int[Tensor, " pos"], answer: str
+) -> tuple[Int[Tensor, " read"], int]:
+    """The tokens of a prompt, and the token by which a text continues it."""
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        raise ValueError(
+            f"expected the number of the answer, since the model has no tokenizer; got {answer!r}"
+        )
+    encode = Encoder(tokenizer)
+    check_known(tokenizer, answer)
+    if not isinstance(prompt, str):
+        return tokens, single_token(encode, answer)
+    before, token = continued(encode, prompt, answer)
+    start = tokens[: len(tokens) - len(encode(prompt))]
+    return torch.cat([start, tokens.new_tensor(before)]), token
+
+
+def _checked(adapter: Adapter, answer: int) -> int:
     """The number of an output that is asked for."""
-    if isinstance(answer, str):
-        if model.tokenizer is None:
-            raise ValueError(
-                f"expected the number of the answer, since the model has no tokenizer; got "
-                f"{answer!r}"
-            )
-        return single_token(encoder(model.tokenizer), answer, model.tokenizer)
     if not 0 <= answer < adapter.d_vocab_out:
         raise ValueError(f"expected an answer in 0..{adapter.d_vocab_out - 1}; got {answer}")
     return answer

@@ -38,6 +38,7 @@ class Acdc(_Search):
         forward_equivalents: cost of the tests in forward passes (layers run over layers of the
             model); the unembedding of one position is not counted.
         history: one row per test: the part, the change of the metric, whether the part was kept.
+        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
     circuit: Circuit
@@ -46,6 +47,7 @@ class Acdc(_Search):
     tested: int
     forward_equivalents: float
     history: pd.DataFrame
+    prompt_start: str | None = None
 
     def __repr__(self) -> str:
         return (

@@ -50,11 +50,13 @@ class CircuitSizes(Result):
             if the corruption does not change the pair's metric.
         level: explained effect that is to be reached.
         total: number of circuit edges in the model.
+        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
     sizes: Float[Tensor, " pair"]
     level: float
     total: int
+    prompt_start: str | None = None
 
     @property
     def median(self) -> float | None:
@@ -145,7 +147,8 @@ def circuit_sizes_per_prompt(
             circuits = {len(circuit): circuit.mask for circuit in joined}
             found.append(_size(circuits, pair, run, metric, level, batch_size))
             step()
-    return CircuitSizes(torch.tensor(found, dtype=torch.float64), level, graph.n_parts)
+    needed = torch.tensor(found, dtype=torch.float64)
+    return CircuitSizes(needed, level, graph.n_parts, pairs.start)
 
 
 def _size(

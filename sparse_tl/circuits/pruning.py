@@ -140,7 +140,8 @@ def prune_circuit_edges(
     learned = gates.logits.detach().cpu().double().where(graph.exists, 0.0)
     kept = Scores(graph, -learned, "pruning").top(size, signed=True)
     open_now = -distribution.open_probability(learned).where(graph.exists, 0.0)
-    return Pruning(kept, Scores(graph, open_now, "pruning"), pd.DataFrame(rows))
+    scores = Scores(graph, open_now, "pruning", pairs.start)
+    return Pruning(kept, scores, pd.DataFrame(rows))
 
 
 def _initial_logits(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -33,6 +33,7 @@ class Scores(Result):
         site: parts that are scored: circuit edges, heads, or attention edges.
         values: the scores; 0 where there is no part.
         method: name of the attribution method.
+        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
 
     Raises:
         ValueError: the values have another shape or are not finite.
@@ -43,6 +44,7 @@ class Scores(Result):
     site: Site
     values: Float[Tensor, "*axes"]
     method: str
+    prompt_start: str | None = None
 
     def __post_init__(self) -> None:
         expected, found = tuple(self.site.exists.shape), tuple(self.values.shape)
@@ -74,7 +76,8 @@ class Scores(Result):
             ValueError: the scores have no positions, or not this one.
         """
         site = positioned(self.site)
-        return Scores(site.graph, self.values[..., site.position(position), :, :], self.method)
+        values = self.values[..., site.position(position), :, :]
+        return replace(self, site=site.graph, values=values)
 
     def order(self, *, signed: bool = False) -> Int[Tensor, "part axis"]:
         """The indices of all parts, best first; ties keep the site's order.

@@ -11,7 +11,9 @@ from torch import Tensor
 from sparse_tl.arguments import Count, checked
 from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.circuits.removal import LeaveOneOut
+from sparse_tl.data import token_text
 from sparse_tl.data.known_text import check_known
+from sparse_tl.data.prompts import Encoder, prepends_bos, prompt_start
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.grids import AttentionGrid
 from sparse_tl.lens import HookedModel, Order, adapt, attached, check_numbers, check_tokens
@@ -79,7 +81,8 @@ def trace_attention(
     known = [i < n_read and i not in masked for i in range(n_columns)]
     inputs = [texts[i] if known[i] else UNKNOWN for i in range(n_columns)]
     outputs = [
-        output_text(model, predicted[i]) if i in predicted else inputs[i] for i in range(n_columns)
+        output_text(model, predicted[i], tokens[:i]) if i in predicted else inputs[i]
+        for i in range(n_columns)
     ]
     return AttentionGraph(
         attention=_widen(attention, n_columns),
@@ -109,8 +112,8 @@ def prompt_tokens(model: HookedModel, prompt: Prompt) -> Int[Tensor, " pos"]:
         if not prompt:
             raise ValueError("expected a prompt; got an empty text")
         check_known(model.tokenizer, prompt)
-        # Truncation would silently drop the end of the prompt.
-        tokens = model.to_tokens(prompt, truncate=False)[0]
+        start = prompt_start(model.tokenizer, prepends_bos(model))
+        tokens = torch.tensor([*start, *Encoder(model.tokenizer)(prompt)])
     else:
         tokens = prompt
     if tokens.ndim != 1 or len(tokens) == 0:
@@ -120,18 +123,24 @@ def prompt_tokens(model: HookedModel, prompt: Prompt) -> Int[Tensor, " pos"]:
 
 
 def token_texts(model: HookedModel, tokens: Int[Tensor, " pos"]) -> list[str]:
-    """The text of each token, or its number if the model has no tokenizer."""
+    """The text of each token, as in figures; its number if the model has no tokenizer."""
     if model.tokenizer is None:
         return [str(token) for token in tokens.tolist()]
-    return [model.tokenizer.decode([token]) for token in tokens.tolist()]
+    return token_text.token_texts(model.tokenizer, tokens.tolist())
 
 
-def output_text(model: HookedModel, output: int) -> str:
-    """The text of a model output: a token, or the index if outputs are not tokens."""
+def output_text(model: HookedModel, output: int, before: Int[Tensor, " pos"]) -> str:
+    """The text of a model output: a token, or the index if outputs are not tokens.
+
+    Args:
+        model: dense or sparse model.
+        output: number of the output.
+        before: tokens that it follows; it may complete a character that they begin.
+    """
     adapter = adapt(model)
     if model.tokenizer is None or adapter.d_vocab_out != adapter.d_vocab:
         return str(output)
-    return model.tokenizer.decode([output])
+    return token_text.next_text(model.tokenizer, before.tolist(), output)
 
 
 def predicted_columns(model: HookedModel, prompt: Prompt) -> list[int]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import unicodedata
 from typing import Any
 
 
-def check_known(tokenizer: Any, text: str) -> None:
+def check_known(tokenizer: Any, text: str, where: str = "") -> None:
     """Check that every part of a text has a token of its own.
 
     Tokenizers replace what they do not know by an unknown or special token, or drop it. Either way
     the model would run on a different text than the one shown.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        text: a prompt or an answer.
+        where: beginning of messages.
 
     Raises:
         ValueError: a part has no token; the message names it.
@@ -18,14 +24,14 @@ def check_known(tokenizer: Any, text: str) -> None:
         unknown = _unknown_part(tokenizer, text)
     except Exception as error:  # tokenizers without an unknown token raise a bare Exception
         raise ValueError(
-            f"expected a prompt that the tokenizer can encode; got {text!r}: {error}"
+            f"{where}expected a text that the tokenizer can encode; got {text!r}: {error}"
         ) from error
     if unknown is not None:
         known = sorted(tokenizer.get_vocab())
         listed = f"; it knows {' '.join(known)}" if len(known) <= 40 else ""
         raise ValueError(
-            f"expected a prompt that the tokenizer can encode; it has no token for {unknown!r}"
-            + listed
+            f"{where}expected a text that the tokenizer can encode; it has no token for "
+            f"{unknown!r}{listed}"
         )
 
 
@@ -33,6 +39,7 @@ def _unknown_part(tokenizer: Any, text: str) -> str | None:
     """The first part of a text without a token in the tokenizer; ``None`` if there is none."""
     if not getattr(tokenizer, "is_fast", False):
         return _first_unknown_piece(tokenizer, text)
+    text = _as_read(tokenizer, text)
     encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
     end = 0
     for token, (start, stop) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
@@ -44,6 +51,18 @@ def _unknown_part(tokenizer: Any, text: str) -> str | None:
             return part.strip() or part
         end = max(end, stop)
     return text[end:].strip() or None
+
+
+def _as_read(tokenizer: Any, text: str) -> str:
+    """The text with its accents composed, if the tokenizer composes them.
+
+    It then reports the letter, but not its accent, as what a token covers.
+    """
+    composed = unicodedata.normalize("NFC", text)
+    if composed == text:
+        return text
+    read, as_composed = tokenizer([text, composed], add_special_tokens=False)["input_ids"]
+    return composed if read == as_composed else text
 
 
 def _first_unknown_piece(tokenizer: Any, text: str) -> str | None:

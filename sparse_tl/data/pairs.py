@@ -13,17 +13,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.data.batches import Rows
+from sparse_tl.data.prompts import ModelWithTokenizer, prepends_bos, prompt_start, said_start
 from sparse_tl.data.records import (
-    ModelWithTokenizer,
+    COLUMNS,
     PairTexts,
     check_prompts,
-    encoder,
-    prepends_bos,
     read_records,
     tokens_of_pairs,
     warn_of_joined_words,
 )
 from sparse_tl.data.spans import Positions, Span, Spans
+from sparse_tl.data.token_text import added_text
 from sparse_tl.wording import shown
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class PromptPairs(Rows):
         positions: position of each prompt's last token, where logits are read. Answers at several
             positions of a prompt are several pairs: repeat the prompt, once for each position.
         spans: the span of every token, as from `with_spans`; for scores and circuits by span.
+        start: text of the tokens that were put before every prompt, such as BOS; ``None`` if that
+            is not known, as of prompts given as tokens.
 
     Raises:
         ValueError: shapes do not match, there is no pair, a row has no answer or a negative one, or
@@ -61,6 +63,7 @@ class PromptPairs(Rows):
     wrong: Int[Tensor, "pair wrong"]
     positions: Int[Tensor, " pair"]
     spans: Spans | None = None
+    start: str | None = None
 
     def __post_init__(self) -> None:
         if len(self.clean) == 0:
@@ -93,28 +96,40 @@ class PromptPairs(Rows):
 
     @staticmethod
     def from_texts(
-        model: ModelWithTokenizer, rows: Sequence[Mapping[str, Any]] | pd.DataFrame
+        model: ModelWithTokenizer,
+        rows: Sequence[Mapping[str, Any]] | pd.DataFrame,
+        *,
+        prepend_bos: bool | None = None,
     ) -> PromptPairs:
         """Prompt pairs from a table of texts.
 
+        Prompt and answer are tokenized as one text. A space between them may be at the end of both
+        prompts or at the start of the answers.
+
         Args:
-            model: dense or sparse model, whose tokenizer is used; BOS is prepended if the model
-                does so by itself.
+            model: dense or sparse model, whose tokenizer is used.
             rows: dictionaries, or a data frame, with the columns ``clean`` and ``corrupted``, the
                 prompts up to the predicted token; ``answer``, its correct continuation (" Mary"),
                 one token; and ``wrong``, an incorrect one, which may be left out if no metric
                 needs it. The last two may be lists of texts.
+            prepend_bos: whether prompts start with the BOS token; by default as the model's own do
+                (``model.cfg.default_prepend_bos``, see `load_model`).
 
         Raises:
             ValueError: there is no row, or the model has no tokenizer. Or one of a row, which the
                 message names: a column is missing or unknown, a cell is not a text, a prompt is
-                empty or has text that the tokenizer does not know, clean and corrupted prompt
-                differ in token length, or an answer is not one token.
+                empty, a text has parts that the tokenizer does not know, clean and corrupted prompt
+                differ in token length, or an answer is not one token, or part of one that begins
+                in a prompt.
+
+        Warns:
+            UserWarning: an answer without a space continues the prompt's last word.
         """
-        pairs, prepend_bos = read_records(rows), prepends_bos(model)
-        check_prompts(model.tokenizer, pairs, prepend_bos=prepend_bos)
-        warn_of_joined_words(encoder(model.tokenizer), pairs)
-        return pairs_of_texts(model.tokenizer, pairs, prepend_bos=prepend_bos)
+        pairs, with_bos = read_records(rows), prepends_bos(model, prepend_bos)
+        check_prompts(model.tokenizer, pairs, prepend_bos=with_bos)
+        made = pairs_of_texts(model.tokenizer, pairs, prepend_bos=with_bos)
+        warn_of_joined_words(model.tokenizer, pairs)
+        return made
 
     def with_spans(self, spans: Mapping[str, Span] | Sequence[Mapping[str, Span]]) -> PromptPairs:
         """The same pairs with named spans of tokens, for ``positions="spans"``.
@@ -167,32 +182,35 @@ class PromptPairs(Rows):
     def to_records(self, tokenizer: Any) -> list[dict[str, Any]]:
         """The pairs as texts: clean, corrupted, and lists of texts as answer and wrong.
 
-        Prompts show the tokens that they begin with, such as BOS.
+        Prompts show the tokens that they begin with, such as BOS. An answer is what its token adds
+        to the clean prompt.
         """
         records = []
         for row in range(len(self)):
             end = int(self.positions[row]) + 1
-            records.append(
-                {
-                    "clean": tokenizer.decode(self.clean[row, :end].tolist()),
-                    "corrupted": tokenizer.decode(self.corrupted[row, :end].tolist()),
-                    "answer": [tokenizer.decode([t]) for t in self.answers[row].tolist() if t >= 0],
-                    "wrong": [tokenizer.decode([t]) for t in self.wrong[row].tolist() if t >= 0],
-                }
+            clean = self.clean[row, :end].tolist()
+            sides = (
+                [added_text(tokenizer, clean, token) for token in tokens.tolist() if token >= 0]
+                for tokens in (self.answers[row], self.wrong[row])
             )
+            corrupted = tokenizer.decode(self.corrupted[row, :end].tolist())
+            texts = (tokenizer.decode(clean), corrupted, *sides)
+            records.append(dict(zip(COLUMNS, texts, strict=True)))
         return records
 
     def __repr__(self) -> str:
-        return f"PromptPairs({len(self)} pairs of up to {self.clean.shape[1]} tokens)"
+        longest, begun = self.clean.shape[1], said_start(self.start)
+        return f"PromptPairs({len(self)} pairs of up to {longest} tokens{begun})"
 
 
 def pairs_of_texts(tokenizer: Any, pairs: Sequence[PairTexts], *, prepend_bos: bool) -> PromptPairs:
     """Tokenize pairs of texts; raises a ValueError as `PromptPairs.from_texts` does."""
-    encode = encoder(tokenizer, prepend_bos=prepend_bos)
-    clean, corrupted, answers, wrong = zip(*tokens_of_pairs(encode, pairs, tokenizer), strict=True)
+    start = prompt_start(tokenizer, prepend_bos)
+    clean, corrupted, answers, wrong = zip(*tokens_of_pairs(tokenizer, pairs, start), strict=True)
     last = torch.tensor([len(prompt) - 1 for prompt in clean])
     sides = padded(answers, NO_TOKEN), padded([some or [NO_TOKEN] for some in wrong], NO_TOKEN)
-    return PromptPairs(padded(clean, 0), padded(corrupted, 0), *sides, last)
+    texts = padded(clean, 0), padded(corrupted, 0)
+    return PromptPairs(*texts, *sides, last, start=tokenizer.decode(list(start)))
 
 
 def padded(rows: Sequence[Sequence[int]] | Tensor, fill: int) -> Int[Tensor, "row column"]:

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparse_tl.data.known_text import check_known
+from sparse_tl.data.prompts import (
+    Encoder,
+    Tokens,
+    continued,
+    continues_a_word,
+    shown,
+    single_token,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Encode = Callable[[str], Sequence[int]]
-"""Text to tokens, with those that every prompt starts with."""
-
 COLUMNS = ("clean", "corrupted", "answer", "wrong")
-_SHOWN = 12
-"""Maximum number of tokens that a message shows."""
-
-
-@runtime_checkable
-class ModelWithTokenizer(Protocol):
-    """What texts need from a model, dense or sparse; its tokenizer may be None."""
-
-    @property
-    def cfg(self) -> Any: ...
-
-    @property
-    def tokenizer(self) -> Any: ...
 
 
 class PairTexts(NamedTuple):
@@ -38,6 +29,8 @@ class PairTexts(NamedTuple):
     corrupted: str
     answers: tuple[str, ...]
     wrong: tuple[str, ...]
+    joined: bool = True
+    """Whether answers are read as continuing the prompts, or each as a text by itself."""
 
 
 def read_records(rows: Sequence[Mapping[str, Any]] | pd.DataFrame) -> list[PairTexts]:
@@ -84,33 +77,8 @@ def _texts(value: Any, name: str, row: int) -> tuple[str, ...]:
     return tuple(several)
 
 
-def prepends_bos(model: ModelWithTokenizer) -> bool:
-    """Whether a model prepends a BOS token to every text by itself.
-
-    Raises:
-        ValueError: it has no tokenizer.
-    """
-    if model.tokenizer is None:
-        raise ValueError(
-            "expected a model with a tokenizer; this one has none. Build it with one, or make "
-            "prompts of tokens."
-        )
-    return bool(model.cfg.default_prepend_bos) and model.tokenizer.bos_token_id is not None
-
-
-def encoder(tokenizer: Any, *, prepend_bos: bool = False) -> Callable[[str], tuple[int, ...]]:
-    """A cached function from text to tokens, since the same few words are encoded repeatedly."""
-    start = (int(tokenizer.bos_token_id),) if prepend_bos else ()
-
-    @cache
-    def encode(text: str) -> tuple[int, ...]:
-        return start + tuple(tokenizer.encode(text, add_special_tokens=False))
-
-    return encode
-
-
 def check_prompts(tokenizer: Any, pairs: Sequence[PairTexts], *, prepend_bos: bool) -> None:
-    """Check that the tokenizer can represent all prompts, and that none has a BOS of its own.
+    """Check that the tokenizer knows all texts, and that no prompt has a BOS of its own.
 
     Raises:
         ValueError: it is not so; the message names the row.
@@ -124,22 +92,20 @@ def check_prompts(tokenizer: Any, pairs: Sequence[PairTexts], *, prepend_bos: bo
                     f"row {row}: expected a {name} prompt without {tokenizer.bos_token!r}, which "
                     f"this model prepends by itself; got {text!r}"
                 )
-            try:
-                check_known(tokenizer, text)
-            except ValueError as error:
-                raise ValueError(f"row {row}, {name}: {error}") from error
-
-
-def warn_of_joined_words(encode: Encode, pairs: Sequence[PairTexts]) -> None:
-    """Warn of answers that would be part of the prompt's last word, for want of a space."""
-    start, joined = len(encode("")), []
-    for row, pair in enumerate(pairs):
+            check_known(tokenizer, text, f"row {row}, {name}: ")
         for text in (*pair.answers, *pair.wrong):
-            one_word = pair.clean[-1].isalpha() and text[:1].isalpha()
-            # Where texts begin with a space by themselves, this has a token more.
-            alone, spaced = encode(text), encode(f" {text}")
-            if one_word and len(alone) == len(spaced) == start + 1 and alone != spaced:
-                joined.append((row, text, pair.clean.split()[-1] + text))
+            check_known(tokenizer, text, f"row {row}, answer: ")
+
+
+def warn_of_joined_words(tokenizer: Any, pairs: Sequence[PairTexts]) -> None:
+    """Warn of answers that would be part of the prompt's last word, for want of a space."""
+    encode = Encoder(tokenizer)
+    joined = [
+        (row, text, pair.clean.split()[-1] + text)
+        for row, pair in enumerate(pairs)
+        for text in (*pair.answers, *pair.wrong)
+        if continues_a_word(encode, pair.clean, text)
+    ]
     if joined:
         row, text, whole = joined[0]
         others = f", and {len(joined) - 1} more" if joined[1:] else ""
@@ -151,33 +117,67 @@ def warn_of_joined_words(encode: Encode, pairs: Sequence[PairTexts]) -> None:
 
 
 def tokens_of_pairs(
-    encode: Encode, pairs: Sequence[PairTexts], tokenizer: Any
+    tokenizer: Any, pairs: Sequence[PairTexts], start: Tokens
 ) -> Iterator[tuple[Sequence[int], ...]]:
-    """The tokens of `PairTexts`, row by row; what all prompts start with is taken off answers.
+    """The tokens of `PairTexts`, row by row: both prompts, right and wrong answers.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        pairs: the texts.
+        start: tokens that every prompt starts with.
 
     Raises:
-        ValueError: prompts of a row differ in token length, or an answer is not one token.
+        ValueError: prompts of a row differ in token length, or an answer is not one token after
+            both prompts.
     """
-    for row, (clean, corrupted, answers, wrong) in enumerate(pairs):
-        one, other = encode(clean), encode(corrupted)
+    encode = Encoder(tokenizer)
+    for row, pair in enumerate(pairs):
+        where = f"row {row}: "
+        read = _joined if pair.joined else _apart
+        *prompts, answers, wrong = read(encode, pair, where)
+        one, other = ((*start, *prompt) for prompt in prompts)
         if len(one) != len(other):
-            first, second = (_shown(tokenizer, some) for some in _differing(one, other))
+            first, second = (shown(tokenizer, some) for some in _differing(one, other))
             raise ValueError(
-                f"row {row}: expected clean and corrupted prompts of equal token length, which are "
+                f"{where}expected clean and corrupted prompts of equal token length, which are "
                 f"compared position by position; got {len(one)} and {len(other)} tokens, where "
-                f"{first} is compared with {second}: {clean!r} / {corrupted!r}"
+                f"{first} is compared with {second}: {pair.clean!r} / {pair.corrupted!r}"
             )
-        sides = [
-            [single_token(encode, text, tokenizer, f"row {row}: ") for text in texts]
-            for texts in (answers, wrong)
-        ]
-        yield one, other, *sides
+        yield one, other, answers, wrong
 
 
-def _shown(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """The texts of tokens, of many the first ones."""
-    texts = [tokenizer.decode([token]) for token in tokens[:_SHOWN]]
-    return repr([*texts, "..."] if len(tokens) > _SHOWN else texts)
+def _apart(encode: Encoder, pair: PairTexts, where: str) -> tuple[Sequence[int], ...]:
+    """The tokens of a row whose answers are texts by themselves."""
+    sides = (
+        [single_token(encode, text, where) for text in texts]
+        for texts in (pair.answers, pair.wrong)
+    )
+    return encode(pair.clean), encode(pair.corrupted), *sides
+
+
+def _joined(encode: Encoder, pair: PairTexts, where: str) -> tuple[Sequence[int], ...]:
+    """The tokens of a row whose answers are read behind both prompts."""
+    every = (*pair.answers, *pair.wrong)
+    encode.prepare(prompt + text for prompt in pair[:2] for text in ("", *every))
+    prompts: dict[str, Tokens] = {}
+    found: dict[str, int] = {}
+    for name, prompt in zip(COLUMNS, pair[:2], strict=False):
+        for text in every:
+            before, token = continued(encode, prompt, text, where)
+            if prompts.setdefault(name, before) != before:
+                raise ValueError(
+                    f"{where}expected a {name} prompt that all answers continue; {prompt!r} ends "
+                    f"in a space that belongs to {text!r}, but not to others. Write it in front of "
+                    "the answers"
+                )
+            if found.setdefault(text, token) != token:
+                raise ValueError(
+                    f"{where}expected an answer that is one token after both prompts; {text!r} is "
+                    f"another one after {prompt!r}"
+                )
+        prompts.setdefault(name, encode(prompt))
+    sides = ([found[text] for text in texts] for texts in (pair.answers, pair.wrong))
+    return prompts["clean"], prompts["corrupted"], *sides
 
 
 def _differing(one: Sequence[int], other: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
@@ -186,23 +186,3 @@ def _differing(one: Sequence[int], other: Sequence[int]) -> tuple[Sequence[int],
     start = next((i for i in range(shorter) if one[i] != other[i]), shorter)
     end = next((i for i in range(shorter - start) if one[-1 - i] != other[-1 - i]), shorter - start)
     return one[start : len(one) - end], other[start : len(other) - end]
-
-
-def single_token(encode: Encode, text: str, tokenizer: Any, where: str = "") -> int:
-    """The token of an answer, without those that every prompt begins with.
-
-    Raises:
-        ValueError: it has none or several; the message begins with `where`.
-    """
-    start = len(encode(""))
-    tokens = list(encode(text))[start:]
-    if len(tokens) != 1:
-        # In most vocabularies a word begins with its space; in some, a text by itself does.
-        spaced = text[1:] if text.startswith(" ") else f" {text}"
-        better = bool(spaced) and len(encode(spaced)) == start + 1
-        hint = f"; {spaced!r} is one" if text and better else ""
-        raise ValueError(
-            f"{where}expected answers of a single token; {text!r} has {len(tokens)}, "
-            f"{_shown(tokenizer, tokens)}{hint}"
-        )
-    return tokens[0]

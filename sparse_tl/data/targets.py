@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from sparse_tl.arguments import Count, Seed, checked
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs, padded
+from sparse_tl.data.prompts import Encoder, prompt_start, said_start, together
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,12 +29,15 @@ class TargetDataset:
     Args:
         rows: token batch; ``loss_mask`` is true where the logits predict a target token, and
             ``labels`` holds that token.
+        start: text of the tokens that were put before every row, such as BOS; ``None`` if that is
+            not known, as of rows given as tokens.
 
     Raises:
         ValueError: a row has no target, or a target lies on padding.
     """
 
     rows: TokenBatch
+    start: str | None = None
 
     def __post_init__(self) -> None:
         empty = ~self.rows.loss_mask.any(dim=1)
@@ -101,7 +105,7 @@ class TargetDataset:
         texts: Sequence[str],
         targets: Sequence[str],
         *,
-        prepend_bos: bool = False,
+        prepend_bos: bool | None = None,
     ) -> TargetDataset:
         """Rows from texts and the targets that follow them.
 
@@ -109,38 +113,33 @@ class TargetDataset:
         or at the start of the target.
 
         Args:
-            tokenizer: a fast Hugging Face tokenizer.
+            tokenizer: a Hugging Face tokenizer.
             texts: prompts.
             targets: target of each prompt.
-            prepend_bos: whether rows start with the BOS token.
+            prepend_bos: whether rows start with the BOS token; by default as the tokenizer itself
+                does it. A model may differ: pass ``model.cfg.default_prepend_bos``.
 
         Raises:
-            ValueError: a target is empty, or a token spans the end of the text and the start of
-                the target.
+            ValueError: a target is empty, or begins inside a token.
         """
         if len(texts) != len(targets) or not texts:
             raise ValueError(
                 f"expected one target per text and at least one text; got {len(texts)} texts and "
                 f"{len(targets)} targets"
             )
-        if not getattr(tokenizer, "is_fast", False):
-            raise ValueError(
-                "expected a fast tokenizer, which tells where in the text its tokens are; got "
-                f"{type(tokenizer).__name__}"
-            )
-        start = [tokenizer.bos_token_id] if prepend_bos else []
-        if None in start:
-            raise ValueError("expected a tokenizer with a BOS token, to prepend it; it has none")
-        whole = [text + target for text, target in zip(texts, targets, strict=True)]
-        encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+        start, encode = prompt_start(tokenizer, prepend_bos), Encoder(tokenizer)
+        encode.prepare(
+            text + end for text, target in zip(texts, targets, strict=True) for end in ("", target)
+        )
         rows, spans = [], []
         for row, (text, target) in enumerate(zip(texts, targets, strict=True)):
             if not target.strip():
                 raise ValueError(f"expected a target in every row; that of row {row} is {target!r}")
-            first = _first_of_target(text, whole[row], encoded["offset_mapping"][row], row)
-            rows.append([*start, *encoded["input_ids"][row]])
-            spans.append((len(start) + first, len(rows[-1])))
-        return TargetDataset.from_tokens(rows, spans)
+            before, tokens = together(encode, text, target, what=f"the target of row {row}")
+            rows.append([*start, *before, *tokens])
+            spans.append((len(rows[-1]) - len(tokens), len(rows[-1])))
+        found = TargetDataset.from_tokens(rows, spans)
+        return replace(found, start=tokenizer.decode(list(start)))
 
     @staticmethod
     def from_records(
@@ -154,7 +153,7 @@ class TargetDataset:
         """Rows from dictionaries, such as those of a Hugging Face dataset.
 
         Args:
-            tokenizer: a fast Hugging Face tokenizer.
+            tokenizer: a Hugging Face tokenizer.
             records: dictionaries with a text and a target.
             text: key of the text.
             target: key of the target.
@@ -196,7 +195,7 @@ class TargetDataset:
         loss_mask = torch.zeros_like(pairs.clean, dtype=torch.bool)
         labels[rows, pairs.positions] = pairs.answers.gather(1, drawn)[:, 0]
         loss_mask[rows, pairs.positions] = True
-        return TargetDataset(TokenBatch(pairs.clean, labels, loss_mask))
+        return TargetDataset(TokenBatch(pairs.clean, labels, loss_mask), pairs.start)
 
     @staticmethod
     def from_windows(windows: Int[Tensor, "window pos"]) -> TargetDataset:
@@ -213,7 +212,7 @@ class TargetDataset:
 
     def select(self, index: Int[Tensor, " chosen"] | Bool[Tensor, " row"] | slice) -> TargetDataset:
         """A subset of the rows."""
-        return TargetDataset(self.rows.select(index))
+        return replace(self, rows=self.rows.select(index))
 
     def split(self, held_out: float, *, seed: Seed = 0) -> tuple[TargetDataset, TargetDataset]:
         """Shuffle the rows and split them into two parts.
@@ -248,7 +247,7 @@ class TargetDataset:
     def __repr__(self) -> str:
         return (
             f"TargetDataset({len(self)} prompts of up to {self.rows.tokens.shape[1]} tokens, "
-            f"{self.n_targets} of them targets)"
+            f"{self.n_targets} of them targets{said_start(self.start)})"
         )
 
 
@@ -273,18 +272,3 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
             raise ValueError(f"expected a JSON object in line {number} of {path}; got {record!r}")
         records.append(record)
     return records
-
-
-def _first_of_target(text: str, whole: str, offsets: Sequence[tuple[int, int]], row: int) -> int:
-    """The first token of the target; a token may include the text's trailing white space."""
-    for place, (start, stop) in enumerate(offsets):
-        if stop <= len(text):
-            continue
-        if whole[start : len(text)].strip():
-            raise ValueError(
-                f"expected the target of row {row} to begin where a token begins; the token "
-                f"{whole[start:stop]!r} also holds the end of the text. Put the space between "
-                "them at the start of the target."
-            )
-        return place
-    raise ValueError(f"expected a target of at least one token in row {row}; it has none")

@@ -131,7 +131,9 @@ class AblatedModel:
             largest[before.argmax()] = largest[after.argmax()] = 2.0
             tokens = largest.topk(min(top, len(largest))).indices
             tokens = tokens[after[tokens].argsort(descending=True, stable=True)]
-            rows = zip(self._rows(after, tokens), self._rows(before, tokens), strict=True)
+            rows = zip(
+                self._rows(after, tokens, read_at), self._rows(before, tokens, read_at), strict=True
+            )
             self._output_rows[read_at, top] = tuple(
                 {**row, "logit_before": old["logit"], "probability_before": old["probability"]}
                 for row, old in rows
@@ -143,10 +145,16 @@ class AblatedModel:
         """The likely tokens read from a node of the residual stream, as if no later layer wrote
         anything."""
         logits = self.adapter.logits(self.now.streams[level, None])[0, column].cpu().double()
-        return self._rows(logits, logits.topk(min(top, len(logits))).indices)
+        return self._rows(logits, logits.topk(min(top, len(logits))).indices, column)
 
-    def _rows(self, logits: Float[Tensor, " vocab"], tokens: Int[Tensor, " token"]) -> list[Row]:
-        texts = [output_text(self.model, token) for token in tokens.tolist()]
+    def output_text(self, output: int, read_at: int) -> str:
+        """The text of an output that is read at a column."""
+        return output_text(self.model, output, self.tokens[: read_at + 1])
+
+    def _rows(
+        self, logits: Float[Tensor, " vocab"], tokens: Int[Tensor, " token"], read_at: int
+    ) -> list[Row]:
+        texts = [self.output_text(token, read_at) for token in tokens.tolist()]
         values = logits[tokens].tolist(), logits.softmax(dim=-1)[tokens].tolist()
         return [
             {"token": text, "logit": logit, "probability": probability}

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from sparse_tl.circuits.removal import AttentionEdge, RemovalEffects
-from sparse_tl.circuits.trace import output_text
 from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.explorer.payload import short, shown_text
 
@@ -107,12 +106,12 @@ class ExactEffects:
 
     def _told(self, title: str, found: RemovalEffects) -> list[Told]:
         """The effects of each part."""
-        model = self._exploration.model(title)
+        text_of = partial(self._exploration.output_text, title)
         numbers = found.logits.T, found.probabilities.T, found.predictions.T
         return [
             [
-                (short(logit), short(probability), shown_text(output_text(model, token)))
-                for logit, probability, token in zip(*of_targets, strict=True)
+                (short(logit), short(probability), shown_text(text_of(target, token)))
+                for target, (logit, probability, token) in enumerate(zip(*of_targets, strict=True))
             ]
             for of_targets in zip(*(each.tolist() for each in numbers), strict=True)
         ]

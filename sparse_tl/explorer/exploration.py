@@ -284,9 +284,9 @@ class Exploration:
         """The logits under the removals, at every column that the model reads."""
         return self._of(title).now.logits
 
-    def model(self, title: str) -> HookedModel:
-        """A model by its title."""
-        return self._of(title).model
+    def output_text(self, title: str, target: int, output: int) -> str:
+        """The text of what a model predicts at a predicted column."""
+        return self._of(title).output_text(output, self.targets[target][1])
 
     @property
     def _first(self) -> AblatedModel:

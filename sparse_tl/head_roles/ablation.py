@@ -45,12 +45,14 @@ class AblationCurve(Result):
         values: nats per target response, for 0, 1, ... ablated heads.
         in_role: number of heads in the role, by seed; all heads for a random order.
         control: values for a random order of all heads; None if not requested.
+        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
     by: Order
     values: Float[Tensor, "seed count"]
     in_role: tuple[int, ...]
     control: Float[Tensor, "seed count"] | None = None
+    prompt_start: str | None = None
 
     @property
     def mean(self) -> Float[Tensor, " count"]:
@@ -132,6 +134,7 @@ def ablation_curve(
         values[by],
         tuple(in_role),
         values["random"] if len(wanted) > 1 else None,
+        dataset.start,
     )
 
 

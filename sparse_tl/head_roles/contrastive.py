@@ -40,6 +40,7 @@ class ContrastiveGates(Result):
         forgotten_losses: mean NLL per held-out token to forget, in nats, by seed.
         dense_retained_loss: `retained_losses` without gates.
         dense_forgotten_loss: `forgotten_losses` without gates.
+        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
     seeds: tuple[int, ...]
@@ -49,6 +50,7 @@ class ContrastiveGates(Result):
     forgotten_losses: Float[Tensor, " seed"]
     dense_retained_loss: float
     dense_forgotten_loss: float
+    prompt_start: str | None = None
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per seed and head."""
@@ -133,6 +135,5 @@ def fit_contrastive_head_gates(
         for part in (kept_held_out, lost_held_out)
     )
     dense = retained[-1].item(), forgotten[-1].item()
-    return ContrastiveGates(
-        chosen, fitting.lambda_, gates, retained[:-1].clone(), forgotten[:-1].clone(), *dense
-    )
+    losses = retained[:-1].clone(), forgotten[:-1].clone()
+    return ContrastiveGates(chosen, fitting.lambda_, gates, *losses, *dense, retain.start)

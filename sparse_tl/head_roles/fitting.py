@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from operator import index
 from pathlib import Path
@@ -142,7 +142,7 @@ def fit_head_gates(
     )
     for note in roles.notes():
         warnings.warn(note, stacklevel=2)
-    return roles
+    return replace(roles, prompt_start=dataset.start)
 
 
 def first_gates(model: HookedModel, seeds: Sequence[int]) -> Float[Tensor, "seed layer head"]:

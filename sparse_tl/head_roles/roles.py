@@ -42,6 +42,7 @@ class HeadRoles(Result):
         removed: increase of NLL in nats when one head is removed from the model.
         removed_together: increase of NLL when all heads of a role are removed, by what they are
             removed from (the model, the fitted G+), role and seed.
+        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
     seeds: tuple[int, ...]
@@ -53,6 +54,7 @@ class HeadRoles(Result):
     fitted: Bool[Tensor, " seed"]
     removed: Float[Tensor, "layer head"]
     removed_together: Float[Tensor, "start=2 role=3 seed"]
+    prompt_start: str | None = None
 
     @property
     def g0(self) -> Float[Tensor, "seed layer head"]:

@@ -25,7 +25,7 @@ def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> Transform
 
     Args:
         model: model of `transformers`, of a class that TransformerLens supports.
-        tokenizer: tokenizer of the model.
+        tokenizer: tokenizer of the model; prompts begin with BOS if it puts one there itself.
         name: name of the model in messages and figures.
 
     Raises:
@@ -61,6 +61,8 @@ def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> Transform
         bridge.tokenizer = tokenizer
         found = detect_tokenizer_bos_eos(tokenizer)
         bridge.cfg.tokenizer_prepends_bos, bridge.cfg.tokenizer_appends_eos = found
+        # TransformerLens's default follows the architecture, with which tokenizers do not agree.
+        bridge.cfg.default_prepend_bos = found[0]
     check_same(bridge.eval(), tokens, expected)
     return bridge
 

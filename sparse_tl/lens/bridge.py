@@ -260,6 +260,7 @@ class BridgeAdapter(Adapter):
         """
         model, precision = self.model, shards.precision_of(self.core)
         copy = boot(plain_copy(model), model.tokenizer, name=self.name).train(model.training)
+        copy.cfg.default_prepend_bos = model.cfg.default_prepend_bos
         if precision is not None:
             shards.deal(copy.original_model, copy.blocks, precision)
         return copy

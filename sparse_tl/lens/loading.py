@@ -18,6 +18,7 @@ from sparse_tl import ranks, shards
 from sparse_tl.arguments import checked
 from sparse_tl.atomic import atomic_files
 from sparse_tl.checksums import check_sums, read_sums, write_sums
+from sparse_tl.data.prompts import prepends_bos
 from sparse_tl.files import read_json, read_steadily, write_json
 from sparse_tl.lens.architecture import CONFIG_FILE, dtype_named
 from sparse_tl.lens.booting import boot
@@ -39,6 +40,7 @@ def load_model(
     source: str | Path | Model | PreTrainedModel,
     *,
     tokenizer: Any = None,
+    prepend_bos: bool | None = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     device_map: str | Mapping[str, Any] | None = None,
@@ -54,6 +56,9 @@ def load_model(
             TransformerLens model, which is returned unchanged.
         tokenizer: tokenizer for a model of `transformers`, or to replace the one that a name or a
             Hugging Face folder brings.
+        prepend_bos: whether prompts start with the BOS token, everywhere in this package and in
+            ``model.to_tokens``. By default as saved by this package, or else as the tokenizer
+            itself does it. ``model.cfg.default_prepend_bos`` says which, and can be set.
         device: device of the model; a GPU by default if there is one.
         dtype: dtype of the weights, such as "bfloat16"; by default float32 for names and Hugging
             Face folders, and the saved dtype for folders written by `save_model`.
@@ -64,12 +69,13 @@ def load_model(
         TypeError: the object is not a model.
         ValueError: the folder holds no model or a sparse one, weights do not fit their
             configuration or are pickled, TransformerLens does not support the model class, the
-            hub does not have the name, the hub cannot be reached, or the device cannot be used.
+            tokenizer lacks the BOS token asked for, the hub does not have the name, the hub cannot
+            be reached, or the device cannot be used.
     """
     placed: dict[str, Any] = {"device": device, "dtype": dtype, "device_map": device_map}
     if not isinstance(source, (str, Path)):
         _check_unset("a model object, which is used as it is", **placed)
-        return _of_object(source, tokenizer)
+        return _begun(_of_object(source, tokenizer, prepend_bos), prepend_bos)
     folder, name = Path(source).expanduser(), None
     if not folder.is_dir():
         _placed(device, device_map)  # check arguments before downloading
@@ -85,7 +91,14 @@ def load_model(
         check_sums(folder)
         return load_folder(folder, name, tokenizer, **placed)
 
-    return read_steadily(folder, read)
+    return _begun(read_steadily(folder, read), prepend_bos)
+
+
+def _begun(model: Model, prepend_bos: bool | None) -> Model:
+    """The model, told whether its prompts start with BOS."""
+    if prepend_bos is not None:
+        model.cfg.default_prepend_bos = prepends_bos(model, prepend_bos)
+    return model
 
 
 def load_folder(
@@ -184,11 +197,12 @@ def _save_bridge(model: TransformerBridge, folder: Path) -> None:
     write_json(folder / "config.json", {**config, OWN_FIELDS: own})
 
 
-def _of_object(source: Any, tokenizer: Any) -> Model:
+def _of_object(source: Any, tokenizer: Any, prepend_bos: bool | None) -> Model:
     from transformers import PreTrainedModel
 
     if isinstance(source, Model):
-        _check_unset("a model of TransformerLens, which has its own", tokenizer=tokenizer)
+        given = {"tokenizer": tokenizer, "prepend_bos": prepend_bos}
+        _check_unset("a model of TransformerLens, which has its own", **given)
         return source
     if isinstance(source, PreTrainedModel):
         return boot(source, tokenizer, name=_name_of(source))

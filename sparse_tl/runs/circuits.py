@@ -143,6 +143,7 @@ def _models(
         return dict(zip(SIDES, pair, strict=True))
     dense = load_model(model, device=device)
     wrapped = SparseTransformer.from_pretrained(sparse, device=device)
+    dense.cfg.default_prepend_bos = wrapped.cfg.default_prepend_bos  # both read the same prompts
     graphs = [adapt(some).graph for some in (dense, wrapped)]
     words = [adapt(some).d_vocab for some in (dense, wrapped)]
     if graphs[0] != graphs[1] or words[0] != words[1]:

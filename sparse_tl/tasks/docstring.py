@@ -65,11 +65,11 @@ class DocstringTask(WordTask):
         that follows the corrupted prompt names the third argument of its definition.
         """
         needed = 1 + PREFIX + MATCHING + SUFFIX + MATCHING + (MATCHING - 1)
-        spelled = single_words(tokenizer, self.arguments, needed, "arguments")
-        nouns = list(single_words(tokenizer, self.nouns, SUMMARY, "nouns"))
+        arguments = single_words(tokenizer, self.arguments, needed, "arguments")
+        nouns = single_words(tokenizer, self.nouns, SUMMARY, "nouns")
 
         def draw() -> PairTexts:
-            function, *drawn = rng.sample(list(spelled), needed)
+            function, *drawn = rng.sample(arguments, needed)
             rest = iter(drawn)
             prefix, suffix, matching, other = (
                 list(islice(rest, count)) for count in (PREFIX, SUFFIX, MATCHING, MATCHING)
@@ -82,8 +82,8 @@ class DocstringTask(WordTask):
             return PairTexts(
                 _write(function, [*prefix, *matching, *suffix], summary, matching[:-1], texts),
                 _write(function, [*prefix, *other, *suffix], summary, undefined, texts),
-                answers=(spelled[answer],),
-                wrong=tuple(spelled[argument] for argument in wrong),
+                answers=(f" {answer}",),
+                wrong=tuple(f" {argument}" for argument in wrong),
             )
 
         return draw

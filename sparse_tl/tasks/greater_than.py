@@ -2,6 +2,8 @@
 
 The corrupted prompt starts in the year 1701, where every ending except 00 and 01 is right. Only
 years that the tokenizer splits into century and year are used, since the answer is the second half.
+As in the paper, every ending from 00 to 99 is a right or wrong answer, even if the tokenizer has a
+single token for the whole year, as GPT-2's has for 1776.
 
 Reference: Hanna et al., arXiv 2305.00586; nouns and range of years as in EAP-IG's data.
 """
@@ -14,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparse_tl.arguments import checked
-from sparse_tl.data.records import PairTexts, encoder
+from sparse_tl.data.prompts import Encoder
+from sparse_tl.data.records import PairTexts
 from sparse_tl.metrics import Metric, probability_difference
 from sparse_tl.tasks.words import WordTask, content, is_token, single_words
 
@@ -51,7 +54,7 @@ class GreaterThanTask(WordTask):
 
     def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], PairTexts]:
         """Answers are the year endings above YY; all others are wrong."""
-        nouns = list(single_words(tokenizer, self.nouns, 1, "nouns"))
+        nouns = single_words(tokenizer, self.nouns, 1, "nouns")
         years = self.years(tokenizer)
 
         def draw() -> PairTexts:
@@ -61,6 +64,7 @@ class GreaterThanTask(WordTask):
                 f"The {noun} lasted from the year {century}{CORRUPTED} to the year {century}",
                 answers=tuple(end for end in ENDS if end > start),
                 wrong=tuple(end for end in ENDS if end <= start),
+                joined=False,
             )
 
         return draw
@@ -73,7 +77,7 @@ class GreaterThanTask(WordTask):
         Raises:
             ValueError: the tokenizer splits no year like this, or lacks some of 00..99.
         """
-        encode = encoder(tokenizer)
+        encode = Encoder(tokenizer)
         lacking = [end for end in ENDS if not is_token(tokenizer, encode(end), end)]
         if lacking:
             raise ValueError(

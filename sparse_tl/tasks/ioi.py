@@ -95,20 +95,20 @@ class IOITask(WordTask):
 
     def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], PairTexts]:
         """The answer is the IO, the wrong answer the subject."""
-        spelled = single_words(tokenizer, self.names, 5, "names")
-        places = list(single_words(tokenizer, self.places, 1, "places"))
-        objects = list(single_words(tokenizer, self.objects, 1, "objects"))
+        names = single_words(tokenizer, self.names, 5, "names")
+        places = single_words(tokenizer, self.places, 1, "places")
+        objects = single_words(tokenizer, self.objects, 1, "objects")
 
         def draw() -> PairTexts:
             template = rng.choice(self.templates).removesuffix(" [A]")
             place, thing = rng.choice(places), rng.choice(objects)
             template = template.replace("[PLACE]", place).replace("[OBJECT]", thing)
-            io, subject, *others = rng.sample(list(spelled), 5)
+            io, subject, *others = rng.sample(names, 5)
             return PairTexts(
                 template.replace("[A]", io).replace("[B]", subject),
                 _name_in_turn(template, others),
-                answers=(spelled[io],),
-                wrong=(spelled[subject],),
+                answers=(f" {io}",),
+                wrong=(f" {subject}",),
             )
 
         return draw

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_tl.data.documents import dataset_rows
-from sparse_tl.data.records import prepends_bos
+from sparse_tl.data.prompts import prepends_bos, prompt_start
 from sparse_tl.data.targets import TargetDataset, read_jsonl
 from sparse_tl.lens import HookedModel
 
@@ -46,7 +46,7 @@ class QuestionSet:
         """The first `n` questions that fit the model's context, as prompts with targets.
 
         Args:
-            model: model whose tokenizer is used; BOS is prepended if the model does so.
+            model: model whose tokenizer is used; BOS is prepended if the model's prompts have it.
             n: maximum number of questions.
             source: a file with one JSON object per line, a folder of such files, or a dataset
                 name; the set's own dataset by default.
@@ -54,10 +54,11 @@ class QuestionSet:
         if n < 1:
             raise ValueError(f"expected at least one question; got {n}")
         tokenizer, bos, room = model.tokenizer, prepends_bos(model), model.cfg.n_ctx
+        n_start = len(prompt_start(tokenizer, bos))
         questions = [
             (text, answer)
             for text, answer in self.questions(source, 4 * n + 1)
-            if bos + len(tokenizer.encode(text + answer, add_special_tokens=False)) <= room
+            if n_start + len(tokenizer.encode(text + answer, add_special_tokens=False)) <= room
         ]
         if not questions:
             raise ValueError(

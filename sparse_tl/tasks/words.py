@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -13,7 +14,8 @@ from annotated_types import Ge, Le
 
 from sparse_tl.arguments import Seed, checked
 from sparse_tl.data.pairs import PromptPairs, pairs_of_texts
-from sparse_tl.data.records import PairTexts, encoder, prepends_bos
+from sparse_tl.data.prompts import Encoder, prepends_bos
+from sparse_tl.data.records import PairTexts
 from sparse_tl.lens import HookedModel
 
 Pairs = Annotated[int, Ge(1), Le(1_000_000)]
@@ -39,44 +41,42 @@ class WordTask:
         raise NotImplementedError
 
     @checked
-    def pairs(self, model: HookedModel, n: Pairs, *, seed: Seed = 0) -> PromptPairs:
+    def pairs(
+        self, model: HookedModel, n: Pairs, *, seed: Seed = 0, prepend_bos: bool | None = None
+    ) -> PromptPairs:
         """Clean and corrupted prompts, with right and wrong answers as defined by the task.
 
         Args:
-            model: model whose tokenizer is used; BOS is prepended if the model does so.
+            model: model whose tokenizer is used.
             n: number of pairs.
             seed: random seed for the draws.
+            prepend_bos: whether prompts start with the BOS token; by default as the model's own do.
 
         Raises:
             ValueError: the model has no tokenizer, too few of the task's words are single tokens,
                 or `n` is out of range.
         """
-        begins_with_bos = prepends_bos(model)
+        with_bos = prepends_bos(model, prepend_bos)
         draw = self.drawing(model.tokenizer, random.Random(seed))
-        return to_pairs(model.tokenizer, draw_distinct(draw, n), prepend_bos=begins_with_bos)
+        return to_pairs(model.tokenizer, draw_distinct(draw, n), prepend_bos=with_bos)
 
 
-def single_words(tokenizer: Any, words: Iterable[str], needed: int, what: str) -> dict[str, str]:
-    """The words that are one token after a space, with how each is written as a separate text.
+def single_words(tokenizer: Any, words: Iterable[str], needed: int, what: str) -> list[str]:
+    """The words that are one token after a space.
 
-    Usually that is " Mary". SentencePiece-style tokenizers add a space before every text: there
-    " Mary" alone is two tokens, and "Mary" is the one that follows in a prompt. Raises if there
-    are fewer than `needed`; `what` is the name of the task's field.
+    Raises if there are fewer than `needed`; `what` is the name of the task's field.
     """
-    encode, words = encoder(tokenizer), tuple(dict.fromkeys(words))
-    before, found = encode("to"), {}
+    encode, words = Encoder(tokenizer), tuple(dict.fromkeys(words))
+    before, found = encode("to"), []
     for word in words:
         tokens = encode(f"to {word}")
         # Decoding distinguishes known from unknown words, whatever the unknown token is.
-        if tokens[:-1] != before or not is_token(tokenizer, tokens[-1:], word):
-            continue
-        alone = [text for text in (f" {word}", word) if encode(text) == tokens[-1:]]
-        if alone:
-            found[word] = alone[0]
+        if tokens[:-1] == before and is_token(tokenizer, tokens[-1:], word):
+            found.append(word)
     if len(found) < needed:
         raise ValueError(
             f"expected at least {needed} {what} that are single tokens after a space; under this "
-            f"tokenizer {len(found)} of {len(words)} are: {list(found)}. Give the task other "
+            f"tokenizer {len(found)} of {len(words)} are: {found}. Give the task other "
             f"`{what}`, or use a tokenizer that knows more of them."
         )
     return found
@@ -98,7 +98,7 @@ def draw_distinct(draw: Callable[[], PairTexts], n: int) -> list[PairTexts]:
 
 def to_pairs(tokenizer: Any, prompts: Sequence[PairTexts], *, prepend_bos: bool) -> PromptPairs:
     """Prompts as tokens; raises if the tokenizer does not know a word."""
-    encode = encoder(tokenizer)
+    encode = Encoder(tokenizer)
     for text in (text for prompt in prompts for text in (prompt.clean, prompt.corrupted)):
         if not _is_known(tokenizer, encode(text), text):
             odd = [word for word in text.split() if not _is_known(tokenizer, encode(word), word)]
@@ -112,12 +112,17 @@ def to_pairs(tokenizer: Any, prompts: Sequence[PairTexts], *, prepend_bos: bool)
 
 def is_token(tokenizer: Any, tokens: tuple[int, ...], word: str) -> bool:
     """Whether these tokens are a single one that decodes to the word."""
-    return len(tokens) == 1 and tokenizer.decode(list(tokens)).strip() == word
+    return len(tokens) == 1 and _composed(tokenizer.decode(list(tokens)).strip()) == _composed(word)
 
 
 def _is_known(tokenizer: Any, tokens: tuple[int, ...], text: str) -> bool:
     # Word-level tokenizers lose the number of spaces, and some lose capitals.
     def bare(some: str) -> str:
-        return "".join(some.split()).casefold()
+        return "".join(_composed(some).split()).casefold()
 
     return bare(tokenizer.decode(list(tokens))) == bare(text)
+
+
+def _composed(text: str) -> str:
+    """The text with accents as part of their letters, as many tokenizers read it."""
+    return unicodedata.normalize("NFC", text)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from made_tokenizers import byte_level
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformer_lens.model_bridge import TransformerBridge
@@ -26,9 +27,10 @@ from transformers import (
     Qwen2Config,
 )
 
+from sparse_tl import PromptPairs, SparseTransformer, logit_lens, trace_attention
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.files import read_json, write_json
-from sparse_tl.lens import load_model, save_model
+from sparse_tl.lens import adapt, load_model, save_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 30,
@@ -117,6 +119,53 @@ def test_a_hugging_face_folder_gives_the_same_logits(
     assert (model.tokenizer is not None) == with_tokenizer
     if with_tokenizer:
         assert model.to_tokens("w7 w9", prepend_bos=False).tolist() == [[7, 9]]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "neox"])
+@pytest.mark.parametrize(("before", "behind"), [(None, None), ("<s>", None), ("<s>", "</s>")])
+def test_prompts_begin_as_the_tokenizer_begins_them(
+    tmp_path: Path, family: str, before: str | None, behind: str | None
+) -> None:
+    """Whatever TransformerLens's default for the architecture; SmolLM2, a Llama, lost by it."""
+    tokenizer = byte_level("a", " b", " c", before=before, behind=behind)
+    config = CONFIGS[family]()
+    config.vocab_size = len(tokenizer)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    bare = tokenizer("a b", add_special_tokens=False)["input_ids"]
+    own = [tokenizer.bos_token_id] if before else []
+    row = {"clean": "a b", "corrupted": "a b", "answer": " c"}
+
+    def prompts(model: Any) -> list[list[int]]:
+        """The same text in every way that leads to a prompt."""
+        assert model.cfg.default_prepend_bos == (model.to_tokens("a b").shape[1] == 3)
+        copy = SparseTransformer(adapt(model).copy(), initial_bias=5.0)
+        folder = copy.save_pretrained(tmp_path / "saved")
+        again = SparseTransformer.from_pretrained(folder, device="cpu")
+        graph, lens = trace_attention(again, "a b"), logit_lens(model, "a b", answer=" c")
+        expected = model.tokenizer.batch_decode([[token] for token in model.to_tokens("a b")[0]])
+        assert list(graph.input_tokens[:-1]) == lens.tokens == expected
+        return [
+            model.to_tokens("a b")[0].tolist(),
+            again.to_tokens("a b")[0].tolist(),
+            PromptPairs.from_texts(model, [row]).clean[0].tolist(),
+            PromptPairs.from_texts(again, [row]).clean[0].tolist(),
+        ]
+
+    for asked, start in ((None, own), (True, [tokenizer.bos_token_id]), (False, [])):
+        model = load_model(tmp_path / "model", prepend_bos=asked, device="cpu")
+        assert prompts(model) == [[*start, *bare]] * 4
+        assert PromptPairs.from_texts(model, [row]).start == ("<s>" if start else "")
+    other = PromptPairs.from_texts(model, [row], prepend_bos=True)  # of this one, without
+    assert other.clean[0].tolist() == [tokenizer.bos_token_id, *bare]
+
+
+def test_bos_cannot_be_asked_for_where_there_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected a model with a tokenizer"):
+        load_model(_folder(tmp_path / "bare"), prepend_bos=True, device="cpu")
+    model = load_model(_folder(tmp_path / "model", tokenizer=True), device="cpu")
+    with pytest.raises(ValueError, match="expected no prepend_bos for a model of TransformerLens"):
+        load_model(model, prepend_bos=True)
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -10,11 +10,13 @@ import csv
 import json
 import random
 import re
+import unicodedata
 from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
+from made_tokenizers import byte_level
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -247,10 +249,8 @@ def test_only_the_words_of_the_task_are_used(words):
 
 
 def test_words_that_are_no_single_token_are_left_out(words):
-    assert list(single_words(words, ["Mary", "Zebedee", "Mary-Ann", "John"], 2, "names")) == [
-        "Mary",
-        "John",
-    ]
+    found = single_words(words, ["Mary", "Zebedee", "Mary-Ann", "John"], 2, "names")
+    assert found == ["Mary", "John"]
     # The name of the unknown token is not told to the wrapper here, and one name is unknown.
     names = ("Mary", "John", "Zebedee", "Paul", "Lisa", "Mark")
     tokens = IOITask(names=names).pairs(Reader(words), 100)
@@ -319,6 +319,46 @@ def test_prompts_begin_as_the_model_begins_them(build_tiny, tmp_path):
     assert torch.equal(begun.answers, plain.answers)
 
 
+def test_an_argument_says_whether_prompts_begin_with_bos():
+    tokenizer = word_tokenizer("<s> " + EVERYTHING, bos_token="<s>")
+    plain, begun = (IOITask().pairs(Reader(tokenizer), 8, prepend_bos=bos) for bos in (None, True))
+    assert torch.equal(begun.clean[:, 1:], plain.clean)
+    assert (begun.clean[:, 0] == tokenizer.bos_token_id).all()
+    assert (plain.start, begun.start) == ("", "<s>")
+
+
+def test_a_name_that_the_tokenizer_joins_to_the_word_before_it():
+    names = (" Mary", " John", " Paul", " Lisa", " Mark")
+    frame = ("Then", " and", " ran", ".", " gave", " it", " to", " the", " store")
+    task = IOITask(
+        names=tuple(name.strip() for name in names),
+        templates=("Then [A] and [B] ran. [B] gave it to [A]",),
+        places=("store",),
+        objects=("store",),
+    )
+    apart = task.pairs(Reader(byte_level(*frame, *names)), 40)
+    assert len(apart.answers.unique()) == 5
+    joined = byte_level(" to Mary", *frame, *names, words_alone=False)
+    with pytest.raises(ValueError, match="an answer to begin where a token begins"):
+        task.pairs(Reader(joined), 40)
+
+
+def test_names_with_decomposed_accents_are_words_of_a_tokenizer_that_composes_them():
+    names = ("Ren\u00e9", "Zo\u00eb", "Andr\u00e9", "Jos\u00e9", "In\u00eas")
+    frame = ("Then", " and", " ran", ".", " to", " it")
+    tokenizer = byte_level(*frame, *(f" {name}" for name in names), normalizer=normalizers.NFC())
+    made = []
+    for form in ("NFC", "NFD"):
+        task = IOITask(
+            names=tuple(unicodedata.normalize(form, name) for name in names),
+            templates=("Then [A] and [B] ran. [B] ran to [A]",),
+            places=("it",),
+            objects=("it",),
+        )
+        made.append(task.pairs(Reader(tokenizer), 8))
+    assert made[0].digest() == made[1].digest()
+
+
 def test_a_model_without_a_tokenizer_is_refused(build_tiny):
     with pytest.raises(ValueError, match="expected a model with a tokenizer"):
         IOITask().pairs(build_tiny(), 2)
@@ -337,7 +377,7 @@ def test_a_tokenizer_that_begins_with_a_space_gives_the_same_answers():
     inner.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
     assert len(tokenizer.encode(" Mary")) == 2
-    assert single_words(tokenizer, names, 5, "names") == {name: name for name in names}
+    assert single_words(tokenizer, names, 5, "names") == list(names)
     task = IOITask(
         names=names,
         templates=("Then [A] and [B] ran. [B] spoke to [A]",),
@@ -455,7 +495,7 @@ def test_docstring_prompts_read_as_published_under_gpt2(gpt2):
 
 def test_what_gpt2_knows(gpt2):
     for words in (NOUNS, ioi.NAMES, ioi.PLACES, ioi.OBJECTS, docstring.ARGUMENTS, docstring.NOUNS):
-        assert single_words(gpt2, words, 1, "words") == {word: f" {word}" for word in words}
+        assert single_words(gpt2, words, 1, "words") == list(words)
     assert len(GreaterThanTask().years(gpt2)) == 618
 
 

@@ -1,0 +1,226 @@
+"""Texts as the tokens of prompts: what a prompt begins with, and how an answer continues it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, runtime_checkable
+
+from sparse_tl.data.token_text import token_texts
+
+Tokens = tuple[int, ...]
+_SHOWN = 12
+"""Maximum number of tokens that a message shows."""
+
+
+@runtime_checkable
+class ModelWithTokenizer(Protocol):
+    """What texts need from a model, dense or sparse; its tokenizer may be None."""
+
+    @property
+    def cfg(self) -> Any: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+
+class Encoder:
+    """Text to tokens, without those that the tokenizer adds around every text.
+
+    They are kept, since the same few words are read repeatedly.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.unknown = tokenizer, tokenizer.unk_token_id
+        self._known: dict[str, Tokens] = {}
+
+    def __call__(self, text: str) -> Tokens:
+        if text not in self._known:
+            tokens = self.tokenizer.encode(text, add_special_tokens=False)
+            self._known[text] = tuple(tokens)
+        return self._known[text]
+
+    def prepare(self, texts: Iterable[str]) -> None:
+        """Read several texts at once, which is faster."""
+        new = [text for text in dict.fromkeys(texts) if text not in self._known]
+        with suppress(Exception):  # as in `_whole`
+            found = self.tokenizer(new, add_special_tokens=False)["input_ids"]
+            self._known.update(zip(new, map(tuple, found), strict=True))
+
+
+# ---- what a prompt begins with -------------------------------------------------------------------
+
+
+def prepends_bos(model: ModelWithTokenizer, prepend_bos: bool | None = None) -> bool:
+    """Whether the prompts of a model start with its tokenizer's BOS token.
+
+    Args:
+        model: dense or sparse model; `load_model` makes it follow its tokenizer.
+        prepend_bos: overrides what the model does.
+
+    Raises:
+        ValueError: the model has no tokenizer, or its tokenizer lacks the BOS token asked for.
+    """
+    if model.tokenizer is None:
+        raise ValueError(
+            "expected a model with a tokenizer; this one has none. Build it with one, or make "
+            "prompts of tokens."
+        )
+    known = model.tokenizer.bos_token_id is not None
+    if prepend_bos is None:
+        return bool(model.cfg.default_prepend_bos) and known
+    if prepend_bos and not known:
+        raise _no_bos()
+    return prepend_bos
+
+
+def prompt_start(tokenizer: Any, prepend_bos: bool | None) -> Tokens:
+    """The tokens that every prompt starts with, as in TransformerLens's `to_tokens`.
+
+    They are what the tokenizer itself puts before a text, with BOS or without.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        prepend_bos: whether BOS is among them; ``None``: if the tokenizer puts it there.
+
+    Raises:
+        ValueError: the tokenizer lacks the BOS token asked for.
+    """
+    own, bos = _own_start(tokenizer), tokenizer.bos_token_id
+    if prepend_bos and bos is None:
+        raise _no_bos()
+    has = bos is not None and own[:1] == (bos,)
+    if prepend_bos is None or prepend_bos == has:
+        return own
+    return (bos, *own) if prepend_bos else own[1:]
+
+
+def said_start(start: str | None) -> str:
+    """What prompts start with, as the end of a sentence; nothing if it is not known."""
+    if start is None:
+        return ""
+    return f", beginning with {start!r}" if start else ", without BOS"
+
+
+def _own_start(tokenizer: Any, text: str = "a") -> Tokens:
+    """The tokens that a tokenizer puts before a text; those that it puts behind are not among them.
+
+    An empty text does not tell one from the other.
+    """
+    if not tokenizer("")["input_ids"]:
+        return ()
+    whole = tuple(tokenizer(text)["input_ids"])
+    alone = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    starts = range(len(whole) - len(alone) + 1)
+    return whole[: next(at for at in starts if whole[at : at + len(alone)] == alone)]
+
+
+def _no_bos() -> ValueError:
+    return ValueError("expected a tokenizer with a BOS token, to prepend it; it has none")
+
+
+# ---- how an answer continues it ------------------------------------------------------------------
+
+
+def together(
+    encode: Encoder, prompt: str, answer: str, where: str = "", what: str = "an answer"
+) -> tuple[Tokens, Tokens]:
+    """The tokens of a prompt, and those by which an answer continues it.
+
+    Both are read from the tokens of the two written as one text, since that is what the model has
+    learned to predict. White space at the end of the prompt therefore belongs to the answer if the
+    tokenizer reads it so: "Once upon a " and "time" are the prompt "Once upon a" and " time".
+
+    Args:
+        encode: the tokenizer's.
+        prompt: text up to the first predicted token.
+        answer: text that follows.
+        where: beginning of messages.
+        what: the answer, in messages.
+
+    Raises:
+        ValueError: the answer begins inside a token.
+    """
+    found = _split(encode, prompt, answer)
+    if found is not None:
+        return found
+    alone, whole = encode(prompt), _whole(encode, prompt, answer)
+    kept = next((i for i, (a, b) in enumerate(zip(alone, whole, strict=False)) if a != b), 0)
+    raise ValueError(
+        f"{where}expected {what} to begin where a token begins; {prompt[-40:]!r} followed by "
+        f"{answer!r} has the tokens {shown(encode.tokenizer, whole[kept:])}, where the prompt "
+        f"alone ends in {shown(encode.tokenizer, alone[kept:])}. Let them meet elsewhere; in most "
+        "vocabularies a word begins with its space"
+    )
+
+
+def continued(encode: Encoder, prompt: str, answer: str, where: str = "") -> tuple[Tokens, int]:
+    """As `together`, for an answer of a single token; messages begin with `where`.
+
+    Raises:
+        ValueError: as in `together`, or the answer has no token or several.
+    """
+    before, tokens = together(encode, prompt, answer, where)
+    if len(tokens) == 1:
+        return before, tokens[0]
+    # In most vocabularies a word begins with its space.
+    other = answer[1:] if answer.startswith(" ") else f" {answer}"
+    better = _split(encode, prompt, other) if other.strip() else None
+    hint = f"; {other!r} is one" if better is not None and len(better[1]) == 1 else ""
+    raise ValueError(
+        f"{where}expected answers of a single token; {answer!r} has {len(tokens)}, "
+        f"{shown(encode.tokenizer, tokens)}{hint}"
+    )
+
+
+def continues_a_word(encode: Encoder, prompt: str, answer: str) -> bool:
+    """Whether an answer is part of the prompt's last word, for want of a space."""
+    if not (prompt[-1].isalpha() and answer[:1].isalpha()):
+        return False
+    glued, spaced = (_split(encode, prompt, text) for text in (answer, f" {answer}"))
+    return spaced is not None and len(spaced[1]) == 1 and glued != spaced
+
+
+def single_token(encode: Encoder, text: str, where: str = "") -> int:
+    """The token of a text that stands alone.
+
+    Raises:
+        ValueError: it has none or several; the message begins with `where`.
+    """
+    tokens = encode(text)
+    if len(tokens) != 1:
+        raise ValueError(
+            f"{where}expected answers of a single token; {text!r} has {len(tokens)}, "
+            f"{shown(encode.tokenizer, tokens)}"
+        )
+    return tokens[0]
+
+
+def shown(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """The texts of tokens for a message, of many the first ones."""
+    texts = token_texts(tokenizer, tokens[:_SHOWN])
+    return repr([*texts, "..."] if len(tokens) > _SHOWN else texts)
+
+
+def _split(encode: Encoder, prompt: str, answer: str) -> tuple[Tokens, Tokens] | None:
+    """The tokens of prompt and answer as one text; ``None`` if a token has parts of both."""
+    whole = _whole(encode, prompt, answer)
+    for end in range(len(prompt), max(len(prompt.rstrip()), 1) - 1, -1):
+        before = encode(prompt[:end])
+        if whole[: len(before)] == before:
+            return before, whole[len(before) :]
+    return None
+
+
+def _whole(encode: Encoder, prompt: str, answer: str) -> Tokens:
+    """The tokens of prompt and answer as one text.
+
+    A vocabulary of whole words drops the spaces between them, and does not know two that are
+    written together. There, a space is added.
+    """
+    for text in (prompt + answer, f"{prompt} {answer}"):
+        with suppress(Exception):  # a bare one, from vocabularies without an unknown token
+            whole = encode(text)
+            if encode.unknown not in whole:
+                return whole
+    return encode(prompt + answer)
