@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.arguments import checked
@@ -75,7 +75,7 @@ class CircuitEdges:
 
 
 class CircuitPass:
-    """One forward pass under stacked gates on circuit edges.
+    """Forward passes under stacked gates on circuit edges, one after the other.
 
     Args:
         adapter: adapter of the model.
@@ -95,16 +95,17 @@ class CircuitPass:
     ) -> None:
         self.adapter, self.graph, self.patch, self.now = adapter, adapter.graph, patch, now
         self.edges = EdgeWeights(adapter, gates, now.from_layer)
+        self.spans = spans
         self._shared: Tensor | None = None
         self._normed: Tensor | None = None
         self._made: dict[str, Tensor] = {}
-        self._changes = SourceChanges(self.edges, spans)
-        if now.changes is not None:
-            self._changes.start_after(now.changes[: self.edges.before("head", now.from_layer)])
+        self._changes = self._none_yet()
+        self._ran = False
 
     def hooks(self) -> list[Hook]:
         """The hooks of all layers from the first one that runs."""
-        graph, edges, hooks = self.graph, self.edges, list[Hook]()
+        graph, edges = self.graph, self.edges
+        hooks: list[Hook] = [("cached_columns", Order.FIRST, self._start)]
         if self.now.from_layer == 0 and edges.writes(0):
             hooks.append((EMBEDDED, Order.LAST, partial(self._note, EMBEDDED, 0)))
         for layer in range(self.now.from_layer, graph.n_layers):
@@ -136,6 +137,21 @@ class CircuitPass:
             name = f"blocks.{graph.n_layers - 1}.hook_resid_post"
             hooks.append((name, Order.LAST, self.read_logits))
         return hooks
+
+    def _none_yet(self) -> SourceChanges:
+        """What sources before the first layer of a pass changed."""
+        changes = SourceChanges(self.edges, self.spans)
+        if self.now.changes is not None:
+            before = self.edges.before("head", self.now.from_layer)
+            changes.start_after(self.now.changes[:before])
+        return changes
+
+    def _start(self, cached: Int[Tensor, ""]) -> None:
+        """Start a pass, perhaps another one under the same gates, behind the cached columns."""
+        self.now.start = int(cached)
+        if self._ran:
+            self._changes = self._none_yet()
+        self._ran = True
 
     def read_logits(
         self, residual: Float[Tensor, "rows pos d_model"]
@@ -218,7 +234,7 @@ class CircuitPass:
     def _note(
         self, name: str, row: int, value: Float[Tensor, "rows pos d_model"]
     ) -> Float[Tensor, "rows pos d_model"]:
-        change = self.patch.change(name, value, self.now.n_stack)
+        change = self.patch.change(name, value, self.now.n_stack, self.now.start)
         if self.edges.separated(row):
             self._changes.append(change[None])
         if self.edges.shuts(row):
@@ -228,7 +244,8 @@ class CircuitPass:
     def _note_heads(
         self, layer: int, first: int, z: Float[Tensor, "rows pos head d_head"]
     ) -> Float[Tensor, "rows pos head d_head"]:
-        change = self.patch.change(self.adapter.heads_point(layer), z, self.now.n_stack)
+        name = self.adapter.heads_point(layer)
+        change = self.patch.change(name, z, self.now.n_stack, self.now.start)
         heads = [row - first for row in self.edges.separated(first, self.graph.n_heads)]
         if heads:
             self._changes.append(self.adapter.heads_written(layer, change, heads=heads))

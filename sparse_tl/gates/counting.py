@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sparse_tl.gates.passes import as_rows
 from sparse_tl.results import Result
 
 _FAR_BELOW = 5000.0
@@ -257,8 +258,13 @@ def counted_by_batch(
         tokens: prompts, or a single prompt.
         size: prompts per forward pass.
         kwargs: keyword arguments of every call; tensors are split along the prompts.
+
+    Raises:
+        ValueError: no prompt is given.
     """
-    prompts = tokens[None] if tokens.ndim == 1 else tokens
+    if not len(tokens):
+        raise ValueError("expected at least one prompt to count attention edges on; got none")
+    (prompts,), kwargs = as_rows((tokens,), kwargs)
     for start in range(0, len(prompts), size):
         rows = slice(start, start + size)
         some: dict[str, Any] = {

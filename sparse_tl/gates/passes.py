@@ -7,7 +7,7 @@ layer that activation checkpointing recomputes gets the same gates again.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -149,6 +149,21 @@ class PassGates(nn.Module):
         if now.pressure > 0:
             probability = press(probability, logits, now.pressure)
         return self.distribution.is_open(logits) & possible, probability
+
+
+def as_rows(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A model's arguments, with a single prompt and its attention mask as a batch of one."""
+
+    def row(value: Any) -> Any:
+        return value[None] if isinstance(value, Tensor) and value.ndim == 1 else value
+
+    named = {
+        name: row(value) if name in ("input", "attention_mask") else value
+        for name, value in kwargs.items()
+    }
+    return (*map(row, args[:1]), *args[1:]), named
 
 
 def layer_hooks(

@@ -106,9 +106,11 @@ class PatchValues:
             value = repeated(value, n_stack)
         return value.to(like)
 
-    def change(self, name: str, value: Float[Tensor, "rows ..."], n_stack: int = 1) -> Tensor:
-        """The activation at a hook point minus its patch."""
-        shown = self.at(name, value, n_stack)
+    def change(
+        self, name: str, value: Float[Tensor, "rows ..."], n_stack: int = 1, start: int = 0
+    ) -> Tensor:
+        """The activation at a hook point minus its patch; arguments as in `at`."""
+        shown = self.at(name, value, n_stack, start)
         return value if shown is None else value - shown
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from sparse_tl.arguments import Seed, checked
 from sparse_tl.gates.circuit_edges import CircuitEdges, CircuitPass
+from sparse_tl.gates.closed_edges import ClosedEdges
 from sparse_tl.gates.patches import Patch, PatchValues, drawn
-from sparse_tl.gates.sites import AttentionEdges, ClosedAttentionEdges, Heads, Pass, Site, SiteGates
+from sparse_tl.gates.sites import AttentionEdges, Heads, Pass, Site, SiteGates
 from sparse_tl.lens import (
     Adapter,
     HookedModel,
@@ -97,40 +98,6 @@ def ablate_heads(
         check_head(adapter, layer, head)
         gates[layer, head] = 0
     with gated(model, Heads(), gates, patch, reference=reference, seed=seed):
-        yield
-
-
-@checked
-@scope
-def ablate_attention_edges(
-    model: HookedModel, edges: Sequence[tuple[int, int, int, int]]
-) -> Iterator[None]:
-    """Inside the block, attention is 0 at these edges, whatever the learned gates say.
-
-    The weights of the other keys do not change, as with a closed gate: nothing is renormalised.
-
-    Args:
-        model: dense or sparse model.
-        edges: (layer, head, query, key) tuples; query and key are columns, from 0.
-
-    Raises:
-        ValueError: no edge is given, the model lacks an edge, or a causal model's key follows its
-            query; when the model is run, an edge lies beyond the end of the prompts.
-    """
-    adapter = adapt(model)
-    if not len(edges):
-        raise ValueError("expected at least one attention edge to ablate; got none")
-    for layer, head, query, key in edges:
-        check_head(adapter, layer, head)
-        inside = 0 <= query < adapter.n_ctx and 0 <= key < adapter.n_ctx
-        if not inside or (adapter.causal and key > query):
-            raise ValueError(
-                "expected attention edges (layer, head, query, key)"
-                + (" with the key at or before the query" if adapter.causal else "")
-                + f", in columns 0..{adapter.n_ctx - 1}; got {(layer, head, query, key)}"
-            )
-    closed = ClosedAttentionEdges(torch.tensor([tuple(edge) for edge in edges]))
-    with gated(model, AttentionEdges(), closed):
         yield
 
 
@@ -267,8 +234,8 @@ class GatedRun:
         """First layer to run: all layers before it match the cached state."""
         if self._base is None or getattr(stack, "requires_grad", False):
             return 0
-        if isinstance(stack, ClosedAttentionEdges):
-            return int(stack.edges[:, 0].min())
+        if isinstance(stack, ClosedEdges):
+            return min(stack.layers)
         if isinstance(self.site, CircuitEdges):
             exists = self.adapter.graph.exists[:, -1]
             if not bool(stack[..., exists.to(stack.device), -1].any()):
@@ -281,8 +248,8 @@ def _stacked(adapter: Adapter, site: Site, gates: SiteGates) -> tuple[Any, tuple
     check_whole(adapter)
     if isinstance(site, Heads | AttentionEdges):
         check_gates(adapter)
-    if isinstance(gates, ClosedAttentionEdges):
-        return gates, () if gates.stack is None else (gates.n_stack,)
+    if isinstance(gates, ClosedEdges):
+        return gates, gates.stack_shape
     if not gates.is_floating_point():
         gates = gates.to(adapter.gate_dtype)
     gates = gates.to(adapter.device)

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
 from sparse_tl.arguments import MOST, AtLeastOne, checked
+from sparse_tl.gates.closed_edges import ClosedEdges
 from sparse_tl.gates.patches import PatchValues, gate
 from sparse_tl.lens import Adapter, Hook, Order, repeated
 
@@ -60,48 +61,7 @@ class Site(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class ClosedAttentionEdges:
-    """Gates that are 0 at some attention edges and 1 at all others.
-
-    Args:
-        edges: layer, head, query and key of each closed edge.
-        stack: stack entry in which each edge is closed; None for gates without a stack.
-        n_stack: number of stack entries.
-    """
-
-    edges: Int[Tensor, "edge 4"]
-    stack: Int[Tensor, " edge"] | None = None
-    n_stack: int = 1
-
-    def in_layer(self, layer: int) -> ClosedAttentionEdges:
-        """The closed edges of one layer."""
-        here = self.edges[:, 0] == layer
-        stack = None if self.stack is None else self.stack[here]
-        return ClosedAttentionEdges(self.edges[here], stack, self.n_stack)
-
-    def on(
-        self, pattern: Float[Tensor, "rows head query key"], start: int = 0
-    ) -> Float[Tensor, "stack head query key"]:
-        """The gates as a tensor, for a layer's pattern whose first query is in column `start`."""
-        n_heads, n_queries, n_keys = pattern.shape[1:]
-        end = start + n_queries
-        if int(self.edges[:, 2].max()) >= end:
-            raise ValueError(
-                f"expected attention edges within the prompt of {end} tokens; got query "
-                f"{int(self.edges[:, 2].max())}"
-            )
-        # With a key-value cache only the last queries run; a sliding window drops early keys.
-        first = end - n_keys
-        run = (self.edges[:, 2] >= start) & (self.edges[:, 3] >= first)
-        _, head, query, key = self.edges[run].to(pattern.device).unbind(dim=1)
-        gates = pattern.new_ones(self.n_stack, n_heads, n_queries, n_keys)
-        entry = 0 if self.stack is None else self.stack[run].to(pattern.device)
-        gates[entry, head, query - start, key - first] = 0
-        return gates
-
-
-SiteGates = Real[Tensor, "..."] | Bool[Tensor, "..."] | ClosedAttentionEdges
+SiteGates = Real[Tensor, "..."] | Bool[Tensor, "..."] | ClosedEdges
 
 
 class _Activations:
@@ -124,26 +84,25 @@ class _Activations:
     def hooks(self, adapter: Adapter, gates: Any, patch: PatchValues, now: Pass) -> list[Hook]:
         hooks: list[Hook] = []
         for index, name in enumerate(self.points(adapter)):
-            closed = isinstance(gates, ClosedAttentionEdges)
+            closed = isinstance(gates, ClosedEdges)
             here = gates.in_layer(index) if closed else gates[:, index]
             layer = self.layer(index)
             makes_copies = layer == now.from_layer and now.n_prompts is not None
             if layer >= now.from_layer and (makes_copies or _acts(here)):
                 hooks.append((name, self.order, partial(self._close, name, here, patch, now)))
-        if hooks and (patch.values or isinstance(gates, ClosedAttentionEdges)):
-            name = f"blocks.{now.from_layer}.attn.cached_columns"
-            hooks.append((name, Order.FIRST, partial(_note_start, now)))
+        if hooks and (patch.values or isinstance(gates, ClosedEdges)):
+            hooks.append(("cached_columns", Order.FIRST, partial(_note_start, now)))
         return hooks
 
     def _close(
         self,
         name: str,
-        gates: Float[Tensor, "stack ..."] | ClosedAttentionEdges,
+        gates: Float[Tensor, "stack ..."] | ClosedEdges,
         patch: PatchValues,
         now: Pass,
         clean: Float[Tensor, "rows ..."],
     ) -> Float[Tensor, "stacked ..."]:
-        if isinstance(gates, ClosedAttentionEdges):
+        if isinstance(gates, ClosedEdges):
             gates = gates.on(clean, now.start)
         shape = [len(gates), *[1] * (clean.ndim - 1)]
         for axis, size in zip(self.axes, gates.shape[1:], strict=True):
@@ -205,7 +164,7 @@ def _draw(patch: PatchValues, now: Pass, pattern: Float[Tensor, "rows head query
 class AttentionEdges(_Activations):
     """One gate per attention edge, ``[layer, head, query, key]``; nothing is renormalised.
 
-    Gates fit prompts of one length, or are given as `ClosedAttentionEdges`.
+    Gates fit prompts of one length, or are given as `ClosedEdges`.
     """
 
     axes = (1, 2, 3)
@@ -255,8 +214,8 @@ class HookPoints(_Activations):
         return int(found[1]) if found else 0
 
 
-def _acts(gates: Tensor | ClosedAttentionEdges) -> bool:
+def _acts(gates: Tensor | ClosedEdges) -> bool:
     """Whether some gate is not 1, or is being trained."""
-    if isinstance(gates, ClosedAttentionEdges):
-        return len(gates.edges) > 0
+    if isinstance(gates, ClosedEdges):
+        return bool(gates.layers)
     return gates.requires_grad or bool((gates != 1).any())

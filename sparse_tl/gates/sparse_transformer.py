@@ -18,7 +18,7 @@ from sparse_tl.gates.attention import AttentionGates
 from sparse_tl.gates.counting import AttentionEdgeCounts, counted_by_batch, open_shares
 from sparse_tl.gates.distributions import GateDistribution, GateMode
 from sparse_tl.gates.mlps import MLPGates
-from sparse_tl.gates.passes import Counted
+from sparse_tl.gates.passes import Counted, as_rows
 from sparse_tl.gates.saving import is_sparse_folder, load_sparse, save_sparse
 from sparse_tl.lens import AttachedHooks, Model, adapt, check_gates, defer_scores, load_model
 from sparse_tl.scopes import autograd, scope, whole
@@ -59,7 +59,6 @@ class SparseTransformer(nn.Module):
     hook_dict: dict[str, Any]
     tokenizer: Any
     to_tokens: Any
-    blocks: Any
 
     def __init__(
         self,
@@ -92,6 +91,7 @@ class SparseTransformer(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model under its gates; takes and returns what the model does."""
         model = self.model_under_gates()
+        args, kwargs = as_rows(args, kwargs)
         adapt(model).check_mask(kwargs.get("attention_mask"))
         return model(*args, **kwargs)
 
@@ -123,6 +123,7 @@ class SparseTransformer(nn.Module):
         Returns:
             The model's output, and the counts; expected counts are differentiable.
         """
+        args, kwargs = as_rows(args, kwargs)
         layers: list[Counted] = []
         settings = {"keep_gates": keep_gates, "pressure": pressure, "edge_cost": edge_cost}
         with self._using(counts=layers, real=kwargs.get("attention_mask"), **settings):
@@ -130,7 +131,8 @@ class SparseTransformer(nn.Module):
         return output, AttentionEdgeCounts.of_pass(layers)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's `generate`, under the gates."""
+        """The model's `generate`, under the gates; one prompt may be a tensor of one dimension."""
+        args, kwargs = as_rows(args, kwargs)
         return self.model_under_gates().generate(*args, **kwargs)
 
     @scope
@@ -187,8 +189,6 @@ class SparseTransformer(nn.Module):
         Raises:
             ValueError: no prompt is given.
         """
-        if not len(tokens):
-            raise ValueError("expected at least one prompt to count attention edges on; got none")
         kwargs["keep_gates"] = True
         return open_shares(counted_by_batch(self.run_with_counts, tokens, batch_size, kwargs))
 

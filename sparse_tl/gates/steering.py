@@ -7,14 +7,14 @@ Reference: Turner et al., arXiv 2308.10248 (activation addition).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.arguments import checked
-from sparse_tl.lens import Hook, HookedModel, Order, adapt, attached
+from sparse_tl.gates.columns import Columns, meant
+from sparse_tl.lens import EMBEDDED, Hook, HookedModel, Order, adapt, attached
 from sparse_tl.scopes import scope
 
 
@@ -26,9 +26,12 @@ def steer(
     vector: Float[Tensor, "*size"],
     *,
     scale: float = 1.0,
-    positions: Sequence[int] | None = None,
+    positions: Columns | None = None,
 ) -> Iterator[None]:
     """Inside the block, add ``scale * vector`` to the activations at a hook point.
+
+    ``positions=slice(0, 15)`` steers a prompt of 15 tokens alone, also while `generate` goes on
+    from it, with or without a key-value cache.
 
     Args:
         model: dense or sparse model.
@@ -36,15 +39,22 @@ def steer(
         vector: vector of the size of one position's activation: ``[d_model]`` in the residual
             stream, ``[head, d_head]`` at ``attn.hook_z``. Gradients reach it.
         scale: factor; negative to steer the other way.
-        positions: columns to steer; negative ones count from the end of the prompts. All by
+        positions: columns to steer: one, a list, a slice, or a function from a column to whether
+            to steer it. Negative ones count from the end of the tokens that are run. All by
             default, and also those of generated tokens.
 
     Raises:
-        ValueError: the model lacks the hook point; when the model is run, the vector has another
-            size than the activation, a position lies outside the prompts, or positions are given
-            for a run with a key-value cache.
+        ValueError: the model lacks the hook point, or it has no position of its own to steer; when
+            the model is run, the vector has another size than the activation, a listed position
+            lies outside the prompts, or one counts from the end in a run with a key-value cache.
     """
     adapter = adapt(model)
+    if name.endswith(("hook_attn_scores", "hook_pattern")):
+        raise ValueError(
+            f"expected a hook point with a vector for each position; {name} has a number for each "
+            "query and key: hook it by hand, or cut edges with ablate_attention_edges"
+        )
+    start = end = 0  # the columns of this pass
 
     def add(value: Float[Tensor, "batch pos *size"]) -> Tensor:
         if value.shape[2:] != vector.shape:
@@ -56,24 +66,21 @@ def steer(
         if positions is None:
             return value + change
         n = value.shape[1]
-        outside = [column for column in positions if not -n <= column < n]
-        if outside:
-            raise ValueError(
-                f"expected positions in {-n}..{n - 1} of prompts of {n} tokens; got {outside[0]}"
-            )
-        chosen = torch.zeros(n, dtype=torch.bool, device=value.device)
-        chosen[[column % n for column in positions]] = True
+        last = end or start + n
+        chosen = meant(positions, start, last, first=last - n).to(value.device)
         return value + chosen.view(n, *[1] * vector.ndim) * change
 
-    def check(cached: Int[Tensor, ""]) -> None:
-        if int(cached):
-            raise ValueError(
-                "expected whole prompts, to steer at positions; got a run with a key-value cache, "
-                "which has the last tokens alone: steer at all positions, or run without a cache"
-            )
+    def begin(cached: Int[Tensor, ""]) -> None:
+        nonlocal start, end
+        start, end = int(cached), 0
+
+    def note(residual: Float[Tensor, "batch pos d_model"]) -> None:
+        # HookedTransformer's `hook_rot_k` has the keys of all columns, so a width is not enough.
+        nonlocal end
+        end = start + residual.shape[1]
 
     hooks: list[Hook] = [(name, Order.FIRST, add)]
     if positions is not None:
-        hooks.append(("blocks.0.attn.cached_columns", Order.FIRST, check))
+        hooks += [("cached_columns", Order.FIRST, begin), (EMBEDDED, Order.FIRST, note)]
     with attached(adapter, hooks):
         yield

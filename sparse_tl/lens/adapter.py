@@ -97,11 +97,11 @@ class Adapter(ABC):
     def place(self, name: str) -> HookPoint | Place:
         """Where to attach a function, by name.
 
-        A name is that of a TransformerLens hook point, or one of these in a layer
+        A name is that of a TransformerLens hook point; or ``cached_columns``, the number of columns
+        in the key-value cache, shown when a pass starts, read-only; or one of these in a layer
         ``blocks.{layer}.``: ``mlp_input``, the input of the norm before the MLP;
         ``mlp_normalized``, the MLP's input; ``mlp_read``, the same after all edits, read-only;
-        `heads_point`, the value that heads write from; ``attn.cached_columns``, the number of
-        prompt columns in the key-value cache when attention is called, read-only.
+        `heads_point`, the value that heads write from.
 
         Raises:
             ValueError: the model lacks the hook point, or it is switched off and never fires.

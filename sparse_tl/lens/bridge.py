@@ -69,10 +69,9 @@ class BridgeAdapter(Adapter):
 
     def place(self, name: str) -> HookPoint | Place:
         """See `Adapter`."""
+        if name == "cached_columns":
+            return partial(columns_in_cache, [self.core], cached_columns)
         layer, _, what = name.removeprefix("blocks.").partition(".")
-        if what == "attn.cached_columns":
-            count = partial(cached_columns, int(layer))
-            return partial(columns_in_cache, self.model.blocks[int(layer)].attn, count)
         if what == "mlp_read":
             return hook_point(self.model, f"blocks.{layer}.mlp.hook_in")
         if what == "attn.z_written":

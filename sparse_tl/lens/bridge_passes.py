@@ -14,11 +14,10 @@ from sparse_tl.lens.attaching import stand_in
 from sparse_tl.scopes import scope
 
 
-def cached_columns(layer: int, kwargs: dict[str, Any]) -> int:
+def cached_columns(kwargs: dict[str, Any]) -> int:
     # Can exceed the keys of a layer with a sliding window, which are the last of these columns.
     cache = kwargs.get("past_key_values")
-    cache = kwargs.get("layer_past") if cache is None else cache  # GPT-NeoX
-    return 0 if cache is None else int(cache.get_seq_length(layer))
+    return 0 if cache is None else int(cache.get_seq_length())
 
 
 @scope

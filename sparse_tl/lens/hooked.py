@@ -44,14 +44,15 @@ class HookedAdapter(Adapter):
 
     def place(self, name: str) -> HookPoint | Place:
         """See `Adapter`."""
+        if name == "cached_columns":
+            # `generate` calls `forward` itself, which skips hooks of the whole model.
+            return partial(columns_in_cache, [self.model, self.model.blocks[0]], _cached)
         layer, _, what = name.removeprefix("blocks.").partition(".")
         if what in ("mlp_input", "mlp_normalized"):
             norm = self.model.blocks[int(layer)].ln2
             return partial(before if what == "mlp_input" else after, norm)
         if what == "mlp_read":
             return partial(read_input, self.model.blocks[int(layer)].mlp)
-        if what == "attn.cached_columns":
-            return partial(columns_in_cache, self.model.blocks[int(layer)].attn, _cached)
         return hook_point(self.model, name)
 
     def logits(self, final: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
@@ -158,5 +159,6 @@ class HookedAdapter(Adapter):
 
 
 def _cached(kwargs: dict[str, Any]) -> int:
-    entry = kwargs.get("past_kv_cache_entry")
+    cache = kwargs.get("past_kv_cache")
+    entry = kwargs.get("past_kv_cache_entry") if cache is None else cache[0]
     return 0 if entry is None else entry.past_keys.shape[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,17 +50,17 @@ def read_input(module: nn.Module, function: HookFunction) -> list[RemovableHandl
 
 
 def columns_in_cache(
-    attention: nn.Module, count: Callable[[dict[str, Any]], int], function: HookFunction
+    modules: Sequence[nn.Module], count: Callable[[dict[str, Any]], int], function: HookFunction
 ) -> list[RemovableHandle]:
-    """Show the number of prompt columns in the key-value cache when attention is called.
+    """Show the number of columns in the key-value cache when a pass starts.
 
     Args:
-        attention: a layer's attention.
-        count: function from its keyword arguments to the number.
+        modules: modules that a pass starts with, each of which may be skipped.
+        count: function from their keyword arguments to the number.
         function: function to attach.
     """
 
     def show(_module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         function(torch.tensor(count(kwargs)))
 
-    return [attention.register_forward_pre_hook(show, with_kwargs=True)]
+    return [module.register_forward_pre_hook(show, with_kwargs=True) for module in modules]

@@ -164,6 +164,27 @@ def test_generation_with_a_key_value_cache_equals_whole_forward_passes(
     assert torch.equal(generated, expected)
 
 
+def test_one_prompt_is_a_batch_of_one(build_tiny, tokens):
+    sparse, prompt = SparseTransformer(build_tiny("grouped"), initial_bias=0.0), tokens[0]
+    options = {"max_new_tokens": 3, "do_sample": False, "verbose": False, "stop_at_eos": False}
+    expected = sparse.generate(prompt[None], **options)
+    assert expected.shape == (1, 11)
+    assert torch.equal(sparse.generate(prompt, **options), expected)
+    assert torch.equal(sparse.generate(input=prompt, **options), expected)
+    mask = torch.ones_like(prompt)
+    mask[-2:] = 0  # padding
+    _, counts = sparse.run_with_counts(prompt[None], attention_mask=mask[None])
+    assert counts.tokens.tolist() == [6]
+    for found in (
+        sparse.run_with_counts(prompt, attention_mask=mask)[1],
+        sparse.count_attention_edges(prompt, attention_mask=mask),
+    ):
+        assert torch.equal(found.active, counts.active)
+        assert torch.equal(found.possible, counts.possible)
+    logits = sparse(prompt[None], attention_mask=mask[None])
+    assert torch.equal(sparse(prompt, attention_mask=mask), logits)
+
+
 def test_the_wrapper_speaks_like_the_model(build_tiny, tokens):
     model = build_tiny("plain")
     sparse = SparseTransformer(model)
@@ -277,7 +298,7 @@ def test_wrong_models_are_refused(build_tiny):
         SparseTransformer(model)
     with pytest.raises(TypeError):
         SparseTransformer(sparse)
-    with pytest.raises(ValueError, match="at least one batch"):
+    with pytest.raises(ValueError, match="at least one prompt"):
         sparse.count_attention_edges(torch.zeros(0, 4, dtype=torch.long))
 
 

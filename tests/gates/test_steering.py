@@ -91,21 +91,3 @@ def test_what_cannot_be_steered_is_refused(build_tiny: Build) -> None:
         ):
             model(TOKENS)
     assert torch.equal(model(TOKENS), before)
-
-
-def test_generated_tokens_are_steered_everywhere_or_refused(build_tiny: Build) -> None:
-    model, name = build_tiny(), "blocks.0.hook_resid_pre"
-    vector = 5 * torch.randn(model.cfg.d_model, generator=torch.Generator().manual_seed(0))
-    options = {"max_new_tokens": 3, "do_sample": False, "verbose": False, "stop_at_eos": False}
-    with steer(model, name, vector):
-        tokens = TOKENS[:1]
-        cached = model.generate(tokens, **options)
-        for _ in range(3):
-            following = model(tokens)[:, -1:].argmax(-1)
-            tokens = torch.cat([tokens, following], dim=1)
-    assert torch.equal(cached, tokens)
-    with (
-        steer(model, name, vector, positions=[0]),
-        pytest.raises(ValueError, match="without a cache"),
-    ):
-        model.generate(TOKENS[:1], **options)

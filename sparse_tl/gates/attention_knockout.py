@@ -1,0 +1,93 @@
+"""Cut attention by hand: at listed attention edges, or wherever a rule means query and key.
+
+Reference: Geva et al., arXiv 2304.14767 (attention knockout); here nothing is renormalised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from sparse_tl.arguments import checked
+from sparse_tl.gates.closed_edges import ClosedAttentionEdges, ClosedByRule, ClosedEdges
+from sparse_tl.gates.columns import Columns
+from sparse_tl.gates.run import gated
+from sparse_tl.gates.sites import AttentionEdges
+from sparse_tl.lens import Adapter, HookedModel, adapt, check_head
+from sparse_tl.scopes import scope
+
+EVERY = slice(None)
+
+
+@checked
+@scope
+def ablate_attention_edges(
+    model: HookedModel,
+    edges: Sequence[tuple[int, int, int, int]] | None = None,
+    *,
+    heads: Sequence[tuple[int, int]] | None = None,
+    query: Columns | None = None,
+    key: Columns | None = None,
+) -> Iterator[None]:
+    """Inside the block, attention is 0 at these edges, whatever the learned gates say.
+
+    Edges are listed, or chosen by a rule: ``query=slice(15, None), key=[2, 3]`` cuts attention from
+    column 15 on, which includes tokens still to be generated, to columns 2 and 3. The weights of
+    the other keys do not change, as with a closed gate: nothing is renormalised.
+
+    Args:
+        model: dense or sparse model.
+        edges: (layer, head, query, key) tuples; query and key are columns, from 0.
+        heads: in place of `edges`: (layer, head) pairs in which the rule holds; all by default.
+        query: columns of the queries: one, a list, a slice, or a function from a column to whether
+            it is meant; all by default. Negative columns count from the end of the tokens that are
+            run.
+        key: columns of the keys, likewise.
+
+    Raises:
+        ValueError: no edge is given, both edges and a rule are, the model lacks a head or an edge,
+            or a causal model's key follows its query; when the model is run, an edge or a listed
+            column lies beyond the end of the prompts, or a column counts from the end in a run with
+            a key-value cache.
+    """
+    adapter = adapt(model)
+    with gated(model, AttentionEdges(), _closed(adapter, edges, heads, query, key)):
+        yield
+
+
+def _closed(
+    adapter: Adapter,
+    edges: Sequence[tuple[int, int, int, int]] | None,
+    heads: Sequence[tuple[int, int]] | None,
+    query: Columns | None,
+    key: Columns | None,
+) -> ClosedEdges:
+    ruled = query is not None or key is not None
+    if ruled if edges is not None else not ruled:
+        raise ValueError(
+            "expected attention edges, or a rule for query, key or both; got "
+            + ("both" if ruled else "neither")
+        )
+    if edges is None:
+        if heads is None:
+            heads = [(i, j) for i in range(adapter.n_layers) for j in range(adapter.n_heads)]
+        if not len(heads):
+            raise ValueError("expected at least one head in which to cut attention; got none")
+        for layer, head in heads:
+            check_head(adapter, layer, head)
+        return ClosedByRule(heads, EVERY if query is None else query, EVERY if key is None else key)
+    if heads is not None:
+        raise ValueError("expected heads with a rule alone; listed edges name their own")
+    if not len(edges):
+        raise ValueError("expected at least one attention edge to ablate; got none")
+    for layer, head, at, to in edges:
+        check_head(adapter, layer, head)
+        inside = 0 <= at < adapter.n_ctx and 0 <= to < adapter.n_ctx
+        if not inside or (adapter.causal and to > at):
+            raise ValueError(
+                "expected attention edges (layer, head, query, key)"
+                + (" with the key at or before the query" if adapter.causal else "")
+                + f", in columns 0..{adapter.n_ctx - 1}; got {(layer, head, at, to)}"
+            )
+    return ClosedAttentionEdges(torch.tensor([tuple(edge) for edge in edges]))

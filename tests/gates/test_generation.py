@@ -1,0 +1,274 @@
+"""Interventions while generating: with a key-value cache as by full passes, and as by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tiny import HAS_HOOKED, in_pieces
+from torch import Tensor
+
+from sparse_tl import (
+    CircuitEdges,
+    HookPoints,
+    SparseTransformer,
+    ablate_attention_edges,
+    gated,
+    steer,
+)
+from sparse_tl.lens import Model, adapt
+
+Build = Callable[..., Model]
+WIDTH = 8
+PROMPT = 5
+"""Columns of the prompt; the others are generated."""
+
+
+@pytest.fixture
+def column() -> Tensor:
+    return torch.randint(13, (3, WIDTH), generator=torch.Generator().manual_seed(0))
+
+
+def _pieces(model: Any, tokens: Tensor) -> Tensor:
+    """The logits of a prompt, of two tokens more, and of one more, with a cache between them."""
+    parts = tokens[:, :PROMPT], tokens[:, PROMPT : PROMPT + 2], tokens[:, PROMPT + 2 :]
+    return torch.cat(list(in_pieces(model, parts)), dim=1)
+
+
+def _generated(model: Any, prompts: Tensor) -> Tensor:
+    options = {"do_sample": False, "verbose": False, "stop_at_eos": False}
+    return model.generate(prompts, max_new_tokens=WIDTH - PROMPT, **options)
+
+
+def _continued(run: Callable[[Tensor], Tensor], prompts: Tensor) -> Tensor:
+    """The most likely tokens by full passes."""
+    for _ in range(WIDTH - PROMPT):
+        prompts = torch.cat([prompts, run(prompts)[:, -1:].argmax(-1)], dim=1)
+    return prompts
+
+
+def _check(
+    model: Any,
+    tokens: Tensor,
+    inside: Callable[[], AbstractContextManager[None]],
+    by_hand: Callable[[Tensor], Tensor],
+) -> None:
+    """An intervention changes full passes, passes with a cache and generation as one by hand."""
+    # Without a tokenizer, HookedTransformer's `generate` misplaces learned positions.
+    generates = not HAS_HOOKED or model.cfg.positional_embedding_type == "rotary"
+    close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
+    before, expected = model(tokens), by_hand(tokens)
+    with inside():
+        close(model(tokens), expected)
+        close(_pieces(model, tokens), expected)
+        found = _generated(model, tokens[:, :PROMPT]) if generates else None
+    if found is not None:
+        assert torch.equal(found, _continued(by_hand, tokens[:, :PROMPT]))
+    assert not torch.allclose(expected, before, atol=1e-3)
+    assert torch.equal(model(tokens), before)
+
+
+# ---- attention that is cut -----------------------------------------------------------------------
+
+LATE = list(range(PROMPT, WIDTH))
+
+
+@pytest.mark.parametrize("kind", ["plain", "grouped"])
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize(
+    ("query", "key", "queries", "keys"),
+    [
+        (slice(PROMPT, None), [1, 3], LATE, [1, 3]),
+        (lambda column: column >= PROMPT, slice(1, 4, 2), LATE, [1, 3]),
+        (slice(PROMPT - 1, None, 2), 0, [4, 6], [0]),
+        (range(2, PROMPT), 2, [2, 3, 4], [2]),
+        (None, lambda column: column % 3 == 1, list(range(WIDTH)), [1, 4, 7]),
+        (slice(PROMPT + 1, None), None, LATE[1:], list(range(WIDTH))),
+    ],
+)
+@pytest.mark.parametrize("heads", [None, [(0, 1), (1, 0)]])
+def test_attention_is_cut_by_a_rule(
+    build_tiny: Build,
+    column: Tensor,
+    kind: str,
+    sparse: bool,
+    query: Any,
+    key: Any,
+    queries: list[int],
+    keys: list[int],
+    heads: Any,
+) -> None:
+    model: Any = build_tiny(kind)
+    model = SparseTransformer(model, initial_bias=0.0) if sparse else model
+    n_heads = model.cfg.n_heads
+    cut = heads or [(layer, head) for layer in range(2) for head in range(n_heads)]
+
+    def close(pattern: Tensor, hook: Any, layer: int) -> Tensor:
+        pattern = pattern.clone()
+        for head in [head for at, head in cut if at == layer]:
+            for one in queries:
+                for other in keys:
+                    if max(one, other) < pattern.shape[2]:
+                        pattern[:, head, one, other] = 0
+        return pattern
+
+    points = [(f"blocks.{i}.attn.hook_pattern", partial(close, layer=i)) for i in (0, 1)]
+    _check(
+        model,
+        column,
+        lambda: ablate_attention_edges(model, heads=heads, query=query, key=key),
+        lambda tokens: model.run_with_hooks(tokens, fwd_hooks=points),
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({}, "got neither"),
+        ({"heads": [(0, 0)]}, "got neither"),
+        ({"edges": [(0, 0, 3, 1)], "key": 1}, "got both"),
+        ({"edges": [(0, 0, 3, 1)], "heads": [(0, 0)]}, "listed edges name their own"),
+        ({"heads": [], "key": 1}, "at least one head"),
+        ({"heads": [(0, 9)], "key": 1}, "2 layers of 2 heads"),
+        ({"query": [PROMPT, WIDTH]}, rf"-5\.\.4 of prompts of 5 tokens; got {PROMPT}.*slice"),
+        ({"query": -1}, "count from the start"),
+        ({"key": slice(-2, None)}, "count from the start"),
+    ],
+)
+def test_a_rule_that_means_nothing_or_two_things_is_refused(
+    build_tiny: Build, column: Tensor, wrong: Any, said: str
+) -> None:
+    model = build_tiny()
+    with pytest.raises(ValueError, match=said), ablate_attention_edges(model, **wrong):
+        _generated(model, column[:, :PROMPT])
+    assert not model.hook_dict["blocks.0.attn.hook_pattern"].fwd_hooks
+
+
+def test_columns_from_the_end_are_those_of_the_prompts(build_tiny: Build, column: Tensor) -> None:
+    model = build_tiny()
+    with ablate_attention_edges(model, query=-1, key=slice(-3, -1)):
+        found = model(column)
+    with ablate_attention_edges(model, query=WIDTH - 1, key=[WIDTH - 3, WIDTH - 2]):
+        assert torch.equal(model(column), found)
+
+
+# ---- steering ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["plain", "grouped"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hook_embed",
+        "blocks.0.hook_resid_pre",
+        "blocks.0.attn.hook_v",
+        "blocks.0.attn.hook_rot_k",
+        "blocks.1.attn.hook_z",
+        "blocks.0.hook_mlp_out",
+    ],
+)
+@pytest.mark.parametrize(
+    ("positions", "columns"),
+    [
+        (None, range(WIDTH)),
+        (slice(0, PROMPT), range(PROMPT)),
+        ([0, 3], [0, 3]),
+        (PROMPT - 1, [PROMPT - 1]),
+        (slice(PROMPT, None), LATE),
+        (lambda column: column % 2 == 1, range(1, WIDTH, 2)),
+    ],
+)
+def test_positions_are_steered_by_a_rule(
+    build_tiny: Build, column: Tensor, kind: str, name: str, positions: Any, columns: Any
+) -> None:
+    model = build_tiny(kind)
+    if HAS_HOOKED and name == "hook_embed" and kind == "grouped":
+        pytest.skip("HookedTransformer's `generate` does not call it")
+    if "rot" in name and (kind == "plain" or positions is None):
+        pytest.skip("no rotary positions; or softmax ignores what is added to every key")
+    size = model.run_with_cache(column)[1][name].shape[2:]
+    vector = 3 * torch.randn(size, generator=torch.Generator().manual_seed(1))
+
+    def add(value: Tensor, hook: Any) -> Tensor:
+        value = value.clone()
+        for one in columns:
+            if one < value.shape[1]:
+                value[:, one] += vector
+        return value
+
+    _check(
+        model,
+        column,
+        lambda: steer(model, name, vector, positions=positions),
+        lambda tokens: model.run_with_hooks(tokens, fwd_hooks=[(name, add)]),
+    )
+
+
+@pytest.mark.parametrize("positions", [[-1], slice(-2, None), slice(0, -1)])
+def test_positions_from_an_end_that_moves_are_refused(
+    build_tiny: Build, column: Tensor, positions: Any
+) -> None:
+    model = build_tiny()
+    vector = torch.ones(model.cfg.d_model)
+    with (
+        steer(model, "blocks.0.hook_resid_pre", vector, positions=positions),
+        pytest.raises(ValueError, match="the end moves with every token; got -"),
+    ):
+        _generated(model, column[:, :PROMPT])
+
+
+def test_pairs_of_positions_are_not_steered(build_tiny: Build) -> None:
+    with (
+        pytest.raises(ValueError, match="for each query and key"),
+        steer(build_tiny(), "blocks.0.attn.hook_pattern", torch.ones(6, 6), positions=[0]),
+    ):
+        pass
+
+
+# ---- gates ---------------------------------------------------------------------------------------
+
+PATCHES = ["zero", "mean", "corrupted", "resample"]
+
+
+def _gates_run_behind_a_cache(
+    model: Any, site: Any, gates: Tensor, patch: Any, tokens: Tensor
+) -> None:
+    reference = tokens.flip(0, 1)
+    options = {} if patch == "zero" else {"reference": reference}
+    with gated(model, site, gates, patch, **options):
+        whole = model(tokens)
+        assert torch.equal(model(tokens), whole)
+    with gated(model, site, gates, patch, **options):
+        found = _pieces(model, tokens)
+    torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(whole, model(tokens), atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["plain", "grouped"])
+@pytest.mark.parametrize("name", ["hook_embed", "blocks.0.hook_resid_pre", "blocks.1.hook_mlp_out"])
+@pytest.mark.parametrize("patch", PATCHES)
+def test_gates_before_the_first_attention_see_the_cached_columns(
+    build_tiny: Build, column: Tensor, kind: str, name: str, patch: str
+) -> None:
+    model = build_tiny(kind)
+    gates = (torch.arange(model.cfg.d_model) % 2)[None].float()
+    site = HookPoints((name,), (2,), (model.cfg.d_model,))
+    _gates_run_behind_a_cache(model, site, gates, patch, column)
+
+
+@pytest.mark.parametrize("kind", ["plain", "grouped"])
+@pytest.mark.parametrize("patch", PATCHES)
+@pytest.mark.parametrize("open_share", [0.0, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("learned", [False, True])
+def test_every_pass_under_gates_on_circuit_edges_starts_anew(
+    build_tiny: Build, column: Tensor, kind: str, patch: str, open_share: float, learned: bool
+) -> None:
+    model = build_tiny(kind, dtype="float64")  # a residual stream near 0 is normalised
+    generator = torch.Generator().manual_seed(0)
+    gates = (torch.rand(adapt(model).graph.exists.shape, generator=generator) < open_share).float()
+    site, gates = CircuitEdges(), gates.requires_grad_(learned)
+    _gates_run_behind_a_cache(model, site, gates, patch, column)
