@@ -32,6 +32,7 @@ from .data import (
     TextStream as TextStream,
     TokenBatch as TokenBatch,
     read_documents as read_documents,
+    text_rows as text_rows,
     token_windows as token_windows,
 )
 from .explorer import (

@@ -9,6 +9,7 @@ import typer
 
 from sparse_tl.cli.app import call, command
 from sparse_tl.cli.options import (
+    Boundaries,
     CheckpointActivations,
     Device,
     HeldOutText,
@@ -18,6 +19,7 @@ from sparse_tl.cli.options import (
     Restart,
     Seed,
     Shard,
+    Trained,
     WeightsDtype,
     run,
     setting,
@@ -117,15 +119,14 @@ def post_train(
     ],
     held_out_text: HeldOutText = None,
     window: Annotated[int, setting("N", "Tokens per window.")] = 128,
+    boundaries: Boundaries = "predict",
     batch_size: Annotated[int, setting("N", "Windows per step.")] = 8,
     accumulate: Annotated[int, setting("N", "Micro-batches per step.")] = 1,
     checkpoint_activations: CheckpointActivations = False,
     shard: Shard = False,
     steps: Annotated[int, setting("N", "Number of post-training steps.")] = 2000,
     learning_rate: Annotated[float, setting("RATE", "Peak learning rate.")] = 7e-4,
-    trained: Annotated[
-        str, setting("NAME", "Weights trained besides the gates: all, qk, or gates for none.")
-    ] = "all",
+    trained: Trained = "all",
     lora: Lora = 0,
     head_cost: Annotated[float, setting("EDGES", "Cost of a head in use.")] = 0.0,
     mlps: Annotated[bool, setting("", "Gate MLPs too.", "--mlps")] = False,

@@ -61,6 +61,12 @@ def split_seeds(seeds: str) -> tuple[int, ...]:
 HeldOutText = Annotated[
     str | None, subject("SOURCE", "Held-out text. Default: the last tenth of --text.")
 ]
+Boundaries = Annotated[
+    str, setting("NAME", "Where documents meet: predict the next, skip that loss, or split there.")
+]
+Trained = Annotated[
+    str, setting("NAME", "Weights trained besides the gates: all, qk, or gates for none.")
+]
 CheckpointActivations = Annotated[
     bool, setting("", "Compute activations twice to save memory.", "--checkpoint-activations")
 ]

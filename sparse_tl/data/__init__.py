@@ -9,5 +9,9 @@ from sparse_tl.data.streams import (
     TokenStream as TokenStream,
 )
 from sparse_tl.data.targets import TargetDataset as TargetDataset
-from sparse_tl.data.text import token_windows as token_windows
 from sparse_tl.data.text_stream import TextStream as TextStream
+from sparse_tl.data.windows import (
+    Boundaries as Boundaries,
+    text_rows as text_rows,
+    token_windows as token_windows,
+)

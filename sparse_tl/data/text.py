@@ -1,19 +1,10 @@
-"""Text as token windows: documents are tokenised and cut as far as they are needed."""
+"""Documents as tokens, piece by piece, as far as they are needed."""
 
 from __future__ import annotations
 
 import sys
-from array import array
 from collections.abc import Iterable, Iterator
 from typing import Any
-
-import torch
-from jaxtyping import Int
-from torch import Tensor
-
-from sparse_tl.arguments import AtLeastOne, checked
-from sparse_tl.data.documents import Documents
-from sparse_tl.wording import shown
 
 PIECE = 2**17
 """Characters of a long document that are tokenised at a time, at some 160 bytes each."""
@@ -21,72 +12,16 @@ CONTEXT = 2**9
 """Characters before and behind a piece that are tokenised with it."""
 
 
-@checked
-def token_windows(
-    documents: Iterable[str], tokenizer: Any, window: AtLeastOne, *, limit: AtLeastOne | None = None
-) -> Int[Tensor, "window pos"]:
-    """Concatenate documents, each after the tokenizer's BOS token, and cut them into full windows.
-
-    Tokens that do not fill a window are dropped; nothing is padded. Documents are taken only as far
-    as the windows need them. All windows are in memory: `TextStream` is for more text than that.
-
-    Args:
-        documents: texts.
-        tokenizer: a Hugging Face tokenizer.
-        window: tokens per window.
-        limit: maximum number of windows.
-
-    Raises:
-        ValueError: the text is shorter than one window, or there is no tokenizer.
-    """
-    check_window(tokenizer, window)
-    if isinstance(documents, Documents):
-        parts = documents.since(None)
-    else:
-        parts = enumerate((_text(document),) for document in documents)
-    tokens = array("q")  # eight bytes each, where a list of numbers takes 36
-    needed = sys.maxsize if limit is None else limit * window
-    for _, piece in tokenised(parts, tokenizer):
-        tokens.extend(piece)
-        if len(tokens) >= needed:
-            break
-    n_windows = min(len(tokens), needed) // window
-    if n_windows == 0:
-        raise too_short(window, len(tokens))
-    return torch.frombuffer(tokens, dtype=torch.int64)[: n_windows * window].view(n_windows, window)
-
-
-def _text(document: Any) -> str:
-    """The document, if it is a text."""
-    if not isinstance(document, str):
-        raise TypeError(f"expected documents that are texts; got {shown(document)}")
-    return document
-
-
-def check_window(tokenizer: Any, window: int) -> None:
-    """Check what cutting text into windows needs.
-
-    Raises:
-        ValueError: there is no tokenizer, or a window would predict nothing.
-    """
-    if tokenizer is None:
-        raise ValueError("expected a model with a tokenizer to read text; this one has none")
-    if window < 2:
-        raise ValueError(f"expected a window of at least 2 tokens; got {window}")
-
-
-def too_short(window: int, n_tokens: int) -> ValueError:
-    """What is said of a text that does not fill one window."""
-    return ValueError(
-        f"expected text of at least one window of {window} tokens; got {n_tokens} tokens. "
-        "Give more text or a smaller window."
-    )
+def separator(tokenizer: Any) -> int | None:
+    """The token that documents begin with: BOS, or EOS if there is no BOS; None if neither."""
+    bos = tokenizer.bos_token_id
+    return getattr(tokenizer, "eos_token_id", None) if bos is None else bos
 
 
 def tokenised(
     documents: Iterable[tuple[Any, Iterable[str]]], tokenizer: Any, start: int = 0
 ) -> Iterator[tuple[tuple[Any, int], list[int]]]:
-    """The tokens of documents, each after the tokenizer's BOS token, piece by piece.
+    """The tokens of documents, each after its `separator`, piece by piece.
 
     Args:
         documents: the place of each and the parts of its text, as of `Documents.since`.
@@ -96,7 +31,8 @@ def tokenised(
     Yields:
         The document's place with the character at which the piece starts, and the tokens.
     """
-    before = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    first = separator(tokenizer)
+    before = [] if first is None else [first]
     for place, parts in documents:
         for character, tokens in _pieces(_Text(parts, start), tokenizer, start):
             yield (place, character), tokens if character else before + tokens

@@ -6,7 +6,7 @@ import copy
 from array import array
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -18,33 +18,25 @@ from torch import Tensor
 from sparse_tl.arguments import AtLeastOne, Count, Seed, checked
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.documents import DocumentRows, Documents
-from sparse_tl.data.text import check_window, tokenised, too_short
+from sparse_tl.data.text import separator
+from sparse_tl.data.windows import (
+    Boundaries,
+    Place,
+    TooShortError,
+    as_tensor,
+    check_window,
+    cut,
+    window_rows,
+)
 
 Block = Int[Tensor, "window pos"]
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a block of windows begins.
-
-    Args:
-        document: place of the document; None for the first.
-        character: where in the document the piece starts that is tokenised.
-        token: tokens of that piece that belong to windows before.
-        window: number of windows before, including those left out.
-    """
-
-    document: Any = None
-    character: int = 0
-    token: int = 0
-    window: int = 0
 
 
 @checked
 class TextStream:
     """Batches of windows from text that need not fit into memory; a `TokenStream`.
 
-    The windows are those of `token_windows`. Each *block* of `shuffle` consecutive windows is
+    The windows are those of `text_rows`. Each *block* of `shuffle` consecutive windows is
     shuffled by itself, and the text starts over when it ends, shuffled differently; no window is
     ever dropped. A batch may span blocks and epochs. With a block as long as the text, batches are
     those of a `ShuffledStream`.
@@ -65,6 +57,7 @@ class TextStream:
         seed: random seed for the shuffling.
         shuffle: number of windows that are shuffled together; 1 keeps the order of the text.
         left_out: numbers of windows of the text that are left out.
+        boundaries: what happens where one document follows another, as in `text_rows`.
         accumulate: number of pieces in which a step's rows are run, to save memory.
 
     Raises:
@@ -82,6 +75,7 @@ class TextStream:
         *,
         shuffle: AtLeastOne = 1024,
         left_out: range = range(0),
+        boundaries: Boundaries = "predict",
         accumulate: AtLeastOne = 1,
     ) -> None:
         check_window(tokenizer, window)
@@ -93,17 +87,18 @@ class TextStream:
         self.seed = seed
         self.shuffle = shuffle
         self.left_out = left_out
+        self.boundaries: Boundaries = boundaries
         self.accumulate = accumulate
         self.n_windows: int | None = None
         """Number of windows of the text that are not left out; None before its end was reached."""
         self._identity = self.documents.identity()
-        self._places = {0: _Place()}  # of blocks, as far as they are known
+        self._places = {0: Place()}  # of blocks, as far as they are known
         self._blocks: dict[int, Block] = {}  # in use
         self._current = 0  # the first block of the last batch
         # It ends when the stream is gone; at the end of the process, with the block at hand.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
-        self._ahead: tuple[int, Future[tuple[Block, _Place]]] | None = None
-        self._reading: tuple[_Place, Iterator[tuple[array[int], _Place]]] | None = None
+        self._ahead: tuple[int, Future[tuple[Block, Place]]] | None = None
+        self._reading: tuple[Place, Iterator[tuple[array[int], Place]]] | None = None
 
     def batch(self, step: Count) -> TokenBatch:
         """Rows ``step * batch_size ...`` of the infinite sequence of shuffled epochs.
@@ -116,7 +111,8 @@ class TextStream:
         used = [block for block, _ in found]
         self._current = used[0]
         self._blocks = {block: self._blocks[block] for block in dict.fromkeys(used)}
-        return TokenBatch.next_token(torch.stack([row for _, row in found]))
+        windows = torch.stack([row for _, row in found])
+        return window_rows(windows, self.tokenizer, self.boundaries)
 
     def state(self) -> dict[str, Any]:
         """Where in the text the last batch begins, as JSON, the same in all processes."""
@@ -135,9 +131,9 @@ class TextStream:
             ValueError: the state is of another stream, or a file has changed since.
         """
         for name, here in self._settings().items():
-            if state[name] != here:
+            if state.get(name) != here:
                 raise ValueError(
-                    f"expected a stream with the {name} of the saved one ({state[name]}); "
+                    f"expected a stream with the {name} of the saved one ({state.get(name)}); "
                     f"got {here}"
                 )
         if state["text"] != self._identity:
@@ -147,11 +143,17 @@ class TextStream:
                 f"{self._identity}. Restore them, or start anew."
             )
         self.n_windows = state["n_windows"] or self.n_windows
-        self._places[state["block"]] = _Place(**state["place"])
+        self._places[state["block"]] = Place(**state["place"])
 
     def _settings(self) -> dict[str, Any]:
         left_out = [self.left_out.start, self.left_out.stop, self.left_out.step]
-        return {"window": self.window, "shuffle": self.shuffle, "left_out": left_out}
+        return {
+            "window": self.window,
+            "shuffle": self.shuffle,
+            "left_out": left_out,
+            "boundaries": self.boundaries,
+            "separator": separator(self.tokenizer),
+        }
 
     def _row(self, place: int) -> tuple[int, Int[Tensor, " pos"]]:
         """The block and the tokens of a row of the infinite sequence."""
@@ -197,24 +199,23 @@ class TextStream:
         """Whether the text is known to end before a block."""
         return self.n_windows is not None and block * self.shuffle >= self.n_windows
 
-    def _submitted(self, block: int) -> tuple[int, Future[tuple[Block, _Place]]]:
+    def _submitted(self, block: int) -> tuple[int, Future[tuple[Block, Place]]]:
         return block, self._thread.submit(self._read, self._places[block])
 
-    def _read(self, place: _Place) -> tuple[Block, _Place]:
+    def _read(self, place: Place) -> tuple[Block, Place]:
         """The windows of the block at a place, and the place of the next block; in the thread."""
         reading, self._reading = self._reading, None
         if reading is not None and reading[0] == place:
             windows = reading[1]
         else:
-            windows = _cut(self.documents, self.tokenizer, self.window, self.left_out, place)
+            how = self.tokenizer, self.window, self.boundaries
+            windows = _cut(self.documents, *how, self.left_out, place)
         tokens, after = array("q"), place
         for row, behind in islice(windows, self.shuffle):
             tokens.extend(row)
             after = behind
         self._reading = after, windows
-        if not tokens:
-            return torch.empty(0, self.window, dtype=torch.int64), after
-        return torch.frombuffer(tokens, dtype=torch.int64).view(-1, self.window), after
+        return as_tensor(tokens, self.window), after
 
 
 @lru_cache(maxsize=4)  # a batch may span blocks
@@ -224,8 +225,13 @@ def _order(seed: int, number: int, size: int) -> Int[Tensor, " window"]:
 
 
 def _cut(
-    documents: Documents, tokenizer: Any, window: int, left_out: range, place: _Place
-) -> Iterator[tuple[array[int], _Place]]:
+    documents: Documents,
+    tokenizer: Any,
+    window: int,
+    boundaries: Boundaries,
+    left_out: range,
+    place: Place,
+) -> Iterator[tuple[array[int], Place]]:
     """The windows from a place on that are not left out, each with the place behind it."""
     where = "the start"
 
@@ -235,24 +241,15 @@ def _cut(
             where = documents.where(document)
             yield document, parts
 
-    tokens, number, skipped = array("q"), place.window, place.token
-    n_given = 0
+    behind, n_given = place, 0
     try:
-        for (document, character), piece in tokenised(opened(), tokenizer, place.character):
-            tokens.extend(piece[skipped:])
-            skipped = begin = 0
-            while len(tokens) - begin >= window:
-                row = tokens[begin : begin + window]
-                begin += window
-                number += 1
-                if number - 1 not in left_out:
-                    behind = len(piece) - (len(tokens) - begin)
-                    n_given += 1
-                    yield row, _Place(document, character, behind, number)
-            del tokens[:begin]
+        for row, behind in cut(opened(), tokenizer, window, boundaries, place):
+            if behind.window - 1 not in left_out:
+                n_given += 1
+                yield row, behind
+    except TooShortError:
+        raise
     except Exception as error:  # of a tokenizer, a dataset or the network: of any type
         raise ValueError(f"reading the text stopped at or after {where}: {error}") from error
-    if number == 0:
-        raise too_short(window, len(tokens))
     if place.window == n_given == 0:
-        raise ValueError(f"expected more windows of text than are left out; got {number}")
+        raise ValueError(f"expected more windows of text than are left out; got {behind.window}")

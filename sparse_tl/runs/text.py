@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sparse_tl import ranks
 from sparse_tl.arguments import AtLeastOne, Count, Logit, NotNegative, Positive, Seed, checked
-from sparse_tl.data import ShuffledStream, TextStream, read_documents, token_windows
-from sparse_tl.data.batches import TokenBatch
+from sparse_tl.data import Boundaries, ShuffledStream, TextStream, read_documents
+from sparse_tl.data.windows import cut_windows, window_rows
 from sparse_tl.files import write_csv, write_json
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import (
@@ -50,6 +50,7 @@ def run_post_training(
     target_loss: float | str,
     held_out_text: str | None = None,
     window: AtLeastOne = 128,
+    boundaries: Boundaries = "predict",
     batch_size: AtLeastOne = 8,
     steps: AtLeastOne = 2000,
     learning_rate: Positive = 7e-4,
@@ -80,7 +81,9 @@ def run_post_training(
         target_loss: nats per token, absolute or relative to the dense model (``"+0.05"``).
         held_out_text: separate held-out text; by default the last tenth of what is read of `text`
             before training.
-        window: tokens per window; the text is cut into full windows.
+        window: tokens per window.
+        boundaries: what happens where one document follows another: "predict", "skip" or "split";
+            as in `text_rows`.
         batch_size: windows per step.
         steps: number of post-training steps.
         learning_rate: peak learning rate.
@@ -113,6 +116,7 @@ def run_post_training(
         "held_out_text": held_out_text,
         "target_loss": str(target_loss),
         "window": window,
+        "boundaries": boundaries,
         "batch_size": batch_size,
         "steps": steps,
         "learning_rate": learning_rate,
@@ -161,7 +165,9 @@ def run_post_training(
                 f"context; got {window}"
             )
         documents = read_documents(text)
-        cut = partial(token_windows, tokenizer=dense_model.tokenizer, window=window)
+        tokenizer = dense_model.tokenizer
+        cut = partial(cut_windows, tokenizer=tokenizer, window=window, boundaries=boundaries)
+        as_rows = partial(window_rows, tokenizer=tokenizer, boundaries=boundaries)
         needed = steps * batch_size + HELD_OUT_WINDOWS
         limit = min(needed, WINDOW_TOKENS // window)
         windows = cut(documents, limit=limit)
@@ -170,18 +176,15 @@ def run_post_training(
             other = cut(read_documents(held_out_text, split="validation"), limit=HELD_OUT_WINDOWS)
         train, held_out = _split(windows, other)
         n_validation = min(VALIDATION_WINDOWS, len(held_out) // 2)
-        validation = TokenBatch.next_token(held_out[:n_validation])
-        test = TokenBatch.next_token(held_out[n_validation:])
+        validation, test = as_rows(held_out[:n_validation]), as_rows(held_out[n_validation:])
         order = {"seed": seed, "accumulate": accumulate}
         if len(windows) == limit < needed:
             left_out = range(len(train), len(windows))
-            stream = TextStream(
-                documents, dense_model.tokenizer, window, batch_size, left_out=left_out, **order
-            )
+            how = {"left_out": left_out, "boundaries": boundaries, **order}
+            stream = TextStream(documents, tokenizer, window, batch_size, **how)
         else:
             _warn_of_repeats(steps * batch_size, len(train))
-            rows = TokenBatch.next_token(train)
-            stream = ShuffledStream(rows, min(batch_size, len(train)), **order)
+            stream = ShuffledStream(as_rows(train), min(batch_size, len(train)), **order)
         del windows, train
         with folder.stage("post-training"):
             dense = evaluate_held_out(dense_model, test)

@@ -142,6 +142,7 @@ OF_ONE: dict[str, dict[str, Callable[[Path], Any]]] = {
     "load_mib": {"folder": lambda folder: stl.save_mib(scores(), folder / "mib", 16)},
     "merge_lora": {"model": lambda _: stl.add_lora(tiny_model(), 2)},
     "add_lora": {"model": lambda _: tiny_model()},
+    "ablate_attention_edges": {"query": lambda _: slice(3, None), "key": lambda _: [0, 1]},
     "post_train": {"sparse": lambda _: stl.SparseTransformer(tiny_model())},
     "SparseTransformer": {"model": lambda _: tiny_model()},
     "effect_figure": {

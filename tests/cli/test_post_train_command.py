@@ -61,6 +61,23 @@ def test_post_train_on_other_held_out_text(tmp_path: Path, tiny: Path, story: Pa
     assert json.loads((tmp_path / "out" / "metrics.json").read_text())["held_out_windows"] == 4
 
 
+def test_documents_meet_or_not(tmp_path: Path, tiny: Path) -> None:
+    """160 documents of six tokens, the first of which separates them, in windows of eight."""
+    story, found = tmp_path / "story.txt", {}
+    story.write_text("<|endoftext|>".join(["the cat sat on a"] * 160))
+    for name in ("predict", "skip", "split"):
+        outcome = _text_run(tiny, story, tmp_path / name, "--boundaries", name, "--steps", "1")
+        assert outcome.code == 0, outcome.err
+        metrics = json.loads((tmp_path / name / "metrics.json").read_text())
+        dense = metrics["dense"]
+        found[name] = metrics["held_out_windows"], dense["possible_attention_edges"]
+        found[f"loss, {name}"] = dense["loss"]
+    # A tenth of 120 or 160 windows is held out, and half of that is reported on; 8 heads.
+    assert found["predict"] == found["skip"] == (6, 8 * 8 * 9 / 2)
+    assert found["split"] == (8, 8 * 6 * 7 / 2)
+    assert len({found[f"loss, {name}"] for name in ("predict", "skip", "split")}) == 3
+
+
 def test_gates_on_mlps_and_text_that_is_seen_twice(tmp_path: Path, tiny: Path, story: Path) -> None:
     outcome = _text_run(tiny, story, tmp_path / "out", "--mlps", "--steps", "40")
     assert outcome.code == 0

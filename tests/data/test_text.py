@@ -18,21 +18,16 @@ from sparse_tl.data import documents, read_documents, text, token_windows
 WORDS = ["<s>", "a", "b", "c", "d"]
 
 
-def _tokenizer(bos: bool = True) -> PreTrainedTokenizerFast:
+def _tokenizer() -> PreTrainedTokenizerFast:
     inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="d"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, **({"bos_token": "<s>"} if bos else {}))
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
 
 
 def test_every_document_follows_a_bos_and_nothing_is_padded() -> None:
     windows = token_windows(["a b c", "d", "b b b b"], _tokenizer(), 3)
     # <s> a b | c <s> d | <s> b b | and the last two tokens fill no window.
     assert windows.tolist() == [[0, 1, 2], [3, 0, 4], [0, 2, 2]]
-
-
-def test_documents_without_a_bos_token_are_joined() -> None:
-    windows = token_windows(["a b c", "d", "b b"], _tokenizer(bos=False), 2)
-    assert windows.tolist() == [[1, 2], [3, 4], [2, 2]]
 
 
 def test_a_limit_reads_no_further_than_it_must() -> None:
@@ -202,7 +197,7 @@ def test_a_long_document_is_tokenised_as_far_as_needed(
 ) -> None:
     monkeypatch.setattr(text, "PIECE", 400)
     monkeypatch.setattr(text, "CONTEXT", 40)
-    document, tokenizer = "a b c d " * 5000, _Counting(_tokenizer(bos=False))
+    document, tokenizer = "a b c d " * 5000, _Counting(_tokenizer())
     windows = token_windows([document], tokenizer, 50, limit=limit)
     assert windows.flatten().tolist() == [1, 2, 3, 4] * (50 * limit // 4) + [1, 2] * (limit % 2)
     assert tokenizer.characters <= 2 * 50 * limit * 1.3 + 480

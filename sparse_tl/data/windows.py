@@ -1,0 +1,232 @@
+"""Text as token windows: documents are cut as far as they are needed, and told apart.
+
+Every document begins with a *separator*: the tokenizer's BOS token, or its EOS token where it has
+no BOS, as Qwen's. `Boundaries` says what windows and losses do where one document follows another.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from sparse_tl.arguments import AtLeastOne, checked
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.data.documents import Documents
+from sparse_tl.data.text import separator, tokenised
+from sparse_tl.wording import shown
+
+Boundaries = Literal["predict", "skip", "split"]
+"""What happens where one document follows another.
+
+"predict": windows run on, and the end of a document predicts the next one's separator. "skip":
+windows run on, and nothing predicts a separator. "split": no window holds two documents, so that
+neither loss nor attention crosses a boundary; a document's last window is padded on the right.
+"""
+PADDING = -1
+"""In place of a token, behind a document's last one."""
+
+
+class TooShortError(ValueError):
+    """The text fills no window."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a window begins.
+
+    Args:
+        document: place of the document; None for the first.
+        character: where in the document the piece starts that is tokenised.
+        token: tokens of that piece that belong to windows before.
+        window: number of windows before.
+    """
+
+    document: Any = None
+    character: int = 0
+    token: int = 0
+    window: int = 0
+
+
+@checked
+def token_windows(
+    documents: Iterable[str], tokenizer: Any, window: AtLeastOne, *, limit: AtLeastOne | None = None
+) -> Int[Tensor, "window pos"]:
+    """Concatenate documents, each after a separator, and cut them into full windows.
+
+    The separator is the tokenizer's BOS token, or its EOS token if it has no BOS. Tokens that do
+    not fill a window are dropped; nothing is padded. Documents are taken only as far as the windows
+    need them. All windows are in memory: `TextStream` is for more text than that. `text_rows` can
+    keep loss and attention within documents.
+
+    Args:
+        documents: texts.
+        tokenizer: a Hugging Face tokenizer.
+        window: tokens per window.
+        limit: maximum number of windows.
+
+    Raises:
+        ValueError: the text is shorter than one window, there is no tokenizer, or documents meet
+            within a window and the tokenizer has no token to separate them.
+    """
+    return cut_windows(documents, tokenizer, window, limit, "predict")
+
+
+@checked
+def text_rows(
+    documents: Iterable[str],
+    tokenizer: Any,
+    window: AtLeastOne,
+    *,
+    limit: AtLeastOne | None = None,
+    boundaries: Boundaries = "predict",
+) -> TokenBatch:
+    """Windows of text as rows for language modelling, whose losses and attention heed documents.
+
+    Args:
+        documents: texts.
+        tokenizer: a Hugging Face tokenizer.
+        window: tokens per window.
+        limit: maximum number of windows.
+        boundaries: what happens where one document follows another. "predict": windows run on, as
+            those of `token_windows`, and the end of a document predicts the separator before the
+            next. "skip": the same, without that loss. "split": every window holds one document, so
+            that neither loss nor attention crosses a boundary; a document's last window is padded
+            on the right, and left out if it has a single token, which predicts nothing.
+
+    Raises:
+        ValueError: the text is shorter than one window, or with "split" no document has two tokens;
+            otherwise as in `token_windows`.
+    """
+    windows = cut_windows(documents, tokenizer, window, limit, boundaries)
+    return window_rows(windows, tokenizer, boundaries)
+
+
+def cut_windows(
+    documents: Iterable[str],
+    tokenizer: Any,
+    window: int,
+    limit: int | None,
+    boundaries: Boundaries,
+) -> Int[Tensor, "window pos"]:
+    """The windows of `text_rows`, with `PADDING` in place of tokens behind a document's end."""
+    check_window(tokenizer, window)
+    if isinstance(documents, Documents):
+        parts = documents.since(None)
+    else:
+        parts = enumerate((_text(document),) for document in documents)
+    tokens = array("q")  # eight bytes each, where a list of numbers takes 36
+    for row, _ in islice(cut(parts, tokenizer, window, boundaries), limit):
+        tokens.extend(row)
+    return as_tensor(tokens, window)
+
+
+def window_rows(
+    windows: Int[Tensor, "window pos"], tokenizer: Any, boundaries: Boundaries
+) -> TokenBatch:
+    """Windows of `cut_windows` as rows in which every token but the first is predicted."""
+    if boundaries == "split":
+        real = windows != PADDING
+        rows = TokenBatch.next_token(windows.clamp(min=0))
+        follows = real.roll(-1, dims=1) & rows.loss_mask
+        return replace(rows, loss_mask=follows, attention_mask=real.long())
+    rows = TokenBatch.next_token(windows)
+    if boundaries == "skip":
+        return replace(rows, loss_mask=rows.loss_mask & (rows.labels != separator(tokenizer)))
+    return rows
+
+
+def as_tensor(tokens: array[int], window: int) -> Int[Tensor, "window pos"]:
+    """Windows that lie one behind the other."""
+    if not tokens:
+        return torch.empty(0, window, dtype=torch.int64)
+    return torch.frombuffer(tokens, dtype=torch.int64).view(-1, window)
+
+
+def cut(
+    documents: Iterable[tuple[Any, Iterable[str]]],
+    tokenizer: Any,
+    window: int,
+    boundaries: Boundaries,
+    place: Place = Place(),
+) -> Iterator[tuple[array[int], Place]]:
+    """The windows of documents from a place on, each with the place behind it.
+
+    Args:
+        documents: as of `Documents.since` that place.
+        tokenizer: a Hugging Face tokenizer.
+        window: tokens per window.
+        boundaries: what happens where one document follows another.
+        place: where the first window begins.
+
+    Raises:
+        TooShortError: there is no window.
+        ValueError: documents meet within a window, and the tokenizer has no token to separate them.
+    """
+    split, separated = boundaries == "split", separator(tokenizer) is not None
+    tokens, number, skipped = array("q"), place.window, place.token
+    before = place  # where the last piece ends
+
+    def ended() -> Iterator[tuple[array[int], Place]]:
+        """The last window of a document."""
+        nonlocal number
+        if split and len(tokens) > 1:
+            number += 1
+            yield (
+                tokens + array("q", [PADDING] * (window - len(tokens))),
+                replace(before, window=number),
+            )
+
+    for (document, character), piece in tokenised(documents, tokenizer, place.character):
+        if character == 0 and tokens:
+            yield from ended()
+            if split:
+                del tokens[:]
+            elif not separated:
+                raise ValueError(
+                    "expected a tokenizer with a BOS or EOS token, to separate documents that meet "
+                    "within a window; this one has neither. Name one, or keep documents apart "
+                    'with boundaries="split"'
+                )
+        tokens.extend(piece[skipped:])
+        skipped = begin = 0
+        while len(tokens) - begin >= window:
+            row = tokens[begin : begin + window]
+            begin += window
+            number += 1
+            yield row, Place(document, character, len(piece) - (len(tokens) - begin), number)
+        del tokens[:begin]
+        before = Place(document, character, len(piece))
+    yield from ended()
+    if number == 0:
+        raise TooShortError(
+            "expected a document of at least 2 tokens, its separator included; got none"
+            if split
+            else f"expected text of at least one window of {window} tokens; got {len(tokens)} "
+            "tokens. Give more text or a smaller window."
+        )
+
+
+def check_window(tokenizer: Any, window: int) -> None:
+    """Check what cutting text into windows needs.
+
+    Raises:
+        ValueError: there is no tokenizer, or a window would predict nothing.
+    """
+    if tokenizer is None:
+        raise ValueError("expected a model with a tokenizer to read text; this one has none")
+    if window < 2:
+        raise ValueError(f"expected a window of at least 2 tokens; got {window}")
+
+
+def _text(document: Any) -> str:
+    """The document, if it is a text."""
+    if not isinstance(document, str):
+        raise TypeError(f"expected documents that are texts; got {shown(document)}")
+    return document
