@@ -43,8 +43,8 @@ def meant(
         if outside:
             raise ValueError(
                 f"expected positions in {-end}..{end - 1} of prompts of {end} tokens; got "
-                f"{outside[0]}. A slice or a function can mean tokens that are still to be "
-                f"generated: slice({outside[0]}, None)"
+                f"{outside[0]}. For tokens that are still to be generated, give a slice or a "
+                "function, such as slice(15, None)"
             )
         found = [column % end for column in listed]
     chosen = torch.zeros(end, dtype=torch.bool)
