@@ -35,7 +35,7 @@ from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.files import digest, recover_folder
 from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.graph import CircuitGraph
-from sparse_tl.lens import HookedModel, adapt
+from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.locks import held
 from sparse_tl.metrics import Metric, divergence, measure
 from sparse_tl.progress import tracked
@@ -50,6 +50,7 @@ ROWS = 256
 
 
 @checked
+@in_evaluation_mode
 def acdc(
     model: HookedModel,
     pairs: PromptPairs,

@@ -28,7 +28,7 @@ from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.trace import token_texts
 from sparse_tl.data import PromptPairs
 from sparse_tl.gates import HookPoints
-from sparse_tl.lens import Adapter, HookedModel, adapt, check_gates
+from sparse_tl.lens import Adapter, HookedModel, adapt, check_gates, in_evaluation_mode
 from sparse_tl.metrics import Metric, explained_effect, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
@@ -117,6 +117,7 @@ class ActivationPatching(Result):
 
 
 @checked
+@in_evaluation_mode
 @autograd(False)
 def patch_activations(
     model: HookedModel,

@@ -38,7 +38,14 @@ from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import AttentionEdges, CircuitEdges, Heads, HookPoints, Patch, PatchValues
 from sparse_tl.graph import CircuitGraph, Node
 from sparse_tl.grids import AttentionGrid
-from sparse_tl.lens import EMBEDDED, HookedModel, adapt, source_outputs
+from sparse_tl.lens import (
+    EMBEDDED,
+    HookedModel,
+    adapt,
+    check_sums_under_hooks,
+    in_evaluation_mode,
+    source_outputs,
+)
 from sparse_tl.metrics import Metric
 from sparse_tl.positioned_graph import PositionedGraph
 from sparse_tl.progress import tracked
@@ -51,6 +58,7 @@ MOST_BYTES = 2e9
 
 
 @checked
+@in_evaluation_mode
 def attribute_circuit_edges(
     model: HookedModel,
     pairs: PromptPairs,
@@ -98,6 +106,7 @@ def attribute_circuit_edges(
     spans = None if positions is None else pairs.spans_of(positions)
     runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size, shared=True)
     graph = runs.adapter.graph
+    check_sums_under_hooks(runs.adapter, runs.batches[0].clean)
     site = graph if spans is None else PositionedGraph(graph, spans.names)
     n_pairs, n_positions = len(pairs) if by_pair else 1, 1 if spans is None else len(spans.names)
     if spans is not None:
@@ -125,6 +134,7 @@ def attribute_circuit_edges(
 
 
 @checked
+@in_evaluation_mode
 def attribute_heads(
     model: HookedModel,
     pairs: PromptPairs,
@@ -155,6 +165,7 @@ def attribute_heads(
 
 
 @checked
+@in_evaluation_mode
 def attribute_attention_edges(
     model: HookedModel,
     pairs: PromptPairs,

@@ -24,7 +24,7 @@ from sparse_tl.circuits.scores import Scores
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, HookPoints, Patch
 from sparse_tl.grids import HeadGrid
-from sparse_tl.lens import EMBEDDED, HookedModel, adapt
+from sparse_tl.lens import EMBEDDED, HookedModel, adapt, in_evaluation_mode
 from sparse_tl.metrics import Metric, is_right, measure
 from sparse_tl.positioned_graph import PositionedGraph
 from sparse_tl.progress import tracked
@@ -32,6 +32,7 @@ from sparse_tl.scopes import autograd
 
 
 @checked
+@in_evaluation_mode
 def evaluate(
     model: HookedModel,
     pairs: PromptPairs,
@@ -162,6 +163,7 @@ def evaluate_heads(
 
 
 @checked
+@in_evaluation_mode
 @autograd(False)
 def accuracy(model: HookedModel, pairs: PromptPairs, *, batch_size: AtLeastOne = 32) -> float:
     """Share of clean prompts, 0 to 1, whose top prediction at the read position is an answer."""

@@ -13,7 +13,7 @@ from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.graph import CircuitEdge, Node
-from sparse_tl.lens import HookedModel, adapt
+from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.metrics import Metric, measure
 from sparse_tl.positioned_graph import PositionedGraph
 from sparse_tl.progress import tracked
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 @checked
+@in_evaluation_mode
 def patch_exactly(
     model: HookedModel,
     pairs: PromptPairs,

@@ -50,9 +50,12 @@ class Passes:
             heads = Heads().points(self.adapter)
             self.sources = [EMBEDDED, *heads]
         self.names = [*self.sources, *also]
+        # As gates on them act: what heads and MLPs read, or what heads write at hook_z.
+        self.first = self.sources if heads_only else []
         for layer in () if heads_only else layers:
-            self.names += self.adapter.destination_points(layer)
+            self.first += self.adapter.destination_points(layer)
             self.names += self.adapter.residual_points(layer)
+        self.names += self.first
         self.rows: dict[str, slice] = {}
         """The sources that write at each hook point."""
         row = 0
@@ -132,7 +135,12 @@ class GradientPass:
         # First of all hooks: what is recorded after a norm has the gradient of the rules.
         with relevance_rules(plan.adapter) if self.by_relevance else nullcontext():
             self.kept, final = record(
-                plan.adapter, batch.clean, plan.names, replaced=self._replaced, differentiable=True
+                plan.adapter,
+                batch.clean,
+                plan.names,
+                first=plan.first,
+                replaced=self._replaced,
+                differentiable=True,
             )
             self.kept["final"] = final
             with autograd(True):
@@ -174,7 +182,8 @@ class GradientPass:
             final = noisy
             if name != "final":
                 replaced = {**self._replaced, name: noisy}
-                _, final = record(self._plan.adapter, self._batch.clean, (), replaced=replaced)
+                plan, tokens = self._plan, self._batch.clean
+                _, final = record(plan.adapter, tokens, (), first=plan.first, replaced=replaced)
             moved = self._metric(final) - value
             if bool(moved.abs() > 1e-6 * (1 + value.abs())):
                 raise ValueError(

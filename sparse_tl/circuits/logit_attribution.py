@@ -31,6 +31,8 @@ from sparse_tl.lens import (
     Norm,
     adapt,
     check_numbers,
+    hooked,
+    in_evaluation_mode,
     record,
     source_outputs,
 )
@@ -101,6 +103,7 @@ class LogitAttribution(Result):
 
 
 @checked
+@in_evaluation_mode
 @autograd(False)
 def attribute_logits(
     model: HookedModel, pairs: PromptPairs, *, batch_size: AtLeastOne = 32, progress: bool = True
@@ -130,6 +133,7 @@ def attribute_logits(
             constant = torch.stack([adapter.b_O(layer) for layer in range(graph.n_layers)])
             constant = constant[:, None].expand(-1, len(batch), -1)
             parts = torch.cat([written[:, :, 0], constant.to(written)])
+            _check_sum(adapter, parts, final[run.read])
             added = _towards_answers(adapter, batch, parts, final[run.read])
             check_numbers(adapter, added)
             found.append(added.cpu())
@@ -143,6 +147,24 @@ def attribute_logits(
     components.append("bias")
     values = values[[order[name] for name in components]]
     return LogitAttribution(tuple(components), values, graph.n_heads, pairs.start)
+
+
+def _check_sum(
+    adapter: Adapter,
+    parts: Float[Tensor, "part pair d_model"],
+    residual: Float[Tensor, "pair d_model"],
+) -> None:
+    """Check that parts add up to the residual stream, and that no hook may edit what follows."""
+    off = float((parts.sum(dim=0) - residual).abs().max())
+    exact = residual.dtype in (torch.float32, torch.float64)
+    ends = [getattr(adapter.model, "ln_final", None), adapter.model.unembed]
+    after = [part for end in ends if end is not None for part in end.modules()]
+    if off > (1e-3 if exact else 5e-2) * float(residual.abs().max()) or any(map(hooked, after)):
+        raise ValueError(
+            "expected components that add up to the logit difference; a hook on "
+            f"{adapter.name!r} adds something else (up to {off:.3g} in the residual stream), or "
+            "may edit the final normalisation or the unembedding: remove it first"
+        )
 
 
 def _towards_answers(

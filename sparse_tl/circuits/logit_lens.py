@@ -22,7 +22,7 @@ from sparse_tl.arguments import checked
 from sparse_tl.circuits.trace import Prompt, output_text, prompt_tokens, token_texts
 from sparse_tl.data.known_text import check_known
 from sparse_tl.data.prompts import Encoder, continued, single_token
-from sparse_tl.lens import Adapter, HookedModel, adapt, check_numbers, record
+from sparse_tl.lens import Adapter, HookedModel, adapt, check_numbers, in_evaluation_mode, record
 from sparse_tl.results import Result
 from sparse_tl.scopes import autograd
 
@@ -85,6 +85,7 @@ class LogitLens(Result):
 
 
 @checked
+@in_evaluation_mode
 @autograd(False)
 def logit_lens(model: HookedModel, prompt: Prompt, *, answer: str | int | None = None) -> LogitLens:
     """The most likely token at each layer and position, and the probability of an answer.

@@ -109,7 +109,8 @@ class PairRuns:
     def values(self, index: int) -> PatchValues:
         """The patch values for a batch."""
         other = self.others[index] if self.others else None
-        return PatchValues(self.adapter, self._points, self._shown, other)
+        order = self.site.order
+        return PatchValues(self.adapter, self._points, self._shown, other, order=order)
 
     def _mean(self) -> dict[str, Tensor]:
         if len({int(p) for batch in self.batches for p in batch.positions}) > 1:
@@ -118,7 +119,7 @@ class PairRuns:
                 "position; pad them to one template, or select those of one length"
             )
         clean = [batch.clean for batch in self.batches]
-        return mean_activations(self.adapter, clean, self._points)
+        return mean_activations(self.adapter, clean, self._points, self.site.order)
 
 
 def read_mask(batch: PromptPairs) -> Bool[Tensor, "pair pos"]:

@@ -31,7 +31,7 @@ from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, GatedRun, Patch
-from sparse_tl.lens import HookedModel
+from sparse_tl.lens import HookedModel, in_evaluation_mode
 from sparse_tl.metrics import Metric, NoEffectError, explained_effect, measure
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
@@ -96,6 +96,7 @@ class CircuitSizes(Result):
 
 
 @checked
+@in_evaluation_mode
 def circuit_sizes_per_prompt(
     model: HookedModel,
     pairs: PromptPairs,

@@ -35,7 +35,7 @@ from sparse_tl.gates import (
     Patch,
     expected_size,
 )
-from sparse_tl.lens import HookedModel, adapt
+from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.metrics import divergence
 from sparse_tl.progress import tracked
 from sparse_tl.training import LossConstraint
@@ -49,6 +49,7 @@ BOUNDS = (0.005, 20_000.0)
 
 
 @checked
+@in_evaluation_mode
 def prune_circuit_edges(
     model: HookedModel,
     pairs: PromptPairs,

@@ -16,7 +16,15 @@ from sparse_tl.data.known_text import check_known
 from sparse_tl.data.prompts import Encoder, prepends_bos, prompt_start
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.grids import AttentionGrid
-from sparse_tl.lens import HookedModel, Order, adapt, attached, check_numbers, check_tokens
+from sparse_tl.lens import (
+    HookedModel,
+    Order,
+    adapt,
+    attached,
+    check_numbers,
+    check_tokens,
+    in_evaluation_mode,
+)
 from sparse_tl.scopes import autograd
 
 UNKNOWN = "?"
@@ -27,6 +35,7 @@ Prompt = str | Int[Tensor, " pos"]
 
 
 @checked
+@in_evaluation_mode
 def trace_attention(
     model: HookedModel,
     prompt: Prompt,

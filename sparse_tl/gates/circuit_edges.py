@@ -50,6 +50,7 @@ class CircuitEdges:
     """
 
     spans: Spans | None = None
+    order = Order.LAST  # a source is what reaches the residual stream
 
     def shape(self, adapter: Adapter) -> tuple[int, ...]:
         spans = () if self.spans is None else (len(self.spans.names),)

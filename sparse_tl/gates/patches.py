@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.lens import Activations, Adapter, record, repeated
+from sparse_tl.lens import Activations, Adapter, Order, evaluation_mode, record, repeated
 from sparse_tl.scopes import autograd, interruptible
 
 PatchName = Literal["zero", "mean", "corrupted", "resample"]
@@ -28,6 +28,14 @@ def gate(
 class PatchValues:
     """The values of a patch at some hook points; arguments as in `gated`.
 
+    Args:
+        adapter: adapter of the model.
+        names: the hook points.
+        patch: the patch.
+        reference: reference prompts.
+        seed: random seed for "resample".
+        order: when the gates act relative to other hooks; values are recorded there.
+
     Raises:
         ValueError: the patch is unknown, a hook point has no tensor, or reference prompts are
             missing or not needed.
@@ -41,6 +49,8 @@ class PatchValues:
         patch: Patch,
         reference: Int[Tensor, "prompt pos"] | None = None,
         seed: int = 0,
+        *,
+        order: Order = Order.LAST,
     ) -> None:
         self.patch, self.values = patch, {}
         self._generator = torch.Generator().manual_seed(seed)
@@ -60,10 +70,10 @@ class PatchValues:
             if not len(reference):
                 raise ValueError("expected at least one reference prompt; got none")
             if patch == "mean":
-                self.values = mean_activations(adapter, [reference], names)
+                self.values = mean_activations(adapter, [reference], names, order)
             else:
                 with autograd(False):
-                    self.values, _ = record(adapter, reference, names)
+                    self.values = _recorded(adapter, reference, names, order)
 
     def draw(self, n_prompts: int) -> None:
         """Draw new reference prompts for a pass over `n_prompts` prompts."""
@@ -129,17 +139,28 @@ def drawn(
 
 @autograd(False)
 def mean_activations(
-    adapter: Adapter, batches: Iterable[Int[Tensor, "_ pos"]], names: Sequence[str]
+    adapter: Adapter,
+    batches: Iterable[Int[Tensor, "_ pos"]],
+    names: Sequence[str],
+    order: Order = Order.LAST,
 ) -> dict[str, Float[Tensor, "1 ..."]]:
     """The mean over all prompts at some hook points, per position."""
     total: dict[str, Tensor] = {}
     n_prompts = 0
     for tokens in batches:
-        kept, _ = record(adapter, tokens, names)
+        kept = _recorded(adapter, tokens, names, order)
         for name in names:
             total[name] = total.get(name, 0) + kept[name].sum(dim=0, keepdim=True)
         n_prompts += len(tokens)
     return {name: value / n_prompts for name, value in total.items()}
+
+
+def _recorded(
+    adapter: Adapter, tokens: Tensor, names: Sequence[str], order: Order
+) -> dict[str, Tensor]:
+    first = names if order is Order.FIRST else ()
+    with evaluation_mode(adapter.model):
+        return record(adapter, tokens, names, first=first)[0]
 
 
 def _columns(name: str, value: Tensor, like: Tensor, start: int) -> Tensor:

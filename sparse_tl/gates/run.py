@@ -16,14 +16,20 @@ from sparse_tl.gates.closed_edges import ClosedEdges
 from sparse_tl.gates.patches import Patch, PatchValues, drawn
 from sparse_tl.gates.sites import AttentionEdges, Heads, Pass, Site, SiteGates
 from sparse_tl.lens import (
+    OWN,
     Adapter,
     HookedModel,
+    Order,
     adapt,
     attached,
+    check_alike,
     check_gates,
     check_head,
+    check_sums_under_hooks,
     check_tokens,
     check_whole,
+    evaluation_mode,
+    hooks_besides,
     record,
     source_outputs,
 )
@@ -44,7 +50,8 @@ def gated(
     """Inside the block the model runs with ``gate * clean + (1 - gate) * patch`` at every gate.
 
     Args:
-        model: dense or sparse model; its hooks are removed when the block ends.
+        model: dense or sparse model; gates are removed when the block ends. In the block, it is in
+            evaluation mode.
         site: where the gates sit: `Heads`, `AttentionEdges`, `CircuitEdges`, `HookPoints`.
         gates: gates in [0, 1] of the site's shape; 1 keeps, 0 patches. With a leading stack axis,
             call the model on as many stacked copies of the prompts.
@@ -57,15 +64,20 @@ def gated(
 
     Raises:
         ValueError: the gates have the wrong shape or are NaN, the model lacks a hook point, the
-            patch is unknown, or the reference is missing, not needed, or too short.
+            patch is unknown, the reference is missing, not needed, or too short, or circuits are
+            not defined under the hooks on the model.
     """
     adapter = adapt(model)
     stack, shape = _stacked(adapter, site, gates)
     if reference is not None:
         check_tokens(adapter, reference)
-    values = PatchValues(adapter, site.points(adapter, stack), patch, reference, seed)
-    with attached(adapter, site.hooks(adapter, stack, values, Pass(math.prod(shape)))):
-        yield
+    if isinstance(site, CircuitEdges):
+        check_sums_under_hooks(adapter, reference)
+    with evaluation_mode(model):
+        points = site.points(adapter, stack)
+        values = PatchValues(adapter, points, patch, reference, seed, order=site.order)
+        with attached(adapter, site.hooks(adapter, stack, values, Pass(math.prod(shape)))):
+            yield
 
 
 @checked
@@ -106,7 +118,9 @@ class GatedRun:
     """A batch of prompts to run under any number of gate settings at one site.
 
     Stacked settings share a forward pass, and each pass starts at the first layer in which a gate
-    differs from the state of `start_from`, if there is one.
+    differs from the state of `start_from`, if there is one. Hooks of the user's own must not use
+    other rows or earlier layers; with any, passes include the setting that they start from, to
+    verify this.
 
     Args:
         model: dense or sparse model; left unchanged.
@@ -120,7 +134,8 @@ class GatedRun:
 
     Raises:
         ValueError: no position is read, the patch is unknown, the reference is missing or not
-            needed, or `PatchValues`, which have their own, come with a reference or a seed.
+            needed, or `PatchValues`, which have their own, come with a reference or a seed; or
+            circuits are not defined under the hooks on the model.
     """
 
     def __init__(
@@ -152,10 +167,14 @@ class GatedRun:
             # Drawn once, so that all settings are compared under the same patch.
             patch, reference = "corrupted", drawn(reference, len(tokens), seed)
         if not isinstance(patch, PatchValues):
-            patch = PatchValues(self.adapter, site.points(self.adapter), patch, reference)
+            points = site.points(self.adapter)
+            patch = PatchValues(self.adapter, points, patch, reference, order=site.order)
         self.patch = patch
+        if isinstance(site, CircuitEdges):
+            check_sums_under_hooks(self.adapter, tokens)
         self._clean: Tensor | None = None
         self._base: Tensor | None = None
+        self._expected: Tensor | None = None
         self._entering: list[Tensor] = []
         self._changes: Tensor | None = None
 
@@ -164,7 +183,7 @@ class GatedRun:
         """Logits of the whole model."""
         if self._clean is None:
             mask = self.attention_mask
-            with autograd(False):
+            with autograd(False), evaluation_mode(self.adapter.model):
                 final = self.adapter.final(self.tokens, read=self.read, attention_mask=mask)
                 self._clean = self.adapter.logits_at(final, self.read)
         return self._clean
@@ -180,35 +199,54 @@ class GatedRun:
             gates = torch.ones([max(size, 1) for size in self.site.shape(adapter)])
         stack, _ = _stacked(adapter, self.site, gates)
         points = self.site.points(adapter) if edges else []
-        entering = [f"blocks.{layer}.hook_resid_pre" for layer in range(adapter.n_layers)]
+        entering: list[Tensor] = []
         run = stack.clone()
         if edges:
             run[..., -1] = 1  # what the logits read differs from the residual stream
         # Hooks of the setting come first, so that the recording is of gated activations.
-        with attached(adapter, self.site.hooks(adapter, run, self.patch, Pass(1))):
-            kept, final = record(
-                adapter, self.tokens, [*entering, *points], attention_mask=self.attention_mask
-            )
-        self._entering, self._base = [*(kept[name] for name in entering), final], stack
+        hooks = self.site.hooks(adapter, run, self.patch, Pass(1))
+        # Copied, since hooks may edit in place.
+        keep = lambda value: entering.append(value.clone())  # noqa: E731
+        borders = [f"blocks.{layer}.entering" for layer in range(adapter.n_layers)]
+        hooks += [(name, Order.FIRST, keep) for name in borders]
+        with attached(adapter, hooks), evaluation_mode(adapter.model):
+            kept, final = record(adapter, self.tokens, points, attention_mask=self.attention_mask)
+        self._entering, self._base = [*entering, final], stack
         if edges:
             changes = {name: self.patch.change(name, kept[name]) for name in points}
             self._changes = source_outputs(adapter, changes)
-        return self.logits(gates)
+        self._expected = None
+        final = self.final(gates)
+        self._expected = final if hooks_besides(adapter, OWN) else None
+        return self._logits(final)
 
     def logits(self, gates: SiteGates) -> Float[Tensor, "*stack label vocab"]:
         """Logits at the read positions, one row per label, for one gate setting or a stack of them.
 
         Differentiable in the gates if gradients are enabled.
         """
-        final = self.final(gates)
+        return self._logits(self.final(gates))
+
+    def _logits(
+        self, final: Float[Tensor, "*stack label d_model"]
+    ) -> Float[Tensor, "*stack label vocab"]:
         logits = self.adapter.logits(final.flatten(0, -2)[:, None])[:, 0]
         return logits.view(*final.shape[:-1], -1)
 
     def final(self, gates: SiteGates) -> Float[Tensor, "*stack label d_model"]:
         """The final residual stream at the read positions, one row per label."""
-        adapter = self.adapter
-        stack, shape = _stacked(adapter, self.site, gates)
-        n_stack, first = math.prod(shape), self._first_layer(stack)
+        stack, shape = _stacked(self.adapter, self.site, gates)
+        n_stack, base = math.prod(shape), self._base
+        if self._expected is None or base is None or not isinstance(stack, Tensor):
+            found = self._final(stack, n_stack)
+        else:
+            stack = torch.cat([stack, base.to(stack).expand(1, *stack.shape[1:])])
+            *_, again = found = self._final(stack, n_stack + 1)
+            check_alike(again, self._expected)
+        return found[:n_stack].view(*shape, *found.shape[1:])
+
+    def _final(self, stack: Any, n_stack: int) -> Float[Tensor, "stack label d_model"]:
+        adapter, first = self.adapter, self._first_layer(stack)
         now = Pass(n_stack, first, changes=self._changes if first else None)
         if first == adapter.n_layers:
             final = self._entering[first].repeat(n_stack, 1, 1)
@@ -218,9 +256,10 @@ class GatedRun:
         else:
             once = isinstance(self.site, Heads)
             now.n_prompts = len(self.tokens) if once and n_stack > 1 else None
-            with attached(adapter, self.site.hooks(adapter, stack, self.patch, now)):
+            hooks = self.site.hooks(adapter, stack, self.patch, now)
+            with attached(adapter, hooks), evaluation_mode(adapter.model):
                 final = adapter.final(
-                    self._entering[first] if first else self.tokens,
+                    self._entering[first].clone() if first else self.tokens,
                     from_layer=first,
                     read=self.read,
                     copies=n_stack,
@@ -228,7 +267,7 @@ class GatedRun:
                     attention_mask=self.attention_mask,
                 )
         chosen = final[self.read.repeat(n_stack, 1)]
-        return chosen.view(*shape, -1, chosen.shape[-1])
+        return chosen.view(n_stack, -1, chosen.shape[-1])
 
     def _first_layer(self, stack: SiteGates) -> int:
         """First layer to run: all layers before it match the cached state."""

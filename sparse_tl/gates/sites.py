@@ -44,6 +44,9 @@ class Pass:
 class Site(Protocol):
     """A set of places that gates can sit at."""
 
+    order: Order
+    """When gates act, or read what a source writes, relative to other hooks."""
+
     def shape(self, adapter: Adapter) -> tuple[int, ...]:
         """Shape of the gates, without a stack axis; -1 for any size."""
         ...

@@ -21,6 +21,7 @@ from sparse_tl.gates.mlps import MLPGates
 from sparse_tl.gates.passes import Counted, as_rows
 from sparse_tl.gates.saving import is_sparse_folder, load_sparse, save_sparse
 from sparse_tl.lens import AttachedHooks, Model, adapt, check_gates, defer_scores, load_model
+from sparse_tl.lens.modes import in_evaluation_mode
 from sparse_tl.scopes import autograd, scope, whole
 
 
@@ -54,8 +55,7 @@ class SparseTransformer(nn.Module):
     model: Model
     gates: AttentionGates
     mlp_gates: MLPGates | None
-    # Looked up on the model; declared for type checkers.
-    cfg: Any
+    cfg: Any  # this one and those below are looked up on the model
     hook_dict: dict[str, Any]
     tokenizer: Any
     to_tokens: Any
@@ -111,7 +111,7 @@ class SparseTransformer(nn.Module):
         edge_cost: Float[Tensor, "*#edge"] | None = None,
         **kwargs: Any,
     ) -> tuple[Any, AttentionEdgeCounts]:
-        """Call the model and count the open attention edges and MLP outputs of this pass.
+        """The model's output, and the counts of this pass; expected counts are differentiable.
 
         Args:
             *args: positional arguments of the model.
@@ -119,9 +119,6 @@ class SparseTransformer(nn.Module):
             pressure: extra gradient of the expected count for confidently open gates.
             edge_cost: cost of each edge, broadcastable to ``[layer, head, query, key]``.
             **kwargs: keyword arguments of the model; padding in ``attention_mask`` is not counted.
-
-        Returns:
-            The model's output, and the counts; expected counts are differentiable.
         """
         args, kwargs = as_rows(args, kwargs)
         layers: list[Counted] = []
@@ -154,6 +151,7 @@ class SparseTransformer(nn.Module):
         with self._using(mode=GateMode.OPEN):
             yield
 
+    @in_evaluation_mode
     @autograd(False)
     def count_attention_edges(
         self, tokens: Int[Tensor, "*prompt pos"], *, batch_size: AtLeastOne = 64, **kwargs: Any
@@ -171,6 +169,7 @@ class SparseTransformer(nn.Module):
         counts = counted_by_batch(self.run_with_counts, tokens, batch_size, kwargs)
         return AttentionEdgeCounts.concatenate(list(counts))
 
+    @in_evaluation_mode
     @autograd(False)
     def open_attention_edges(
         self, tokens: Int[Tensor, "*prompt pos"], *, batch_size: AtLeastOne = 64, **kwargs: Any
@@ -277,7 +276,7 @@ class SparseTransformer(nn.Module):
         hooks = (hook for gates in self._all_gates() for hook in gates.hooks(adapter))
         self._hooks_on = AttachedHooks(adapter, list(hooks))
         self._deferred = defer_scores(adapter, self._hooks_on)
-        adapter.core._sparse_tl_wrapped = True  # type: ignore[assignment]
+        adapter.core._sparse_tl_wrapped = frozenset(self._hooks_on.ids)  # type: ignore[assignment]
 
     @scope
     def _detached(self) -> Iterator[None]:

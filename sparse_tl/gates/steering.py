@@ -14,7 +14,15 @@ from torch import Tensor
 
 from sparse_tl.arguments import checked
 from sparse_tl.gates.columns import Columns, meant
-from sparse_tl.lens import EMBEDDED, Hook, HookedModel, Order, adapt, attached
+from sparse_tl.lens import (
+    EMBEDDED,
+    Hook,
+    HookedModel,
+    Order,
+    adapt,
+    attached,
+    evaluation_mode,
+)
 from sparse_tl.scopes import scope
 
 
@@ -31,7 +39,7 @@ def steer(
     """Inside the block, add ``scale * vector`` to the activations at a hook point.
 
     ``positions=slice(0, 15)`` steers a prompt of 15 tokens alone, also while `generate` goes on
-    from it, with or without a key-value cache.
+    from it, with or without a key-value cache. The model is in evaluation mode there.
 
     Args:
         model: dense or sparse model.
@@ -82,5 +90,5 @@ def steer(
     hooks: list[Hook] = [(name, Order.FIRST, add)]
     if positions is not None:
         hooks += [("cached_columns", Order.FIRST, begin), (EMBEDDED, Order.FIRST, note)]
-    with attached(adapter, hooks):
+    with attached(adapter, hooks), evaluation_mode(model):
         yield

@@ -27,7 +27,7 @@ from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles.checks import check_fits
 from sparse_tl.head_roles.likelihood import target_log_probabilities
 from sparse_tl.head_roles.roles import HeadRoles, Role
-from sparse_tl.lens import HookedModel, adapt
+from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 
@@ -80,6 +80,7 @@ class AblationCurve(Result):
 
 
 @checked
+@in_evaluation_mode
 def ablation_curve(
     model: HookedModel,
     roles: HeadRoles,

@@ -24,7 +24,7 @@ from sparse_tl.head_roles.fitting import (
 )
 from sparse_tl.head_roles.likelihood import Contrast, GatedHeads, target_log_probabilities
 from sparse_tl.head_roles.roles import head_table, mean_table
-from sparse_tl.lens import HookedModel
+from sparse_tl.lens import HookedModel, in_evaluation_mode
 from sparse_tl.results import Result
 
 
@@ -68,6 +68,7 @@ class ContrastiveGates(Result):
 
 
 @checked
+@in_evaluation_mode
 def fit_contrastive_head_gates(
     model: HookedModel,
     retain: TargetDataset,

@@ -26,7 +26,7 @@ from sparse_tl.head_roles.checks import check_fits
 from sparse_tl.head_roles.held_out import measured_roles
 from sparse_tl.head_roles.likelihood import GatedHeads, Likelihood
 from sparse_tl.head_roles.roles import HeadRoles
-from sparse_tl.lens import HookedModel, adapt
+from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.training import Selection, TrainingConfig, train
 from sparse_tl.wording import shown
 
@@ -73,6 +73,7 @@ class GateFitting:
 
 
 @checked
+@in_evaluation_mode
 def fit_head_gates(
     model: HookedModel,
     dataset: TargetDataset,

@@ -28,7 +28,7 @@ from sparse_tl import ranks
 from sparse_tl.data import TokenStream
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import GatedRun, Heads
-from sparse_tl.lens import HookedModel, adapt
+from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.scopes import autograd
 from sparse_tl.training.objectives import Objective
 
@@ -75,6 +75,7 @@ def label_losses(
     return torch.cat(losses, dim=1)
 
 
+@in_evaluation_mode
 @autograd(False)
 def target_log_probabilities(
     model: HookedModel,

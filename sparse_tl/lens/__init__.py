@@ -4,10 +4,12 @@ from sparse_tl.lens.adapter import Adapter as Adapter
 from sparse_tl.lens.adapting import adapt as adapt, read_parameters as read_parameters
 from sparse_tl.lens.architecture import model_config as model_config
 from sparse_tl.lens.attaching import (
+    OWN as OWN,
     AttachedHooks as AttachedHooks,
     Hook as Hook,
     Order as Order,
     attached as attached,
+    hooks_besides as hooks_besides,
 )
 from sparse_tl.lens.booting import boot as boot
 from sparse_tl.lens.checkpointing import (
@@ -48,6 +50,10 @@ from sparse_tl.lens.lora import (
     lora_parameters as lora_parameters,
     merge_lora as merge_lora,
 )
+from sparse_tl.lens.modes import (
+    evaluation_mode as evaluation_mode,
+    in_evaluation_mode as in_evaluation_mode,
+)
 from sparse_tl.lens.norms import Norm as Norm
 from sparse_tl.lens.plain import check_raw as check_raw
 from sparse_tl.lens.points import (
@@ -62,4 +68,8 @@ from sparse_tl.lens.recording import (
 )
 from sparse_tl.lens.relevance import relevance_rules as relevance_rules
 from sparse_tl.lens.sharding import shard_model as shard_model
-from sparse_tl.lens.shortcuts import repeated as repeated
+from sparse_tl.lens.shortcuts import hooked as hooked, repeated as repeated
+from sparse_tl.lens.under_hooks import (
+    check_alike as check_alike,
+    check_sums_under_hooks as check_sums_under_hooks,
+)

@@ -18,7 +18,7 @@ from transformer_lens.hook_points import HookPoint
 
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.lens.norms import Norm
-from sparse_tl.lens.places import Place
+from sparse_tl.lens.places import Place, entered
 from sparse_tl.lens.points import EMBEDDED, Model, hook_point
 from sparse_tl.lens.shortcuts import logits_only_at, mlp_only_at, repeated, sees_first
 from sparse_tl.scopes import scope
@@ -99,7 +99,8 @@ class Adapter(ABC):
 
         A name is that of a TransformerLens hook point; or ``cached_columns``, the number of columns
         in the key-value cache, shown when a pass starts, read-only; or one of these in a layer
-        ``blocks.{layer}.``: ``mlp_input``, the input of the norm before the MLP;
+        ``blocks.{layer}.``: ``entering``, the residual stream that enters the layer, before all
+        hooks at ``hook_resid_pre``; ``mlp_input``, the input of the norm before the MLP;
         ``mlp_normalized``, the MLP's input; ``mlp_read``, the same after all edits, read-only;
         `heads_point`, the value that heads write from.
 
@@ -154,8 +155,9 @@ class Adapter(ABC):
         """The residual stream after the last layer.
 
         Args:
-            inputs: tokens, or the residual stream that enters `from_layer`.
-            from_layer: first layer to run; above 0 with a residual stream.
+            inputs: tokens, or the residual stream that enters `from_layer`, as at ``entering``.
+            from_layer: first layer to run; above 0 with a residual stream. Hooks of earlier layers
+                do not run; all others run once.
             read: positions that are needed; elsewhere the last MLP is skipped if unobserved.
             copies: number of copies of the prompts, one after the other.
             attend_once: run the first layer's attention on one copy, since all copies are equal
@@ -167,12 +169,15 @@ class Adapter(ABC):
         mask = None if attention_mask is None else repeated(attention_mask, copies)
         everywhere = inputs.new_ones(inputs.shape[:2], dtype=torch.bool) if read is None else read
         once = len(inputs) if attend_once and copies > 1 else None
+        rows = repeated(inputs, copies)
+        border = hook_point(self.model, f"blocks.{from_layer}.hook_resid_pre")
         with (
             self._last_mlp_at(repeated(everywhere, copies)),
             self._fused(),
+            entered(border, rows),
             sees_first(self.model.blocks[from_layer].attn, once),
         ):
-            return self._final(repeated(inputs, copies), from_layer, mask)
+            return self._final(rows, from_layer, mask)
 
     @scope
     def only_at(

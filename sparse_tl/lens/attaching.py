@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from enum import Enum
 from functools import partial
@@ -18,6 +18,9 @@ from sparse_tl.lens.points import HookedModel
 from sparse_tl.scopes import scope, whole
 
 Forward = Callable[..., Any]
+
+OWN: set[int] = set()
+"""The ids of all hooks that this package has attached and not yet removed."""
 
 
 class Order(Enum):
@@ -69,6 +72,7 @@ class AttachedHooks:
                 self._attach(place, order, function)
             else:
                 self._handles += place(function)
+        OWN.update(self.ids)
 
     def _attach(self, point: HookPoint, order: Order, function: HookFunction) -> None:
         point.add_hook(lambda tensor, *, hook: function(tensor), is_permanent=True)
@@ -97,6 +101,7 @@ class AttachedHooks:
     @whole
     def remove(self) -> None:
         """Remove these hooks only. Calling it again has no effect."""
+        OWN.difference_update(self.ids)
         for point, handle in self._attached:
             handle.hook.remove()
             if handle in point.fwd_hooks:
@@ -170,6 +175,17 @@ def hooks_on(
             handle = module.register_forward_hook(hook, with_kwargs=with_kwargs)
             handles.enter_context(handle)
         yield
+
+
+def hooks_besides(adapter: Adapter, known: Set[int]) -> frozenset[int]:
+    """The ids of hooks on a model other than known ones and those of TransformerLens itself."""
+    found = set[int]()
+    for module in adapter.core.modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            found.update(module._forward_hooks, module._forward_pre_hooks)
+    for block in adapter.model.blocks:
+        found.difference_update(handle.id for handle in getattr(block, "_capture_hook_handles", ()))
+    return frozenset(found - known)
 
 
 @scope

@@ -23,7 +23,7 @@ from sparse_tl.lens.adapter import Adapter, Slot
 from sparse_tl.lens.architecture import HALVES
 from sparse_tl.lens.attaching import others_off
 from sparse_tl.lens.booting import boot, check_alone
-from sparse_tl.lens.bridge_passes import cached_columns, entered, stopped
+from sparse_tl.lens.bridge_passes import cached_columns, skipped, stopped
 from sparse_tl.lens.checks import circuit_graph
 from sparse_tl.lens.layouts import Layout, layouts
 from sparse_tl.lens.lora import effective_weight
@@ -72,6 +72,8 @@ class BridgeAdapter(Adapter):
         if name == "cached_columns":
             return partial(columns_in_cache, [self.core], cached_columns)
         layer, _, what = name.removeprefix("blocks.").partition(".")
+        if what == "entering":
+            return partial(before, hook_point(self.model, f"blocks.{layer}.hook_resid_pre"))
         if what == "mlp_read":
             return hook_point(self.model, f"blocks.{layer}.mlp.hook_in")
         if what == "attn.z_written":
@@ -163,8 +165,7 @@ class BridgeAdapter(Adapter):
         if attention_mask is not None:
             positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
             options |= {"attention_mask": attention_mask, "position_ids": positions}
-        entering = rows if rows.is_floating_point() else None
-        with stopped(self.model), entered(self.model, from_layer, entering):
+        with stopped(self.model), skipped(self.model, from_layer):
             final = self.model(rows, **options)
         # Not via `check_mask`: hooks of this pass would see its prompt.
         if self._pads_in_float64(attention_mask):

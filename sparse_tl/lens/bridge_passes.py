@@ -32,28 +32,16 @@ def stopped(model: TransformerBridge) -> Iterator[None]:
 
 
 @scope
-def entered(model: TransformerBridge, layer: int, residual: Tensor | None) -> Iterator[None]:
-    """Inside the block a call with a residual stream starts at a layer; one with tokens at 0.
+def skipped(model: TransformerBridge, n_layers: int) -> Iterator[None]:
+    """Inside the block, the first layers pass their input on.
 
-    Skipped layers pass their input on. The wrapped model builds masks and position embeddings as
-    usual and numbers its layers from 0. What it does to given embeddings (GPT-2's positions,
-    Gemma's factor) is discarded at the first layer that is run.
+    The wrapped model builds masks and position embeddings as usual and numbers its layers from 0.
     """
-    if residual is None:
-        yield
-        return
 
     def hand_on(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
         return hidden_states
 
-    def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (residual, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": residual}
-
     with ExitStack() as removed:
-        for block in model.blocks[:layer]:
+        for block in model.blocks[:n_layers]:
             removed.callback(stand_in(block, lambda _: hand_on))
-        handle = model.blocks[layer].register_forward_pre_hook(enter, with_kwargs=True)
-        removed.enter_context(handle)
         yield

@@ -1,9 +1,10 @@
 """Numerical checks that a model behaves as the package assumes, made on first use.
 
-Each is a small forward pass in which only the package's own hooks run:
+Each is a small forward pass in evaluation mode, in which only the package's own hooks run (for
+circuits under those of the user's own, see `sparse_tl.lens.under_hooks`):
 
-*both*     two passes over a prompt agree (no dropout); a bridge computes the same as the
-           `transformers` model that it wraps;
+*all*      the logits are numbers; a bridge computes the same as the `transformers` model that it
+           wraps;
 *gates*    editing attention scores changes the pattern in every layer; with a pattern of zeros,
            heads write nothing, and nothing of a token reaches later positions;
 *mlps*     each MLP is called once before it writes; whatever replaces its output is what the layer
@@ -33,6 +34,7 @@ from sparse_tl.lens.adapter import Adapter
 from sparse_tl.lens.attaching import Hook, Order, attached, others_off
 from sparse_tl.lens.limits import check_numbers
 from sparse_tl.lens.lora import lora_layers
+from sparse_tl.lens.modes import evaluation_mode
 from sparse_tl.lens.places import HookFunction
 from sparse_tl.lens.plain import check_wrapped
 from sparse_tl.lens.points import Model
@@ -116,9 +118,9 @@ def _once(kind: str, adapter: Adapter, check: Callable[[Adapter, Tensor], None])
     _check_switches(adapter)
     if adapter.model in _checked[kind]:
         return
-    with others_off(adapter.model):
+    with others_off(adapter.model), evaluation_mode(adapter.model):
         tokens = _few_tokens(adapter)
-        _repeats(adapter, tokens)
+        check_numbers(adapter, adapter.model(tokens))
         check_wrapped(adapter.model)
         check(adapter, tokens)
     _checked[kind].add(adapter.model)
@@ -129,20 +131,6 @@ def _few_tokens(adapter: Adapter) -> Int[Tensor, "1 pos"]:
     generator = torch.Generator().manual_seed(0)
     length = min(5, adapter.n_ctx)
     return torch.randint(adapter.d_vocab, (1, length), generator=generator).to(adapter.device)
-
-
-def _repeats(adapter: Adapter, tokens: Tensor) -> None:
-    """Check that there is no dropout, which would be mistaken for an effect, and no NaN."""
-    first = adapter.model(tokens)
-    check_numbers(adapter, first)
-    if not adapter.model.training:
-        return
-    second = adapter.model(tokens)
-    if not torch.allclose(first, second, rtol=1e-3, atol=1e-3, equal_nan=True):
-        raise ValueError(
-            f"expected a model that returns the same for the same prompt; {adapter.name!r} is in "
-            "training mode and drops activations at random: call its eval() first"
-        )
 
 
 def _gates_act(adapter: Adapter, tokens: Tensor) -> None:

@@ -6,7 +6,6 @@ TransformerLens has its own attention and ignores some configuration settings, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from weakref import WeakSet
 
@@ -16,7 +15,8 @@ from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 
 from sparse_tl.lens.attaching import others_off
-from sparse_tl.scopes import autograd, scope
+from sparse_tl.lens.modes import evaluation_mode
+from sparse_tl.scopes import autograd
 
 _LENGTH = 8
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}
@@ -63,7 +63,7 @@ def check_same(
     Raises:
         ValueError: the logits differ.
     """
-    with others_off(bridge), _evaluated(bridge):
+    with others_off(bridge), evaluation_mode(bridge):
         found = bridge(tokens)
     largest = expected.abs().max().clamp(min=1e-30)
     off = ((found - expected).abs().amax(dim=-1).median() / largest).item()
@@ -96,15 +96,3 @@ def _said(bridge: TransformerBridge, off: str) -> str:
         f"{type(bridge.original_model).__name__} of {bridge.cfg.model_name!r} {off}. This version "
         f"of TransformerLens leaves out something that its configuration asks for. {advice}"
     )
-
-
-@scope
-def _evaluated(model: torch.nn.Module) -> Iterator[None]:
-    """Inside the block the model is in evaluation mode."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module in training:
-            module.training = True

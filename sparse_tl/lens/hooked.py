@@ -48,6 +48,8 @@ class HookedAdapter(Adapter):
             # `generate` calls `forward` itself, which skips hooks of the whole model.
             return partial(columns_in_cache, [self.model, self.model.blocks[0]], _cached)
         layer, _, what = name.removeprefix("blocks.").partition(".")
+        if what == "entering":
+            return partial(before, hook_point(self.model, f"blocks.{layer}.hook_resid_pre"))
         if what in ("mlp_input", "mlp_normalized"):
             norm = self.model.blocks[int(layer)].ln2
             return partial(before if what == "mlp_input" else after, norm)

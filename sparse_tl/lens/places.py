@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from sparse_tl.scopes import scope
 
 HookFunction = Callable[[Tensor], Tensor | None]
 Place = Callable[[HookFunction], list[RemovableHandle]]
@@ -38,6 +40,19 @@ def after(module: nn.Module, function: HookFunction) -> list[RemovableHandle]:
         return shown if changed is None else changed
 
     return [module.register_forward_hook(replaced)]
+
+
+@scope
+def entered(point: nn.Module, rows: Tensor) -> Iterator[None]:
+    """Inside the block, a residual stream replaces what enters a hook point, before its hooks.
+
+    Args:
+        point: hook point at the input of the first layer that runs.
+        rows: the residual stream; or tokens, which replace nothing.
+    """
+    (handle,) = before(point, lambda value: rows if rows.is_floating_point() else None)
+    with handle:
+        yield
 
 
 def read_input(module: nn.Module, function: HookFunction) -> list[RemovableHandle]:

@@ -7,11 +7,12 @@ from functools import partial
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparse_tl.lens.adapter import Adapter
-from sparse_tl.lens.attaching import Order, attached
+from sparse_tl.lens.attaching import Hook, Order, attached
 from sparse_tl.lens.points import EMBEDDED
+from sparse_tl.lens.shortcuts import hooked
 from sparse_tl.scopes import autograd
 
 
@@ -31,16 +32,19 @@ def record(
     tokens: Int[Tensor, "batch pos"],
     names: Sequence[str],
     *,
+    first: Sequence[str] = (),
     replaced: Activations | None = None,
     differentiable: bool = False,
     attention_mask: Int[Tensor, "batch pos"] | None = None,
 ) -> tuple[dict[str, Tensor], Float[Tensor, "batch pos d_model"]]:
-    """Activations at some hook points, after all edits, and the final residual stream.
+    """Activations at some hook points, and the final residual stream.
 
     Args:
         adapter: adapter of the model.
         tokens: prompts.
         names: names of the hook points.
+        first: those that are recorded, or replaced, before other hooks there run; all others after
+            them.
         replaced: values that replace the model's own.
         differentiable: keep the autograd graph from the replaced values or the input node on; these
             are leaves, so weights may be frozen and nothing earlier needs a gradient.
@@ -58,10 +62,15 @@ def record(
             value = value.detach().requires_grad_()
         kept[name] = value
         # Returned even if unchanged: some models pass a view that nothing else reads.
-        return value
+        return value.clone() if name in edited else value
 
-    every = [*names, *changed, *([EMBEDDED] if differentiable else [])]
-    hooks = [(name, Order.LAST, partial(keep, name)) for name in dict.fromkeys(every)]
+    every = dict.fromkeys([*names, *changed, *([EMBEDDED] if differentiable else [])])
+    places = {name: adapter.place(name) for name in first}
+    # Hooks may edit in place.
+    edited = {name for name, at in places.items() if isinstance(at, nn.Module) and hooked(at)}
+    hooks: list[Hook] = [
+        (name, Order.FIRST if name in places else Order.LAST, partial(keep, name)) for name in every
+    ]
     with attached(adapter, hooks), autograd(differentiable):
         final = adapter.final(tokens, attention_mask=attention_mask)
     check_fired(adapter, names, kept)

@@ -7,7 +7,7 @@ by entry, the two may differ by what rounding explains (`excess`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from jaxtyping import Int
@@ -67,20 +67,33 @@ def _own_pass(
 def _check_heads(adapter: Adapter, kept: Mapping[str, Tensor], layer: int) -> None:
     """Check q, k and v against the residual stream, and what heads write against z."""
     block = f"blocks.{layer}"
-    norm, residual = adapter.norm(layer, "attn").precise(), precise(kept[f"{block}.hook_resid_pre"])
-    normed, size = norm(residual), norm.size(residual)
-    for slot in "qkv":
-        weight, bias = map(precise, adapter.qkv(layer, slot))  # type: ignore[arg-type]
-        rebuilt = torch.einsum("bpd,hde->bphe", normed, weight) + bias
-        added = torch.einsum("bpd,hde->bphe", size**2, weight**2).sqrt() + bias.abs()
-        found = kept[f"{block}.attn.hook_{slot}"]
-        _same(adapter, found, rebuilt, added + rebuilt.abs(), f"{slot} of layer {layer}")
+    for what, found, rebuilt, size in rebuilt_reads(adapter, kept, layer):
+        _same(adapter, found, rebuilt, size, what)
     z, weight = precise(kept[adapter.heads_point(layer)]), precise(adapter.W_O(layer))
     written, heads = kept[f"{block}.hook_attn_out"], adapter.heads_written(layer, z).sum(dim=0)
     added = torch.einsum("bphe,hed->bpd", z**2, weight**2).sqrt() + written.abs()
     # The bias belongs to no head; it is equal at all positions.
     rebuilt, added = heads + (written - heads)[:, :1], added + added[:, :1]
     _same(adapter, written, rebuilt, added, f"what the heads of layer {layer} write")
+
+
+def rebuilt_reads(
+    adapter: Adapter, kept: Mapping[str, Tensor], layer: int
+) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """What a layer's heads and MLP make of the residual stream: its name and value, the value
+    rebuilt from the residual stream, and the size of what is added in it."""
+    *slots, mlp = [*adapter.destination_points(layer), ""][:4]
+    before, *before_mlp = adapter.residual_points(layer)
+    norm, residual = adapter.norm(layer, "attn").precise(), precise(kept[before])
+    normed, size = norm(residual), norm.size(residual)
+    for slot, name in zip("qkv", slots, strict=True):
+        weight, bias = map(precise, adapter.qkv(layer, slot))  # type: ignore[arg-type]
+        rebuilt = torch.einsum("bpd,hde->bphe", normed, weight) + bias
+        added = torch.einsum("bpd,hde->bphe", size**2, weight**2).sqrt() + bias.abs()
+        yield f"{slot} of layer {layer}", kept[name], rebuilt, added + rebuilt.abs()
+    for name in before_mlp:
+        norm, residual = adapter.norm(layer, "mlp").precise(), precise(kept[name])
+        yield f"what MLP {layer} reads", kept[mlp], norm(residual), norm.size(residual)
 
 
 def _check_stream(adapter: Adapter, kept: Mapping[str, Tensor], layer: int) -> None:
@@ -90,9 +103,6 @@ def _check_stream(adapter: Adapter, kept: Mapping[str, Tensor], layer: int) -> N
     if adapter.has_mlps:
         reads, what = kept[f"{block}.mlp_input"], f"what MLP {layer} reads"
         _same_sum(adapter, reads, parts[:1] if adapter.parallel else parts, what)
-        norm, residual = adapter.norm(layer, "mlp").precise(), precise(reads)
-        normalised = kept[f"{block}.mlp_normalized"]
-        _same(adapter, normalised, norm(residual), norm.size(residual), what)
         parts = [*(parts if adapter.parallel else [reads]), kept[f"{block}.hook_mlp_out"]]
     last = layer == adapter.n_layers - 1
     after = kept[f"{block}.hook_resid_post" if last else f"blocks.{layer + 1}.hook_resid_pre"]

@@ -16,7 +16,7 @@ from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.data.batches import TokenBatch, exact_rows, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.attention import costs_of_first
-from sparse_tl.lens import Model, adapt, check_rows
+from sparse_tl.lens import Model, adapt, check_rows, in_evaluation_mode
 from sparse_tl.results import Result
 from sparse_tl.scopes import autograd
 from sparse_tl.training.constraint import TargetLoss
@@ -144,6 +144,7 @@ class PostTraining(Result):
 
 
 @checked
+@in_evaluation_mode
 @autograd(False)
 def evaluate_held_out(
     model: Model | SparseTransformer,

@@ -146,15 +146,6 @@ def test_a_large_activation_hides_no_error(dtype: str) -> None:
             check_circuits(adapt(model))
 
 
-def test_dropout() -> None:
-    model = boot(plain_transformer("gpt2").train())
-    assert not model.training  # boot says so
-    model.train()
-    with pytest.raises(ValueError, match=r"drops activations at random: call its eval\(\)"):
-        SparseTransformer(model)
-    SparseTransformer(model.eval())
-
-
 def test_padding_on_the_left_in_float64() -> None:
     """transformers computes softmax in float32, where the lowest float64 is minus infinity."""
     adapter = adapt(boot(plain_transformer("llama", "float64")))

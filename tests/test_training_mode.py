@@ -1,0 +1,198 @@
+"""Analyses of a model in training mode give what they give in evaluation mode, at every call."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from architectures import VOCABULARY, plain_transformer
+from torch import Tensor, nn
+
+import sparse_tl as st
+from sparse_tl.circuits import Circuit
+from sparse_tl.data import PromptPairs, TargetDataset, TokenBatch
+from sparse_tl.lens import boot
+from sparse_tl.metrics import logit_difference as metric
+
+DROPPED = {"attn_pdrop": 0.3, "embd_pdrop": 0.3, "resid_pdrop": 0.3}
+Q: dict[str, Any] = {"progress": False}
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+ENDS = torch.full((3,), 4)
+PAIRS = PromptPairs(drawn(3, 5), drawn(3, 5).flip(0), drawn(3, 1), drawn(3, 1).flip(0), ENDS)
+ROWS = TokenBatch.next_token(drawn(8, 6))
+TARGETS = TargetDataset.from_tokens(drawn(8, 6).tolist(), [(3, 5)] * 8)
+READ = torch.zeros(3, 5, dtype=torch.bool)
+READ[:, -1] = True
+FITTED: dict[str, Any] = {"seeds": 1, "updates": 2, "batch_size": 8, "record_every": 1, **Q}
+
+
+def edges(model: Any) -> Any:
+    return st.attribute_circuit_edges(model, PAIRS, metric, method="eap", **Q)
+
+
+def inside(block: AbstractContextManager[None], model: Any) -> Tensor:
+    with block:
+        return model(PAIRS.clean).detach()
+
+
+def run(model: Any, site: Any) -> st.GatedRun:
+    return st.GatedRun(model, site, PAIRS.clean, READ, "corrupted", reference=PAIRS.corrupted)
+
+
+def gated_run(model: Any) -> Tensor:
+    one = run(model, st.Heads())
+    gates = torch.ones(3, 4)
+    gates[1, 2] = 0
+    return torch.stack([one.clean_logits, one.start_from(None), one.logits(gates)]).detach()
+
+
+def gated(model: Any) -> Tensor:
+    reference = {"reference": PAIRS.corrupted}
+    return inside(st.gated(model, st.Heads(), torch.zeros(3, 4), "mean", **reference), model)
+
+
+def explored(model: Any) -> Tensor:
+    opened = st.explore(model, PAIRS.clean[0])
+    shown = opened.exploration
+    (title,) = shown.titles
+    shown.toggle_head(title, 1, 2)
+    effects = shown.head_effects(title)
+    return torch.cat([shown.graph(title).attention.flatten(), effects.logits.flatten()])
+
+
+@functools.cache
+def roles(model: Any) -> Any:
+    return replace(st.fit_head_gates(model, TARGETS, **FITTED), fitted=torch.tensor([True]))
+
+
+CIRCUIT = Circuit(st.CircuitGraph(3, 4, 4), st.CircuitGraph(3, 4, 4).exists)
+MEASURED: dict[str, Callable[[Any], Any]] = {
+    "acdc": lambda m: st.acdc(m, PAIRS, threshold=0.1, start="heads", **Q).history["moved"],
+    "attribute_attention_edges": lambda m: (
+        st.attribute_attention_edges(m, PAIRS, metric, method="eap", **Q).values
+    ),
+    "attribute_circuit_edges": lambda m: edges(m).values,
+    "attribute_heads": lambda m: st.attribute_heads(m, PAIRS, metric, **Q).values,
+    "attribute_logits": lambda m: st.attribute_logits(m, PAIRS, **Q).values,
+    "circuit_sizes_per_prompt": lambda m: (
+        st.circuit_sizes_per_prompt(m, PAIRS, metric, method="eap", sizes=[9], **Q).sizes
+    ),
+    "evaluate": lambda m: st.evaluate(m, PAIRS, metric, CIRCUIT, **Q).values,
+    "evaluate_circuit_edges": lambda m: (
+        st.evaluate_circuit_edges(m, PAIRS, metric, edges(m), [9], **Q).values
+    ),
+    "evaluate_heads": lambda m: (
+        st.evaluate_heads(m, PAIRS, metric, st.attribute_heads(m, PAIRS, metric, **Q), [3]).values
+    ),
+    "evaluate_mib": lambda m: st.evaluate_mib(m, PAIRS, metric, edges(m), **Q).cpr,
+    "logit_lens": lambda m: st.logit_lens(m, PAIRS.clean[0], answer=3).probability,
+    "patch_activations": lambda m: st.patch_activations(m, PAIRS, metric, **Q).values,
+    "patch_exactly": lambda m: st.patch_exactly(m, PAIRS, metric, ["a0.h1->m1", "a1.h0"], **Q),
+    "prune_circuit_edges": lambda m: (
+        st.prune_circuit_edges(m, PAIRS, size=9, steps=2, **Q).scores.values
+    ),
+    "trace_attention": lambda m: (
+        st.trace_attention(m, PAIRS.clean[0], attribution=True, max_effects=999).effect
+    ),
+    "attention_view": lambda m: st.attention_view(m, PAIRS.clean[0], layer=0)._repr_html_(),
+    "circuit_diagram": lambda m: st.circuit_diagram(m, PAIRS.clean[0])._repr_html_(),
+    "explore": explored,
+    "GatedRun": gated_run,
+    "gated": gated,
+    "ablate_heads": lambda m: inside(st.ablate_heads(m, [(1, 2)]), m),
+    "ablate_attention_edges": lambda m: inside(st.ablate_attention_edges(m, [(1, 2, 3, 0)]), m),
+    "steer": lambda m: inside(st.steer(m, "blocks.1.hook_resid_pre", torch.ones(32)), m),
+    "fit_head_gates": lambda m: st.fit_head_gates(m, TARGETS, **FITTED).g_plus,
+    "fit_contrastive_head_gates": lambda m: (
+        st.fit_contrastive_head_gates(m, TARGETS, TARGETS, **FITTED).gates
+    ),
+    "ablation_curve": lambda m: (
+        st.ablation_curve(m, roles(m), TARGETS, by="random", max_heads=2, **Q).values
+    ),
+    "evaluate_held_out": lambda m: st.evaluate_held_out(m, ROWS).loss,
+}
+UNAFFECTED = {
+    "LearnedGates",  # they read sizes alone
+    "SparseTransformer",  # called like the model, in the mode that the user sets; see below
+    "add_lora",
+    "checkpointed_activations",
+    "hook_points",
+    "load_model",
+    "merge_lora",
+    "save_mib",  # d_model is a size
+    "save_model",
+    "shard_model",
+    "to_eap_ig",
+}
+
+
+def test_every_public_name_that_takes_a_model_is_here() -> None:
+    found = set()
+    for name in dir(st):
+        some = getattr(st, name)
+        if callable(some) and not name.startswith("_"):
+            found |= {name for key in inspect.signature(some).parameters if "model" in key}
+    assert found == set(MEASURED) | UNAFFECTED - {"load_model"}
+
+
+def numbers(found: Any) -> Tensor:
+    return found if isinstance(found, Tensor) else torch.as_tensor(numpy.asarray(found))
+
+
+def modes(model: Any) -> list[bool]:
+    parts: list[nn.Module] = [*model.modules(), *model.original_model.modules()]
+    return [part.training for part in parts]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    found = boot(plain_transformer("gpt2", **DROPPED))
+    found(PAIRS.clean)  # the first pass attaches TransformerLens's own hooks
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", list(MEASURED))
+def test_training_mode_changes_no_number(model: Any, name: str) -> None:
+    model.eval()
+    expected = MEASURED[name](model)
+    model.train()
+    model.blocks[1].mlp.eval()  # each part gets its own mode back
+    before = modes(model)
+    assert not torch.allclose(model(PAIRS.clean), model(PAIRS.clean))
+    for _ in range(2):
+        found = MEASURED[name](model)
+        if isinstance(found, str):
+            assert found == expected
+        else:
+            values = map(numbers, (found, expected))
+            torch.testing.assert_close(*values, equal_nan=True)
+        assert modes(model) == before
+
+
+def test_a_sparse_model_counts_in_evaluation_mode(model: Any) -> None:
+    model.train()
+    sparse = st.SparseTransformer(model, initial_bias=0.0)
+    try:
+        expected = [sparse.eval().count_attention_edges(ROWS.tokens)]
+        shares = sparse.open_attention_edges(ROWS.tokens)
+        sparse.train()
+        for _ in range(2):
+            expected.append(sparse.count_attention_edges(ROWS.tokens))
+            assert shares.equals(sparse.open_attention_edges(ROWS.tokens))
+        assert len({counts.active_per_prompt for counts in expected}) == 1
+        assert all(part.training for part in sparse.model.modules())
+    finally:
+        sparse.unwrap()
