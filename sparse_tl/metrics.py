@@ -15,6 +15,8 @@ from torch import Tensor
 from sparse_tl.arguments import checked
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
 
+_ADVICE = "there is no effect to explain. Check that the model does the task, and the corruption."
+
 Metric = Callable[[Float[Tensor, "pair vocab"], PromptPairs], Float[Tensor, " pair"]]
 
 
@@ -108,9 +110,28 @@ def explained_effect(
         raise NoEffectError(
             f"expected prompts whose corruption changes the metric; on average it is "
             f"{clean.mean().item():.4g} clean and {corrupted.mean().item():.4g} corrupted: "
-            "there is no effect to explain. Check that the model does the task, and the corruption."
+            f"{_ADVICE}"
         )
     return (circuit - corrupted).mean(dim=-1) / effect
+
+
+def is_changed(clean: Float[Tensor, "*shape"], patched: Float[Tensor, "*shape"]) -> bool:
+    """Whether any number differs, beyond rounding; NaN does."""
+    same = (clean - patched).abs() <= 1e-6 * (1 + clean.abs())
+    return not bool(same.all())
+
+
+def check_changed(changed: bool) -> None:
+    """Check that there is something for a search to find, given `is_changed` of all batches.
+
+    Raises:
+        NoEffectError: the metric is the same for every pair.
+    """
+    if not changed:
+        raise NoEffectError(
+            "expected prompts whose corruption changes the metric; it is the same for every pair "
+            f"with everything patched: {_ADVICE}"
+        )
 
 
 def _picked(

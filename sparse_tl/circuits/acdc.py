@@ -83,6 +83,7 @@ def acdc(
     Raises:
         ValueError: neither threshold nor size is given, one is out of range, the circuit is of
             another model, or the checkpoint is of another search, or in use.
+        NoEffectError: patching everything changes the metric of no pair.
     """
     graph = adapt(model).graph
     begin = _starting_point(graph, start)
@@ -93,6 +94,7 @@ def acdc(
     edges = begin.site == graph
     site = CircuitEdges() if edges else Heads()
     runs = PairRuns(model, site, pairs, patch, batch_size, keep=True)
+    runs.check_effect(metric)
     search = _Search(begin, runs, metric, threshold or 1e-4)
     folder = None if checkpoint is None else Path(checkpoint)
     with held(folder), autograd(False):

@@ -151,7 +151,7 @@ def patch_activations(
             hook points, or the metric is not one finite number per pair.
         NoEffectError: the metric of clean and corrupted prompts is the same.
     """
-    adapter, pairs = adapt(model), _cropped(pairs)
+    adapter, pairs = adapt(model), pairs.of_one_length()
     site, first = _site(adapter, at, pairs)
     n_layers, n_columns = site.shape(adapter)
     turned = replace(pairs, clean=pairs.corrupted, corrupted=pairs.clean)
@@ -206,18 +206,3 @@ def _unpatched(runs: PairRuns, metric: Metric) -> tuple[Tensor, Tensor]:
         found.append(values.cpu().double())
     run_alone, other = torch.cat(ranks.in_order(found), dim=1)
     return run_alone, other
-
-
-def _cropped(pairs: PromptPairs) -> PromptPairs:
-    """The prompts without padding, checked to be of one length."""
-    lengths = (pairs.positions + 1).unique().tolist()
-    if len(lengths) != 1:
-        raise ValueError(
-            f"expected prompts of one token length, since columns are patched; got lengths of "
-            f"{lengths} tokens: patch those of one length at a time, as "
-            f"pairs.select(pairs.positions == {lengths[0] - 1})"
-        )
-    end = lengths[0]
-    return replace(
-        pairs, clean=pairs.clean[:, :end], corrupted=pairs.corrupted[:, :end], spans=None
-    )

@@ -102,6 +102,7 @@ def attribute_circuit_edges(
         ValueError: the method or patch is unknown, `steps` is below 1, the metric is not one finite
             number per pair, parts do not write directly to the residual stream, the pairs lack the
             positions, or scores by position would take more than 2 GB.
+        NoEffectError: patching everything changes the metric of no pair.
     """
     spans = None if positions is None else pairs.spans_of(positions)
     runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size, shared=True)
@@ -128,6 +129,7 @@ def attribute_circuit_edges(
                     step()
                 moved = _moved(change, plan.sources)
                 _contract(scores, back, change, grouped[index].where(moved, -1), rows)
+    plan.check_effect()
     shape = [n_pairs] * by_pair + list(site.exists.shape)
     scores = ranks.summed(scores).where(graph.exists, 0.0).view(shape)
     return Scores(site, scores if by_pair else scores / len(pairs), method, pairs.start)
@@ -161,6 +163,7 @@ def attribute_heads(
         for index in runs.own:
             effects = _effects(plan, index, names, step).sum(dim=(1, 2, 4))
             scores += effects.cpu().double()
+    plan.check_effect()
     return Scores(graph.heads, ranks.summed(scores) / len(pairs), method, pairs.start)
 
 
@@ -197,6 +200,8 @@ def attribute_attention_edges(
             # The gradient of the sum over pairs separates into each pair's gradient by row.
             effects = _effects(plan, index, names, step, shown)
             found.append(effects.transpose(0, 1).cpu().double())
+    if patch == "corrupted":
+        plan.check_effect()
     site = AttentionGrid(adapter.n_layers, adapter.n_heads, length, adapter.causal)
     return Scores(site, torch.cat(ranks.in_order(found)), method, pairs.start)
 

@@ -73,21 +73,13 @@ def evaluate(
         raise ValueError(
             f"expected circuits of the model's own {graph!r}, or of its heads; got one of {own!r}"
         )
-    edges = own != graph.heads
-    site = CircuitEdges() if edges else Heads()
+    site = Heads() if own == graph.heads else CircuitEdges()
     runs = PairRuns(model, site, pairs, patch, batch_size, positions=positions, shared=True)
     found: list[tuple[Tensor, ...]] = []
     with autograd(False), tracked("evaluating", len(asked) * len(runs), progress) as step:
         for batch, run in runs:
             clean = measure(metric, run.clean_logits, batch)
-            if not edges and patch == "corrupted":
-                # With all heads patched, MLPs still read the clean prompt; `none` is the corrupted
-                # run.
-                final = runs.adapter.final(batch.corrupted, read=run.read)
-                nothing = runs.adapter.logits_at(final, run.read)
-            else:
-                nothing = run.logits(torch.zeros_like(asked[0].mask))
-            values = [clean, measure(metric, nothing, batch)]
+            values = [clean, measure(metric, runs.everything_patched(run), batch)]
             for circuit in asked:
                 values.append(measure(metric, run.logits(circuit.mask), batch))
                 step()

@@ -14,7 +14,7 @@ from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.graph import CircuitEdge, Node
 from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
-from sparse_tl.metrics import Metric, measure
+from sparse_tl.metrics import Metric, check_changed, measure
 from sparse_tl.positioned_graph import PositionedGraph
 from sparse_tl.progress import tracked
 from sparse_tl.scopes import autograd
@@ -60,6 +60,7 @@ def patch_exactly(
     Raises:
         ValueError: the graph lacks a part, the patch is unknown, the metric is not one finite
             number per pair, or the pairs lack the positions.
+        NoEffectError: patching everything changes the metric of no pair.
     """
     import pandas as pd
 
@@ -81,8 +82,10 @@ def patch_exactly(
             # Group parts by layer: a pass starts at the first layer that differs.
             in_order = sorted(asked, key=lambda i: grid.layer(places[i]))
             at = positions if grid is edges else None
-            for batch, run in PairRuns(model, site, pairs, patch, batch_size, positions=at):
+            runs, changed = PairRuns(model, site, pairs, patch, batch_size, positions=at), False
+            for batch, run in runs:
                 clean = measure(metric, run.start_from(None), batch)
+                changed = changed or runs.has_effect(metric, batch, run)
                 size = max(1, rows // len(batch))
                 for _, layer in groupby(in_order, key=lambda i: grid.layer(places[i])):
                     together = list(layer)
@@ -95,4 +98,5 @@ def patch_exactly(
                             values = measure(metric, logits, batch)
                             changes[index] += (values - clean).sum().cpu().double()
                             step()
+            check_changed(changed)
     return pd.Series((changes / len(pairs)).tolist(), index=names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Literal
 
@@ -10,11 +10,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sparse_tl import ranks
 from sparse_tl.circuits.pair_runs import PairRuns, read_mask
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import Heads, PatchValues
 from sparse_tl.lens import EMBEDDED, record, relevance_rules
-from sparse_tl.metrics import Metric, measure
+from sparse_tl.metrics import Metric, check_changed, is_changed, measure
 from sparse_tl.scopes import autograd
 
 Method = Literal["eap", "eap-ig", "eap-ig-activations", "relp"]
@@ -63,6 +64,7 @@ class Passes:
             n_sources = self.adapter.n_heads if name in heads else 1
             self.rows[name] = slice(row, row + n_sources)
             row += n_sources
+        self._changed = False
         self._moved: list[str] = []
         """The hook points whose values the passes interpolate between clean and patched."""
         if method == "eap-ig":
@@ -74,6 +76,32 @@ class Passes:
     def count(self) -> int:
         """Number of passes over the batches of this rank."""
         return len(self.runs) * (self.steps * len(self._moved) or 1)
+
+    def measured(
+        self, final: Float[Tensor, "pair pos d_model"], batch: PromptPairs
+    ) -> Float[Tensor, " pair"]:
+        """The metric of each pair, given the final residual stream."""
+        return measure(self.metric, self.adapter.logits_at(final, read_mask(batch)), batch)
+
+    @autograd(False)
+    def _changes(
+        self, one: GradientPass, clean: Mapping[str, Tensor], other: Tensor | None
+    ) -> bool:
+        """Whether patching everything changes the metric of any pair.
+
+        Where no other prompts are patched in, whose metric takes no pass: what any source writes.
+        """
+        if other is not None:
+            return is_changed(one.values, self.measured(other, one.batch))
+        return any(is_changed(clean[name], clean[name] + one.change[name]) for name in self.sources)
+
+    def check_effect(self) -> None:
+        """Check, after the passes of all batches, that there was an effect to attribute.
+
+        Raises:
+            NoEffectError: patching everything changes the metric of no pair.
+        """
+        check_changed(bool(ranks.summed(torch.tensor(float(self._changed)))))
 
     def rows_of(self, one: GradientPass) -> slice:
         """The sources that a pass contributes to."""
@@ -88,6 +116,7 @@ class Passes:
         if shown is not None:
             change |= {name: -shown.change(name, clean[name]) for name in self.also}
         one.change = change
+        self._changed |= self._changes(one, clean, patch.final)
         single = self.method == "eap-ig-activations"
         if not single:
             one.share = 1 / self.steps if self.method == "eap-ig" else 1.0
@@ -113,7 +142,8 @@ class GradientPass:
 
     Attributes:
         kept: activations at the hook points, in the autograd graph.
-        value: metric, summed over pairs.
+        values: metric of each pair.
+        value: their sum.
         change: patch minus clean activation, by hook point.
         share: weight of the pass.
         by_relevance: whether gradients follow the rules of relevance propagation.
@@ -130,7 +160,7 @@ class GradientPass:
     def __init__(
         self, plan: Passes, batch: PromptPairs, replaced: dict[str, Tensor] | None = None
     ) -> None:
-        self._plan, self._batch, self._replaced = plan, batch, replaced or {}
+        self._plan, self.batch, self._replaced = plan, batch, replaced or {}
         self.by_relevance = plan.method == "relp"
         # First of all hooks: what is recorded after a norm has the gradient of the rules.
         with relevance_rules(plan.adapter) if self.by_relevance else nullcontext():
@@ -144,7 +174,8 @@ class GradientPass:
             )
             self.kept["final"] = final
             with autograd(True):
-                self.value = self._metric(final)
+                self.values = plan.measured(final, batch)
+                self.value = self.values.sum()
         if not self.value.requires_grad:
             raise ValueError(
                 "expected a metric with a gradient, such as a difference of logits; what it "
@@ -182,9 +213,9 @@ class GradientPass:
             final = noisy
             if name != "final":
                 replaced = {**self._replaced, name: noisy}
-                plan, tokens = self._plan, self._batch.clean
+                plan, tokens = self._plan, self.batch.clean
                 _, final = record(plan.adapter, tokens, (), first=plan.first, replaced=replaced)
-            moved = self._metric(final) - value
+            moved = self._plan.measured(final, self.batch).sum() - value
             if bool(moved.abs() > 1e-6 * (1 + value.abs())):
                 raise ValueError(
                     f"expected gradients of the metric at {name}; there is none, although the "
@@ -193,12 +224,8 @@ class GradientPass:
                     "the hook, or let it compute with what it is given."
                 )
 
-    def _metric(self, final: Float[Tensor, "pair pos d_model"]) -> Float[Tensor, ""]:
-        logits = self._plan.adapter.logits_at(final, read_mask(self._batch))
-        return measure(self._plan.metric, logits, self._batch).sum()
-
 
 def _lent(one: GradientPass) -> Iterator[GradientPass]:
     """Yield a pass and free it when the next one is requested: two would double the memory."""
     yield one
-    del one.kept, one.value
+    del one.kept, one.values, one.value

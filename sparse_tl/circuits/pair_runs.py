@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl import ranks
 from sparse_tl.data import Positions, PromptPairs
-from sparse_tl.gates import CircuitEdges, GatedRun, Patch, PatchValues, Site
+from sparse_tl.gates import CircuitEdges, GatedRun, Heads, Patch, PatchValues, Site
 from sparse_tl.gates.patches import mean_activations, needs_reference
 from sparse_tl.lens import HookedModel, adapt, check_pairs
+from sparse_tl.metrics import Metric, check_changed, divergence, is_changed, measure
+from sparse_tl.scopes import autograd
 
 STATES_AT_ONCE = 2**28
 """Maximum number of values in the states of the runs that are kept."""
@@ -28,8 +31,9 @@ class PairRuns:
         site: where the gates sit.
         pairs: prompt pairs.
         patch: patch at closed gates: "corrupted", the corrupted prompt's value; "mean", the mean
-            over clean prompts at each position; "resample", the value of another clean prompt,
-            drawn at random with a fixed seed; "zero", zeros; or tensors by hook point.
+            over clean prompts at each position; "resample", the value of another clean prompt of
+            the same length, drawn at random with a fixed seed; "zero", zeros; or tensors by hook
+            point.
         batch_size: prompt pairs per forward pass.
         keep: for searches that come back to every batch: keep the runs of the first batches, with
             their patches and what they start from. Those of further batches are made again
@@ -40,8 +44,8 @@ class PairRuns:
 
     Raises:
         ValueError: the patch is unknown, `batch_size` is below 1, a prompt does not fit the model,
-            prompts for a mean patch differ in length, the pairs lack the positions, or there is no
-            other prompt to resample, or ranks have different pairs to share.
+            prompts for a mean patch differ in length, the pairs lack the positions, a prompt has
+            none of its length to resample, or ranks have different pairs to share.
     """
 
     def __init__(
@@ -80,12 +84,16 @@ class PairRuns:
             per_token = (3 * self.adapter.n_layers + written) * self.adapter.d_model
             self._n_kept = max(1, STATES_AT_ONCE // (batch_size * pairs.clean.shape[1] * per_token))
         # A mean is shared by all batches; other prompts are split into batches.
-        self._shown: Patch = self._mean() if patch == "mean" else "corrupted" if needed else patch
+        self._shown: Patch = "corrupted" if needed else patch
+        if patch == "mean":
+            pairs.of_one_length()  # raises if they are not
+            clean = [batch.clean for batch in self.batches]
+            self._shown = mean_activations(self.adapter, clean, self._points, site.order)
         self.others: Sequence[Tensor] = ()
         if patch == "corrupted":
             self.others = [batch.corrupted for batch in self.batches]
         elif patch == "resample":
-            others = pairs.clean[_other_rows(len(pairs))]
+            others = pairs.clean[_other_rows(pairs.positions.cpu())]
             self.others = others.to(self.adapter.device).split(batch_size)
 
     def __iter__(self) -> Iterator[tuple[PromptPairs, GatedRun]]:
@@ -112,14 +120,46 @@ class PairRuns:
         order = self.site.order
         return PatchValues(self.adapter, self._points, self._shown, other, order=order)
 
-    def _mean(self) -> dict[str, Tensor]:
-        if len({int(p) for batch in self.batches for p in batch.positions}) > 1:
-            raise ValueError(
-                'expected prompts of one length for patch="mean", which averages position by '
-                "position; pad them to one template, or select those of one length"
-            )
-        clean = [batch.clean for batch in self.batches]
-        return mean_activations(self.adapter, clean, self._points, self.site.order)
+    @autograd(False)
+    def everything_patched(self, run: GatedRun) -> Float[Tensor, "pair vocab"]:
+        """Logits of a batch with everything patched: of the corrupted run, under corrupted patches.
+
+        With all heads patched, MLPs would still read the clean prompt.
+        """
+        if isinstance(self.site, Heads) and self.patch == "corrupted":
+            return self._patched_in(run)
+        return run.logits(torch.zeros(run.site.shape(self.adapter)))
+
+    def has_effect(self, metric: Metric | Literal["kl"], batch: PromptPairs, run: GatedRun) -> bool:
+        """Whether the patch changes the metric, or the predictions, of any pair of a batch.
+
+        True for heads without other prompts: that no head matters is a result.
+        """
+        if run.patch.final is not None:
+            patched = self._patched_in(run)
+        elif isinstance(self.site, Heads):
+            return True
+        else:
+            patched = self.everything_patched(run)
+        if isinstance(metric, str):
+            moved = divergence(patched, run.clean_logits)
+            return is_changed(torch.zeros_like(moved), moved)
+        return is_changed(
+            *(measure(metric, logits, batch) for logits in (run.clean_logits, patched))
+        )
+
+    def check_effect(self, metric: Metric | Literal["kl"]) -> None:
+        """Check that there is something to search for, on as few batches as show it.
+
+        Raises:
+            NoEffectError: the patch changes the metric, or the predictions, of no pair.
+        """
+        check_changed(any(self.has_effect(metric, batch, run) for batch, run in self))
+
+    def _patched_in(self, run: GatedRun) -> Float[Tensor, "pair vocab"]:
+        """Logits of the prompts whose activations are patched in."""
+        assert run.patch.final is not None
+        return self.adapter.logits_at(run.patch.final, run.read)
 
 
 def read_mask(batch: PromptPairs) -> Bool[Tensor, "pair pos"]:
@@ -127,13 +167,18 @@ def read_mask(batch: PromptPairs) -> Bool[Tensor, "pair pos"]:
     return F.one_hot(batch.positions, batch.clean.shape[1]).bool()
 
 
-def _other_rows(n_rows: int) -> Int[Tensor, " row"]:
-    """For every row, another one, drawn at random."""
-    if n_rows < 2:
-        raise ValueError(
-            f'expected at least two prompt pairs for patch="resample", which draws other prompts; '
-            f"got {n_rows}"
-        )
-    generator = torch.Generator().manual_seed(0)
-    steps = torch.randint(1, n_rows, (n_rows,), generator=generator)
-    return (torch.arange(n_rows) + steps) % n_rows
+def _other_rows(ends: Int[Tensor, " row"]) -> Int[Tensor, " row"]:
+    """For every row, another one that ends in the same column, drawn at random."""
+    generator, others = torch.Generator().manual_seed(0), torch.zeros_like(ends)
+    for end in ends.unique().tolist():
+        (alike,) = (ends == end).nonzero(as_tuple=True)
+        n = len(alike)
+        if n < 2:
+            raise ValueError(
+                'expected at least two prompt pairs for patch="resample" of every length, since '
+                "prompts of other lengths have padding, or other text, in the same columns; got "
+                f"{n} of {end + 1} tokens (pair {int(alike[0])}). Leave it out, or give more pairs"
+            )
+        steps = torch.randint(1, n, (n,), generator=generator)
+        others[alike] = alike[(torch.arange(n) + steps) % n]
+    return others

@@ -85,6 +85,7 @@ def prune_circuit_edges(
 
     Raises:
         ValueError: `size` or another setting is out of range, or the scores are of another model.
+        NoEffectError: patching everything changes the predictions of no pair.
     """
     import pandas as pd
 
@@ -94,6 +95,7 @@ def prune_circuit_edges(
     if start is not None and start.site != graph:
         raise ValueError(f"expected scores of {graph!r} to start from; got {start!r}")
     runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size, keep=True)
+    runs.check_effect("kl")
     distribution = HardConcreteGate()
     gates = LearnedGates(
         model, CircuitEdges(), distribution=distribution, initial_logit=initial_logit

@@ -39,7 +39,8 @@ class PromptPairs(Rows):
     """Clean prompts with corrupted counterparts of the same length, row by row.
 
     Prompts of different lengths are padded *on the right*: in a causal model, padding after the
-    read position cannot reach it, so it changes no metric and needs no attention mask.
+    read position cannot reach it, so it changes no metric and needs no attention mask. Analyses
+    recognise padding on the left by the tokenizer's padding token, and refuse it.
 
     Args:
         clean: tokens of the clean prompts.
@@ -162,6 +163,32 @@ class PromptPairs(Rows):
             )
         return self.spans
 
+    def by_length(self) -> list[PromptPairs]:
+        """The pairs of each prompt length, shortest first, without padding."""
+        found = list[PromptPairs]()
+        for end in self.positions.unique().tolist():
+            some, cut = self.select(self.positions == end), slice(end + 1)
+            spans = some.spans and replace(some.spans, at=some.spans.at[:, cut])
+            sides = {"clean": some.clean[:, cut], "corrupted": some.corrupted[:, cut]}
+            found.append(replace(some, **sides, spans=spans))
+        return found
+
+    def of_one_length(self) -> PromptPairs:
+        """The pairs without padding, checked to be of one length.
+
+        Raises:
+            ValueError: the prompts differ in length.
+        """
+        alike = self.by_length()
+        if len(alike) > 1:
+            lengths = [some.clean.shape[1] for some in alike]
+            raise ValueError(
+                "expected prompts of one length, since their columns are combined; got lengths of "
+                f"{lengths} tokens: take those of one length at a time, from pairs.by_length(), or "
+                f"as pairs.select(pairs.positions == {lengths[0] - 1})"
+            )
+        return alike[0]
+
     def split(self, size: AtLeastOne) -> list[PromptPairs]:
         """Split into consecutive pieces of at most `size` pairs."""
         return [self.select(slice(start, start + size)) for start in range(0, len(self), size)]
@@ -209,7 +236,8 @@ def pairs_of_texts(tokenizer: Any, pairs: Sequence[PairTexts], *, prepend_bos: b
     clean, corrupted, answers, wrong = zip(*tokens_of_pairs(tokenizer, pairs, start), strict=True)
     last = torch.tensor([len(prompt) - 1 for prompt in clean])
     sides = padded(answers, NO_TOKEN), padded([some or [NO_TOKEN] for some in wrong], NO_TOKEN)
-    texts = padded(clean, 0), padded(corrupted, 0)
+    fill = tokenizer.pad_token_id or 0  # a token that checks know to be padding
+    texts = padded(clean, fill), padded(corrupted, fill)
     return PromptPairs(*texts, *sides, last, start=tokenizer.decode(list(start)))
 
 

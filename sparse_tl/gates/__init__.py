@@ -1,7 +1,10 @@
 """Gates at sites: ``gate * clean + (1 - gate) * patch``. A gate of 1 keeps, a gate of 0 patches."""
 
+from sparse_tl.gates.ablation import (
+    ablate_attention_edges as ablate_attention_edges,
+    ablate_heads as ablate_heads,
+)
 from sparse_tl.gates.attention import AttentionGates as AttentionGates
-from sparse_tl.gates.attention_knockout import ablate_attention_edges as ablate_attention_edges
 from sparse_tl.gates.circuit_edges import CircuitEdges as CircuitEdges
 from sparse_tl.gates.closed_edges import (
     ClosedAttentionEdges as ClosedAttentionEdges,
@@ -26,7 +29,6 @@ from sparse_tl.gates.patches import (
 )
 from sparse_tl.gates.run import (
     GatedRun as GatedRun,
-    ablate_heads as ablate_heads,
     gated as gated,
 )
 from sparse_tl.gates.sites import (

@@ -9,12 +9,24 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.lens import Activations, Adapter, Order, evaluation_mode, record, repeated
+from sparse_tl.data import PromptPairs
+from sparse_tl.lens import (
+    Activations,
+    Adapter,
+    Order,
+    check_reference,
+    check_tokens,
+    evaluation_mode,
+    record,
+    repeated,
+)
 from sparse_tl.scopes import autograd, interruptible
 
 PatchName = Literal["zero", "mean", "corrupted", "resample"]
 Patch = PatchName | Activations
 """A `PatchName`, or tensors keyed by hook point (as from `run_with_cache`)."""
+Reference = Int[Tensor, "prompt pos"] | PromptPairs
+"""Prompts without padding, or pairs, whose positions tell where each prompt ends."""
 
 
 def gate(
@@ -36,10 +48,14 @@ class PatchValues:
         seed: random seed for "resample".
         order: when the gates act relative to other hooks; values are recorded there.
 
+    Attributes:
+        final: final residual stream of the reference prompts; None without them, and for means.
+
     Raises:
-        ValueError: the patch is unknown, a hook point has no tensor, or reference prompts are
-            missing or not needed.
+        ValueError: the patch is unknown, a hook point has no tensor, or as in `reference_prompts`.
     """
+
+    final: Float[Tensor, "prompt pos d_model"] | None = None
 
     @interruptible
     def __init__(
@@ -47,7 +63,7 @@ class PatchValues:
         adapter: Adapter,
         names: Sequence[str],
         patch: Patch,
-        reference: Int[Tensor, "prompt pos"] | None = None,
+        reference: Reference | None = None,
         seed: int = 0,
         *,
         order: Order = Order.LAST,
@@ -55,25 +71,18 @@ class PatchValues:
         self.patch, self.values = patch, {}
         self._generator = torch.Generator().manual_seed(seed)
         self._rows: Tensor | None = None
-        if needs_reference(patch) != (reference is not None):
-            raise ValueError(
-                "expected reference prompts for the patches 'mean', 'corrupted' and 'resample', "
-                f"and for these alone; got patch={patch if isinstance(patch, str) else 'tensors'!r}"
-                f" {'without' if reference is None else 'with'} them"
-            )
+        prompts = reference_prompts(adapter, patch, reference)
         if not isinstance(patch, str):
             missing = [name for name in names if name not in patch]
             if missing:
                 raise ValueError(f"expected a patch for every hook point; none for {missing}")
             self.values = {name: patch[name] for name in names}
-        elif reference is not None and len(names):
-            if not len(reference):
-                raise ValueError("expected at least one reference prompt; got none")
+        elif prompts is not None and len(names):
             if patch == "mean":
-                self.values = mean_activations(adapter, [reference], names, order)
+                self.values = mean_activations(adapter, [prompts], names, order)
             else:
                 with autograd(False):
-                    self.values = _recorded(adapter, reference, names, order)
+                    self.values, self.final = _recorded(adapter, prompts, names, order)
 
     def draw(self, n_prompts: int) -> None:
         """Draw new reference prompts for a pass over `n_prompts` prompts."""
@@ -129,6 +138,38 @@ def needs_reference(patch: Patch) -> bool:
     return isinstance(patch, str) and patch != "zero"
 
 
+def reference_prompts(
+    adapter: Adapter, patch: Patch, reference: Reference | None
+) -> Int[Tensor, "prompt pos"] | None:
+    """The prompts whose activations a patch needs; None if it needs none.
+
+    "mean" and "resample" combine columns of different prompts. Prompts of several lengths are
+    refused there, since some columns would hold padding.
+
+    Raises:
+        ValueError: reference prompts are missing, not needed, of several lengths, or not for this
+            model.
+    """
+    if needs_reference(patch) != (reference is not None):
+        raise ValueError(
+            "expected reference prompts for the patches 'mean', 'corrupted' and 'resample', "
+            f"and for these alone; got patch={patch if isinstance(patch, str) else 'tensors'!r}"
+            f" {'without' if reference is None else 'with'} them"
+        )
+    if reference is None:
+        return None
+    if not isinstance(reference, PromptPairs):
+        prompts = reference
+    elif patch == "corrupted":
+        prompts = reference.corrupted
+    else:
+        prompts = reference.of_one_length().clean
+    check_tokens(adapter, prompts)
+    if patch != "corrupted":
+        check_reference(adapter, prompts)
+    return prompts
+
+
 def drawn(
     prompts: Int[Tensor, "prompt pos"], n_prompts: int, seed: int
 ) -> Int[Tensor, "drawn pos"]:
@@ -148,7 +189,7 @@ def mean_activations(
     total: dict[str, Tensor] = {}
     n_prompts = 0
     for tokens in batches:
-        kept = _recorded(adapter, tokens, names, order)
+        kept, _ = _recorded(adapter, tokens, names, order)
         for name in names:
             total[name] = total.get(name, 0) + kept[name].sum(dim=0, keepdim=True)
         n_prompts += len(tokens)
@@ -157,10 +198,10 @@ def mean_activations(
 
 def _recorded(
     adapter: Adapter, tokens: Tensor, names: Sequence[str], order: Order
-) -> dict[str, Tensor]:
+) -> tuple[dict[str, Tensor], Tensor]:
     first = names if order is Order.FIRST else ()
     with evaluation_mode(adapter.model):
-        return record(adapter, tokens, names, first=first)[0]
+        return record(adapter, tokens, names, first=first)
 
 
 def _columns(name: str, value: Tensor, like: Tensor, start: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from sparse_tl.arguments import Seed, checked
 from sparse_tl.gates.circuit_edges import CircuitEdges, CircuitPass
 from sparse_tl.gates.closed_edges import ClosedEdges
-from sparse_tl.gates.patches import Patch, PatchValues, drawn
+from sparse_tl.gates.patches import Patch, PatchValues, Reference, drawn, reference_prompts
 from sparse_tl.gates.sites import AttentionEdges, Heads, Pass, Site, SiteGates
 from sparse_tl.lens import (
     OWN,
@@ -24,7 +24,6 @@ from sparse_tl.lens import (
     attached,
     check_alike,
     check_gates,
-    check_head,
     check_sums_under_hooks,
     check_tokens,
     check_whole,
@@ -44,7 +43,7 @@ def gated(
     gates: SiteGates,
     patch: Patch = "zero",
     *,
-    reference: Int[Tensor, "prompt pos"] | None = None,
+    reference: Reference | None = None,
     seed: Seed = 0,
 ) -> Iterator[None]:
     """Inside the block the model runs with ``gate * clean + (1 - gate) * patch`` at every gate.
@@ -59,58 +58,25 @@ def gated(
             position; "corrupted", the reference prompt of the same row; "resample", a randomly
             drawn reference prompt for every prompt; or tensors by hook point.
         reference: reference prompts for all named patches except "zero", at least as long as the
-            prompts that are run; neither may be padded on the left.
+            prompts that are run. For "mean" and "resample", they have one length: a tensor without
+            padding, or pairs (`PromptPairs.by_length`), of which these take the clean prompts.
         seed: random seed for "resample".
 
     Raises:
         ValueError: the gates have the wrong shape or are NaN, the model lacks a hook point, the
-            patch is unknown, the reference is missing, not needed, or too short, or circuits are
-            not defined under the hooks on the model.
+            patch is unknown, the reference is missing, not needed, too short, or padded, or
+            circuits are not defined under the hooks on the model.
     """
     adapter = adapt(model)
     stack, shape = _stacked(adapter, site, gates)
-    if reference is not None:
-        check_tokens(adapter, reference)
+    prompts = reference_prompts(adapter, patch, reference)
     if isinstance(site, CircuitEdges):
-        check_sums_under_hooks(adapter, reference)
+        check_sums_under_hooks(adapter, prompts)
     with evaluation_mode(model):
         points = site.points(adapter, stack)
-        values = PatchValues(adapter, points, patch, reference, seed, order=site.order)
+        values = PatchValues(adapter, points, patch, prompts, seed, order=site.order)
         with attached(adapter, site.hooks(adapter, stack, values, Pass(math.prod(shape)))):
             yield
-
-
-@checked
-@scope
-def ablate_heads(
-    model: HookedModel,
-    heads: Sequence[tuple[int, int]],
-    patch: Patch = "zero",
-    *,
-    reference: Int[Tensor, "prompt pos"] | None = None,
-    seed: Seed = 0,
-) -> Iterator[None]:
-    """Inside the block, patch the output of these heads at ``hook_z``; see `gated`.
-
-    Args:
-        model: dense or sparse model.
-        heads: (layer, head) pairs to ablate.
-        patch: value that replaces the heads' output, as in `gated`.
-        reference: reference prompts for "mean", "corrupted" and "resample".
-        seed: random seed for "resample".
-
-    Raises:
-        ValueError: no head is given, the model lacks a head, or as in `gated`.
-    """
-    adapter = adapt(model)
-    if not heads:
-        raise ValueError("expected at least one head to ablate; got none")
-    gates = torch.ones(adapter.n_layers, adapter.n_heads, device=adapter.device)
-    for layer, head in heads:
-        check_head(adapter, layer, head)
-        gates[layer, head] = 0
-    with gated(model, Heads(), gates, patch, reference=reference, seed=seed):
-        yield
 
 
 @checked
@@ -128,13 +94,13 @@ class GatedRun:
         tokens: clean prompts.
         read: positions whose logits are read.
         patch: patch at closed gates, as in `gated`; or `PatchValues` shared by several runs.
-        reference: reference prompts for all named patches except "zero".
+        reference: reference prompts for all named patches except "zero", as in `gated`.
         seed: random seed for "resample".
         attention_mask: 0 at padding.
 
     Raises:
-        ValueError: no position is read, the patch is unknown, the reference is missing or not
-            needed, or `PatchValues`, which have their own, come with a reference or a seed; or
+        ValueError: no position is read, the patch is unknown, the reference is missing, not needed,
+            or padded, or `PatchValues`, which have their own, come with a reference or a seed; or
             circuits are not defined under the hooks on the model.
     """
 
@@ -146,7 +112,7 @@ class GatedRun:
         read: Bool[Tensor, "batch pos"],
         patch: Patch | PatchValues = "zero",
         *,
-        reference: Int[Tensor, "batch pos"] | None = None,
+        reference: Reference | None = None,
         seed: Seed = 0,
         attention_mask: Int[Tensor, "batch pos"] | None = None,
     ) -> None:
@@ -155,17 +121,17 @@ class GatedRun:
         check_tokens(self.adapter, tokens)
         if not read.any():
             raise ValueError("expected at least one position to read; `read` is false everywhere")
-        if reference is not None:
-            check_tokens(self.adapter, reference)
         if isinstance(patch, PatchValues) and (reference is not None or seed):
             raise ValueError(
                 "expected no reference and no seed with PatchValues, which have their own; pass "
                 f"both to PatchValues instead; got {seed=}"
                 f"{'' if reference is None else ' and a reference'}"
             )
-        if patch == "resample" and reference is not None:
+        if patch == "resample":
             # Drawn once, so that all settings are compared under the same patch.
-            patch, reference = "corrupted", drawn(reference, len(tokens), seed)
+            prompts = reference_prompts(self.adapter, patch, reference)
+            assert prompts is not None
+            patch, reference = "corrupted", drawn(prompts, len(tokens), seed)
         if not isinstance(patch, PatchValues):
             points = site.points(self.adapter)
             patch = PatchValues(self.adapter, points, patch, reference, order=site.order)

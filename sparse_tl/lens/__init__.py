@@ -35,6 +35,7 @@ from sparse_tl.lens.limits import (
     check_head as check_head,
     check_numbers as check_numbers,
     check_pairs as check_pairs,
+    check_reference as check_reference,
     check_rows as check_rows,
     check_tokens as check_tokens,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -56,12 +58,67 @@ def check_rows(adapter: Adapter, rows: TokenBatch) -> None:
 def check_pairs(adapter: Adapter, pairs: PromptPairs) -> None:
     """Check that the model can read these prompts, and predict all answers and wrong answers.
 
+    Prompts padded on the left are recognised by the tokenizer's padding token, since tokens alone
+    do not show it: a prompt may repeat its first token. One such token at the start of every prompt
+    is BOS.
+
     Raises:
-        ValueError: as in `check_tokens` and `check_labels`.
+        ValueError: prompts begin with padding, or as in `check_tokens` and `check_labels`.
     """
-    check_tokens(adapter, torch.cat([pairs.clean, pairs.corrupted]))
+    both = torch.cat([pairs.clean, pairs.corrupted])
+    check_tokens(adapter, both)
+    begins = _paddings(adapter, both)
+    if int(begins.max()) > 1 or int(begins.min()) != int(begins.max()):
+        row, least = int(begins.argmax()), int(begins.min())
+        raise ValueError(
+            f"expected prompts padded on the right; pair {row % len(pairs)} begins with "
+            f"{int(begins[row])} padding tokens, {adapter.model.tokenizer.pad_token!r}, and the "
+            f"fewest are {least}. The model attends to padding before a prompt: put it after each "
+            "prompt's last token, which positions point to."
+        )
     for side in (pairs.answers, pairs.wrong):
         check_labels(adapter, side[side >= 0])
+
+
+def check_reference(adapter: Adapter, prompts: Int[Tensor, "prompt pos"]) -> None:
+    """Check that the columns of reference prompts can be combined, as far as tokens show it.
+
+    Padding is recognised by the tokenizer's padding token. Where that is EOS or BOS as well, one of
+    them at an end of a prompt may be text.
+
+    Raises:
+        ValueError: prompts begin or end with different numbers of padding tokens.
+    """
+    tokenizer = _tokenizer(adapter)
+    is_text = tokenizer is not None and tokenizer.pad_token_id in (
+        tokenizer.eos_token_id,
+        tokenizer.bos_token_id,
+    )
+    for where, rows in (("begins", prompts), ("ends", prompts.flip(1))):
+        found = _paddings(adapter, rows)
+        row, least = int(found.argmax()), int(found.min())
+        if int(found[row]) > max(least, int(is_text)):
+            raise ValueError(
+                f"expected reference prompts of one length, since their columns are combined; "
+                f"prompt {row} {where} with {int(found[row])} padding tokens, another with "
+                f"{least}. Give those of one length, such as one of pairs.by_length()"
+            )
+
+
+def _paddings(adapter: Adapter, prompts: Int[Tensor, "prompt pos"]) -> Int[Tensor, " prompt"]:
+    """How many padding tokens each prompt begins with; 0 where the tokenizer does not tell.
+
+    A tokenizer's padding token may be its mask token as well, which is text.
+    """
+    tokenizer = _tokenizer(adapter)
+    pad = None if tokenizer is None else tokenizer.pad_token_id
+    if pad is None or pad == tokenizer.mask_token_id:
+        return prompts.new_zeros(len(prompts))
+    return (prompts == pad).cumprod(dim=1).sum(dim=1)
+
+
+def _tokenizer(adapter: Adapter) -> Any:
+    return getattr(adapter.model, "tokenizer", None)
 
 
 def check_numbers(adapter: Adapter, logits: Float[Tensor, "*_"]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
@@ -147,10 +148,13 @@ def test_integrated_gradients_are_complete(model: Model) -> None:
 @pytest.mark.parametrize("method", get_args(Method))
 def test_equal_prompts_give_exactly_nothing(model: Model, method: Any) -> None:
     pairs = random_pairs()
-    same = PromptPairs(pairs.clean, pairs.clean, pairs.answers, pairs.wrong, pairs.positions)
-    scores = attribute_circuit_edges(model, same, logit_difference, method=method, steps=2).values
-    assert (scores == 0).all()
-    assert (attribute_heads(model, same, logit_difference, method=method).values == 0).all()
+    same = replace(pairs, corrupted=torch.cat([pairs.corrupted[:1], pairs.clean[1:]]))
+    options = {"method": method, "steps": 2}
+    scores = attribute_circuit_edges(model, same, logit_difference, by_pair=True, **options).values
+    assert (scores[1:] == 0).all() and (scores[0] != 0).any()
+    heads = attribute_heads(model, same, logit_difference, **options).values * len(pairs)
+    alone = attribute_heads(model, pairs.select(slice(0, 1)), logit_difference, **options).values
+    torch.testing.assert_close(heads, alone, rtol=1e-9, atol=1e-12)
 
 
 def test_a_dead_head_scores_exactly_nothing(model: Model) -> None:

@@ -59,7 +59,7 @@ def _shared(call: Callable[[Any], Any], pairs: PromptPairs) -> tuple[Any, list[A
 )
 def test_attribution(build_tiny: Build, attribute: Any, more: dict[str, Any]) -> None:
     model, pairs = shaken(build_tiny("float64")), random_pairs(9)
-    if more.get("patch") == "mean":
+    if more.get("patch") in ("mean", "resample"):
         pairs.positions.fill_(4)
     alone, found, _ = _shared(lambda m: attribute(model, pairs, m, **OPTIONS, **more), pairs)
     for scores in found:

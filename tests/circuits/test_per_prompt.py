@@ -28,11 +28,13 @@ def one_by_one(model: Model, pairs: PromptPairs, level: float, **options: Any) -
     patch = options.get("patch", "corrupted")
     for row in range(len(pairs)):
         pair = pairs.select(slice(row, row + 1))
-        scores = attribute_circuit_edges(model, pair, logit_difference, progress=False, **options)
-        measured = evaluate_circuit_edges(
-            model, pair, logit_difference, scores, patch=patch, progress=False
-        )
         try:
+            scores = attribute_circuit_edges(
+                model, pair, logit_difference, progress=False, **options
+            )
+            measured = evaluate_circuit_edges(
+                model, pair, logit_difference, scores, patch=patch, progress=False
+            )
             size = measured.curve("one").size_at(level)
         except NoEffectError:
             size = math.nan

@@ -59,6 +59,26 @@ def test_prompts_are_padded_on_the_right_and_read_at_their_end() -> None:
     assert torch.equal(pieces[1].wrong, pairs.wrong[1:])
 
 
+def test_padding_is_the_tokenizers_padding_token() -> None:
+    reader = _reader()
+    reader.tokenizer.pad_token = "far"
+    pairs = PromptPairs.from_texts(reader, RECORDS)
+    assert pairs.clean.tolist() == [[0, 1, 2, 6], [0, 1, 3, 4]]
+    assert pairs.corrupted.tolist() == [[0, 1, 3, 6], [0, 1, 2, 4]]
+
+
+def test_pairs_of_each_length_have_no_padding() -> None:
+    pairs = _pairs()
+    short, long = pairs.by_length()
+    assert (short.clean.tolist(), long.clean.tolist()) == ([[0, 1, 2]], [[0, 1, 3, 4]])
+    assert (short.positions.tolist(), short.answers.tolist()) == ([2], [[4, NO_TOKEN]])
+    assert long.of_one_length().digest() == long.digest()
+    with pytest.raises(ValueError, match=r"of one length.* lengths of \[3, 4\] tokens"):
+        pairs.of_one_length()
+    spans = pairs.with_spans({"noun": 1}).by_length()[0].spans
+    assert spans is not None and spans.at.tolist() == [[1, 0, 1]]
+
+
 def test_a_model_that_prepends_no_bos_reads_the_texts_alone() -> None:
     pairs = PromptPairs.from_texts(_reader(bos=False), RECORDS)
     assert pairs.clean.tolist() == [[1, 2, 0], [1, 3, 4]]

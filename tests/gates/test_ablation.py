@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import in_pieces
+from tiny import in_pieces, tokenizer_of
 
+from sparse_tl import AdditionTask, PromptPairs, load_addition_models
 from sparse_tl.data.batches import TokenBatch, token_losses
-from sparse_tl.gates import SparseTransformer, ablate_attention_edges, ablate_heads
+from sparse_tl.gates import (
+    GatedRun,
+    Heads,
+    SparseTransformer,
+    ablate_attention_edges,
+    ablate_heads,
+)
 from sparse_tl.head_roles import target_log_probabilities
 from sparse_tl.lens import Model
 
@@ -206,3 +215,88 @@ def test_an_edge_beyond_the_prompt_is_refused(build_tiny: Build) -> None:
     ):
         model(_tokens(2))
     assert not model.hook_dict["blocks.0.attn.hook_pattern"].fwd_hooks
+
+
+# Reference prompts of several lengths
+
+
+def _pairs() -> PromptPairs:
+    """Three pairs of 4 tokens and three of 6, padded to 8."""
+    both = _tokens(6, 8), _tokens(6, 8, seed=1)
+    answers = torch.ones(6, 1, dtype=torch.long)
+    return PromptPairs(*both, answers, answers + 1, torch.tensor([3, 5] * 3))
+
+
+@pytest.mark.parametrize("kind", ["mean", "resample"])
+def test_columns_of_prompts_of_several_lengths_are_not_combined(
+    build_tiny: Build, kind: Any
+) -> None:
+    model, pairs, read = build_tiny("float64"), _pairs(), torch.ones(6, 8, dtype=torch.bool)
+    message = r"prompts of one length.*lengths of \[4, 6\] tokens.*by_length"
+    with (
+        pytest.raises(ValueError, match=message),
+        ablate_heads(model, HEADS, kind, reference=pairs),
+    ):
+        pass
+    with pytest.raises(ValueError, match=message):
+        GatedRun(model, Heads(), pairs.clean, read, kind, reference=pairs)
+
+
+def test_references_of_one_length_write_what_they_do_without_padding(build_tiny: Build) -> None:
+    """By hand and in stacks, whatever follows their last token; longer prompts are refused."""
+    model, pairs = build_tiny("float64"), _pairs()
+    short, long = pairs.by_length()
+    assert (short.clean.shape, long.clean.shape) == ((3, 4), (3, 6))
+    padded = pairs.select(pairs.positions == 3)
+    expected = _z(model, padded.clean[:, :4])[0][:, :, 1].mean(dim=0)
+    for reference in (short, padded, short.clean):
+        with ablate_heads(model, [(0, 1)], "mean", reference=reference):
+            found = _z(model, short.clean)[0][:, :, 1]
+            logits = model(short.clean)
+        torch.testing.assert_close(found, expected.expand(3, -1, -1))
+        if reference is not short.clean:
+            with (
+                ablate_heads(model, [(0, 1)], "mean", reference=reference),
+                pytest.raises(ValueError, match="at least as long as the 6 tokens"),
+            ):
+                model(long.clean)
+        heads = torch.ones(2, 2, dtype=torch.float64)
+        heads[0, 1] = 0
+        read = torch.ones(3, 4, dtype=torch.bool)
+        stacked = GatedRun(model, Heads(), short.clean, read, "mean", reference=reference)
+        torch.testing.assert_close(stacked.logits(heads), logits.flatten(0, 1))
+    corrupted = _z(model, short.corrupted)[0][:, :, 1]
+    with ablate_heads(model, [(0, 1)], "corrupted", reference=pairs):
+        found = _z(model, pairs.clean)[0][::2, :4, 1]
+    torch.testing.assert_close(found, corrupted)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "refused"),
+    [
+        ([[1, 2, 3, 0], [1, 2, 0, 0]], "prompt 1 ends with 2 padding tokens, another with 1"),
+        ([[1, 2, 3, 4], [1, 2, 0, 0]], "prompt 1 ends with 2 padding tokens, another with 0"),
+        ([[0, 0, 1, 2], [0, 3, 1, 2]], "prompt 0 begins with 2 padding tokens, another with 1"),
+        ([[1, 2, 3, 4], [1, 2, 3, 0]], None),  # it ends with EOS
+        ([[0, 2, 3, 4], [1, 2, 3, 4]], None),  # a window of text that begins with EOS
+        ([[1, 2, 0, 0], [3, 4, 0, 0]], None),  # of one length
+    ],
+)
+def test_padded_tensors_are_known_by_the_padding_token(
+    build_tiny: Build, tmp_path: Path, prompts: list[list[int]], refused: str | None
+) -> None:
+    tokenizer = tokenizer_of([f"w{token}" for token in range(13)], tmp_path)
+    model, reference = build_tiny(tokenizer=tokenizer), torch.tensor(prompts)
+    expected = nullcontext() if refused is None else pytest.raises(ValueError, match=refused)
+    with expected, ablate_heads(model, HEADS, "mean", reference=reference):
+        pass
+    with ablate_heads(model, HEADS, "corrupted", reference=reference):  # row by row
+        pass
+
+
+def test_answers_in_the_place_of_padding_are_text() -> None:
+    """The addition models' placeholder is their padding token as well."""
+    _, sparse = load_addition_models()
+    pairs = AdditionTask().pairs("tens", 4)
+    with ablate_heads(sparse, [(0, 1)], "mean", reference=pairs.clean):
+        sparse(pairs.clean)

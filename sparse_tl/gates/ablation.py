@@ -1,7 +1,4 @@
-"""Cut attention by hand: at listed attention edges, or wherever a rule means query and key.
-
-Reference: Geva et al., arXiv 2304.14767 (attention knockout); here nothing is renormalised.
-"""
+"""Ablate heads and attention edges by hand, as gates that are closed inside a block."""
 
 from __future__ import annotations
 
@@ -9,15 +6,49 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from sparse_tl.arguments import checked
+from sparse_tl.arguments import Seed, checked
 from sparse_tl.gates.closed_edges import ClosedAttentionEdges, ClosedByRule, ClosedEdges
 from sparse_tl.gates.columns import Columns
+from sparse_tl.gates.patches import Patch, Reference
 from sparse_tl.gates.run import gated
-from sparse_tl.gates.sites import AttentionEdges
+from sparse_tl.gates.sites import AttentionEdges, Heads
 from sparse_tl.lens import Adapter, HookedModel, adapt, check_head
 from sparse_tl.scopes import scope
 
 EVERY = slice(None)
+
+
+@checked
+@scope
+def ablate_heads(
+    model: HookedModel,
+    heads: Sequence[tuple[int, int]],
+    patch: Patch = "zero",
+    *,
+    reference: Reference | None = None,
+    seed: Seed = 0,
+) -> Iterator[None]:
+    """Inside the block, patch the output of these heads at ``hook_z``; see `gated`.
+
+    Args:
+        model: dense or sparse model.
+        heads: (layer, head) pairs to ablate.
+        patch: value that replaces the heads' output, as in `gated`.
+        reference: reference prompts for "mean", "corrupted" and "resample", as in `gated`.
+        seed: random seed for "resample".
+
+    Raises:
+        ValueError: no head is given, the model lacks a head, or as in `gated`.
+    """
+    adapter = adapt(model)
+    if not heads:
+        raise ValueError("expected at least one head to ablate; got none")
+    gates = torch.ones(adapter.n_layers, adapter.n_heads, device=adapter.device)
+    for layer, head in heads:
+        check_head(adapter, layer, head)
+        gates[layer, head] = 0
+    with gated(model, Heads(), gates, patch, reference=reference, seed=seed):
+        yield
 
 
 @checked
@@ -50,6 +81,8 @@ def ablate_attention_edges(
             or a causal model's key follows its query; when the model is run, an edge or a listed
             column lies beyond the end of the prompts, or a column counts from the end in a run with
             a key-value cache.
+
+    Reference: Geva et al., arXiv 2304.14767 (attention knockout), which renormalises.
     """
     adapter = adapt(model)
     with gated(model, AttentionEdges(), _closed(adapter, edges, heads, query, key)):
