@@ -79,7 +79,7 @@ OF_EDGES: dict[str, Callable[[Model], Tensor]] = {
     ),
     "evaluate": lambda m: evaluate(m, PAIRS, logit_difference, circuits(), **Q).values,
     "resample": lambda m: (
-        evaluate(m, random_pairs(), logit_difference, circuits(), patch="resample", **Q).values
+        evaluate(m, PAIRS, logit_difference, circuits(), patch="resample", **Q).values
     ),
     "sizes": sizes,
     "prune": lambda m: prune_circuit_edges(m, PAIRS, size=20, steps=3, **Q).scores.values,
