@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -110,17 +110,22 @@ class AttentionGrid(PartGrid):
         n_heads: heads per layer.
         n_positions: prompt length.
         causal: whether attention is causal.
+        allowed: pairs that the model's masks allow; None if these are all causal pairs, or all
+            pairs if attention is not causal.
     """
 
     n_layers: int
     n_heads: int
     n_positions: int
     causal: bool = True
+    allowed: Bool[Tensor, "layer query key"] | None = field(default=None, compare=False)
     noun = "attention edges"
 
     @cached_property
     def exists(self) -> Bool[Tensor, "layer head query key"]:
         """Pairs of a query and a key that it can attend to."""
+        if self.allowed is not None:
+            return self.allowed[:, None].expand(-1, self.n_heads, -1, -1)
         pairs = torch.ones(self.n_positions, self.n_positions, dtype=torch.bool)
         pairs = pairs.tril() if self.causal else pairs
         return pairs.expand(self.n_layers, self.n_heads, -1, -1)

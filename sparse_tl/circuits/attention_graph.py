@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
-from jaxtyping import Bool, Float
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.results import Result
@@ -29,8 +30,7 @@ class AttentionGraph(Result):
     Args:
         attention: gate times attention probability of each edge; 0 at closed gates and at
             acausal pairs.
-        gates: true where the edge's gate is open. In a dense model all possible edges are open:
-            causal pairs, or all pairs if attention is bidirectional.
+        gates: true where the edge's gate is open. In a dense model all possible edges are open.
         input_tokens: text below each column, ``?`` if the model does not read it.
         output_tokens: text above each column: the model's prediction, if there is one.
         targets: columns of predicted tokens, each with the column where it is read (one to the
@@ -42,6 +42,8 @@ class AttentionGraph(Result):
             removed; negative: the edge helps. ``None`` if not computed.
         causal: whether attention is causal.
         mlps: which MLP outputs are open; ``None`` if MLPs have no gates.
+        possible: pairs that the model's masks allow among the columns that it reads; ``None`` if
+            these are all causal pairs, or all pairs if attention is bidirectional.
     """
 
     made_by: ClassVar[str] = "trace_attention(...)"
@@ -55,6 +57,7 @@ class AttentionGraph(Result):
     effect: Float[Tensor, "target layer head query key"] | None = None
     causal: bool = True
     mlps: Bool[Tensor, "layer column"] | None = None
+    possible: Bool[Tensor, "layer head query key"] | None = None
 
     def __post_init__(self) -> None:
         pos = self.attention.shape[-1]
@@ -90,10 +93,13 @@ class AttentionGraph(Result):
         return max(read_at for _, read_at in self.targets) + 1
 
     @property
-    def n_pairs(self) -> int:
-        """Number of column pairs that one head can connect."""
-        n = self.n_columns
-        return n * (n + 1) // 2 if self.causal else n * n
+    def n_possible(self) -> Int[Tensor, "layer head"]:
+        """Number of possible edges of each head, open or not."""
+        if self.possible is not None:
+            return self.possible.sum(dim=(-2, -1))
+        n = self.n_read
+        n_pairs = n * (n + 1) // 2 if self.causal else n * n
+        return torch.full((self.n_layers, self.n_heads), n_pairs)
 
     @property
     def given(self) -> tuple[int, ...]:
@@ -157,5 +163,5 @@ class AttentionGraph(Result):
             mlps = f", {int(self.mlps.sum()):,} of {self.mlps.numel():,} MLP outputs"
         return (
             f"AttentionGraph({' '.join(self.input_tokens)!r}: {int(self.gates.sum()):,} of "
-            f"{self.n_layers * self.n_heads * self.n_pairs:,} attention edges{mlps} open)"
+            f"{int(self.n_possible.sum()):,} attention edges{mlps} open)"
         )

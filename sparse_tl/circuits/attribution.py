@@ -40,10 +40,13 @@ from sparse_tl.graph import CircuitGraph, Node
 from sparse_tl.grids import AttentionGrid
 from sparse_tl.lens import (
     EMBEDDED,
+    AttentionMask,
     HookedModel,
     adapt,
+    attached,
     check_sums_under_hooks,
     in_evaluation_mode,
+    mask_hooks,
     source_outputs,
 )
 from sparse_tl.metrics import Metric
@@ -192,18 +195,24 @@ def attribute_attention_edges(
     adapter, length = runs.adapter, pairs.clean.shape[1]
     names = AttentionEdges().points(adapter)
     plan = Passes(metric, method, steps, runs, also=names)
+    masks: dict[int, AttentionMask] = {}
     found = []
-    with tracked("scoring attention edges", plan.count, progress) as step:
+    with (
+        tracked("scoring attention edges", plan.count, progress) as step,
+        attached(adapter, mask_hooks(adapter, masks)),
+    ):
         for index in runs.own:
             reference = runs.batches[index].corrupted if patch == "corrupted" else None
             shown = PatchValues(adapter, names, patch, reference)
             # The gradient of the sum over pairs separates into each pair's gradient by row.
             effects = _effects(plan, index, names, step, shown)
-            found.append(effects.transpose(0, 1).cpu().double())
+            allowed = torch.stack([masks[layer].pairs(length) for layer in range(len(masks))])
+            found.append((effects.transpose(0, 1).cpu().double(), allowed))
     if patch == "corrupted":
         plan.check_effect()
-    site = AttentionGrid(adapter.n_layers, adapter.n_heads, length, adapter.causal)
-    return Scores(site, torch.cat(ranks.in_order(found)), method, pairs.start)
+    values, allowed = zip(*ranks.in_order(found), strict=True)
+    site = AttentionGrid(adapter.n_layers, adapter.n_heads, length, adapter.causal, allowed[0])
+    return Scores(site, torch.cat(values), method, pairs.start)
 
 
 def _effects(

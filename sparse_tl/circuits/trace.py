@@ -15,8 +15,8 @@ from sparse_tl.data import token_text
 from sparse_tl.data.known_text import check_known
 from sparse_tl.data.prompts import Encoder, prepends_bos, prompt_start
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.grids import AttentionGrid
 from sparse_tl.lens import (
+    AttentionMask,
     HookedModel,
     Order,
     adapt,
@@ -24,6 +24,7 @@ from sparse_tl.lens import (
     check_numbers,
     check_tokens,
     in_evaluation_mode,
+    mask_hooks,
 )
 from sparse_tl.scopes import autograd
 
@@ -78,7 +79,7 @@ def trace_attention(
     # Every mask token that is run has a prediction, whether or not it is asked for.
     read_at = {column: column for column in masked if column < n_read} | dict(targets)
     read = tokens[:n_read]
-    attention, gates, mlps, logits, estimates = _run(model, read, targets, attribution)
+    attention, possible, gates, mlps, logits, estimates = _run(model, read, targets, attribution)
     effect = None
     if max_effects > 0 and int(gates.sum()) <= max_effects:
         edges = [[(layer, head, q, k)] for layer, head, q, k in gates.nonzero().tolist()]
@@ -103,6 +104,7 @@ def trace_attention(
         effect=None if effect is None else _widen(effect, n_columns),
         causal=causal,
         mlps=None if mlps is None else _pad(mlps, n_columns),
+        possible=_widen(possible, n_columns),
     )
 
 
@@ -203,10 +205,11 @@ def _run(
     tokens: Int[Tensor, " pos"],
     targets: Sequence[tuple[int, int]],
     attribution: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Attention, gates on edges and MLPs, logits and attributions, on the CPU."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Attention, possible and open edges, open MLPs, logits and attributions, on the CPU."""
     patterns: list[Tensor] = []
     nudges: list[Tensor] = []
+    masks: dict[int, AttentionMask] = {}
 
     def keep(pattern: Float[Tensor, "one head query key"]) -> Tensor | None:
         patterns.append(pattern.detach())
@@ -219,17 +222,21 @@ def _run(
 
     adapter = adapt(model)
     hooks = [(name, Order.LAST, keep) for name in adapter.layer_points("attn.hook_pattern")]
+    hooks += mask_hooks(adapter, masks)
     batch = tokens[None].to(adapter.device)
     with attached(adapter, hooks), autograd(attribution):
         logits, gates, mlps = _forward(model, batch)
     check_numbers(adapter, logits)
     attention = torch.cat(patterns)
+    allowed = torch.stack([masks[layer].pairs(len(tokens)) for layer in range(adapter.n_layers)])
+    possible = allowed[:, None].expand_as(attention)
     estimates = None
     if attribution:
         gradients = _gradients(logits[[read_at for _, read_at in targets]].amax(dim=-1), nudges)
         estimates = (-attention * gradients).cpu()
-    mlps = None if mlps is None else mlps.cpu()
-    return attention.cpu(), gates.cpu(), mlps, logits.detach().cpu(), estimates
+    logits, mlps = logits.detach().cpu(), None if mlps is None else mlps.cpu()
+    gates = possible if gates is None else gates.cpu()  # a dense model's are all open
+    return attention.cpu(), possible, gates, mlps, logits, estimates
 
 
 def _gradients(
@@ -245,16 +252,14 @@ def _gradients(
     return torch.cat(found)
 
 
-def _forward(model: HookedModel, batch: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def _forward(model: HookedModel, batch: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Logits ``[pos, vocab]``, open gates ``[layer, head, query, key]`` and ``[layer, pos]``."""
-    if isinstance(model, SparseTransformer):
-        logits, counts = model.run_with_counts(batch, keep_gates=True)
-        assert counts.gates is not None
-        mlps = None if counts.mlp_gates is None else counts.mlp_gates[:, 0]
-        return logits[0], counts.gates[:, 0], mlps
-    adapter = adapt(model)
-    joined = AttentionGrid(adapter.n_layers, adapter.n_heads, batch.shape[1], adapter.causal)
-    return model(batch)[0], joined.exists, None
+    if not isinstance(model, SparseTransformer):
+        return model(batch)[0], None, None
+    logits, counts = model.run_with_counts(batch, keep_gates=True)
+    assert counts.gates is not None
+    mlps = None if counts.mlp_gates is None else counts.mlp_gates[:, 0]
+    return logits[0], counts.gates[:, 0], mlps
 
 
 def _widen(edges: Tensor, n_columns: int) -> Tensor:

@@ -76,8 +76,11 @@ class AblatedModel:
         self._leave_one_out: LeaveOneOut | None = None
         self.now = self.whole = self._look(positions)
         graph = self.whole.graph
+        assert graph.possible is not None
         self.targets, self.n_read = graph.targets, graph.n_read
-        self.grid = AttentionGrid(graph.n_layers, graph.n_heads, graph.n_read, graph.causal)
+        allowed = graph.possible[:, 0, : graph.n_read, : graph.n_read]
+        sizes = graph.n_layers, graph.n_heads, graph.n_read
+        self.grid = AttentionGrid(*sizes, graph.causal, allowed)
 
     @property
     def positions(self) -> list[int]:

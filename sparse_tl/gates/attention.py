@@ -4,8 +4,9 @@ With scores ``s`` at ``hook_attn_scores`` and a learnable bias ``b`` per head,
 
     A_ij ~ Bernoulli(sigmoid(s_ij + b)),    z = (A * softmax(s)) V        (no renormalisation)
 
-in training; ``A_ij = [s_ij + b > 0]`` otherwise. Masked pairs (future tokens, padding) have the
-lowest possible score, so the same formula gives them a gate of 0.
+in training; ``A_ij = [s_ij + b > 0]`` otherwise. Masked pairs (future tokens, padding) have an
+attention of 0, whatever their gate; which pairs are counted follows from the model's masks and not
+from scores, since softmax ignores a constant that is added to a row of them.
 
 Reference: arXiv 2512.05865, section 3.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +23,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from sparse_tl.gates.blockwise import GatedAttention, GatedPattern
-from sparse_tl.gates.counting import attention_edges_of_layer, possible_attention_edges
+from sparse_tl.gates.counting import attention_edges_of_layer
 from sparse_tl.gates.distributions import BernoulliGate, GateDistribution, GateMode, gate_values
 from sparse_tl.gates.passes import Counted, GateSettings, PassGates, layer_hooks
 from sparse_tl.gates.patches import gate
 from sparse_tl.gates.straight_through import gated_pattern
 from sparse_tl.lens import (
+    EVERYTHING,
     Adapter,
+    AttentionMask,
     Block,
     Deferred,
     Hook,
@@ -36,6 +40,7 @@ from sparse_tl.lens import (
     attached,
     defer_scores,
     explicit,
+    mask_hooks,
 )
 from sparse_tl.scopes import scope
 
@@ -85,7 +90,9 @@ class AttentionGates(PassGates):
         """The hooks that attach these gates: scores are read last, patterns are set first."""
         scores = adapter.layer_points("attn.hook_attn_scores")
         patterns = adapter.layer_points("attn.hook_pattern")
-        return layer_hooks(scores, patterns, self._gate_pattern)
+        masks: dict[int, AttentionMask] = {}
+        gated = layer_hooks(scores, patterns, partial(self._gate_pattern, masks))
+        return mask_hooks(adapter, masks) + gated
 
     def check(self, adapter: Adapter) -> None:
         """Check that these gates fit a model.
@@ -109,29 +116,40 @@ class AttentionGates(PassGates):
 
     def _gate_pattern(
         self,
+        masks: dict[int, AttentionMask],
         layer: int,
         scores: Float[Tensor, "prompt head query key"],
         pattern: Float[Tensor, "prompt head query key"],
     ) -> Float[Tensor, "prompt head query key"] | None:
-        now = self._settings_of(layer, _last_query(scores))
+        mask, now = masks.pop(layer), self._settings_of(layer, _last_query(scores))
         if now.idle:
             return None
         cost, real = self._cost(layer, now, scores), _real_queries(now, scores)
+        size, device = scores.shape[2:], scores.device
+
+        def valid(block: Block) -> Tensor | None:
+            if now.counts is None:
+                return None
+            allowed = mask.allowed(block, size, device)
+            return allowed if real is None else allowed & block.of(real)
+
         if now.keep_gates or not isinstance(scores, Deferred) or not isinstance(pattern, Deferred):
             scores, pattern = explicit(scores), explicit(pattern)
-            gated, counted = self._gate(now, scores, pattern, self.bias[layer], cost, real)
+            bias = self.bias[layer]
+            gated, counted = self._gate(now, scores, pattern, bias, cost, valid(EVERYTHING))
             if now.counts is not None:
                 now.counts.append(counted)
             return gated
 
         def gate_block(block: Block, s: Tensor, p: Tensor, bias: Tensor, g: Any) -> Any:
-            some = [None if whole is None else block.of(whole) for whole in (cost, real)]
-            gated, counted = self._gate(replace(now, generator=g), s, p, bias, *some)
+            costs = None if cost is None else block.of(cost)
+            here = replace(now, generator=g)
+            gated, counted = self._gate(here, s, p, bias, costs, valid(block))
             return p if gated is None else gated, counted
 
         seed = _drawn(now.generator) if now.mode is GateMode.SAMPLED and now.noise else None
         attention = GatedAttention(
-            scores.expression, pattern.expression, self.bias[layer], gate_block, seed
+            scores.expression, pattern.expression, mask, self.bias[layer], gate_block, seed
         )
         return GatedPattern.under(attention, pattern, now.counts)
 
@@ -142,22 +160,18 @@ class AttentionGates(PassGates):
         pattern: Float[Tensor, "prompt head query key"],
         bias: Float[Tensor, " head"],
         cost: Float[Tensor, "#head #query #key"] | None,
-        real: Bool[Tensor, "prompt 1 query 1"] | None,
+        valid: Bool[Tensor, "#prompt #head query key"] | None,
     ) -> tuple[Float[Tensor, "prompt head query key"] | None, Counted]:
-        """The pattern of some heads under gates, None if it is unchanged, and its counts."""
-        if now.mode is GateMode.OPEN and now.counts is None:
+        """The pattern of some heads under gates, None if it is unchanged, and counts if `valid`."""
+        if now.mode is GateMode.OPEN and valid is None:
             return None, {}
         rule = self.distribution
         if now.mode is GateMode.SAMPLED and type(rule) is BernoulliGate and not now.keep_gates:
-            return gated_pattern(scores, pattern, bias, rule.temperature, now, cost, real)
+            return gated_pattern(scores, pattern, bias, rule.temperature, now, cost, valid)
         logits = scores.to(bias.dtype) + bias[:, None, None]
         counted: Counted = {}
-        if now.counts is not None:
-            valid = possible_attention_edges(scores, pattern)
-            valid = valid if real is None else valid & real
+        if valid is not None:
             is_open, probability = self._opened(now, logits, valid)
-            if real is not None:
-                probability = probability * valid
             counted = attention_edges_of_layer(valid, is_open, probability, cost, now.keep_gates)
         if now.mode is GateMode.OPEN:
             return None, counted

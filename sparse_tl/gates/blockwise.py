@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sparse_tl.gates.passes import Counted
 from sparse_tl.gates.straight_through import EDGES_AT_ONCE
-from sparse_tl.lens import Block, Deferred, Expression, function_name
+from sparse_tl.lens import AttentionMask, Block, Deferred, Expression, function_name
 from sparse_tl.scopes import autograd
 
 QUERIES_AT_ONCE = 128
@@ -44,6 +44,7 @@ class GatedAttention:
     Args:
         scores: attention scores, which the gates read.
         pattern: attention pattern.
+        mask: the layer's mask; keys that it allows to no query of a block are left out.
         bias: gate bias of every head.
         gate: computes the gates of a block.
         seed: seed of the noise; each block has a generator of its own. None without noise.
@@ -51,6 +52,7 @@ class GatedAttention:
 
     scores: Expression
     pattern: Expression
+    mask: AttentionMask
     bias: Float[Tensor, " head"]
     gate: GateBlock
     seed: int | None
@@ -72,7 +74,7 @@ class GatedAttention:
         number = 0
         for first in range(0, n_queries, QUERIES_AT_ONCE):
             queries = slice(first, min(first + QUERIES_AT_ONCE, n_queries))
-            keys = self.scores.keys_seen(queries)
+            keys = self.mask.keys_allowed(queries, (n_queries, k.shape[-1]), q.device)
             rows = max(1, EDGES_AT_ONCE // ((queries.stop - first) * (keys.stop - keys.start)))
             heads = min(rows, n_heads)
             for prompts in _slices(n_prompts, max(1, rows // n_heads)):

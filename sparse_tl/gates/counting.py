@@ -14,34 +14,16 @@ from torch import Tensor
 from sparse_tl.gates.passes import as_rows
 from sparse_tl.results import Result
 
-_FAR_BELOW = 5000.0
-"""Minimum gap between a masked score and its query's best; padding scores lie this far below 0."""
-
-
-def possible_attention_edges(
-    scores: Float[Tensor, "*head query key"], pattern: Float[Tensor, "*head query key"]
-) -> Bool[Tensor, "*head query key"]:
-    """The query-key pairs that the model does not mask, read off its own pattern and scores.
-
-    A masked pair has zero attention and a score far below all others of its query: models mask with
-    -inf, with the lowest float, or with -1e4 or -1e5. (Zero attention alone is not enough: small
-    weights of a sharp pattern underflow too.) Where all keys of a query are masked, as at padding,
-    no pair is possible. A NaN score counts as possible, so that it reaches the loss.
-    """
-    scores, pattern = scores.detach(), pattern.detach()
-    best = scores.amax(dim=-1, keepdim=True)
-    masked = (pattern == 0) & (scores < best - _FAR_BELOW)
-    return ~(masked | (best < -_FAR_BELOW))
-
 
 @dataclass(frozen=True, eq=False)
 class AttentionEdgeCounts(Result):
     """Counts of open attention edges, and open MLP outputs, for a batch of prompts.
 
     Args:
-        active: edges that are open under deterministic gates (all valid pairs for a dense model).
-        expected: ``sum sigmoid(s + b)`` over the valid pairs; differentiable while training.
-        possible: causal pairs of real tokens, ``T (T + 1) / 2`` in each head.
+        active: edges that are open under deterministic gates (all possible ones for a dense model).
+        expected: ``sum sigmoid(s + b)`` over possible edges; differentiable while training.
+        possible: pairs of real tokens that the layer's mask allows, whatever their scores:
+            ``T (T + 1) / 2`` in each head, fewer in layers with a sliding window or chunks.
         tokens: number of real tokens in each prompt.
         gates: every deterministic gate, if requested.
         cost: `expected` weighted by edge costs, if costs were given.
@@ -72,7 +54,7 @@ class AttentionEdgeCounts(Result):
 
     @property
     def possible_per_prompt(self) -> float:
-        """Causal edges per prompt, summed over layers and heads; mean over prompts."""
+        """Possible edges per prompt, summed over layers and heads; mean over prompts."""
         return _per_prompt(self.possible)
 
     @property
@@ -202,7 +184,7 @@ _COUNTED = (
 
 
 def attention_edges_of_layer(
-    valid: Bool[Tensor, "prompt head query key"],
+    valid: Bool[Tensor, "#prompt #head query key"],
     is_open: Bool[Tensor, "prompt head query key"],
     probability: Float[Tensor, "prompt head query key"],
     cost: Float[Tensor, "*#prompt #head #query #key"] | None,
@@ -210,18 +192,39 @@ def attention_edges_of_layer(
 ) -> dict[str, Tensor]:
     """Counts over the queries and keys of one layer, keyed by field of `AttentionEdgeCounts`.
 
-    Also returns ``real``, of shape ``[prompt, query]``: which positions hold real tokens. A real
-    token attends at least to itself; a padding token has no valid pair.
+    Args:
+        valid: pairs of real tokens that the layer's mask allows.
+        is_open: valid pairs whose deterministic gate is open.
+        probability: probability that a gate is open; 0 at pairs that are not valid.
+        cost: cost per edge.
+        keep_gates: whether to keep `is_open`, and not only its sums.
     """
-    edges = (-2, -1)
-    found = {
-        "real": valid[:, 0].any(dim=-1),
-        "active": _number_of(is_open),
-        "expected": probability.sum(dim=edges),
-        "possible": _number_of(valid),
+    n_prompts, n_heads = is_open.shape[:2]
+    found = possible_edges(valid, n_prompts, n_heads) | open_edges(is_open, probability, cost)
+    return found | {"gates": is_open} if keep_gates else found
+
+
+def possible_edges(
+    valid: Bool[Tensor, "#prompt #head query key"], n_prompts: int, n_heads: int
+) -> dict[str, Tensor]:
+    """The number of possible edges, and ``real``: which queries of each prompt are real tokens.
+
+    A real token attends at least to itself; a padding token has no valid pair.
+    """
+    return {
+        "real": valid[:, 0].any(dim=-1).expand(n_prompts, -1),
+        "possible": _number_of(valid).expand(n_prompts, n_heads),
     }
-    if keep_gates:
-        found["gates"] = is_open
+
+
+def open_edges(
+    is_open: Bool[Tensor, "*head query key"],
+    probability: Float[Tensor, "*head query key"],
+    cost: Float[Tensor, "*#head #query #key"] | None,
+) -> dict[str, Tensor]:
+    """The numbers and costs of active and expected edges."""
+    edges = (-2, -1)
+    found = {"active": _number_of(is_open), "expected": probability.sum(dim=edges)}
     if cost is not None:
         found["cost"] = (cost * probability).sum(dim=edges)
         found["active_cost"] = (cost * is_open).sum(dim=edges)

@@ -140,15 +140,16 @@ class PassGates(nn.Module):
         return replace(again, generator=generator)
 
     def _opened(
-        self, now: GateSettings, logits: Float[Tensor, "*gate"], possible: Bool[Tensor, "*gate"]
+        self, now: GateSettings, logits: Float[Tensor, "*gate"], possible: Bool[Tensor, "*#gate"]
     ) -> tuple[Bool[Tensor, "*gate"], Float[Tensor, "*gate"]]:
-        """Which deterministic gates are open, and each gate's open probability, under pressure."""
+        """Which possible gates are open if deterministic, and how probably, under pressure."""
         if now.mode is GateMode.OPEN:
+            possible = possible.expand_as(logits)
             return possible, possible.to(logits.dtype)
         probability = self.distribution.open_probability(logits)
         if now.pressure > 0:
             probability = press(probability, logits, now.pressure)
-        return self.distribution.is_open(logits) & possible, probability
+        return self.distribution.is_open(logits) & possible, probability * possible
 
 
 def as_rows(

@@ -2,11 +2,11 @@
 
 With pattern ``p``, logits ``l = s + b``, logistic noise ``n`` and costs ``c`` of the edges,
 
-    A = [l + n > 0],    gated = A p,    expected = sum_(query, key) sigmoid(l),    cost likewise
+    A = [l + n > 0],    gated = A p,    expected = sum_(valid) sigmoid(l),    cost likewise
 
     d gated / d p  =  A
     d gated / d l  =  p sigmoid'((l + n) / temperature) / temperature
-    d expected / d l  =  sigmoid'(l) + pressure [l > 0]
+    d expected / d l  =  sigmoid'(l) + pressure [l > 0] at valid pairs
 
 as in `BernoulliGate` and `press`. For the backward pass only ``s``, ``p`` and ``l + n`` are kept;
 composed of single operations, the same keeps six tensors of that size. Both passes go through the
@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sparse_tl.gates.counting import attention_edges_of_layer, possible_attention_edges
+from sparse_tl.gates.counting import open_edges, possible_edges
 from sparse_tl.gates.distributions import logistic_noise
 from sparse_tl.gates.passes import Counted, GateSettings
 
@@ -37,7 +37,7 @@ def gated_pattern(
     temperature: float,
     now: GateSettings,
     cost: Float[Tensor, "#head #query #key"] | None = None,
-    real: Bool[Tensor, "prompt 1 query 1"] | None = None,
+    valid: Bool[Tensor, "#prompt #head query key"] | None = None,
 ) -> tuple[Float[Tensor, "prompt head query key"], Counted]:
     """The pattern under sampled gates, and the counts of `attention_edges_of_layer`.
 
@@ -46,21 +46,20 @@ def gated_pattern(
         pattern: attention pattern.
         bias: gate bias of every head.
         temperature: that of the backward pass.
-        now: generator and scale of the noise, pressure, and whether anything is counted.
+        now: generator and scale of the noise, and pressure.
         cost: cost per edge.
-        real: queries that are no padding, if there is any.
+        valid: pairs of real tokens that the layer's mask allows, which are counted; None to count
+            nothing.
     """
     shape = scores.shape[:2]
     given = None if cost is None else cost.expand(shape[1], *scores.shape[2:])
     gated, expected, weighted, whole = _GatedPattern.apply(
-        scores, pattern, bias, temperature, now, given, real
+        scores, pattern, bias, temperature, now, given, valid
     )
-    if now.counts is None:
+    if valid is None:
         return gated, {}
-    counts = {"real": whole.pop("real").view(*shape, -1)[:, 0], "expected": expected}
-    if cost is not None:
-        counts["cost"] = weighted
-    return gated, counts | {name: found.view(shape) for name, found in whole.items()}
+    counts = {**possible_edges(valid, *shape), **whole, "expected": expected}
+    return gated, counts if cost is None else counts | {"cost": weighted}
 
 
 class _GatedPattern(torch.autograd.Function):
@@ -73,7 +72,7 @@ class _GatedPattern(torch.autograd.Function):
         temperature: float,
         now: GateSettings,
         cost: Tensor | None,
-        real: Tensor | None,
+        valid: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         shape = scores.shape[:2]
         gated, noisy = torch.empty_like(pattern), None
@@ -87,17 +86,15 @@ class _GatedPattern(torch.autograd.Function):
                 noise = logistic_noise(logits, now.generator)
                 torch.add(logits, noise, alpha=now.noise, out=drawn)
             torch.mul(_flat(pattern)[some], drawn > 0, out=_flat(gated)[some])
-            if now.counts is not None:
-                valid = possible_attention_edges(_flat(scores)[some], _flat(pattern)[some])
-                if real is not None:
-                    valid &= _flat(real.expand(*shape, -1, -1))[some]
-                weights = None if cost is None else cost[heads]
-                for name, found in _counted(logits, valid, weights, real is not None).items():
+            if valid is not None:
+                here, weights = _rows(valid, shape, some), None if cost is None else cost[heads]
+                chance = torch.sigmoid(logits).mul_(here)
+                for name, found in open_edges((logits > 0) & here, chance, weights).items():
                     sums.setdefault(name, []).append(found)
-        whole = {name: torch.cat(found) for name, found in sums.items()}
-        expected = whole.pop("expected", bias.new_zeros(shape)).view(shape)
-        weighted = whole.pop("cost", bias.new_zeros(shape)).view(shape)
-        ctx.save_for_backward(scores, pattern, bias, noisy, cost, real)
+        whole = {name: torch.cat(found).view(shape) for name, found in sums.items()}
+        expected = whole.pop("expected", bias.new_zeros(shape))
+        weighted = whole.pop("cost", bias.new_zeros(shape))
+        ctx.save_for_backward(scores, pattern, bias, noisy, cost, valid)
         ctx.temperature, ctx.pressure = temperature, now.pressure
         return gated, expected, weighted, whole
 
@@ -106,7 +103,7 @@ class _GatedPattern(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, *gradients: Any
     ) -> tuple[Any, ...]:
-        scores, pattern, bias, noisy, cost, real = ctx.saved_tensors
+        scores, pattern, bias, noisy, cost, valid = ctx.saved_tensors
         by_gated, by_expected, by_cost, _ = gradients
         by_scores, by_pattern = torch.empty_like(scores), torch.empty_like(pattern)
         by_bias = torch.zeros_like(bias)
@@ -117,15 +114,13 @@ class _GatedPattern(torch.autograd.Function):
             soft = torch.sigmoid(drawn / ctx.temperature)
             found = soft.mul_(1 - soft).div_(ctx.temperature)
             found *= _flat(by_gated)[some] * _flat(pattern)[some]
-            share = by_expected.flatten()[some, None, None]
-            if cost is not None:
-                share = share + by_cost.flatten()[some, None, None] * cost[heads]
-            chance = torch.sigmoid(logits)
-            slope = chance.mul_(1 - chance).add_(logits > 0, alpha=ctx.pressure).mul_(share)
-            if real is not None:
-                valid = possible_attention_edges(_flat(scores)[some], _flat(pattern)[some])
-                slope *= valid & _flat(real.expand_as(scores[..., :1]))[some]
-            found += slope
+            if valid is not None:
+                share = by_expected.flatten()[some, None, None]
+                if cost is not None:
+                    share = share + by_cost.flatten()[some, None, None] * cost[heads]
+                chance = torch.sigmoid(logits)
+                slope = chance.mul_(1 - chance).add_(logits > 0, alpha=ctx.pressure).mul_(share)
+                found += slope.mul_(_rows(valid, scores.shape[:2], some))
             _flat(by_scores)[some] = found.to(scores.dtype)
             by_bias.index_add_(0, heads, found.sum(dim=(-2, -1)))
         return by_scores, by_pattern, by_bias, None, None, None, None
@@ -144,16 +139,11 @@ def _pieces(scores: Float[Tensor, "prompt head query key"]) -> Iterator[tuple[sl
         yield slice(start, stop), torch.arange(start, stop, device=scores.device) % n_heads
 
 
-def _counted(
-    logits: Float[Tensor, "some query key"],
-    valid: Bool[Tensor, "some query key"],
-    cost: Float[Tensor, "some query key"] | None,
-    padded: bool,
-) -> Counted:
-    """The counts of some heads on some prompts."""
-    chance = torch.sigmoid(logits)
-    if padded:
-        chance *= valid
-    each = [valid, (logits > 0) & valid, chance, cost]
-    rows = (None if values is None else values[:, None] for values in each)
-    return attention_edges_of_layer(*rows, keep_gates=False)  # type: ignore[arg-type]
+def _rows(
+    valid: Bool[Tensor, "#prompt #head query key"], shape: torch.Size, some: slice
+) -> Bool[Tensor, "#some query key"]:
+    """The valid pairs of some prompts and heads, as in `_pieces`."""
+    if valid.shape[0] == valid.shape[1] == 1:
+        return valid[0]
+    places = torch.arange(some.start, some.stop, device=valid.device)
+    return valid.expand(*shape, -1, -1)[places // shape[1], places % shape[1]]

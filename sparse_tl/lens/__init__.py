@@ -29,7 +29,11 @@ from sparse_tl.lens.deferred import (
     function_name as function_name,
 )
 from sparse_tl.lens.devices import checked_device as checked_device
-from sparse_tl.lens.expressions import Block as Block, Expression as Expression
+from sparse_tl.lens.expressions import (
+    EVERYTHING as EVERYTHING,
+    Block as Block,
+    Expression as Expression,
+)
 from sparse_tl.lens.hooked_folder import build_model as build_model
 from sparse_tl.lens.limits import (
     check_head as check_head,
@@ -51,6 +55,7 @@ from sparse_tl.lens.lora import (
     lora_parameters as lora_parameters,
     merge_lora as merge_lora,
 )
+from sparse_tl.lens.masks import AttentionMask as AttentionMask
 from sparse_tl.lens.modes import (
     evaluation_mode as evaluation_mode,
     in_evaluation_mode as in_evaluation_mode,
@@ -64,6 +69,7 @@ from sparse_tl.lens.points import (
 )
 from sparse_tl.lens.recording import (
     Activations as Activations,
+    mask_hooks as mask_hooks,
     record as record,
     source_outputs as source_outputs,
 )

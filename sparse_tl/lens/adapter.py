@@ -102,7 +102,8 @@ class Adapter(ABC):
         ``blocks.{layer}.``: ``entering``, the residual stream that enters the layer, before all
         hooks at ``hook_resid_pre``; ``mlp_input``, the input of the norm before the MLP;
         ``mlp_normalized``, the MLP's input; ``mlp_read``, the same after all edits, read-only;
-        `heads_point`, the value that heads write from.
+        `heads_point`, the value that heads write from; ``attn.mask``, the layer's `AttentionMask`,
+        shown when attention is called, read-only.
 
         Raises:
             ValueError: the model lacks the hook point, or it is switched off and never fires.

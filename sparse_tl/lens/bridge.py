@@ -23,12 +23,12 @@ from sparse_tl.lens.adapter import Adapter, Slot
 from sparse_tl.lens.architecture import HALVES
 from sparse_tl.lens.attaching import others_off
 from sparse_tl.lens.booting import boot, check_alone
-from sparse_tl.lens.bridge_passes import cached_columns, skipped, stopped
+from sparse_tl.lens.bridge_passes import cached_columns, mask_place, skipped, stopped
 from sparse_tl.lens.checks import circuit_graph
 from sparse_tl.lens.layouts import Layout, layouts
 from sparse_tl.lens.lora import effective_weight
 from sparse_tl.lens.norms import Norm
-from sparse_tl.lens.places import HookFunction, Place, after, before, columns_in_cache
+from sparse_tl.lens.places import HookFunction, Place, after, before, read_call
 from sparse_tl.lens.plain import plain_copy, unread_parameters
 from sparse_tl.lens.points import hook_point
 from sparse_tl.scopes import autograd
@@ -70,10 +70,12 @@ class BridgeAdapter(Adapter):
     def place(self, name: str) -> HookPoint | Place:
         """See `Adapter`."""
         if name == "cached_columns":
-            return partial(columns_in_cache, [self.core], cached_columns)
+            return partial(read_call, [self.core], cached_columns)
         layer, _, what = name.removeprefix("blocks.").partition(".")
         if what == "entering":
             return partial(before, hook_point(self.model, f"blocks.{layer}.hook_resid_pre"))
+        if what == "attn.mask":
+            return mask_place(self.model.blocks[int(layer)].attn, self.causal)
         if what == "mlp_read":
             return hook_point(self.model, f"blocks.{layer}.mlp.hook_in")
         if what == "attn.z_written":

@@ -4,20 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.exceptions import StopAtLayerException
+from transformer_lens.model_bridge.generalized_components.mpt_alibi_attention import (
+    MPTALiBiAttentionBridge,
+)
 
 from sparse_tl.lens.attaching import stand_in
+from sparse_tl.lens.masks import AttentionMask
+from sparse_tl.lens.places import HookFunction, Place, read_call
 from sparse_tl.scopes import scope
 
 
-def cached_columns(kwargs: dict[str, Any]) -> int:
+def cached_columns(kwargs: dict[str, Any]) -> Int[Tensor, ""]:
+    """The number of columns in the key-value cache."""
     # Can exceed the keys of a layer with a sliding window, which are the last of these columns.
     cache = kwargs.get("past_key_values")
-    return 0 if cache is None else int(cache.get_seq_length())
+    return torch.tensor(0 if cache is None else int(cache.get_seq_length()))
+
+
+def mask_place(attention: nn.Module, causal: bool) -> Place:
+    """Where a layer's attention shows its mask: when it is called, or once it has made its own."""
+    read = partial(_mask, attention, causal)
+    own = getattr(attention, "hook_dsa_mask", None)
+    if own is None:
+        return partial(read_call, [attention], read)
+
+    def attach(function: HookFunction) -> list[RemovableHandle]:
+        called: dict[str, AttentionMask] = {}
+
+        def add(_module: nn.Module, _args: Any, chosen: Float[Tensor, "prompt query key"]) -> None:
+            mask = called.pop("mask")
+            both = chosen[:, None] if mask.given is None else mask.given + chosen[:, None]
+            function(AttentionMask(mask.causal, given=both))
+
+        handles = read_call([attention], read, partial(called.__setitem__, "mask"))
+        return [*handles, own.register_forward_hook(add)]
+
+    return attach
+
+
+def _mask(attention: nn.Module, causal: bool, kwargs: dict[str, Any]) -> AttentionMask:
+    """The mask that attention applies when it is called with these arguments."""
+    given = kwargs.get("attention_mask")
+    if given is None:
+        return AttentionMask(causal)
+    if isinstance(attention, MPTALiBiAttentionBridge):
+        given = ~given  # MPT's masks are true where a pair is masked
+    # A mask of four axes includes the causal order, windows and chunks; attention adds nothing.
+    return AttentionMask(causal and given.ndim < 4, given=given)
 
 
 @scope

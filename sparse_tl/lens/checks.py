@@ -6,7 +6,8 @@ circuits under those of the user's own, see `sparse_tl.lens.under_hooks`):
 *all*      the logits are numbers; a bridge computes the same as the `transformers` model that it
            wraps;
 *gates*    editing attention scores changes the pattern in every layer; with a pattern of zeros,
-           heads write nothing, and nothing of a token reaches later positions;
+           heads write nothing, and nothing of a token reaches later positions; no layer attends to
+           what its mask leaves out;
 *mlps*     each MLP is called once before it writes; whatever replaces its output is what the layer
            adds to the residual stream, besides the output of its heads;
 *circuits* normalising and projecting the residual stream gives q, k and v; head outputs sum to the
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -137,22 +139,23 @@ def _gates_act(adapter: Adapter, tokens: Tensor) -> None:
     model = adapter.model
     suffixes = ("attn.hook_attn_scores", "attn.hook_pattern", "attn.hook_z", "hook_resid_post")
     scores, patterns, heads, residuals = map(adapter.layer_points, suffixes)
+    masks = [f"blocks.{layer}.attn.mask" for layer in range(adapter.n_layers)]
 
     def seen(
         prompts: Tensor,
         names: Sequence[str],
         edited: Sequence[str] = (),
         edit: HookFunction = torch.clone,
-    ) -> dict[str, list[Tensor]]:
-        """Activations at some hook points while others are edited."""
-        found: dict[str, list[Tensor]] = {name: [] for name in names}
+    ) -> dict[str, list[Any]]:
+        """Activations and masks at some places while others are edited."""
+        found: dict[str, list[Any]] = {name: [] for name in names}
         hooks: list[Hook] = [(name, Order.FIRST, edit) for name in edited]
         hooks += [(name, Order.LAST, found[name].append) for name in names]
         with attached(adapter, hooks):
             model(prompts, return_type=None)
         return found
 
-    plain = seen(tokens, [*scores, *patterns, *heads])
+    plain = seen(tokens, [*scores, *patterns, *heads, *masks])
     for name, values in plain.items():
         if len(values) != 1:
             raise ValueError(
@@ -174,6 +177,8 @@ def _gates_act(adapter: Adapter, tokens: Tensor) -> None:
         first, second = closed[residuals[layer]][0][:, 1:]
         if excess(adapter.dtype, first, second, first.abs()):
             _refuse(adapter, layer, "what it writes does not come from its heads alone")
+    for name, mask in zip(patterns, masks, strict=True):
+        plain[mask][0].check(plain[name][0], f"{name} of {adapter.name!r}")
 
 
 def _refuse(adapter: Adapter, layer: int, why: str) -> None:

@@ -7,13 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
-
-from sparse_tl.scopes import autograd
-
-MASKED = -1e30
-"""Pairs whose score a mask puts below this have a weight of exactly 0."""
 
 
 @dataclass(frozen=True)
@@ -98,22 +92,3 @@ class Expression:
         )
         leaves = {id(leaf): block.of(leaf) for leaf in self.leaves}
         return self.value(leaves, {id(self.product): product})
-
-    @autograd(False)
-    def keys_seen(self, queries: slice) -> slice:
-        """The range of keys that masks leave to any of these queries.
-
-        Of scores, masks are what remains where every product of a query and a key is 0.
-        """
-        q, k = self.product.args
-        alike = [all(len(leaf[(None,) * (4 - leaf.ndim)]) == 1 for leaf in self.leaves)]
-        alike += [all(leaf.ndim < 3 or leaf.shape[-3] == 1 for leaf in self.leaves)]
-        prompts, heads = (slice(0, 1) if same else slice(None) for same in alike)
-        block = Block(prompts, heads, queries, slice(None))
-        like = q[prompts, heads, queries, :1]
-        none = like.new_zeros(()).expand(*like.shape[:3], k.shape[-1])
-        leaves = {id(leaf): block.of(leaf) for leaf in self.leaves}
-        masks = self.value(leaves, {id(self.product): none})
-        lowest = max(MASKED, torch.finfo(masks.dtype).min)
-        seen = (masks > lowest).flatten(0, -2).any(dim=0).nonzero()
-        return slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, k.shape[-1])

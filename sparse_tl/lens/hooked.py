@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cached_property, partial
 from operator import attrgetter
@@ -11,15 +11,16 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from sparse_tl.lens.adapter import Adapter, Slot
 from sparse_tl.lens.attaching import own_forwards, stand_in
 from sparse_tl.lens.checks import circuit_graph
+from sparse_tl.lens.masks import AttentionMask
 from sparse_tl.lens.norms import Norm
-from sparse_tl.lens.places import Place, after, before, columns_in_cache, read_input
+from sparse_tl.lens.places import Place, after, before, read_call, read_input
 from sparse_tl.lens.points import HookedTransformer, hook_point
 from sparse_tl.lens.shortcuts import hooked
 from sparse_tl.scopes import scope
@@ -46,7 +47,7 @@ class HookedAdapter(Adapter):
         """See `Adapter`."""
         if name == "cached_columns":
             # `generate` calls `forward` itself, which skips hooks of the whole model.
-            return partial(columns_in_cache, [self.model, self.model.blocks[0]], _cached)
+            return partial(read_call, [self.model, self.model.blocks[0]], _cached)
         layer, _, what = name.removeprefix("blocks.").partition(".")
         if what == "entering":
             return partial(before, hook_point(self.model, f"blocks.{layer}.hook_resid_pre"))
@@ -55,7 +56,23 @@ class HookedAdapter(Adapter):
             return partial(before if what == "mlp_input" else after, norm)
         if what == "mlp_read":
             return partial(read_input, self.model.blocks[int(layer)].mlp)
+        if what == "attn.mask":
+            return partial(read_call, [self.model.blocks[int(layer)].attn], self._mask(int(layer)))
         return hook_point(self.model, name)
+
+    def _mask(self, layer: int) -> Callable[[dict[str, Any]], AttentionMask]:
+        """What a layer masks, given the arguments of its attention."""
+        local = self.model.blocks[layer].attn.attn_type == "local"
+        window = self.model.cfg.window_size if local else None
+
+        def read(kwargs: dict[str, Any]) -> AttentionMask:
+            if not self.causal:  # masks are ignored, those of padding too
+                return AttentionMask(causal=False)
+            real = kwargs.get("attention_mask")
+            given = None if real is None else real[:, None, None, :]
+            return AttentionMask(causal=True, window=window, given=given)
+
+        return read
 
     def logits(self, final: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:
         """See `Adapter`."""
@@ -160,7 +177,7 @@ class HookedAdapter(Adapter):
             yield
 
 
-def _cached(kwargs: dict[str, Any]) -> int:
+def _cached(kwargs: dict[str, Any]) -> Int[Tensor, ""]:
     cache = kwargs.get("past_kv_cache")
     entry = kwargs.get("past_kv_cache_entry") if cache is None else cache[0]
-    return 0 if entry is None else entry.past_keys.shape[1]
+    return torch.tensor(0 if entry is None else entry.past_keys.shape[1])

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sparse_tl.scopes import scope
 
-HookFunction = Callable[[Tensor], Tensor | None]
+HookFunction = Callable[[Any], Any]
+"""Takes an activation, or what else a place shows, and returns its replacement or None."""
 Place = Callable[[HookFunction], list[RemovableHandle]]
-"""Lets a function replace an activation in every pass, until the handles are removed."""
+"""Lets a function read or replace an activation in every pass, until the handles are removed."""
 
 
 def before(
@@ -64,18 +64,19 @@ def read_input(module: nn.Module, function: HookFunction) -> list[RemovableHandl
     return [module.register_forward_hook(show)]
 
 
-def columns_in_cache(
-    modules: Sequence[nn.Module], count: Callable[[dict[str, Any]], int], function: HookFunction
+def read_call(
+    modules: Sequence[nn.Module], read: Callable[[dict[str, Any]], Any], function: HookFunction
 ) -> list[RemovableHandle]:
-    """Show the number of columns in the key-value cache when a pass starts.
+    """Show something that follows from the keyword arguments that a module is called with.
 
     Args:
-        modules: modules that a pass starts with, each of which may be skipped.
-        count: function from their keyword arguments to the number.
+        modules: module that is called, such as a layer's attention, or several of which each may
+            be skipped.
+        read: function from the keyword arguments to what is shown.
         function: function to attach.
     """
 
     def show(_module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        function(torch.tensor(count(kwargs)))
+        function(read(kwargs))
 
     return [module.register_forward_pre_hook(show, with_kwargs=True) for module in modules]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sparse_tl.lens.adapter import Adapter
 from sparse_tl.lens.attaching import Hook, Order, attached
+from sparse_tl.lens.masks import AttentionMask
 from sparse_tl.lens.points import EMBEDDED
 from sparse_tl.lens.shortcuts import hooked
 from sparse_tl.scopes import autograd
@@ -89,6 +90,14 @@ def check_fired(adapter: Adapter, names: Sequence[str], kept: Container[str]) ->
             f"expected every part of {adapter.name!r} to be called in a forward pass; {silent[0]} "
             "never fires: the model computes it by other means, and its parts cannot be told apart"
         )
+
+
+def mask_hooks(adapter: Adapter, masks: dict[int, AttentionMask]) -> list[Hook]:
+    """The hooks that put the mask of every layer's attention into a dictionary, by layer."""
+    return [
+        (f"blocks.{layer}.attn.mask", Order.FIRST, partial(masks.__setitem__, layer))
+        for layer in range(adapter.n_layers)
+    ]
 
 
 @autograd(False)

@@ -53,7 +53,7 @@ function shownWeight(panel, state) {
 // What a panel shows in the present state. Reachability is the model's, over all heads, also
 // where a single head is shown.
 function selectEdges(panel, data, state) {
-  const [nLayers, nHeads, n] = panel.shape;
+  const [nLayers, , n] = panel.shape;
   const kind = shownWeight(panel, state);
   const weights = kind === "attention" ? panel.attention : panel.scores[kind].rows[state.target];
   const residual = residualSteps(panel, data.steps);
@@ -85,8 +85,8 @@ function selectEdges(panel, data, state) {
     line.kind = line.onPath ? "path" : "open";
   }
   markMainEdges(lines, residual, start, data);
-  const headsShown = state.head < 0 ? nHeads : Number(state.head < nHeads);
-  const total = nLayers * headsShown * panel.nPairs;
+  const shown = (_, head) => state.head < 0 || head === state.head;
+  const total = panel.nPossible.flatMap((heads) => heads.filter(shown)).reduce((a, b) => a + b, 0);
   return { lines, reached, count, total, column, focus };
 }
 

@@ -219,7 +219,7 @@ def _panel_data(
         "arrows": [
             prediction_arrow(layout, place, column, read_at) for column, read_at in graph.targets
         ],
-        "nPairs": graph.n_pairs,
+        "nPossible": graph.n_possible.tolist(),
         "mlps": mlps,
         "attention": _listed(panel.attention, floors["attention"]),
         "scores": {

@@ -24,7 +24,7 @@ from sparse_tl.gates import (
     straight_through,
 )
 from sparse_tl.gates.attention import attention_by_blocks
-from sparse_tl.lens import Deferred, deferred
+from sparse_tl.lens import AttentionMask, Deferred, deferred
 
 Build = Callable[..., Any]
 N_PROMPTS, LENGTH = 3, 24
@@ -348,9 +348,8 @@ def test_sums_over_blocks_are_not_rounded_to_half_precision(
         if by_blocks:
             scores = _deferred_scores(q, k)
             gate = lambda block, s, p, *_: (p, {})  # noqa: E731
-            attention = blockwise.GatedAttention(
-                scores.expression, scores.softmax(-1).expression, torch.zeros(3), gate, None
-            )
+            parts = scores.expression, scores.softmax(-1).expression, AttentionMask(causal=False)
+            attention = blockwise.GatedAttention(*parts, torch.zeros(3), gate, None)
             output = attention(v)[0]
         else:
             output = (q @ k.mT).softmax(-1) @ v
@@ -361,11 +360,11 @@ def test_sums_over_blocks_are_not_rounded_to_half_precision(
 
 
 def test_keys_masked_by_the_lowest_half_are_left_out() -> None:
-    q, k = torch.randn(2, 1, 3, 9, 4, dtype=torch.float16)
-    scores = _deferred_scores(q, k)
-    causal = torch.ones(9, 9, dtype=torch.bool).tril()
-    masked = scores.masked_fill(~causal, torch.finfo(torch.float16).min)
-    assert masked.expression.keys_seen(slice(2, 4)) == slice(0, 4)
+    seen = torch.ones(9, 9, dtype=torch.bool).tril()
+    given = torch.zeros(2, 1, 9, 9, dtype=torch.float16)
+    given = given.masked_fill(~seen, torch.finfo(torch.float16).min)
+    mask = AttentionMask(causal=False, given=given)
+    assert mask.keys_allowed(slice(2, 4), (9, 9), given.device) == slice(0, 4)
 
 
 def test_a_trained_mask_gets_its_gradient() -> None:

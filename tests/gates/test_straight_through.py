@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparse_tl.gates import straight_through
-from sparse_tl.gates.counting import attention_edges_of_layer, possible_attention_edges
+from sparse_tl.gates.counting import attention_edges_of_layer
 from sparse_tl.gates.distributions import BernoulliGate, press
 from sparse_tl.gates.passes import GateSettings
 from sparse_tl.gates.straight_through import gated_pattern
@@ -18,21 +18,30 @@ SHAPE = (3, 2, 7, 7)
 MASKS = ("causal", "window", "padded", "lowest", "none")
 
 
-def _inputs(mask: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores and pattern as models mask them, and biases."""
-    generator = torch.Generator().manual_seed(0)
-    scores = 2 * torch.randn(SHAPE, generator=generator, dtype=torch.float64).to(dtype)
+LENGTHS = torch.tensor([7, 5, 2])
+
+
+def _valid(mask: str) -> Tensor:
+    """Pairs of real tokens that a mask allows, ``[prompt, head, query, key]``."""
     seen = torch.ones(7, 7, dtype=torch.bool)
     if mask != "none":
         seen = seen.tril()
     if mask == "window":
-        seen &= ~seen.tril(-3)
+        seen = seen & ~seen.tril(-3)
+    real = torch.arange(7) < LENGTHS[:, None]
+    padded = seen & real[:, None, :, None] & real[:, None, None, :]
+    return padded if mask == "padded" else seen[None, None]
+
+
+def _inputs(mask: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores and pattern as models mask them, and biases."""
+    generator = torch.Generator().manual_seed(0)
+    scores = 2 * torch.randn(SHAPE, generator=generator, dtype=torch.float64).to(dtype)
     lowest = torch.finfo(dtype).min if mask == "lowest" else -torch.inf
-    scores = scores.masked_fill(~seen, lowest).requires_grad_()
+    causal = _valid("causal") if mask == "padded" else _valid(mask)
+    scores = scores.masked_fill(~causal, lowest).requires_grad_()
     if mask == "padded":
-        scores = scores.masked_fill(
-            torch.arange(7) >= torch.tensor([7, 5, 2])[:, None, None, None], -1e5
-        )
+        scores = scores.masked_fill(torch.arange(7) >= LENGTHS[:, None, None, None], -1e5)
     bias = torch.tensor([0.3, -0.5], dtype=torch.float64, requires_grad=True)
     return scores, scores.softmax(dim=-1), bias
 
@@ -45,13 +54,9 @@ def _composed(
     rule: BernoulliGate,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    logits = scores.to(bias.dtype) + bias[:, None, None]
+    logits, valid = scores.to(bias.dtype) + bias[:, None, None], options["valid"]
     gates = rule.sample(logits, now.generator, now.noise)
-    valid = possible_attention_edges(scores, pattern)
-    chance = press(rule.open_probability(logits), logits, now.pressure)
-    if options["real"] is not None:
-        valid = valid & options["real"]
-        chance = chance * valid
+    chance = press(rule.open_probability(logits), logits, now.pressure) * valid
     is_open = rule.is_open(logits) & valid
     counts = attention_edges_of_layer(valid, is_open, chance, options["cost"], False)
     return gates.to(pattern.dtype) * pattern, counts
@@ -68,8 +73,7 @@ def test_values_counts_and_gradients(
     generator = torch.Generator().manual_seed(1)
     draw = lambda *shape: torch.rand(shape, generator=generator, dtype=torch.float64)  # noqa: E731
     cost = draw(2, 1, 7) if costly else None
-    real = torch.arange(7) < torch.tensor([7, 5, 2])[:, None]
-    options = {"cost": cost, "real": real[:, None, :, None] if mask == "padded" else None}
+    options = {"cost": cost, "valid": _valid(mask)}
     weights = draw(*SHAPE), draw(3, 2), draw(3, 2)
     rule, found = BernoulliGate(temperature=0.7), []
     for way in (gated_pattern, _composed):
@@ -120,7 +124,7 @@ def test_the_estimator_has_the_slope_of_the_sampled_loss_in_expectation() -> Non
 def test_the_pattern_keeps_its_precision(dtype: torch.dtype) -> None:
     scores, pattern, bias = _inputs("causal", dtype)
     now = GateSettings(generator=torch.Generator().manual_seed(0), counts=[])
-    gated, counts = gated_pattern(scores, pattern, bias, 1.0, now)
+    gated, counts = gated_pattern(scores, pattern, bias, 1.0, now, valid=_valid("causal"))
     assert gated.dtype == dtype and counts["expected"].dtype == torch.float64
     (by,) = torch.autograd.grad(gated.sum(), scores)
     assert by.dtype == dtype
@@ -139,6 +143,6 @@ def test_what_is_kept_for_the_backward_pass() -> None:
 
         now = GateSettings(generator=torch.Generator(), noise=noise, counts=[], pressure=0.2)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            gated_pattern(scores, pattern, bias, 1.0, now)
+            gated_pattern(scores, pattern, bias, 1.0, now, valid=_valid("causal"))
         sizes.append(sum(size for size in kept.values() if size >= scores.nbytes) / scores.nbytes)
     assert sizes == [3, 2]
