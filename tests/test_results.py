@@ -61,6 +61,11 @@ RESULTS: dict[str, Any] = {
     "edge scores": SCORES,
     "head scores": HEADS,
     "attention edges": Scores(AttentionGrid(1, 2, 3), torch.rand(2, 1, 2, 3, 3), "eap"),
+    "attention edges in a window": Scores(
+        AttentionGrid(1, 2, 3, True, torch.eye(3, dtype=torch.bool)[None]),
+        torch.rand(2, 1, 2, 3, 3),
+        "eap",
+    ),
     "circuit": SCORES.top(5),
     "heads": HEADS.top(2),
     "activation patching": ActivationPatching(

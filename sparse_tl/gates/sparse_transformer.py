@@ -118,7 +118,7 @@ class SparseTransformer(nn.Module):
             keep_gates: also return every deterministic gate, as `gates` and `mlp_gates`.
             pressure: extra gradient of the expected count for confidently open gates.
             edge_cost: cost of each edge, broadcastable to ``[layer, head, query, key]``.
-            **kwargs: keyword arguments of the model; padding in ``attention_mask`` is not counted.
+            **kwargs: keyword arguments of the model; only ``attention_mask`` says what is padding.
         """
         args, kwargs = as_rows(args, kwargs)
         layers: list[Counted] = []
@@ -273,8 +273,8 @@ class SparseTransformer(nn.Module):
     @whole
     def _attach(self) -> None:
         adapter = adapt(self.model)
-        hooks = (hook for gates in self._all_gates() for hook in gates.hooks(adapter))
-        self._hooks_on = AttachedHooks(adapter, list(hooks))
+        hooks = [hook for gates in self._all_gates() for hook in gates.hooks(adapter)]
+        self._hooks_on = AttachedHooks(adapter, hooks)
         self._deferred = defer_scores(adapter, self._hooks_on)
         adapter.core._sparse_tl_wrapped = frozenset(self._hooks_on.ids)  # type: ignore[assignment]
 

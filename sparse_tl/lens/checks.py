@@ -5,9 +5,8 @@ circuits under those of the user's own, see `sparse_tl.lens.under_hooks`):
 
 *all*      the logits are numbers; a bridge computes the same as the `transformers` model that it
            wraps;
-*gates*    editing attention scores changes the pattern in every layer; with a pattern of zeros,
-           heads write nothing, and nothing of a token reaches later positions; no layer attends to
-           what its mask leaves out;
+*gates*    masked pairs have no attention; editing attention scores changes every pattern; with a
+           pattern of zeros, heads write nothing, and nothing of a token reaches later positions;
 *mlps*     each MLP is called once before it writes; whatever replaces its output is what the layer
            adds to the residual stream, besides the output of its heads;
 *circuits* normalising and projecting the residual stream gives q, k and v; head outputs sum to the

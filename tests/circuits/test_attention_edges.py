@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from architectures import plain_transformer
 from torch import Tensor
 
 from sparse_tl.circuits import attribute_attention_edges
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import Model
+from sparse_tl.lens import Model, boot
 from sparse_tl.metrics import logit_difference
 
 Build = Callable[..., Model]
@@ -70,6 +71,18 @@ def test_closed_gates_score_exactly_nothing(build_tiny: Build, pairs: PromptPair
     table = scores.to_pandas(top=5)
     assert list(table) == ["edge", "layer", "head", "query", "key", "score"]
     assert table["score"].abs().is_monotonic_decreasing
+
+
+def test_edges_beyond_a_window_do_not_exist(pairs: PromptPairs) -> None:
+    model = boot(plain_transformer("gemma2"))
+    scores = attribute_attention_edges(model, pairs, logit_difference)
+    _, cache = model.run_with_cache(pairs.clean)
+    patterns = [cache[f"blocks.{layer}.attn.hook_pattern"][0] for layer in range(3)]
+    assert torch.equal(scores.site.exists, torch.stack(patterns) > 0)
+    assert scores.site.n_parts < 3 * 4 * len(patterns[0][0]) * (len(patterns[0][0]) + 1) / 2
+    with pytest.raises(ValueError, match=r"it has no a0\.h0:0->4"):
+        scores["a0.h0:0->4"]
+    assert scores["a1.h0:0->4"] != 0  # layers in between have no window
 
 
 def test_settings_that_make_no_sense(build_tiny: Build, pairs: PromptPairs) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from architectures import plain_transformer
 from tiny import KINDS
 
 from sparse_tl import (
@@ -11,7 +12,9 @@ from sparse_tl import (
     trace_attention,
 )
 from sparse_tl.circuits.trace import predicted_columns
+from sparse_tl.lens import boot
 from sparse_tl.models import build_addition_model
+from sparse_tl.plots import figure
 from sparse_tl.tasks.addition import addition_tokenizer
 
 
@@ -33,6 +36,22 @@ def test_the_next_token_is_read_at_the_last_column(model):
     assert graph.attention.shape == (4, 4, 11, 11)
     assert graph.attention[..., 10, :].abs().max() == 0
     assert not graph.gates[..., 10, :].any() and graph.gates[:, :, 9, :10].all()
+    # The column of a token that is still to come has no edges.
+    assert graph.n_possible.unique().tolist() == [10 * 11 / 2]
+    assert "880 of 880 attention edges open" in repr(graph)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+def test_a_dense_models_edges_are_where_it_attends(name):
+    """Not beyond a layer's window, of four columns in all layers or in two."""
+    model = boot(plain_transformer(name))
+    tokens = torch.arange(3, 13)
+    graph = trace_attention(model, tokens)
+    assert torch.equal(graph.gates, graph.attention > 0)
+    assert torch.equal(graph.n_possible, graph.gates.sum(dim=(-2, -1)))
+    # Ten columns are read; the eleventh is predicted.
+    assert graph.n_possible[:, 0].tolist() == [34, 55 if name == "gemma2" else 34, 34]
+    assert f"of {int(graph.gates.sum()):,} attention edges" in str(figure(graph))
 
 
 def test_mask_tokens_are_read_at_their_own_column(model):

@@ -294,22 +294,6 @@ def test_padding_counts_for_nothing(tokens: Tensor, kind: str, left: bool) -> No
     assert gates is not None and not bool(gates[:, mask == 0].any())
 
 
-def test_padding_masked_by_a_users_hook_counts_for_nothing(tokens: Tensor) -> None:
-    """What is real is what attention reads, as for attention edges."""
-    model = build("plain")
-
-    def mask(scores: Tensor, hook: Any) -> Tensor:
-        first = torch.arange(8) < 2
-        return scores.masked_fill(first[:, None] | first[None, :], -1e5)
-
-    for layer in range(2):
-        model.add_hook(f"blocks.{layer}.attn.hook_attn_scores", mask, is_permanent=True)
-    counts = SparseTransformer(model, mlps=True).count_attention_edges(tokens)
-    assert counts.tokens.tolist() == [6, 6, 6]
-    for values in (counts.possible_mlps, counts.active_mlps):
-        assert values is not None and values.unique().tolist() == [6]
-
-
 def test_counts_of_batches_are_counts_of_all(tokens: Tensor) -> None:
     sparse = sparse_of("plain")
     whole, parts = (sparse.count_attention_edges(tokens, batch_size=n) for n in (3, 2))

@@ -43,20 +43,24 @@ def test_the_future_is_not_possible_whatever_it_is_masked_with(
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("left", [False, True])
-def test_padding_masked_by_a_users_hook_is_not_possible(build_tiny: Build, left: bool) -> None:
+@pytest.mark.parametrize(("left", "lowest"), [(False, -1e5), (True, -1e5), (False, -torch.inf)])
+def test_a_hook_on_scores_masks_nothing(build_tiny: Build, left: bool, lowest: float) -> None:
+    """Only `attention_mask` says what is padding; scores may be as low for other reasons."""
     model, tokens = build_tiny(), _tokens()
     padding = torch.zeros_like(tokens, dtype=torch.bool)
     padding[:, slice(0, 2) if left else slice(-2, None)] = True
 
-    def mask(scores: torch.Tensor, hook: Any) -> torch.Tensor:
-        apart = padding[:, None, :, None] | padding[:, None, None, :]
-        return scores.masked_fill(apart, -1e5)
+    def lower(scores: torch.Tensor, hook: Any) -> torch.Tensor:
+        return scores.masked_fill(padding[:, None, None, :], lowest)
 
     for layer in range(2):
-        model.add_hook(f"blocks.{layer}.attn.hook_attn_scores", mask, is_permanent=True)
-    counts = SparseTransformer(model).count_attention_edges(tokens)
-    assert counts.possible.unique().tolist() == [5 * 6 / 2]
+        model.add_hook(f"blocks.{layer}.attn.hook_attn_scores", lower, is_permanent=True)
+    sparse = SparseTransformer(model)
+    counts = sparse.count_attention_edges(tokens)
+    assert counts.possible.unique().tolist() == [7 * 8 / 2]
+    assert counts.active.unique().tolist() == [5 * 6 / 2 + (0 if left else 2 * 5)]
+    counts = sparse.count_attention_edges(tokens, attention_mask=(~padding).long())
+    assert counts.possible.unique().tolist() == counts.active.unique().tolist() == [5 * 6 / 2]
     assert counts.tokens.tolist() == [5, 5, 5]
 
 
