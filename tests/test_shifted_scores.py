@@ -156,8 +156,9 @@ def _functions() -> Iterator[tuple[str, Any]]:
             if name.startswith("_") or not getattr(value, "__module__", "").startswith("sparse_tl"):
                 continue
             if inspect.isclass(value) and not issubclass(value, stl.results.Result):
-                methods = inspect.getmembers(value, inspect.isfunction)
-                yield from ((f"{room}.{name}.{method}", run) for method, run in methods)
+                for method, run in vars(value).items():
+                    if inspect.isfunction(run):
+                        yield f"{room}.{name}.{method}", run
             elif inspect.isfunction(value):
                 yield f"{room}.{name}", value
 

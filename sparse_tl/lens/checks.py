@@ -162,7 +162,7 @@ def _gates_act(adapter: Adapter, tokens: Tensor) -> None:
                 f"{len(values)} times. Gates cannot sit on this model as it is configured."
             )
     ramp = torch.arange(tokens.shape[1], device=tokens.device).to(adapter.dtype)
-    moved = seen(tokens, patterns, scores, lambda values: values + ramp)
+    moved = seen(tokens, patterns, scores, lambda values: torch.zeros_like(values) + ramp)
     for layer, name in enumerate(patterns):
         if tokens.shape[1] > 1 and torch.equal(moved[name][0], plain[name][0]):
             _refuse(adapter, layer, "edits to its attention scores do not reach the pattern")

@@ -77,11 +77,13 @@ def test_padding_on_either_side_counts_the_same(build_tiny: Build) -> None:
         torch.testing.assert_close(counts.expected, plain.expected)
 
 
-def test_a_vanishing_weight_is_still_possible(build_tiny: Build) -> None:
-    """A sharp pattern has exact zeros; they are not the model's mask."""
+@pytest.mark.every_case
+@pytest.mark.parametrize("sharp", [1e3, 1e5, 1e7])
+def test_a_vanishing_weight_is_still_possible(build_tiny: Build, sharp: float) -> None:
+    """A sharp pattern has exact zeros; they are not the model's mask, however low their scores."""
     model = build_tiny()
     with torch.no_grad():
-        model.blocks[0].attn.W_Q.mul_(1e3)
+        model.blocks[0].attn.W_Q.mul_(sharp)
     assert SparseTransformer(model).count_attention_edges(_tokens()).possible.unique() == 28
 
 
