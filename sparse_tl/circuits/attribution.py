@@ -25,18 +25,19 @@ from itertools import groupby
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sparse_tl import ranks
 from sparse_tl.arguments import AtLeastOne, checked
+from sparse_tl.circuits.contraction import contract
 from sparse_tl.circuits.gradient_passes import Method, Passes
 from sparse_tl.circuits.pair_runs import PairRuns
-from sparse_tl.circuits.read_gradients import Places, ReadGradients
+from sparse_tl.circuits.read_gradients import ReadGradients
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import AttentionEdges, CircuitEdges, Heads, HookPoints, Patch, PatchValues
-from sparse_tl.graph import CircuitGraph, Node
+from sparse_tl.graph import CircuitGraph
 from sparse_tl.grids import AttentionGrid
 from sparse_tl.lens import (
     EMBEDDED,
@@ -47,15 +48,12 @@ from sparse_tl.lens import (
     check_sums_under_hooks,
     in_evaluation_mode,
     mask_hooks,
-    source_outputs,
 )
 from sparse_tl.metrics import Metric
 from sparse_tl.positioned_graph import PositionedGraph
 from sparse_tl.progress import tracked
 
 EdgePatch = Literal["zero", "corrupted"]
-WRITES_AT_ONCE = 2**25
-"""Maximum number of values that all sources write, in d_model dimensions, held at one time."""
 MOST_BYTES = 2e9
 """Maximum size of scores by position."""
 
@@ -131,7 +129,7 @@ def attribute_circuit_edges(
                     back.add(one)
                     step()
                 moved = _moved(change, plan.sources)
-                _contract(scores, back, change, grouped[index].where(moved, -1), rows)
+                contract(scores, back, change, grouped[index].where(moved, -1), rows)
     plan.check_effect()
     shape = [n_pairs] * by_pair + list(site.exists.shape)
     scores = ranks.summed(scores).where(graph.exists, 0.0).view(shape)
@@ -248,63 +246,3 @@ def _check_size(n_pairs: int, n_positions: int, graph: CircuitGraph) -> None:
             f"take {size / 1e9:.1f} GB. Join tokens to fewer spans (pairs.with_spans, "
             'positions="spans"), or average over pairs (by_pair=False)'
         )
-
-
-def _contract(
-    scores: Float[Tensor, "group source destination"],
-    back: ReadGradients,
-    change: Mapping[str, Tensor],
-    groups: Int[Tensor, "batch pos"],
-    rows: slice,
-) -> None:
-    """Add the contraction of some sources with all destinations to the scores.
-
-    The sum over places is taken over a few at a time: what every source writes in d_model
-    dimensions is the largest tensor of all.
-
-    Args:
-        scores: scores of each group of places, on the CPU in float64.
-        back: gradients with respect to the destinations' inputs.
-        change: patch minus clean activation of every source.
-        groups: group that each prompt position is summed into; -1 to leave it out.
-        rows: sources to score.
-    """
-    graph, flat = back.adapter.graph, groups.flatten()
-    at_once = max(1, WRITES_AT_ONCE // (len(graph.sources) * back.adapter.d_model))
-    in_order = flat.argsort(stable=True)[int((flat < 0).sum()) :]
-    for some in in_order.split(at_once) if len(in_order) else ():
-        places = some // groups.shape[1], some % groups.shape[1]
-        own = {name: change[name][places][None] for name in back.adapter.source_points()}
-        difference = source_outputs(back.adapter, own)[:, 0]
-        _contract_few(scores, back, difference, places, flat[some], rows)
-
-
-def _contract_few(
-    scores: Float[Tensor, "group source destination"],
-    back: ReadGradients,
-    difference: Float[Tensor, "source place d_model"],
-    places: Places,
-    groups: Int[Tensor, " place"],
-    rows: slice,
-) -> None:
-    """Add what a few places, in the order of their groups, contribute, layer by layer."""
-    graph = back.adapter.graph
-    found, counts = (some.tolist() for some in groups.unique_consecutive(return_counts=True))
-    written = [part.flatten(1) for part in difference.split(counts, dim=1)]
-    first, end, _ = rows.indices(len(graph.sources))
-    most = graph.n_heads + 2 * graph.n_kv_heads + graph.has_mlps
-    buffer = difference.new_empty(most, *difference.shape[1:])
-    start = 0
-    for layer in range(graph.n_layers):
-        before = slice(first, min(end, graph.n_sources_before(Node("mlp", layer))))
-        if before.start >= before.stop:  # sources of later layers
-            start += most
-            continue
-        reading = back.layer(layer, places, buffer)
-        stop = start + len(reading)
-        for group, flat, read in zip(found, written, reading.split(counts, dim=1), strict=True):
-            product = flat[before] @ read.flatten(1).T
-            scores[group, before, start:stop] += product.cpu().double()
-        start = stop
-    for group, flat, read in zip(found, written, back.final[places].split(counts), strict=True):
-        scores[group, rows, -1] += (flat[rows] @ read.flatten()).cpu().double()

@@ -23,8 +23,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from sparse_tl.gates.blockwise import GatedAttention, GatedPattern
-from sparse_tl.gates.counting import attention_edges_of_layer
 from sparse_tl.gates.distributions import BernoulliGate, GateDistribution, GateMode, gate_values
+from sparse_tl.gates.layer_counts import attention_edges_of_layer
 from sparse_tl.gates.passes import Counted, GateSettings, PassGates, layer_hooks
 from sparse_tl.gates.patches import gate
 from sparse_tl.gates.straight_through import gated_pattern

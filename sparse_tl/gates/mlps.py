@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from sparse_tl.gates.counting import mlps_of_layer
 from sparse_tl.gates.distributions import BernoulliGate, GateDistribution, GateMode, gate_values
+from sparse_tl.gates.layer_counts import mlps_of_layer
 from sparse_tl.gates.passes import PassGates, layer_hooks
 from sparse_tl.gates.patches import gate
 from sparse_tl.lens import Adapter, Hook, check_mlps

@@ -22,8 +22,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sparse_tl.gates.counting import open_edges, possible_edges
 from sparse_tl.gates.distributions import logistic_noise
+from sparse_tl.gates.layer_counts import open_edges, possible_edges
 from sparse_tl.gates.passes import Counted, GateSettings
 
 EDGES_AT_ONCE = 2**20

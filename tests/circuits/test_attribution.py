@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,7 +14,7 @@ from oracle import slow_scores
 from random_models import KINDS, MORE_KINDS, random_pairs, shaken
 from torch import Tensor
 
-from sparse_tl.circuits import attribute_circuit_edges, attribute_heads
+from sparse_tl.circuits import attribute_circuit_edges, attribute_heads, contraction
 from sparse_tl.circuits.gradient_passes import Method
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import SparseTransformer
@@ -80,9 +79,8 @@ def test_a_few_places_at_a_time(
         return written
 
     one_place = adapt(model).d_model * len(adapt(model).graph.sources)
-    module = sys.modules[attribute_circuit_edges.__module__]
-    monkeypatch.setattr(module, "WRITES_AT_ONCE", 2 * one_place)
-    monkeypatch.setattr(module, "source_outputs", noted)
+    monkeypatch.setattr(contraction, "WRITES_AT_ONCE", 2 * one_place)
+    monkeypatch.setattr(contraction, "source_outputs", noted)
     torch.testing.assert_close(attribute().values, whole, rtol=1e-12, atol=1e-14)
     assert max(sizes) == 2 * one_place
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sparse_tl.gates import straight_through
-from sparse_tl.gates.counting import attention_edges_of_layer
 from sparse_tl.gates.distributions import BernoulliGate, press
+from sparse_tl.gates.layer_counts import attention_edges_of_layer
 from sparse_tl.gates.passes import GateSettings
 from sparse_tl.gates.straight_through import gated_pattern
 
