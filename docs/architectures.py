@@ -24,14 +24,14 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from architecture_checks import CHECKS, Subject  # noqa: E402
-from odd_models import native, odd  # noqa: E402
 
-from sparse_tl import SparseTransformer, __version__  # noqa: E402
+from sparse_tl import __version__  # noqa: E402
 from sparse_tl.files import atomic_file, read_json, write_json  # noqa: E402
-from sparse_tl.lens import adapt  # noqa: E402
 
 PAGE = Path(__file__).with_suffix(".md")
 PACKAGES = ("transformer-lens", "transformers", "torch")
+EVERY = "## Every architecture that a bridge knows"
+"""The section that `every_architecture.py` makes."""
 BRIDGE, HOOKED = "TransformerBridge", "HookedTransformer"
 TITLES = {
     "gpt2": "GPT-2",
@@ -48,15 +48,6 @@ TITLES = {
     "gemma2": "Gemma 2",
     "gemma3": "Gemma 3",
     "granite": "Granite, multipliers",
-}
-REFUSED = {
-    "opt": "OPT",
-    "gptj": "GPT-J",
-    "gpt_neo": "GPT-Neo",
-    "bloom": "Bloom",
-    "phi": "Phi-1, Phi-2",
-    "cohere": "Cohere",
-    "native": "TransformerLens's `boot_native`",
 }
 Found = dict[str, str]
 """What a check found, as ``{"cell": ...}``, or what is wrong, as ``{"why": ...}``."""
@@ -87,18 +78,6 @@ def checked(name: str, kind: str) -> dict[str, Found] | str:
     return made.get("why") or {title: outcome(check, subject) for title, check in CHECKS.items()}
 
 
-def refusals(name: str) -> dict[str, Found]:
-    """What is refused of an architecture, gates or circuits, and why."""
-    models: list[Any] = []
-    booted = outcome(lambda: models.append(native() if name == "native" else odd(name)))
-    if "why" in booted:
-        return {"gates": booted, "circuits": booted}
-    return {
-        "gates": outcome(lambda: SparseTransformer(models[0]).unwrap() and None),
-        "circuits": outcome(lambda: adapt(models[0]).graph and None),
-    }
-
-
 def measured(names: list[str]) -> dict[str, Any]:
     """All checks of some architectures with the interpreter that runs this."""
     from transformers.utils import logging
@@ -113,7 +92,6 @@ def measured(names: list[str]) -> dict[str, Any]:
             rows[name] = checked(name, kind)
             failed = rows[name] if isinstance(rows[name], str) else _failed(rows[name])
             print(f"{kind} {name}: {failed or 'all'}", file=sys.stderr, flush=True)
-    found["refused"] = {name: refusals(name) for name in REFUSED}
     return found
 
 
@@ -167,26 +145,6 @@ def table(kind: str, rows: dict[str, Any], made_with: dict[str, str]) -> list[st
     return lines
 
 
-def refused(runs: list[dict[str, Any]]) -> list[str]:
-    """What is said of architectures that are refused, in part or whole."""
-    lines = [
-        "## Other architectures, and what is refused",
-        "",
-        "When gates are put on a model, and when its circuits are requested, its parts are",
-        "compared numerically. A model that fails is refused with a ValueError that gives the",
-        "reason. Gates without circuits are enough for post-training, head roles and ablation.",
-        "",
-    ]
-    for run in runs:
-        made_with = f"transformer-lens {run['versions']['transformer-lens']}"
-        lines += [f"| {made_with} | gates | circuits |", "|---|---|---|"]
-        for name, found in run["refused"].items():
-            cells = [one.get("cell") or one["why"] for one in found.values()]
-            lines.append(f"| {REFUSED[name]} | {' | '.join(cells)} |")
-        lines.append("")
-    return lines
-
-
 def page(runs: list[dict[str, Any]]) -> str:
     """The whole page."""
     versions = [run["versions"] for run in runs]
@@ -217,7 +175,8 @@ def page(runs: list[dict[str, Any]]) -> str:
     for run in runs:
         for kind, rows in run["kinds"].items():
             lines += table(kind, rows, run["versions"])
-    return "\n".join([*lines, *refused(runs)])
+    every = PAGE.read_text(encoding="utf-8").partition(EVERY)[1:]
+    return "\n".join([*lines, "".join(every)])
 
 
 def main(

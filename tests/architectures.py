@@ -97,16 +97,23 @@ def plain_transformer(name: str, dtype: str = "float32", seed: int = 0, **change
         model: Any = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation="eager"
         )
-        with torch.no_grad():
-            for where, parameter in model.named_parameters():
-                if parameter.ndim == 1:
-                    parameter.add_(0.3 * torch.randn_like(parameter))
-                else:
-                    embeds = "embed" in where or "wte" in where
-                    parameter.normal_(0, 0.5 if embeds else 1.2 / parameter.shape[-1] ** 0.5)
+        randomise(model)
     if name == "mixtral" and dtype == "float64":
         model.set_experts_implementation("eager")  # the grouped kernel has no float64
     return model.to(getattr(torch, dtype)).eval()
+
+
+def randomise(model: Any) -> None:
+    """Draw all weights anew, so that every part does something and no norm is trivial."""
+    import torch
+
+    with torch.no_grad():
+        for where, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            else:
+                embeds = "embed" in where or "wte" in where
+                parameter.normal_(0, 0.5 if embeds else 1.2 / parameter.shape[-1] ** 0.5)
 
 
 def hooked_transformer(name: str, dtype: str = "float32") -> Any:

@@ -38,6 +38,7 @@ from sparse_tl.lens import (
     HookedModel,
     adapt,
     attached,
+    check_scores,
     defer_scores,
     explicit,
     mask_hooks,
@@ -98,8 +99,10 @@ class AttentionGates(PassGates):
         """Check that these gates fit a model.
 
         Raises:
-            ValueError: the shapes do not match.
+            ValueError: the shapes do not match, or the model's scores change with the prompt's
+                length.
         """
+        check_scores(adapter)
         if tuple(self.bias.shape) != (adapter.n_layers, adapter.n_heads):
             raise ValueError(
                 f"expected gates for {adapter.n_layers} layers of {adapter.n_heads} heads; got "

@@ -20,6 +20,7 @@ from sparse_tl.lens.checks import (
     check_circuits as check_circuits,
     check_gates as check_gates,
     check_mlps as check_mlps,
+    check_scores as check_scores,
     check_whole as check_whole,
 )
 from sparse_tl.lens.deferred import (

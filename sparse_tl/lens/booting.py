@@ -29,9 +29,9 @@ def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> Transform
         name: name of the model in messages and figures.
 
     Raises:
-        ValueError: TransformerLens does not support the class, the model is not a causal language
-            model or already has a bridge or adapters, TransformerLens computes something else
-            than transformers, or the tokenizer belongs to another model.
+        ValueError: TransformerLens cannot wrap the model, it is not a causal language model or
+            already has a bridge or adapters, TransformerLens computes something else than
+            transformers, or the tokenizer belongs to another model.
     """
     kind = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -51,8 +51,11 @@ def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> Transform
     try:
         with torch.random.fork_rng(devices=[]):  # initialises split parts at random
             bridge = build_bridge_from_module(model, kind, hf_config=model.config, model_name=name)
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"expected a model that TransformerLens knows; {kind}: {error}") from error
+    except Exception as error:  # the code of TransformerLens can raise anything
+        raise ValueError(
+            f"expected a model that TransformerLens can wrap; on a {kind} it fails with "
+            f"{type(error).__name__}: {error}"
+        ) from error
     if tokenizer is not None:
         check_tokenizer(tokenizer, bridge.cfg.d_vocab)
         pad = tokenizer.pad_token_id

@@ -207,6 +207,11 @@ class BridgeAdapter(Adapter):
         inner = None if module is None else module.original_component
         if module is None or isinstance(inner, nn.Identity):
             return Norm(None, None, None, 0.0)
+        if not hasattr(module, "uses_rms_norm"):
+            raise ValueError(
+                f"expected normalisations that TransformerLens describes; {self.name!r} has a "
+                f"{type(inner).__name__} as one of them"
+            )
         cfg: Any = self.model.cfg
         rms = bool(module.uses_rms_norm)
         weight, bias = getattr(inner, "weight", None), getattr(inner, "bias", None)

@@ -3,10 +3,12 @@
 Each is a small forward pass in evaluation mode, in which only the package's own hooks run (for
 circuits under those of the user's own, see `sparse_tl.lens.under_hooks`):
 
-*all*      the logits are numbers; a bridge computes the same as the `transformers` model that it
-           wraps;
+*all*      every layer has attention with hook points; the logits are numbers; a bridge computes the
+           same as the `transformers` model that it wraps, and can be converted to a plain one, to
+           be copied and saved;
 *gates*    masked pairs have no attention; editing attention scores changes every pattern; with a
            pattern of zeros, heads write nothing, and nothing of a token reaches later positions;
+*scores*   the scores of a prompt are the same when tokens follow;
 *mlps*     each MLP is called once before it writes; whatever replaces its output is what the layer
            adds to the residual stream, besides the output of its heads;
 *circuits* normalising and projecting the residual stream gives q, k and v; head outputs sum to the
@@ -39,12 +41,13 @@ from sparse_tl.lens.modes import evaluation_mode
 from sparse_tl.lens.places import HookFunction
 from sparse_tl.lens.plain import check_wrapped
 from sparse_tl.lens.points import Model
+from sparse_tl.lens.recording import record
 from sparse_tl.lens.rounding import excess, precise
 from sparse_tl.lens.sums import check_sums
 from sparse_tl.scopes import autograd
 
 _checked: dict[str, WeakSet[Model]] = {
-    kind: WeakSet[Model]() for kind in ("gates", "mlps", "circuits")
+    kind: WeakSet[Model]() for kind in ("gates", "scores", "mlps", "circuits")
 }
 
 _WITHOUT_LORA = ("use_attn_result", "use_split_qkv_input")
@@ -57,6 +60,16 @@ def check_gates(adapter: Adapter) -> None:
         ValueError: a hook point is missing, does not fire exactly once, or ignores edits.
     """
     _once("gates", adapter, _gates_act)
+
+
+def check_scores(adapter: Adapter) -> None:
+    """Check that gates that read attention scores give the same at every length of the prompt.
+
+    Raises:
+        ValueError: the scores change when tokens follow, or as in `check_gates`.
+    """
+    check_gates(adapter)
+    _once("scores", adapter, _scores_stay)
 
 
 def check_mlps(adapter: Adapter) -> None:
@@ -119,12 +132,27 @@ def _once(kind: str, adapter: Adapter, check: Callable[[Adapter, Tensor], None])
     _check_switches(adapter)
     if adapter.model in _checked[kind]:
         return
+    _check_attention(adapter)
     with others_off(adapter.model), evaluation_mode(adapter.model):
         tokens = _few_tokens(adapter)
         check_numbers(adapter, adapter.model(tokens))
         check_wrapped(adapter.model)
         check(adapter, tokens)
     _checked[kind].add(adapter.model)
+
+
+def _check_attention(adapter: Adapter) -> None:
+    """Check that every layer has attention that can be observed."""
+    for layer in range(adapter.n_layers):
+        for point in ("attn.hook_attn_scores", "attn.hook_z"):
+            try:
+                adapter.place(f"blocks.{layer}.{point}")
+            except ValueError as error:
+                raise ValueError(
+                    f"expected attention with hook points in every layer; layer {layer} of "
+                    f"{adapter.name!r} has no {point}: it is of another kind, such as a recurrence "
+                    "or a convolution, or TransformerLens leaves its attention to transformers"
+                ) from error
 
 
 def _few_tokens(adapter: Adapter) -> Int[Tensor, "1 pos"]:
@@ -185,6 +213,23 @@ def _refuse(adapter: Adapter, layer: int, why: str) -> None:
         f"expected a model whose attention can be gated by hooks; in layer {layer} of "
         f"{adapter.name!r} {why}: gates would have no effect on it"
     )
+
+
+def _scores_stay(adapter: Adapter, tokens: Tensor) -> None:
+    names = adapter.layer_points("attn.hook_attn_scores")
+    short, _ = record(adapter, tokens[:, :2], names)
+    long, _ = record(adapter, tokens, names)
+    exact = adapter.dtype in (torch.float32, torch.float64)
+    for layer, name in enumerate(names):
+        found, expected = long[name][:, :, :2, :2].tril(), short[name].tril()
+        off, most = (found - expected).abs().max(), expected.abs().max()
+        if off > (1e-3 if exact else 5e-2) * most:
+            raise ValueError(
+                "expected attention scores that stay the same when tokens follow, for gates that "
+                f"read them; in layer {layer} of {adapter.name!r} they change by {off:.3g}: the "
+                "same gate would open or close with the length of the prompt. Gates on heads and "
+                "circuit edges read no scores"
+            )
 
 
 def _mlps_write(adapter: Adapter, tokens: Tensor) -> None:

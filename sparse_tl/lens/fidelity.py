@@ -29,23 +29,29 @@ def few_logits(model: Any) -> tuple[Int[Tensor, "1 pos"], Float[Tensor, "1 pos v
     """A fixed random prompt, and a `transformers` model's logits on it.
 
     Raises:
-        ValueError: the model fails on the prompt, or returns NaN.
+        ValueError: the model reads something else than tokens or predicts none, fails on the
+            prompt, or returns NaN.
     """
+    kind = type(model).__name__
+    if model.main_input_name != "input_ids":
+        raise ValueError(f"expected a causal language model; {kind} reads {model.main_input_name}")
     generator, config = torch.Generator().manual_seed(0), model.config.get_text_config()
     length = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
     try:
         tokens = torch.randint(config.vocab_size, (1, length), generator=generator)
         tokens = tokens.to(model.get_input_embeddings().weight.device)
-        logits = model(tokens).logits
+        logits = getattr(model(tokens), "logits", None)
     except Exception as error:  # the model's own code can raise anything
         raise ValueError(
-            f"expected a {type(model).__name__} that runs; on a prompt of {length} tokens it fails "
-            f"with {type(error).__name__}: {error}"
+            f"expected a {kind} that runs; on a prompt of {length} tokens it fails with "
+            f"{type(error).__name__}: {error}"
         ) from error
+    if logits is None:
+        raise ValueError(f"expected a causal language model; {kind} predicts no tokens")
     if logits.isnan().any():
         raise ValueError(
-            f"expected a {type(model).__name__} that returns numbers; its logits are NaN. Its "
-            f"weights are damaged, or too large for {logits.dtype}"
+            f"expected a {kind} that returns numbers; its logits are NaN. Its weights are damaged, "
+            f"or too large for {logits.dtype}"
         )
     return tokens, logits
 
@@ -61,10 +67,14 @@ def check_same(
     Half of the positions may differ, since rounding can change the choice of experts.
 
     Raises:
-        ValueError: the logits differ.
+        ValueError: the logits differ, or the bridge fails.
     """
-    with others_off(bridge), evaluation_mode(bridge):
-        found = bridge(tokens)
+    try:
+        with others_off(bridge), evaluation_mode(bridge):
+            found = bridge(tokens)
+    except Exception as error:  # the code of TransformerLens can raise anything
+        why = f"it fails with {type(error).__name__}: {str(error).rstrip('.')}"
+        raise ValueError(_said(bridge, why)) from error
     largest = expected.abs().max().clamp(min=1e-30)
     off = ((found - expected).abs().amax(dim=-1).median() / largest).item()
     if off > _TOLERANCE.get(expected.dtype, _HALVES):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -71,7 +72,7 @@ def read_model(
         if dtype is None:
             dtype = dtype_named(config.get("dtype")) if own else torch.float32
         with _said_of(folder, "model"), nullcontext() if size > _LARGE else quietly():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = _class_of(_config_in(data)).from_pretrained(
                 str(data),
                 dtype=dtype,
                 device_map=device_map,
@@ -154,15 +155,36 @@ def check_tokenizer(tokenizer: Any, d_vocab: int) -> None:
 def _check_plan(data: Path, held: int, others: set[str]) -> None:
     """Refuse a configuration with more weights than the files hold, before allocating any, and
     weights that are not floating-point numbers, which would be converted."""
-    config = AutoConfig.from_pretrained(str(data), **_LOCAL)
+    config = _config_in(data)
+    kind = _class_of(config)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):  # it draws initial weights
-        plan = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        auto = kind is AutoModelForCausalLM
+        plan = kind.from_config(config, trust_remote_code=False) if auto else kind(config)
     needed = sum(parameter.numel() for parameter in plan.parameters())
     if needed > held:
         raise ValueError(f"its config.json makes a model of {needed:,} numbers; it holds {held:,}")
     wrong = sorted(others.intersection(name for name, _ in plan.named_parameters()))
     if wrong:
         raise ValueError(f"expected floating-point numbers as weights; {wrong[:5]} are not")
+
+
+def _config_in(data: Path) -> Any:
+    return AutoConfig.from_pretrained(str(data), **_LOCAL)
+
+
+def _class_of(config: Any) -> Any:
+    """The class that reads a model: the one that its configuration names if that predicts tokens.
+
+    AutoModelForCausalLM does not know models that read images or sounds besides text, or takes a
+    part of them.
+    """
+    for name in config.architectures or ():
+        kind = getattr(transformers, name, None)
+        known = isinstance(kind, type) and issubclass(kind, PreTrainedModel)
+        predicts = known and (kind.can_generate() or name.endswith("ForMaskedLM"))
+        if predicts and kind.config_class is type(config):
+            return kind
+    return AutoModelForCausalLM
 
 
 def _check_fit(outcome: dict[str, list[Any]]) -> None:

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,9 @@ from sparse_tl.lens.lora import BASE, effective, lora_layers
 from sparse_tl.lens.points import Model
 from sparse_tl.scopes import autograd, scope
 
-_JOINT = ("c_attn", "query_key_value", "qkv_proj", "gate_up_proj")
 _WRAPPED = "_original_component"
 _unset: WeakKeyDictionary[TransformerBridge, bool] = WeakKeyDictionary()
+_convertible: WeakSet[TransformerBridge] = WeakSet()
 
 
 def plain_model(model: TransformerBridge) -> Any:
@@ -37,17 +37,15 @@ def plain_model(model: TransformerBridge) -> Any:
     this.
 
     Raises:
-        ValueError: the bridge wraps something else than a `transformers` model, a projection was
-            split in an unknown way, or processed weights mean something else in a `transformers`
-            model.
+        ValueError: the bridge wraps something else than a `transformers` model, or the plain model
+            computes something else than the bridge, as with processed weights.
     """
     if not isinstance(model.original_model, PreTrainedModel):
         raise ValueError(
             "expected a bridge around a model of transformers, to copy, train or save it; "
             f"{model.cfg.model_name!r} is a bridge around a {type(model.original_model).__name__}"
         )
-    with torch.random.fork_rng(devices=[]):  # initial weights are drawn, and discarded
-        plain = _assembled(model)
+    plain = _assembled(model)
     if not shards.is_dealt(model):  # else it was checked before
         check_same(model, *few_logits(plain.eval()))
     return plain.train(model.original_model.training)
@@ -67,8 +65,11 @@ def _assembled(model: TransformerBridge) -> Any:
             if tensor is not None:
                 tensor = shards.whole(tensor.detach())
                 tensors[".".join([*path, kind])] = tensor.cpu() if dealt else tensor
-    with torch.device("meta"):
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):  # it draws initial weights
         plain: Any = type(wrapped)(copy.deepcopy(wrapped.config))
+    missing = [name for name in plain.state_dict() if name not in tensors]
+    if missing:
+        raise _unnamed(wrapped, missing)
     plain.load_state_dict({name: tensors[name] for name in plain.state_dict()}, assign=True)
     for name, _ in list(plain.named_buffers(remove_duplicate=False)):  # a state may lack some
         path, _, kind = name.rpartition(".")
@@ -89,17 +90,23 @@ def check_raw(model: Model) -> None:
 
 
 def check_wrapped(model: Model) -> None:
-    """Check that a bridge computes the same as its wrapped model.
+    """Check that a bridge computes the same as its wrapped model, and can be copied and saved.
 
     Processed weights are not compared here but when they are read; passes with them are correct.
 
     Raises:
-        ValueError: the bridge computes something else.
+        ValueError: the bridge computes something else, or cannot be converted to a plain model.
     """
-    if not isinstance(model, TransformerBridge) or is_known(model) or model.compatibility_mode:
+    if not isinstance(model, TransformerBridge) or model in _convertible:
+        return
+    if model.compatibility_mode or shards.is_dealt(model):
         return
     if isinstance(model.original_model, PreTrainedModel):
-        plain_model(model)
+        if is_known(model):  # compared before, whatever has been done to it since
+            _assembled(model)
+        else:
+            plain_model(model)
+        _convertible.add(model)
 
 
 def plain_copy(model: TransformerBridge) -> Any:
@@ -121,6 +128,13 @@ def _is_unset(model: TransformerBridge, bias: Tensor) -> bool:
     if model not in _unset:
         _unset[model] = not bool(bias.any())
     return _unset[model]
+
+
+def _unnamed(whole: nn.Module, parts: Sequence[str]) -> ValueError:
+    return ValueError(
+        f"expected a bridge that names all weights of its {type(whole).__name__}, to copy, train "
+        f"or save it; it does not say where those of {list(parts)[:5]} belong"
+    )
 
 
 @scope
@@ -178,20 +192,23 @@ class _Split:
 
 
 def _splits(model: TransformerBridge) -> list[_Split]:
+    """The joint projections in a bridge's blocks; its components say what they split."""
     found: list[_Split] = []
-    for block in model.blocks:
-        attention, mlp = block.attn, getattr(block, "mlp", None)
-        if hasattr(attention, "split_qkv_matrix"):
-            found.append(_split(attention, attention.split_qkv_matrix, ("q", "k", "v")))
-        if mlp is not None and hasattr(mlp, "split_gate_up_matrix"):
-            found.append(_split(mlp, mlp.split_gate_up_matrix, ("gate", "in")))
+    for part in [part for block in model.blocks for part in block.modules()]:
+        if hasattr(part, "split_qkv_matrix"):
+            joint = getattr(part.submodules.get("qkv"), "name", None)
+            found.append(_split(part, part.split_qkv_matrix, joint, ("q", "k", "v")))
+        if hasattr(part, "split_gate_up_matrix"):
+            found.append(_split(part, part.split_gate_up_matrix, part.fused_attr, ("gate", "in")))
     return found
 
 
-def _split(bridge: Any, made: Callable[..., Any], names: Sequence[str]) -> _Split:
+def _split(
+    bridge: Any, made: Callable[..., Any], joint: str | None, names: Sequence[str]
+) -> _Split:
     whole = bridge.original_component
-    joint = next((getattr(whole, name) for name in _JOINT if hasattr(whole, name)), None)
-    if joint is None:
-        raise ValueError(f"expected one of {_JOINT} in a {type(whole).__name__}")
+    if joint is None or not hasattr(whole, joint):
+        raise _unnamed(whole, names)
+    inner = getattr(whole, joint)
     parts = [getattr(bridge, name).original_component for name in names]
-    return _Split(made, whole, getattr(joint, "original_component", joint), parts)
+    return _Split(made, whole, getattr(inner, "original_component", inner), parts)

@@ -10,7 +10,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from sparse_tl import ranks, shards
 from sparse_tl.arguments import checked
 from sparse_tl.lens.bridge import BridgeAdapter
-from sparse_tl.lens.checks import check_gates, check_mlps
+from sparse_tl.lens.checks import check_mlps, check_scores
 from sparse_tl.lens.plain import check_raw
 from sparse_tl.lens.points import Model
 
@@ -63,7 +63,7 @@ def shard_model(
             f'expected float32 weights for precision="bf16", to train them; got {adapter.dtype}'
         )
     check_raw(model)
-    check_gates(adapter)
+    check_scores(adapter)
     if adapter.has_mlps:
         check_mlps(adapter)
     shards.deal(adapter.core, model.blocks, precision)

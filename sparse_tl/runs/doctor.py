@@ -19,7 +19,7 @@ from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.data.prompts import prepends_bos, prompt_start, said_start
 from sparse_tl.files import check_writable
 from sparse_tl.gates.sparse_transformer import load_dense_or_sparse
-from sparse_tl.lens import Adapter, HookedModel, adapt, check_gates, check_raw
+from sparse_tl.lens import Adapter, HookedModel, adapt, check_raw, check_scores
 from sparse_tl.models import build_addition_model
 from sparse_tl.models.pairs import cache_folder
 from sparse_tl.scopes import autograd
@@ -65,7 +65,7 @@ def run_doctor(
             checks += _model(f"model {model}", load, window)
         elif model is not None:
             loaded = model
-            checks += _model(f"model {adapt(model).name}", lambda: loaded, window)
+            checks += _model(f"model {model.cfg.model_name}", lambda: loaded, window)
     return checks
 
 
@@ -108,8 +108,10 @@ def _model(
     loaded: list[HookedModel] = []
 
     def described() -> str:
-        loaded.append(load())
-        return _described(loaded[0])
+        model = load()
+        said = _described(model)
+        loaded.append(model)
+        return said
 
     yield _tried(name, described)
     if loaded:
@@ -139,7 +141,7 @@ def _described(model: HookedModel) -> str:
 
 
 def _gates(adapter: Adapter) -> str:
-    check_gates(adapter)
+    check_scores(adapter)
     return "gates act on its attention edges and heads"
 
 

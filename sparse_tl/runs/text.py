@@ -22,9 +22,9 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import (
     adapt,
     add_lora,
-    check_gates,
     check_lora,
     check_raw,
+    check_scores,
     checkpointed_activations,
     load_model,
     shard_model,
@@ -153,7 +153,7 @@ def run_post_training(
     folder = RunFolder(out, settings, restart=restart)
     if not folder.finished("metrics.json"):
         dense_model = load_model(model, device=device, dtype=dtype)
-        check_gates(adapt(dense_model))
+        check_scores(adapt(dense_model))
         check_raw(dense_model)
         if lora:
             add_lora(dense_model, lora)
