@@ -17,6 +17,7 @@ stream.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -33,7 +34,7 @@ from sparse_tl.gates.edge_weights import EdgeWeights
 from sparse_tl.gates.patches import PatchValues
 from sparse_tl.gates.sites import Pass
 from sparse_tl.gates.source_changes import SourceChanges
-from sparse_tl.lens import EMBEDDED, Adapter, Hook, Order
+from sparse_tl.lens import EMBEDDED, SLOTS, Adapter, Hook, Order
 
 _FEW = 0.5
 """Share of a layer's reads below which reads are computed one by one instead of as a batch."""
@@ -111,15 +112,13 @@ class CircuitPass:
             hooks.append((EMBEDDED, Order.LAST, partial(self._note, EMBEDDED, 0)))
         for layer in range(self.now.from_layer, graph.n_layers):
             block, before = f"blocks.{layer}", edges.before("head", layer)
-            moved = [
-                slot for slot in ("q", "k", "v") if edges.moves(edges.heads(layer, slot), before)
-            ]
+            moved = [slot for slot in SLOTS if edges.moves(edges.heads(layer, slot), before)]
             if moved:
                 enter = partial(self._enter, layer, moved)
                 hooks.append((f"{block}.hook_resid_pre", Order.LAST, enter))
             for slot in moved:
                 read = partial(self._read_heads, layer, slot)
-                hooks.append((f"{block}.attn.hook_{slot}", Order.FIRST, read))
+                hooks.append((self.adapter.read_point(layer, slot), Order.FIRST, read))
             row = graph.source_index(f"a{layer}.h0")
             if edges.writes(row, graph.n_heads):
                 note = partial(self._note_heads, layer, row)
@@ -170,7 +169,7 @@ class CircuitPass:
     # ---- reading ---------------------------------------------------------------------------------
 
     def _enter(
-        self, layer: int, slots: list[str], residual: Float[Tensor, "rows pos d_model"]
+        self, layer: int, slots: Sequence[str], residual: Float[Tensor, "rows pos d_model"]
     ) -> Float[Tensor, "rows pos d_model"]:
         """Keep what all heads of a layer read, and compute what many of them read on their own.
 
@@ -195,7 +194,7 @@ class CircuitPass:
     def _read_heads(
         self, layer: int, slot: str, value: Float[Tensor, "rows pos head d_head"]
     ) -> Float[Tensor, "rows pos head d_head"]:
-        """The q, k or v vectors that the heads of a layer compute from their reads."""
+        """What stands at `Adapter.read_point` (q, k or v in most models), from the heads' reads."""
         norm = self.adapter.norm(layer, "attn")
         weight, bias = self.adapter.qkv(layer, slot)  # type: ignore[arg-type]
         if slot in self._made:

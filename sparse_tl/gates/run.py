@@ -27,6 +27,7 @@ from sparse_tl.lens import (
     check_sums_under_hooks,
     check_tokens,
     check_whole,
+    enters,
     evaluation_mode,
     hooks_besides,
     record,
@@ -237,7 +238,7 @@ class GatedRun:
 
     def _first_layer(self, stack: SiteGates) -> int:
         """First layer to run: all layers before it match the cached state."""
-        if self._base is None or getattr(stack, "requires_grad", False):
+        if self._base is None or getattr(stack, "requires_grad", False) or not enters(self.adapter):
             return 0
         if isinstance(stack, ClosedEdges):
             return min(stack.layers)

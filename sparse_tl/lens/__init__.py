@@ -65,11 +65,13 @@ from sparse_tl.lens.norms import Norm as Norm
 from sparse_tl.lens.plain import check_raw as check_raw
 from sparse_tl.lens.points import (
     EMBEDDED as EMBEDDED,
+    SLOTS as SLOTS,
     HookedModel as HookedModel,
     Model as Model,
 )
 from sparse_tl.lens.recording import (
     Activations as Activations,
+    enters as enters,
     mask_hooks as mask_hooks,
     record as record,
     source_outputs as source_outputs,

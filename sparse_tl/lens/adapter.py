@@ -18,12 +18,10 @@ from transformer_lens.hook_points import HookPoint
 
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.lens.norms import Norm
-from sparse_tl.lens.places import Place, entered
-from sparse_tl.lens.points import EMBEDDED, Model, hook_point
+from sparse_tl.lens.places import Place, Viewed, entered
+from sparse_tl.lens.points import EMBEDDED, SLOTS, Analysis, Model, Slot, hook_point
 from sparse_tl.lens.shortcuts import logits_only_at, mlp_only_at, repeated, sees_first
 from sparse_tl.scopes import scope
-
-Slot = Literal["q", "k", "v"]
 
 
 class Adapter(ABC):
@@ -84,9 +82,9 @@ class Adapter(ABC):
         """The module that all wrappers around the same model share."""
         return self.model
 
-    def unsupported(self) -> str | None:
-        """Why circuits are not defined for the model as configured; None if they are."""
-        return None if self.causal else "its attention is not causal"
+    def unsupported(self, analysis: Analysis) -> str | None:
+        """Why an analysis is refused for this kind of model; None if it is not."""
+        return None if self.causal or analysis == "relp" else "its attention is not causal"
 
     def check_mask(self, attention_mask: Int[Tensor, "batch pos"] | None) -> None:  # noqa: B027
         """Raise a ValueError if the model returns NaN for prompts with this padding."""
@@ -94,7 +92,7 @@ class Adapter(ABC):
     # ---- hook points -----------------------------------------------------------------------------
 
     @abstractmethod
-    def place(self, name: str) -> HookPoint | Place:
+    def place(self, name: str) -> HookPoint | Viewed | Place:
         """Where to attach a function, by name.
 
         A name is that of a TransformerLens hook point; or ``cached_columns``, the number of columns
@@ -102,8 +100,9 @@ class Adapter(ABC):
         ``blocks.{layer}.``: ``entering``, the residual stream that enters the layer, before all
         hooks at ``hook_resid_pre``; ``mlp_input``, the input of the norm before the MLP;
         ``mlp_normalized``, the MLP's input; ``mlp_read``, the same after all edits, read-only;
-        `heads_point`, the value that heads write from; ``attn.mask``, the layer's `AttentionMask`,
-        shown when attention is called, read-only.
+        `heads_point`, the value that heads write from; `read_point`, what a head's q, k or v is
+        computed from; ``attn.mask``, the layer's `AttentionMask`, shown when attention is called,
+        read-only. ``attn.hook_q`` to ``hook_z`` are ``[batch, pos, head, d_head]`` in every model.
 
         Raises:
             ValueError: the model lacks the hook point, or it is switched off and never fires.
@@ -124,6 +123,10 @@ class Adapter(ABC):
         """The name of the value that a layer's heads write from; their output is linear in it."""
         return f"blocks.{layer}.attn.hook_z"
 
+    def read_point(self, layer: int, slot: Slot) -> str:
+        """The name of what `qkv` gives: q, k or v before rotary embeddings, in most models."""
+        return f"blocks.{layer}.attn.hook_{slot}"
+
     def source_points(self) -> list[str]:
         """The hook points of a circuit graph's sources; for heads, before ``W_O``."""
         names = [EMBEDDED]
@@ -133,8 +136,8 @@ class Adapter(ABC):
         return names
 
     def destination_points(self, layer: int) -> list[str]:
-        """The destinations' inputs in a layer: q, k, v before rotary embeddings, and the MLP's."""
-        names = [f"blocks.{layer}.attn.hook_{slot}" for slot in "qkv"]
+        """The destinations' inputs in a layer: of q, k and v at `read_point`, and of the MLP."""
+        names = [self.read_point(layer, slot) for slot in SLOTS]
         return names + [f"blocks.{layer}.mlp_normalized"] * self.has_mlps
 
     def residual_points(self, layer: int) -> list[str]:
@@ -176,7 +179,7 @@ class Adapter(ABC):
             self._last_mlp_at(repeated(everywhere, copies)),
             self._fused(),
             entered(border, rows),
-            sees_first(self.model.blocks[from_layer].attn, once),
+            sees_first(getattr(self.model.blocks[from_layer], "attn", None), once),
         ):
             return self._final(rows, from_layer, mask)
 
@@ -244,7 +247,8 @@ class Adapter(ABC):
     def qkv(
         self, layer: int, slot: Slot
     ) -> tuple[Float[Tensor, "head d_model d_head"], Float[Tensor, "head d_head"]]:
-        """A projection and its bias; k and v of key-value heads."""
+        """The matrix and the bias from the normalised residual stream to what stands at
+        `read_point`; k and v of key-value heads."""
 
     @abstractmethod
     def W_O(self, layer: int) -> Float[Tensor, "head d_head d_model"]:

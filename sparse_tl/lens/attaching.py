@@ -8,12 +8,12 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint, LensHandle
 
 from sparse_tl.lens.adapter import Adapter
-from sparse_tl.lens.places import HookFunction
+from sparse_tl.lens.places import HookFunction, Viewed
 from sparse_tl.lens.points import HookedModel
 from sparse_tl.scopes import scope, whole
 
@@ -67,15 +67,26 @@ class AttachedHooks:
 
     @whole
     def _attach_all(self, places: Sequence[Any], hooks: Sequence[Hook]) -> None:
-        for place, (_, order, function) in zip(places, hooks, strict=True):
+        for place, (name, order, function) in zip(places, hooks, strict=True):
+            if isinstance(place, Viewed):
+                place, function = place.point, place.view(function)
             if isinstance(place, HookPoint):
-                self._attach(place, order, function)
+                self._attach(place, name, order, function)
             else:
                 self._handles += place(function)
         OWN.update(self.ids)
 
-    def _attach(self, point: HookPoint, order: Order, function: HookFunction) -> None:
-        point.add_hook(lambda tensor, *, hook: function(tensor), is_permanent=True)
+    def _attach(self, point: HookPoint, name: str, order: Order, function: HookFunction) -> None:
+        def run(value: Tensor, *, hook: HookPoint) -> Tensor | None:
+            if not (isinstance(value, Tensor) and value.is_floating_point()):  # some are tuples
+                kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(
+                    f"expected activations at {name}, a tensor of floating-point numbers; what "
+                    f"stands there is of type {kind}. Choose another hook point"
+                )
+            return function(value)
+
+        point.add_hook(run, is_permanent=True)  # type: ignore[bad-argument-type]
         handle = point.fwd_hooks[-1]
         self._attached.append((point, handle))
         # Pre-hooks run before the point's hooks are listed, so moving our entry there takes effect

@@ -14,23 +14,23 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
 from sparse_tl import shards
-from sparse_tl.lens.adapter import Adapter, Slot
+from sparse_tl.lens.adapter import Adapter
 from sparse_tl.lens.architecture import HALVES
 from sparse_tl.lens.attaching import others_off
 from sparse_tl.lens.booting import boot, check_alone
 from sparse_tl.lens.bridge_passes import cached_columns, mask_place, skipped, stopped
 from sparse_tl.lens.checks import circuit_graph
+from sparse_tl.lens.latent import latent_attention
 from sparse_tl.lens.layouts import Layout, layouts
 from sparse_tl.lens.lora import effective_weight
-from sparse_tl.lens.norms import Norm
-from sparse_tl.lens.places import HookFunction, Place, after, before, read_call
+from sparse_tl.lens.norms import Norm, bridge_norm
+from sparse_tl.lens.places import Place, Viewed, after, before, between, read_call
 from sparse_tl.lens.plain import plain_copy, unread_parameters
-from sparse_tl.lens.points import hook_point
+from sparse_tl.lens.points import Analysis, Slot, hook_point
 from sparse_tl.scopes import autograd
 
 _PARTS = ("embed", "blocks", "ln_final", "unembed")
@@ -53,21 +53,34 @@ class BridgeAdapter(Adapter):
         super().__init__(model)
         self.layouts: list[Layout] = layouts(model)
         self.coupled = any(layout.after_attention is not None for layout in self.layouts)
+        self._latents = latent_attention(model, self.n_heads)
+        if self._latents:
+            self.n_kv_heads = self.n_heads  # keys and values of each are projected from the latent
 
     @property
     def core(self) -> nn.Module:
         """The wrapped model, possibly shared by several bridges."""
         return self.model.original_model
 
-    def unsupported(self) -> str | None:
-        """Why circuits are not defined for the model as configured; None if they are."""
-        if any(here.before_mlp == here.before_attention is not None for here in self.layouts):
+    def unsupported(self, analysis: Analysis) -> str | None:
+        """See `Adapter`."""
+        if analysis == "relp":
+            if self._latents:
+                return "there is no rule for the norms inside its attention"
+            mlps = [getattr(block, "mlp", None) for block in self.model.blocks]
+            if any(
+                mlp is not None and getattr(mlp, "hook_pre", None) is mlp.hook_in for mlp in mlps
+            ):
+                return "its experts have no hook points around their activation functions"
+        elif any(here.before_mlp == here.before_attention is not None for here in self.layouts):
             return "its MLPs read what a normalisation makes for attention"
-        return super().unsupported()
+        elif any(here.indexed for here in self._latents.values()):
+            return "an index of its own, which no edge enters, chooses what its heads attend to"
+        return super().unsupported(analysis)
 
     # ---- hook points -----------------------------------------------------------------------------
 
-    def place(self, name: str) -> HookPoint | Place:
+    def place(self, name: str) -> HookPoint | Viewed | Place:
         """See `Adapter`."""
         if name == "cached_columns":
             return partial(read_call, [self.core], cached_columns)
@@ -76,6 +89,9 @@ class BridgeAdapter(Adapter):
             return partial(before, hook_point(self.model, f"blocks.{layer}.hook_resid_pre"))
         if what == "attn.mask":
             return mask_place(self.model.blocks[int(layer)].attn, self.causal)
+        latent = self._latents.get(int(layer)) if layer.isdigit() else None
+        if latent is not None and (found := latent.place(what)) is not None:
+            return found
         if what == "mlp_read":
             return hook_point(self.model, f"blocks.{layer}.mlp.hook_in")
         if what == "attn.z_written":
@@ -87,6 +103,11 @@ class BridgeAdapter(Adapter):
             # The norm's output would be the MLP's own input: run one function after the other.
             return partial(before, self.model.blocks[int(layer)].mlp, first=what == "mlp_input")
         return partial(before if what == "mlp_input" else after, norm)
+
+    def read_point(self, layer: int, slot: Slot) -> str:
+        """See `Adapter`; under latent attention, what `LatentAttention` says that q, k, v read."""
+        at = f"blocks.{layer}.attn"
+        return f"{at}.read_{slot}" if self._latents.get(layer) else super().read_point(layer, slot)
 
     def heads_point(self, layer: int) -> str:
         """See `Adapter`; ``z_written`` is z divided by the scale of a norm of attention output."""
@@ -109,24 +130,14 @@ class BridgeAdapter(Adapter):
                 "without being centred, and without a bias: else their parts do not add up"
             )
 
-        def attach(function: HookFunction) -> list[RemovableHandle]:
-            kept: list[Tensor] = []
+        def scaled(z: Tensor, written: Tensor) -> Tensor:
+            z = z.unflatten(-1, (self.n_heads, -1))
+            return (z / post.scale(written)[..., None]).to(z.dtype)
 
-            def keep(_module: nn.Module, args: tuple[Any, ...]) -> None:
-                kept.append(args[0])
+        def write(changed: Tensor) -> Tensor:
+            return self.heads_written(layer, changed).sum(dim=0)
 
-            def replaced(_module: nn.Module, args: tuple[Any, ...], _: Tensor) -> Tensor | None:
-                z = kept.pop().unflatten(-1, (self.n_heads, -1))
-                shown = (z / post.scale(args[0])[..., None]).to(z.dtype)
-                changed = function(shown)
-                if changed is None or changed is shown:
-                    return None
-                return self.heads_written(layer, changed).sum(dim=0)
-
-            joined = attention.o.original_component  # reads z of all heads
-            return [joined.register_forward_pre_hook(keep), norm.register_forward_hook(replaced)]
-
-        return attach
+        return partial(between, attention.o.original_component, norm, scaled, write)
 
     # ---- running ---------------------------------------------------------------------------------
 
@@ -182,20 +193,21 @@ class BridgeAdapter(Adapter):
 
     def norm(self, layer: int, which: Literal["attn", "mlp"]) -> Norm:
         """The normalisation before a layer's attention or MLP."""
-        return self._norm(
-            self._module(layer, "before_attention" if which == "attn" else "before_mlp")
+        return bridge_norm(
+            self.model.cfg,
+            self._module(layer, "before_attention" if which == "attn" else "before_mlp"),
         )
 
     def post_norm(self, layer: int) -> Norm:
         """The normalisation of a layer's attention output."""
-        return self._norm(self._module(layer, "after_attention"))
+        return bridge_norm(self.model.cfg, self._module(layer, "after_attention"))
 
     def norms(self) -> dict[str, Norm]:
         """All normalisations of the residual stream and of what is added to it, by module name."""
-        found = {"ln_final": self._norm(self.model.ln_final)}
+        found = {"ln_final": bridge_norm(self.model.cfg, self.model.ln_final)}
         for layer, layout in enumerate(self.layouts):
             for name in filter(None, astuple(layout)):
-                norm = self._norm(getattr(self.model.blocks[layer], name))
+                norm = bridge_norm(self.model.cfg, getattr(self.model.blocks[layer], name))
                 found[f"blocks.{layer}.{name}"] = norm
         return {name: norm for name, norm in found.items() if norm.kind is not None}
 
@@ -203,31 +215,13 @@ class BridgeAdapter(Adapter):
         name = getattr(self.layouts[layer], where)
         return None if name is None else getattr(self.model.blocks[layer], name)
 
-    def _norm(self, module: Any) -> Norm:
-        inner = None if module is None else module.original_component
-        if module is None or isinstance(inner, nn.Identity):
-            return Norm(None, None, None, 0.0)
-        if not hasattr(module, "uses_rms_norm"):
-            raise ValueError(
-                f"expected normalisations that TransformerLens describes; {self.name!r} has a "
-                f"{type(inner).__name__} as one of them"
-            )
-        cfg: Any = self.model.cfg
-        rms = bool(module.uses_rms_norm)
-        weight, bias = getattr(inner, "weight", None), getattr(inner, "bias", None)
-        offset = getattr(module, "uses_weight_offset", None)
-        if offset is None:  # TransformerLens before 4.1
-            offset = rms and bool(getattr(cfg, "rmsnorm_uses_offset", False))
-        if offset and weight is not None:
-            weight = 1.0 + weight
-        known = [getattr(inner, name, None) for name in ("eps", "variance_epsilon")]
-        eps = next((value for value in known if value is not None), cfg.eps)
-        return Norm("rms" if rms else "layer", weight, None if rms else bias, float(eps))
-
     def qkv(
         self, layer: int, slot: Slot
     ) -> tuple[Float[Tensor, "head d_model d_head"], Float[Tensor, "head d_head"]]:
-        """A projection and its bias; k and v of key-value heads."""
+        """See `Adapter`."""
+        latent = self._latents.get(layer)
+        if latent is not None:
+            return latent.linear(slot)
         attention, upper = self.model.blocks[layer].attn, slot.upper()
         with effective_weight(getattr(attention, slot)):
             weight, bias = getattr(attention, f"W_{upper}"), getattr(attention, f"b_{upper}")
@@ -235,7 +229,9 @@ class BridgeAdapter(Adapter):
 
     def W_O(self, layer: int) -> Float[Tensor, "head d_head d_model"]:
         """The matrix from `heads_point` to the residual stream."""
-        block = self.model.blocks[layer]
+        block, latent = self.model.blocks[layer], self._latents.get(layer)
+        if latent is not None:
+            return latent.W_O()
         with effective_weight(block.attn.o):
             weight = block.attn.W_O
         scale = getattr(block, "residual_contribution_scale", 1.0)
@@ -245,8 +241,9 @@ class BridgeAdapter(Adapter):
 
     def b_O(self, layer: int) -> Float[Tensor, " d_model"]:
         """See `Adapter`."""
-        block = self.model.blocks[layer]
-        bias, scale = block.attn.b_O, getattr(block, "residual_contribution_scale", 1.0)
+        block, latent = self.model.blocks[layer], self._latents.get(layer)
+        bias = block.attn.b_O if latent is None else latent.b_O()
+        scale = getattr(block, "residual_contribution_scale", 1.0)
         return self.W_O(layer).new_zeros(self.d_model) if bias is None else bias * scale
 
     def unembedding(self) -> tuple[Float[Tensor, "d_model vocab"], Float[Tensor, " vocab"]]:
@@ -277,5 +274,9 @@ class BridgeAdapter(Adapter):
         if group == "all":
             unread = {id(parameter) for parameter in unread_parameters(self.model)}
             return [p for p in self.model.parameters() if id(p) not in unread]
-        sides = [getattr(block.attn, slot) for block in self.model.blocks for slot in "qk"]
+        sides = list[Any]()
+        for layer, block in enumerate(self.model.blocks):
+            latent = self._latents.get(layer)
+            for slot in "qk":
+                sides += [getattr(block.attn, slot)] if latent is None else latent.projections(slot)
         return [p for side in sides for p in side.original_component.parameters()]

@@ -8,14 +8,14 @@ circuits under those of the user's own, see `sparse_tl.lens.under_hooks`):
            be copied and saved;
 *gates*    masked pairs have no attention; editing attention scores changes every pattern; with a
            pattern of zeros, heads write nothing, and nothing of a token reaches later positions;
+           with the pattern of one head alone, hook_z holds nothing of the others;
 *scores*   the scores of a prompt are the same when tokens follow;
 *mlps*     each MLP is called once before it writes; whatever replaces its output is what the layer
            adds to the residual stream, besides the output of its heads;
 *circuits* normalising and projecting the residual stream gives q, k and v; head outputs sum to the
            attention layer's output; each layer adds what its heads and MLP write to the stream, and
-           nothing else; unembedding the final one gives the logits; a pass that starts at layer 1
-           matches a full pass; heads and MLPs given the inputs from another prompt produce the
-           outputs from that prompt (`check_sums`).
+           nothing else; unembedding the final one gives the logits; heads and MLPs given the inputs
+           from another prompt produce the outputs from that prompt (`check_sums`).
 
 This covers architectures that no list could, and turns wrong numbers into errors.
 """
@@ -206,6 +206,13 @@ def _gates_act(adapter: Adapter, tokens: Tensor) -> None:
             _refuse(adapter, layer, "what it writes does not come from its heads alone")
     for name, mask in zip(patterns, masks, strict=True):
         plain[mask][0].check(plain[name][0], f"{name} of {adapter.name!r}")
+    own = torch.eye(adapter.n_heads, device=tokens.device).to(adapter.dtype)
+    every = tokens[:, :2].repeat(adapter.n_heads, 1)
+    alone = seen(every, heads, patterns, lambda values: values * own[:, :, None, None])
+    for layer, name in enumerate(heads):
+        z = alone[name][0]
+        if z.shape[2:-1] != own.shape[1:] or bool(z[own[:, None].expand(z.shape[:-1]) == 0].any()):
+            _refuse(adapter, layer, "hook_z has no axis with one entry for each head")
 
 
 def _refuse(adapter: Adapter, layer: int, why: str) -> None:

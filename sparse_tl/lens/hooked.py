@@ -15,13 +15,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from sparse_tl.lens.adapter import Adapter, Slot
+from sparse_tl.lens.adapter import Adapter
 from sparse_tl.lens.attaching import own_forwards, stand_in
 from sparse_tl.lens.checks import circuit_graph
 from sparse_tl.lens.masks import AttentionMask
 from sparse_tl.lens.norms import Norm
 from sparse_tl.lens.places import Place, after, before, read_call, read_input
-from sparse_tl.lens.points import HookedTransformer, hook_point
+from sparse_tl.lens.points import Analysis, HookedTransformer, Slot, hook_point
 from sparse_tl.lens.shortcuts import hooked
 from sparse_tl.scopes import scope
 
@@ -34,14 +34,14 @@ class HookedAdapter(Adapter):
     model: HookedTransformer
     graph = cached_property(circuit_graph)
 
-    def unsupported(self) -> str | None:
-        """Why circuits are not defined for the model as configured; None if they are."""
+    def unsupported(self, analysis: Analysis) -> str | None:
+        """See `Adapter`."""
         cfg = self.model.cfg
-        if cfg.positional_embedding_type == "shortformer":
+        if analysis == "circuits" and cfg.positional_embedding_type == "shortformer":
             return "its keys and queries read position embeddings beside the residual stream"
-        if cfg.ungroup_grouped_query_attention:
+        if analysis == "circuits" and cfg.ungroup_grouped_query_attention:
             return "cfg.ungroup_grouped_query_attention is on"
-        return super().unsupported()
+        return super().unsupported(analysis)
 
     def place(self, name: str) -> HookPoint | Place:
         """See `Adapter`."""

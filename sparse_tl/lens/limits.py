@@ -1,4 +1,4 @@
-"""What a model has and can read: its heads, its tokens, its context."""
+"""What a model has, can read and is defined for: heads, tokens, context, analyses."""
 
 from __future__ import annotations
 
@@ -10,6 +10,36 @@ from torch import Tensor
 
 from sparse_tl.data import PromptPairs, TokenBatch
 from sparse_tl.lens.adapter import Adapter
+from sparse_tl.lens.points import Analysis
+
+_NEEDED_FOR: dict[Analysis, str] = {
+    "circuits": (
+        "a causal model whose parts read the residual stream alone, for circuits: attribution and "
+        "exact patching of heads and circuit edges, searches, evaluation and logit attribution"
+    ),
+    "relp": "a model with rules of relevance propagation for all its parts, for the method 'relp'",
+}
+_STILL_WORKS: dict[Analysis, str] = {
+    "circuits": (
+        "Gates on attention edges and heads, post-training, activation patching and attribution "
+        "of attention edges need no circuits"
+    ),
+    "relp": "The other methods, such as 'eap-ig', take the model's own gradient",
+}
+
+
+def check_supported(adapter: Adapter, analysis: Analysis) -> None:
+    """Check that an analysis is not refused for this kind of model.
+
+    Raises:
+        ValueError: it is; the message says why, and what works without it.
+    """
+    why = adapter.unsupported(analysis)
+    if why is not None:
+        raise ValueError(
+            f"expected {_NEEDED_FOR[analysis]}; {adapter.name!r} is refused, since {why}. "
+            f"{_STILL_WORKS[analysis]}."
+        )
 
 
 def check_tokens(adapter: Adapter, tokens: Int[Tensor, "*batch pos"]) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparse_tl.lens.architecture import HALVES
 from sparse_tl.lens.rounding import precise
@@ -107,3 +107,25 @@ class Norm:
         if fixed_scale:
             return gradient / scale
         return (gradient - (gradient * x).mean(dim=-1, keepdim=True) * x) / scale
+
+
+def bridge_norm(cfg: Any, module: Any) -> Norm:
+    """The normalisation that a bridge's component does; none without a component."""
+    inner = None if module is None else module.original_component
+    if module is None or isinstance(inner, nn.Identity):
+        return Norm(None, None, None, 0.0)
+    if not hasattr(module, "uses_rms_norm"):
+        raise ValueError(
+            f"expected normalisations that TransformerLens describes; {cfg.model_name!r} has a "
+            f"{type(inner).__name__} as one of them"
+        )
+    rms = bool(module.uses_rms_norm)
+    weight, bias = getattr(inner, "weight", None), getattr(inner, "bias", None)
+    offset = getattr(module, "uses_weight_offset", None)
+    if offset is None:  # TransformerLens before 4.1
+        offset = rms and bool(getattr(cfg, "rmsnorm_uses_offset", False))
+    if offset and weight is not None:
+        weight = 1.0 + weight
+    known = [getattr(inner, name, None) for name in ("eps", "variance_epsilon")]
+    eps = next((value for value in known if value is not None), cfg.eps)
+    return Norm("rms" if rms else "layer", weight, None if rms else bias, float(eps))

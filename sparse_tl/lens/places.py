@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformer_lens.hook_points import HookPoint
 
 from sparse_tl.scopes import scope
 
@@ -14,6 +16,19 @@ HookFunction = Callable[[Any], Any]
 """Takes an activation, or what else a place shows, and returns its replacement or None."""
 Place = Callable[[HookFunction], list[RemovableHandle]]
 """Lets a function read or replace an activation in every pass, until the handles are removed."""
+
+
+@dataclass(frozen=True)
+class Viewed:
+    """A hook point whose activation functions see in another shape.
+
+    Args:
+        point: the hook point.
+        view: turns a function of the activation in that shape into one of it as it is.
+    """
+
+    point: HookPoint
+    view: Callable[[HookFunction], HookFunction]
 
 
 def before(
@@ -53,6 +68,34 @@ def entered(point: nn.Module, rows: Tensor) -> Iterator[None]:
     (handle,) = before(point, lambda value: rows if rows.is_floating_point() else None)
     with handle:
         yield
+
+
+def between(
+    first: nn.Module,
+    last: nn.Module,
+    shown: Callable[[Tensor, Tensor], Tensor],
+    write: Callable[[Tensor], Tensor],
+    function: HookFunction,
+) -> list[RemovableHandle]:
+    """Attach to a value made from the inputs of two modules, from which the last one's output is.
+
+    Args:
+        first, last: modules, in the order in which they are called.
+        shown: makes the value from their inputs.
+        write: the last one's output for a changed value.
+        function: function to attach.
+    """
+    kept: list[Tensor] = []
+
+    def keep(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        kept.append(args[0])
+
+    def replaced(_module: nn.Module, args: tuple[Any, ...], _output: Tensor) -> Tensor | None:
+        value = shown(kept.pop(), args[0])
+        changed = function(value)
+        return None if changed is None or changed is value else write(changed)
+
+    return [first.register_forward_pre_hook(keep), last.register_forward_hook(replaced)]
 
 
 def read_input(module: nn.Module, function: HookFunction) -> list[RemovableHandle]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
 from transformer_lens.hook_points import HookPoint
@@ -36,6 +36,12 @@ Model = HookedTransformer | TransformerBridge
 
 EMBEDDED = "blocks.0.hook_resid_pre"
 """Where the input node writes: token plus learned positional embeddings."""
+
+Slot = Literal["q", "k", "v"]
+SLOTS: tuple[Slot, ...] = ("q", "k", "v")
+
+Analysis = Literal["circuits", "relp"]
+"""What a model may be refused for by its kind; all else is checked by running it."""
 
 _SWITCHES = {
     "hook_result": "use_attn_result",

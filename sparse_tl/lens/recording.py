@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sparse_tl.lens.adapter import Adapter
-from sparse_tl.lens.attaching import Hook, Order, attached
+from sparse_tl.lens.attaching import Hook, Order, attached, others_off
 from sparse_tl.lens.masks import AttentionMask
-from sparse_tl.lens.points import EMBEDDED
+from sparse_tl.lens.points import EMBEDDED, Model
+from sparse_tl.lens.rounding import excess
 from sparse_tl.lens.shortcuts import hooked
 from sparse_tl.scopes import autograd
 
@@ -120,3 +123,28 @@ def source_outputs(
         if graph.has_mlps:
             out[graph.source_index(f"m{layer}")] = values[f"blocks.{layer}.hook_mlp_out"]
     return out
+
+
+_enters: WeakKeyDictionary[Model, bool] = WeakKeyDictionary()
+
+
+@autograd(False)
+def enters(adapter: Adapter) -> bool:
+    """Whether a pass that enters at a later layer ends as a full pass does; tried once per model.
+
+    Layers that need more of the earlier ones than the residual stream, such as their choice of
+    keys, cannot be entered so.
+    """
+    model = adapter.model
+    if model not in _enters:
+        last = f"blocks.{adapter.n_layers - 1}.entering"
+        tokens = torch.arange(min(3, adapter.n_ctx, adapter.d_vocab), device=adapter.device)[None]
+        with others_off(model):
+            kept, final = record(adapter, tokens, [last])
+            try:
+                found = adapter.final(kept[last], from_layer=adapter.n_layers - 1)
+                size = final.abs().amax(dim=-1, keepdim=True)
+                _enters[model] = excess(adapter.dtype, final, found, size) is None
+            except Exception:  # whatever a layer raises that misses something
+                _enters[model] = False
+    return _enters[model]

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from sparse_tl.lens.adapter import Adapter
 from sparse_tl.lens.attaching import Hook, Order, attached, hooks_on
+from sparse_tl.lens.limits import check_supported
 from sparse_tl.lens.norms import Norm
 from sparse_tl.scopes import scope
 
@@ -34,8 +35,10 @@ def relevance_rules(adapter: Adapter) -> Iterator[None]:
     """Inside the block, gradients follow these rules.
 
     Raises:
-        ValueError: an MLP lacks the hook points before and after its activation function.
+        ValueError: a part has no rule, or an MLP lacks the hook points before and after its
+            activation function.
     """
+    check_supported(adapter, "relp")
     hooks = [hook for layer in range(adapter.n_layers) for hook in _mlp_hooks(adapter, layer)]
     norms = list[tuple[nn.Module, Callable[..., Any]]]()
     for name, norm in adapter.norms().items():

@@ -41,12 +41,14 @@ def mlp_only_at(
         # Bloom's MLPs also take the residual stream, to add to it.
         return tuple(arg[read][None] if isinstance(arg, Tensor) else arg for arg in args)
 
-    def scatter(_module: nn.Module, _args: Any, output: Tensor) -> Tensor | None:
+    def scatter(_module: nn.Module, _args: Any, output: Any) -> Any:
         if not selected:
             return None
-        everywhere = output.new_zeros(*read.shape, output.shape[-1])
-        everywhere[read] = output.view(-1, output.shape[-1])
-        return everywhere
+        # Experts may also return their router's scores, which nothing reads.
+        written, *rest = output if isinstance(output, tuple) else (output,)
+        everywhere = written.new_zeros(*read.shape, written.shape[-1])
+        everywhere[read] = written.view(-1, written.shape[-1])
+        return (everywhere, *rest) if isinstance(output, tuple) else everywhere
 
     with mlp.register_forward_pre_hook(select), mlp.register_forward_hook(scatter):
         yield
@@ -82,9 +84,9 @@ def logits_only_at(
 
 
 @scope
-def sees_first(attention: nn.Module, n_rows: int | None) -> Iterator[None]:
+def sees_first(attention: nn.Module | None, n_rows: int | None) -> Iterator[None]:
     """Inside the block, an attention layer sees only the first rows of its inputs."""
-    if n_rows is None:
+    if attention is None or n_rows is None:
         yield
         return
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from sparse_tl.lens.adapter import Adapter
 from sparse_tl.lens.attaching import Order, attached
-from sparse_tl.lens.points import EMBEDDED
+from sparse_tl.lens.limits import check_supported
+from sparse_tl.lens.points import EMBEDDED, SLOTS
 from sparse_tl.lens.recording import check_fired, record
 from sparse_tl.lens.rounding import excess, precise
 
@@ -26,12 +27,7 @@ def check_sums(adapter: Adapter, tokens: Int[Tensor, "prompt pos"]) -> None:
     Raises:
         ValueError: it is not; the message names the part that differs.
     """
-    why = adapter.unsupported()
-    if why is not None:
-        raise ValueError(
-            f"expected a causal model whose parts read the residual stream alone; circuits do not "
-            f"support {adapter.name!r}: {why}"
-        )
+    check_supported(adapter, "circuits")
     layers = range(adapter.n_layers)
     names = adapter.source_points()
     for layer in layers:
@@ -43,12 +39,6 @@ def check_sums(adapter: Adapter, tokens: Int[Tensor, "prompt pos"]) -> None:
         _check_heads(adapter, kept, layer)
         _check_stream(adapter, kept, layer)
     _same_run(adapter, logits, adapter.logits(kept[final]), "the logits")
-    if adapter.n_layers > 1:
-        entering = "blocks.1.hook_resid_pre"
-        kept, whole = record(adapter, tokens, [entering])
-        entered = adapter.final(kept[entering], from_layer=1)
-        what = "the final residual stream of a pass that starts at layer 1"
-        _same_run(adapter, whole, entered, what)
     _edits_reach(adapter, tokens)
 
 
@@ -86,8 +76,8 @@ def rebuilt_reads(
     before, *before_mlp = adapter.residual_points(layer)
     norm, residual = adapter.norm(layer, "attn").precise(), precise(kept[before])
     normed, size = norm(residual), norm.size(residual)
-    for slot, name in zip("qkv", slots, strict=True):
-        weight, bias = map(precise, adapter.qkv(layer, slot))  # type: ignore[arg-type]
+    for slot, name in zip(SLOTS, slots, strict=True):
+        weight, bias = map(precise, adapter.qkv(layer, slot))
         rebuilt = torch.einsum("bpd,hde->bphe", normed, weight) + bias
         added = torch.einsum("bpd,hde->bphe", size**2, weight**2).sqrt() + bias.abs()
         yield f"{slot} of layer {layer}", kept[name], rebuilt, added + rebuilt.abs()

@@ -89,7 +89,8 @@ def choose_trained(model: HookedModel, rates: Mapping[str, float]) -> dict[str, 
     Args:
         model: model that owns the parameters.
         rates: learning-rate multiples by ``"gates"`` (on attention edges and MLPs), ``"lora"``
-            (adapters), ``"qk"``, ``"all"``, or a pattern of parameter names.
+            (adapters), ``"qk"`` (of latent attention, also what keys share with values),
+            ``"all"``, or a pattern of parameter names.
 
     Raises:
         ValueError: a name or pattern matches no parameter.

@@ -70,9 +70,10 @@ def post_train(
         validation: examples for the loss constraint and model selection; report on others.
         steps: number of optimizer steps.
         learning_rate: peak learning rate; or rates by parameter, with all other parameters frozen:
-            ``"gates"`` (on attention edges and MLPs), ``"qk"`` (weights of queries and keys),
-            ``"lora"`` (adapters), ``"all"``, or patterns of parameter names. A parameter takes the
-            first rate that matches it.
+            ``"gates"`` (on attention edges and MLPs), ``"qk"`` (weights of queries and keys;
+            of latent attention, also what keys share with values), ``"lora"`` (adapters),
+            ``"all"``, or patterns of parameter names. A parameter takes the first rate that
+            matches it.
         edge_cost: cost of an open attention edge, relative to 1 for an open MLP output;
             broadcastable to ``[layer, head, query, key]``; 1 by default. Reported counts of
             attention edges are never weighted.
