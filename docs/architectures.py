@@ -48,6 +48,9 @@ TITLES = {
     "gemma2": "Gemma 2",
     "gemma3": "Gemma 3",
     "granite": "Granite, multipliers",
+    "deepseek_v2": "DeepSeek-V2-Lite, latent attention",
+    "deepseek_v3": "DeepSeek-V3, latent attention",
+    "gpt_oss": "gpt-oss",
 }
 Found = dict[str, str]
 """What a check found, as ``{"cell": ...}``, or what is wrong, as ``{"why": ...}``."""

@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, of the fourteen architectures that are supported.
+"""Tiny random models of transformers, of architectures that are supported.
 
 Two layers or three, grouped-query attention where there is any, no norm weight or bias at its
 trivial value, and a sliding window that is shorter than the prompts.
@@ -24,6 +24,22 @@ _SIZES: dict[str, Any] = {
 }
 _SPECIAL = {"bos_token_id": 1, "eos_token_id": 2}
 _GEMMA = {**_SIZES, "tie_word_embeddings": True, "head_dim": 8}
+_LATENT = {
+    **_SIZES,
+    "num_key_value_heads": N_HEADS,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2Config",
@@ -81,8 +97,23 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 2.0,
         },
     ),
+    "deepseek_v2": ("DeepseekV2Config", {**_LATENT, "q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek_v3": ("DeepseekV3Config", {**_LATENT, "attention_bias": True}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            **_SIZES,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
 }
 """The class of each one's configuration, and its fields."""
+LATENT = ("deepseek_v2", "deepseek_v3")
+EXPERTS = ("mixtral", "gpt_oss", *LATENT)
 
 
 def plain_transformer(name: str, dtype: str = "float32", seed: int = 0, **changed: Any) -> Any:
@@ -98,7 +129,7 @@ def plain_transformer(name: str, dtype: str = "float32", seed: int = 0, **change
             config, attn_implementation="eager"
         )
         randomise(model)
-    if name == "mixtral" and dtype == "float64":
+    if name in EXPERTS and dtype == "float64":
         model.set_experts_implementation("eager")  # the grouped kernel has no float64
     return model.to(getattr(torch, dtype)).eval()
 

@@ -66,7 +66,8 @@ def run_split(
             every = tokens.repeat(len(heads), 1)
             found = _pass(model, every, keep=[point], put={entering: inputs})[point]
             parts = zip(found.chunk(len(heads)), heads, strict=True)
-            slots[point] = torch.stack([part[:, :, to.node.head] for part, to in parts], dim=2)
+            axis = 1 if is_latent(model) else 2  # of heads
+            slots[point] = torch.stack([p.select(axis, to.node.head) for p, to in parts], axis)
         attention = _pass(model, tokens, keep=_attention_points(layer), put=slots)
         written += [*_by_head(model, layer, attention)]
         if graph.has_mlps:
@@ -195,6 +196,16 @@ def _pass(
     return kept
 
 
+def is_latent(model: Any) -> bool:
+    """Whether q, k and v come from latents: then they are ``[batch, head, pos, d_head]``."""
+    return hasattr(model.blocks[0].attn, "hook_kv_latent")
+
+
+def by_head(model: Any, z: Tensor) -> Tensor:
+    """z as ``[batch, pos, head, d_head]``; under latent attention hook_z shows other groups."""
+    return z.reshape(*z.shape[:2], model.cfg.n_heads, -1)
+
+
 def _place(graph: CircuitGraph, destination: Destination) -> str:
     """The hook point of the residual stream from which a destination reads."""
     node = destination.node
@@ -228,9 +239,15 @@ def _written(model: Model, graph: CircuitGraph, found: dict[str, Tensor]) -> Ten
 def _by_head(model: Any, layer: int, found: dict[str, Tensor]) -> Tensor:
     z, out = (found[name] for name in _attention_points(layer))
     attention = model.blocks[layer].attn
-    parts = torch.einsum("bphe,hed->hbpd", z, attention.W_O)
-    if attention.b_O is not None:
-        out = out - attention.b_O
+    if is_latent(model):
+        z = by_head(model, z)
+        project = attention.original_component.o_proj.original_component
+        weight, bias = project.weight.T.unflatten(0, (z.shape[2], -1)), project.bias
+    else:
+        weight, bias = attention.W_O, attention.b_O
+    parts = torch.einsum("bphe,hed->hbpd", z, weight)
+    if bias is not None:
+        out = out - bias
     total = parts.sum(0)
     if (out - total).abs().max() <= 1e-4 * out.abs().max():
         return parts

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from architectures import N_LAYERS
 from double_precision import DoublePrecision
-from oracle import run_patched, slow_scores
+from oracle import by_head, run_patched, slow_scores
 from torch import Tensor
 
 from architecture_checks.subject import (
@@ -70,7 +70,7 @@ def _head_scores(model: Any, share: float) -> Tensor:
     hooks += [(name, lambda z, hook, leaf=leaf: z + leaf) for name, leaf in leaves.items()]
     metric_of(model.run_with_hooks(PAIRS.clean, fwd_hooks=hooks)).backward()
     scores = [(corrupted[name] - clean[name]) * leaf.grad for name, leaf in leaves.items()]
-    return torch.stack(scores).sum(dim=(1, 2, 4))
+    return torch.stack([by_head(model, score) for score in scores]).sum(dim=(1, 2, 4))
 
 
 @torch.no_grad()
@@ -111,10 +111,15 @@ def exact_patching(subject: Subject) -> float:
 def _with_corrupted_heads(model: Any, gates: Tensor) -> Tensor:
     """Logits where heads whose gate is 0 write what they write in the corrupted prompts."""
     corrupted = _kept(model, PAIRS.corrupted)
-    hooks = [
-        (name, lambda z, hook, name=name, row=row: torch.lerp(corrupted[name], z, row[:, None]))
-        for name, row in zip(Z, gates.double(), strict=True)
-    ]
+
+    def patch(name: str, row: Tensor) -> Any:
+        def hook(z: Tensor, hook: Any) -> Tensor:
+            parts = (by_head(model, value) for value in (corrupted[name], z))
+            return torch.lerp(*parts, row[:, None]).reshape(z.shape)
+
+        return name, hook
+
+    hooks = [patch(name, row) for name, row in zip(Z, gates.double(), strict=True)]
     return model.run_with_hooks(PAIRS.clean, fwd_hooks=hooks)
 
 

@@ -76,6 +76,7 @@ def _gate_by_hand(plain: Any, bias: Tensor, gate: Callable[[Tensor], Tensor]) ->
         attention_mask: Tensor,
         scaling: float | None = None,
         softcap: float | None = None,
+        s_aux: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
         key, value = (
@@ -85,8 +86,13 @@ def _gate_by_hand(plain: Any, bias: Tensor, gate: Callable[[Tensor], Tensor]) ->
         scores = query @ key.transpose(2, 3) * scale
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        scores = scores + attention_mask
-        pattern = scores.softmax(dim=-1) * gate(scores + bias[module.layer_idx][:, None, None])
+        scores = rows = scores + attention_mask
+        if s_aux is not None:  # a sink of each head, which takes its share and writes nothing
+            sinks = s_aux[:, None, None].expand(*scores.shape[:-1], 1)
+            rows = torch.cat([scores, sinks], dim=-1)
+        pattern = rows.softmax(dim=-1)[..., : key.shape[2]] * gate(
+            scores + bias[module.layer_idx][:, None, None]
+        )
         return (pattern @ value).transpose(1, 2).contiguous(), pattern
 
     AttentionInterface.register("gated_by_hand", gated)

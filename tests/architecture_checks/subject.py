@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from architectures import N_HEADS, N_LAYERS, VOCABULARY, hooked_transformer, plain_transformer
+from oracle import by_head
 from torch import Tensor
 
 from sparse_tl import PromptPairs, ShuffledStream, TokenBatch, logit_difference
@@ -112,8 +113,9 @@ def metric_of(logits: Tensor) -> Tensor:
 
 def with_heads(model: Any, tokens: Tensor, gates: Tensor) -> Tensor:
     """Logits with every head's output times its gate, by hooks of TransformerLens."""
-    hooks = [
-        (f"blocks.{layer}.attn.hook_z", lambda z, hook, row=row: z * row[:, None])
-        for layer, row in enumerate(gates)
-    ]
+
+    def times(row: Tensor) -> Any:
+        return lambda z, hook: (by_head(model, z) * row[:, None]).reshape(z.shape)
+
+    hooks = [(f"blocks.{layer}.attn.hook_z", times(row)) for layer, row in enumerate(gates)]
     return model.run_with_hooks(tokens, fwd_hooks=hooks)

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from architecture_checks.subject import PAIRS
+from architectures import N_LAYERS, plain_transformer
 from random_models import random_pairs
 from torch import Tensor
 
 from sparse_tl import SparseTransformer, logit_difference, patch_activations
 from sparse_tl.circuits import ActivationPatching
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.lens import Model
+from sparse_tl.lens import Model, boot
 from sparse_tl.metrics import NoEffectError
 
 Build = Callable[..., Model]
@@ -172,3 +174,13 @@ def test_it_is_kept_whole(build_tiny: Build, tmp_path: Any) -> None:
     again = ActivationPatching.load(found.save(tmp_path / "z"))
     assert repr(again) == repr(found) and "2 layers x 2 heads" in repr(again)
     assert torch.equal(again.effect, found.effect)
+
+
+@pytest.mark.parametrize("at", ["resid_pre", "mlp_out"])
+@torch.no_grad()
+def test_experts_that_also_return_their_routing(at: Literal["resid_pre", "mlp_out"]) -> None:
+    """The last MLP runs at the read positions alone; gpt-oss returns its router's scores too."""
+    model = boot(plain_transformer("gpt_oss"))
+    found = patch_activations(model, PAIRS, logit_difference, at, progress=False)
+    expected = slow(model, PAIRS, at, "corrupted", (N_LAYERS, 8))
+    assert torch.allclose(found.values, expected, atol=1e-5)

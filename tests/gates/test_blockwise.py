@@ -102,7 +102,8 @@ def test_values_counts_and_gradients(name: str, blocks: list[Any]) -> None:
     expected = _step(sparse, LENGTH + 1, **settings)
     assert not blocks
     found = _step(sparse, LENGTH, **settings)
-    assert len(blocks) > 10 * sparse.cfg.n_layers
+    # gpt-oss appends a sink to every row of scores, which needs whole rows.
+    assert not blocks if name == "gpt_oss" else len(blocks) > 10 * sparse.cfg.n_layers
     _compare(found, expected)
 
 

@@ -42,6 +42,7 @@ WINDOWS = {
     "mistral": (4, 4, 4),
     "gemma2": (4, None, 4),
     "gemma3": (4, None, 4),
+    "gpt_oss": (4, None, 4),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, VOCABULARY, plain_transformer
+import transformers
+from architectures import ARCHITECTURES, N_HEADS, VOCABULARY, plain_transformer
 from odd_models import native, odd
 from packaging.version import Version
+from torch import Tensor
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
 from sparse_tl import (
@@ -21,6 +24,8 @@ from sparse_tl import (
     SparseTransformer,
     attribute_circuit_edges,
     logit_difference,
+    patch_activations,
+    steer,
 )
 from sparse_tl.lens import adapt, boot, check_circuits, check_gates, load_model, save_model
 
@@ -219,3 +224,61 @@ def test_hooks_that_were_reset() -> None:
 def test_what_is_no_model() -> None:
     with pytest.raises(TypeError, match="TransformerBridge or a HookedTransformer"):
         adapt(plain_transformer("llama"))
+
+
+@torch.no_grad()
+def test_heads_on_another_axis() -> None:
+    """An output matrix that is cut into twice as many heads as the pattern has."""
+    model = boot(plain_transformer("llama"))
+    kept = model.blocks[1].attn.o.hook_in
+    conversion = copy.copy(kept.hook_conversion)
+    conversion.n_heads, conversion.d_head = 2 * conversion.n_heads, conversion.d_head // 2
+    kept.hook_conversion = conversion
+    with pytest.raises(ValueError, match="layer 1 of .* no axis with one entry for each head"):
+        check_gates(adapt(model))
+
+
+class Interleaved:
+    """Heads in strides, as z of another model might be laid out."""
+
+    def convert(self, z: Tensor) -> Tensor:
+        return z.unflatten(-1, (-1, N_HEADS)).transpose(2, 3)
+
+    def revert(self, z: Tensor) -> Tensor:
+        return z.transpose(2, 3).flatten(2)
+
+
+@torch.no_grad()
+def test_heads_that_are_mixed() -> None:
+    """The right number of entries, each with a part of every head."""
+    model = boot(plain_transformer("llama"))
+    model.blocks[1].attn.o.hook_in.hook_conversion = Interleaved()
+    with pytest.raises(ValueError, match="layer 1 of .* no axis with one entry for each head"):
+        check_gates(adapt(model))
+
+
+@torch.no_grad()
+def test_hook_points_without_activations() -> None:
+    """Half a token more would be rounded to none; some routers hand out a tuple (Jamba's)."""
+    model, name = boot(plain_transformer("gpt_oss")), "embed.hook_in"
+    point, why = model.embed.hook_in, f"activations at {name}, a tensor of floating-point numbers"
+    with steer(model, name, torch.tensor(0.5)):
+        with pytest.raises(ValueError, match=f"{why}; .* of type torch.int64"):
+            model(torch.full((1, 6), 5))
+        with pytest.raises(ValueError, match=f"{why}; .* of type tuple"):
+            point((torch.ones(1), torch.ones(1)))
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Lfm2Config"), reason="transformers is older")
+@pytest.mark.filterwarnings("ignore")
+def test_layers_without_attention() -> None:
+    sizes = ARCHITECTURES["llama"][1]
+    config = transformers.Lfm2Config(
+        **sizes, layer_types=["conv", "full_attention", "full_attention"], block_ff_dim=48
+    )
+    plain = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = boot(plain.eval(), name="lfm2")
+    ones = torch.ones(3, 1, dtype=torch.long)
+    pairs = PromptPairs(*torch.randint(VOCABULARY, (2, 3, 6)), ones, ones + 1, 5 * ones[:, 0])
+    with pytest.raises(ValueError, match="attention in every layer, .*; layer 0 of 'lfm2' has no"):
+        patch_activations(model, pairs, logit_difference, "resid_pre", progress=False)

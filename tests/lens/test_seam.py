@@ -105,8 +105,8 @@ def test_a_bridge_is_the_model_that_it_wraps(name: str) -> None:
     expected = plain(prompts).logits
     model = boot(plain, name=name)
     adapter = adapt(model)
-    assert off(model(prompts), expected) < 1e-6
-    assert off(adapter.logits(adapter.final(prompts)), expected) < 1e-6
+    assert off(model(prompts), expected) < 2e-6
+    assert off(adapter.logits(adapter.final(prompts)), expected) < 2e-6
     layouts = adapter.layouts  # type: ignore[attr-defined]
     stands = tuple(getattr(layouts[0], where) is not None for where in Layout.__dataclass_fields__)
     assert stands == POST_NORMS.get(name, (True, False, True, False))
