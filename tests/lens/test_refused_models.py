@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, N_HEADS, VOCABULARY, plain_transformer
+from architectures import ARCHITECTURES, LATENT, N_HEADS, VOCABULARY, plain_transformer
 from odd_models import native, odd
 from packaging.version import Version
 from torch import Tensor
@@ -123,12 +123,19 @@ WRONG: dict[str, tuple[Callable[[Any], torch.nn.Module], str]] = {
     "heads": (lambda block: block.attn.o.original_component, "what the heads of layer 1 write"),
     "stream": (lambda block: block, "the residual stream after layer 1 differs"),
 }
+WRONG_LATENTS = {
+    "queries": (
+        lambda block: getattr(block.attn, "q_a_proj", getattr(block.attn, "q_proj", None)),
+        "q of layer 1 differs",
+    ),
+    "values": (lambda block: block.attn.kv_b_proj, "blocks.1.attn.hook_z after edits to"),
+}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 def test_models_that_are_ten_percent_off(name: str, dtype: str) -> None:
-    for part, why in WRONG.values():
+    for part, why in ({**WRONG, **WRONG_LATENTS} if name in LATENT else WRONG).values():
         model = boot(plain_transformer(name, dtype))
         change(part(model.blocks[1]), lambda out: 1.1 * out)
         with pytest.raises(ValueError, match=why):
