@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import transformers
 from architecture_checks.subject import PAIRS
-from architectures import N_LAYERS, plain_transformer
+from architectures import ARCHITECTURES, N_LAYERS, plain_transformer
 from random_models import random_pairs
 from torch import Tensor
 
@@ -184,3 +185,19 @@ def test_experts_that_also_return_their_routing(at: Literal["resid_pre", "mlp_ou
     found = patch_activations(model, PAIRS, logit_difference, at, progress=False)
     expected = slow(model, PAIRS, at, "corrupted", (N_LAYERS, 8))
     assert torch.allclose(found.values, expected, atol=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Lfm2Config"), reason="transformers is older")
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_layers_without_attention() -> None:
+    """The first layer of this model is a convolution, in which no head can be gated."""
+    kinds = ["conv", "full_attention", "full_attention"]
+    config = transformers.Lfm2Config(**ARCHITECTURES["llama"][1], layer_types=kinds)
+    plain = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = boot(plain.eval(), name="lfm2")
+    found = patch_activations(model, PAIRS, logit_difference, "resid_pre", progress=False)
+    expected = slow(model, PAIRS, "resid_pre", "corrupted", (N_LAYERS, 8))
+    assert torch.allclose(found.values, expected, atol=1e-5)
+    with pytest.raises(ValueError, match="got 'blocks.0.attn.hook_z', which 'lfm2' .* lacks"):
+        patch_activations(model, PAIRS, logit_difference, "z", progress=False)

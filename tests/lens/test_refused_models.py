@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from architectures import ARCHITECTURES, LATENT, N_HEADS, VOCABULARY, plain_transformer
 from odd_models import native, odd
 from packaging.version import Version
@@ -24,7 +23,6 @@ from sparse_tl import (
     SparseTransformer,
     attribute_circuit_edges,
     logit_difference,
-    patch_activations,
     steer,
 )
 from sparse_tl.lens import adapt, boot, check_circuits, check_gates, load_model, save_model
@@ -125,7 +123,7 @@ WRONG: dict[str, tuple[Callable[[Any], torch.nn.Module], str]] = {
 }
 WRONG_LATENTS = {
     "queries": (
-        lambda block: getattr(block.attn, "q_a_proj", getattr(block.attn, "q_proj", None)),
+        lambda block: getattr(block.attn, "q_proj" if block.attn.q_a_proj is None else "q_a_proj"),
         "q of layer 1 differs",
     ),
     "values": (lambda block: block.attn.kv_b_proj, "blocks.1.attn.hook_z after edits to"),
@@ -274,18 +272,3 @@ def test_hook_points_without_activations() -> None:
             model(torch.full((1, 6), 5))
         with pytest.raises(ValueError, match=f"{why}; .* of type tuple"):
             point((torch.ones(1), torch.ones(1)))
-
-
-@pytest.mark.skipif(not hasattr(transformers, "Lfm2Config"), reason="transformers is older")
-@pytest.mark.filterwarnings("ignore")
-def test_layers_without_attention() -> None:
-    sizes = ARCHITECTURES["llama"][1]
-    config = transformers.Lfm2Config(
-        **sizes, layer_types=["conv", "full_attention", "full_attention"], block_ff_dim=48
-    )
-    plain = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    model = boot(plain.eval(), name="lfm2")
-    ones = torch.ones(3, 1, dtype=torch.long)
-    pairs = PromptPairs(*torch.randint(VOCABULARY, (2, 3, 6)), ones, ones + 1, 5 * ones[:, 0])
-    with pytest.raises(ValueError, match="attention in every layer, .*; layer 0 of 'lfm2' has no"):
-        patch_activations(model, pairs, logit_difference, "resid_pre", progress=False)
