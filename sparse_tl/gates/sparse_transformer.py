@@ -20,7 +20,7 @@ from sparse_tl.gates.distributions import GateDistribution, GateMode
 from sparse_tl.gates.mlps import MLPGates
 from sparse_tl.gates.passes import Counted, as_rows
 from sparse_tl.gates.saving import is_sparse_folder, load_sparse, save_sparse
-from sparse_tl.lens import AttachedHooks, Model, adapt, defer_scores, load_model
+from sparse_tl.lens import AttachedHooks, Model, adapt, check_named, defer_scores, load_model
 from sparse_tl.lens.modes import in_evaluation_mode
 from sparse_tl.scopes import autograd, scope, whole
 
@@ -75,6 +75,7 @@ class SparseTransformer(nn.Module):
         adapter = adapt(model)
         if getattr(adapter.core, "_sparse_tl_wrapped", False):
             raise ValueError("this model is wrapped already; call .unwrap() on its wrapper first")
+        check_named(model)
         gates = gates or AttentionGates.of(adapter, initial_bias, distribution)
         gates.check(adapter)
         if mlps or mlp_gates is not None:

@@ -62,7 +62,7 @@ from sparse_tl.lens.modes import (
     in_evaluation_mode as in_evaluation_mode,
 )
 from sparse_tl.lens.norms import Norm as Norm
-from sparse_tl.lens.plain import check_raw as check_raw
+from sparse_tl.lens.plain import check_named as check_named, check_raw as check_raw
 from sparse_tl.lens.points import (
     EMBEDDED as EMBEDDED,
     SLOTS as SLOTS,

@@ -4,8 +4,7 @@ Each is a small forward pass in evaluation mode, in which only the package's own
 circuits under those of the user's own, see `sparse_tl.lens.under_hooks`):
 
 *all*      every layer has attention with hook points; the logits are numbers; a bridge computes the
-           same as the `transformers` model that it wraps, and can be converted to a plain one, to
-           be copied and saved;
+           same as the `transformers` model that it wraps;
 *gates*    masked pairs have no attention; editing attention scores changes every pattern; with a
            pattern of zeros, heads write nothing, and nothing of a token reaches later positions;
            with the pattern of one head alone, hook_z holds nothing of the others;

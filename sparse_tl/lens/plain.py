@@ -27,7 +27,8 @@ from sparse_tl.scopes import autograd, scope
 
 _WRAPPED = "_original_component"
 _unset: WeakKeyDictionary[TransformerBridge, bool] = WeakKeyDictionary()
-_convertible: WeakSet[TransformerBridge] = WeakSet()
+_named: WeakSet[TransformerBridge] = WeakSet()
+"""Bridges that name all weights of their wrapped models."""
 
 
 def plain_model(model: TransformerBridge) -> Any:
@@ -45,7 +46,8 @@ def plain_model(model: TransformerBridge) -> Any:
             "expected a bridge around a model of transformers, to copy, train or save it; "
             f"{model.cfg.model_name!r} is a bridge around a {type(model.original_model).__name__}"
         )
-    plain = _assembled(model)
+    with torch.random.fork_rng(devices=[]):  # initial weights are drawn, and discarded
+        plain = _assembled(model)
     if not shards.is_dealt(model):  # else it was checked before
         check_same(model, *few_logits(plain.eval()))
     return plain.train(model.original_model.training)
@@ -65,7 +67,7 @@ def _assembled(model: TransformerBridge) -> Any:
             if tensor is not None:
                 tensor = shards.whole(tensor.detach())
                 tensors[".".join([*path, kind])] = tensor.cpu() if dealt else tensor
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):  # it draws initial weights
+    with torch.device("meta"):
         plain: Any = type(wrapped)(copy.deepcopy(wrapped.config))
     missing = [name for name in plain.state_dict() if name not in tensors]
     if missing:
@@ -90,23 +92,31 @@ def check_raw(model: Model) -> None:
 
 
 def check_wrapped(model: Model) -> None:
-    """Check that a bridge computes the same as its wrapped model, and can be copied and saved.
+    """Check that a bridge computes the same as its wrapped model.
 
     Processed weights are not compared here but when they are read; passes with them are correct.
 
     Raises:
-        ValueError: the bridge computes something else, or cannot be converted to a plain model.
+        ValueError: the bridge computes something else.
     """
-    if not isinstance(model, TransformerBridge) or model in _convertible:
-        return
-    if model.compatibility_mode or shards.is_dealt(model):
+    if not isinstance(model, TransformerBridge) or is_known(model) or model.compatibility_mode:
         return
     if isinstance(model.original_model, PreTrainedModel):
-        if is_known(model):  # compared before, whatever has been done to it since
+        plain_model(model)
+
+
+def check_named(model: Model) -> None:
+    """Check that a bridge names all weights of its wrapped model, so that it can be saved.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not isinstance(model, TransformerBridge) or model in _named or shards.is_dealt(model):
+        return
+    if isinstance(model.original_model, PreTrainedModel):
+        with torch.random.fork_rng(devices=[]):
             _assembled(model)
-        else:
-            plain_model(model)
-        _convertible.add(model)
+        _named.add(model)
 
 
 def plain_copy(model: TransformerBridge) -> Any:
