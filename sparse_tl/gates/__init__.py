@@ -4,7 +4,7 @@ from sparse_tl.gates.ablation import (
     ablate_attention_edges as ablate_attention_edges,
     ablate_heads as ablate_heads,
 )
-from sparse_tl.gates.attention import AttentionGates as AttentionGates
+from sparse_tl.gates.attention import AttentionGates as AttentionGates, GateKind as GateKind
 from sparse_tl.gates.circuit_edges import CircuitEdges as CircuitEdges
 from sparse_tl.gates.closed_edges import (
     ClosedAttentionEdges as ClosedAttentionEdges,
@@ -31,6 +31,8 @@ from sparse_tl.gates.run import (
     GatedRun as GatedRun,
     gated as gated,
 )
+from sparse_tl.gates.score_gates import ScoreGates as ScoreGates
+from sparse_tl.gates.share_gates import ShareGates as ShareGates
 from sparse_tl.gates.sites import (
     AttentionEdges as AttentionEdges,
     Heads as Heads,

@@ -1,22 +1,21 @@
-"""A gate on every attention edge, computed from the edge's own attention score.
+"""A gate on every attention edge, computed from the edge's own attention.
 
-With scores ``s`` at ``hook_attn_scores`` and a learnable bias ``b`` per head,
+With the pattern ``p = softmax(s)``,
 
-    A_ij ~ Bernoulli(sigmoid(s_ij + b)),    z = (A * softmax(s)) V        (no renormalisation)
+    A_ij ~ Bernoulli(sigmoid(e_ij + r_i)),    z = (A * p) V        (no renormalisation)
 
-in training; ``A_ij = [s_ij + b > 0]`` otherwise. Masked pairs (future tokens, padding) have an
-attention of 0, whatever their gate; which pairs are counted follows from the model's masks and not
-from scores, since softmax ignores a constant that is added to a row of them.
-
-Reference: arXiv 2512.05865, section 3.
+in training; ``A_ij = [e_ij + r_i > 0]`` otherwise. The two kinds of gate differ in the logit's term
+``e`` of the edge and ``r`` of the query: see `ScoreGates` and `ShareGates`. Masked pairs (future
+tokens, padding) have an attention of 0 whatever their gate, and are not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -27,7 +26,7 @@ from sparse_tl.gates.distributions import BernoulliGate, GateDistribution, GateM
 from sparse_tl.gates.layer_counts import attention_edges_of_layer
 from sparse_tl.gates.passes import Counted, GateSettings, PassGates, layer_hooks
 from sparse_tl.gates.patches import gate
-from sparse_tl.gates.straight_through import gated_pattern
+from sparse_tl.gates.straight_through import edge_term, gated_pattern
 from sparse_tl.lens import (
     EVERYTHING,
     Adapter,
@@ -35,74 +34,66 @@ from sparse_tl.lens import (
     Block,
     Deferred,
     Hook,
-    HookedModel,
-    adapt,
-    attached,
-    check_scores,
-    defer_scores,
+    check_gates,
     explicit,
     mask_hooks,
 )
-from sparse_tl.scopes import scope
+
+GateKind = Literal["score", "share"]
+"""What a gate reads of its attention edge: the score, or the share of the query's attention."""
 
 
-class AttentionGates(PassGates):
+class AttentionGates(PassGates, ABC):
     """Learnable gates on all attention edges of a model.
 
     Args:
-        n_layers: number of layers.
-        n_heads: query heads per layer.
-        initial_bias: initial value of b; a larger bias opens more gates.
+        bias: learnable term of every head in the logits of its gates; a larger one opens more.
         distribution: how gates are sampled and evaluated.
-        device: device of the biases.
-        dtype: precision of the biases and of the gate arithmetic: float32 or float64.
     """
 
+    kind: GateKind
+
     def __init__(
-        self,
-        n_layers: int,
-        n_heads: int,
-        *,
-        initial_bias: float = 4.0,
-        distribution: GateDistribution | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, bias: Float[Tensor, "layer head"], distribution: GateDistribution | None
     ) -> None:
         super().__init__(distribution or BernoulliGate())
-        self.bias = nn.Parameter(
-            torch.full((n_layers, n_heads), initial_bias, device=device, dtype=dtype)
-        )
+        self.bias = nn.Parameter(bias)
 
-    @classmethod
-    def of(
-        cls, adapter: Adapter, initial_bias: float, distribution: GateDistribution | None
-    ) -> AttentionGates:
-        """New gates for a model, on its device and in the precision that it needs."""
-        return cls(
-            adapter.n_layers,
-            adapter.n_heads,
-            initial_bias=initial_bias,
-            distribution=distribution,
-            device=adapter.device,
-            dtype=adapter.gate_dtype,
-        )
+    @staticmethod
+    def _initial(adapter: Adapter, value: float) -> Float[Tensor, "layer head"]:
+        shape = adapter.n_layers, adapter.n_heads
+        return torch.full(shape, value, device=adapter.device, dtype=adapter.gate_dtype)
+
+    @abstractmethod
+    def read_points(self, adapter: Adapter) -> list[str]:
+        """The hook point, in every layer, of what the gates read besides the pattern."""
+
+    @abstractmethod
+    def _terms(
+        self, layer: int, read: Tensor
+    ) -> tuple[
+        Float[Tensor, "prompt head query key"] | None, Float[Tensor, "#prompt head #query 1"]
+    ]:
+        """The scores that the logits begin with, None for log p; and the term of each query."""
+
+    @abstractmethod
+    def _sample_of(self, read: Tensor) -> Tensor:
+        """A small part of what the gates read, by which a pass is recognised."""
 
     def hooks(self, adapter: Adapter) -> list[Hook]:
-        """The hooks that attach these gates: scores are read last, patterns are set first."""
-        scores = adapter.layer_points("attn.hook_attn_scores")
+        """The hooks that attach these gates: their input is read last, patterns are set first."""
         patterns = adapter.layer_points("attn.hook_pattern")
         masks: dict[int, AttentionMask] = {}
-        gated = layer_hooks(scores, patterns, partial(self._gate_pattern, masks))
+        gated = layer_hooks(self.read_points(adapter), patterns, partial(self._gate_pattern, masks))
         return mask_hooks(adapter, masks) + gated
 
     def check(self, adapter: Adapter) -> None:
         """Check that these gates fit a model.
 
         Raises:
-            ValueError: the shapes do not match, or the model's scores change with the prompt's
-                length.
+            ValueError: the shapes do not match, or gates would have no effect on the model.
         """
-        check_scores(adapter)
+        check_gates(adapter)
         if tuple(self.bias.shape) != (adapter.n_layers, adapter.n_heads):
             raise ValueError(
                 f"expected gates for {adapter.n_layers} layers of {adapter.n_heads} heads; got "
@@ -110,10 +101,10 @@ class AttentionGates(PassGates):
             )
 
     def extra_repr(self) -> str:
-        """Size, distribution and biases."""
+        """Size, kind, distribution and biases."""
         n_layers, n_heads = self.bias.shape
         return (
-            f"{n_layers} layers x {n_heads} heads, {self.distribution}, "
+            f"{n_layers} layers x {n_heads} heads, by {self.kind}, {self.distribution}, "
             f"bias {self.bias.min().item():.2f} to {self.bias.max().item():.2f}"
         )
 
@@ -121,14 +112,15 @@ class AttentionGates(PassGates):
         self,
         masks: dict[int, AttentionMask],
         layer: int,
-        scores: Float[Tensor, "prompt head query key"],
+        read: Tensor,
         pattern: Float[Tensor, "prompt head query key"],
     ) -> Float[Tensor, "prompt head query key"] | None:
-        mask, now = masks.pop(layer), self._settings_of(layer, _last_query(scores))
+        mask, now = masks.pop(layer), self._settings_of(layer, self._sample_of(read))
         if now.idle:
             return None
-        cost, real = self._cost(layer, now, scores), _real_queries(now, scores)
-        size, device = scores.shape[2:], scores.device
+        scores, row = self._terms(layer, read)
+        cost, real = self._cost(layer, now, pattern), _real_queries(now, pattern)
+        size, device = pattern.shape[2:], pattern.device
 
         def valid(block: Block) -> Tensor | None:
             if now.counts is None:
@@ -136,32 +128,31 @@ class AttentionGates(PassGates):
             allowed = mask.allowed(block, size, device)
             return allowed if real is None else allowed & block.of(real)
 
-        if now.keep_gates or not isinstance(scores, Deferred) or not isinstance(pattern, Deferred):
+        whole = not isinstance(pattern, Deferred) or not isinstance(scores, Deferred | None)
+        if now.keep_gates or whole:
             scores, pattern = explicit(scores), explicit(pattern)
-            bias = self.bias[layer]
-            gated, counted = self._gate(now, scores, pattern, bias, cost, valid(EVERYTHING))
+            gated, counted = self._gate(now, scores, pattern, row, cost, valid(EVERYTHING))
             if now.counts is not None:
                 now.counts.append(counted)
             return gated
 
-        def gate_block(block: Block, s: Tensor, p: Tensor, bias: Tensor, g: Any) -> Any:
+        def gate_block(block: Block, s: Tensor | None, p: Tensor, row: Tensor, g: Any) -> Any:
             costs = None if cost is None else block.of(cost)
             here = replace(now, generator=g)
-            gated, counted = self._gate(here, s, p, bias, costs, valid(block))
+            gated, counted = self._gate(here, s, p, row, costs, valid(block))
             return p if gated is None else gated, counted
 
         seed = _drawn(now.generator) if now.mode is GateMode.SAMPLED and now.noise else None
-        attention = GatedAttention(
-            scores.expression, pattern.expression, mask, self.bias[layer], gate_block, seed
-        )
+        scored = scores.expression if isinstance(scores, Deferred) else None
+        attention = GatedAttention(pattern.expression, scored, mask, row, gate_block, seed)
         return GatedPattern.under(attention, pattern, now.counts)
 
     def _gate(
         self,
         now: GateSettings,
-        scores: Float[Tensor, "prompt head query key"],
+        scores: Float[Tensor, "prompt head query key"] | None,
         pattern: Float[Tensor, "prompt head query key"],
-        bias: Float[Tensor, " head"],
+        row: Float[Tensor, "#prompt head #query 1"],
         cost: Float[Tensor, "#head #query #key"] | None,
         valid: Bool[Tensor, "#prompt #head query key"] | None,
     ) -> tuple[Float[Tensor, "prompt head query key"] | None, Counted]:
@@ -170,8 +161,8 @@ class AttentionGates(PassGates):
             return None, {}
         rule = self.distribution
         if now.mode is GateMode.SAMPLED and type(rule) is BernoulliGate and not now.keep_gates:
-            return gated_pattern(scores, pattern, bias, rule.temperature, now, cost, valid)
-        logits = scores.to(bias.dtype) + bias[:, None, None]
+            return gated_pattern(scores, pattern, row, rule.temperature, now, cost, valid)
+        logits = edge_term(scores, pattern, row.dtype) + row
         counted: Counted = {}
         if valid is not None:
             is_open, probability = self._opened(now, logits, valid)
@@ -192,29 +183,6 @@ class AttentionGates(PassGates):
         return cost[layer if len(cost) > 1 else 0].to(like.device, self.bias.dtype)
 
 
-@scope
-def attention_by_blocks(model: HookedModel) -> Iterator[None]:
-    """Inside the block, a model without gates computes attention of long prompts by blocks too."""
-    adapter = adapt(model)
-    gates = AttentionGates.of(adapter, 0.0, None).requires_grad_(False)
-    with (
-        gates.using(mode=GateMode.OPEN, by_blocks=True),
-        attached(adapter, gates.hooks(adapter)) as own,
-        defer_scores(adapter, own),
-    ):
-        yield
-
-
-def _last_query(
-    scores: Float[Tensor, "prompt head query key"],
-) -> Float[Tensor, "1 1 1 key"]:
-    """The scores of the first head's last query in the first prompt."""
-    if isinstance(scores, Deferred) and scores.computed is None:
-        last = slice(scores.shape[2] - 1, None)
-        return scores.expression.on(Block(slice(0, 1), slice(0, 1), last, slice(None)))
-    return scores[:1, :1, -1:]
-
-
 def _drawn(generator: torch.Generator | None) -> int:
     """A seed drawn from a generator."""
     device = None if generator is None else generator.device
@@ -222,12 +190,12 @@ def _drawn(generator: torch.Generator | None) -> int:
 
 
 def _real_queries(
-    now: GateSettings, scores: Float[Tensor, "prompt head query key"]
+    now: GateSettings, pattern: Float[Tensor, "prompt head query key"]
 ) -> Bool[Tensor, "prompt 1 query 1"] | None:
     """Queries that are no padding: models mask it as a key, but not as a query."""
     if now.real is None:
         return None
-    return now.real.to(scores.device).bool()[:, None, -scores.shape[2] :, None]
+    return now.real.to(pattern.device).bool()[:, None, -pattern.shape[2] :, None]
 
 
 def check_edge_cost(cost: Float[Tensor, "*#edge"], edges: Sequence[int | None]) -> None:

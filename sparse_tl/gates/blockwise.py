@@ -32,9 +32,9 @@ SMOOTH = ("expected", "cost")
 """The counts that have a gradient."""
 
 GateBlock = Callable[
-    [Block, Tensor, Tensor, Tensor, "torch.Generator | None"], tuple[Tensor, Counted]
+    [Block, "Tensor | None", Tensor, Tensor, "torch.Generator | None"], tuple[Tensor, Counted]
 ]
-"""From block, scores, pattern, biases and generator: the gated pattern, and counts."""
+"""From block, scores, pattern, query terms and generator: the gated pattern, and counts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,18 +42,18 @@ class GatedAttention:
     """A layer's attention under gates.
 
     Args:
-        scores: attention scores, which the gates read.
         pattern: attention pattern.
+        scores: attention scores, if the gates read them.
         mask: the layer's mask; keys that it allows to no query of a block are left out.
-        bias: gate bias of every head.
+        row: each query's term in the logits of its gates.
         gate: computes the gates of a block.
         seed: seed of the noise; each block has a generator of its own. None without noise.
     """
 
-    scores: Expression
     pattern: Expression
+    scores: Expression | None
     mask: AttentionMask
-    bias: Float[Tensor, " head"]
+    row: Float[Tensor, "#prompt head #query 1"]
     gate: GateBlock
     seed: int | None
 
@@ -62,14 +62,15 @@ class GatedAttention:
     ) -> tuple[Float[Tensor, "prompt head query d_head"], Counted]:
         """The heads' outputs, and the counts of `attention_edges_of_layer`."""
         names: list[str] = []
-        q, k = self.scores.product.args
-        leaves = {id(leaf): leaf for leaf in self.scores.leaves + self.pattern.leaves}
-        output, *found = _Attend.apply(self, names, q, k, v, self.bias, *leaves.values())
+        q, k = self.pattern.product.args
+        read = [] if self.scores is None else self.scores.leaves
+        leaves = {id(leaf): leaf for leaf in [self.row, *read, *self.pattern.leaves]}
+        output, *found = _Attend.apply(self, names, q, k, v, *leaves.values())
         return output, dict(zip(names, found, strict=True))
 
     def blocks(self) -> Iterator[tuple[Block, torch.Generator | None]]:
         """All blocks in order, and the generators of their noise."""
-        q, k = self.scores.product.args
+        q, k = self.pattern.product.args
         n_prompts, n_heads, n_queries, _ = q.shape
         number = 0
         for first in range(0, n_queries, QUERIES_AT_ONCE):
@@ -90,14 +91,13 @@ class GatedAttention:
         block: Block,
         generator: torch.Generator | None,
         product: Tensor,
-        bias: Tensor,
         leaves: dict[int, Tensor],
     ) -> tuple[Tensor, Counted]:
         """The gated pattern of a block, and its counts, from that block of all it depends on."""
-        known = {id(self.scores.product): product}
-        scores = self.scores.value(leaves, known)
+        known = {id(self.pattern.product): product}
+        scores = None if self.scores is None else self.scores.value(leaves, known)
         pattern = self.pattern.value(leaves, known)
-        return self.gate(block, scores, pattern, bias, generator)
+        return self.gate(block, scores, pattern, leaves[id(self.row)], generator)
 
 
 class GatedPattern(Deferred):
@@ -153,19 +153,19 @@ class GatedPattern(Deferred):
 
 
 class _Attend(torch.autograd.Function):
-    """Function of q, k, v, the biases, and whatever else enters the scores."""
+    """Function of q, k, v, the query terms, and whatever else enters the scores."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, attention: GatedAttention, names: list[str], *tensors: Tensor
     ) -> Any:
-        q, k, v, bias, *leaves = tensors
+        q, k, v, *leaves = tensors
         output = v.new_empty(*q.shape[:3], v.shape[-1])
         found: dict[str, Tensor] = {}
         for block, generator in attention.blocks():
             product = _queries(q, block) @ _columns(k, block)
             parts = {id(leaf): block.of(leaf) for leaf in leaves}
-            gated, counted = attention.on(block, generator, product, bias[block.heads], parts)
+            gated, counted = attention.on(block, generator, product, parts)
             output[block.prompts, block.heads, block.queries] = gated @ _keys(v, block)
             for name, values in counted.items():
                 if name not in found:
@@ -187,7 +187,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, by_output: Tensor, *by_counts: Tensor) -> Any:  # type: ignore[override]
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         by_count = dict(zip(ctx.names, by_counts, strict=True))
-        views = [_queries, _columns, _keys, _heads, *[_leaf] * len(ctx.leaves)]
+        views = [_queries, _columns, _keys, *[_leaf] * len(ctx.leaves)]
         sums: list[Tensor | None] = [
             # In half precision, sums over many blocks would be rounded many times.
             torch.zeros_like(values, dtype=torch.promote_types(values.dtype, torch.float32))
@@ -198,12 +198,12 @@ class _Attend(torch.autograd.Function):
         for block, generator in ctx.attention.blocks():
             each = zip(views, tensors, needed, strict=True)
             parts = [view(t, block).detach().requires_grad_(need) for view, t, need in each]
-            q, k, v, bias, *leaves = parts
+            q, k, v, *leaves = parts
             by_block = _queries(by_output, block)
             with ctx.autocast():
                 with autograd(True):
                     by_id = dict(zip(ctx.leaves, leaves, strict=True))
-                    gated, counted = ctx.attention.on(block, generator, q @ k, bias, by_id)
+                    gated, counted = ctx.attention.on(block, generator, q @ k, by_id)
                 by_gated = (by_block @ v.mT).to(gated.dtype)
                 by_v = gated.detach().mT @ by_block if needed[2] else None
             results = [(gated, by_gated)]
@@ -246,10 +246,6 @@ def _keys(values: Tensor, block: Block) -> Tensor:
 
 def _columns(values: Tensor, block: Block) -> Tensor:
     return values[block.prompts, block.heads, :, block.keys]
-
-
-def _heads(values: Tensor, block: Block) -> Tensor:
-    return values[block.heads]
 
 
 def _leaf(values: Tensor, block: Block) -> Tensor:

@@ -26,7 +26,10 @@ from sparse_tl.files import (
 )
 from sparse_tl.gates.attention import AttentionGates
 from sparse_tl.gates.distributions import DISTRIBUTIONS, GateDistribution
+from sparse_tl.gates.kinds import KINDS
 from sparse_tl.gates.mlps import MLPGates
+from sparse_tl.gates.score_gates import ScoreGates
+from sparse_tl.gates.share_gates import ShareGates
 from sparse_tl.lens import Model, adapt, save_model
 from sparse_tl.lens.loading import GATES_FILE, load_folder
 
@@ -64,7 +67,12 @@ def save_sparse(
     with atomic_folder(folder) as temporary:
         save_model(model, temporary)
         fields = dataclasses.asdict(distribution)  # type: ignore[call-overload]
-        content: dict[str, object] = {"schema": SCHEMA, "distribution": name, "parameters": fields}
+        content: dict[str, object] = {
+            "schema": SCHEMA,
+            "gates": gates.kind,
+            "distribution": name,
+            "parameters": fields,
+        }
         tensors = gates.state_dict()
         if mlp_gates is not None:
             content["mlps"] = True
@@ -105,11 +113,11 @@ def _load(folder: Path, device: str | None) -> tuple[Model, AttentionGates, MLPG
     tensors = read_tensors(file)
     adapter = adapt(model)
     n_layers, n_heads, d_model = adapter.n_layers, adapter.n_heads, adapter.d_model
-    bias = _read(
-        file, tensors, "bias", (n_layers, n_heads), f"for {n_layers} layers of {n_heads} heads"
-    )
-    gates = AttentionGates.of(adapter, 0.0, distribution)
-    gates.bias.data = bias.to(adapter.device)
+    gates = _read_kind(folder / GATES_FILE).of(adapter, distribution=distribution)
+    for name, parameter in gates.named_parameters():
+        whose = f"for {n_layers} layers of {n_heads} heads"
+        stored = _read(file, tensors, name, tuple(parameter.shape), whose)
+        parameter.data = stored.to(adapter.device)
     mlp_gates = None
     if _read_mlps(folder / GATES_FILE, tensors):
         whose = f"of gates on the MLPs of {n_layers} layers that read {d_model} numbers"
@@ -135,6 +143,14 @@ def _read(
     if not found.isfinite().all():
         raise ValueError(f"expected finite numbers as {name} in {file}; got NaN or infinity")
     return found
+
+
+def _read_kind(file: Path) -> type[ScoreGates | ShareGates]:
+    """The kind of gates that a folder holds; folders of versions that named none have scores."""
+    kind = read_json(file).get("gates", "score")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"expected one of {sorted(KINDS)} as `gates` in {file}; got {kind!r}")
+    return KINDS[kind]
 
 
 def _read_mlps(file: Path, tensors: dict[str, Tensor]) -> bool:

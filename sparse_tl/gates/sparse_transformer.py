@@ -13,10 +13,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from sparse_tl.arguments import AtLeastOne, Logit, NotNegative, checked
-from sparse_tl.gates.attention import AttentionGates
+from sparse_tl.arguments import AtLeastOne, Logit, NotNegative, Share, checked
+from sparse_tl.gates.attention import AttentionGates, GateKind
 from sparse_tl.gates.counting import AttentionEdgeCounts, counted_by_batch, open_shares
 from sparse_tl.gates.distributions import GateDistribution, GateMode
+from sparse_tl.gates.kinds import attention_gates
 from sparse_tl.gates.mlps import MLPGates
 from sparse_tl.gates.passes import Counted, as_rows
 from sparse_tl.gates.saving import is_sparse_folder, load_sparse, save_sparse
@@ -38,17 +39,21 @@ class SparseTransformer(nn.Module):
 
     Args:
         model: model to wrap, a TransformerBridge or a HookedTransformer.
-        initial_bias: initial gate bias b, in logits; larger is denser, 4.0 nearly the dense model.
+        gates: what new gates read, "score" (`ScoreGates`, the paper's) or "share" (`ShareGates`);
+            or existing gates.
+        initial_bias: initial bias b of score gates, in logits, 4.0 by default; larger is denser.
+        initial_threshold: share of attention, in (0, 1), that opens an edge at first under share
+            gates; 0.005 by default.
         distribution: how gates are sampled and evaluated; straight-through Bernoulli by default.
-        gates: existing gates on attention edges to use instead of new ones.
         mlps: whether to gate every MLP at every position; see `MLPGates`.
         mlp_gates: existing gates on MLPs to use instead of new ones.
 
     Raises:
         TypeError: `model` is not a TransformerLens model.
         ValueError: the model is already wrapped, lacks a hook point, or drops edits to its
-            attention; its scores change with the prompt's length; it cannot be copied and saved;
-            gates do not fit the model; MLP gates for a model without MLPs.
+            attention; its scores change with the prompt's length, under score gates; it cannot be
+            copied and saved; gates do not fit the model; an argument of the other kind of gate, or
+            of new gates beside existing ones; MLP gates for a model without MLPs.
 
     Reference: arXiv 2512.05865; MLP gates are an addition of this package.
     """
@@ -65,9 +70,10 @@ class SparseTransformer(nn.Module):
         self,
         model: Model,
         *,
-        initial_bias: Logit = 4.0,
+        gates: GateKind | AttentionGates = "score",
+        initial_bias: Logit | None = None,
+        initial_threshold: Share | None = None,
         distribution: GateDistribution | None = None,
-        gates: AttentionGates | None = None,
         mlps: bool = False,
         mlp_gates: MLPGates | None = None,
     ) -> None:
@@ -76,8 +82,8 @@ class SparseTransformer(nn.Module):
         if getattr(adapter.core, "_sparse_tl_wrapped", False):
             raise ValueError("this model is wrapped already; call .unwrap() on its wrapper first")
         check_named(model)
-        gates = gates or AttentionGates.of(adapter, initial_bias, distribution)
-        gates.check(adapter)
+        starts = {"initial_bias": initial_bias, "initial_threshold": initial_threshold}
+        gates = attention_gates(adapter, gates, starts, distribution)
         if mlps or mlp_gates is not None:
             mlp_gates = mlp_gates or MLPGates.of(adapter, gates.distribution)
             mlp_gates.check(adapter, gates.distribution)

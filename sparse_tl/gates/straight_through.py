@@ -1,6 +1,7 @@
 """Sampled binary gates on an attention pattern, with a backward pass of their own.
 
-With pattern ``p``, logits ``l = s + b``, logistic noise ``n`` and costs ``c`` of the edges,
+With pattern ``p``, logits ``l = e + r`` of an edge's and a query's term, logistic noise ``n`` and
+costs ``c`` of the edges,
 
     A = [l + n > 0],    gated = A p,    expected = sum_(valid) sigmoid(l),    cost likewise
 
@@ -8,9 +9,13 @@ With pattern ``p``, logits ``l = s + b``, logistic noise ``n`` and costs ``c`` o
     d gated / d l  =  p sigmoid'((l + n) / temperature) / temperature
     d expected / d l  =  sigmoid'(l) + pressure [l > 0] at valid pairs
 
-as in `BernoulliGate` and `press`. For the backward pass only ``s``, ``p`` and ``l + n`` are kept;
-composed of single operations, the same keeps six tensors of that size. Both passes go through the
-heads a few at a time, so that intermediate values stay small.
+as in `BernoulliGate` and `press`. The edge's term is its score, or ``log p``; of the latter, the
+derivative ``d l / d p = 1 / p`` is multiplied in before a small p can overflow: ``p`` cancels in
+that of the gated pattern, and with ``t = exp(-r)``, ``sigmoid'(l) / p = sigmoid(-l) / (p + t)``.
+
+For the backward pass only ``p``, ``l + n`` and scores that are read are kept; composed of single
+operations, the same keeps six tensors of that size. Both passes go through the heads a few at a
+time, so that intermediate values stay small.
 """
 
 from __future__ import annotations
@@ -28,12 +33,25 @@ from sparse_tl.gates.passes import Counted, GateSettings
 
 EDGES_AT_ONCE = 2**20
 """Edges of which intermediate values are held at one time."""
+_STEEPEST = 80.0
+"""Largest query term whose exponential is used; that of 89 overflows in float32."""
+
+
+def edge_term(
+    scores: Float[Tensor, "*head query key"] | None,
+    pattern: Float[Tensor, "*head query key"],
+    dtype: torch.dtype,
+) -> Float[Tensor, "*head query key"]:
+    """An edge's term in the logit of its gate: its score, or the logarithm of its attention."""
+    if scores is not None:
+        return scores.to(dtype)
+    return pattern.to(dtype).clamp_min(torch.finfo(dtype).tiny).log()
 
 
 def gated_pattern(
-    scores: Float[Tensor, "prompt head query key"],
+    scores: Float[Tensor, "prompt head query key"] | None,
     pattern: Float[Tensor, "prompt head query key"],
-    bias: Float[Tensor, " head"],
+    row: Float[Tensor, "#prompt head #query 1"],
     temperature: float,
     now: GateSettings,
     cost: Float[Tensor, "#head #query #key"] | None = None,
@@ -42,19 +60,20 @@ def gated_pattern(
     """The pattern under sampled gates, and the counts of `attention_edges_of_layer`.
 
     Args:
-        scores: attention scores.
+        scores: attention scores, if they are the edges' term; None for the pattern's logarithm.
         pattern: attention pattern.
-        bias: gate bias of every head.
+        row: each query's term.
         temperature: that of the backward pass.
         now: generator and scale of the noise, and pressure.
         cost: cost per edge.
         valid: pairs of real tokens that the layer's mask allows, which are counted; None to count
             nothing.
     """
-    shape = scores.shape[:2]
-    given = None if cost is None else cost.expand(shape[1], *scores.shape[2:])
+    shape = pattern.shape[:2]
+    given = None if cost is None else cost.expand(shape[1], *pattern.shape[2:])
+    rows = row.expand(*shape, pattern.shape[2], 1)
     gated, expected, weighted, whole = _GatedPattern.apply(
-        scores, pattern, bias, temperature, now, given, valid
+        scores, pattern, rows, temperature, now, given, valid
     )
     if valid is None:
         return gated, {}
@@ -66,21 +85,21 @@ class _GatedPattern(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
-        scores: Tensor,
+        scores: Tensor | None,
         pattern: Tensor,
-        bias: Tensor,
+        row: Tensor,
         temperature: float,
         now: GateSettings,
         cost: Tensor | None,
         valid: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        shape = scores.shape[:2]
+        shape = pattern.shape[:2]
         gated, noisy = torch.empty_like(pattern), None
         if now.noise:
-            noisy = torch.empty_like(scores, dtype=bias.dtype)
+            noisy = torch.empty_like(pattern, dtype=row.dtype)
         sums: dict[str, list[Tensor]] = {}
-        for some, heads in _pieces(scores):
-            logits = _flat(scores)[some].to(bias.dtype) + bias[heads, None, None]
+        for some, heads in _pieces(pattern):
+            logits = _logits(scores, pattern, row, some)
             drawn = logits if noisy is None else _flat(noisy)[some]
             if noisy is not None:
                 noise = logistic_noise(logits, now.generator)
@@ -92,9 +111,9 @@ class _GatedPattern(torch.autograd.Function):
                 for name, found in open_edges((logits > 0) & here, chance, weights).items():
                     sums.setdefault(name, []).append(found)
         whole = {name: torch.cat(found).view(shape) for name, found in sums.items()}
-        expected = whole.pop("expected", bias.new_zeros(shape))
-        weighted = whole.pop("cost", bias.new_zeros(shape))
-        ctx.save_for_backward(scores, pattern, bias, noisy, cost, valid)
+        expected = whole.pop("expected", row.new_zeros(shape))
+        weighted = whole.pop("cost", row.new_zeros(shape))
+        ctx.save_for_backward(scores, pattern, row, noisy, cost, valid)
         ctx.temperature, ctx.pressure = temperature, now.pressure
         return gated, expected, weighted, whole
 
@@ -103,40 +122,57 @@ class _GatedPattern(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, *gradients: Any
     ) -> tuple[Any, ...]:
-        scores, pattern, bias, noisy, cost, valid = ctx.saved_tensors
+        scores, pattern, row, noisy, cost, valid = ctx.saved_tensors
         by_gated, by_expected, by_cost, _ = gradients
-        by_scores, by_pattern = torch.empty_like(scores), torch.empty_like(pattern)
-        by_bias = torch.zeros_like(bias)
-        for some, heads in _pieces(scores):
-            logits = _flat(scores)[some].to(bias.dtype) + bias[heads, None, None]
+        by_scores = None if scores is None else torch.empty_like(scores)
+        by_pattern, by_row = torch.empty_like(pattern), row.new_empty(row.shape)
+        for some, heads in _pieces(pattern):
+            p, r = _flat(pattern)[some].to(row.dtype), _flat(row)[some]
+            logits = _logits(scores, pattern, row, some)
             drawn = logits if noisy is None else _flat(noisy)[some]
-            torch.mul(_flat(by_gated)[some], drawn > 0, out=_flat(by_pattern)[some])
+            by_p = _flat(by_gated)[some] * (drawn > 0)
             soft = torch.sigmoid(drawn / ctx.temperature)
-            found = soft.mul_(1 - soft).div_(ctx.temperature)
-            found *= _flat(by_gated)[some] * _flat(pattern)[some]
+            # The derivative by the logit, and the same divided by p.
+            over_p = soft.mul_(1 - soft).div_(ctx.temperature).mul_(_flat(by_gated)[some])
+            by_logit = over_p * p
             if valid is not None:
                 share = by_expected.flatten()[some, None, None]
                 if cost is not None:
                     share = share + by_cost.flatten()[some, None, None] * cost[heads]
-                chance = torch.sigmoid(logits)
-                slope = chance.mul_(1 - chance).add_(logits > 0, alpha=ctx.pressure).mul_(share)
-                found += slope.mul_(_rows(valid, scores.shape[:2], some))
-            _flat(by_scores)[some] = found.to(scores.dtype)
-            by_bias.index_add_(0, heads, found.sum(dim=(-2, -1)))
-        return by_scores, by_pattern, by_bias, None, None, None, None
+                share = share * _rows(valid, pattern.shape[:2], some)
+                chance, is_open = torch.sigmoid(logits), logits > 0
+                if scores is None:
+                    over = (1 - chance) / (p + torch.exp(-r.clamp(max=_STEEPEST)))
+                    over += ctx.pressure * (is_open / p.clamp_min(torch.finfo(p.dtype).tiny))
+                    over_p += over * share
+                slope = chance.mul_(1 - chance).add_(is_open, alpha=ctx.pressure)
+                by_logit += slope.mul_(share)
+            if by_scores is None:
+                by_p = by_p + over_p
+            else:
+                _flat(by_scores)[some] = by_logit.to(by_scores.dtype)
+            _flat(by_pattern)[some] = by_p.to(pattern.dtype)
+            _flat(by_row)[some] = by_logit.sum(dim=-1, keepdim=True)
+        return by_scores, by_pattern, by_row, None, None, None, None
+
+
+def _logits(scores: Tensor | None, pattern: Tensor, row: Tensor, some: slice) -> Tensor:
+    """The logits of some prompts and heads, as in `_pieces`."""
+    read = None if scores is None else _flat(scores)[some]
+    return edge_term(read, _flat(pattern)[some], row.dtype) + _flat(row)[some]
 
 
 def _flat(values: Tensor) -> Tensor:
     return values.flatten(0, 1)
 
 
-def _pieces(scores: Float[Tensor, "prompt head query key"]) -> Iterator[tuple[slice, Tensor]]:
+def _pieces(pattern: Float[Tensor, "prompt head query key"]) -> Iterator[tuple[slice, Tensor]]:
     """Some prompts and heads at a time: their places when these are flattened, and the heads."""
-    n_prompts, n_heads, *edges = scores.shape
+    n_prompts, n_heads, *edges = pattern.shape
     size = max(1, EDGES_AT_ONCE // max(1, edges[0] * edges[1]))
     for start in range(0, n_prompts * n_heads, size):
         stop = min(start + size, n_prompts * n_heads)
-        yield slice(start, stop), torch.arange(start, stop, device=scores.device) % n_heads
+        yield slice(start, stop), torch.arange(start, stop, device=pattern.device) % n_heads
 
 
 def _rows(

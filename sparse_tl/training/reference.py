@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.gates.attention import attention_by_blocks
+from sparse_tl.gates.by_blocks import attention_by_blocks
 from sparse_tl.lens import Model, check_raw, lora_off, lora_parameters, read_parameters
 from sparse_tl.scopes import scope
 

@@ -1,0 +1,23 @@
+"""Attention of long prompts by blocks, in a model without gates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sparse_tl.gates.distributions import GateMode
+from sparse_tl.gates.score_gates import ScoreGates
+from sparse_tl.lens import HookedModel, adapt, attached, defer_scores
+from sparse_tl.scopes import scope
+
+
+@scope
+def attention_by_blocks(model: HookedModel) -> Iterator[None]:
+    """Inside the block, a model without gates computes attention of long prompts by blocks too."""
+    adapter = adapt(model)
+    gates = ScoreGates.of(adapter).requires_grad_(False)
+    with (
+        gates.using(mode=GateMode.OPEN, by_blocks=True),
+        attached(adapter, gates.hooks(adapter)) as own,
+        defer_scores(adapter, own),
+    ):
+        yield
