@@ -8,7 +8,7 @@ from sparse_tl.gates.attention import AttentionGates, GateKind
 from sparse_tl.gates.distributions import GateDistribution
 from sparse_tl.gates.score_gates import ScoreGates
 from sparse_tl.gates.share_gates import ShareGates
-from sparse_tl.lens import Adapter
+from sparse_tl.lens import Adapter, check_gates
 
 KINDS: dict[str, type[ScoreGates | ShareGates]] = {
     kind.kind: kind for kind in (ScoreGates, ShareGates)
@@ -44,6 +44,7 @@ def attention_gates(
             f"{', '.join(sorted(given.keys() - own))}"
         )
     if isinstance(gates, str):
+        check_gates(adapter)
         gates = KINDS[gates].of(adapter, distribution=distribution, **given)
     gates.check(adapter)
     return gates

@@ -20,12 +20,14 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from sparse_tl.gates.attention import AttentionGates
 from sparse_tl.gates.distributions import GateDistribution
-from sparse_tl.lens import Adapter
+from sparse_tl.lens import Adapter, record
+from sparse_tl.scopes import autograd
 
 INITIAL_THRESHOLD = 0.005
 """Share of attention below which edges start closed."""
@@ -72,12 +74,12 @@ class ShareGates(AttentionGates):
                 f"{initial_threshold}"
             )
         bias = cls._initial(adapter, -math.log(initial_threshold))
-        return cls(bias, bias.new_zeros(*bias.shape, adapter.model.cfg.d_head), distribution)
+        return cls(bias, bias.new_zeros(*bias.shape, _query_size(adapter)), distribution)
 
     def check(self, adapter: Adapter) -> None:
         """See `AttentionGates.check`."""
         super().check(adapter)
-        shape = *self.bias.shape, adapter.model.cfg.d_head
+        shape = *self.bias.shape, _query_size(adapter)
         if tuple(self.weight.shape) != shape:
             raise ValueError(
                 f"expected gates for query vectors of {shape[-1]} numbers; got weights of shape "
@@ -100,3 +102,11 @@ class ShareGates(AttentionGates):
     ) -> Float[Tensor, "1 1 head d_head"]:
         """The first prompt's last query."""
         return read[:1, -1:]
+
+
+@autograd(False)
+def _query_size(adapter: Adapter) -> int:
+    """The size of a head's query vector, which differs from `cfg.d_head` in latent attention."""
+    name = "blocks.0.attn.hook_q"
+    kept, _ = record(adapter, torch.zeros(1, 1, dtype=torch.long, device=adapter.device), [name])
+    return kept[name].shape[-1]

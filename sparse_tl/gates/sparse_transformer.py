@@ -35,25 +35,22 @@ class SparseTransformer(nn.Module):
     or `opened` block. A user's hook on ``hook_pattern`` sees the gated pattern; an edit to
     ``hook_attn_scores`` changes the gate too. The same holds for ``hook_mlp_out`` and MLP inputs.
 
-    The gates sit on the model itself; `unwrap` removes them and keeps any training of the weights.
+    Gates sit on the model itself; `unwrap` removes them and keeps any training of the weights.
 
     Args:
         model: model to wrap, a TransformerBridge or a HookedTransformer.
-        gates: what new gates read, "score" (`ScoreGates`, the paper's) or "share" (`ShareGates`);
-            or existing gates.
-        initial_bias: initial bias b of score gates, in logits, 4.0 by default; larger is denser.
-        initial_threshold: share of attention, in (0, 1), that opens an edge at first under share
-            gates; 0.005 by default.
+        gates: kind of new gates, "score" (`ScoreGates`) or "share" (`ShareGates`); or existing.
+        initial_bias: initial bias of score gates, in logits, 4.0 by default; larger is denser.
+        initial_threshold: initial threshold of share gates, a share of attention; 0.005 by default.
         distribution: how gates are sampled and evaluated; straight-through Bernoulli by default.
         mlps: whether to gate every MLP at every position; see `MLPGates`.
         mlp_gates: existing gates on MLPs to use instead of new ones.
 
     Raises:
         TypeError: `model` is not a TransformerLens model.
-        ValueError: the model is already wrapped, lacks a hook point, or drops edits to its
-            attention; its scores change with the prompt's length, under score gates; it cannot be
-            copied and saved; gates do not fit the model; an argument of the other kind of gate, or
-            of new gates beside existing ones; MLP gates for a model without MLPs.
+        ValueError: the model is wrapped already, its attention or MLPs cannot be gated, or its
+            weights cannot be saved; existing gates do not fit it; or an argument is that of the
+            other kind of gate, or of new gates beside existing ones.
 
     Reference: arXiv 2512.05865; MLP gates are an addition of this package.
     """
@@ -61,7 +58,7 @@ class SparseTransformer(nn.Module):
     model: Model
     gates: AttentionGates
     mlp_gates: MLPGates | None
-    cfg: Any  # this one and those below are looked up on the model
+    cfg: Any  # this and the next are looked up on the model
     hook_dict: dict[str, Any]
     tokenizer: Any
     to_tokens: Any
@@ -183,17 +180,11 @@ class SparseTransformer(nn.Module):
     ) -> pd.DataFrame:
         """The attention edges that are open in at least one prompt, most common first.
 
-        Args:
-            tokens: prompts of one length, or a single prompt.
-            batch_size: prompts per forward pass.
-            **kwargs: keyword arguments of the model; tensors are split along the prompts.
+        Arguments and errors are those of `count_attention_edges`, for prompts of one length.
 
         Returns:
             One row per edge: layer, head, query and key (columns of the prompt), and the share of
             prompts in which its gate is open, above 0 and up to 1.
-
-        Raises:
-            ValueError: no prompt is given.
         """
         kwargs["keep_gates"] = True
         return open_shares(counted_by_batch(self.run_with_counts, tokens, batch_size, kwargs))

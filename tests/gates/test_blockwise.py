@@ -23,7 +23,7 @@ from sparse_tl.gates import (
     distributions,
     straight_through,
 )
-from sparse_tl.gates.attention import attention_by_blocks
+from sparse_tl.gates.by_blocks import attention_by_blocks
 from sparse_tl.lens import AttentionMask, Deferred, deferred
 
 Build = Callable[..., Any]
@@ -349,8 +349,8 @@ def test_sums_over_blocks_are_not_rounded_to_half_precision(
         if by_blocks:
             scores = _deferred_scores(q, k)
             gate = lambda block, s, p, *_: (p, {})  # noqa: E731
-            parts = scores.expression, scores.softmax(-1).expression, AttentionMask(causal=False)
-            attention = blockwise.GatedAttention(*parts, torch.zeros(3), gate, None)
+            parts = scores.softmax(-1).expression, None, AttentionMask(causal=False)
+            attention = blockwise.GatedAttention(*parts, torch.zeros(1, 3, 1, 1), gate, None)
             output = attention(v)[0]
         else:
             output = (q @ k.mT).softmax(-1) @ v

@@ -9,7 +9,7 @@ from finite_differences import derivative
 from tiny import HAS_HOOKED
 
 from sparse_tl import SparseTransformer
-from sparse_tl.gates import AttentionGates, BernoulliGate, HardConcreteGate
+from sparse_tl.gates import BernoulliGate, HardConcreteGate, ScoreGates
 from sparse_tl.lens import Model, read_parameters
 
 KINDS = ["plain", "grouped", "attention_only", "float64"]
@@ -290,7 +290,7 @@ def test_wrong_models_are_refused(build_tiny):
     model = build_tiny("plain")
     with pytest.raises(TypeError):
         SparseTransformer(torch.nn.Linear(2, 2))
-    wrong = AttentionGates(3, 2)
+    wrong = ScoreGates(torch.zeros(3, 2), None)
     with pytest.raises(ValueError, match="2 layers of"):
         SparseTransformer(model, gates=wrong)
     sparse = SparseTransformer(model)

@@ -34,7 +34,7 @@ def _valid(mask: str) -> Tensor:
 
 
 def _inputs(mask: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores and pattern as models mask them, and biases."""
+    """Scores and pattern as models mask them, and biases ``[1, head, 1, 1]``."""
     generator = torch.Generator().manual_seed(0)
     scores = 2 * torch.randn(SHAPE, generator=generator, dtype=torch.float64).to(dtype)
     lowest = torch.finfo(dtype).min if mask == "lowest" else -torch.inf
@@ -42,7 +42,7 @@ def _inputs(mask: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tens
     scores = scores.masked_fill(~causal, lowest).requires_grad_()
     if mask == "padded":
         scores = scores.masked_fill(torch.arange(7) >= LENGTHS[:, None, None, None], -1e5)
-    bias = torch.tensor([0.3, -0.5], dtype=torch.float64, requires_grad=True)
+    bias = torch.tensor([0.3, -0.5], dtype=torch.float64).view(1, 2, 1, 1).requires_grad_()
     return scores, scores.softmax(dim=-1), bias
 
 
@@ -54,7 +54,7 @@ def _composed(
     rule: BernoulliGate,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    logits, valid = scores.to(bias.dtype) + bias[:, None, None], options["valid"]
+    logits, valid = scores.to(bias.dtype) + bias, options["valid"]
     gates = rule.sample(logits, now.generator, now.noise)
     chance = press(rule.open_probability(logits), logits, now.pressure) * valid
     is_open = rule.is_open(logits) & valid
@@ -111,7 +111,7 @@ def test_the_estimator_has_the_slope_of_the_sampled_loss_in_expectation() -> Non
     given = scores.clone().requires_grad_()
     (found,) = torch.autograd.grad(loss(given, 0.1).sum(), given)
     sampled = (loss(scores + step) - loss(scores - step)) / (2 * step)
-    logits = scores[0] + bias[:, None, None]
+    logits = scores[0] + bias[0]
     chance = torch.sigmoid(logits)
     exact = weights[0] * pattern[0] * chance * (1 - chance)
     # Four standard errors of each mean are below 0.02, and so are both step's and kernel's biases.

@@ -1,0 +1,255 @@
+"""Gates on the share of attention: formula, invariance, gradients, blocks, folders, arguments."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architecture_checks import Subject
+from architectures import ARCHITECTURES, VOCABULARY
+from double_precision import DoublePrecision
+from finite_differences import derivative
+from small_models import random_model
+from torch import Tensor
+
+from sparse_tl import SparseTransformer
+from sparse_tl.files import read_json, write_json
+from sparse_tl.gates import HardConcreteGate, ScoreGates, ShareGates, blockwise
+from sparse_tl.gates.passes import GateSettings
+from sparse_tl.gates.straight_through import gated_pattern
+from sparse_tl.lens import adapt, boot, deferred
+
+LENGTH = 12
+CASES = ("gpt2", "llama", "gemma2", "mistral")
+
+
+def _tokens(length: int = LENGTH) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, VOCABULARY, (3, length), generator=generator)
+
+
+def _share(name: str, dtype: str = "float64", **options: Any) -> SparseTransformer:
+    """Gates whose thresholds differ from head to head and query to query."""
+    sparse = SparseTransformer(
+        Subject(name).build(dtype), gates="share", initial_threshold=0.1, **options
+    )
+    generator = torch.Generator().manual_seed(1)
+    assert isinstance(sparse.gates, ShareGates)
+    with torch.no_grad():
+        for parameter in sparse.gates.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter += 0.5 * noise.to(parameter)
+    return sparse
+
+
+def _by_hand(sparse: SparseTransformer, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, expected and active edges by plain hooks on the dense model, layer by layer."""
+    gates, model = sparse.gates, sparse.unwrap()
+    assert isinstance(gates, ShareGates)
+    queries: dict[int, Tensor] = {}
+    expected, active = [], []
+
+    def note(layer: int, q: Tensor, hook: Any) -> None:
+        queries[layer] = q if q.shape[1] == LENGTH else q.transpose(1, 2)  # latent attention
+
+    def close(layer: int, p: Tensor, hook: Any) -> Tensor:
+        along = torch.einsum("bqhd,hd->bhq", queries[layer], gates.weight[layer])
+        t = torch.exp(-(gates.bias[layer][:, None] + along))[..., None]
+        expected.append((p / (p + t)).sum(dim=(-2, -1)))
+        active.append((p > t).sum(dim=(-2, -1)))
+        return p * (p > t)
+
+    hooks: list[Any] = []
+    for layer in range(model.cfg.n_layers):
+        hooks.append((f"blocks.{layer}.attn.hook_q", partial(note, layer)))
+        hooks.append((f"blocks.{layer}.attn.hook_pattern", partial(close, layer)))
+    logits = model.run_with_hooks(tokens, fwd_hooks=hooks)
+    return logits, torch.stack(expected), torch.stack(active)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@torch.no_grad()
+def test_an_edge_is_open_if_its_share_exceeds_the_threshold_of_its_query(name: str) -> None:
+    sparse = _share(name)
+    with DoublePrecision():
+        found, counts = sparse.run_with_counts(_tokens())
+        logits, expected, active = _by_hand(sparse, _tokens())
+    torch.testing.assert_close(found, logits, rtol=0, atol=1e-10)
+    torch.testing.assert_close(counts.expected, expected, rtol=1e-10, atol=1e-10)
+    assert torch.equal(counts.active, active)
+    assert 0.05 < counts.active_share < 0.95
+
+
+@pytest.mark.parametrize("shift", [1e5, -1e5])
+@torch.no_grad()
+def test_a_constant_added_to_a_row_of_scores_changes_nothing(shift: float) -> None:
+    found = []
+    for change in (0.0, shift):
+        sparse = _share("llama")
+
+        def add(scores: Tensor, hook: Any, change: float = change) -> Tensor:
+            scores[:, 1] += change  # a head
+            scores[0, :, 5:7] += change  # rows of a prompt
+            return scores
+
+        hooks = [(f"blocks.{layer}.attn.hook_attn_scores", add) for layer in (0, 2)]
+        with DoublePrecision(), sparse.hooks(fwd_hooks=hooks):
+            logits, counts = sparse.run_with_counts(_tokens(), keep_gates=True)
+        found.append((logits, counts.gates, counts.possible))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-8)
+    assert torch.equal(found[0][1], found[1][1]) and torch.equal(found[0][2], found[1][2])
+
+
+@torch.no_grad()
+def test_a_head_closes_at_a_query_whatever_it_attends_to() -> None:
+    """A threshold above 1 closes an attention sink too; another query's stays where it was."""
+    sparse = SparseTransformer(Subject("llama").build("float64"), gates="share")
+    assert isinstance(sparse.gates, ShareGates)
+    tokens = _tokens()[:1]
+    q = sparse.run_with_cache(tokens)[1]["blocks.0.attn.hook_q"][0, :, 2]
+    # The direction that tells query 4 from query 7, and nothing at the mean of both.
+    direction = q[4] - q[7]
+    sparse.gates.weight[0, 2] = -40 * direction / (direction @ direction)
+    sparse.gates.bias[0, 2] += 40 * (direction @ q[7]) / (direction @ direction)
+    gates = sparse.run_with_counts(tokens, keep_gates=True)[1].gates
+    assert gates is not None and not gates[0, 0, 2, 4].any() and gates[0, 0, 2, 7].any()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_expected_count_has_the_gradient_of_finite_differences(name: str) -> None:
+    sparse = _share(name, distribution=HardConcreteGate())
+
+    def loss() -> Tensor:
+        with DoublePrecision(), sparse.sampled(torch.Generator().manual_seed(0)):
+            logits, counts = sparse.run_with_counts(_tokens())
+        return logits.logsumexp(-1).mean() + 1e-2 * counts.expected.sum()
+
+    loss().backward()
+    gates = sparse.gates
+    assert isinstance(gates, ShareGates)
+    query = next(p for p in adapt(sparse).parameters("qk") if p.ndim == 2)
+    for parameter, index in ((gates.bias, (1, 2)), (gates.weight, (0, 1, 3)), (query, (2, 3))):
+        assert parameter.grad is not None
+        found = parameter.grad[index].item()
+        assert abs(found) > 1e-7
+        assert found == pytest.approx(derivative(loss, parameter, index, 1e-6), rel=1e-4, abs=1e-9)
+
+
+def test_score_gates_are_share_gates_whose_threshold_follows_the_log_sum_exp() -> None:
+    """With ``log t = -(b + log sum_j exp(s_j))``: values, counts and gradients by the scores."""
+    found = []
+    valid = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
+    for kind in ("score", "share"):
+        generator = torch.Generator().manual_seed(0)
+        scores = 2 * torch.randn(3, 2, 7, 7, generator=generator, dtype=torch.float64)
+        scores = scores.masked_fill(~valid, -torch.inf).requires_grad_()
+        bias = torch.tensor([0.3, -0.5], dtype=torch.float64, requires_grad=True)
+        row = bias[None, :, None, None]
+        if kind == "share":
+            row = row + scores.logsumexp(dim=-1, keepdim=True)
+        now = GateSettings(generator=torch.Generator().manual_seed(2), counts=[], pressure=0.2)
+        read = scores if kind == "score" else None
+        gated, counts = gated_pattern(read, scores.softmax(-1), row, 0.7, now, valid=valid)
+        weights = torch.rand(gated.shape, generator=generator, dtype=torch.float64)
+        total = (gated * weights).sum() + counts["expected"].sum()
+        by = torch.autograd.grad(total, (scores, bias))
+        found.append((gated, counts["expected"], counts["active"], *by))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+    assert found[0][4].abs().min() > 1e-3
+
+
+def test_shares_that_underflow_have_finite_gradients() -> None:
+    scores = torch.tensor([0.0, -200.0, 300.0]).expand(1, 1, 3, 3).clone().requires_grad_()
+    for r in (-1e4, 0.0, 5.0, 1e4):
+        row = torch.full((1, 1, 3, 1), r, requires_grad=True)
+        now = GateSettings(counts=[], noise=0.0, pressure=0.1)
+        valid = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+        gated, counts = gated_pattern(None, scores.softmax(-1), row, 1.0, now, valid=valid)
+        by = torch.autograd.grad(gated.sum() + counts["expected"].sum(), (scores, row))
+        assert all(value.isfinite().all() for value in by)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_long_prompts_by_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blockwise, "QUERIES_AT_ONCE", 5)
+    monkeypatch.setattr(blockwise, "EDGES_AT_ONCE", 150)
+    sparse, found = _share(name), []
+    mask = (torch.arange(24) < torch.tensor([24, 17, 3])[:, None]).long()
+    for long in (25, 24):
+        monkeypatch.setattr(deferred, "LONG", long)
+        sparse.zero_grad()
+        with DoublePrecision(), sparse.sampled(torch.Generator().manual_seed(0), 0.0):
+            logits, counts = sparse.run_with_counts(_tokens(24), attention_mask=mask, pressure=0.1)
+            logits = logits[mask.bool()]  # elsewhere, windows may hold nothing but padding
+            (logits.logsumexp(-1).sum() + 0.1 * counts.expected.sum()).backward()
+        values = {n: p.grad for n, p in sparse.named_parameters() if p.grad is not None}
+        found.append(values | {"logits": logits, "possible": counts.possible.double()})
+    assert found[0].keys() == found[1].keys() and "gates.weight" in found[0]
+    for key, value in found[0].items():
+        scale = max(value.abs().max().item(), 1e-3)  # key biases shift rows: their gradient is 0
+        torch.testing.assert_close(found[1][key], value, rtol=0, atol=1e-10 * scale, msg=key)
+
+
+@torch.no_grad()
+def test_generation_with_a_cache(generate_both_ways: Any) -> None:
+    cached, whole = generate_both_ways(_share("llama", "float32"), _tokens()[:, :6])
+    assert torch.equal(cached, whole)
+
+
+@torch.no_grad()
+def test_folders_say_which_gates_they_hold(tmp_path: Path) -> None:
+    sparse = _share("llama", "float32", mlps=True)
+    folder = sparse.save_pretrained(tmp_path / "share")
+    loaded = SparseTransformer.from_pretrained(folder, device="cpu")
+    assert isinstance(loaded.gates, ShareGates)
+    assert torch.equal(loaded(_tokens()), sparse(_tokens()))
+    assert torch.equal(SparseTransformer.dense_copy(loaded)(_tokens()), sparse.unwrap()(_tokens()))
+    score = SparseTransformer(Subject("llama").build(), initial_bias=0.3)
+    folder = score.save_pretrained(tmp_path / "score")
+    (folder / "SHA256SUMS").unlink()
+    content = read_json(folder / "gates.json")
+    write_json(folder / "gates.json", {**content, "gates": "share"})
+    with pytest.raises(ValueError, match="expected weights for .* heads"):
+        SparseTransformer.from_pretrained(folder, device="cpu")
+    write_json(folder / "gates.json", {**content, "gates": "other"})
+    with pytest.raises(ValueError, match=r"expected one of \['score', 'share'\] as `gates`"):
+        SparseTransformer.from_pretrained(folder, device="cpu")
+    del content["gates"]  # as versions wrote it that had no other gates
+    write_json(folder / "gates.json", content)
+    assert isinstance(SparseTransformer.from_pretrained(folder).gates, ScoreGates)
+
+
+def test_arguments() -> None:
+    model = Subject("llama").build()
+    with pytest.raises(ValueError, match="initial_threshold with gates='share'; got initial_bias"):
+        SparseTransformer(model, gates="share", initial_bias=2.0)
+    with pytest.raises(ValueError, match="initial_bias with gates='score'; got initial_threshold"):
+        SparseTransformer(model, initial_threshold=0.1)
+    for wrong in (0.0, 1.0, -0.1, math.nan):
+        with pytest.raises(ValueError, match="initial_threshold|initial threshold"):
+            SparseTransformer(model, gates="share", initial_threshold=wrong)
+    sparse = SparseTransformer(model, gates="share")
+    assert sparse.gates.bias.exp().reciprocal().allclose(torch.tensor(0.005))
+    gates, model = sparse.gates, sparse.unwrap()
+    with pytest.raises(ValueError, match="no argument of new gates with existing gates"):
+        SparseTransformer(model, gates=gates, initial_threshold=0.1)
+
+
+@torch.no_grad()
+def test_positions_biases_that_softmax_ignores_are_no_obstacle() -> None:
+    """MPT counts positions from the last key, for which score gates are refused."""
+    model = boot(random_model("MptForCausalLM"))
+    tokens = _tokens()[:1] % model.cfg.d_vocab
+    with pytest.raises(ValueError, match="stay the same when tokens follow"):
+        SparseTransformer(model)
+    sparse = SparseTransformer(model, gates="share", initial_threshold=0.1)
+    gates = [
+        sparse.run_with_counts(some, keep_gates=True)[1].gates[:, 0, :, :6, :6]  # type: ignore[index]
+        for some in (tokens, tokens[:, :6])
+    ]
+    assert torch.equal(*gates) and not gates[0].all()
