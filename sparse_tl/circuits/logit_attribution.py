@@ -35,6 +35,7 @@ from sparse_tl.lens import (
     in_evaluation_mode,
     record,
     source_outputs,
+    tolerance,
 )
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
@@ -156,10 +157,9 @@ def _check_sum(
 ) -> None:
     """Check that parts add up to the residual stream, and that no hook may edit what follows."""
     off = float((parts.sum(dim=0) - residual).abs().max())
-    exact = residual.dtype in (torch.float32, torch.float64)
     ends = [getattr(adapter.model, "ln_final", None), adapter.model.unembed]
     after = [part for end in ends if end is not None for part in end.modules()]
-    if off > (1e-3 if exact else 5e-2) * float(residual.abs().max()) or any(map(hooked, after)):
+    if off > tolerance(residual.dtype) * float(residual.abs().max()) or any(map(hooked, after)):
         raise ValueError(
             "expected components that add up to the logit difference; a hook on "
             f"{adapter.name!r} adds something else (up to {off:.3g} in the residual stream), or "

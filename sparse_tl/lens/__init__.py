@@ -77,6 +77,7 @@ from sparse_tl.lens.recording import (
     source_outputs as source_outputs,
 )
 from sparse_tl.lens.relevance import relevance_rules as relevance_rules
+from sparse_tl.lens.rounding import tolerance as tolerance
 from sparse_tl.lens.sharding import shard_model as shard_model
 from sparse_tl.lens.shortcuts import hooked as hooked, repeated as repeated
 from sparse_tl.lens.under_hooks import (

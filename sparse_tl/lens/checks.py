@@ -41,7 +41,7 @@ from sparse_tl.lens.places import HookFunction
 from sparse_tl.lens.plain import check_wrapped
 from sparse_tl.lens.points import Model
 from sparse_tl.lens.recording import record
-from sparse_tl.lens.rounding import excess, precise
+from sparse_tl.lens.rounding import excess, precise, tolerance
 from sparse_tl.lens.sums import check_sums
 from sparse_tl.scopes import autograd
 
@@ -225,11 +225,10 @@ def _scores_stay(adapter: Adapter, tokens: Tensor) -> None:
     names = adapter.layer_points("attn.hook_attn_scores")
     short, _ = record(adapter, tokens[:, :2], names)
     long, _ = record(adapter, tokens, names)
-    exact = adapter.dtype in (torch.float32, torch.float64)
     for layer, name in enumerate(names):
         found, expected = long[name][:, :, :2, :2].tril(), short[name].tril()
         off, most = (found - expected).abs().max(), expected.abs().max()
-        if off > (1e-3 if exact else 5e-2) * most:
+        if off > tolerance(adapter.dtype) * most:
             raise ValueError(
                 "expected attention scores that stay the same when tokens follow, for gates that "
                 f"read them; in layer {layer} of {adapter.name!r} they change by {off:.3g}: the "

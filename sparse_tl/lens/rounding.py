@@ -24,6 +24,11 @@ def precise(value: Tensor) -> Float[Tensor, "*shape"]:
     return value if value.dtype == torch.float64 else value.float()
 
 
+def tolerance(dtype: torch.dtype) -> float:
+    """How far two runs of a model may differ, as a share of the largest value."""
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2
+
+
 def excess(
     dtype: torch.dtype,
     found: Float[Tensor, "*shape"],

@@ -24,7 +24,7 @@ from sparse_tl.lens.attaching import hooks_besides
 from sparse_tl.lens.modes import evaluation_mode
 from sparse_tl.lens.points import Model
 from sparse_tl.lens.recording import record
-from sparse_tl.lens.rounding import excess, precise
+from sparse_tl.lens.rounding import excess, precise, tolerance
 from sparse_tl.lens.sums import rebuilt_reads
 from sparse_tl.scopes import autograd
 
@@ -119,9 +119,8 @@ def check_alike(found: Float[Tensor, "label d_model"], expected: Tensor) -> None
     Raises:
         ValueError: they do not.
     """
-    exact = expected.dtype in (torch.float32, torch.float64)
     off, most = float((found - expected).abs().max()), float(expected.abs().max())
-    if off > (1e-3 if exact else 5e-2) * most:
+    if off > tolerance(expected.dtype) * most:
         raise ValueError(
             "expected hooks that act on each row and layer by itself; with those on this model, "
             f"prompts that are run beside others, or from a later layer on, differ by {off:.3g} "

@@ -19,7 +19,7 @@ from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.data.prompts import prepends_bos, prompt_start, said_start
 from sparse_tl.files import check_writable
 from sparse_tl.gates.sparse_transformer import load_dense_or_sparse
-from sparse_tl.lens import Adapter, HookedModel, adapt, check_raw, check_scores
+from sparse_tl.lens import Adapter, HookedModel, adapt, check_raw, check_scores, tolerance
 from sparse_tl.models import build_addition_model
 from sparse_tl.models.pairs import cache_folder
 from sparse_tl.scopes import autograd
@@ -163,8 +163,7 @@ def _padding(adapter: Adapter) -> str:
     found, expected = adapter.final(padded, attention_mask=mask)[:, 1:], adapter.final(tokens)
     # Token by token: a large activation at one says nothing about the others.
     off = ((found - expected).abs().amax(-1) / expected.abs().amax(-1)).max().item()
-    exact = adapter.dtype in (torch.float32, torch.float64)
-    if not off < (1e-3 if exact else 5e-2):  # also catches NaN
+    if not off < tolerance(adapter.dtype):  # also catches NaN
         raise ValueError(
             "expected prompts to end alike whether or not they are padded on the left; what this "
             f"model computes differs by {off:.2g}. Give it prompts of one length"
