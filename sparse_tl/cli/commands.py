@@ -19,6 +19,8 @@ from sparse_tl.cli.options import (
     Restart,
     Seed,
     Shard,
+    Tasks,
+    Texts,
     Trained,
     WeightsDtype,
     run,
@@ -27,7 +29,7 @@ from sparse_tl.cli.options import (
     split_seeds,
     subject,
 )
-from sparse_tl.cli.printing import comparison, console, held_out, table
+from sparse_tl.cli.printing import comparison, console, held_out, table, texts
 
 ADDITION_MINUTES = "3 to 4"
 """Measured with the default settings of `addition`."""
@@ -94,43 +96,61 @@ def addition(
 
 @command(
     "post-train",
+    ("a model, on text that it writes itself", "--model gpt2 --out runs/gpt2"),
     (
-        "a model and a text by name",
-        "--model gpt2 --out runs/gpt2 --target-loss +0.05\n"
+        "several texts and a task, each within the target",
+        "--model gpt2 --text own --text story.txt --task ioi\n"
         "--text Salesforce/wikitext:wikitext-103-raw-v1",
     ),
     (
-        "from this machine alone",
-        "--model models/mine --text story.txt --target-loss +0.02",
+        "all weights, on one text, at a loss of your choice",
+        "--model models/mine --text story.txt --target-loss +0.02\n--trained all",
     ),
     (
         "in less memory",
-        "--model gpt2 --text story.txt --target-loss +0.05\n"
-        "--lora 16 --accumulate 4 --precision bf16",
+        "--model gpt2 --text story.txt\n--accumulate 4 --precision bf16",
     ),
 )
 def post_train(
     model: Annotated[
         str, subject("NAME", "Hub name, Hugging Face folder, or folder saved by sparse_tl.")
     ],
-    text: Annotated[str, subject("SOURCE", "Text file or dataset (name or name:configuration).")],
+    text: Texts = None,
+    task: Tasks = None,
     target_loss: Annotated[
-        str, subject("NATS", "Loss per token: 2.5, or +0.05 over the dense model.")
-    ],
+        str,
+        subject(
+            "NATS",
+            "Per token, of every text and task: kl+0.05 from the dense model's predictions, +0.05 "
+            "over its loss, or a loss of 2.5.",
+        ),
+    ] = "kl+0.05",
     held_out_text: HeldOutText = None,
+    own_windows: Annotated[int, setting("N", "Windows of the model's own text.")] = 2000,
     window: Annotated[int, setting("N", "Tokens per window.")] = 128,
     boundaries: Boundaries = "predict",
-    batch_size: Annotated[int, setting("N", "Windows per step.")] = 8,
+    batch_size: Annotated[int, setting("N", "Windows per step, of all texts together.")] = 8,
     accumulate: Annotated[int, setting("N", "Micro-batches per step.")] = 1,
     checkpoint_activations: CheckpointActivations = False,
     shard: Shard = False,
     steps: Annotated[int, setting("N", "Number of post-training steps.")] = 2000,
-    learning_rate: Annotated[float, setting("RATE", "Peak learning rate.")] = 7e-4,
-    trained: Trained = "all",
-    lora: Lora = 0,
+    learning_rate: Annotated[
+        float, setting("RATE", "Peak learning rate of weights or adapters.")
+    ] = 7e-4,
+    gate_learning_rate: Annotated[float, setting("RATE", "Peak learning rate of gates.")] = 1e-2,
+    trained: Trained = None,
+    lora: Lora = 16,
     head_cost: Annotated[float, setting("EDGES", "Cost of a head in use.")] = 0.0,
     mlps: Annotated[bool, setting("", "Gate MLPs too.", "--mlps")] = False,
-    initial_bias: Annotated[float, setting("B", "Initial bias of the gates.")] = 4.0,
+    gates: Annotated[
+        str, setting("KIND", "What gates read: the share of attention, or the score.")
+    ] = "share",
+    initial_threshold: Annotated[
+        float | None, setting("SHARE", "Initial threshold of share gates; 0.005 by default.")
+    ] = None,
+    initial_bias: Annotated[
+        float | None, setting("B", "Initial bias of score gates; 4 by default.")
+    ] = None,
     dtype: WeightsDtype = None,
     precision: Annotated[str, setting("NAME", "float32 or bf16.")] = "float32",
     out: Out = Path("runs/post-train"),
@@ -139,20 +159,14 @@ def post_train(
     restart: Restart = False,
     quiet: Quiet = False,
 ) -> None:
-    """Make the attention of any model sparse on any text, at a loss of your choice.
+    """Make the attention of any model sparse, at a loss of your choice on every text and task.
 
-    Writes the sparse model (sparse/), metrics.json and history.csv. Called again, it resumes an
-    interrupted run.
+    Without --text, the model writes the text itself. --text and --task can be given several times;
+    each then has to meet the target by itself. Writes the sparse model (sparse/), metrics.json,
+    history.csv and texts.csv. Called again, it resumes an interrupted run.
     """
     outcome = call("run_post_training", locals())
-    held_out(
-        f"{model}: {outcome.metrics['held_out_windows']} held-out windows",
-        outcome.held_out,
-        {
-            "loss": "loss (nats per token)",
-            "active_attention_edges_per_token": "active attention edges per token",
-        },
-    )
+    texts(f"{model}: held-out rows of every text", outcome.texts)
     console.print(outcome.verdict, markup=False)
 
 

@@ -58,21 +58,36 @@ def split_seeds(seeds: str) -> tuple[int, ...]:
     return tuple(map(int, found))
 
 
+Texts = Annotated[
+    list[str] | None,
+    subject(
+        "SOURCE",
+        "Text file, dataset (name or name:configuration), or own for text that the model writes, "
+        "the default. Repeatable.",
+    ),
+]
+Tasks = Annotated[
+    list[str] | None,
+    subject("NAME", "Task to keep: greater_than, ioi, docstring or ioi_long. Repeatable."),
+]
 HeldOutText = Annotated[
-    str | None, subject("SOURCE", "Held-out text. Default: the last tenth of --text.")
+    list[str] | None, subject("SOURCE", "Text that takes no part and is reported on. Repeatable.")
 ]
 Boundaries = Annotated[
     str, setting("NAME", "Where documents meet: predict the next, skip that loss, or split there.")
 ]
 Trained = Annotated[
-    str, setting("NAME", "Weights trained besides the gates: all, qk, or gates for none.")
+    str | None,
+    setting(
+        "NAME",
+        "What is trained besides the gates: lora (adapters), all, qk, or gates for nothing. "
+        "Default: lora.",
+    ),
 ]
 CheckpointActivations = Annotated[
     bool, setting("", "Compute activations twice to save memory.", "--checkpoint-activations")
 ]
-Lora = Annotated[
-    int, setting("RANK", "Train low-rank adapters in place of the weights; 0 for none.")
-]
+Lora = Annotated[int, setting("RANK", "Rank of the low-rank adapters.")]
 Shard = Annotated[bool, setting("", "Shard the weights over the ranks.", "--shard")]
 WeightsDtype = Annotated[
     str | None,

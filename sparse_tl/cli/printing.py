@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from sparse_tl.training import HeldOut  # slow import: not needed for help
+    from sparse_tl.training import Comparison, HeldOut  # slow import: not needed for help
 
 console = Console()
 errors = Console(stderr=True)
@@ -54,6 +54,26 @@ def held_out(title: str, measured: Mapping[str, HeldOut], shown: Mapping[str, st
         for field, name in rows.items()
     ]
     table(title, ["", *measured], cells)
+
+
+def texts(title: str, measured: Mapping[str, Comparison]) -> None:
+    """Print held-out measurements of the dense and the sparse model on every text and task."""
+    rows = []
+    for name, found in measured.items():
+        divergence = found.sparse.divergence
+        sides = found.dense, found.sparse
+        rows.append(
+            [
+                name,
+                *(f"{side.loss:.4f}" for side in sides),
+                "" if divergence is None else f"{divergence:.4f}",
+                *(f"{side.active_attention_edges_per_token:,.2f}" for side in sides),
+                f"{found.times_fewer:.1f}x",
+                f"{found.sparse.active_heads} of {found.dense.active_heads}",
+            ]
+        )
+    columns = ["", "dense loss (nats)", "sparse loss", "divergence", "dense edges per token"]
+    table(title, [*columns, "sparse", "fewer", "heads in use"], rows)
 
 
 def comparison(metrics: Mapping[str, Any]) -> None:

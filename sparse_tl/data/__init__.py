@@ -5,6 +5,7 @@ from sparse_tl.data.documents import Documents as Documents, read_documents as r
 from sparse_tl.data.pairs import PromptPairs as PromptPairs
 from sparse_tl.data.spans import Positions as Positions, Spans as Spans
 from sparse_tl.data.streams import (
+    MixedStream as MixedStream,
     ShuffledStream as ShuffledStream,
     TokenStream as TokenStream,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -117,6 +117,40 @@ class TokenBatch(Rows):
         loss_mask = torch.ones_like(tokens, dtype=torch.bool)
         loss_mask[:, -1] = False
         return TokenBatch(tokens, labels, loss_mask)
+
+    @staticmethod
+    def joined(parts: Sequence[TokenBatch]) -> TokenBatch:
+        """The rows of several batches, each a group of its own; short rows are padded on the right.
+
+        Raises:
+            ValueError: there is no batch, or one has groups already.
+        """
+        if not parts or any(part.groups is not None for part in parts):
+            raise ValueError(
+                "expected at least one batch, each without groups of its own; got "
+                f"{[part.n_groups for part in parts]} groups"
+            )
+        width = max(part.tokens.shape[1] for part in parts)
+        ragged = any(p.attention_mask is not None or p.tokens.shape[1] < width for p in parts)
+
+        def side_by_side(name: str) -> Tensor:
+            found = (getattr(part, name) for part in parts)
+            return torch.cat([F.pad(some, (0, width - some.shape[1])) for some in found])
+
+        real = [
+            torch.ones_like(part.tokens) if part.attention_mask is None else part.attention_mask
+            for part in parts
+        ]
+        sizes = torch.tensor([len(part) for part in parts])
+        return TokenBatch(
+            side_by_side("tokens"),
+            side_by_side("labels"),
+            side_by_side("loss_mask"),
+            torch.cat([F.pad(some, (0, width - some.shape[1])) for some in real])
+            if ragged
+            else None,
+            torch.arange(len(parts)).repeat_interleave(sizes),
+        )
 
     def split(self, size: AtLeastOne) -> list[TokenBatch]:
         """Split into pieces of `size` consecutive rows; longer where a piece would lack labels."""

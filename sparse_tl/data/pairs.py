@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from sparse_tl.arguments import AtLeastOne, checked
-from sparse_tl.data.batches import Rows
+from sparse_tl.data.batches import Rows, TokenBatch
 from sparse_tl.data.prompts import ModelWithTokenizer, prepends_bos, prompt_start, said_start
 from sparse_tl.data.records import (
     COLUMNS,
@@ -188,6 +188,19 @@ class PromptPairs(Rows):
                 f"as pairs.select(pairs.positions == {lengths[0] - 1})"
             )
         return alike[0]
+
+    def answer_rows(self) -> TokenBatch:
+        """The clean prompts as rows for training, whose loss is that of the first answer."""
+        columns = torch.arange(self.clean.shape[1])
+        first = (self.answers != NO_TOKEN).int().argmax(dim=1, keepdim=True)
+        labels = self.clean.roll(-1, dims=1)
+        labels = labels.scatter(1, self.positions[:, None], self.answers.gather(1, first))
+        return TokenBatch(
+            self.clean,
+            labels,
+            columns == self.positions[:, None],
+            (columns <= self.positions[:, None]).long(),
+        )
 
     def split(self, size: AtLeastOne) -> list[PromptPairs]:
         """Split into consecutive pieces of at most `size` pairs."""

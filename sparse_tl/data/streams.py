@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
@@ -72,3 +73,37 @@ class ShuffledStream:
     def _shuffled(self, epoch: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         return torch.randperm(len(self.examples), generator=generator)
+
+
+@checked
+class MixedStream:
+    """Several streams in one: every batch holds a batch of each, as a group of its own.
+
+    A stream's batch size is its share of the rows. Rows shorter than others are padded on the
+    right.
+
+    Args:
+        streams: streams by the name of their group.
+    """
+
+    def __init__(self, streams: Mapping[str, TokenStream]) -> None:
+        if not streams:
+            raise ValueError("expected at least one stream; got none")
+        self.streams = dict(streams)
+        self.accumulate = max(getattr(stream, "accumulate", 1) for stream in streams.values())
+
+    def batch(self, step: Count) -> TokenBatch:
+        """The batches of all streams at a step, one behind the other."""
+        return TokenBatch.joined([stream.batch(step) for stream in self.streams.values()])
+
+    def state(self) -> dict[str, Any]:
+        """The states of the streams that have one."""
+        return {name: stream.state() for name, stream in self._resumable().items()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        for name, stream in self._resumable().items():
+            stream.load_state(state[name])
+
+    def _resumable(self) -> dict[str, ResumableStream]:
+        return {n: some for n, some in self.streams.items() if isinstance(some, ResumableStream)}

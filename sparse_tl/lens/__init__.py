@@ -55,6 +55,7 @@ from sparse_tl.lens.lora import (
     lora_off as lora_off,
     lora_parameters as lora_parameters,
     merge_lora as merge_lora,
+    takes_lora as takes_lora,
 )
 from sparse_tl.lens.masks import AttentionMask as AttentionMask
 from sparse_tl.lens.modes import (

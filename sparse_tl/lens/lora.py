@@ -105,6 +105,11 @@ def _put_adapters_on(model: TransformerBridge, components: list[Any], rank: int)
             parameter.data = parameter.data.float()  # small updates would be lost to rounding
 
 
+def takes_lora(model: Model) -> bool:
+    """Whether a model can have adapters."""
+    return isinstance(model, TransformerBridge)
+
+
 def check_lora() -> None:
     """Check that adapters can be made.
 

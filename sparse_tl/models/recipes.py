@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,7 @@ class Recipe:
         batch_size: rows per step.
         dense: settings of `pretrain`.
         sparse: settings of `post_train`.
-        initial_bias: initial bias of the gates.
-        mlps: whether the MLPs have gates too.
+        gates: settings of `SparseTransformer`.
     """
 
     name: str
@@ -46,8 +45,7 @@ class Recipe:
     batch_size: int
     dense: Mapping[str, Any]
     sparse: Mapping[str, Any]
-    initial_bias: float = 2.0
-    mlps: bool = False
+    gates: Mapping[str, Any] = field(default_factory=dict)
     sparse_rows: Callable[[int], tuple[TokenBatch, TokenBatch]] | None = None
 
     def changed(
@@ -73,8 +71,7 @@ class Recipe:
             "batch_size": self.batch_size,
             "dense": dict(self.dense),
             "sparse": dict(self.sparse),
-            "initial_bias": self.initial_bias,
-            "mlps": self.mlps,
+            "gates": dict(self.gates),
         }
         return json.loads(json.dumps(settings))
 
@@ -148,7 +145,7 @@ class Recipe:
             progress: whether to show a progress bar.
         """
         training, validation = (self.sparse_rows or self.rows)(seed)
-        sparse = SparseTransformer(dense, initial_bias=self.initial_bias, mlps=self.mlps)
+        sparse = SparseTransformer(dense, **self.gates)
         outcome = post_train(
             sparse,
             ShuffledStream(training, self.batch_size, seed + 1),

@@ -20,7 +20,7 @@ from sparse_tl.locks import Hold
 from sparse_tl.plots.rendering import Figure
 from sparse_tl.results import from_fields, table_html
 from sparse_tl.scopes import scope
-from sparse_tl.training import HeldOut
+from sparse_tl.training import Comparison, HeldOut
 
 RUN_FILE = "run.json"
 _FIELDS = {"settings": dict, "seconds": dict, "pinned": dict, "wrote": list}
@@ -54,7 +54,7 @@ class SparseRun:
         file = folder / "metrics.json"
         found = cls(read_json(file), sparse)
         try:
-            _ = found.held_out, found.verdict + ""
+            _ = found.held_out, found.texts, found.verdict + ""
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"expected the metrics of a run in {file}; {error!r}") from error
         return found
@@ -67,17 +67,22 @@ class SparseRun:
     @property
     def held_out(self) -> dict[str, HeldOut]:
         """Held-out measurements of the dense and the sparse model."""
-        found = {}
-        for side in ("dense", "sparse"):
-            numbers = self.metrics[side]
-            losses = numbers.get("group_losses", {})
-            groups = {int(group): loss for group, loss in losses.items()}  # JSON keys are strings
-            absent = {field.name: None for field in fields(HeldOut) if field.default is None}
-            found[side] = from_fields(HeldOut, {**absent, **numbers, "group_losses": groups})
-        return found
+        return {side: _held_out(self.metrics[side]) for side in ("dense", "sparse")}
+
+    @property
+    def texts(self) -> dict[str, Comparison]:
+        """Held-out measurements of both models on every text and task, if there are several."""
+        return {
+            name: Comparison(**{side: _held_out(numbers) for side, numbers in sides.items()})
+            for name, sides in self.metrics.get("texts", {}).items()
+        }
 
     def to_pandas(self) -> pd.DataFrame:
-        """Held-out measurements of both models, side by side."""
+        """Held-out measurements of both models, side by side, or on every text."""
+        if self.texts:
+            return pd.DataFrame.from_dict(
+                {name: found.row() for name, found in self.texts.items()}, orient="index"
+            )
         return pd.DataFrame({side: found.numbers for side, found in self.held_out.items()})
 
     def __repr__(self) -> str:
@@ -85,6 +90,16 @@ class SparseRun:
 
     def _repr_html_(self) -> str:
         return table_html(self.to_pandas(), self.verdict)
+
+
+def _held_out(numbers: dict[str, Any]) -> HeldOut:
+    """Measurements as they were written; those that older versions did not write are None."""
+    absent = {field.name: None for field in fields(HeldOut) if field.default is None}
+    by_group = {
+        name: {int(group): value for group, value in numbers.get(name, {}).items()}
+        for name in ("group_losses", "group_divergences")  # JSON keys are strings
+    }
+    return from_fields(HeldOut, {**absent, **numbers, **by_group})
 
 
 class RunFolder:

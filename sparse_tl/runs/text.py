@@ -4,41 +4,40 @@ from __future__ import annotations
 
 import math
 import shutil
-import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from torch import Tensor
-
 from sparse_tl import ranks
-from sparse_tl.arguments import AtLeastOne, Count, Logit, NotNegative, Positive, Seed, checked
-from sparse_tl.data import Boundaries, ShuffledStream, TextStream, read_documents
-from sparse_tl.data.windows import cut_windows, window_rows
+from sparse_tl.arguments import AtLeastOne, Logit, NotNegative, Positive, Seed, Share, checked
+from sparse_tl.data import Boundaries, TextStream
 from sparse_tl.files import write_csv, write_json
-from sparse_tl.gates import SparseTransformer
+from sparse_tl.gates import GateKind, SparseTransformer
 from sparse_tl.lens import (
     adapt,
     add_lora,
-    check_lora,
     check_raw,
-    check_scores,
     checkpointed_activations,
     load_model,
     shard_model,
+    takes_lora,
 )
 from sparse_tl.runs.folder import RunFolder, SparseRun
-from sparse_tl.training import TargetLoss, evaluate_held_out, post_train
+from sparse_tl.runs.texts import (
+    OWN,
+    OWN_WINDOWS,
+    TASKS_BY_NAME,
+    Reading,
+    group_name,
+    warn_of_repeats,
+)
+from sparse_tl.training import TargetLoss, post_train
+from sparse_tl.training.post_train import GATE_LEARNING_RATE, LEARNING_RATE, TARGET_LOSS
 
-VALIDATION_WINDOWS = 200
-"""Maximum number of windows for model selection; at most half of the held-out windows."""
-TEST_WINDOWS = 800
-"""Maximum number of windows to report on: the other held-out windows."""
-WINDOW_TOKENS = 2**24
-"""Maximum number of tokens whose windows are all in memory, 128 MB; runs on more text stream it."""
-HELD_OUT_WINDOWS = VALIDATION_WINDOWS + TEST_WINDOWS
+Trained = Literal["lora", "all", "qk", "gates"]
+"""What is trained besides the gates: low-rank adapters, weights, or nothing ("gates")."""
 
 
 @checked
@@ -46,19 +45,24 @@ def run_post_training(
     out: str | Path,
     *,
     model: str,
-    text: str,
-    target_loss: float | str,
-    held_out_text: str | None = None,
+    text: str | Sequence[str] | None = None,
+    task: str | Sequence[str] | None = None,
+    target_loss: float | str = TARGET_LOSS,
+    held_out_text: str | Sequence[str] | None = None,
+    own_windows: AtLeastOne = OWN_WINDOWS,
     window: AtLeastOne = 128,
     boundaries: Boundaries = "predict",
     batch_size: AtLeastOne = 8,
     steps: AtLeastOne = 2000,
-    learning_rate: Positive = 7e-4,
-    trained: Literal["all", "qk", "gates"] = "all",
-    lora: Count = 0,
+    learning_rate: Positive = LEARNING_RATE,
+    gate_learning_rate: Positive = GATE_LEARNING_RATE,
+    trained: Trained | None = None,
+    lora: AtLeastOne = 16,
     head_cost: NotNegative = 0.0,
     mlps: bool = False,
-    initial_bias: Logit = 4.0,
+    gates: GateKind = "share",
+    initial_threshold: Share | None = None,
+    initial_bias: Logit | None = None,
     dtype: Literal["float32", "bfloat16"] | None = None,
     precision: Literal["float32", "bf16"] = "float32",
     accumulate: AtLeastOne = 1,
@@ -71,28 +75,35 @@ def run_post_training(
 ) -> SparseRun:
     """Run all unfinished steps and return all results.
 
-    Some held-out windows select the weights; the others are reported on. Several ranks share the
-    windows of every step; see `sparse_tl.ranks`.
+    Every text and task is a group with a loss constraint of its own, and groups share the batch
+    evenly. Some held-out rows of each select the weights; the others are reported on. Several ranks
+    share the rows of every step; see `sparse_tl.ranks`.
 
     Args:
         out: folder for the sparse model, ``metrics.json`` and ``history.csv``.
         model: hub name, Hugging Face folder, or folder written by `save_model`.
-        text: text file, or dataset name (streamed).
-        target_loss: nats per token, absolute or relative to the dense model (``"+0.05"``).
-        held_out_text: separate held-out text; by default the last tenth of what is read of `text`
-            before training.
+        text: text files, dataset names (streamed), or "own" for text that the model writes itself,
+            which is the default; see `sampled_windows`.
+        task: names of tasks, whose prompts are groups with the loss at the answer.
+        target_loss: in nats per token, as in `post_train`.
+        held_out_text: texts that take no part in the run, and are reported on.
+        own_windows: number of windows that the model writes.
         window: tokens per window.
         boundaries: what happens where one document follows another: "predict", "skip" or "split";
             as in `text_rows`.
-        batch_size: windows per step.
+        batch_size: windows per step, at least one for each group.
         steps: number of post-training steps.
-        learning_rate: peak learning rate.
-        trained: weights to train besides the gates: "all", "qk", or "gates" for none.
-        lora: rank of low-rank adapters, which are then trained in place of these weights; 0 for
-            none.
+        learning_rate: peak learning rate of weights or adapters.
+        gate_learning_rate: peak learning rate of gates.
+        trained: what to train besides the gates: "lora" (low-rank adapters), "all" weights, "qk"
+            (queries and keys), or "gates" for nothing else. By default adapters, or all weights of
+            a HookedTransformer, which takes no adapters.
+        lora: rank of the adapters.
         head_cost: cost of a head in use, in attention edges; as in `post_train`.
         mlps: whether to gate MLPs too; as in `SparseTransformer`.
-        initial_bias: initial bias of the gates.
+        gates: kind of gates, "share" or "score".
+        initial_threshold: initial threshold of share gates, as in `SparseTransformer`.
+        initial_bias: initial bias of score gates, likewise.
         dtype: precision of the model's weights, by default as in `load_model`; of those in
             bfloat16 that are trained, float32 copies are.
         precision: "bf16" runs the forward pass under autocast; as in `post_train`.
@@ -109,21 +120,29 @@ def run_post_training(
     Raises:
         ValueError: a setting is invalid, there is too little text, or `out` cannot be used.
     """
+    texts, tasks, untouched = map(_names, (text, task, held_out_text))
+    if not (texts or tasks):
+        texts = [OWN]
     settings = {
         "command": "post-train",
         "model": str(model),
-        "text": str(text),
-        "held_out_text": held_out_text,
+        "text": texts,
+        "task": tasks,
+        "held_out_text": untouched,
+        "own_windows": own_windows,
         "target_loss": str(target_loss),
         "window": window,
         "boundaries": boundaries,
         "batch_size": batch_size,
         "steps": steps,
         "learning_rate": learning_rate,
+        "gate_learning_rate": gate_learning_rate,
         "trained": trained,
         "lora": lora,
         "head_cost": head_cost,
         "mlps": mlps,
+        "gates": gates,
+        "initial_threshold": initial_threshold,
         "initial_bias": initial_bias,
         "dtype": dtype,
         "precision": precision,
@@ -131,91 +150,87 @@ def run_post_training(
         "seed": seed,
     }
     TargetLoss.parse(target_loss)
-    piece = math.ceil(batch_size / accumulate)
-    least = batch_size % piece or piece
-    if least < ranks.count():
-        raise ValueError(
-            f"expected at least one window for each of {ranks.count()} ranks in every micro-batch; "
-            f"{batch_size} windows in {accumulate} micro-batches leave {least}. Give a larger "
-            "--batch-size, fewer --accumulate, or fewer ranks."
-        )
-    if lora:
-        check_lora()
-        if trained != "all":
-            raise ValueError(
-                "expected lora, which trains adapters in place of weights, or "
-                f"trained={trained!r}; got both"
-            )
+    _check(texts, tasks, untouched, batch_size, accumulate)
     if shard:
         if device is not None:
             raise ValueError(f"expected shard, which places the model, or a device; got {device}")
+        if OWN in texts:
+            raise ValueError(
+                "expected --text with shard; a model that is sharded cannot write text of its own"
+            )
         device = "cpu"  # before it is sharded, and when it is saved
     folder = RunFolder(out, settings, restart=restart)
     if not folder.finished("metrics.json"):
-        dense_model = load_model(model, device=device, dtype=dtype)
-        check_scores(adapt(dense_model))
-        check_raw(dense_model)
-        if lora:
-            add_lora(dense_model, lora)
-        if shard:
-            shard_model(dense_model, precision=precision)
-        if window > adapt(dense_model).n_ctx:
+        model_ = load_model(model, device=device, dtype=dtype)
+        check_raw(model_)
+        if window > adapt(model_).n_ctx:
             raise ValueError(
-                f"expected a window of at most {adapt(dense_model).n_ctx} tokens, the model's "
+                f"expected a window of at most {adapt(model_).n_ctx} tokens, the model's "
                 f"context; got {window}"
             )
-        documents = read_documents(text)
-        tokenizer = dense_model.tokenizer
-        cut = partial(cut_windows, tokenizer=tokenizer, window=window, boundaries=boundaries)
-        as_rows = partial(window_rows, tokenizer=tokenizer, boundaries=boundaries)
-        needed = steps * batch_size + HELD_OUT_WINDOWS
-        limit = min(needed, WINDOW_TOKENS // window)
-        windows = cut(documents, limit=limit)
-        other = None
-        if held_out_text is not None:
-            other = cut(read_documents(held_out_text, split="validation"), limit=HELD_OUT_WINDOWS)
-        train, held_out = _split(windows, other)
-        n_validation = min(VALIDATION_WINDOWS, len(held_out) // 2)
-        validation, test = as_rows(held_out[:n_validation]), as_rows(held_out[n_validation:])
-        order = {"seed": seed, "accumulate": accumulate}
-        if len(windows) == limit < needed:
-            left_out = range(len(train), len(windows))
-            how = {"left_out": left_out, "boundaries": boundaries, **order}
-            stream = TextStream(documents, tokenizer, window, batch_size, **how)
-        else:
-            _warn_of_repeats(steps * batch_size, len(train))
-            stream = ShuffledStream(as_rows(train), min(batch_size, len(train)), **order)
-        del windows, train
-        with folder.stage("post-training"):
-            dense = evaluate_held_out(dense_model, test)
-            sparse = SparseTransformer(dense_model, initial_bias=initial_bias, mlps=mlps)
-            with checkpointed_activations(sparse) if checkpoint_activations else nullcontext():
-                outcome = post_train(
-                    sparse,
-                    stream,
-                    validation=validation,
-                    target_loss=target_loss,
-                    steps=steps,
-                    learning_rate=dict.fromkeys(dict.fromkeys(["gates", trained]), learning_rate),
-                    head_cost=head_cost,
-                    seed=seed,
-                    precision=precision,
-                    checkpoint=folder / "checkpoint",
-                    progress=progress,
-                )
-        if isinstance(stream, TextStream) and stream.n_windows is not None:
-            _warn_of_repeats(steps * batch_size, stream.n_windows)
+        read = Reading(
+            model_,
+            window,
+            boundaries,
+            steps,
+            batch_size // len(texts + tasks),
+            len(texts + tasks),
+            seed,
+            accumulate,
+        )
+        groups = [
+            read.own(own_windows, folder / "own.safetensors", progress)
+            if source == OWN
+            else read.text(source)
+            for source in texts
+        ] + [read.task(name) for name in tasks]
+        others = {group_name(source): read.untouched(source) for source in untouched}
+        if trained is None:
+            trained = "lora" if takes_lora(model_) else "all"
+        if trained == "lora":
+            add_lora(model_, lora)
+        if shard:
+            shard_model(model_, precision=precision)
+        starts = {"initial_threshold": initial_threshold, "initial_bias": initial_bias}
+        sparse = SparseTransformer(model_, gates=gates, mlps=mlps, **starts)
+        with (
+            folder.stage("post-training"),
+            checkpointed_activations(sparse) if checkpoint_activations else nullcontext(),
+        ):
+            outcome = post_train(
+                sparse,
+                {group.name: group.stream for group in groups},
+                validation={group.name: group.validation for group in groups},
+                held_out={group.name: group.test for group in groups} | others,
+                target_loss=target_loss,
+                steps=steps,
+                learning_rate={} if trained == "gates" else {trained: learning_rate},
+                gate_learning_rate=gate_learning_rate,
+                head_cost=head_cost,
+                seed=seed,
+                precision=precision,
+                checkpoint=folder / "checkpoint",
+                progress=progress,
+            )
+        for group in groups:
+            if isinstance(group.stream, TextStream) and group.stream.n_windows is not None:
+                warn_of_repeats(group.name, steps * batch_size, group.stream.n_windows)
+        reported = outcome.reported
+        first = reported[groups[0].name]
         measured = {
             "seed": seed,
             "verdict": outcome.verdict,
             "feasible": outcome.feasible,
-            "held_out_windows": len(test),
-            "dense": asdict(dense),
-            "sparse": asdict(evaluate_held_out(sparse, test)),
+            "trained": trained,
+            "held_out_windows": len(groups[0].test),
+            "dense": asdict(first.dense),
+            "sparse": asdict(first.sparse),
+            "texts": {name: asdict(found) for name, found in reported.items()},
         }
 
         def write() -> None:
             write_csv(folder / "history.csv", outcome.history)
+            write_csv(folder / "texts.csv", outcome.to_pandas().rename_axis("text").reset_index())
             if not shard:
                 sparse.save_pretrained(folder / "sparse")
             write_json(folder / "metrics.json", measured)
@@ -228,26 +243,38 @@ def run_post_training(
     return SparseRun.read(folder.path, sparse)
 
 
-def _warn_of_repeats(taken: int, n_windows: int) -> None:
-    if taken > n_windows:
-        warnings.warn(
-            f"the run takes {taken:,} windows and the text has {n_windows:,}: some are seen more "
-            "than once, and may meet a target that held-out text misses. More text helps, or fewer "
-            "steps",
-            stacklevel=3,
+def _names(names: str | Sequence[str] | None) -> list[str]:
+    return [names] if isinstance(names, str) else list(names or ())
+
+
+def _check(
+    texts: Sequence[str],
+    tasks: Sequence[str],
+    untouched: Sequence[str],
+    batch_size: int,
+    accumulate: int,
+) -> None:
+    """Check what can be known before anything is loaded.
+
+    Raises:
+        ValueError: a task is unknown, a name stands for two texts, or there are fewer windows than
+            groups or ranks.
+    """
+    if unknown := [name for name in tasks if name not in TASKS_BY_NAME]:
+        raise ValueError(f"expected tasks of {list(TASKS_BY_NAME)}; got {unknown}")
+    names = [*map(group_name, texts), *tasks, *map(group_name, untouched)]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"expected texts and tasks of different names; got {twice} twice")
+    if batch_size < len(names) - len(untouched):
+        raise ValueError(
+            f"expected a window of every text and task in each step; got {batch_size} windows for "
+            f"{len(names) - len(untouched)} of them. Give a larger --batch-size."
         )
-
-
-def _split(windows: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Split into training and held-out windows."""
-    if other is None:
-        kept = min(HELD_OUT_WINDOWS, len(windows) // 10)
-        if kept < 2:
-            raise ValueError(
-                f"expected at least 20 windows of text, to hold out two; got {len(windows)}. Give "
-                "more text, a smaller window, or --held-out-text."
-            )
-        return windows[:-kept], windows[-kept:].clone()  # so that the others can be let go
-    if len(other) < 2:
-        raise ValueError("expected at least two windows of held-out text; got one")
-    return windows, other
+    piece = math.ceil(batch_size / accumulate)
+    least = batch_size % piece or piece
+    if least < ranks.count():
+        raise ValueError(
+            f"expected at least one window for each of {ranks.count()} ranks in every micro-batch; "
+            f"{batch_size} windows in {accumulate} micro-batches leave {least}. Give a larger "
+            "--batch-size, fewer --accumulate, or fewer ranks."
+        )

@@ -4,9 +4,9 @@ from sparse_tl.training.config import Selection as Selection, TrainingConfig as 
 from sparse_tl.training.constraint import LossConstraint as LossConstraint, TargetLoss as TargetLoss
 from sparse_tl.training.evaluation import (
     HeldOut as HeldOut,
-    PostTraining as PostTraining,
     evaluate_held_out as evaluate_held_out,
 )
 from sparse_tl.training.loop import NonFiniteLossError as NonFiniteLossError, train as train
+from sparse_tl.training.outcome import Comparison as Comparison, PostTraining as PostTraining
 from sparse_tl.training.post_train import post_train as post_train
 from sparse_tl.training.pretrain import pretrain as pretrain

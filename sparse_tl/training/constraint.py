@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from sparse_tl.scopes import autograd
 
-Reference = Literal["absolute", "dense"]
+Measured = Literal["loss", "increase", "divergence"]
 
 START = 10.0
 """lambda before the first step."""
@@ -46,14 +46,20 @@ a nat of its loss is worth e^5 = 150 times fewer edges."""
 
 @dataclass(frozen=True)
 class TargetLoss:
-    """A loss in nats, or an increase in nats over the frozen dense model on the same batch."""
+    """What every group of rows may lose.
+
+    Args:
+        nats: the limit, in nats per label.
+        of: what it limits: the model's "loss", its "increase" over the frozen dense model's, or its
+            "divergence" from it, ``KL(dense || sparse)``.
+    """
 
     nats: float
-    reference: Reference
+    of: Measured
 
     @staticmethod
     def parse(target: float | str | TargetLoss) -> TargetLoss:
-        """Read ``0.01`` or ``"0.01"`` as absolute, ``"+0.05"`` as an increase over the dense model.
+        """Read ``0.01`` as a loss, ``"+0.05"`` as an increase and ``"kl+0.05"`` as a divergence.
 
         Raises:
             ValueError: not a finite number of nats that a loss could have.
@@ -61,20 +67,35 @@ class TargetLoss:
         if isinstance(target, TargetLoss):
             return target
         text = str(target).strip()
-        reference: Reference = "dense" if text.startswith("+") else "absolute"
+        of: Measured = "loss"
+        if text.startswith("+"):
+            of = "increase"
+        elif text.startswith("kl+"):
+            of, text = "divergence", text.removeprefix("kl")
         try:
             nats = float(text)
         except ValueError:
             nats = math.nan
         if not math.isfinite(nats) or nats <= 0:
             raise ValueError(
-                "expected a target loss in nats above 0, such as 0.01, or an increase over the "
-                f'dense model, such as "+0.05"; got {target!r}'
+                "expected a target loss in nats above 0, such as 0.01, an increase over the dense "
+                'model, such as "+0.05", or a divergence from it, such as "kl+0.05"; got '
+                f"{target!r}"
             )
-        return TargetLoss(nats, reference)
+        return TargetLoss(nats, of)
 
     def __str__(self) -> str:
-        return f"{'+' if self.reference == 'dense' else ''}{self.nats:g}"
+        return f"{_WRITTEN[self.of]}{self.nats:g}"
+
+    @property
+    def limit(self) -> str:
+        """The target in words."""
+        if self.of == "divergence":
+            return f"divergence of {self.nats:g} nats"
+        return f"{self} nats"
+
+
+_WRITTEN: dict[Measured, str] = {"loss": "", "increase": "+", "divergence": "kl+"}
 
 
 class LossConstraint:

@@ -1,26 +1,24 @@
-"""Held-out measurements for dense and sparse models, and the results of post-training."""
+"""Held-out measurements of dense and sparse models."""
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 
-import pandas as pd
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl import ranks, shards
 from sparse_tl.arguments import AtLeastOne, checked
-from sparse_tl.data.batches import TokenBatch, exact_rows, token_losses
+from sparse_tl.data.batches import TokenBatch, exact_rows, log_probabilities
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.attention import costs_of_first
 from sparse_tl.lens import Model, adapt, check_rows, in_evaluation_mode
 from sparse_tl.results import Result
 from sparse_tl.scopes import autograd
-from sparse_tl.training.constraint import TargetLoss
-from sparse_tl.training.reference import under_gates
+from sparse_tl.training.reference import Reference, dense_log_probabilities, under_gates
 
 LOGITS_AT_ONCE = 2**26
 """Maximum number of logits in one forward pass: 256 MB in float32, times a few copies."""
@@ -38,8 +36,11 @@ class HeldOut(Result):
         possible_attention_edges: causal attention edges per example.
         active_heads: number of heads with at least one active edge in some example.
         group_losses: mean loss by group number; rows without groups form group 0.
-        active_mlps: open MLP outputs per example, one per layer and token. This field and those
-            below are None if MLPs have no gates, as in a dense model.
+        divergence: mean ``KL(dense || model)`` in nats over all loss positions; None if no dense
+            model was given.
+        group_divergences: the same by group number.
+        active_mlps: open MLP outputs per example, one per layer and token. This field and the next
+            two are None if MLPs have no gates, as in a dense model.
         possible_mlps: number of layers times tokens per example.
         active_size: open attention edges, weighted by cost, plus open MLP outputs, per example.
     """
@@ -54,14 +55,16 @@ class HeldOut(Result):
     active_mlps: float | None = None
     possible_mlps: float | None = None
     active_size: float | None = None
+    divergence: float | None = None
+    group_divergences: dict[int, float] = field(default_factory=dict)
 
     @property
     def numbers(self) -> dict[str, float]:
-        """All measurements except group losses, by name."""
+        """All measurements except those of groups, by name."""
         return {
             name: value
             for name, value in asdict(self).items()
-            if name != "group_losses" and value is not None
+            if not name.startswith("group_") and value is not None
         }
 
     @property
@@ -73,74 +76,15 @@ class HeldOut(Result):
         return (
             f"HeldOut(loss {self.loss:.4g} nats, {self.accuracy:.1%} of the examples right, "
             f"{self.active_attention_edges:,.2f} of {self.possible_attention_edges:,.0f} attention "
-            f"edges active, {self.active_heads} heads in use{self._mlps})"
+            f"edges active, {self.active_heads} heads in use{self.mlps})"
         )
 
     @property
-    def _mlps(self) -> str:
+    def mlps(self) -> str:
         """Text about MLPs for reprs and verdicts; empty without MLP gates."""
         if self.active_mlps is None:
             return ""
         return f", {self.active_mlps:,.2f} of {self.possible_mlps:,.0f} MLP outputs active"
-
-
-@dataclass(frozen=True, eq=False)
-class PostTraining(Result):
-    """The result of a post-training run.
-
-    Args:
-        feasible: whether any validation evaluation after the first step met the target.
-        target: loss constraint.
-        dense: validation measurements of the dense model.
-        sparse: validation measurements of the selected weights.
-        best_step: step of the selected weights.
-        history: one row per step; validation columns are set at steps with an evaluation.
-    """
-
-    feasible: bool
-    target: TargetLoss
-    dense: HeldOut
-    sparse: HeldOut
-    best_step: int
-    history: pd.DataFrame
-
-    @property
-    def loss_increase(self) -> float:
-        """Held-out loss minus the dense model's, in nats."""
-        return self.sparse.loss - self.dense.loss
-
-    @property
-    def times_fewer(self) -> float:
-        """Possible edges over active edges; infinite if none is active."""
-        active = self.sparse.active_attention_edges
-        return self.sparse.possible_attention_edges / active if active else math.inf
-
-    @property
-    def verdict(self) -> str:
-        """The outcome in one sentence."""
-        edges = (
-            f"{self.sparse.active_attention_edges:,.2f} of "
-            f"{self.sparse.possible_attention_edges:,.0f} attention edges active per example "
-            f"({self.times_fewer:.1f}x fewer){self.sparse._mlps} at validation loss "
-            f"{self.sparse.loss:.4f} nats ({self.loss_increase:+.4f} over the dense model)"
-        )
-        target = f"Target {self.target} nats"
-        if len(self.dense.group_losses) > 1:
-            target += f" in each of {len(self.dense.group_losses)} groups"
-        if self.feasible:
-            return f"{target} met at step {self.best_step}: {edges}."
-        return (
-            f"{target} NOT met by any validation evaluation after the first step; kept the weights "
-            f"that came closest, from step {self.best_step}: {edges}. Train for longer, start from "
-            "a larger bias, or allow more loss."
-        )
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Dense and sparse side by side."""
-        return pd.DataFrame({"dense": self.dense.numbers, "sparse": self.sparse.numbers})
-
-    def __repr__(self) -> str:
-        return f"PostTraining({self.verdict})"
 
 
 @checked
@@ -152,6 +96,7 @@ def evaluate_held_out(
     *,
     batch_size: AtLeastOne | None = None,
     edge_cost: Float[Tensor, "*#edge"] | None = None,
+    dense: Reference | None = None,
 ) -> HeldOut:
     """Measure loss, accuracy, attention edges and MLP outputs of a dense or sparse model.
 
@@ -164,6 +109,8 @@ def evaluate_held_out(
             `LOGITS_AT_ONCE`.
         edge_cost: cost per attention edge for `HeldOut.active_size`, broadcastable to
             ``[layer, head, query, key]``; 1 by default.
+        dense: what the dense model is read from, to measure the divergence from it. A sparse model
+            stands for itself with its gates open and its low-rank adapters off.
 
     Raises:
         ValueError: a token or label is not the model's, the rows are longer than its context,
@@ -198,23 +145,34 @@ def evaluate_held_out(
                     **batch.model_kwargs,
                 )
             logits = logits_at(output)
-            losses = token_losses(logits, batch.loss_labels()).double()
-            labels = losses, batch.label_groups(), exact_rows(logits, batch)
+            right = exact_rows(logits, batch)
+            predicted = log_probabilities(logits)
+            losses = F.nll_loss(predicted, batch.loss_labels(), reduction="none").double()
+            divergences = losses.new_zeros(0)
+            if dense is not None:
+                expected = dense_log_probabilities(dense, batch)
+                divergences = F.kl_div(predicted, expected, reduction="none", log_target=True)
+                divergences = divergences.sum(dim=-1).double()
+            labels = losses, batch.label_groups(), divergences, right
             known = {name: some.cpu() for name, some in vars(counted).items() if some is not None}
             found.append((*(some.cpu() for some in labels), AttentionEdgeCounts(**known)))
     found = ranks.in_order(found[: len(own)])
-    by_piece, of_piece, right, counts = zip(*found, strict=True)
+    *by_label, counts = zip(*found, strict=True)
     edges = AttentionEdgeCounts.concatenate(counts)
-    by_label, of = torch.cat(by_piece), torch.cat(of_piece)
+    losses, of, divergences, right = map(torch.cat, by_label)
+    groups = of.unique().tolist()
+    measured = dense is not None
     return HeldOut(
-        loss=by_label.mean().item(),
-        accuracy=torch.cat(right).double().mean().item(),
+        loss=losses.mean().item(),
+        accuracy=right.double().mean().item(),
         active_attention_edges=edges.active_per_prompt,
         active_attention_edges_per_token=edges.active_per_token,
         possible_attention_edges=edges.possible_per_prompt,
         active_heads=edges.active_heads,
-        group_losses={g: by_label[of == g].mean().item() for g in of.unique().tolist()},
+        group_losses={g: losses[of == g].mean().item() for g in groups},
         active_mlps=edges.active_mlps_per_prompt,
         possible_mlps=edges.possible_mlps_per_prompt,
         active_size=edges.active_size_per_prompt,
+        divergence=divergences.mean().item() if measured else None,
+        group_divergences={g: divergences[of == g].mean().item() for g in groups if measured},
     )

@@ -172,6 +172,7 @@ class Run:
         if step == 0:
             self.state.first_batch = batch.digest()
         pieces = batch.split(math.ceil(len(batch) / config.accumulate))
+        self.objective.begin(batch)
         measured: dict[str, float] = {}
         self.optimizer.zero_grad(set_to_none=True)
         for piece in pieces:

@@ -15,9 +15,8 @@ from sparse_tl.data.batches import TokenBatch, log_probabilities, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.attention import check_edge_cost, costs_of_first
 from sparse_tl.lens import HookedModel, adapt, check_rows
-from sparse_tl.scopes import autograd
 from sparse_tl.training.constraint import LossConstraint
-from sparse_tl.training.reference import Reference, predicting
+from sparse_tl.training.reference import Reference, dense_log_probabilities
 
 NO_NOISE = 0.7
 """Part of the run after which the gates have no noise."""
@@ -37,6 +36,9 @@ class Objective:
     Of several ranks, each is given its own rows of a micro-batch, and all return the same: means
     over rows or labels are those of `ranks.mean`, over the rows of all ranks.
     """
+
+    def begin(self, batch: TokenBatch) -> None:
+        """Take note of the whole batch of a step, before its micro-batches are measured."""
 
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
@@ -96,10 +98,11 @@ class _Labels(NamedTuple):
 class SparsityObjective(Objective):
     """The smallest size at a bounded loss, with sampled gates.
 
-    Minimises ``(log(1 + size) + sum_g share_g lambda_g loss_g) / (1 + mean_g lambda_g)``, share_g
-    being the share of group g in the batch's labels. Where the dense model is given, half of the
-    cross-entropy is with its prediction in place of the label, which has the gradient of
-    ``KL(dense || sparse)``: a whole prediction tells more than one label. The size is per example
+    Minimises ``(log(1 + size) + mean_g lambda_g loss_g) / (1 + mean_g lambda_g)``, each group g of
+    the batch counting alike, however many labels it has. Where the dense model is given, half of
+    the cross-entropy, or with `distilled` of 1 all of it, is with its prediction in place of the
+    label, which has the gradient of ``KL(dense || sparse)``: a whole prediction tells more than one
+    label. The size is per example
 
         size = sum edge_cost * P(attention edge is open) + sum P(MLP output is open)
                + head_cost * sum_h (1 - exp(-E_h / 0.1))
@@ -130,6 +133,7 @@ class SparsityObjective(Objective):
         edge_cost: of an attention edge, broadcastable to ``[layer, head, query, key]``; relative
             to an MLP output, which costs 1.
         head_cost: of a head in use, likewise.
+        distilled: share of the dense model's prediction, where there is one, in what is learned.
     """
 
     def __init__(
@@ -140,13 +144,15 @@ class SparsityObjective(Objective):
         constraint: LossConstraint,
         edge_cost: Float[Tensor, "*#edge"] | None = None,
         head_cost: float = 0.0,
+        distilled: float = DISTILLED,
     ) -> None:
-        self.sparse, self.dense = sparse, dense
+        self.sparse, self.dense, self.distilled = sparse, dense, distilled
         self.room, self.constraint = room, constraint
         self.edge_cost, self.head_cost = edge_cost, head_cost
         self._noise = 1.0
         self._increase = self.allowed(1.0)
         self._size = math.inf
+        self._shares = torch.ones(1)
 
     def noise(self, fraction_done: float) -> float:
         """The scale of the gates' noise: 1 at first, 0 in the end."""
@@ -156,16 +162,20 @@ class SparsityObjective(Objective):
         """By how many nats the validation loss of every group may rise at this noise."""
         return self.room * (1 + MARGIN * noise)
 
+    def begin(self, batch: TokenBatch) -> None:
+        labels, known = batch.label_groups(), len(self.room)
+        if batch.n_groups > known:
+            raise ValueError(
+                f"expected rows of the {known} groups that the validation rows have; got group "
+                f"{batch.n_groups - 1} in the training batch"
+            )
+        self._shares = labels.bincount(minlength=batch.n_groups) / len(labels)
+
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
         check_rows(adapt(self.sparse), batch)
         lambdas = self.constraint.lambda_.maximum(1 / (self.room * (1 + self._size)))
-        if batch.n_groups > len(lambdas):
-            raise ValueError(
-                f"expected rows of the {len(lambdas)} groups that the validation rows have; got "
-                f"group {batch.n_groups - 1} in the training batch"
-            )
         if self.edge_cost is not None:
             width = batch.tokens.shape[1]
             check_edge_cost(self.edge_cost, (*self.sparse.gates.bias.shape, width, width))
@@ -174,7 +184,9 @@ class SparsityObjective(Objective):
         labels = _Labels(*map(torch.cat, zip(*(part for part, _ in parts), strict=True)))
         counts = AttentionEdgeCounts.concatenate([edges for _, edges in parts])
         lambdas = lambdas.to(labels.loss)
-        weights = lambdas[labels.group]
+        # A label's weight makes the mean over all labels the mean over groups.
+        by_group = lambdas[: len(self._shares)] / self._shares.to(lambdas)
+        weights = by_group[labels.group] / int((self._shares > 0).sum())
         task = ranks.mean(weights * labels.minimised)
         size = self.size(counts)
         objective = (torch.log1p(size) + task) / (1 + lambdas.mean())
@@ -204,14 +216,9 @@ class SparsityObjective(Objective):
         found = log_probabilities(logits_at(output))
         minimised = loss = F.nll_loss(found, batch.loss_labels(), reduction="none")
         if self.dense is not None:
-            with (
-                autograd(False),
-                predicting(self.dense),
-                adapt(self.dense).only_at(batch.loss_mask) as logits_at,
-            ):
-                output = self.dense(batch.tokens, **batch.model_kwargs)
-                expected = logits_at(output).to(found).softmax(dim=-1)
-            minimised = (1 - DISTILLED) * loss - DISTILLED * (expected * found).sum(dim=-1)
+            expected = dense_log_probabilities(self.dense, batch).to(found).exp()
+            from_dense = -(expected * found).sum(dim=-1)
+            minimised = (1 - self.distilled) * loss + self.distilled * from_dense
         return _Labels(minimised, loss.detach(), batch.label_groups()), counts
 
     def size(self, counts: AttentionEdgeCounts) -> Float[Tensor, ""]:

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pandas as pd
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl import shards
 from sparse_tl.arguments import AtLeastOne, NotNegative, Positive, Seed, checked
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.data.streams import TokenStream
+from sparse_tl.data.streams import MixedStream, TokenStream
 from sparse_tl.files import digest
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.gates.attention import check_edge_cost
 from sparse_tl.lens import adapt, check_gates, check_raw
-from sparse_tl.training.config import Metrics, Selection, TrainingConfig, choose_trained
+from sparse_tl.training.config import TrainingConfig, choose_trained
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
-from sparse_tl.training.evaluation import HeldOut, PostTraining, evaluate_held_out
 from sparse_tl.training.loop import train
 from sparse_tl.training.memory import out_of_memory_explained
-from sparse_tl.training.objectives import SparsityObjective
-from sparse_tl.training.reference import as_dense, reference_of
+from sparse_tl.training.objectives import DISTILLED, SparsityObjective
+from sparse_tl.training.outcome import PostTraining
+from sparse_tl.training.reference import reference_of
+from sparse_tl.training.validation import Validation, is_feasible
 
 EVALUATIONS = 40
 """Validation evaluations of a run; the learning rate warms up until the first of them, and falls
 from there on, as the gates' noise does."""
+TARGET_LOSS = "kl+0.05"
+"""What every group may lose: nats of divergence per label."""
+LEARNING_RATE = 7e-4
+"""Peak learning rate of weights and low-rank adapters."""
+GATE_LEARNING_RATE = 1e-2
+"""Peak learning rate of gates, whose few parameters move further than weights do."""
 LEAST_ROOM = 1e-4
 """Nats; what lambda takes for the least distance of an absolute target from the dense loss."""
 
@@ -38,12 +43,14 @@ LEAST_ROOM = 1e-4
 @checked
 def post_train(
     sparse: SparseTransformer,
-    stream: TokenStream,
+    stream: TokenStream | Mapping[str, TokenStream],
     *,
-    target_loss: float | str,
-    validation: TokenBatch,
+    validation: TokenBatch | Mapping[str, TokenBatch],
+    target_loss: float | str = TARGET_LOSS,
+    held_out: Mapping[str, TokenBatch] | None = None,
     steps: AtLeastOne = 2000,
-    learning_rate: Positive | Mapping[str, Positive] = 7e-4,
+    learning_rate: Positive | Mapping[str, Positive] = LEARNING_RATE,
+    gate_learning_rate: Positive = GATE_LEARNING_RATE,
     edge_cost: Float[Tensor, "*#edge"] | None = None,
     head_cost: NotNegative = 0.0,
     seed: Seed = 0,
@@ -53,10 +60,10 @@ def post_train(
 ) -> PostTraining:
     """Finetune weights and gates until as few attention edges as possible are open.
 
-    Solves ``min_theta max_lambda  log(1 + size) + sum_g lambda_g (loss_g - target)``, with the
+    Solves ``min_theta max_lambda  log(1 + size) + mean_g lambda_g (loss_g - target)``, with the
     expected open edges per example, each at its cost, as the size; where MLPs have gates too, every
-    expected open MLP output, of one layer at one position, adds 1 to it. Every group of rows that
-    the batches name (`TokenBatch.groups`) has to meet the target by itself. On return `sparse`
+    expected open MLP output, of one layer at one position, adds 1 to it. Every group ``g`` of rows,
+    such as a kind of text or a task, has to meet the target by itself. On return `sparse`
     holds the best feasible weights: fewest active edges among validation evaluations that meet it,
     or, with gates on MLPs, the least active edges at their costs and active MLP outputs together.
 
@@ -64,16 +71,23 @@ def post_train(
         sparse: wrapped model, trained in place: its weights and gates, or, if it has low-rank
             adapters (`add_lora`), the adapters and gates. The dense model is then the model
             without adapters. Weights in bfloat16 are trained through float32 copies.
-        stream: training batches; any positions may carry the loss.
-        target_loss: loss in nats: absolute (``0.01``), or above the frozen dense model's on the
-            same rows (``"+0.05"``).
-        validation: examples for the loss constraint and model selection; report on others.
+        stream: training batches, in which any positions may carry the loss. A stream for every
+            group, by name, is a `MixedStream`.
+        validation: examples for the loss constraint and model selection, or those of every group
+            in the order of the stream's; report on others.
+        target_loss: in nats per label: the loss (``0.01``), its increase over the frozen dense
+            model's on the same rows (``"+0.05"``), or the divergence ``KL(dense || sparse)``
+            (``"kl+0.05"``), which learning a text does not lower.
+        held_out: rows that take no part, by name, which are measured before and after: other rows
+            of a group, by its name, or of other texts.
         steps: number of optimizer steps.
-        learning_rate: peak learning rate; or rates by parameter, with all other parameters frozen:
-            ``"gates"`` (on attention edges and MLPs), ``"qk"`` (weights of queries and keys;
-            of latent attention, also what keys share with values), ``"lora"`` (adapters),
-            ``"all"``, or patterns of parameter names. A parameter takes the first rate that
-            matches it.
+        learning_rate: peak learning rate of all weights, or of the adapters; or rates by
+            parameter, with all other parameters but the gates frozen: ``"qk"`` (weights of queries
+            and keys; of latent attention, also what keys share with values), ``"lora"``
+            (adapters), ``"gates"``, ``"all"``, or patterns of parameter names. A parameter takes
+            the first rate that matches it.
+        gate_learning_rate: peak learning rate of gates, on attention edges and MLPs, unless
+            `learning_rate` names them.
         edge_cost: cost of an open attention edge, relative to 1 for an open MLP output;
             broadcastable to ``[layer, head, query, key]``; 1 by default. Reported counts of
             attention edges are never weighted.
@@ -91,7 +105,8 @@ def post_train(
 
     Raises:
         ValueError: the target is below the dense model's own validation loss, a parameter name is
-            unknown, a cost is not valid, or the checkpoint is of another run or other data.
+            unknown, a cost is not valid, groups of the stream and of validation rows differ, or
+            the checkpoint is of another run or other data.
         NonFiniteLossError: the loss or gradient became NaN or infinite.
         MemoryError: there is not enough memory; says where it goes and what needs less.
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, once the checkpoint is written.
@@ -100,9 +115,8 @@ def post_train(
     moved by a PI controller, and the violation is that of validation rows, deterministic gates.
     """
     target = TargetLoss.parse(target_loss)
-    rates = learning_rate if isinstance(learning_rate, Mapping) else {"all": learning_rate}
-    if not rates:
-        raise ValueError("expected rates above 0 for some parameters; got none")
+    stream = _mixed(stream, validation)
+    rates = _rates(learning_rate, gate_learning_rate)
     peak = max(rates.values())
     trained = choose_trained(sparse, {name: rate / peak for name, rate in rates.items()})
     if edge_cost is not None:
@@ -121,28 +135,28 @@ def post_train(
     check_gates(adapt(sparse))
     check_raw(sparse.model)
     with out_of_memory_explained(sparse, stream, trained, precision):
-        dense = _dense(sparse, validation, target)
-        before, paired = _by_group(dense), target.reference == "dense"
-        room = torch.full_like(before, target.nats) if paired else target.nats - before
+        watched = Validation(sparse, validation, held_out or {}, target, edge_cost)
+        if target.of != "loss":
+            watched.reference = reference_of(sparse, trained, precision)
         objective = SparsityObjective(
             sparse,
-            reference_of(sparse, trained, precision) if paired else None,
-            room.clamp(min=LEAST_ROOM),
-            LossConstraint(len(before)),
+            watched.reference,
+            watched.room.clamp(min=LEAST_ROOM),
+            LossConstraint(len(watched.room)),
             edge_cost,
             head_cost,
+            distilled=1.0 if target.of == "divergence" else DISTILLED,
         )
-        selection = _selection(sparse, objective, validation, before, room)
         state = train(
             sparse,
             objective,
             stream,
-            selection,
+            watched.selection(objective),
             config,
             trained=trained,
             settings={
                 "target": str(target),
-                "validation": validation.digest(),
+                "validation": watched.rows.digest(),
                 "gates": repr(sparse.gates.distribution),
                 "edge_cost": None if edge_cost is None else digest({"edge_cost": edge_cost}),
                 "head_cost": head_cost,
@@ -152,71 +166,46 @@ def post_train(
             title="post-training",
             progress=progress,
         )
-        after = evaluate_held_out(sparse, validation, edge_cost=edge_cost)
-    return PostTraining(
-        feasible=_feasible(state.best),
-        target=target,
-        dense=dense,
-        sparse=after,
-        best_step=state.best["step"],
-        history=pd.DataFrame(state.history),
-    )
-
-
-def _dense(sparse: SparseTransformer, validation: TokenBatch, target: TargetLoss) -> HeldOut:
-    """The dense model's measurements, which have to leave room for the target."""
-    with as_dense(sparse):
-        measured = evaluate_held_out(sparse, validation)
-    groups = set(range(max(measured.group_losses) + 1))
-    if missing := groups - set(measured.group_losses):
-        raise ValueError(
-            f"expected validation rows of every group up to {max(groups)}; no label has group "
-            f"{sorted(missing)[:5]}"
+        return PostTraining(
+            feasible=is_feasible(state.best),
+            target=target,
+            dense=watched.dense,
+            sparse=watched.measured(),
+            best_step=state.best["step"],
+            history=pd.DataFrame(state.history),
+            groups=watched.compared(watched.groups),
+            held_out=watched.compared(watched.held_out),
         )
-    worst = max(measured.group_losses.values())
-    if target.reference == "absolute" and target.nats < worst:
+
+
+def _mixed(
+    stream: TokenStream | Mapping[str, TokenStream], validation: TokenBatch | Mapping[str, Any]
+) -> TokenStream:
+    """One stream, whose groups are those of the validation rows.
+
+    Raises:
+        ValueError: the names of groups differ.
+    """
+    if not isinstance(stream, Mapping):
+        return stream
+    named = list(validation) if isinstance(validation, Mapping) else []
+    if list(stream) != named:
         raise ValueError(
-            "expected a target loss that the model can reach; the dense model's validation loss "
-            f"is {worst:.5f} nats, the target {target}. Give a larger one, or an increase such as "
-            f'"+{max(measured.loss * 0.02, 0.01):.2g}".'
+            f"expected validation rows of the same groups as the stream's, {list(stream)}, in this "
+            f"order; got {named or 'rows without names'}"
         )
-    return replace(measured, active_mlps=None, possible_mlps=None, active_size=None)
+    return MixedStream(stream)
 
 
-def _selection(
-    sparse: SparseTransformer,
-    objective: SparsityObjective,
-    validation: TokenBatch,
-    before: Float[Tensor, " group"],
-    room: Float[Tensor, " group"],
-) -> Selection:
-    """Evaluations, of which the objective is told, and which of them is best."""
-
-    def evaluate() -> Metrics:
-        measured = evaluate_held_out(sparse, validation, edge_cost=objective.edge_cost)
-        increase = _by_group(measured) - before
-        objective.validated(increase)
-        return {**measured.numbers, "violation": (increase - room).max().item()}
-
-    def better(new: Metrics, old: Metrics) -> bool:
-        if old["step"] == 0:
-            return True  # the model as it came meets most targets, and is what nobody asks for
-        if _feasible(new) != _feasible(old):
-            return _feasible(new)
-        size = "active_attention_edges" if sparse.mlp_gates is None else "active_size"
-        decisive = size if _feasible(new) else "violation"
-        return new[decisive] < old[decisive]
-
-    return Selection(evaluate, better)
-
-
-def _feasible(metrics: Metrics) -> bool:
-    return metrics["violation"] <= 0
-
-
-def _by_group(measured: HeldOut) -> Float[Tensor, " group"]:
-    losses = [loss for _, loss in sorted(measured.group_losses.items())]
-    return torch.tensor(losses, dtype=torch.float64)
+def _rates(
+    learning_rate: float | Mapping[str, float], gate_learning_rate: float
+) -> dict[str, float]:
+    """Peak learning rates by name or pattern of parameters."""
+    if not isinstance(learning_rate, Mapping):
+        return {"gates": gate_learning_rate, "all": learning_rate}
+    if not learning_rate:
+        raise ValueError("expected rates above 0 for some parameters; got none")
+    return {**learning_rate, "gates": learning_rate.get("gates", gate_learning_rate)}
 
 
 def _check_costs(sparse: SparseTransformer, edge_cost: Float[Tensor, "*#edge"]) -> None:

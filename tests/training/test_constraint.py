@@ -35,20 +35,22 @@ def _moved(constraint: LossConstraint, *violations: Any) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("written", "nats", "reference", "shown"),
+    ("written", "nats", "of", "shown"),
     [
-        (0.01, 0.01, "absolute", "0.01"),
-        ("0.01", 0.01, "absolute", "0.01"),
-        (" 1e-2 ", 0.01, "absolute", "0.01"),
-        (2, 2.0, "absolute", "2"),
-        ("+0.05", 0.05, "dense", "+0.05"),
-        (" +5e-2", 0.05, "dense", "+0.05"),
-        (np.float64(0.5), 0.5, "absolute", "0.5"),
+        (0.01, 0.01, "loss", "0.01"),
+        ("0.01", 0.01, "loss", "0.01"),
+        (" 1e-2 ", 0.01, "loss", "0.01"),
+        (2, 2.0, "loss", "2"),
+        ("+0.05", 0.05, "increase", "+0.05"),
+        (" +5e-2", 0.05, "increase", "+0.05"),
+        ("kl+0.05", 0.05, "divergence", "kl+0.05"),
+        (" kl+5e-2", 0.05, "divergence", "kl+0.05"),
+        (np.float64(0.5), 0.5, "loss", "0.5"),
     ],
 )
-def test_targets(written: Any, nats: float, reference: str, shown: str) -> None:
+def test_targets(written: Any, nats: float, of: str, shown: str) -> None:
     target = TargetLoss.parse(written)
-    assert target == TargetLoss(nats, reference)  # type: ignore[arg-type]
+    assert target == TargetLoss(nats, of)  # type: ignore[arg-type]
     assert str(target) == shown
     assert TargetLoss.parse(target) is target
     assert TargetLoss.parse(str(target)) == target
@@ -56,10 +58,32 @@ def test_targets(written: Any, nats: float, reference: str, shown: str) -> None:
 
 @pytest.mark.parametrize(
     "written",
-    ["", "abc", "nan", "+nan", "inf", "+inf", "0", 0.0, -0.1, "-0.1", "+-0.1", "++1", "+"],
+    [
+        "",
+        "abc",
+        "nan",
+        "+nan",
+        "inf",
+        "+inf",
+        "0",
+        0.0,
+        -0.1,
+        "-0.1",
+        "+-0.1",
+        "++1",
+        "+",
+        "kl",
+        "kl+",
+        "kl0.1",
+        "kl-0.1",
+        "kl+nan",
+        "KL+0.1",
+    ],
 )
 def test_what_is_no_target(written: Any) -> None:
-    with pytest.raises(ValueError, match=r'target loss in nats above 0.*"\+0\.05"; got'):
+    with pytest.raises(
+        ValueError, match=r'target loss in nats above 0.*"\+0\.05".*"kl\+0\.05"; got'
+    ):
         TargetLoss.parse(written)
 
 

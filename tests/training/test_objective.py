@@ -28,7 +28,7 @@ SILENT = 0.95
 
 def _objective(sparse: SparseTransformer, target: str = "+0.05", **settings: Any) -> Any:
     n_groups, parsed = settings.pop("n_groups", 1), TargetLoss.parse(target)
-    dense = sparse.dense_copy() if parsed.reference == "dense" else None
+    dense = sparse.dense_copy() if parsed.of != "loss" else None
     room = torch.full((n_groups,), parsed.nats, dtype=torch.float64)
     return SparsityObjective(sparse, dense, room, LossConstraint(n_groups), **settings)
 
@@ -37,6 +37,7 @@ def _measured(
     objective: SparsityObjective, batch: TokenBatch, done: float = 0.0, seed: int = 5
 ) -> tuple[Tensor, dict[str, float]]:
     """The objective, and what is logged after the step's update."""
+    objective.begin(batch)
     loss, measured = objective.measure(batch, torch.Generator().manual_seed(seed), done)
     objective.update(measured)
     return loss, measured
@@ -167,6 +168,7 @@ def test_gates_that_are_wide_open_are_pressed(build_echo: Build, echo_rows: Rows
 
 
 def test_every_group_counts_at_its_own_lambda(build_echo: Build, echo_rows: Rows) -> None:
+    """And all alike, whatever their numbers of labels."""
     batch = _in_groups(echo_rows(12, seed=3), [0, 1, 1, 1] * 3)
     sparse = SparseTransformer(build_echo(), initial_bias=0.5)
     objective = _objective(sparse, "0.5", n_groups=2)
@@ -178,9 +180,9 @@ def test_every_group_counts_at_its_own_lambda(build_echo: Build, echo_rows: Rows
         losses = token_losses(logits[batch.loss_mask], batch.loss_labels())
         first, second = (losses[batch.label_groups() == g].mean().item() for g in (0, 1))
         size = counts.expected.sum().item() / 12
-    expected = (math.log1p(size) + 0.25 * 6.0 * first + 0.75 * 9.0 * second) / (1 + 7.5)
+    expected = (math.log1p(size) + 0.5 * 6.0 * first + 0.5 * 9.0 * second) / (1 + 7.5)
     assert found.item() == pytest.approx(expected, rel=1e-5)
-    assert measured["lambda"] == pytest.approx(0.25 * 6.0 + 0.75 * 9.0)
+    assert measured["lambda"] == pytest.approx(7.5)
 
 
 def test_the_last_edges_are_worth_no_more_than_the_loss_that_is_allowed(
@@ -232,6 +234,7 @@ def _step(
     sparse = SparseTransformer(build(), initial_bias=0.5).double()
     objective = _objective(sparse, **settings)
     total: dict[str, float] = {}
+    objective.begin(batch)
     for piece in batch.split(len(batch) // pieces):
         share = int(piece.loss_mask.sum()) / int(batch.loss_mask.sum())
         loss, measured = objective.measure(piece, torch.Generator(), SILENT)

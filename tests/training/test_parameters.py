@@ -17,7 +17,14 @@ from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, adapt, read_parameters
-from sparse_tl.training import PostTraining, Selection, evaluate_held_out, loop, post_train
+from sparse_tl.training import (
+    PostTraining,
+    Selection,
+    evaluate_held_out,
+    loop,
+    post_train,
+    validation,
+)
 from sparse_tl.training.config import choose_trained
 from sparse_tl.training.objectives import SparsityObjective
 
@@ -61,7 +68,7 @@ def last_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def select(evaluate: Callable[[], Any], better: Callable[..., bool]) -> Selection:
         return Selection(evaluate, lambda new, old: True)
 
-    monkeypatch.setattr(module, "Selection", select)
+    monkeypatch.setattr(validation, "Selection", select)
 
 
 @pytest.fixture
@@ -83,9 +90,10 @@ def _losses(outcome: PostTraining) -> list[float]:
 
 
 def test_these_are_all_parameters() -> None:
-    names = "sparse stream target_loss validation steps learning_rate edge_cost head_cost seed"
+    names = "sparse stream target_loss validation held_out steps learning_rate"
     assert [*inspect.signature(post_train).parameters] == [
         *names.split(),
+        *("gate_learning_rate", "edge_cost", "head_cost", "seed"),
         *("precision", "checkpoint", "progress"),
     ]
 
@@ -234,7 +242,7 @@ def test_dear_edges_become_rarer(echo: Echo, dear: int) -> None:
 def test_what_is_reported_is_never_weighted(echo: Echo) -> None:
     """The same gates, and rates at which nothing moves."""
     histories = [
-        echo(edge_cost=cost, learning_rate=1e-12, steps=2)[0].history
+        echo(edge_cost=cost, learning_rate=1e-12, gate_learning_rate=1e-12, steps=2)[0].history
         for cost in (None, torch.tensor(100.0))
     ]
     for name in ("expected_per_token", "validation_active_attention_edges"):

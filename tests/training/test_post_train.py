@@ -254,6 +254,7 @@ def test_every_group_has_to_meet_the_target(build_echo: Build, echo_rows: Rows) 
             target_loss=target,
             validation=replace(rows, groups=groups),
             learning_rate=1e-12,
+            gate_learning_rate=1e-12,
             steps=1,
         )
     assert outcomes["one"].feasible and not outcomes["two"].feasible

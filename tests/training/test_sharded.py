@@ -33,6 +33,7 @@ from sparse_tl.training import (
     TrainingConfig,
     evaluate_held_out,
     post_train,
+    validation,
 )
 from sparse_tl.training.checkpoints import TrainingState
 from sparse_tl.training.loop import Run
@@ -96,12 +97,12 @@ def test_a_step_in_parts_is_one_process_on_all_rows(name: str, accumulate: int) 
 @pytest.fixture(scope="module", autouse=True)
 def often() -> Iterator[None]:
     """An evaluation and a checkpoint every other step; whatever was measured last is kept."""
-    selection = module.Selection
+    selection = validation.Selection
     always = lambda new, old: True  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "EVALUATIONS", 3)
         patch.setattr(module, "TrainingConfig", partial(TrainingConfig, checkpoint_every=2))
-        patch.setattr(module, "Selection", lambda evaluate, _: selection(evaluate, always))
+        patch.setattr(validation, "Selection", lambda evaluate, _: selection(evaluate, always))
         yield
 
 

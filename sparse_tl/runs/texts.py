@@ -1,0 +1,162 @@
+"""What a run trains on: texts and tasks, each a group of rows with a loss constraint of its own."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sparse_tl import ranks
+from sparse_tl.data import Boundaries, Documents, ShuffledStream, TextStream, read_documents
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.data.streams import TokenStream
+from sparse_tl.data.windows import cut_windows, window_rows
+from sparse_tl.lens import Model
+from sparse_tl.models import TASKS
+from sparse_tl.training.own_text import sampled_windows
+
+OWN = "own"
+"""The name of text that the model writes itself."""
+OWN_WINDOWS = 2000
+"""Number of windows that the model writes by default."""
+VALIDATION_WINDOWS = 200
+"""Maximum number of windows for model selection; at most half of the held-out windows."""
+TEST_WINDOWS = 800
+"""Maximum number of windows to report on: the other held-out windows."""
+HELD_OUT_WINDOWS = VALIDATION_WINDOWS + TEST_WINDOWS
+TASK_PROMPTS = 4096
+"""Prompts of a task that are trained on; an eighth as many are held out."""
+TASKS_BY_NAME = {task.name: task for task in TASKS}
+WINDOW_TOKENS = 2**24
+"""Maximum number of tokens whose windows are all in memory, 128 MB; runs on more text stream it."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A text or task of a run.
+
+    Args:
+        name: of the text or task.
+        stream: training rows.
+        validation: held-out rows for the loss constraint and model selection.
+        test: other held-out rows, to report on.
+    """
+
+    name: str
+    stream: TokenStream
+    validation: TokenBatch
+    test: TokenBatch
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the texts and tasks of a run are read, and how many rows of each it takes.
+
+    Args:
+        model: the dense model.
+        window: tokens per window.
+        boundaries: what happens where documents meet.
+        steps: number of steps.
+        per_step: windows of one group per step.
+        n_groups: number of groups, which share the held-out windows evenly.
+        seed: random seed for the order of rows, for prompts, and for the model's own text.
+        accumulate: micro-batches per step.
+    """
+
+    model: Model
+    window: int
+    boundaries: Boundaries
+    steps: int
+    per_step: int
+    n_groups: int
+    seed: int
+    accumulate: int
+
+    def text(self, source: str) -> Group:
+        """A text or dataset; the last tenth of what is read of it before training is held out."""
+        documents = read_documents(source)
+        needed = self.steps * self.per_step + HELD_OUT_WINDOWS // self.n_groups
+        limit = min(needed, WINDOW_TOKENS // self.window)
+        windows = self._windows(documents, limit)
+        train, held_out = self._split(windows)
+        if len(windows) == limit < needed:
+            stream = TextStream(
+                documents,
+                self.model.tokenizer,
+                self.window,
+                self.per_step,
+                self.seed,
+                left_out=range(len(train), len(windows)),
+                boundaries=self.boundaries,
+                accumulate=self.accumulate,
+            )
+        else:
+            stream = self._shuffled(source, self._rows(train), self.per_step)
+        return self._group(source, stream, self._rows(held_out))
+
+    def own(self, n: int, save_to: Path, progress: bool) -> Group:
+        """Text that the model writes itself, of which a tenth is held out."""
+        how = {"seed": self.seed, "save_to": save_to, "progress": progress}
+        rows = ranks.on_first(lambda: sampled_windows(self.model, n, self.window, **how))
+        train, held_out = map(rows.select, self._split(torch.arange(n)))
+        return self._group(OWN, self._shuffled(OWN, train, self.per_step), held_out)
+
+    def task(self, name: str) -> Group:
+        """Prompts of a task, with the loss at the answer; about as many tokens as of a text."""
+        task = TASKS_BY_NAME[name]
+        pairs = task.pairs(self.model, TASK_PROMPTS + TASK_PROMPTS // 8, seed=self.seed)
+        rows = pairs.answer_rows()
+        train, held_out = rows.select(slice(TASK_PROMPTS)), rows.select(slice(TASK_PROMPTS, None))
+        per_step = self.per_step * max(1, self.window // rows.tokens.shape[1])
+        return self._group(name, self._shuffled(name, train, per_step), held_out)
+
+    def untouched(self, source: str) -> TokenBatch:
+        """Rows of a text that takes no part in the run."""
+        documents = read_documents(source, split="validation")
+        return self._rows(self._windows(documents, TEST_WINDOWS // self.n_groups))
+
+    def _windows(self, documents: Documents, limit: int) -> Tensor:
+        tokenizer = self.model.tokenizer
+        return cut_windows(documents, tokenizer, self.window, limit, self.boundaries)
+
+    def _rows(self, windows: Tensor) -> TokenBatch:
+        return window_rows(windows, self.model.tokenizer, self.boundaries)
+
+    def _split(self, windows: Tensor) -> tuple[Tensor, Tensor]:
+        """Windows to train on, and windows that are held out."""
+        kept = min(HELD_OUT_WINDOWS // self.n_groups, len(windows) // 10)
+        if kept < 2:
+            raise ValueError(
+                f"expected at least 20 windows of text, to hold out two; got {len(windows)}. Give "
+                "more text or a smaller window."
+            )
+        return windows[:-kept], windows[-kept:].clone()  # so that the others can be let go
+
+    def _shuffled(self, name: str, rows: TokenBatch, per_step: int) -> ShuffledStream:
+        warn_of_repeats(name, self.steps * per_step, len(rows))
+        size = min(per_step, len(rows))
+        return ShuffledStream(rows, size, self.seed, accumulate=self.accumulate)
+
+    def _group(self, source: str, stream: TokenStream, held_out: TokenBatch) -> Group:
+        half = min(VALIDATION_WINDOWS // self.n_groups, len(held_out) // 2)
+        parts = (slice(half), slice(half, None))
+        return Group(group_name(source), stream, *map(held_out.select, parts))
+
+
+def group_name(source: str) -> str:
+    """What a text is called in results: a file's name, or the name of a dataset."""
+    return Path(source).stem if Path(source).is_file() else source
+
+
+def warn_of_repeats(name: str, taken: int, n_rows: int) -> None:
+    """Warn if a run sees rows more than once."""
+    if taken > n_rows:
+        warnings.warn(
+            f"the run takes {taken:,} rows of {name}, which has {n_rows:,}: some are seen more "
+            "than once, and may meet a target that held-out rows miss. More text helps, or fewer "
+            "steps",
+            stacklevel=3,
+        )

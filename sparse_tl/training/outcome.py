@@ -1,0 +1,163 @@
+"""The result of post-training, on every group of rows and on texts that took no part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pandas as pd
+
+from sparse_tl.results import Result
+from sparse_tl.training.constraint import TargetLoss
+from sparse_tl.training.evaluation import HeldOut
+
+UNUSED = 0.5
+"""Share of a limit below which a constraint did not bind."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Measurements of the dense and the sparse model on the same rows."""
+
+    dense: HeldOut
+    sparse: HeldOut
+
+    @property
+    def loss_increase(self) -> float:
+        """The sparse model's loss minus the dense model's, in nats."""
+        return self.sparse.loss - self.dense.loss
+
+    @property
+    def times_fewer(self) -> float:
+        """Possible attention edges over active ones; infinite if none is active."""
+        active = self.sparse.active_attention_edges
+        return self.sparse.possible_attention_edges / active if active else math.inf
+
+    def used(self, target: TargetLoss) -> float:
+        """What the rows lost of what the target allows, as a share; NaN if there is no telling."""
+        if target.of == "divergence":
+            lost = self.sparse.divergence
+            return math.nan if lost is None else lost / target.nats
+        if target.of == "increase":
+            return self.loss_increase / target.nats
+        return self.loss_increase / max(target.nats - self.dense.loss, 1e-12)
+
+    def row(self) -> dict[str, float]:
+        """The numbers that people compare, by name."""
+        dense, sparse = self.dense, self.sparse
+        found = {
+            "dense loss": dense.loss,
+            "sparse loss": sparse.loss,
+            "divergence": sparse.divergence,
+            "dense edges per token": dense.active_attention_edges_per_token,
+            "sparse edges per token": sparse.active_attention_edges_per_token,
+            "times fewer": self.times_fewer,
+        }
+        return {name: math.nan if value is None else value for name, value in found.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class PostTraining(Result):
+    """The result of a post-training run.
+
+    Args:
+        feasible: whether any validation evaluation after the first step met the target.
+        target: what every group may lose.
+        dense: validation measurements of the dense model.
+        sparse: validation measurements of the selected weights.
+        best_step: step of the selected weights.
+        history: one row per step; validation columns are set at steps with an evaluation.
+        groups: validation measurements of every group, by name, if groups have names.
+        held_out: measurements on rows that took no part, by name: those of a group, or of other
+            texts.
+    """
+
+    feasible: bool
+    target: TargetLoss
+    dense: HeldOut
+    sparse: HeldOut
+    best_step: int
+    history: pd.DataFrame
+    groups: Mapping[str, Comparison] = field(default_factory=dict)
+    held_out: Mapping[str, Comparison] = field(default_factory=dict)
+
+    @property
+    def loss_increase(self) -> float:
+        """Validation loss minus the dense model's, in nats."""
+        return self._whole.loss_increase
+
+    @property
+    def times_fewer(self) -> float:
+        """Possible edges over active edges; infinite if none is active."""
+        return self._whole.times_fewer
+
+    @property
+    def reported(self) -> dict[str, Comparison]:
+        """What is reported on: rows that took no part where there are any, else validation rows."""
+        return {**self.groups, **self.held_out}
+
+    @property
+    def _whole(self) -> Comparison:
+        return Comparison(self.dense, self.sparse)
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in a few sentences."""
+        edges = (
+            f"{self.sparse.active_attention_edges:,.2f} of "
+            f"{self.sparse.possible_attention_edges:,.0f} attention edges active per example "
+            f"({self.times_fewer:.1f}x fewer){self.sparse.mlps} at validation loss "
+            f"{self.sparse.loss:.4f} nats ({self.loss_increase:+.4f} over the dense model"
+        )
+        if self.sparse.divergence is not None:
+            edges += f", {self.sparse.divergence:.4f} divergence from it"
+        edges += ")"
+        target = f"Target {self.target.limit}"
+        if len(self.dense.group_losses) > 1:
+            target += f" in each of {len(self.dense.group_losses)} groups"
+        if not self.feasible:
+            said = (
+                f"{target} NOT met by any validation evaluation after the first step; kept the "
+                f"weights that came closest, from step {self.best_step}: {edges}. Train for "
+                "longer, start from a smaller threshold or a larger bias, or allow more loss."
+            )
+        else:
+            said = f"{target} met at step {self.best_step}: {edges}.{self._loose}"
+        return " ".join([said, *self._lines])
+
+    @property
+    def _loose(self) -> str:
+        """Which constraints did not bind, and what to do about it."""
+        groups = self.groups or {"": self._whole}
+        loose = [name for name, found in groups.items() if found.used(self.target) < UNUSED]
+        if not loose:
+            return ""
+        where = f" on {', '.join(loose)}" if self.groups else ""
+        return (
+            f" The constraint did not bind{where}: less than half of what the target allows was "
+            "used. More steps would close more edges."
+        )
+
+    @property
+    def _lines(self) -> list[str]:
+        """One sentence for every group, and for every text that took no part."""
+        lines = []
+        for name, found in self.reported.items():
+            part = "" if name in self.groups else " (took no part)"
+            loss = f"loss {found.sparse.loss:.3f} nats ({found.loss_increase:+.3f})"
+            if found.sparse.divergence is not None:
+                loss += f", divergence {found.sparse.divergence:.3f}"
+            left = f"{found.sparse.active_attention_edges_per_token:,.1f} edges per token"
+            lines.append(f"{name}{part}: {left} ({found.times_fewer:.1f}x fewer), {loss}.")
+        return lines
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Dense and sparse side by side; with named groups or held-out texts, one row for each."""
+        rows = {name: found.row() for name, found in self.reported.items()}
+        if rows:
+            return pd.DataFrame.from_dict(rows, orient="index")
+        return pd.DataFrame({"dense": self.dense.numbers, "sparse": self.sparse.numbers})
+
+    def __repr__(self) -> str:
+        return f"PostTraining({self.verdict})"
