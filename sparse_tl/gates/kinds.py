@@ -19,7 +19,7 @@ _STARTS = {"score": "initial_bias", "share": "initial_threshold"}
 
 def attention_gates(
     adapter: Adapter,
-    gates: GateKind | AttentionGates,
+    gates: GateKind | AttentionGates | None,
     starts: Mapping[str, float | None],
     distribution: GateDistribution | None,
 ) -> AttentionGates:
@@ -27,7 +27,8 @@ def attention_gates(
 
     Args:
         adapter: adapter of the model.
-        gates: a name in `KINDS`, or existing gates.
+        gates: a name in `KINDS`, or existing gates; by default share gates, or score gates if their
+            start is given.
         starts: where new gates start, by argument; None for the default.
         distribution: how new gates are sampled and evaluated.
 
@@ -35,8 +36,10 @@ def attention_gates(
         ValueError: an argument of the other kind, or of new gates beside existing ones; the gates
             do not fit the model.
     """
-    own = {_STARTS[gates]} if isinstance(gates, str) else set()
     given = {name: value for name, value in starts.items() if value is not None}
+    if gates is None:
+        gates = "score" if given.keys() == {_STARTS["score"]} else "share"
+    own = {_STARTS[gates]} if isinstance(gates, str) else set()
     if not given.keys() <= own:
         said = f"gates={gates!r}" if isinstance(gates, str) else "existing gates"
         raise ValueError(

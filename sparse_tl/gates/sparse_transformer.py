@@ -39,9 +39,10 @@ class SparseTransformer(nn.Module):
 
     Args:
         model: model to wrap, a TransformerBridge or a HookedTransformer.
-        gates: kind of new gates, "score" (`ScoreGates`) or "share" (`ShareGates`); or existing.
-        initial_bias: initial bias of score gates, in logits, 4.0 by default; larger is denser.
+        gates: existing gates, or the kind of new ones: "share" (`ShareGates`), the default, or
+            "score" (`ScoreGates`), the default where `initial_bias` is given.
         initial_threshold: initial threshold of share gates, a share of attention; 0.005 by default.
+        initial_bias: initial bias of score gates, in logits, 4.0 by default; larger is denser.
         distribution: how gates are sampled and evaluated; straight-through Bernoulli by default.
         mlps: whether to gate every MLP at every position; see `MLPGates`.
         mlp_gates: existing gates on MLPs to use instead of new ones.
@@ -67,9 +68,9 @@ class SparseTransformer(nn.Module):
         self,
         model: Model,
         *,
-        gates: GateKind | AttentionGates = "score",
-        initial_bias: Logit | None = None,
+        gates: GateKind | AttentionGates | None = None,
         initial_threshold: Share | None = None,
+        initial_bias: Logit | None = None,
         distribution: GateDistribution | None = None,
         mlps: bool = False,
         mlp_gates: MLPGates | None = None,
