@@ -95,6 +95,7 @@ from .tasks import (
 from .training import (
     evaluate_held_out as evaluate_held_out,
     post_train as post_train,
+    sampled_windows as sampled_windows,
 )
 
 __version__: str

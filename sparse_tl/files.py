@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -86,7 +86,9 @@ def _finite(text: str) -> float:
     return value
 
 
-def write_tensors(path: str | Path, tensors: dict[str, Tensor]) -> None:
+def write_tensors(
+    path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
     """Write a safetensors file atomically."""
     # safetensors refuses shared or strided memory; every tensor is saved separately.
     whole: dict[str, Tensor] = {}
@@ -97,7 +99,7 @@ def write_tensors(path: str | Path, tensors: dict[str, Tensor]) -> None:
         whole[name] = tensor.clone() if place in taken else tensor
         taken.add(place)
     with atomic_file(path) as temporary:
-        save_file(whole, temporary)
+        save_file(whole, temporary, metadata)
 
 
 def write_csv(path: str | Path, table: pd.DataFrame) -> None:
@@ -115,6 +117,18 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
     with tensor_file(path):
         _check_plain(path, "a safetensors file")
         return load_file(path)
+
+
+def read_metadata(path: str | Path) -> dict[str, str]:
+    """Read the metadata of a safetensors file.
+
+    Raises:
+        ValueError: the file is truncated or not safetensors; the message names it.
+    """
+    with tensor_file(path):
+        _check_plain(path, "a safetensors file")
+        with safe_open(path, "pt") as file:
+            return file.metadata() or {}
 
 
 @scope

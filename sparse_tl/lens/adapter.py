@@ -74,8 +74,7 @@ class Adapter(ABC):
     @property
     def activations_per_token(self) -> int:
         """Approximate number of activations per token and layer, without attention patterns."""
-        cfg = self.model.cfg
-        return 4 * cfg.d_model + (cfg.d_mlp or 0)
+        return 4 * self.d_model + (self.model.cfg.d_mlp or 0)
 
     @property
     def core(self) -> nn.Module:
@@ -189,9 +188,8 @@ class Adapter(ABC):
     ) -> Iterator[Callable[[Tensor], Float[Tensor, "label vocab"]]]:
         """Inside the block, passes over prompts of this shape compute only what `read` needs.
 
-        Only the last MLP and the unembedding are restricted; everything before, including all
-        attention, is computed everywhere. Parts with hooks on them are computed in full, so hooks
-        see the same as in a plain pass.
+        Only the last MLP and the unembedding are restricted. Parts with hooks on them are computed
+        in full, so hooks see the same as in a plain pass.
 
         Yields:
             What takes the logits at these positions out of the model's output, in row-major order.
@@ -222,6 +220,10 @@ class Adapter(ABC):
     def _fused(self) -> AbstractContextManager[None]:
         """Inside the block, sequences of small operations are fused."""
         return nullcontext()
+
+    @abstractmethod
+    def empty_cache(self, n_prompts: int) -> dict[str, Any]:
+        """A key-value cache, as keyword arguments of calls that read one column each."""
 
     @abstractmethod
     def logits(self, final: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos vocab"]:

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
+from transformers import DynamicCache
 
 from sparse_tl import shards
 from sparse_tl.lens.adapter import Adapter
@@ -184,6 +185,11 @@ class BridgeAdapter(Adapter):
         if self._pads_in_float64(attention_mask):
             self._check_padded(final)
         return final
+
+    def empty_cache(self, n_prompts: int) -> dict[str, Any]:
+        """See `Adapter`."""
+        config: Any = self.core.config
+        return {"past_key_values": DynamicCache(config=config), "use_cache": True}
 
     def _after_last_mlp(self) -> list[Any]:
         norms = [self._module(-1, "after_mlp"), self.model.ln_final]

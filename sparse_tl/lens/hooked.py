@@ -156,6 +156,15 @@ class HookedAdapter(Adapter):
             options["start_at_layer"] = from_layer
         return self.model(rows, **options)
 
+    def empty_cache(self, n_prompts: int) -> dict[str, Any]:
+        """See `Adapter`."""
+        from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+        # Without a mask, the model would take tokens that are also used as padding for padding.
+        real = torch.ones(n_prompts, 1, dtype=torch.long, device=self.device)
+        cache = TransformerLensKeyValueCache.init_cache(self.model.cfg, self.device, n_prompts)
+        return {"past_kv_cache": cache, "attention_mask": real}
+
     def _after_last_mlp(self) -> list[Any]:
         block = self.model.blocks[-1]
         norms = [getattr(block, "ln2_post", None), getattr(self.model, "ln_final", None)]

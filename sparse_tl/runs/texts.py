@@ -9,14 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparse_tl import ranks
 from sparse_tl.data import Boundaries, Documents, ShuffledStream, TextStream, read_documents
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.streams import TokenStream
 from sparse_tl.data.windows import cut_windows, window_rows
 from sparse_tl.lens import Model
 from sparse_tl.models import TASKS
-from sparse_tl.training.own_text import sampled_windows
+from sparse_tl.training import sampled_windows
 
 OWN = "own"
 """The name of text that the model writes itself."""
@@ -100,7 +99,7 @@ class Reading:
     def own(self, n: int, save_to: Path, progress: bool) -> Group:
         """Text that the model writes itself, of which a tenth is held out."""
         how = {"seed": self.seed, "save_to": save_to, "progress": progress}
-        rows = ranks.on_first(lambda: sampled_windows(self.model, n, self.window, **how))
+        rows = sampled_windows(self.model, n, self.window, **how)
         train, held_out = map(rows.select, self._split(torch.arange(n)))
         return self._group(OWN, self._shuffled(OWN, train, self.per_step), held_out)
 

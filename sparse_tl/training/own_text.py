@@ -1,0 +1,161 @@
+"""Text that a model writes itself, for training a model whose training text is unknown.
+
+1. Every window starts with the tokenizer's separator; in every other window a beginning follows,
+   whose tokens are given.
+2. The model writes all other tokens, column by column, with a key-value cache. Each is drawn from
+   the whole softmax at temperature 1, by inverting the cumulative distribution at a number drawn
+   uniformly from [0, 1). Writing goes on after the end of a document, as training text does.
+3. These numbers depend on `seed` and the window's place alone, so an interrupted call continues
+   with the same windows, and a later call can add more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from sparse_tl import ranks
+from sparse_tl.arguments import AtLeastOne, Seed, checked
+from sparse_tl.data import TokenBatch
+from sparse_tl.files import check_writable, read_metadata, read_tensors, write_tensors
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model, adapt, in_evaluation_mode
+from sparse_tl.progress import tracked
+from sparse_tl.scopes import autograd
+from sparse_tl.training.beginnings import Starts
+from sparse_tl.training.checkpoints import fingerprint
+from sparse_tl.training.sampling import sampled
+
+SAVE_AFTER = 30.0
+"""Seconds after which the windows so far are saved."""
+
+
+@checked
+@in_evaluation_mode
+@autograd(False)
+def sampled_windows(
+    model: Model | SparseTransformer,
+    n: AtLeastOne,
+    window: AtLeastOne,
+    *,
+    beginnings: Sequence[str] | None = None,
+    batch_size: AtLeastOne = 64,
+    seed: Seed = 0,
+    save_to: str | Path | None = None,
+    progress: bool = True,
+) -> TokenBatch:
+    """Sample windows of text from a model, as rows for language modelling.
+
+    Tokens are drawn at temperature 1 from the model's whole vocabulary, so the text has exactly the
+    model's distribution. Windows start in turn from the tokenizer's BOS token alone (EOS where
+    there is no BOS) and from that token and a beginning. Given tokens have no loss. Sampling does
+    not stop at EOS: all windows are full.
+
+    Several ranks divide the windows of a batch among them; all return all windows.
+
+    Args:
+        model: a dense model or a SparseTransformer, whose gates are deterministic.
+        n: number of windows.
+        window: tokens per window.
+        beginnings: texts that windows continue, in an order drawn with `seed`; each is cut to a
+            quarter of a window. With an empty list, all windows start from BOS alone. The package's
+            own 125 are the default: the first words of stories, articles, letters, proofs,
+            dialogues, tables, programs and more.
+        batch_size: number of windows that are sampled together.
+        seed: random seed. PyTorch's random state is neither used nor changed.
+        save_to: a safetensors file, written every half minute, at the end and on Ctrl-C. The same
+            call continues where the file ends; with another `n`, it takes the first windows or adds
+            more.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ValueError: the tokenizer has neither BOS nor EOS and no beginnings are given; the window is
+            longer than the context; the model is not causal, predicts other tokens than it reads,
+            or predicts something else with a key-value cache; or the file is damaged or holds
+            windows of another run.
+    """
+    adapter = adapt(model)
+    starts = Starts.of(adapter, window, beginnings, seed)
+    tokens, file = torch.empty(0, window, dtype=torch.long), None
+    if save_to is not None:
+        file = _File(Path(save_to), starts, _identity(model, starts, seed))
+        tokens = ranks.on_first(file.read)
+    parts, saved = [tokens], time.monotonic()
+    batches = [range(at, min(at + batch_size, n)) for at in range(len(tokens), n, batch_size)]
+    with tracked("sampling windows", len(batches) * (window - 1), progress) as step:
+        try:
+            for rows in batches:
+                show = partial(step, f"{rows.start:,} of {n:,} windows")
+                parts.append(sampled(adapter, starts, rows, seed, show, check=len(parts) == 1))
+                if file is not None and time.monotonic() - saved > SAVE_AFTER:
+                    file.write(torch.cat(parts))
+                    saved = time.monotonic()
+        finally:
+            if file is not None and len(parts) > 1:
+                file.write(torch.cat(parts))
+    return starts.as_rows(torch.cat(parts)[:n])
+
+
+class _File:
+    """Sampled windows on the disk, with the identity of their run."""
+
+    def __init__(self, path: Path, starts: Starts, identity: dict[str, str]) -> None:
+        self.path, self.starts, self.identity = path, starts, identity
+
+    def read(self) -> Int[Tensor, "window pos"]:
+        """The windows so far.
+
+        Raises:
+            ValueError: the file cannot be written, is damaged, or belongs to another run.
+        """
+        if not self.path.exists():
+            check_writable(self.path.parent)
+            return torch.empty(0, self.starts.window, dtype=torch.long)
+        found = read_metadata(self.path)
+        differ = [
+            f"{name}: {found.get(name)} there, {here} here"
+            for name, here in self.identity.items()
+            if found.get(name) != here
+        ]
+        if differ:
+            raise ValueError(
+                f"{self.path} holds windows of another run ({', '.join(differ)}). Choose another "
+                "file, remove this one, or give what it was made with."
+            )
+        tokens = read_tensors(self.path).get("tokens", torch.empty(0))
+        if tokens.dtype != torch.long or tokens.shape[1:] != (self.starts.window,):
+            raise ValueError(
+                f"expected tokens of shape (n, {self.starts.window}) in {self.path}; got "
+                f"{tokens.dtype} {tuple(tokens.shape)}"
+            )
+        return tokens
+
+    def write(self, tokens: Int[Tensor, "window pos"]) -> None:
+        """Replace the windows on the disk; the first rank does."""
+        if ranks.is_first():
+            rows = self.starts.as_rows(tokens)
+            tensors = {"tokens": rows.tokens, "loss_mask": rows.loss_mask}
+            write_tensors(self.path, tensors, self.identity)
+
+
+def _identity(model: Model | SparseTransformer, starts: Starts, seed: int) -> dict[str, str]:
+    """What windows depend on."""
+    return {
+        "sampled windows of": _hash(fingerprint(model, {})),
+        "window": str(starts.window),
+        "seed": str(seed),
+        "beginnings": _hash([starts.alone, *sorted(starts.continued)]),
+    }
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
