@@ -72,8 +72,8 @@ def texts(title: str, measured: Mapping[str, Comparison]) -> None:
                 f"{found.sparse.active_heads} of {found.dense.active_heads}",
             ]
         )
-    columns = ["", "dense loss (nats)", "sparse loss", "divergence", "dense edges per token"]
-    table(title, [*columns, "sparse", "fewer", "heads in use"], rows)
+    columns = ["", "dense loss", "sparse", "divergence", "dense edges", "sparse", "fewer"]
+    table(title, [*columns, "heads in use"], rows)
 
 
 def comparison(metrics: Mapping[str, Any]) -> None:

@@ -135,7 +135,7 @@ class Reading:
         return windows[:-kept], windows[-kept:].clone()  # so that the others can be let go
 
     def _shuffled(self, name: str, rows: TokenBatch, per_step: int) -> ShuffledStream:
-        warn_of_repeats(name, self.steps * per_step, len(rows))
+        warn_of_repeats(group_name(name), self.steps * per_step, len(rows))
         size = min(per_step, len(rows))
         return ShuffledStream(rows, size, self.seed, accumulate=self.accumulate)
 

@@ -12,16 +12,18 @@ import torch
 from command_line import Outcome, no_training, run_command
 from tiny import HAS_HOOKED
 
+from sparse_tl.data import read_documents, text_rows
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.lens import adapt, lora_parameters
+from sparse_tl.lens import adapt, load_model, lora_parameters
 from sparse_tl.runs import text
-from sparse_tl.training import HeldOut
+from sparse_tl.training import HeldOut, evaluate_held_out
 
 
 def _text_run(model: object, text: object, out: Path, *more: str, target: str = "+0.1") -> Outcome:
     return run_command(
         *("post-train", "--model", model, "--text", text, "--target-loss", target, "--out", out),
-        *("--window", "8", "--batch-size", "4", "--steps", "4", "--quiet", *more),
+        *("--window", "8", "--batch-size", "4", "--steps", "4", "--quiet", "--trained", "all"),
+        *more,
     )
 
 
@@ -36,7 +38,7 @@ def test_post_train_writes_everything(tmp_path: Path, tiny: Path, story: Path) -
         assert metrics[name]["possible_attention_edges"] == 2 * 4 * 8 * 9 / 2
     assert metrics["dense"]["active_attention_edges"] == 288
     assert metrics["verdict"] in outcome.out
-    for said in ("dense", "sparse", "loss (nats per token)", "heads in use", "held-out windows"):
+    for said in ("dense loss", "sparse", "nats", "heads in use", "held-out rows"):
         assert said in outcome.out, said
     assert pd.read_csv(out / "history.csv")["step"].tolist() == [0, 1, 2, 3, 4]
     sparse = SparseTransformer.from_pretrained(out / "sparse", device="cpu")
@@ -46,6 +48,7 @@ def test_post_train_writes_everything(tmp_path: Path, tiny: Path, story: Path) -
         "metrics.json",
         "run.json",
         "sparse",
+        "texts.csv",
     ]
     with no_training():
         again = _text_run(tiny, story, out)
@@ -57,8 +60,15 @@ def test_post_train_on_other_held_out_text(tmp_path: Path, tiny: Path, story: Pa
     other.write_text("the cat sat on a mat . " * 8)
     outcome = _text_run(tiny, story, tmp_path / "out", "--held-out-text", str(other))
     assert outcome.code == 0, outcome.err
-    # 57 tokens: seven windows of eight, of which four are reported on.
-    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["held_out_windows"] == 4
+    assert "other (took no part): " in outcome.out
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert list(metrics["texts"]) == ["story", "other"]
+    model, windows = (
+        load_model(tiny),
+        text_rows(read_documents(other), load_model(tiny).tokenizer, 8),
+    )
+    assert len(windows) == 7  # 57 tokens
+    assert metrics["texts"]["other"]["dense"]["loss"] == evaluate_held_out(model, windows).loss
 
 
 def test_documents_meet_or_not(tmp_path: Path, tiny: Path) -> None:
@@ -81,7 +91,7 @@ def test_documents_meet_or_not(tmp_path: Path, tiny: Path) -> None:
 def test_gates_on_mlps_and_text_that_is_seen_twice(tmp_path: Path, tiny: Path, story: Path) -> None:
     outcome = _text_run(tiny, story, tmp_path / "out", "--mlps", "--steps", "40")
     assert outcome.code == 0
-    assert "the run takes 160 windows and the text has" in " ".join(outcome.err.split())
+    assert "the run takes 160 rows of story, which has" in " ".join(outcome.err.split())
     assert "MLP outputs active" in " ".join(outcome.out.split())
     sparse = SparseTransformer.from_pretrained(tmp_path / "out" / "sparse", device="cpu")
     assert sparse.mlp_gates is not None
@@ -111,12 +121,12 @@ def test_activations_that_are_computed_twice(
 def test_low_rank_adapters_are_merged_in_what_is_written(
     tmp_path: Path, tiny: Path, story: Path
 ) -> None:
-    pytest.importorskip("peft", reason="low-rank adapters need peft: sparse_tl[lora]")
-    outcome = _text_run(tiny, story, tmp_path / "out", "--lora", "2")
+    lora = ("--trained", "lora", "--lora")
+    outcome = _text_run(tiny, story, tmp_path / "out", *lora, "2")
     assert (outcome.code, outcome.err) == (0, "")
     sparse = SparseTransformer.from_pretrained(tmp_path / "out" / "sparse", device="cpu")
     assert not lora_parameters(sparse)
-    changed = _text_run(tiny, story, tmp_path / "out", "--lora", "3")
+    changed = _text_run(tiny, story, tmp_path / "out", *lora, "3")
     assert changed.code == 1
     assert "lora" in changed.err
 
@@ -168,3 +178,41 @@ def test_weights_in_bfloat16(tmp_path: Path, tiny: Path, story: Path) -> None:
     assert sparse.gates.bias.dtype == torch.float32
     wrong = _text_run(tiny, story, tmp_path / "wrong", "--dtype", "bf16")
     assert wrong.code == 1 and "expected 'float32' or 'bfloat16' or None for dtype" in wrong.err
+
+
+def test_text_of_its_own_and_several_texts(tmp_path: Path, tiny: Path, story: Path) -> None:
+    """Without --text the model writes the text; with several, each has its line."""
+    out = tmp_path / "out"
+    more = ("--window", "8", "--batch-size", "4", "--steps", "2", "--trained", "all", "--quiet")
+    more += ("--own-windows", "60")
+    alone = run_command("post-train", "--model", tiny, "--out", out, *more)
+    assert (alone.code, alone.err) == (0, "")
+    assert list(json.loads((out / "metrics.json").read_text())["texts"]) == ["own"]
+    assert "divergence of 0.05 nats" in alone.out
+    texts = ("--text", "own", "--text", str(story))
+    both = run_command("post-train", "--model", tiny, "--out", tmp_path / "two", *more, *texts)
+    assert (both.code, both.err) == (0, "")
+    metrics = json.loads((tmp_path / "two" / "metrics.json").read_text())
+    assert list(metrics["texts"]) == ["own", "story"]
+    assert metrics["texts"]["story"]["sparse"]["divergence"] is not None
+    assert pd.read_csv(tmp_path / "two" / "texts.csv")["text"].tolist() == ["own", "story"]
+    assert "in each of 2 groups" in " ".join(both.out.split())
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--task", "sums"), "expected tasks of"),
+        (("--text", "{story}", "--text", "{story}"), "of different names; got ['story'] twice"),
+        (("--text", "own", "--text", "{story}", "--batch-size", "1"), "1 windows for 2 of them"),
+        (("--text", "own", "--shard"), "cannot write text of its own"),
+    ],
+)
+def test_what_is_refused_before_anything_loads(
+    tmp_path: Path, tiny: Path, story: Path, more: tuple[str, ...], said: str
+) -> None:
+    more = tuple(part.format(story=story) for part in more)
+    with no_training():
+        outcome = run_command("post-train", "--model", tiny, "--out", tmp_path / "out", *more)
+    assert outcome.code == 1 and said in " ".join(outcome.err.split())
+    assert not (tmp_path / "out").exists()

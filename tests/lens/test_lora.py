@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from architectures import VOCABULARY, hooked_transformer, plain_transformer
@@ -22,8 +23,6 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import adapt, add_lora, boot, load_model, lora, merge_lora, save_model
 from sparse_tl.lens.lora import has_adapters, lora_layers, lora_off, lora_parameters
 from sparse_tl.metrics import logit_difference
-
-peft = pytest.importorskip("peft", reason="low-rank adapters need peft: sparse_tl[lora]")
 
 # Projections one by one, with biases, joint (in two layouts), beside experts, under a post-norm.
 NAMES = ["llama", "qwen2", "gpt2", "phi3", "mixtral", "olmo2"]

@@ -18,8 +18,6 @@ from sparse_tl.lens import adapt, add_lora, boot, lora_parameters, read_paramete
 from sparse_tl.training import PostTraining, evaluate_held_out, post_train, validation
 from sparse_tl.training.reference import as_dense, reference_of
 
-pytest.importorskip("peft", reason="low-rank adapters need peft: sparse_tl[lora]")
-
 # The package has a function of the module's name.
 module = sys.modules[post_train.__module__]
 LORA = {"gates": 1e-1, "lora": 1e-2}

@@ -206,8 +206,6 @@ def test_a_run_resumes_exactly_and_on_other_ranks(runs: Runs, tmp_path: Path) ->
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_run_in_parts_is_one_of_whole_models(runs: Runs, lora: bool) -> None:
-    if lora:
-        pytest.importorskip("peft", reason="low-rank adapters need peft: sparse_tl[lora]")
     one, two = (f"{name} lora" if lora else name for name in ("sharded", "whole"))
     _close(runs.found[one][0], runs.found[two][0])
     tokens = _rows(4, seed=2).tokens
