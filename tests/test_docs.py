@@ -36,10 +36,8 @@ LONG_PAGES = [
     DOCS / "coming-from.md",
     *(DOCS / "how-to" / f"{name}.md" for name in ("find-a-circuit", "gpus", "sparsify")),
 ]
-# The title of a block says when it needs more than is here: a download, another package.
+# The title of a block says when it needs more than is here, such as a download.
 RUN_TITLES = ("", ' title="sparse_tl"', ' title="TransformerLens: run here too"')
-if importlib.util.find_spec("peft"):
-    RUN_TITLES += (' title="needs peft"',)
 _FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 

@@ -102,7 +102,17 @@ RESULTS: dict[str, Any] = {
     ),
     "counts": AttentionEdgeCounts(COUNTS, COUNTS * 0.5, COUNTS * 3, torch.tensor([3, 3, 3])),
     "held out": DENSE,
-    "post-training": PostTraining(True, TargetLoss(0.1, "dense"), DENSE, DENSE, 5, STEPS),
+    "post-training": PostTraining(True, TargetLoss(0.1, "increase"), DENSE, DENSE, 5, STEPS),
+    "post-training on several texts": PostTraining(
+        True,
+        TargetLoss(0.1, "divergence"),
+        DENSE,
+        DENSE,
+        5,
+        STEPS,
+        {"own": Comparison(DENSE, DENSE)},
+        {"other": Comparison(DENSE, DENSE)},
+    ),
     "roles": HeadRoles(
         seeds=(3, 4),
         lambda_=0.1,

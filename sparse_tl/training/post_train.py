@@ -203,8 +203,6 @@ def _rates(
     """Peak learning rates by name or pattern of parameters."""
     if not isinstance(learning_rate, Mapping):
         return {"gates": gate_learning_rate, "all": learning_rate}
-    if not learning_rate:
-        raise ValueError("expected rates above 0 for some parameters; got none")
     return {**learning_rate, "gates": learning_rate.get("gates", gate_learning_rate)}
 
 
