@@ -202,7 +202,7 @@ def out_of_memory_explained(
             f"ranks). {needed}. Less is needed with more micro-batches (accumulate of the stream, "
             "--accumulate), checkpointed_activations (--checkpoint-activations), shorter windows, "
             "bf16 (--precision), more ranks (shard_model, --shard), or low-rank adapters in place "
-            f"of the weights (add_lora, --lora 16). ({said})"
+            f"of the weights (add_lora, --trained lora). ({said})"
         ) from error
 
 
