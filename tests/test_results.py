@@ -42,7 +42,7 @@ from sparse_tl.runs import Comparison, SparseRun
 from sparse_tl.runs.addition import AdditionRun, draw
 from sparse_tl.runs.head_roles import HeadRolesRun
 from sparse_tl.tasks import AdditionTask
-from sparse_tl.training import HeldOut, PostTraining
+from sparse_tl.training import DenseAndSparse, HeldOut, PostTraining
 from sparse_tl.training.constraint import TargetLoss
 
 FILES = ["SHA256SUMS", "result.json", "result.safetensors"]
@@ -110,8 +110,8 @@ RESULTS: dict[str, Any] = {
         DENSE,
         5,
         STEPS,
-        {"own": Comparison(DENSE, DENSE)},
-        {"other": Comparison(DENSE, DENSE)},
+        {"own": DenseAndSparse(DENSE, DENSE)},
+        {"other": DenseAndSparse(DENSE, DENSE)},
     ),
     "roles": HeadRoles(
         seeds=(3, 4),

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from sparse_tl.training import Comparison, HeldOut  # slow import: not needed for help
+    from sparse_tl.training import DenseAndSparse, HeldOut  # slow import: not needed for help
 
 console = Console()
 errors = Console(stderr=True)
@@ -56,7 +56,7 @@ def held_out(title: str, measured: Mapping[str, HeldOut], shown: Mapping[str, st
     table(title, ["", *measured], cells)
 
 
-def texts(title: str, measured: Mapping[str, Comparison]) -> None:
+def texts(title: str, measured: Mapping[str, DenseAndSparse]) -> None:
     """Print held-out measurements of the dense and the sparse model on every text and task."""
     rows = []
     for name, found in measured.items():

@@ -202,18 +202,23 @@ class TokenBatch(Rows):
         This only saves time: padding has no loss and no attention edges.
 
         Args:
-            parts: maximum number of groups, of equal numbers of rows.
+            parts: maximum number of groups, of equal numbers of rows where their lengths differ.
         """
         if self.attention_mask is None:
             return [self]
         columns = torch.arange(1, self.tokens.shape[1] + 1, device=self.tokens.device)
         ends = (columns * self.attention_mask.bool()).amax(dim=1)
-        if bool((ends == ends[0]).all()):
-            parts = 1
         order = ends.argsort(stable=True)
-        pieces = self.select(order).split(math.ceil(len(self) / parts))
-        stops = ends[order].split([len(piece) for piece in pieces])
-        return [piece._columns(0, int(last[-1])) for piece, last in zip(pieces, stops, strict=True)]
+        rows, done = self.select(order), 0
+        stops: dict[int, int] = {}  # by width, where its rows end; pieces of one width are one
+        for piece in rows.split(math.ceil(len(self) / parts)):
+            done += len(piece)
+            stops[int(ends[order[done - 1]])] = done
+        starts = [0, *stops.values()]
+        return [
+            rows.select(slice(start, stop))._columns(0, width)
+            for start, (width, stop) in zip(starts, stops.items(), strict=False)
+        ]
 
     def _columns(self, start: int, stop: int) -> TokenBatch:
         return self._each(lambda tensor: tensor[:, start:stop] if tensor.ndim > 1 else tensor)

@@ -20,7 +20,7 @@ from sparse_tl.locks import Hold
 from sparse_tl.plots.rendering import Figure
 from sparse_tl.results import from_fields, table_html
 from sparse_tl.scopes import scope
-from sparse_tl.training import Comparison, HeldOut
+from sparse_tl.training import DenseAndSparse, HeldOut
 
 RUN_FILE = "run.json"
 _FIELDS = {"settings": dict, "seconds": dict, "pinned": dict, "wrote": list}
@@ -70,10 +70,10 @@ class SparseRun:
         return {side: _held_out(self.metrics[side]) for side in ("dense", "sparse")}
 
     @property
-    def texts(self) -> dict[str, Comparison]:
+    def texts(self) -> dict[str, DenseAndSparse]:
         """Held-out measurements of both models on every text and task, if there are several."""
         return {
-            name: Comparison(**{side: _held_out(numbers) for side, numbers in sides.items()})
+            name: DenseAndSparse(**{side: _held_out(numbers) for side, numbers in sides.items()})
             for name, sides in self.metrics.get("texts", {}).items()
         }
 

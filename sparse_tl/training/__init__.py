@@ -7,7 +7,10 @@ from sparse_tl.training.evaluation import (
     evaluate_held_out as evaluate_held_out,
 )
 from sparse_tl.training.loop import NonFiniteLossError as NonFiniteLossError, train as train
-from sparse_tl.training.outcome import Comparison as Comparison, PostTraining as PostTraining
+from sparse_tl.training.outcome import (
+    DenseAndSparse as DenseAndSparse,
+    PostTraining as PostTraining,
+)
 from sparse_tl.training.own_text import sampled_windows as sampled_windows
 from sparse_tl.training.post_train import post_train as post_train
 from sparse_tl.training.pretrain import pretrain as pretrain

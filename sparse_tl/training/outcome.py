@@ -17,7 +17,7 @@ UNUSED = 0.5
 
 
 @dataclass(frozen=True)
-class Comparison:
+class DenseAndSparse:
     """Measurements of the dense and the sparse model on the same rows."""
 
     dense: HeldOut
@@ -79,8 +79,8 @@ class PostTraining(Result):
     sparse: HeldOut
     best_step: int
     history: pd.DataFrame
-    groups: Mapping[str, Comparison] = field(default_factory=dict)
-    held_out: Mapping[str, Comparison] = field(default_factory=dict)
+    groups: Mapping[str, DenseAndSparse] = field(default_factory=dict)
+    held_out: Mapping[str, DenseAndSparse] = field(default_factory=dict)
 
     @property
     def loss_increase(self) -> float:
@@ -93,13 +93,13 @@ class PostTraining(Result):
         return self._whole.times_fewer
 
     @property
-    def reported(self) -> dict[str, Comparison]:
+    def reported(self) -> dict[str, DenseAndSparse]:
         """What is reported on: rows that took no part where there are any, else validation rows."""
         return {**self.groups, **self.held_out}
 
     @property
-    def _whole(self) -> Comparison:
-        return Comparison(self.dense, self.sparse)
+    def _whole(self) -> DenseAndSparse:
+        return DenseAndSparse(self.dense, self.sparse)
 
     @property
     def verdict(self) -> str:

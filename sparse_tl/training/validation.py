@@ -15,7 +15,7 @@ from sparse_tl.training.config import Metrics, Selection
 from sparse_tl.training.constraint import TargetLoss
 from sparse_tl.training.evaluation import HeldOut, evaluate_held_out
 from sparse_tl.training.objectives import SparsityObjective
-from sparse_tl.training.outcome import Comparison
+from sparse_tl.training.outcome import DenseAndSparse
 from sparse_tl.training.reference import Reference, as_dense
 
 
@@ -80,9 +80,9 @@ class Validation:
             return _by_group(measured.group_divergences)
         return _by_group(measured.group_losses) - _by_group(self.dense.group_losses)
 
-    def compared(self, rows: Mapping[str, TokenBatch]) -> dict[str, Comparison]:
+    def compared(self, rows: Mapping[str, TokenBatch]) -> dict[str, DenseAndSparse]:
         """Dense and sparse model on the rows of every group, or on others."""
-        return {n: Comparison(self._before[n], self._sparse(some)) for n, some in rows.items()}
+        return {n: DenseAndSparse(self._before[n], self._sparse(some)) for n, some in rows.items()}
 
     def selection(self, objective: SparsityObjective) -> Selection:
         """Evaluations, of which the objective is told, and which of them is best."""
