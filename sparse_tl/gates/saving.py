@@ -114,6 +114,12 @@ def _load(folder: Path, device: str | None) -> tuple[Model, AttentionGates, MLPG
     adapter = adapt(model)
     n_layers, n_heads, d_model = adapter.n_layers, adapter.n_heads, adapter.d_model
     gates = _read_kind(folder / GATES_FILE).of(adapter, distribution=distribution)
+    known = {name for name, _ in gates.named_parameters()}
+    if unknown := sorted(name for name in tensors.keys() - known if not name.startswith(_MLPS)):
+        raise ValueError(
+            f"expected {gates.kind} gates in {file}, which hold {sorted(known)}; got {unknown} "
+            "besides. Are these gates of another kind?"
+        )
     for name, parameter in gates.named_parameters():
         whose = f"for {n_layers} layers of {n_heads} heads"
         stored = _read(file, tensors, name, tuple(parameter.shape), whose)
