@@ -42,7 +42,7 @@ def possible_edges(
 
 
 def open_edges(
-    is_open: Bool[Tensor, "*head query key"],
+    is_open: Bool[Tensor, "*head query key"] | Float[Tensor, "*head query key"],
     probability: Float[Tensor, "*head query key"],
     cost: Float[Tensor, "*#head #query #key"] | None,
 ) -> dict[str, Tensor]:
@@ -55,7 +55,9 @@ def open_edges(
     return found
 
 
-def _number_of(edges: Bool[Tensor, "*head query key"]) -> Int[Tensor, "*head"]:
+def _number_of(
+    edges: Bool[Tensor, "*head query key"] | Float[Tensor, "*head query key"],
+) -> Int[Tensor, "*head"]:
     """How many there are; a query's keys in float32, which is exact and much faster than int64."""
     return edges.sum(dim=-1, dtype=torch.float32).sum(dim=-1, dtype=torch.int64)
 

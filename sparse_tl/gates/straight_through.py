@@ -104,11 +104,11 @@ class _GatedPattern(torch.autograd.Function):
             if noisy is not None:
                 noise = logistic_noise(logits, now.generator)
                 torch.add(logits, noise, alpha=now.noise, out=drawn)
-            torch.mul(_flat(pattern)[some], drawn > 0, out=_flat(gated)[some])
+            torch.mul(_flat(pattern)[some], _positive(drawn), out=_flat(gated)[some])
             if valid is not None:
                 here, weights = _rows(valid, shape, some), None if cost is None else cost[heads]
-                chance = torch.sigmoid(logits).mul_(here)
-                for name, found in open_edges((logits > 0) & here, chance, weights).items():
+                is_open, chance = (of(logits).mul_(here) for of in (_positive, torch.sigmoid))
+                for name, found in open_edges(is_open, chance, weights).items():
                     sums.setdefault(name, []).append(found)
         whole = {name: torch.cat(found).view(shape) for name, found in sums.items()}
         expected = whole.pop("expected", row.new_zeros(shape))
@@ -130,7 +130,7 @@ class _GatedPattern(torch.autograd.Function):
             p, r = _flat(pattern)[some].to(row.dtype), _flat(row)[some]
             logits = _logits(scores, pattern, row, some)
             drawn = logits if noisy is None else _flat(noisy)[some]
-            by_p = _flat(by_gated)[some] * (drawn > 0)
+            by_p = _flat(by_gated)[some] * _positive(drawn)
             soft = torch.sigmoid(drawn / ctx.temperature)
             # The derivative by the logit, and the same divided by p.
             over_p = soft.mul_(1 - soft).div_(ctx.temperature).mul_(_flat(by_gated)[some])
@@ -140,7 +140,7 @@ class _GatedPattern(torch.autograd.Function):
                 if cost is not None:
                     share = share + by_cost.flatten()[some, None, None] * cost[heads]
                 share = share * _rows(valid, pattern.shape[:2], some)
-                chance, is_open = torch.sigmoid(logits), logits > 0
+                chance, is_open = torch.sigmoid(logits), _positive(logits)
                 if scores is None:
                     over = (1 - chance) / (p + torch.exp(-r.clamp(max=_STEEPEST)))
                     over += ctx.pressure * (is_open / p.clamp_min(torch.finfo(p.dtype).tiny))
@@ -154,6 +154,11 @@ class _GatedPattern(torch.autograd.Function):
             _flat(by_pattern)[some] = by_p.to(pattern.dtype)
             _flat(by_row)[some] = by_logit.sum(dim=-1, keepdim=True)
         return by_scores, by_pattern, by_row, None, None, None, None
+
+
+def _positive(values: Tensor) -> Tensor:
+    """1 where a value is above 0, else 0; CPUs multiply by booleans several times as slowly."""
+    return values.sign().clamp_min_(0)
 
 
 def _logits(scores: Tensor | None, pattern: Tensor, row: Tensor, some: slice) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -164,19 +164,24 @@ def lora_layers(model: nn.Module | HookedModel) -> list[Any]:
 
 def lora_parameters(model: nn.Module | HookedModel) -> list[nn.Parameter]:
     """The parameters of low-rank adapters in a model."""
+    return _parameters(lora_layers(model))
+
+
+def _parameters(layers: Sequence[Any]) -> list[nn.Parameter]:
     return [
         parameter
-        for layer in lora_layers(model)
-        for name, parameter in layer.named_parameters()
-        if not name.startswith(f"{BASE}.")
+        for layer in layers
+        for name, part in layer.named_children()
+        if name != BASE
+        for parameter in part.parameters()
     ]
 
 
 @scope
 def lora_off(model: nn.Module) -> Iterator[None]:
     """Inside the block, the model computes as if it had no low-rank adapters."""
-    flags = [(parameter, parameter.requires_grad) for parameter in lora_parameters(model)]
     layers = lora_layers(model)
+    flags = [(parameter, parameter.requires_grad) for parameter in _parameters(layers)]
     try:
         for layer in layers:
             layer.enable_adapters(False)

@@ -18,7 +18,8 @@ from sparse_tl.gates.attention import costs_of_first
 from sparse_tl.lens import Model, adapt, check_rows, in_evaluation_mode
 from sparse_tl.results import Result
 from sparse_tl.scopes import autograd
-from sparse_tl.training.reference import Reference, dense_log_probabilities, under_gates
+from sparse_tl.training.predictions import DensePredictions
+from sparse_tl.training.reference import Reference, under_gates
 
 LOGITS_AT_ONCE = 2**26
 """Maximum number of logits in one forward pass: 256 MB in float32, times a few copies."""
@@ -96,7 +97,7 @@ def evaluate_held_out(
     *,
     batch_size: AtLeastOne | None = None,
     edge_cost: Float[Tensor, "*#edge"] | None = None,
-    dense: Reference | None = None,
+    dense: Reference | DensePredictions | None = None,
 ) -> HeldOut:
     """Measure loss, accuracy, attention edges and MLP outputs of a dense or sparse model.
 
@@ -110,7 +111,8 @@ def evaluate_held_out(
         edge_cost: cost per attention edge for `HeldOut.active_size`, broadcastable to
             ``[layer, head, query, key]``; 1 by default.
         dense: what the dense model is read from, to measure the divergence from it. A sparse model
-            stands for itself with its gates open and its low-rank adapters off.
+            stands for itself with its gates open and its low-rank adapters off. `DensePredictions`
+            are kept for rows that are evaluated again.
 
     Raises:
         ValueError: a token or label is not the model's, the rows are longer than its context,
@@ -128,6 +130,8 @@ def evaluate_held_out(
         for part in piece.by_length()
     ]
     # Measure a dense model as one whose gates are all open, wrapped for the duration of the call.
+    if dense is not None and not isinstance(dense, DensePredictions):
+        dense = DensePredictions(dense)
     found = []
     own = list(ranks.own(pieces))
     with (
@@ -150,7 +154,7 @@ def evaluate_held_out(
             losses = F.nll_loss(predicted, batch.loss_labels(), reduction="none").double()
             divergences = losses.new_zeros(0)
             if dense is not None:
-                expected = dense_log_probabilities(dense, batch)
+                expected = log_probabilities(dense.logits(batch))
                 divergences = F.kl_div(predicted, expected, reduction="none", log_target=True)
                 divergences = divergences.sum(dim=-1).double()
             labels = losses, batch.label_groups(), divergences, right

@@ -6,17 +6,18 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sparse_tl import ranks, shards
-from sparse_tl.data.batches import TokenBatch, log_probabilities, token_losses
+from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.attention import check_edge_cost, costs_of_first
 from sparse_tl.lens import HookedModel, adapt, check_rows
 from sparse_tl.training.constraint import LossConstraint
-from sparse_tl.training.reference import Reference, dense_log_probabilities
+from sparse_tl.training.distillation import distilled
+from sparse_tl.training.predictions import DensePredictions
+from sparse_tl.training.reference import Reference
 
 NO_NOISE = 0.7
 """Part of the run after which the gates have no noise."""
@@ -147,6 +148,7 @@ class SparsityObjective(Objective):
         distilled: float = DISTILLED,
     ) -> None:
         self.sparse, self.dense, self.distilled = sparse, dense, distilled
+        self._predictions = None if dense is None else DensePredictions(dense)
         self.room, self.constraint = room, constraint
         self.edge_cost, self.head_cost = edge_cost, head_cost
         self._noise = 1.0
@@ -204,7 +206,7 @@ class SparsityObjective(Objective):
     def _run(
         self, batch: TokenBatch, generator: torch.Generator
     ) -> tuple[_Labels, AttentionEdgeCounts]:
-        """One pass under sampled gates, and one of the dense model."""
+        """One pass under sampled gates, and the dense model's prediction."""
         cost = costs_of_first(self.edge_cost, batch.tokens.shape[1])
         with (
             self.sparse.sampled(generator, self._noise),
@@ -213,12 +215,12 @@ class SparsityObjective(Objective):
             output, counts = self.sparse.run_with_counts(
                 batch.tokens, pressure=FLOOR, edge_cost=cost, **batch.model_kwargs
             )
-        found = log_probabilities(logits_at(output))
-        minimised = loss = F.nll_loss(found, batch.loss_labels(), reduction="none")
-        if self.dense is not None:
-            expected = dense_log_probabilities(self.dense, batch).to(found).exp()
-            from_dense = -(expected * found).sum(dim=-1)
-            minimised = (1 - self.distilled) * loss + self.distilled * from_dense
+        logits, labels = logits_at(output), batch.loss_labels()
+        if self._predictions is None:
+            minimised = loss = token_losses(logits, labels)
+        else:
+            dense = self._predictions.logits(batch)
+            minimised, loss = distilled(logits, dense, labels, self.distilled)
         return _Labels(minimised, loss.detach(), batch.label_groups()), counts
 
     def size(self, counts: AttentionEdgeCounts) -> Float[Tensor, ""]:
@@ -246,9 +248,12 @@ class SparsityObjective(Objective):
 
     def state(self) -> dict[str, Any]:
         carried = {"increase": self._increase.tolist(), "size": self._size}
-        return {**self.constraint.state(), **carried}
+        kept = {} if self._predictions is None else self._predictions.state()
+        return {**self.constraint.state(), **carried, **kept}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.constraint.load_state(state)
         self._increase = torch.tensor(state["increase"], dtype=torch.float64)
         self._size = state["size"]
+        if self._predictions is not None:
+            self._predictions.load_state(state)

@@ -24,6 +24,7 @@ from sparse_tl.training.loop import train
 from sparse_tl.training.memory import out_of_memory_explained
 from sparse_tl.training.objectives import DISTILLED, SparsityObjective
 from sparse_tl.training.outcome import PostTraining
+from sparse_tl.training.predictions import DensePredictions
 from sparse_tl.training.reference import reference_of
 from sparse_tl.training.validation import Validation, is_feasible
 
@@ -136,11 +137,12 @@ def post_train(
     check_raw(sparse.model)
     with out_of_memory_explained(sparse, stream, trained, precision):
         watched = Validation(sparse, validation, held_out or {}, target, edge_cost)
-        if target.of != "loss":
-            watched.reference = reference_of(sparse, trained, precision)
+        dense = None if target.of == "loss" else reference_of(sparse, trained, precision)
+        if dense is not None and target.of == "divergence":
+            watched.predictions = DensePredictions(dense)
         objective = SparsityObjective(
             sparse,
-            watched.reference,
+            dense,
             watched.room.clamp(min=LEAST_ROOM),
             LossConstraint(len(watched.room)),
             edge_cost,

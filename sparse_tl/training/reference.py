@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from sparse_tl.data.batches import TokenBatch, log_probabilities
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.gates.by_blocks import attention_by_blocks
-from sparse_tl.lens import Model, adapt, check_raw, lora_off, lora_parameters, read_parameters
-from sparse_tl.scopes import autograd, scope
+from sparse_tl.lens import Model, check_raw, lora_off, lora_parameters, read_parameters
+from sparse_tl.scopes import scope
 
 Reference = Model | SparseTransformer
 """A dense model, or a sparse one that `as_dense` makes dense for the length of a block."""
@@ -81,15 +78,3 @@ def predicting(reference: Reference) -> Iterator[None]:
             by_blocks = attention_by_blocks(reference)
         with by_blocks:
             yield
-
-
-def dense_log_probabilities(
-    reference: Reference, batch: TokenBatch
-) -> Float[Tensor, "label vocab"]:
-    """What the dense model predicts at the loss positions of a batch, in nats."""
-    with (
-        autograd(False),
-        predicting(reference),
-        adapt(reference).only_at(batch.loss_mask) as logits_at,
-    ):
-        return log_probabilities(logits_at(reference(batch.tokens, **batch.model_kwargs)))

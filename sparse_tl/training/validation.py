@@ -16,7 +16,8 @@ from sparse_tl.training.constraint import TargetLoss
 from sparse_tl.training.evaluation import HeldOut, evaluate_held_out
 from sparse_tl.training.objectives import SparsityObjective
 from sparse_tl.training.outcome import DenseAndSparse
-from sparse_tl.training.reference import Reference, as_dense
+from sparse_tl.training.predictions import DensePredictions
+from sparse_tl.training.reference import as_dense
 
 
 class Validation:
@@ -47,8 +48,8 @@ class Validation:
         self.groups = rows if isinstance(rows, Mapping) else {}
         self.rows = TokenBatch.joined(list(rows.values())) if isinstance(rows, Mapping) else rows
         self.held_out = held_out
-        self.reference: Reference | None = None
-        """What the dense model is read from during the run, if the target is relative to it."""
+        self.predictions: DensePredictions | None = None
+        """The dense model's predictions, if the target is a divergence."""
         with as_dense(sparse):
             self.dense = self._dense(self.rows)
             _check_groups(self.dense)
@@ -111,8 +112,8 @@ class Validation:
         return replace(measured, active_mlps=None, possible_mlps=None, active_size=None)
 
     def _sparse(self, rows: TokenBatch) -> HeldOut:
-        dense = self.reference if self.target.of == "divergence" else None
-        return evaluate_held_out(self.sparse, rows, edge_cost=self.edge_cost, dense=dense)
+        how = {"edge_cost": self.edge_cost, "dense": self.predictions}
+        return evaluate_held_out(self.sparse, rows, **how)
 
 
 def is_feasible(metrics: Metrics) -> bool:
