@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 from architectures import VOCABULARY, plain_transformer
+from tiny import tokenizer_of
 from torch import Tensor, nn
 
 import sparse_tl as st
@@ -122,6 +123,7 @@ MEASURED: dict[str, Callable[[Any], Any]] = {
         st.ablation_curve(m, roles(m), TARGETS, by="random", max_heads=2, **Q).values
     ),
     "evaluate_held_out": lambda m: st.evaluate_held_out(m, ROWS).loss,
+    "sampled_windows": lambda m: st.sampled_windows(m, 4, 12, beginnings=["w3"], **Q).tokens,
 }
 UNAFFECTED = {
     "LearnedGates",  # they read sizes alone
@@ -157,8 +159,10 @@ def modes(model: Any) -> list[bool]:
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    found = boot(plain_transformer("gpt2", **DROPPED))
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    words = [f"w{number}" for number in range(VOCABULARY)]
+    tokenizer = tokenizer_of(words, tmp_path_factory.mktemp("tokenizer"))
+    found = boot(plain_transformer("gpt2", **DROPPED), tokenizer)
     found(PAIRS.clean)  # the first pass attaches TransformerLens's own hooks
     return found
 

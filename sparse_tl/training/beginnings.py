@@ -60,8 +60,8 @@ class Starts:
         alone = [] if first is None else [first]
         texts = json.loads(_BEGINNINGS.read_text("utf-8")) if texts is None else texts
         room = int(GIVEN * window)
-        read = [tokenizer(text, add_special_tokens=False)["input_ids"][:room] for text in texts]
-        continued = [alone + list(tokens) for tokens in read]
+        how = {"add_special_tokens": False, "verbose": False}
+        continued = [alone + list(tokenizer(text, **how)["input_ids"][:room]) for text in texts]
         if not all(continued):
             raise ValueError(
                 f"expected beginnings of at least one token, cut to {room}, a quarter of the "
@@ -80,7 +80,7 @@ class Starts:
         return self.continued[(row // 2 if self.alone else row) % len(self.continued)]
 
     def as_rows(self, tokens: Int[Tensor, "window pos"]) -> TokenBatch:
-        """Windows as rows whose labels are those tokens that the model wrote."""
+        """Windows as rows with a loss on the tokens that the model wrote."""
         rows = TokenBatch.next_token(tokens)
         n_given = torch.tensor([[len(self[row])] for row in range(len(tokens))])
         written = torch.arange(1, self.window + 1) >= n_given

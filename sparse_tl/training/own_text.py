@@ -37,6 +37,8 @@ from sparse_tl.training.sampling import sampled
 
 SAVE_AFTER = 30.0
 """Seconds after which the windows so far are saved."""
+_IDENTITY = "sampled_windows"
+"""The entry of a file's metadata that says what its windows depend on."""
 
 
 @checked
@@ -89,18 +91,17 @@ def sampled_windows(
     if save_to is not None:
         file = _File(Path(save_to), starts, _identity(model, starts, seed))
         tokens = ranks.on_first(file.read)
-    parts, saved = [tokens], time.monotonic()
+    parts = [tokens]
     batches = [range(at, min(at + batch_size, n)) for at in range(len(tokens), n, batch_size)]
     with tracked("sampling windows", len(batches) * (window - 1), progress) as step:
         try:
             for rows in batches:
-                show = partial(step, f"{rows.start:,} of {n:,} windows")
+                show = partial(step, f"windows {rows.start + 1:,} to {rows.stop:,} of {n:,}")
                 parts.append(sampled(adapter, starts, rows, seed, show, check=len(parts) == 1))
-                if file is not None and time.monotonic() - saved > SAVE_AFTER:
+                if file is not None and time.monotonic() - file.written > SAVE_AFTER:
                     file.write(torch.cat(parts))
-                    saved = time.monotonic()
         finally:
-            if file is not None and len(parts) > 1:
+            if file is not None:
                 file.write(torch.cat(parts))
     return starts.as_rows(torch.cat(parts)[:n])
 
@@ -108,8 +109,9 @@ def sampled_windows(
 class _File:
     """Sampled windows on the disk, with the identity of their run."""
 
-    def __init__(self, path: Path, starts: Starts, identity: dict[str, str]) -> None:
+    def __init__(self, path: Path, starts: Starts, identity: str) -> None:
         self.path, self.starts, self.identity = path, starts, identity
+        self.n_windows, self.written = 0, time.monotonic()
 
     def read(self) -> Int[Tensor, "window pos"]:
         """The windows so far.
@@ -120,16 +122,11 @@ class _File:
         if not self.path.exists():
             check_writable(self.path.parent)
             return torch.empty(0, self.starts.window, dtype=torch.long)
-        found = read_metadata(self.path)
-        differ = [
-            f"{name}: {found.get(name)} there, {here} here"
-            for name, here in self.identity.items()
-            if found.get(name) != here
-        ]
-        if differ:
+        found = read_metadata(self.path).get(_IDENTITY, "something else")
+        if found != self.identity:
             raise ValueError(
-                f"{self.path} holds windows of another run ({', '.join(differ)}). Choose another "
-                "file, remove this one, or give what it was made with."
+                f"expected sampled windows of {self.identity} in {self.path}; it holds those of "
+                f"{found}. Choose another file, remove this one, or give what it was made with."
             )
         tokens = read_tensors(self.path).get("tokens", torch.empty(0))
         if tokens.dtype != torch.long or tokens.shape[1:] != (self.starts.window,):
@@ -137,24 +134,25 @@ class _File:
                 f"expected tokens of shape (n, {self.starts.window}) in {self.path}; got "
                 f"{tokens.dtype} {tuple(tokens.shape)}"
             )
+        self.n_windows = len(tokens)
         return tokens
 
     def write(self, tokens: Int[Tensor, "window pos"]) -> None:
-        """Replace the windows on the disk; the first rank does."""
-        if ranks.is_first():
+        """Replace the windows on the disk if there are more now; only the first rank writes."""
+        if len(tokens) > self.n_windows and ranks.is_first():
             rows = self.starts.as_rows(tokens)
             tensors = {"tokens": rows.tokens, "loss_mask": rows.loss_mask}
-            write_tensors(self.path, tensors, self.identity)
+            write_tensors(self.path, tensors, {_IDENTITY: self.identity})
+        self.n_windows, self.written = len(tokens), time.monotonic()
 
 
-def _identity(model: Model | SparseTransformer, starts: Starts, seed: int) -> dict[str, str]:
-    """What windows depend on."""
-    return {
-        "sampled windows of": _hash(fingerprint(model, {})),
-        "window": str(starts.window),
-        "seed": str(seed),
-        "beginnings": _hash([starts.alone, *sorted(starts.continued)]),
-    }
+def _identity(model: Model | SparseTransformer, starts: Starts, seed: int) -> str:
+    """What windows depend on, in words."""
+    mode = model.gates.settings.mode.name if isinstance(model, SparseTransformer) else None
+    return (
+        f"model {_hash(fingerprint(model, {'gates': mode}))}, window {starts.window}, seed {seed}, "
+        f"beginnings {_hash([starts.alone, starts.continued])}"
+    )
 
 
 def _hash(content: Any) -> str:

@@ -12,7 +12,7 @@ import torch
 from calls import LENGTH, N, pairs, rows, targets
 from malformed import required
 from pandas import DataFrame
-from tiny import small_task_models, tiny_model
+from tiny import small_task_models, tiny_model, tokenizer_of
 
 import sparse_tl as stl
 from sparse_tl.circuits import EffectCurve
@@ -131,6 +131,10 @@ def task_model() -> Any:
     return small_task_models()[0]
 
 
+def _with_words(folder: Path) -> Any:
+    return tiny_model(tokenizer=tokenizer_of(["<s>", *"abcdefghijkl"], folder))
+
+
 def _of_task(name: str, _folder: Path) -> stl.PromptPairs:
     return getattr(stl, name)().pairs(task_model(), 2)
 
@@ -144,6 +148,7 @@ OF_ONE: dict[str, dict[str, Callable[[Path], Any]]] = {
     "add_lora": {"model": lambda _: tiny_model()},
     "ablate_attention_edges": {"query": lambda _: slice(3, None), "key": lambda _: [0, 1]},
     "post_train": {"sparse": lambda _: stl.SparseTransformer(tiny_model())},
+    "sampled_windows": {"model": _with_words},
     "SparseTransformer": {"model": lambda _: tiny_model()},
     "effect_figure": {
         "panels": lambda _: {"IOI": [_curve("dense"), _curve("sparse")]},

@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 import torch
 from calls import FITTING, QUIET, pairs, rows, targets
-from tiny import save_small_task_models, save_tiny, tiny_model
+from tiny import save_small_task_models, save_tiny, tiny_model, tokenizer_of
 from torch import Tensor
 
 import sparse_tl as stl
@@ -77,6 +77,14 @@ def _pretrain(folder: Path) -> str:
     return facts([history, model])
 
 
+def _sampled(folder: Path) -> str:
+    _often()
+    words = tokenizer_of([*WORDS, "red"], folder.parent / "words")
+    how: dict[str, Any] = {"batch_size": 2, "save_to": folder / "own.safetensors", **QUIET}
+    model = tiny_model(n_layers=1, tokenizer=words)
+    return facts(stl.sampled_windows(model, 16, 8, **how))
+
+
 def _search(folder: Path, start: Any, **how: Any) -> str:
     _often()
     model = tiny_model(n_layers=2)
@@ -95,6 +103,7 @@ def _acdc_size(folder: Path) -> str:
 def _often() -> None:
     """As many checkpoints as a long job would write."""
     import_module("sparse_tl.training.loop").SAVE_AFTER = 0.0
+    import_module("sparse_tl.training.own_text").SAVE_AFTER = 0.0
     import_module("sparse_tl.circuits.acdc").SAVE_EVERY = 3
 
 
@@ -186,6 +195,7 @@ def _roles(folder: Path) -> str:
 JOBS: dict[str, Callable[[Path], str]] = {
     "post_train": _post_train,
     "pretrain": _pretrain,
+    "sampled_windows": _sampled,
     "acdc of edges": _acdc_edges,
     "acdc to a size": _acdc_size,
     "fit_head_gates": _head_gates,
