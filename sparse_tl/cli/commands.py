@@ -137,7 +137,7 @@ def post_train(
     learning_rate: Annotated[
         float, setting("RATE", "Peak learning rate of weights or adapters.")
     ] = 7e-4,
-    gate_learning_rate: Annotated[float, setting("RATE", "Peak learning rate of gates.")] = 1e-2,
+    gate_learning_rate: Annotated[float, setting("RATE", "Peak learning rate of gates.")] = 3e-3,
     trained: Trained = None,
     lora: Lora = 16,
     head_cost: Annotated[float, setting("EDGES", "Cost of a head in use.")] = 0.0,

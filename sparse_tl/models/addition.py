@@ -37,7 +37,8 @@ DENSE: dict[str, Any] = {
     "evaluate_every": 50,
 }
 # At 0.002 nats, some runs have 99.2 percent of new sums right.
-SPARSE: dict[str, Any] = {"steps": 600, "target_loss": 0.001}
+SPARSE: dict[str, Any] = {"steps": 600, "target_loss": 0.001, "learning_rate": {"all": 7e-4}}
+GATES: dict[str, Any] = {"gates": "score", "initial_bias": 2.0}
 
 
 def addition_recipe(form: Form = "placeholder") -> Recipe:
@@ -64,6 +65,7 @@ def addition_recipe(form: Form = "placeholder") -> Recipe:
         batch_size=256,
         dense=DENSE,
         sparse=SPARSE,
+        gates=GATES,
     )
 
 

@@ -43,7 +43,8 @@ DENSE: dict[str, Any] = {
     "weight_decay": 0.01,
     "evaluate_every": 100,
 }
-SPARSE: dict[str, Any] = {"steps": 1200, "target_loss": "+0.01"}
+SPARSE: dict[str, Any] = {"steps": 1200, "target_loss": "+0.01", "learning_rate": {"all": 7e-4}}
+GATES: dict[str, Any] = {"gates": "score", "initial_bias": 2.0}
 
 
 def task_recipe() -> Recipe:
@@ -58,6 +59,7 @@ def task_recipe() -> Recipe:
         batch_size=64,
         dense=DENSE,
         sparse=SPARSE,
+        gates=GATES,
     )
 
 

@@ -35,7 +35,7 @@ TARGET_LOSS = "kl+0.05"
 """What every group may lose: nats of divergence per label."""
 LEARNING_RATE = 7e-4
 """Peak learning rate of weights and low-rank adapters."""
-GATE_LEARNING_RATE = 1e-2
+GATE_LEARNING_RATE = 3e-3
 """Peak learning rate of gates, whose few parameters move further than weights do."""
 LEAST_ROOM = 1e-4
 """Nats; what lambda takes for the least distance of an absolute target from the dense loss."""

@@ -137,7 +137,7 @@ def test_the_cache_keeps_a_pair_until_its_recipe_changes(
 
 def test_a_sparse_model_that_misses_its_target_says_so(recipe: Recipe, tmp_path: Path) -> None:
     hopeless = recipe.changed(dense={"steps": 40}, sparse={"steps": 1, "target_loss": "+0.001"})
-    closed = hopeless.changed(initial_bias=-20.0)
+    closed = hopeless.changed(gates={"initial_bias": -20.0})
     for _ in range(2):  # also when it is read again
         with pytest.warns(UserWarning, match=r"echo model of seed 0: Target \+0\.001 nats NOT met"):
             load_built_in(closed, 0, cache=tmp_path, **QUIET)
