@@ -168,6 +168,7 @@ def post_train(
             title="post-training",
             progress=progress,
         )
+        groups, others = watched.compared()
         return PostTraining(
             feasible=is_feasible(state.best),
             target=target,
@@ -175,8 +176,8 @@ def post_train(
             sparse=watched.measured(),
             best_step=state.best["step"],
             history=pd.DataFrame(state.history),
-            groups=watched.compared(watched.groups),
-            held_out=watched.compared(watched.held_out),
+            groups=groups,
+            held_out=others,
         )
 
 

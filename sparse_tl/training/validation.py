@@ -53,9 +53,10 @@ class Validation:
         with as_dense(sparse):
             self.dense = self._dense(self.rows)
             _check_groups(self.dense)
-            self._before = {
-                name: self._dense(some) for name, some in {**self.groups, **held_out}.items()
-            }
+            self._dense_groups, self._dense_held_out = (
+                {name: self._dense(some) for name, some in of.items()}
+                for of in (self.groups, held_out)
+            )
         if target.of == "loss" and target.nats < (worst := max(self.dense.group_losses.values())):
             raise ValueError(
                 "expected a target loss that the model can reach; the dense model's validation "
@@ -81,9 +82,18 @@ class Validation:
             return _by_group(measured.group_divergences)
         return _by_group(measured.group_losses) - _by_group(self.dense.group_losses)
 
-    def compared(self, rows: Mapping[str, TokenBatch]) -> dict[str, DenseAndSparse]:
-        """Dense and sparse model on the rows of every group, or on others."""
-        return {n: DenseAndSparse(self._before[n], self._sparse(some)) for n, some in rows.items()}
+    def compared(self) -> tuple[dict[str, DenseAndSparse], dict[str, DenseAndSparse]]:
+        """Dense and sparse model on the rows of every group, and on those that take no part."""
+        return (
+            {
+                n: DenseAndSparse(of, self._sparse(self.groups[n]))
+                for n, of in self._dense_groups.items()
+            },
+            {
+                n: DenseAndSparse(of, self._sparse(self.held_out[n]))
+                for n, of in self._dense_held_out.items()
+            },
+        )
 
     def selection(self, objective: SparsityObjective) -> Selection:
         """Evaluations, of which the objective is told, and which of them is best."""

@@ -122,11 +122,14 @@ def test_other_rows_of_a_group_are_reported_in_its_place(
     build_echo: Build, echo_rows: Rows
 ) -> None:
     sparse = SparseTransformer(build_echo(), gates="share")
-    test = _rows(echo_rows, 2)
+    dense, test = sparse.dense_copy(), _rows(echo_rows, 2)
     outcome = _trained(sparse, echo_rows, held_out=test)
     expected = evaluate_held_out(sparse, test["short"])
     assert outcome.reported["short"].sparse.loss == expected.loss
     assert outcome.groups["short"].sparse.loss != expected.loss
+    for found, rows in ((outcome.groups, _rows(echo_rows, 1)), (outcome.held_out, test)):
+        before = evaluate_held_out(dense, rows["short"]).loss
+        assert found["short"].dense.loss == pytest.approx(before)
     assert "took no part" not in outcome.verdict
 
 
