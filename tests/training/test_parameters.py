@@ -27,6 +27,7 @@ from sparse_tl.training import (
 )
 from sparse_tl.training.config import choose_trained
 from sparse_tl.training.objectives import SparsityObjective
+from sparse_tl.training.post_train import GATE_LEARNING_RATE
 
 Build = Callable[..., Model]
 Rows = Callable[..., TokenBatch]
@@ -184,7 +185,7 @@ def test_there_are_so_many_evaluations(echo: Echo, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("rates", "expected"),
     [
-        (0.1, {"gates.bias": 0.1, "unembed": 0.1}),
+        (0.1, {"gates.bias": GATE_LEARNING_RATE, "unembed": 0.1}),
         ({"gates": 0.2}, {"gates.bias": 0.2}),
         ({"gates": 0.2, "qk": 0.05}, {"gates.bias": 0.2, "q": 0.05}),
         ({"gates": 0.2, "all": 0.1}, {"gates.bias": 0.2, "unembed": 0.1, "q": 0.1}),
@@ -219,7 +220,7 @@ def test_weights_without_a_rate_stay_as_they_are(
     echo: Echo, last_kept: None, names: tuple[str, ...]
 ) -> None:
     sparse = echo.sparse()
-    chosen = set(choose_trained(sparse, dict.fromkeys(names, 1.0)))
+    chosen = set(choose_trained(sparse, dict.fromkeys([*names, "gates"], 1.0)))
     before = _weights(sparse)
     echo(sparse, learning_rate=dict.fromkeys(names, 0.1))
     assert set() < _moved(before, sparse) <= chosen

@@ -218,7 +218,7 @@ def test_edges_and_mlp_outputs_are_weighed_when_weights_are_chosen(
 
 def test_gates_are_trained_by_name(build_echo: Build, echo_rows: Rows) -> None:
     sparse = SparseTransformer(build_echo(), mlps=True)
-    gates = {"gates.bias", "mlp_gates.weight", "mlp_gates.bias"}
+    gates = {"gates.bias", "gates.weight", "mlp_gates.weight", "mlp_gates.bias"}
     assert set(choose_trained(sparse, {"gates": 1.0})) == gates
     assert gates < set(choose_trained(sparse, {"all": 1.0}))
     assert not gates & set(choose_trained(sparse, {"qk": 1.0}))
