@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from sparse_tl.gates.attention import AttentionGates
 from sparse_tl.gates.distributions import GateDistribution
-from sparse_tl.lens import Adapter, record
+from sparse_tl.lens import Adapter, Order, attached
 from sparse_tl.scopes import autograd
 
 INITIAL_THRESHOLD = 0.005
@@ -107,6 +107,12 @@ class ShareGates(AttentionGates):
 @autograd(False)
 def _query_size(adapter: Adapter) -> int:
     """The size of a head's query vector, which differs from `cfg.d_head` in latent attention."""
-    name = "blocks.0.attn.hook_q"
-    kept, _ = record(adapter, torch.zeros(1, 1, dtype=torch.long, device=adapter.device), [name])
-    return kept[name].shape[-1]
+    sizes: list[int] = []
+
+    def note(query: Float[Tensor, "batch pos head d_head"]) -> None:
+        sizes.append(query.shape[-1])
+
+    # A whole pass: those of a sharded model begin and end at the model.
+    with attached(adapter, [("blocks.0.attn.hook_q", Order.LAST, note)]):
+        adapter.model(torch.zeros(1, 1, dtype=torch.long, device=adapter.device))
+    return sizes[0]

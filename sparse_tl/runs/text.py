@@ -214,7 +214,7 @@ def run_post_training(
             )
         for group in groups:
             if isinstance(group.stream, TextStream) and group.stream.n_windows is not None:
-                warn_of_repeats(group.name, steps * batch_size, group.stream.n_windows)
+                warn_of_repeats(group.name, steps * read.per_step, group.stream.n_windows)
         reported = outcome.reported
         first = reported[groups[0].name]
         measured = {

@@ -234,11 +234,16 @@ def test_arguments() -> None:
     with pytest.raises(ValueError, match="initial_threshold with gates='share'; got initial_bias"):
         SparseTransformer(model, gates="share", initial_bias=2.0)
     with pytest.raises(ValueError, match="initial_bias with gates='score'; got initial_threshold"):
-        SparseTransformer(model, initial_threshold=0.1)
+        SparseTransformer(model, gates="score", initial_threshold=0.1)
+    with pytest.raises(ValueError, match="initial_threshold with gates='share'; got initial_bias"):
+        SparseTransformer(model, initial_threshold=0.1, initial_bias=2.0)
     for wrong in (0.0, 1.0, -0.1, math.nan):
         with pytest.raises(ValueError, match="initial_threshold|initial threshold"):
             SparseTransformer(model, gates="share", initial_threshold=wrong)
-    sparse = SparseTransformer(model, gates="share")
+    assert isinstance((sparse := SparseTransformer(model, initial_bias=2.0)).gates, ScoreGates)
+    sparse.unwrap()
+    sparse = SparseTransformer(model)
+    assert isinstance(sparse.gates, ShareGates)
     assert sparse.gates.bias.exp().reciprocal().allclose(torch.tensor(0.005))
     gates, model = sparse.gates, sparse.unwrap()
     with pytest.raises(ValueError, match="no argument of new gates with existing gates"):

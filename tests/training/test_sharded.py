@@ -60,7 +60,8 @@ def _whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
 def _step(rank: int = 0, *, name: str, shard: bool, accumulate: int) -> dict[str, Tensor]:
     """Gradients of a step late in a run, where gates have no noise, and their norm."""
     model = _model(name).double()
-    sparse = SparseTransformer(shard_model(model) if shard else model, initial_bias=0.5, mlps=True)
+    wrapped = shard_model(model) if shard else model
+    sparse = SparseTransformer(wrapped, initial_threshold=0.1, mlps=True)
     room = torch.tensor([0.05], dtype=torch.float64)
     objective = SparsityObjective(sparse, sparse.dense_copy(), room, LossConstraint(), None, 2.0)
     rows = _rows(17)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sparse_tl.data import TextStream, TokenBatch, read_documents, token_windows
 from sparse_tl.lens import Model, save_model
-from sparse_tl.runs import run_post_training, text
+from sparse_tl.runs import run_post_training, texts
 from sparse_tl.training.pretrain import pretrain
 
 WORDS = ["<s>", *"abcdefghijkl"]
@@ -102,7 +102,7 @@ def test_the_command_streams_what_it_does_not_hold(
     steps: int,
 ) -> None:
     """And trains on every window but those that it holds out."""
-    monkeypatch.setattr(text, "WINDOW_TOKENS", 50 * 8)
+    monkeypatch.setattr(texts, "WINDOW_TOKENS", 50 * 8)
     seen: list[list[int]] = []
     batch = TextStream.batch
 
@@ -121,7 +121,7 @@ def test_the_command_streams_what_it_does_not_hold(
     if steps == 20:
         run_post_training(tmp_path / "out", **settings)
     else:  # the text is longer than what is held, and ends nevertheless
-        with pytest.warns(UserWarning, match="takes 160 windows and the text has 95"):
+        with pytest.warns(UserWarning, match="takes 160 rows of book, which has 95"):
             run_post_training(tmp_path / "out", **settings)
         assert sorted(seen[:95]) == sorted(windows[:45] + windows[50:])
     assert len(seen) == 4 * steps

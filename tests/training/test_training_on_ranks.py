@@ -57,7 +57,8 @@ def _objective(build: Build, kind: str) -> tuple[torch.nn.Module, Objective]:
     model = build().double()
     if kind == "plain":
         return model, PlainLoss(model)
-    sparse = SparseTransformer(model, initial_bias=0.5, mlps=kind == "mlps").double()
+    gates: Any = {"initial_threshold": 0.1} if kind == "share" else {"initial_bias": 0.5}
+    sparse = SparseTransformer(model, **gates, mlps=kind == "mlps").double()
     room = torch.tensor([0.05, 0.02], dtype=torch.float64)
     cost = torch.rand(2, 1, 8, 1, generator=torch.Generator().manual_seed(0)).double()
     costs = {"edge_cost": cost, "head_cost": 2.0} if kind == "mlps" else {}
@@ -82,7 +83,7 @@ def _step(
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("kind", ["plain", "sparse", "mlps"])
+@pytest.mark.parametrize("kind", ["plain", "score", "share", "mlps"])
 def test_a_step_on_two_ranks_is_one_process_on_all_rows(
     build_echo: Build, echo_rows: Rows, kind: str, accumulate: int
 ) -> None:
@@ -102,7 +103,7 @@ def test_single_precision_is_as_good_as_it_gets(build_echo: Build, echo_rows: Ro
     stream = ShuffledStream(_uneven(echo_rows(17)), 17)
 
     def step(rank: int = 0) -> Tensor:
-        model, objective = _objective(build_echo, "sparse")
+        model, objective = _objective(build_echo, "share")
         assert isinstance(objective, SparsityObjective) and objective.dense is not None
         model.float(), objective.dense.float()
         return torch.cat([g.flatten() for g in _step(model, objective, stream)[0].values()])
@@ -228,7 +229,7 @@ def test_a_run_on_two_ranks_meets_its_target(build_echo: Build, echo_rows: Rows)
     measured = history.dropna(subset=["validation_loss"])
     met = measured[measured["validation_violation"] <= 0].iloc[1:]
     assert len(met) and found.active_share < 0.5
-    sparse = SparseTransformer(build_echo())
+    sparse = SparseTransformer(build_echo(), initial_bias=2.0)
     sparse.load_state_dict(weights)
     alone = evaluate_held_out(sparse, echo_rows(seed=1))
     assert alone.active_attention_edges == found.active_attention_edges
