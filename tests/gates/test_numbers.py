@@ -55,7 +55,7 @@ def test_a_hook_on_scores_masks_nothing(build_tiny: Build, left: bool, lowest: f
 
     for layer in range(2):
         model.add_hook(f"blocks.{layer}.attn.hook_attn_scores", lower, is_permanent=True)
-    sparse = SparseTransformer(model)
+    sparse = SparseTransformer(model, initial_bias=4.0)
     counts = sparse.count_attention_edges(tokens)
     assert counts.possible.unique().tolist() == [7 * 8 / 2]
     assert counts.active.unique().tolist() == [5 * 6 / 2 + (0 if left else 2 * 5)]

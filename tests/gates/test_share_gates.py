@@ -256,7 +256,7 @@ def test_positions_biases_that_softmax_ignores_are_no_obstacle() -> None:
     model = boot(random_model("MptForCausalLM"))
     tokens = _tokens()[:1] % model.cfg.d_vocab
     with pytest.raises(ValueError, match="stay the same when tokens follow"):
-        SparseTransformer(model)
+        SparseTransformer(model, gates="score")
     sparse = SparseTransformer(model, gates="share", initial_threshold=0.1)
     gates = [
         sparse.run_with_counts(some, keep_gates=True)[1].gates[:, 0, :, :6, :6]  # type: ignore[index]

@@ -49,7 +49,7 @@ def test_gates_are_the_sign_of_score_plus_bias(build_tiny, tokens, kind):
     model = build_tiny(kind)
     # The first layer's scores do not depend on any gate.
     scores, pattern = scores_and_pattern(model, tokens)
-    sparse = SparseTransformer(model)
+    sparse = SparseTransformer(model, gates="score")
     with torch.no_grad():
         sparse.gates.bias.copy_(torch.randn(sparse.gates.bias.shape) * 0.1)
     _, counts = sparse.run_with_counts(tokens, keep_gates=True)
