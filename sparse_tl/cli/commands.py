@@ -166,7 +166,7 @@ def post_train(
     history.csv and texts.csv. Called again, it resumes an interrupted run.
     """
     outcome = call("run_post_training", locals())
-    texts(f"{model}: held-out rows, nats and attention edges per token", outcome.texts)
+    texts(f"{model} on held-out rows, dense → sparse, in nats per token", outcome.texts)
     console.print(outcome.verdict, markup=False)
 
 

@@ -60,20 +60,19 @@ def texts(title: str, measured: Mapping[str, DenseAndSparse]) -> None:
     """Print held-out measurements of the dense and the sparse model on every text and task."""
     rows = []
     for name, found in measured.items():
-        divergence = found.sparse.divergence
-        sides = found.dense, found.sparse
+        dense, sparse = found.dense, found.sparse
+        edges = (f"{side.active_attention_edges_per_token:,.1f}" for side in (dense, sparse))
         rows.append(
             [
                 name,
-                *(f"{side.loss:.4f}" for side in sides),
-                "" if divergence is None else f"{divergence:.4f}",
-                *(f"{side.active_attention_edges_per_token:,.2f}" for side in sides),
+                f"{dense.loss:.4f} → {sparse.loss:.4f}",
+                "" if sparse.divergence is None else f"{sparse.divergence:.4f}",
+                " → ".join(edges),
                 f"{found.times_fewer:.1f}x",
-                f"{found.sparse.active_heads} of {found.dense.active_heads}",
+                f"{dense.active_heads} → {sparse.active_heads}",
             ]
         )
-    columns = ["", "dense loss", "sparse", "divergence", "dense edges", "sparse", "fewer"]
-    table(title, [*columns, "heads in use"], rows)
+    table(title, ["", "loss", "divergence", "edges per token", "fewer", "heads in use"], rows)
 
 
 def comparison(metrics: Mapping[str, Any]) -> None:
