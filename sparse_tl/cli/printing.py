@@ -61,18 +61,18 @@ def texts(title: str, measured: Mapping[str, DenseAndSparse]) -> None:
     rows = []
     for name, found in measured.items():
         dense, sparse = found.dense, found.sparse
-        edges = (f"{side.active_attention_edges_per_token:,.1f}" for side in (dense, sparse))
+        edges = [side.active_attention_edges_per_token for side in (dense, sparse)]
         rows.append(
             [
                 name,
-                f"{dense.loss:.4f} → {sparse.loss:.4f}",
-                "" if sparse.divergence is None else f"{sparse.divergence:.4f}",
-                " → ".join(edges),
+                f"{dense.loss:.3f} → {sparse.loss:.3f}",
+                "" if sparse.divergence is None else f"{sparse.divergence:.3f}",
+                " → ".join(f"{some:,.1f}" if some < 100 else f"{some:,.0f}" for some in edges),
                 f"{found.times_fewer:.1f}x",
                 f"{dense.active_heads} → {sparse.active_heads}",
             ]
         )
-    table(title, ["", "loss", "divergence", "edges per token", "fewer", "heads in use"], rows)
+    table(title, ["", "loss", "divergence", "edges/token", "fewer", "heads"], rows)
 
 
 def comparison(metrics: Mapping[str, Any]) -> None:
