@@ -39,11 +39,11 @@ def get(
 
     if name is None:
         rows = [
-            [known, model.title, model.about, decimal(model.download), model.licence]
-            + ["here" if models.cached_file(known).is_file() else ""]
+            [known, model.title, model.licence, decimal(model.download)]
+            + ["yes" if models.cached_file(known).is_file() else "no"]
             for known, model in models.PUBLISHED.items()
         ]
-        table("Language models", ["", "", "", "download", "licence", ""], rows, names=3)
+        table("Language models", ["", "model", "licence", "download", "here"], rows, names=3)
         return
     model, file = models.published(name), models.cached_file(name)
     terms = f" ({model.terms})" if model.terms else ""

@@ -18,15 +18,18 @@ import math
 import os
 import struct
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
+from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import transformers
+from packaging.requirements import Requirement
 from transformers import modeling_gguf_pytorch_utils
 
 from sparse_tl.scopes import scope
 
+# Earlier versions of transformers make other tokenizers: without BOS, or of kinds they do not know.
+_NEEDED = Requirement("gguf>=0.17.1"), Requirement("transformers>=5.23")
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
@@ -81,18 +84,25 @@ def _has_magic(file: Path) -> bool:
         return opened.read(len(_MAGIC)) == _MAGIC
 
 
+def _version(package: Requirement) -> str:
+    try:
+        return metadata.version(package.name)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
 def read_header(file: Path) -> Header:
     """Read and check the header of a GGUF file, without reading its tensors.
 
     Raises:
-        ImportError: the package gguf, with which transformers reads such files, is not installed.
+        ImportError: a package that is needed to read such files is not installed.
         ValueError: the file is not there, is damaged, or is one part of several.
     """
-    if find_spec("gguf") is None:
-        raise ImportError(
-            f"expected the package gguf, with which {file} is read; pip install 'sparse_tl[gguf]', "
-            "or pip install gguf"
-        )
+    for needed in _NEEDED:
+        if (found := _version(needed)) == "none" or found not in needed.specifier:
+            raise ImportError(
+                f"expected {needed} to read {file}; {found} is installed. pip install '{needed}'"
+            )
     try:
         with file.open("rb") as opened:
             return _header(_Bytes(opened))
@@ -232,11 +242,9 @@ def without_bar() -> Iterator[None]:
 
 def gguf_options(config: Any) -> dict[str, Any]:
     """Options with which transformers reads plain weights from a GGUF file."""
-    options = {"gguf_file": NAME, "config": config}
-    if hasattr(transformers, "GgufConfig"):
-        # Otherwise newer versions may keep quantised blocks, and run code from a hub on them.
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    return options
+    # Otherwise it may keep quantised blocks, and run code from a hub on them.
+    whole = transformers.GgufConfig(dequantize=True)
+    return {"gguf_file": NAME, "config": config, "quantization_config": whole}
 
 
 def check_taken(header: Header, config: Any, needed: int) -> None:

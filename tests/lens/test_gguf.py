@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import tracemalloc
-from importlib.util import find_spec
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +97,33 @@ def test_it_is_saved_as_a_plain_folder(tmp_path: Path) -> None:
     assert again.tokenizer.chat_template == TEMPLATE
 
 
-def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "version", "said"),
+    [
+        (
+            "gguf",
+            None,
+            "expected gguf>=0.17.1 to read .*model.gguf; none is installed. pip install",
+        ),
+        ("gguf", "0.9.0", r"gguf>=0.17.1 .* 0.9.0 is installed. pip install 'gguf>=0.17.1'"),
+        ("transformers", "5.22.0", "expected transformers>=5.23 to read .*; 5.22.0 is installed"),
+    ],
+)
+def test_without_what_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, version: str | None, said: str
+) -> None:
+    installed = metadata.version
+
+    def other(package: str) -> str:
+        if package != name:
+            return installed(package)
+        if version is None:
+            raise metadata.PackageNotFoundError(package)
+        return version
+
     write_llama(tmp_path / "model.gguf")
-    monkeypatch.setattr(
-        "sparse_tl.lens.gguf_file.find_spec",
-        lambda name: None if name == "gguf" else find_spec(name),
-    )
-    with pytest.raises(ImportError, match=r"the package gguf, .*pip install 'sparse_tl\[gguf\]'"):
+    monkeypatch.setattr("importlib.metadata.version", other)
+    with pytest.raises(ImportError, match=said):
         load_model(tmp_path / "model.gguf")
 
 
