@@ -1,4 +1,4 @@
-"""A real language model by name: from an installed package, the cache, or the hub."""
+"""A real language model by name: from the cache, an installed package or the hub."""
 
 from __future__ import annotations
 
