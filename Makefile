@@ -18,7 +18,7 @@ FORM ?= placeholder
 # Where this is set, every process compiles torch and all else that it imports anew: 7 seconds each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo lab test check contract lint docs doctor gallery notebooks clean
+.PHONY: demo lab language-model test check contract lint docs doctor gallery notebooks clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m sparse_tl addition --form $(FORM) --out $(OUT)
@@ -26,6 +26,10 @@ demo: $(INSTALLED)
 # The notebooks, in a browser; the built-in models come with the package, so nothing is trained.
 lab: $(INSTALLED)
 	$(BIN)/jupyter lab notebooks
+
+# SmolLM2-135M-Instruct, for the tests of a real language model; without it they are skipped.
+language-model: $(INSTALLED)
+	$(BIN)/python -m sparse_tl get smollm2
 
 # One process per core; more threads each would only stand in each other's way.
 test: $(INSTALLED)

@@ -74,7 +74,9 @@ from .metrics import (
     probability_difference as probability_difference,
 )
 from .models import (
+    get_language_model as get_language_model,
     load_addition_models as load_addition_models,
+    load_language_model as load_language_model,
     load_task_models as load_task_models,
 )
 from .plots import (

@@ -78,6 +78,18 @@ def shared_data() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The file of SmolLM2-135M-Instruct, or a skipped test where it is not."""
+    pytest.importorskip("gguf", reason="the package gguf is not installed (pip install gguf)")
+    from sparse_tl.models.registry import cached_file, installed_file
+
+    for file in (cached_file("smollm2"), installed_file("smollm2")):
+        if file is not None and file.is_file():
+            return file
+    pytest.skip("SmolLM2 is not on this machine; `sparse-tl get smollm2` downloads it")
+
+
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a network, and without its minutes of retries."""

@@ -113,7 +113,8 @@ def addition(
 )
 def post_train(
     model: Annotated[
-        str, subject("NAME", "Hub name, Hugging Face folder, or folder saved by sparse_tl.")
+        str,
+        subject("NAME", "Hub name, GGUF file, Hugging Face folder, or folder saved by sparse_tl."),
     ],
     text: Texts = None,
     task: Tasks = None,
@@ -286,7 +287,7 @@ def head_roles(
 )
 def doctor(
     model: Annotated[
-        str | None, subject("NAME", "Also check this model: hub name or folder.")
+        str | None, subject("NAME", "Also check this model: hub name, folder or GGUF file.")
     ] = None,
     window: Annotated[
         int | None,

@@ -7,12 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
+SUBJECT = "What it works on"
 RUN = "The run"
 
 
 def subject(metavar: str, help: str) -> Any:
     """An option for what a command works on."""
-    return typer.Option(metavar=metavar, help=help, rich_help_panel="What it works on")
+    return typer.Option(metavar=metavar, help=help, rich_help_panel=SUBJECT)
 
 
 def setting(metavar: str, help: str, *names: str) -> Any:

@@ -21,7 +21,7 @@ from sparse_tl.scopes import scope
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
-_PLAIN = (*_VOCABULARIES, "merges.txt", "vocab.txt", "added_tokens.json")
+_PLAIN = (*_VOCABULARIES, "merges.txt", "vocab.txt", "added_tokens.json", "chat_template.jinja")
 # Fields of config.json, at any depth, that name code or another location.
 _POINTERS = (
     "auto_map _name_or_path trust_remote_code attn_implementation _attn_implementation "
@@ -32,7 +32,7 @@ _TOKENIZER_FIELDS = (
     "mask_token additional_special_tokens extra_special_tokens added_tokens_decoder "
     "model_specific_special_tokens add_bos_token add_eos_token add_prefix_space legacy errors "
     "do_lower_case clean_up_tokenization_spaces split_special_tokens model_max_length "
-    "padding_side truncation_side model_input_names"
+    "padding_side truncation_side model_input_names chat_template"
 )
 _DEPTHS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
 # Whole, logical and complex numbers, as safetensors names them.
@@ -55,7 +55,7 @@ def data_alone(folder: Path) -> Iterator[Path]:
         data = Path(temporary) / "model"
         data.mkdir()
         for name in _PLAIN:
-            _link(folder / name, data)
+            link(folder / name, data)
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             if (folder / name).is_file():
                 fields = json_object(folder / name)
@@ -64,10 +64,11 @@ def data_alone(folder: Path) -> Iterator[Path]:
         yield data
 
 
-def _link(file: Path, data: Path) -> None:
+def link(file: Path, data: Path, name: str | None = None) -> None:
+    """Link a file into a folder, by its own name or another one."""
     # Follow links: the hub's cache consists of them. Pipes and devices would never end.
     if file.is_file():
-        (data / file.name).symlink_to(file.resolve())
+        (data / (name or file.name)).symlink_to(file.resolve())
 
 
 def link_weights(folder: Path, data: Path) -> tuple[dict[str, int], set[str]]:
@@ -101,7 +102,7 @@ def link_weights(folder: Path, data: Path) -> tuple[dict[str, int], set[str]]:
         )
     sizes, others = dict[str, int](), set[str]()
     for name in set(named.values()):
-        _link(folder / name, data)
+        link(folder / name, data)
         with tensor_file(folder / name), safe_open(folder / name, "pt") as file:
             for key in file.keys():  # noqa: SIM118 - it is no dictionary
                 found = file.get_slice(key)

@@ -1,11 +1,11 @@
-"""Read models and tokenizers from Hugging Face folders, with transformers, as data."""
+"""Read models and tokenizers from Hugging Face folders and GGUF files as data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -28,7 +28,15 @@ from sparse_tl.lens.data_files import (
     depths,
     has_tokenizer,
     json_object,
+    link,
     link_weights,
+)
+from sparse_tl.lens.gguf_file import (
+    NAME,
+    check_taken,
+    gguf_options,
+    read_header,
+    without_bar,
 )
 from sparse_tl.scopes import scope
 
@@ -48,74 +56,111 @@ def quietly() -> Iterator[None]:
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        yield
+        with without_bar():
+            yield
     finally:
         if shown:
             logging.enable_progress_bar()
 
 
 def read_model(
-    folder: Path, *, dtype: torch.dtype | None, device_map: str | dict[str, Any]
+    source: Path, *, dtype: torch.dtype | None, device_map: str | dict[str, Any]
 ) -> tuple[PreTrainedModel, Any, dict[str, Any]]:
-    """The `transformers` model in a folder, its tokenizer if any, and this package's own fields.
+    """The model in a folder or GGUF file, its tokenizer if any, and this package's own fields.
 
     Args:
-        folder: folder of the model.
+        source: Hugging Face folder, or GGUF file, whose weights are dequantised.
         dtype: dtype of the weights; by default float32, or as saved by this package.
         device_map: where the weights go, as `transformers` understands it.
 
     Raises:
+        ImportError: the package gguf is needed and not installed.
         ValueError: the model is not a causal language model that transformers knows, or an adapter;
-            weights are damaged, missing, left over, pickled or quantised.
+            weights are damaged, missing, left over, pickled or, in a folder, quantised.
     """
-    with _checked(folder) as (data, config, own, size):
+    with _checked(source) as seen:
         if dtype is None:
-            dtype = dtype_named(config.get("dtype")) if own else torch.float32
-        with _said_of(folder, "model"), nullcontext() if size > _LARGE else quietly():
-            loaded: Any = _class_of(_config_in(data)).from_pretrained(
-                str(data),
+            dtype = dtype_named(seen.dtype)
+        with _said_of(source, "model"), nullcontext() if seen.size > _LARGE else quietly():
+            loaded: Any = _class_of(seen.config).from_pretrained(
+                str(seen.data),
                 dtype=dtype,
                 device_map=device_map,
                 use_safetensors=True,
                 attn_implementation="eager",
                 ignore_mismatched_sizes=True,  # otherwise it does not list them
                 output_loading_info=True,
+                **seen.options,
                 **_LOCAL,
             )
             model, outcome = loaded
             _check_fit({kind: sorted(outcome[f"{kind}_keys"]) for kind in _MISFITS})
             if any(parameter.is_meta for parameter in model.parameters()):
                 raise ValueError(f"{device_map} leaves weights on the disk, or nowhere")
-        tokenizer = _tokenizer_in(data, folder) if has_tokenizer(folder) else None
-    return model, tokenizer, own
+        tokenizer = _tokenizer_in(seen.data, source) if seen.has_tokenizer else None
+    return model, tokenizer, seen.own
+
+
+class _Seen(NamedTuple):
+    """What transformers may see of a folder or a GGUF file."""
+
+    data: Path
+    config: Any
+    options: dict[str, Any]
+    """Options of `from_pretrained`."""
+    own: dict[str, Any]
+    """This package's own fields."""
+    dtype: Any
+    """Name of the dtype of the weights."""
+    size: int
+    """Number of weights."""
+    has_tokenizer: bool
 
 
 @scope
-def _checked(folder: Path) -> Iterator[tuple[Path, dict[str, Any], dict[str, Any], int]]:
-    """What transformers may see of a folder, once its sizes are known to fit its weights.
+def _checked(source: Path) -> Iterator[_Seen]:
+    """What transformers may see of a folder or GGUF file, once sizes are known to fit weights."""
+    seen = _checked_folder if source.is_dir() else _checked_gguf
+    with data_alone(source) as data:
+        yield seen(source, data)
 
-    Also yields the configuration, this package's own fields, and the number of weights.
-    """
+
+def _checked_folder(folder: Path, data: Path) -> _Seen:
     config = checked_config(folder)
     own = _own_fields(config.pop(OWN_FIELDS, None), folder)
-    with data_alone(folder) as data:
-        write_json(data / "config.json", config)
-        weights, others = link_weights(folder, data)
-        for name, layers in depths(config):
-            check_depth(layers, len(weights), f"{folder / 'config.json'} as {name}")
-        size = sum(weights.values())
-        with _said_of(folder, "model"):
-            _check_plan(data, size, others)
-        yield data, config, own, size
+    write_json(data / "config.json", config)
+    weights, others = link_weights(folder, data)
+    for name, layers in depths(config):
+        check_depth(layers, len(weights), f"{folder / 'config.json'} as {name}")
+    size = sum(weights.values())
+    with _said_of(folder, "model"):
+        made = _config_in(data)
+        _check_plan(made, size, others)
+    dtype = config.get("dtype") if own else "float32"
+    return _Seen(data, made, {}, own, dtype, size, has_tokenizer(folder))
 
 
-def check_files(folder: Path) -> None:
+def _checked_gguf(file: Path, data: Path) -> _Seen:
+    header = read_header(file)
+    link(file, data, NAME)
+    with _said_of(file, "model"):
+        config = _config_in(data)
+    vars(config).pop("_model_name_or_path", None)  # free text
+    for name, layers in depths(config.to_dict()):
+        check_depth(layers, len(header.sizes), f"{file} as {name}")
+    size = sum(header.sizes.values())
+    with _said_of(file, "model"):
+        check_taken(header, config, _check_plan(config, size, set()))
+    return _Seen(data, config, gguf_options(config), {}, "float32", size, header.has_tokenizer)
+
+
+def check_files(source: Path) -> None:
     """Check that configuration and weights can belong to one model, without reading weights.
 
     Raises:
         ValueError: as in `read_model`.
     """
-    with _checked(folder):
+    with _checked(source):
         pass
 
 
@@ -152,24 +197,36 @@ def check_tokenizer(tokenizer: Any, d_vocab: int) -> None:
         )
 
 
-def _check_plan(data: Path, held: int, others: set[str]) -> None:
-    """Refuse a configuration with more weights than the files hold, before allocating any, and
-    weights that are not floating-point numbers, which would be converted."""
-    config = _config_in(data)
+def _check_plan(config: Any, held: int, others: set[str]) -> int:
+    """Check that the weights can fill the model, before it is allocated; return how many it has.
+
+    Args:
+        config: configuration of the model.
+        held: number of weights that there are.
+        others: names of those that are not floating-point numbers.
+    """
     kind = _class_of(config)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):  # it draws initial weights
         auto = kind is AutoModelForCausalLM
         plan = kind.from_config(config, trust_remote_code=False) if auto else kind(config)
     needed = sum(parameter.numel() for parameter in plan.parameters())
     if needed > held:
-        raise ValueError(f"its config.json makes a model of {needed:,} numbers; it holds {held:,}")
+        raise ValueError(
+            f"its configuration makes a model of {needed:,} numbers; it holds {held:,}"
+        )
     wrong = sorted(others.intersection(name for name, _ in plan.named_parameters()))
     if wrong:
         raise ValueError(f"expected floating-point numbers as weights; {wrong[:5]} are not")
+    return needed
 
 
 def _config_in(data: Path) -> Any:
-    return AutoConfig.from_pretrained(str(data), **_LOCAL)
+    return AutoConfig.from_pretrained(str(data), **_file_in(data), **_LOCAL)
+
+
+def _file_in(data: Path) -> dict[str, str]:
+    """The option that names a GGUF file, if that is what there is."""
+    return {"gguf_file": NAME} if (data / NAME).exists() else {}
 
 
 def _class_of(config: Any) -> Any:
@@ -211,9 +268,10 @@ def _tokenizer_in(data: Path, folder: Path, *, adds_bos: bool = False) -> Any:
     said = data / "tokenizer_config.json"
     named = json_object(said).get("tokenizer_class") if said.is_file() else None
     # AutoTokenizer would pick the class of the model family, with its own vocabulary.
-    reader: Any = PreTrainedTokenizerFast if named in _WHOLE else AutoTokenizer
+    whole = named in _WHOLE or bool(_file_in(data))
+    reader: Any = PreTrainedTokenizerFast if whole else AutoTokenizer
     with _said_of(folder, "tokenizer"):
-        tokenizer: Any = reader.from_pretrained(str(data), **_LOCAL)
+        tokenizer: Any = reader.from_pretrained(str(data), **_file_in(data), **_LOCAL)
         if adds_bos and tokenizer.bos_token is not None:
             # If the template cannot hold this BOS token, TransformerLens prepends it.
             with suppress(ValueError):
@@ -225,10 +283,11 @@ def _tokenizer_in(data: Path, folder: Path, *, adds_bos: bool = False) -> Any:
 
 
 @scope
-def _said_of(folder: Path, what: str) -> Iterator[None]:
-    """Name the folder in any error that transformers or tokenizers raise on a bad file."""
+def _said_of(source: Path, what: str) -> Iterator[None]:
+    """Name the folder or file in any error that transformers or tokenizers raise on a bad one."""
     try:
         yield
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"[:1000]
-        raise ValueError(f"expected a Hugging Face {what} in {folder}; {reason}") from error
+        kind = "Hugging Face" if source.is_dir() else "GGUF"
+        raise ValueError(f"expected a {kind} {what} in {source}; {reason}") from error

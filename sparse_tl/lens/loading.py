@@ -1,9 +1,9 @@
-"""Load models from a hub name, a Hugging Face folder, a saved folder or an object; save models.
+"""Load models from a hub name, a folder, a GGUF file or an object; save models.
 
-Names and Hugging Face folders give a TransformerBridge with every version of TransformerLens,
-so that one code path covers all architectures and gives the same tokens everywhere. A bridge is
-saved as a Hugging Face folder, which transformers can read too; for a HookedTransformer see
-`hooked_folder`. No code from a folder is ever run.
+Names, Hugging Face folders and GGUF files give a TransformerBridge with every version of
+TransformerLens, so that one code path covers all architectures and gives the same tokens
+everywhere. A bridge is saved as a Hugging Face folder, which transformers can read too; for a
+HookedTransformer see `hooked_folder`. No code from a folder is ever run.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from sparse_tl.files import read_json, read_steadily, write_json
 from sparse_tl.lens.architecture import CONFIG_FILE, dtype_named
 from sparse_tl.lens.booting import boot
 from sparse_tl.lens.devices import checked_device
+from sparse_tl.lens.gguf_file import find_gguf
 from sparse_tl.lens.hooked_folder import check_hooked, load_hooked, save_hooked
 from sparse_tl.lens.hub import fetch
 from sparse_tl.lens.hugging_face import OWN_FIELDS, check_files, quietly, read_model
@@ -47,37 +48,40 @@ def load_model(
 ) -> Model:
     """Load a model without processing its weights, and without running code that it brings.
 
-    A name or Hugging Face folder gives a TransformerBridge. A folder written by `save_model` gives
-    the saved model; where TransformerLens has no HookedTransformer, that becomes a bridge too.
+    A name, Hugging Face folder or GGUF file gives a TransformerBridge. A folder written by
+    `save_model` gives the saved model; where TransformerLens has no HookedTransformer, that becomes
+    a bridge too.
 
     Args:
-        source: hub name, Hugging Face folder, or folder written by `save_model`; or a causal
-            language model of `transformers`, which is turned into a bridge in place; or a
-            TransformerLens model, which is returned unchanged.
-        tokenizer: tokenizer for a model of `transformers`, or to replace the one that a name or a
-            Hugging Face folder brings.
+        source: hub name, Hugging Face folder, or folder written by `save_model`; or a GGUF file or
+            folder with one, whose weights are dequantised; or a causal language model of
+            `transformers`, which is turned into a bridge in place; or a TransformerLens model,
+            which is returned unchanged.
+        tokenizer: tokenizer for a model of `transformers`, or to replace the one that a name, a
+            Hugging Face folder or a GGUF file brings.
         prepend_bos: whether prompts start with the BOS token, everywhere in this package and in
             ``model.to_tokens``. By default as saved by this package, or else as the tokenizer
             itself does it. ``model.cfg.default_prepend_bos`` says which, and can be set.
         device: device of the model; a GPU by default if there is one.
-        dtype: dtype of the weights, such as "bfloat16"; by default float32 for names and Hugging
-            Face folders, and the saved dtype for folders written by `save_model`.
-        device_map: placement of each part, as in `transformers`, instead of `device`; for names
-            and Hugging Face folders.
+        dtype: dtype of the weights, such as "bfloat16"; by default float32 for names, Hugging Face
+            folders and GGUF files, and the saved dtype for folders written by `save_model`.
+        device_map: placement of each part, as in `transformers`, instead of `device`; for names,
+            Hugging Face folders and GGUF files.
 
     Raises:
+        ImportError: a GGUF file is read with the package gguf, which is not installed.
         TypeError: the object is not a model.
-        ValueError: the folder holds no model or a sparse one, weights do not fit their
-            configuration or are pickled, TransformerLens does not support the model class, the
-            tokenizer lacks the BOS token asked for, the hub does not have the name, the hub cannot
-            be reached, or the device cannot be used.
+        ValueError: the folder holds no model or a sparse one, a GGUF file is damaged, weights do
+            not fit their configuration or are pickled, TransformerLens does not support the model
+            class, the tokenizer lacks the BOS token asked for, the hub does not have the name, the
+            hub cannot be reached, or the device cannot be used.
     """
     placed: dict[str, Any] = {"device": device, "dtype": dtype, "device_map": device_map}
     if not isinstance(source, (str, Path)):
         _check_unset("a model object, which is used as it is", **placed)
         return _begun(_of_object(source, tokenizer, prepend_bos), prepend_bos)
     folder, name = Path(source).expanduser(), None
-    if not folder.is_dir():
+    if not folder.is_dir() and find_gguf(folder) is None:
         _placed(device, device_map)  # check arguments before downloading
         _dtype(dtype)
         folder, name = fetch(str(source))
@@ -110,19 +114,17 @@ def load_folder(
     dtype: str | torch.dtype | None = None,
     device_map: str | Mapping[str, Any] | None = None,
 ) -> Model:
-    """Load the dense model in a folder, ignoring other files; see `load_model`.
+    """Load the dense model in a folder or GGUF file, ignoring other files; see `load_model`.
 
-    The model's name is the saved one, or else `name`, or else the folder's.
+    The model's name is the saved one, or else `name`, or else that of the folder or file.
     """
     number = _dtype(dtype)
     if (folder / CONFIG_FILE).is_file():
         _check_unset("a folder of a HookedTransformer", tokenizer=tokenizer, device_map=device_map)
         model = load_hooked(folder, device=checked_device(device), dtype=number)
-    elif (folder / "config.json").is_file():
-        place = _placed(device, device_map)
-        model = _of_hugging_face(folder, name or folder.resolve().name, tokenizer, number, place)
     else:
-        raise _no_model(folder)
+        source, place = _source_in(folder), _placed(device, device_map)
+        model = _of_hugging_face(source, name or _named(source), tokenizer, number, place)
     _check_finite(model, folder)
     return model
 
@@ -147,17 +149,25 @@ def check_folder(folder: str | Path) -> None:
     folder = Path(folder)
     if (folder / CONFIG_FILE).is_file():
         check_hooked(folder)
-    elif (folder / "config.json").is_file():
-        check_files(folder)
     else:
-        raise _no_model(folder)
+        check_files(_source_in(folder))
 
 
-def _no_model(folder: Path) -> ValueError:
-    return ValueError(
-        f"expected {CONFIG_FILE} (a HookedTransformer that save_model wrote) or config.json (a "
-        f"Hugging Face folder) in {folder}; found {sorted(p.name for p in folder.iterdir())[:10]}"
+def _source_in(folder: Path) -> Path:
+    """What transformers reads: the folder itself, or the GGUF file that it is or has."""
+    if (folder / "config.json").is_file():
+        return folder
+    if (file := find_gguf(folder)) is not None:
+        return file
+    raise ValueError(
+        f"expected {CONFIG_FILE} (a HookedTransformer that save_model wrote), config.json (a "
+        f"Hugging Face folder) or a GGUF file in {folder}; found "
+        f"{sorted(path.name for path in folder.iterdir())[:10]}"
     )
+
+
+def _named(source: Path) -> str:
+    return source.resolve().name if source.is_dir() else source.stem
 
 
 @checked
@@ -218,19 +228,19 @@ def _name_of(model: PreTrainedModel) -> str:
 
 
 def _of_hugging_face(
-    folder: Path,
+    source: Path,
     name: str,
     tokenizer: Any,
     dtype: torch.dtype | None,
     device_map: str | dict[str, Any],
 ) -> Model:
-    model, found, own = read_model(folder, dtype=dtype, device_map=device_map)
+    model, found, own = read_model(source, dtype=dtype, device_map=device_map)
     try:
         bridge = boot(
             model, found if tokenizer is None else tokenizer, name=own.get("model_name", name)
         )
     except ValueError as error:
-        raise ValueError(f"cannot load {folder}: {error}") from error
+        raise ValueError(f"cannot load {source}: {error}") from error
     devices = set(getattr(model, "hf_device_map", {}).values())
     if len(devices) > 1:
         bridge.cfg.n_devices = len(devices)

@@ -1,12 +1,20 @@
-"""Small built-in models, trained by the package itself, so that everything runs offline."""
+"""Models at hand: small ones that the package trains itself, and language models by name."""
 
 from sparse_tl.models.addition import (
     addition_recipe as addition_recipe,
     build_addition_model as build_addition_model,
     load_addition_models as load_addition_models,
 )
+from sparse_tl.models.language import load_language_model as load_language_model
 from sparse_tl.models.pairs import Pair as Pair, build_pair as build_pair, read_pair as read_pair
 from sparse_tl.models.recipes import Recipe as Recipe
+from sparse_tl.models.registry import (
+    PUBLISHED as PUBLISHED,
+    cached_file as cached_file,
+    get_language_model as get_language_model,
+    is_whole as is_whole,
+    published as published,
+)
 from sparse_tl.models.task_text import (
     TASKS as TASKS,
     task_pairs as task_pairs,

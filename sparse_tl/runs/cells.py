@@ -82,7 +82,7 @@ def cells_of(
         raise ValueError(f"expected each kind of task once; got {list(tasks)}")
     columns = _titled(models)
     for model in models:
-        if Path(model).is_dir():
+        if Path(model).is_dir() or Path(model).suffix == ".gguf":
             check_folder(model)
     held: dict[str, HookedModel] = {}
 

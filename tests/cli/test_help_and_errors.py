@@ -13,7 +13,7 @@ from command_line import Outcome, run_command
 
 from sparse_tl import __version__
 
-COMMANDS = ("addition", "post-train", "circuits", "head-roles", "doctor")
+COMMANDS = ("addition", "post-train", "circuits", "head-roles", "doctor", "get")
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +64,8 @@ def test_every_example_can_be_read_by_its_command(
 
     for job in ("addition", "post_training", "circuits", "head_roles", "doctor"):
         monkeypatch.setattr(f"sparse_tl.runs.run_{job}", stop)
+    for name in ("get_language_model", "cached_file"):
+        monkeypatch.setattr(f"sparse_tl.models.{name}", stop)
     assert len(examples) >= 2
     for words in examples:
         assert run_command(*words).code == 1, words

@@ -321,7 +321,8 @@ def test_other_objects_are_refused() -> None:
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"expected tl_config\.json .* or config\.json .*found \[\]"
+        ValueError,
+        match=r"expected tl_config\.json .* config\.json .* or a GGUF file in .*found \[\]",
     ):
         load_model(tmp_path, device="cpu")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from jinja2.exceptions import SecurityError
 from tiny import hooked_alone
 from tokenizers import Tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -25,6 +26,7 @@ Build = Callable[..., Model]
 CONFIGS = {"hooked": "tl_config.json", "bridge": "config.json"}
 FORMS = pytest.mark.parametrize("form", CONFIGS)
 
+TEMPLATE = "{{ ''.__class__.__mro__ }}"
 CODE = """
 from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -76,7 +78,7 @@ def _stranger_tokenizer(folder: Path, marker: Path, tokenizer_class: str = "Toke
         trust_remote_code=True,
         tokenizer_class=tokenizer_class,
         bos_token="0",
-        chat_template="{{ ''.__class__.__mro__ }}",
+        chat_template=TEMPLATE,
     )
 
 
@@ -149,7 +151,10 @@ def test_code_beside_our_own_files_is_not_run(
     model = load_model(folder, device="cpu")
     assert not marker.exists()
     assert model.to_tokens("12", prepend_bos=False).tolist() == [[1, 2]]
-    assert model.tokenizer.chat_template is None
+    # A chat template is text until it is rendered, in a sandbox.
+    assert model.tokenizer.chat_template == TEMPLATE
+    with pytest.raises(SecurityError):
+        model.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
 
 
 @FORMS

