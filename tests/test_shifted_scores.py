@@ -54,9 +54,12 @@ def _rows() -> stl.TokenBatch:
 
 
 @contextmanager
-def _wrapped(model: Any, bias: Tensor, **options: Any) -> Iterator[stl.SparseTransformer]:
-    sparse = stl.SparseTransformer(model, **options)
-    sparse.gates.bias.data.copy_(bias)
+def _wrapped(model: Any, bias: Tensor | None, **options: Any) -> Iterator[stl.SparseTransformer]:
+    """Under score gates with a bias, or share gates without."""
+    start = {"initial_threshold": 0.15} if bias is None else {"initial_bias": 0.0}
+    sparse = stl.SparseTransformer(model, **start, **options)
+    if bias is not None:
+        sparse.gates.bias.data.copy_(bias)
     try:
         yield sparse
     finally:
@@ -68,7 +71,7 @@ def _counted(counts: stl.AttentionEdgeCounts) -> dict[str, Any]:
     return {name: value.detach() for name, value in found.items()}
 
 
-def _run(model: Any, bias: Tensor) -> Mapping[str, Any]:
+def _run(model: Any, bias: Tensor | None) -> Mapping[str, Any]:
     found: dict[str, Any] = {}
     with _wrapped(model, bias, mlps=True) as sparse, torch.no_grad():
         blocks = sparse.sampled(noise=0.0), sparse.opened(), nullcontext()
@@ -80,7 +83,7 @@ def _run(model: Any, bias: Tensor) -> Mapping[str, Any]:
     return found
 
 
-def _trained(model: Any, bias: Tensor) -> Mapping[str, Any]:
+def _trained(model: Any, bias: Tensor | None) -> Mapping[str, Any]:
     """One step whose rate is nearly 0: what it reports of edges before and after."""
     with _wrapped(model, bias) as sparse:
         how = {"steps": 1, "validation": _rows(), "learning_rate": 1e-12, "target_loss": 99.0}
@@ -90,7 +93,7 @@ def _trained(model: Any, bias: Tensor) -> Mapping[str, Any]:
     return found | {"expected": outcome.history["expected_per_token"].dropna().tolist()}
 
 
-def _traced(model: Any, bias: Tensor) -> Mapping[str, Any]:
+def _traced(model: Any, bias: Tensor | None) -> Mapping[str, Any]:
     graphs = {"dense": stl.trace_attention(model, _tokens()[0])}
     with _wrapped(model, bias) as sparse:
         graphs["sparse"] = stl.trace_attention(sparse, _tokens()[0])
@@ -103,29 +106,29 @@ def _traced(model: Any, bias: Tensor) -> Mapping[str, Any]:
     return found
 
 
-def _explored(model: Any, bias: Tensor) -> Mapping[str, Any]:
+def _explored(model: Any, bias: Tensor | None) -> Mapping[str, Any]:
     return {"gates": Exploration(model, _tokens()[0]).graph("Model").gates}
 
 
-def _held_out(model: Any, bias: Tensor) -> Mapping[str, Any]:
+def _held_out(model: Any, bias: Tensor | None) -> Mapping[str, Any]:
     found = {f"dense: {k}": v for k, v in evaluate_held_out(model, _rows()).numbers.items()}
     with _wrapped(model, bias) as sparse:
         numbers = evaluate_held_out(sparse, _rows()).numbers
     return found | {f"sparse: {name}": value for name, value in numbers.items()}
 
 
-def _attributed(model: Any, bias: Tensor) -> Mapping[str, Any]:
+def _attributed(model: Any, bias: Tensor | None) -> Mapping[str, Any]:
     scores = stl.attribute_attention_edges(model, _pairs(), logit_difference, steps=2, **QUIET)
     return {"parts": scores.site.n_parts, "exists": scores.site.exists, "values": scores.values}
 
 
-def _opened(model: Any, bias: Tensor) -> Mapping[str, Any]:
+def _opened(model: Any, bias: Tensor | None) -> Mapping[str, Any]:
     with _wrapped(model, bias) as sparse:
         table = sparse.open_attention_edges(_tokens(), attention_mask=_real())
     return {"edges": sorted(map(tuple, table.to_numpy().tolist()))}
 
 
-def _all(model: Any, bias: Tensor) -> Mapping[str, Any]:
+def _all(model: Any, bias: Tensor | None) -> Mapping[str, Any]:
     with _wrapped(model, bias) as sparse:
         return _counted(sparse.count_attention_edges(_tokens(), attention_mask=_real()))
 
@@ -226,6 +229,14 @@ def test_a_head_that_a_bias_shifts(name: str, way: str) -> None:
         lower = bias.clone()
         lower[HEAD] -= shift
         _same(CALLS[name](_liftable(shift), lower), expected)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_share_gates_of_a_head_that_a_bias_shifts(name: str, way: str) -> None:
+    """Nothing at all has changed, and nothing had to be lowered."""
+    expected = CALLS[name](_liftable(0.0), None)
+    for shift in SHIFTS:
+        _same(CALLS[name](_liftable(shift), None), expected)
 
 
 WHERE: dict[str, Callable[[int], Any]] = {

@@ -55,7 +55,7 @@ def test_scores_that_depend_on_what_follows() -> None:
     assert not torch.allclose(cache[0][:, :, :1, :1], cache[1][:, :, :1, :1], atol=0.1)
     why = r"stay the same when tokens follow.*in layer 0 .* they change by .*length of the prompt"
     with pytest.raises(ValueError, match=why):
-        SparseTransformer(model)
+        SparseTransformer(model, gates="score")
     check_circuits(adapt(model))
     with ablate_heads(model, [(0, 1)]):
         assert model(TOKENS).isfinite().all()
