@@ -89,10 +89,15 @@ from .plots import (
 )
 from .tasks import (
     AdditionTask as AdditionTask,
+    AnaphorTask as AnaphorTask,
+    CapitalsTask as CapitalsTask,
     DocstringTask as DocstringTask,
     GreaterThanTask as GreaterThanTask,
+    InductionTask as InductionTask,
     IOILongTask as IOILongTask,
     IOITask as IOITask,
+    SubjectVerbTask as SubjectVerbTask,
+    task_report as task_report,
 )
 from .training import (
     evaluate_held_out as evaluate_held_out,

@@ -58,6 +58,15 @@ def is_right(logits: Float[Tensor, "pair vocab"], pairs: PromptPairs) -> Bool[Te
     return (logits.argmax(dim=-1, keepdim=True) == pairs.answers).any(dim=1)
 
 
+def chooses_right(logits: Float[Tensor, "pair vocab"], pairs: PromptPairs) -> Bool[Tensor, " pair"]:
+    """Whether the likeliest of the right and the wrong answers is a right one."""
+    right, wrong = (
+        picked.masked_fill(~given, -torch.inf).amax(dim=1)
+        for picked, given in (_picked(logits, pairs.answers), _picked(logits, pairs.wrong))
+    )
+    return right > wrong
+
+
 def divergence(
     logits: Float[Tensor, "pair vocab"], reference: Float[Tensor, "pair vocab"]
 ) -> Float[Tensor, " pair"]:

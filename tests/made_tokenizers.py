@@ -24,6 +24,7 @@ def byte_level(
     behind: str | None = None,
     normalizer: Any = None,
     words_alone: bool = True,
+    digits: str | None = None,
 ) -> Any:
     """As GPT-2's: every byte is a token, and so are some words, with the space before them.
 
@@ -33,9 +34,13 @@ def byte_level(
         behind: special token that it puts behind every text.
         normalizer: what is done to texts first.
         words_alone: whether no token has parts of two words.
+        digits: pattern of the digits that are read together, with no space before them.
     """
-    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words_alone)
+    split: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words_alone)
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    if digits is not None:
+        alone = pre_tokenizers.Split(Regex(digits), "isolated")
+        split = pre_tokenizers.Sequence([alone, split])
     names = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     vocabulary, merges = {name: number for number, name in enumerate(names)}, []
     for word in words:
@@ -44,7 +49,8 @@ def byte_level(
             if written[:end] not in vocabulary:
                 vocabulary[written[:end]] = len(vocabulary)
                 merges.append((written[: end - 1], written[end - 1]))
-    inner = Tokenizer(models.BPE(vocabulary, merges))
+    # With `digits`, as Llama 3's: what is a token as a whole is not merged from parts.
+    inner = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=digits is not None))
     inner.pre_tokenizer, inner.decoder = split, decoders.ByteLevel()
     if normalizer is not None:
         inner.normalizer = normalizer

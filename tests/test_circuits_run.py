@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from rich.console import Console
-from tiny import save_small_task_models
+from tiny import save_small_task_models, save_taught_task_models
 
 from sparse_tl.circuits import CircuitSizes, Evaluation, Scores, SeedMultipliers, multiplier
 from sparse_tl.cli import printing
@@ -22,12 +22,14 @@ from sparse_tl.lens import load_model
 from sparse_tl.runs import circuits as run_module, run_circuits
 
 TASKS = ["greater_than"]
+ASKED = ["greater_than", "ioi", "capitals"]
+"""The models do the first, and their tokenizer does not know the words of the last."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Smaller ones than the built-in task models, as folders."""
-    return save_small_task_models(tmp_path_factory.mktemp("models"))
+    """Smaller ones than the built-in task models, which do Greater-Than, as folders."""
+    return save_taught_task_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def run(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     out = tmp_path_factory.mktemp("run") / "circuits"
     dense, sparse = models
     return out, run_circuits(
-        out, model=str(dense), sparse=sparse, tasks=TASKS, pairs=8, device="cpu", progress=False
+        out, model=str(dense), sparse=sparse, tasks=ASKED, pairs=8, device="cpu", progress=False
     )
 
 
@@ -68,6 +70,27 @@ def test_everything_is_written(run: tuple[Path, Any]) -> None:
             assert (out / f"{parts}_kept.{suffix}").stat().st_size > 1000
 
 
+def test_a_task_that_a_model_does_not_do_has_no_circuits(run: tuple[Path, Any]) -> None:
+    out, outcome = run
+    ioi, capitals = outcome.no_circuits
+    assert json.loads((out / "no_circuits.json").read_text()) == [ioi, capitals]
+    assert ioi.startswith("IOI, seed 0, dense model: the model does not do this task: of 500 ")
+    assert capitals.startswith("Capitals, seed 0: expected at least 2 countries that are single")
+    assert not (out / "ioi").exists() and not (out / "capitals").exists()
+    assert "does not do this task" in outcome._repr_html_()
+    for side in ("dense", "sparse"):
+        said = outcome.metrics["greater_than"][side]
+        assert said["choice"] > 0.9 and said["chance"] == pytest.approx(0.5, abs=0.05)
+
+
+def test_models_that_do_none_of_the_tasks(tmp_path: Path) -> None:
+    dense, sparse = save_small_task_models(tmp_path, n_layer=1, n_head=2, n_embd=16, n_inner=16)
+    out, tasks = tmp_path / "out", ["greater_than", "ioi"]
+    with pytest.raises(ValueError, match=r"Greater Than, seed 0, dense model: the model does not"):
+        run_circuits(out, model=str(dense), sparse=sparse, tasks=tasks, pairs=4, progress=False)
+    assert [file.name for file in out.iterdir()] == ["run.json"]
+
+
 def test_numbers_are_those_of_the_saved_curves(run: tuple[Path, Any]) -> None:
     out, outcome = run
     table = pd.read_csv(out / "curves.csv")
@@ -93,7 +116,7 @@ def test_what_is_finished_is_not_measured_again(
     monkeypatch.setattr(run_module, "measure", lambda *a, **k: calls.append(a))
     dense, sparse = models
     again = run_circuits(
-        out, model=str(dense), sparse=sparse, tasks=TASKS, pairs=8, device="cpu", progress=False
+        out, model=str(dense), sparse=sparse, tasks=ASKED, pairs=8, device="cpu", progress=False
     )
     assert not calls
     assert again.metrics == outcome.metrics
@@ -113,7 +136,7 @@ def test_seeds_are_added_compared_each_with_its_own_and_summed_up(
         out,
         model=str(dense),
         sparse=sparse,
-        tasks=TASKS,
+        tasks=ASKED,
         pairs=8,
         seeds=(0, 1),
         device="cpu",
@@ -164,7 +187,7 @@ def test_other_weights_under_the_same_name(
     (out / "run.json").write_text(json.dumps(noted))
     with pytest.raises(ValueError, match="holds results of another dense model"):
         run_circuits(
-            out, model=str(models[0]), sparse=models[1], tasks=TASKS, pairs=8, progress=False
+            out, model=str(models[0]), sparse=models[1], tasks=ASKED, pairs=8, progress=False
         )
 
 

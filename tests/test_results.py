@@ -31,6 +31,7 @@ from sparse_tl.circuits import (
 )
 from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.circuits.outcomes import SearchState
+from sparse_tl.circuits.skill import Skill
 from sparse_tl.files import read_tensors, write_tensors
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.graph import CircuitGraph
@@ -41,7 +42,7 @@ from sparse_tl.results import Result, table_html
 from sparse_tl.runs import Comparison, SparseRun
 from sparse_tl.runs.addition import AdditionRun, draw
 from sparse_tl.runs.head_roles import HeadRolesRun
-from sparse_tl.tasks import AdditionTask
+from sparse_tl.tasks import AdditionTask, TaskReport
 from sparse_tl.training import DenseAndSparse, HeldOut, PostTraining
 from sparse_tl.training.constraint import TargetLoss
 
@@ -57,6 +58,7 @@ COUNTS = torch.ones(2, 3, 2, dtype=torch.long)
 PAIR = torch.tensor([2.0, 4.0]).double()
 SEEDS = torch.rand(2, 2, 2)
 MIB = Evaluation((0,) * 10, 2, torch.ones(10, 2).double(), PAIR, 0 * PAIR)
+SKILL = Skill(0.5, torch.tensor([True, False]), 0.5, PAIR, 0 * PAIR, "<s>")
 RESULTS: dict[str, Any] = {
     "edge scores": SCORES,
     "head scores": HEADS,
@@ -126,12 +128,18 @@ RESULTS: dict[str, Any] = {
     ),
     "ablation": AblationCurve("irrelevance", torch.rand(2, 3), (2, 0), torch.rand(2, 3)),
     "ablation without control": AblationCurve("random", torch.rand(2, 3), (2, 2)),
+    "skill": SKILL,
+    "report of tasks": TaskReport({"ioi": SKILL}, {"ioi": "", "capitals": "expected more words"}),
     "contrastive": ContrastiveGates((0, 7), -0.1, SEEDS, torch.rand(2), torch.rand(2), 0.1, 0.25),
 }
 
 
 def _leaves(result: Any, name: str = "") -> dict[str, Any]:
     """Everything a result holds, down to what can be compared."""
+    if isinstance(result, dict):
+        return {
+            key: leaf for k, v in result.items() for key, leaf in _leaves(v, f"{name}.{k}").items()
+        }
     if not is_dataclass(result):
         return {name: result}
     found = {f"{name}:": type(result)}

@@ -102,7 +102,32 @@ def save_small_task_models(folder: Path, **size: int) -> tuple[Path, Path]:
     return folder / "dense", folder / "sparse"
 
 
-def _small_task_model(**size: int) -> Model:
+def save_taught_task_models(folder: Path, **size: int) -> tuple[Path, Path]:
+    """As `save_small_task_models`, of a model that does Greater-Than after a few steps."""
+    import torch
+
+    from sparse_tl.gates import SparseTransformer
+    from sparse_tl.lens import save_model
+    from sparse_tl.models import TASKS, task_pairs
+
+    dense = _small_task_model(logits=1.0, **size)
+    pairs = task_pairs(TASKS[0], 512, part="training")
+    optimizer = torch.optim.Adam(dense.parameters(), lr=1e-2)
+    for step in range(60):
+        batch = pairs.select(torch.arange(64 * step, 64 * step + 64) % len(pairs))
+        given = batch.answers >= 0
+        logits = batch.read(dense(batch.clean)).log_softmax(dim=-1)
+        found = logits.gather(1, batch.answers.clamp(min=0)) * given
+        loss = -(found.sum(dim=1) / given.sum(dim=1)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    save_model(dense, folder / "dense")
+    SparseTransformer(dense, initial_bias=4.0).save_pretrained(folder / "sparse")
+    return folder / "dense", folder / "sparse"
+
+
+def _small_task_model(logits: float = 10.0, **size: int) -> Model:
     """Its logits are ten times as large as an untrained model's, so that parts matter."""
     import torch
 
@@ -114,7 +139,7 @@ def _small_task_model(**size: int) -> Model:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lm_head" in name:
-                parameter.mul_(10)
+                parameter.mul_(logits)
     return model
 
 

@@ -60,4 +60,8 @@ from sparse_tl.circuits.seeds import (
     SeedMultipliers as SeedMultipliers,
     seed_multipliers as seed_multipliers,
 )
+from sparse_tl.circuits.skill import (
+    Skill as Skill,
+    measure_skill as measure_skill,
+)
 from sparse_tl.circuits.trace import trace_attention as trace_attention

@@ -19,12 +19,12 @@ from sparse_tl import ranks
 from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.effect import Evaluation
-from sparse_tl.circuits.pair_runs import PairRuns
+from sparse_tl.circuits.pair_runs import PairRuns, clean_logits
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.data import Positions, PromptPairs
-from sparse_tl.gates import CircuitEdges, Heads, HookPoints, Patch
+from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.grids import HeadGrid
-from sparse_tl.lens import EMBEDDED, HookedModel, adapt, in_evaluation_mode
+from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.metrics import Metric, is_right, measure
 from sparse_tl.positioned_graph import PositionedGraph
 from sparse_tl.progress import tracked
@@ -159,9 +159,8 @@ def evaluate_heads(
 @autograd(False)
 def accuracy(model: HookedModel, pairs: PromptPairs, *, batch_size: AtLeastOne = 32) -> float:
     """Share of clean prompts, 0 to 1, whose top prediction at the read position is an answer."""
-    nowhere = HookPoints((EMBEDDED,), (), ())
-    runs = PairRuns(model, nowhere, pairs, "zero", batch_size, shared=True)
-    right = [is_right(run.clean_logits, batch).cpu() for batch, run in runs]
+    logits = clean_logits(model, pairs, batch_size)
+    right = [is_right(found, batch).cpu() for batch, found in logits]
     return torch.cat(ranks.in_order(right)).double().mean().item()
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from sparse_tl import ranks
 from sparse_tl.data import Positions, PromptPairs
-from sparse_tl.gates import CircuitEdges, GatedRun, Heads, Patch, PatchValues, Site
+from sparse_tl.gates import CircuitEdges, GatedRun, Heads, HookPoints, Patch, PatchValues, Site
 from sparse_tl.gates.patches import mean_activations, needs_reference
-from sparse_tl.lens import HookedModel, adapt, check_pairs
+from sparse_tl.lens import EMBEDDED, HookedModel, adapt, check_pairs
 from sparse_tl.metrics import Metric, check_changed, divergence, is_changed, measure
 from sparse_tl.scopes import autograd
 
@@ -160,6 +160,15 @@ class PairRuns:
         """Logits of the prompts whose activations are patched in."""
         assert run.patch.final is not None
         return self.adapter.logits_at(run.patch.final, run.read)
+
+
+def clean_logits(
+    model: HookedModel, pairs: PromptPairs, batch_size: int
+) -> Iterator[tuple[PromptPairs, Float[Tensor, "pair vocab"]]]:
+    """The logits of clean prompts where they are read, batch by batch; ranks share the batches."""
+    nowhere = HookPoints((EMBEDDED,), (), ())
+    for batch, run in PairRuns(model, nowhere, pairs, "zero", batch_size, shared=True):
+        yield batch, run.clean_logits
 
 
 def read_mask(batch: PromptPairs) -> Bool[Tensor, "pair pos"]:

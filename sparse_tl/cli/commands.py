@@ -11,12 +11,14 @@ from sparse_tl.cli.app import call, command
 from sparse_tl.cli.options import (
     Boundaries,
     CheckpointActivations,
+    CircuitTasks,
     Device,
     HeldOutText,
     Lora,
     Out,
     Quiet,
     Restart,
+    RoleTasks,
     Seed,
     Shard,
     Tasks,
@@ -186,10 +188,7 @@ def circuits(
     sparse: Annotated[
         Path | None, subject("FOLDER", "Folder of the sparse model made from it.")
     ] = None,
-    tasks: Annotated[
-        str,
-        subject("NAMES", "Comma-separated: greater_than, ioi, docstring, ioi_long. Default: all."),
-    ] = "",
+    tasks: CircuitTasks = "",
     pairs: Annotated[int, setting("N", "Prompt pairs per task: half score, half evaluate.")] = 128,
     method: Annotated[str, setting("NAME", "eap, eap-ig, eap-ig-activations, relp.")] = "eap-ig",
     patch: Annotated[str, setting("NAME", "corrupted, mean, resample or zero.")] = "corrupted",
@@ -205,8 +204,9 @@ def circuits(
 ) -> None:
     """Find the heads and circuit edges of a task, in a dense model and its sparse counterpart.
 
-    Writes metrics.json, curves.csv, evaluations, scores, circuits, their diagrams, and the
-    figures heads_kept and circuit_edges_kept (.html, .svg, .png). Without --model it uses the
+    A task that one of the models does not do has no circuits; the command says so. Writes
+    metrics.json, curves.csv, evaluations, scores, circuits, their diagrams, and the figures
+    heads_kept and circuit_edges_kept (.html, .svg, .png). Without --model it uses the
     built-in task models; seeds that do not ship with the package are trained first and kept in
     the user's cache folder. The figures show every seed and their median. Called again, it
     resumes an interrupted run, and can add seeds.
@@ -214,6 +214,8 @@ def circuits(
     given = locals() | {"tasks": split_names(tasks), "seeds": split_seeds(seeds)}
     outcome = call("run_circuits", given)
     comparison(outcome.metrics)
+    for reason in outcome.no_circuits:
+        console.print(f"No circuit: {reason}", markup=False)
     console.print(f"See heads_kept.html and circuit_edges_kept.html in {out}", markup=False)
 
 
@@ -230,15 +232,7 @@ def head_roles(
     models: Annotated[
         str, subject("NAMES", "Comma-separated hub names or folders. Default: the built-in models.")
     ] = "",
-    tasks: Annotated[
-        str,
-        subject(
-            "NAMES",
-            "Comma-separated; default: all. Built-in models: addition, greater_than, ioi, "
-            "docstring, ioi_long. Others: syntax, common_sense, math, each with =SOURCE for a "
-            "file, folder or other dataset; text=SOURCE.",
-        ),
-    ] = "",
+    tasks: RoleTasks = "",
     prompts: Annotated[int, setting("N", "Prompts per task; a quarter is held out.")] = 256,
     seeds: Annotated[
         int, setting("N", "Number of gate matrices, fitted together; 10 in the paper.")

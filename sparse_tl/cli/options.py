@@ -9,6 +9,7 @@ import typer
 
 SUBJECT = "What it works on"
 RUN = "The run"
+TASK_NAMES = "greater_than, ioi, docstring, ioi_long, subject_verb, anaphor, induction, capitals"
 
 
 def subject(metavar: str, help: str) -> Any:
@@ -69,7 +70,23 @@ Texts = Annotated[
 ]
 Tasks = Annotated[
     list[str] | None,
-    subject("NAME", "Task to keep: greater_than, ioi, docstring or ioi_long. Repeatable."),
+    subject("NAME", f"Task to keep: {TASK_NAMES}. Repeatable."),
+]
+CircuitTasks = Annotated[
+    str,
+    subject(
+        "NAMES",
+        f"Comma-separated: {TASK_NAMES}. Default: the first four, which the built-in models do.",
+    ),
+]
+RoleTasks = Annotated[
+    str,
+    subject(
+        "NAMES",
+        "Comma-separated; default: all. Built-in models: addition, greater_than, ioi, docstring, "
+        "ioi_long. Others: syntax, common_sense, math, each with =SOURCE for a file, folder or "
+        f"other dataset; text=SOURCE; {TASK_NAMES}.",
+    ),
 ]
 HeldOutText = Annotated[
     list[str] | None, subject("SOURCE", "Text that takes no part and is reported on. Repeatable.")

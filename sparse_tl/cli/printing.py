@@ -79,10 +79,13 @@ def comparison(metrics: Mapping[str, Any]) -> None:
     """Print what each task needs, dense and sparse; medians over several seeds."""
     from sparse_tl.circuits import SeedMultipliers
 
+    shares = ["accuracy"]
+    if all("choice" in measured["dense"] for measured in metrics.values()):  # not of addition
+        shares.append("choice")
     rows = []
     for task, measured in metrics.items():
         sides, by_seed = (measured["dense"], measured["sparse"]), measured["seeds"]
-        row = [task, ", ".join(f"{side['accuracy']:.1%}" for side in sides)]
+        row = [task, *(", ".join(f"{side[name]:.1%}" for side in sides) for name in shares)]
         for parts in ("heads", "circuit_edges"):
             row.append(_sizes([side[f"{parts}_at_0.9"] for side in sides]))
             values = [said[f"multiplier_{parts}"] for said in by_seed.values()]
@@ -93,7 +96,7 @@ def comparison(metrics: Mapping[str, Any]) -> None:
     table(
         "Parts needed for an explained effect of 0.9, dense and sparse"
         + (f": medians of {n_seeds} seeds (range)" if n_seeds > 1 else ""),
-        ["", "accuracy", "heads", "fewer", "circuit edges", "fewer", "of one prompt"],
+        ["", *shares, "heads", "fewer", "circuit edges", "fewer", "of one prompt"],
         rows,
     )
     for task, measured in metrics.items():

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.data.batches import Rows, TokenBatch
+from sparse_tl.data.chat import chat_start
 from sparse_tl.data.prompts import ModelWithTokenizer, prepends_bos, prompt_start, said_start
 from sparse_tl.data.records import (
     COLUMNS,
@@ -52,6 +53,7 @@ class PromptPairs(Rows):
         spans: the span of every token, as from `with_spans`; for scores and circuits by span.
         start: text of the tokens that were put before every prompt, such as BOS; ``None`` if that
             is not known, as of prompts given as tokens.
+        note: what a task says of its prompts, such as which words it left out.
 
     Raises:
         ValueError: shapes do not match, there is no pair, a row has no answer or a negative one, or
@@ -65,6 +67,7 @@ class PromptPairs(Rows):
     positions: Int[Tensor, " pair"]
     spans: Spans | None = None
     start: str | None = None
+    note: str = ""
 
     def __post_init__(self) -> None:
         if len(self.clean) == 0:
@@ -101,6 +104,7 @@ class PromptPairs(Rows):
         rows: Sequence[Mapping[str, Any]] | pd.DataFrame,
         *,
         prepend_bos: bool | None = None,
+        chat: bool = False,
     ) -> PromptPairs:
         """Prompt pairs from a table of texts.
 
@@ -115,9 +119,12 @@ class PromptPairs(Rows):
                 needs it. The last two may be lists of texts.
             prepend_bos: whether prompts start with the BOS token; by default as the model's own do
                 (``model.cfg.default_prepend_bos``, see `load_model`).
+            chat: whether each prompt begins the assistant's answer in a chat, written by the
+                tokenizer's own template: ``pairs.start`` is the text before it.
 
         Raises:
-            ValueError: there is no row, or the model has no tokenizer. Or one of a row, which the
+            ValueError: there is no row, the model has no tokenizer, its tokenizer lacks the chat
+                template, or both `prepend_bos` and `chat` are given. Or one of a row, which the
                 message names: a column is missing or unknown, a cell is not a text, a prompt is
                 empty, a text has parts that the tokenizer does not know, clean and corrupted prompt
                 differ in token length, or an answer is not one token, or part of one that begins
@@ -126,9 +133,9 @@ class PromptPairs(Rows):
         Warns:
             UserWarning: an answer without a space continues the prompt's last word.
         """
-        pairs, with_bos = read_records(rows), prepends_bos(model, prepend_bos)
+        pairs, with_bos = read_records(rows), prepends_bos(model, prepend_bos, chat=chat)
         check_prompts(model.tokenizer, pairs, prepend_bos=with_bos)
-        made = pairs_of_texts(model.tokenizer, pairs, prepend_bos=with_bos)
+        made = pairs_of_texts(model.tokenizer, pairs, prepend_bos=with_bos, chat=chat)
         warn_of_joined_words(model.tokenizer, pairs)
         return made
 
@@ -240,18 +247,26 @@ class PromptPairs(Rows):
 
     def __repr__(self) -> str:
         longest, begun = self.clean.shape[1], said_start(self.start)
-        return f"PromptPairs({len(self)} pairs of up to {longest} tokens{begun})"
+        note = f"; {self.note}" if self.note else ""
+        return f"PromptPairs({len(self)} pairs of up to {longest} tokens{begun}{note})"
 
 
-def pairs_of_texts(tokenizer: Any, pairs: Sequence[PairTexts], *, prepend_bos: bool) -> PromptPairs:
+def pairs_of_texts(
+    tokenizer: Any, pairs: Sequence[PairTexts], *, prepend_bos: bool, chat: bool = False
+) -> PromptPairs:
     """Tokenize pairs of texts; raises a ValueError as `PromptPairs.from_texts` does."""
-    start = prompt_start(tokenizer, prepend_bos)
+    if chat:  # one text with the prompt, whose beginning a tokenizer may join to what is before
+        start, before = (), chat_start(tokenizer)
+        pairs = [pair.behind(before) for pair in pairs]
+    else:
+        start = prompt_start(tokenizer, prepend_bos)
+        before = tokenizer.decode(list(start))
     clean, corrupted, answers, wrong = zip(*tokens_of_pairs(tokenizer, pairs, start), strict=True)
     last = torch.tensor([len(prompt) - 1 for prompt in clean])
     sides = padded(answers, NO_TOKEN), padded([some or [NO_TOKEN] for some in wrong], NO_TOKEN)
     fill = tokenizer.pad_token_id or 0  # a token that checks know to be padding
     texts = padded(clean, fill), padded(corrupted, fill)
-    return PromptPairs(*texts, *sides, last, start=tokenizer.decode(list(start)))
+    return PromptPairs(*texts, *sides, last, start=before)
 
 
 def padded(rows: Sequence[Sequence[int]] | Tensor, fill: int) -> Int[Tensor, "row column"]:

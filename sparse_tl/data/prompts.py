@@ -11,6 +11,8 @@ from sparse_tl.data.token_text import token_texts
 Tokens = tuple[int, ...]
 _SHOWN = 12
 """Maximum number of tokens that a message shows."""
+_LONGEST = 40
+"""Maximum number of characters shown of what prompts begin with."""
 
 
 @runtime_checkable
@@ -51,21 +53,32 @@ class Encoder:
 # ---- what a prompt begins with -------------------------------------------------------------------
 
 
-def prepends_bos(model: ModelWithTokenizer, prepend_bos: bool | None = None) -> bool:
+def prepends_bos(
+    model: ModelWithTokenizer, prepend_bos: bool | None = None, *, chat: bool = False
+) -> bool:
     """Whether the prompts of a model start with its tokenizer's BOS token.
 
     Args:
         model: dense or sparse model; `load_model` makes it follow its tokenizer.
         prepend_bos: overrides what the model does.
+        chat: whether prompts are put into a chat, whose template decides by itself.
 
     Raises:
-        ValueError: the model has no tokenizer, or its tokenizer lacks the BOS token asked for.
+        ValueError: the model has no tokenizer, its tokenizer lacks the BOS token asked for, or a
+            chat is asked for, too.
     """
     if model.tokenizer is None:
         raise ValueError(
             "expected a model with a tokenizer; this one has none. Build it with one, or make "
             "prompts of tokens."
         )
+    if chat:
+        if prepend_bos is not None:
+            raise ValueError(
+                f"expected prepend_bos or chat, since a chat template has its own BOS token; got "
+                f"prepend_bos={prepend_bos} and chat=True"
+            )
+        return False
     known = model.tokenizer.bos_token_id is not None
     if prepend_bos is None:
         return bool(model.cfg.default_prepend_bos) and known
@@ -99,6 +112,8 @@ def said_start(start: str | None) -> str:
     """What prompts start with, as the end of a sentence; nothing if it is not known."""
     if start is None:
         return ""
+    if len(start) > _LONGEST:  # a chat
+        start = f"{start[: _LONGEST // 2]}...{start[-_LONGEST // 2 :]}"
     return f", beginning with {start!r}" if start else ", without BOS"
 
 

@@ -32,6 +32,10 @@ class PairTexts(NamedTuple):
     joined: bool = True
     """Whether answers are read as continuing the prompts, or each as a text by itself."""
 
+    def behind(self, text: str) -> PairTexts:
+        """The same pair with a text before both prompts."""
+        return self._replace(clean=text + self.clean, corrupted=text + self.corrupted)
+
 
 def read_records(rows: Sequence[Mapping[str, Any]] | pd.DataFrame) -> list[PairTexts]:
     """The texts in a table of prompt pairs; arguments and errors as in `PromptPairs.from_texts`."""

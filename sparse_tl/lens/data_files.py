@@ -21,6 +21,7 @@ from sparse_tl.scopes import scope
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
+# A chat template is a program, which transformers runs in a sandbox, and only when it is asked to.
 _PLAIN = (*_VOCABULARIES, "merges.txt", "vocab.txt", "added_tokens.json", "chat_template.jinja")
 # Fields of config.json, at any depth, that name code or another location.
 _POINTERS = (

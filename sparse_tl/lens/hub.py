@@ -11,7 +11,7 @@ from transformer_lens.supported_models import MODEL_ALIASES
 
 # These authors publish pickles, which can run code.
 _PICKLED = ("NeelNanda/", "ArthurConmy/", "Baidicoot/")
-_DATA = ["*.json", "*.txt", "*.safetensors"]
+_DATA = ["*.json", "*.txt", "*.safetensors", "chat_template.jinja"]
 _REST = ["*/*", "consolidated*"]  # other formats of the same weights
 _PATIENCE = 2.0  # seconds to wait for the hub
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from sparse_tl.arguments import AtLeastOne, Seed, checked
+from sparse_tl.circuits import accuracy
 from sparse_tl.explorer.figures import circuit_diagram
 from sparse_tl.files import digest, write_json
 from sparse_tl.gates import SparseTransformer
@@ -138,8 +139,8 @@ def _circuits(
             pairs, every = (task.pairs(digit, n, seed=seed) for n in (PAIRS, EXAMPLES))
             try:
                 with folder.stage(name):
-                    place = folder / name
-                    measure(models[side], pairs, every, logit_difference, place, progress=progress)
+                    place, skill = folder / name, {"accuracy": accuracy(models[side], every)}
+                    measure(models[side], pairs, skill, logit_difference, place, progress=progress)
             except NoEffectError as error:  # the model has not learned the sums
                 failed.append(f"{title}, {side} model: {error}")
         if all(map(folder.finished, names.values())):

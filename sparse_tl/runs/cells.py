@@ -13,7 +13,7 @@ from sparse_tl.data.targets import TargetDataset
 from sparse_tl.gates.sparse_transformer import load_dense_or_sparse
 from sparse_tl.lens import HookedModel, adapt, check_folder
 from sparse_tl.models import TASKS, load_addition_models, load_task_models, task_pairs
-from sparse_tl.tasks import AdditionTask
+from sparse_tl.tasks import TASKS_BY_NAME, AdditionTask, Task
 from sparse_tl.tasks.questions import QUESTION_SETS
 
 WINDOW = 64
@@ -73,7 +73,7 @@ def built_in_cells(
 def cells_of(
     models: Sequence[str], tasks: Sequence[str], prompts: int, device: str | None
 ) -> list[Cell]:
-    """Models by name or folder on question sets and text, with one model in memory at a time.
+    """Models by name or folder on question sets, tasks and text, one model in memory at a time.
 
     The default tasks are all question sets.
     """
@@ -105,14 +105,20 @@ def _row(name: str, prompts: int) -> tuple[str, str, Callable[[HookedModel], Tar
     if kind == "text" and source:
         next(iter(read_documents(source)), None)
         return "text", f"Text: {Path(source).stem}", partial(_windows, source, prompts)
+    if name in TASKS_BY_NAME:
+        return name, TASKS_BY_NAME[name].title, partial(_prompts, TASKS_BY_NAME[name], prompts)
     if kind not in QUESTION_SETS:
         raise ValueError(
-            f"expected tasks of {list(QUESTION_SETS)}, with their source after =, or text=SOURCE; "
-            f"got {name!r}"
+            f"expected tasks of {list(QUESTION_SETS)}, with their source after =, of "
+            f"{list(TASKS_BY_NAME)}, or text=SOURCE; got {name!r}"
         )
     questions = QUESTION_SETS[kind]
     questions.questions(source or None, 2)
     return kind, questions.title, partial(questions.load, n=prompts, source=source or None)
+
+
+def _prompts(task: Task, n: int, model: HookedModel) -> TargetDataset:
+    return TargetDataset.from_pairs(task.pairs(model, n))
 
 
 def _windows(source: str, n: int, model: HookedModel) -> TargetDataset:

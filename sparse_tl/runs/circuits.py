@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -11,20 +12,24 @@ from annotated_types import Ge, Le
 
 from sparse_tl.arguments import MOST, AtLeastOne, Seed, checked
 from sparse_tl.circuits.attribution import Method
-from sparse_tl.files import digest
+from sparse_tl.circuits.skill import Skill, measure_skill
+from sparse_tl.data import PromptPairs
+from sparse_tl.files import digest, write_json
 from sparse_tl.gates import PatchName as Patch, SparseTransformer
 from sparse_tl.lens import HookedModel, adapt, load_model, read_parameters
 from sparse_tl.models import TASKS, load_task_models, task_pairs
 from sparse_tl.plots.javascript import check_address_space
 from sparse_tl.runs.comparison import SIDES, Comparison, measure, measured_folder, report
 from sparse_tl.runs.folder import RunFolder
+from sparse_tl.tasks import TASKS_BY_NAME, Task
 
 Pairs = Annotated[int, Ge(4), Le(MOST)]
 """Half of them score, half evaluate."""
 ORDER = ("greater_than", "ioi", "docstring", "ioi_long")
-"""Order of the panels."""
+"""The tasks by default, in the order of their panels."""
 EXAMPLES = 500
 """Prompts per task for accuracy; 64 prompts could not distinguish 98 from 100 %."""
+Draw = Callable[[int], PromptPairs]
 
 
 @checked
@@ -45,16 +50,18 @@ def run_circuits(
 ) -> Comparison:
     """Score, evaluate and draw everything unfinished, and return all results.
 
-    Half of the prompt pairs score the edges and heads, the other half evaluates the circuits;
-    accuracy is measured on 500 prompts. 16 pairs of the other half also get circuits of their own
-    (`circuit_sizes_per_prompt`). Each seed's sparse model is compared with its own dense model.
-    Seeds can be added later: existing results of other seeds are kept.
+    First of all, both models' accuracy is measured on 500 prompts of every task. A task that one of
+    them does not do (see `Skill`), or for which the tokenizer lacks the words, has no circuits;
+    ``no_circuits.json`` and the result say why. Of the others, half of the prompt pairs score the
+    edges and heads, the other half evaluates the circuits. 16 pairs of the other half also get
+    circuits of their own (`circuit_sizes_per_prompt`). Each seed's sparse model is compared with
+    its own dense model. Seeds can be added later: existing results of other seeds are kept.
 
     Args:
         out: folder for ``metrics.json``, curves, scores, circuits and figures.
         model: hub name or folder of the dense model; the built-in task model by default.
         sparse: folder of its sparse counterpart; required with `model`.
-        tasks: names of tasks; all tasks if empty.
+        tasks: names of tasks; those of `ORDER` if empty. The built-in models do only these.
         pairs: prompt pairs per task, at least 4.
         method: attribution method, as in `attribute_circuit_edges`.
         patch: patch at parts outside a circuit.
@@ -66,7 +73,7 @@ def run_circuits(
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: a setting is invalid, there is no seed, or the model cannot do a task at all.
+        ValueError: a setting is invalid, there is no seed, or the models do none of the tasks.
         MemoryError: the address space of this process is limited.
     """
     if (model is None) != (sparse is None):
@@ -78,14 +85,15 @@ def run_circuits(
     seeds = tuple(dict.fromkeys(seeds))
     if not seeds:
         raise ValueError("expected at least one seed; got none")
-    known = {task.name: task for task in TASKS}
+    built_in = {task.name: task for task in TASKS}
+    known: Mapping[str, Task] = built_in if model is None else TASKS_BY_NAME
     unknown = [name for name in tasks if name not in known]
     if unknown:
         raise ValueError(f"expected tasks of {list(known)}; got {unknown}")
     chosen = [known[name] for name in dict.fromkeys(tasks or ORDER)]
     settings = {
         "command": "circuits",
-        "format": 5,
+        "format": 6,
         "model": model,
         "sparse": None if sparse is None else str(sparse),
         "tasks": [task.name for task in chosen],
@@ -94,6 +102,7 @@ def run_circuits(
         "patch": patch,
     }
     folder = RunFolder(out, settings, restart=restart)
+    declined: dict[str, list[str]] = {}
     for seed in seeds:
         missing = [
             (task, side)
@@ -107,17 +116,30 @@ def run_circuits(
         with folder.stage(f"models of seed {seed}"):
             models = _models(model, sparse, seed, device, progress)
             for side, one in models.items():
-                built_in = f", seed {seed}" if model is None else ""
-                folder.pin(f"{side} model{built_in}", digest(read_parameters(one)))
+                which = f", seed {seed}" if model is None else ""
+                folder.pin(f"{side} model{which}", digest(read_parameters(one)))
+        draws: dict[str, Draw] = {}
+        skills: dict[str, dict[str, Skill]] = {}
+        for task in dict.fromkeys(task for task, _ in missing):
+            if model is None:
+                draws[task.name] = partial(task_pairs, built_in[task.name], seed=seed)
+            else:
+                draws[task.name] = partial(task.pairs, models["dense"], seed=seed)
+            with folder.stage(f"{task.name}/seed-{seed}/accuracy"):
+                found = _skills(models, task, draws[task.name], batch_size)
+            if isinstance(found, str):
+                declined.setdefault(task.name, []).append(f"{task.title}, seed {seed}{found}")
+            else:
+                skills[task.name] = found
         for task, side in missing:
-            own = partial(task.pairs, models["dense"])
-            draw = partial(task_pairs, task) if model is None else own
+            if task.name in declined:
+                continue
             name = measured_folder(task.name, seed, side)
             with folder.stage(name, f"{task.title}, seed {seed}, {side} model"):
                 measure(
                     models[side],
-                    draw(pairs, seed=seed),
-                    draw(EXAMPLES, seed=seed),
+                    draws[task.name](pairs),
+                    skills[task.name][side].numbers,
                     task.metric,
                     folder / name,
                     method=method,
@@ -125,10 +147,33 @@ def run_circuits(
                     batch_size=batch_size,
                     progress=progress,
                 )
+    reasons = [reason for several in declined.values() for reason in several]
+    titles = {task.name: task.title for task in chosen if task.name not in declined}
+    if not titles:
+        raise ValueError(" ".join(reasons))
+    if reasons:
+        write_json(folder / "no_circuits.json", reasons)
     title = "Task Model" if model is None else model
     names = {"dense": title, "sparse": f"Sparse {title}"}
-    titles = {task.name: task.title for task in chosen}
-    return report(folder.path, titles, names, seeds=seeds, patch=patch)
+    compared = report(folder.path, titles, names, seeds=seeds, patch=patch)
+    return replace(compared, no_circuits=reasons)
+
+
+def _skills(
+    models: Mapping[str, HookedModel], task: Task, draw: Draw, batch_size: int
+) -> dict[str, Skill] | str:
+    """How well both models do a task; or why not, as the end of a sentence."""
+    try:
+        examples = draw(EXAMPLES)
+    except ValueError as error:  # the tokenizer lacks the task's words
+        return f": {error}"
+    skills = {}
+    for side, model in models.items():
+        skill = measure_skill(model, examples, task.metric, batch_size=batch_size)
+        if skill.lack:
+            return f", {side} model: {skill.lack}."
+        skills[side] = skill
+    return skills
 
 
 def _models(

@@ -23,7 +23,6 @@ from sparse_tl.circuits import (
     Scores,
     SeedCurves,
     SeedMultipliers,
-    accuracy,
     attribute_circuit_edges,
     attribute_heads,
     circuit_sizes_per_prompt,
@@ -59,6 +58,8 @@ class Comparison:
 
     metrics: dict[str, Any]
     curves: pd.DataFrame
+    no_circuits: Sequence[str] = ()
+    """Why tasks have no circuits, of those that were asked for."""
 
     def to_pandas(self) -> pd.DataFrame:
         """Number of parts that each task needs for the level of explained effect, dense and sparse;
@@ -76,13 +77,14 @@ class Comparison:
         return pd.DataFrame(rows)
 
     def _repr_html_(self) -> str:
-        return table_html(self.to_pandas(), f"Parts needed for an explained effect of {LEVEL}")
+        said = [f"Parts needed for an explained effect of {LEVEL}", *self.no_circuits]
+        return table_html(self.to_pandas(), ". ".join(said))
 
 
 def measure(
     model: HookedModel,
     pairs: PromptPairs,
-    examples: PromptPairs,
+    skill: Mapping[str, float],
     metric: Metric,
     folder: Path,
     *,
@@ -91,8 +93,8 @@ def measure(
     batch_size: int = 32,
     progress: bool = True,
 ) -> None:
-    """Measure scores on the first half of the pairs, curves on the other, accuracy on examples, and
-    circuits of single prompts on some of the other half.
+    """Measure scores on the first half of the pairs, curves on the other, and circuits of single
+    prompts on some of the other half; how well the model does the task is written beside them.
 
     Raises:
         ValueError: there is no effect to explain; the folder is then not written.
@@ -115,8 +117,7 @@ def measure(
         by_edges.save(temporary / "circuit_edges")
         by_heads.save(temporary / "heads")
         per_prompt.save(temporary / "circuit_edges_per_prompt")
-        right = accuracy(model, examples, batch_size=batch_size)
-        write_json(temporary / "accuracy.json", right)
+        write_json(temporary / "accuracy.json", skill)
 
 
 def measured_folder(task: str, seed: int, side: str) -> str:
@@ -187,7 +188,8 @@ def report(
 
 def _numbers(folder: Path) -> tuple[dict[str, Any], dict[Parts, pd.DataFrame]]:
     """The measurements of one side of one seed, and its curves as tables."""
-    said: dict[str, Any] = {"accuracy": read_json(folder / "accuracy.json")}
+    skill = read_json(folder / "accuracy.json")
+    said: dict[str, Any] = {**skill} if isinstance(skill, dict) else {"accuracy": skill}  # of 0.2
     tables: dict[Parts, pd.DataFrame] = {}
     for parts in PARTS:
         found = Evaluation.load(folder / parts)

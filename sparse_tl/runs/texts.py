@@ -14,7 +14,7 @@ from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.streams import TokenStream
 from sparse_tl.data.windows import cut_windows, window_rows
 from sparse_tl.lens import Model
-from sparse_tl.models import TASKS
+from sparse_tl.tasks import TASKS_BY_NAME
 from sparse_tl.training import sampled_windows
 
 OWN = "own"
@@ -27,8 +27,7 @@ TEST_WINDOWS = 800
 """Maximum number of windows to report on: the other held-out windows."""
 HELD_OUT_WINDOWS = VALIDATION_WINDOWS + TEST_WINDOWS
 TASK_PROMPTS = 4096
-"""Prompts of a task that are trained on; an eighth as many are held out."""
-TASKS_BY_NAME = {task.name: task for task in TASKS}
+"""Maximum number of prompts of a task that are trained on; an eighth as many are held out."""
 WINDOW_TOKENS = 2**24
 """Maximum number of tokens whose windows are all in memory, 128 MB; runs on more text stream it."""
 
@@ -107,8 +106,10 @@ class Reading:
         """Prompts of a task, with the loss at the answer; about as many tokens as of a text."""
         task = TASKS_BY_NAME[name]
         pairs = task.pairs(self.model, TASK_PROMPTS + TASK_PROMPTS // 8, seed=self.seed)
-        rows = pairs.answer_rows()
-        train, held_out = rows.select(slice(TASK_PROMPTS)), rows.select(slice(TASK_PROMPTS, None))
+        rows, n = pairs.answer_rows(), len(pairs.clean.unique(dim=0))  # what repeats comes last
+        if n < 18:
+            raise ValueError(f"expected at least 18 prompts of {name}, to hold out two; got {n}")
+        train, held_out = rows.select(slice(n - n // 9)), rows.select(slice(n - n // 9, n))
         per_step = self.per_step * max(1, self.window // rows.tokens.shape[1])
         return self._group(name, self._shuffled(name, train, per_step), held_out)
 

@@ -1,10 +1,19 @@
 """Tasks: prompts with known answers, as batches and prompt pairs."""
 
 from sparse_tl.tasks.addition import AdditionTask as AdditionTask
+from sparse_tl.tasks.agreement import AnaphorTask as AnaphorTask, SubjectVerbTask as SubjectVerbTask
+from sparse_tl.tasks.capitals import CapitalsTask as CapitalsTask
 from sparse_tl.tasks.docstring import DocstringTask as DocstringTask
 from sparse_tl.tasks.greater_than import GreaterThanTask as GreaterThanTask
+from sparse_tl.tasks.induction import InductionTask as InductionTask
 from sparse_tl.tasks.ioi import (
     GPT2_IOI_HEADS as GPT2_IOI_HEADS,
     IOILongTask as IOILongTask,
     IOITask as IOITask,
 )
+from sparse_tl.tasks.report import (
+    TASKS_BY_NAME as TASKS_BY_NAME,
+    TaskReport as TaskReport,
+    task_report as task_report,
+)
+from sparse_tl.tasks.words import Task as Task

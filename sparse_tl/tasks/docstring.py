@@ -38,6 +38,8 @@ NOUNS = content("docstring", "nouns")
 
 PREFIX, MATCHING, SUFFIX = 2, 3, 1
 """Numbers of arguments in the definition."""
+NAMED = 1 + PREFIX + MATCHING + SUFFIX + MATCHING + (MATCHING - 1)
+"""Number of different names in a clean and a corrupted prompt together."""
 SUMMARY, DESCRIPTION = 3, 2
 """Numbers of nouns in the docstring's first line and in an argument's description."""
 
@@ -58,18 +60,23 @@ class DocstringTask(WordTask):
     arguments: tuple[str, ...] = field(default=ARGUMENTS, repr=False)
     nouns: tuple[str, ...] = field(default=NOUNS, repr=False)
 
+    def words(self, tokenizer: Any) -> dict[str, list[str]]:
+        """The arguments and nouns that are single tokens."""
+        return {
+            "arguments": single_words(tokenizer, self.arguments, NAMED, "arguments"),
+            "nouns": single_words(tokenizer, self.nouns, SUMMARY, "nouns"),
+        }
+
     def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], PairTexts]:
         """The answer is the third matching argument.
 
         All other arguments of the clean and the corrupted prompt are wrong answers, since a model
         that follows the corrupted prompt names the third argument of its definition.
         """
-        needed = 1 + PREFIX + MATCHING + SUFFIX + MATCHING + (MATCHING - 1)
-        arguments = single_words(tokenizer, self.arguments, needed, "arguments")
-        nouns = single_words(tokenizer, self.nouns, SUMMARY, "nouns")
+        arguments, nouns = self.words(tokenizer).values()
 
         def draw() -> PairTexts:
-            function, *drawn = rng.sample(arguments, needed)
+            function, *drawn = rng.sample(arguments, NAMED)
             rest = iter(drawn)
             prefix, suffix, matching, other = (
                 list(islice(rest, count)) for count in (PREFIX, SUFFIX, MATCHING, MATCHING)

@@ -1,9 +1,16 @@
 """Greater-Than: ``The war lasted from the year 1732 to the year 17``, answered by 33 to 99.
 
-The corrupted prompt starts in the year 1701, where every ending except 00 and 01 is right. Only
-years that the tokenizer splits into century and year are used, since the answer is the second half.
-As in the paper, every ending from 00 to 99 is a right or wrong answer, even if the tokenizer has a
-single token for the whole year, as GPT-2's has for 1776.
+The corrupted prompt starts in the year 1701, where every ending except 00 and 01 is right. How the
+tokenizer splits years decides what the model is asked for, since an answer is one token:
+
+- *the last two digits*, if a year is century and ending (17, 32). As in the paper, every ending
+  from 00 to 99 is a right or wrong answer, even if the tokenizer has a single token for the whole
+  year, as GPT-2's has for 1776.
+- *the tens digit*, if every digit is a token. The tens digits above that of the start year are
+  right, those below are wrong. The same one begins years on both sides of the start year, and is
+  neither.
+- *the last digit*, if the first three digits are a token (173, 2): the end year is given up to
+  there, ``to the year 173``, answered by 3 to 9. The corrupted prompt starts in 1731.
 
 Reference: Hanna et al., arXiv 2305.00586; nouns and range of years as in EAP-IG's data.
 """
@@ -11,12 +18,12 @@ Reference: Hanna et al., arXiv 2305.00586; nouns and range of years as in EAP-IG
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparse_tl.arguments import checked
-from sparse_tl.data.prompts import Encoder
+from sparse_tl.data.prompts import Encoder, Tokens, shown
 from sparse_tl.data.records import PairTexts
 from sparse_tl.metrics import Metric, probability_difference
 from sparse_tl.tasks.words import WordTask, content, is_token, single_words
@@ -24,8 +31,74 @@ from sparse_tl.tasks.words import WordTask, content, is_token, single_words
 # The nouns of EAP-IG's prompts (github.com/hannamw/EAP-IG, MIT).
 NOUNS = content("greater_than", "nouns")
 CENTURIES = tuple(range(11, 18))
-ENDS = tuple(f"{year:02d}" for year in range(100))
-CORRUPTED = "01"
+
+
+class YearForm(NamedTuple):
+    """What prompts ask for.
+
+    Args:
+        said: the answer, in words.
+        given: number of digits of the end year that stand in the prompt.
+        asked: number of digits that the answer has.
+    """
+
+    said: str
+    given: int
+    asked: int
+
+    @property
+    def n_left(self) -> int:
+        """Number of digits of a year that are not given."""
+        return 4 - self.given
+
+    @property
+    def unit(self) -> int:
+        """Number of years that begin with the same answer."""
+        return 10 ** (self.n_left - self.asked)
+
+    @property
+    def endings(self) -> list[str]:
+        """All possible answers."""
+        return [f"{number:0{self.asked}d}" for number in range(10**self.asked)]
+
+    @property
+    def corrupted(self) -> str:
+        """How the start year of corrupted prompts ends."""
+        return f"{1:0{self.n_left}d}"
+
+    @property
+    def starts(self) -> list[str]:
+        """How start years end: with an answer above and one below, and not as if corrupted.
+
+        A year that is the last one of its tens digit has no later year of that digit, which would
+        make it a wrong answer.
+        """
+        last = 10**self.n_left - 1
+        return [
+            f"{year:0{self.n_left}d}"
+            for year in range(2, last)
+            if self.unit == 1
+            or (self.unit <= year <= last - self.unit and (year + 1) % self.unit != 0)
+        ]
+
+    def judged(self, start: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Right answers, with which every year is later, and wrong ones, with which none is."""
+        years = {end: int(end) * self.unit for end in self.endings}
+        return (
+            tuple(end for end, first in years.items() if first > int(start)),
+            tuple(end for end, first in years.items() if first + self.unit - 1 <= int(start)),
+        )
+
+    def prefixes(self, centuries: tuple[int, ...]) -> Iterator[str]:
+        """The digits that can be given."""
+        between = 10 ** (self.given - 2)
+        for century in centuries:
+            yield from (str(century * between + more) for more in range(between))
+
+
+PAIRS = YearForm("the last two digits", 2, 2)
+FORMS = (PAIRS, YearForm("the tens digit", 2, 1), YearForm("the last digit", 3, 1))
+"""The first one that a tokenizer allows is used."""
 
 
 @checked
@@ -52,51 +125,93 @@ class GreaterThanTask(WordTask):
         if odd:
             raise ValueError(f"expected centuries in 10..99, two digits each; got {odd}")
 
+    def words(self, tokenizer: Any) -> dict[str, list[str]]:
+        """The nouns that are single tokens."""
+        return {"nouns": single_words(tokenizer, self.nouns, 1, "nouns")}
+
+    def describe(self, tokenizer: Any) -> str:
+        """What prompts ask for, and how many nouns the tokenizer leaves out."""
+        asked = f"the answer is {self._read(tokenizer)[0].said} of the year"
+        return ", ".join(filter(None, [asked, super().describe(tokenizer)]))
+
     def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], PairTexts]:
-        """Answers are the year endings above YY; all others are wrong."""
-        nouns = single_words(tokenizer, self.nouns, 1, "nouns")
-        years = self.years(tokenizer)
+        """Right and wrong answers are those of `YearForm.judged`."""
+        nouns = self.words(tokenizer)["nouns"]
+        form, years = self._read(tokenizer)
+        judged = {start: form.judged(start) for start in form.starts}
 
         def draw() -> PairTexts:
-            noun, (century, start) = rng.choice(nouns), rng.choice(years)
+            noun, (given, start) = rng.choice(nouns), rng.choice(years)
             return PairTexts(
-                f"The {noun} lasted from the year {century}{start} to the year {century}",
-                f"The {noun} lasted from the year {century}{CORRUPTED} to the year {century}",
-                answers=tuple(end for end in ENDS if end > start),
-                wrong=tuple(end for end in ENDS if end <= start),
-                joined=False,
+                f"The {noun} lasted from the year {given}{start} to the year {given}",
+                f"The {noun} lasted from the year {given}{form.corrupted} to the year {given}",
+                *judged[start],
+                joined=form is not PAIRS,
             )
 
         return draw
 
     def years(self, tokenizer: Any) -> list[tuple[str, str]]:
-        """Start years as (century, YY), each half one token; YY in 02..98.
+        """Start years, split into the digits that the end year shares and the others.
 
-        Up to 01 the corruption would change nothing, and 99 would leave no answer.
+        Years near the ends are left out, as are those for which the corruption would change
+        nothing, or which would leave no answer.
 
         Raises:
-            ValueError: the tokenizer splits no year like this, or lacks some of 00..99.
+            ValueError: the tokenizer splits years in none of the ways above.
         """
+        return self._read(tokenizer)[1]
+
+    def _read(self, tokenizer: Any) -> tuple[YearForm, list[tuple[str, str]]]:
         encode = Encoder(tokenizer)
-        lacking = [end for end in ENDS if not is_token(tokenizer, encode(end), end)]
-        if lacking:
+        for form in FORMS:
+            if years := self._years(encode, form):
+                return form, years
+        read = shown(tokenizer, encode("year 1732")[len(encode("year")) :])
+        advice = "Use a tokenizer that reads digits in pairs, one by one, or in threes."
+        alone = [end for end in PAIRS.endings if not is_token(tokenizer, encode(end), end)]
+        if alone:
             raise ValueError(
-                f"expected 00 to 99 to be single tokens, since each can be an answer; "
-                f"{len(lacking)} are not, such as {lacking[:3]}. Use a tokenizer that reads digits "
-                "in pairs."
+                f"expected 00 to 99 to be single tokens, or 0 to 9 within a year, since each can "
+                f"be an answer; of 00 to 99 {len(alone)} are not, such as {alone[:3]}, and "
+                f"1732 is read as {read}. {advice}"
             )
+        raise ValueError(
+            "expected years that are two tokens, such as 17 and 32, or four, or 173 and 2; the "
+            f"tokenizer splits no year of the centuries {list(self.centuries)} like that, and "
+            f"reads 1732 as {read}. Give other `centuries`. {advice}"
+        )
+
+    def _years(self, encode: Encoder, form: YearForm) -> list[tuple[str, str]]:
+        """The start years that a tokenizer splits so that their next token is of this form."""
         years = []
-        for century in map(str, self.centuries):
-            before = encode(f"year {century}")
-            if len(before) != len(encode("year")) + 1:
+        for given in form.prefixes(self.centuries):
+            before = encode(f"year {given}")
+            if form is PAIRS and len(before) != len(encode("year")) + 1:
                 continue
-            split = [end for end in ENDS if encode(f"year {century}{end}") == before + encode(end)]
-            if CORRUPTED in split:
-                years += [(century, end) for end in split if CORRUPTED < end < ENDS[-1]]
-        if not years:
-            raise ValueError(
-                "expected years that are two tokens, such as 17 and 32; the tokenizer splits no "
-                f"year of the centuries {list(self.centuries)} like that. Give other "
-                "`centuries`, or use a tokenizer that reads digits in pairs."
-            )
+            answers = _answers(encode, form, given)
+            if answers is None:
+                continue
+            split = [
+                rest
+                for rest in (form.corrupted, *form.starts)
+                if encode(f"year {given}{rest}")[: len(before) + 1]
+                == before + answers[rest[: form.asked]]
+            ]
+            if form.corrupted in split:
+                years += [(given, rest) for rest in split if rest != form.corrupted]
         return years
+
+
+def _answers(encode: Encoder, form: YearForm, given: str) -> dict[str, Tokens] | None:
+    """The token of every possible answer; ``None`` if one is not a single token."""
+    before = () if form is PAIRS else encode(f"year {given}")
+    found = {}
+    for end in form.endings:
+        tokens = encode(end if form is PAIRS else f"year {given}{end}")
+        if tokens[: len(before)] != before or not is_token(
+            encode.tokenizer, tokens[len(before) :], end
+        ):
+            return None
+        found[end] = tokens[len(before) :]
+    return found

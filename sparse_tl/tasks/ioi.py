@@ -93,11 +93,17 @@ class IOITask(WordTask):
                     f"{template!r}"
                 )
 
+    def words(self, tokenizer: Any) -> dict[str, list[str]]:
+        """The names, places and objects that are single tokens."""
+        return {
+            "names": single_words(tokenizer, self.names, 5, "names"),
+            "places": single_words(tokenizer, self.places, 1, "places"),
+            "objects": single_words(tokenizer, self.objects, 1, "objects"),
+        }
+
     def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], PairTexts]:
         """The answer is the IO, the wrong answer the subject."""
-        names = single_words(tokenizer, self.names, 5, "names")
-        places = single_words(tokenizer, self.places, 1, "places")
-        objects = single_words(tokenizer, self.objects, 1, "objects")
+        names, places, objects = self.words(tokenizer).values()
 
         def draw() -> PairTexts:
             template = rng.choice(self.templates).removesuffix(" [A]")

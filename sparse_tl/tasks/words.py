@@ -1,14 +1,14 @@
-"""Shared by word tasks: single-token words, distinct prompts, and conversion to `PromptPairs`."""
+"""Shared by tasks in words: single-token words, distinct prompts, conversion to `PromptPairs`."""
 
 from __future__ import annotations
 
 import json
 import random
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, TypeVar, runtime_checkable
 
 from annotated_types import Ge, Le
 
@@ -17,19 +17,43 @@ from sparse_tl.data.pairs import PromptPairs, pairs_of_texts
 from sparse_tl.data.prompts import Encoder, prepends_bos
 from sparse_tl.data.records import PairTexts
 from sparse_tl.lens import HookedModel
+from sparse_tl.metrics import Metric
 
 Pairs = Annotated[int, Ge(1), Le(1_000_000)]
 """A number of pairs; drawing so many takes a minute."""
 _CONTENT = json.loads(files("sparse_tl.tasks").joinpath("content.json").read_text("utf-8"))
 
+Word = TypeVar("Word", bound=str | tuple[str, ...])
 
-def content(task: str, key: str) -> tuple[str, ...]:
-    """A published word list or set of templates, stored next to this module."""
-    return tuple(_CONTENT[task][key])
+
+def content(task: str, key: str) -> tuple[Any, ...]:
+    """A word list, a table of words, or a set of templates, stored next to this module."""
+    return tuple(tuple(row) if isinstance(row, list) else row for row in _CONTENT[task][key])
 
 
 @dataclass(frozen=True, kw_only=True)
-class WordTask:
+class Task:
+    """A task whose prompts are drawn at random."""
+
+    name: str
+    title: str
+    metric: Metric
+
+    def pairs(
+        self,
+        model: HookedModel,
+        n: Pairs,
+        *,
+        seed: Seed = 0,
+        prepend_bos: bool | None = None,
+        chat: bool = False,
+    ) -> PromptPairs:
+        """Clean and corrupted prompts, with right and wrong answers as defined by the task."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordTask(Task):
     """A task whose prompts are drawn at random from words; subclasses define one draw."""
 
     def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], PairTexts]:
@@ -40,25 +64,56 @@ class WordTask:
         """
         raise NotImplementedError
 
+    def words(self, tokenizer: Any) -> Mapping[str, Sequence[Any]]:
+        """The words that prompts are drawn from, by the name of the task's field.
+
+        Raises:
+            ValueError: too few of the task's words are single tokens.
+        """
+        return {}
+
+    def describe(self, tokenizer: Any) -> str:
+        """What this tokenizer makes of the task: how many words it leaves out."""
+        counts = []
+        for what, found in self.words(tokenizer).items():
+            n_all = len(set(getattr(self, what)))
+            if len(found) < n_all:
+                counts.append(f"{n_all - len(found)} of {n_all} {what} left out")
+        return ", ".join(counts)
+
     @checked
     def pairs(
-        self, model: HookedModel, n: Pairs, *, seed: Seed = 0, prepend_bos: bool | None = None
+        self,
+        model: HookedModel,
+        n: Pairs,
+        *,
+        seed: Seed = 0,
+        prepend_bos: bool | None = None,
+        chat: bool = False,
     ) -> PromptPairs:
         """Clean and corrupted prompts, with right and wrong answers as defined by the task.
+
+        Printed, they say which form the task took under the model's tokenizer, and how many of the
+        task's words are left out because they are not single tokens.
 
         Args:
             model: model whose tokenizer is used.
             n: number of pairs.
             seed: random seed for the draws.
             prepend_bos: whether prompts start with the BOS token; by default as the model's own do.
+            chat: whether each prompt begins the assistant's answer in a chat, written by the
+                tokenizer's own template.
 
         Raises:
             ValueError: the model has no tokenizer, too few of the task's words are single tokens,
-                or `n` is out of range.
+                the tokenizer lacks the chat template, both `prepend_bos` and `chat` are given, or
+                `n` is out of range.
         """
-        with_bos = prepends_bos(model, prepend_bos)
+        with_bos = prepends_bos(model, prepend_bos, chat=chat)
         draw = self.drawing(model.tokenizer, random.Random(seed))
-        return to_pairs(model.tokenizer, draw_distinct(draw, n), prepend_bos=with_bos)
+        prompts = draw_distinct(draw, n)
+        made = to_pairs(model.tokenizer, prompts, prepend_bos=with_bos, chat=chat)
+        return replace(made, note=self.describe(model.tokenizer))
 
 
 def single_words(tokenizer: Any, words: Iterable[str], needed: int, what: str) -> list[str]:
@@ -66,13 +121,25 @@ def single_words(tokenizer: Any, words: Iterable[str], needed: int, what: str) -
 
     Raises if there are fewer than `needed`; `what` is the name of the task's field.
     """
-    encode, words = Encoder(tokenizer), tuple(dict.fromkeys(words))
-    before, found = encode("to"), []
-    for word in words:
-        tokens = encode(f"to {word}")
-        # Decoding distinguishes known from unknown words, whatever the unknown token is.
-        if tokens[:-1] == before and is_token(tokenizer, tokens[-1:], word):
-            found.append(word)
+    words = tuple(dict.fromkeys(words))
+    return enough(_known(tokenizer, words), words, needed, what)
+
+
+def single_rows(
+    tokenizer: Any, rows: Iterable[tuple[str, ...]], needed: int, what: str
+) -> list[tuple[str, ...]]:
+    """The rows of a table of words that are all one token after a space; as `single_words`."""
+    rows = tuple(dict.fromkeys(rows))
+    known = set(_known(tokenizer, [word for row in rows for word in row]))
+    return enough([row for row in rows if known.issuperset(row)], rows, needed, what)
+
+
+def enough(found: list[Word], words: Sequence[Word], needed: int, what: str) -> list[Word]:
+    """The words that were found, checked to be enough.
+
+    Raises:
+        ValueError: there are fewer than `needed`.
+    """
     if len(found) < needed:
         raise ValueError(
             f"expected at least {needed} {what} that are single tokens after a space; under this "
@@ -82,11 +149,33 @@ def single_words(tokenizer: Any, words: Iterable[str], needed: int, what: str) -
     return found
 
 
-def draw_distinct(draw: Callable[[], PairTexts], n: int) -> list[PairTexts]:
+def _known(tokenizer: Any, words: Iterable[str]) -> list[str]:
+    encode = Encoder(tokenizer)
+    before, found = encode("to"), []
+    for word in words:
+        tokens = encode(f"to {word}")
+        # Decoding distinguishes known from unknown words, whatever the unknown token is.
+        if tokens[:-1] == before and is_token(tokenizer, tokens[-1:], word):
+            found.append(word)
+    return found
+
+
+@runtime_checkable
+class Drawn(Protocol):
+    """A prompt pair that was drawn: texts or tokens."""
+
+    @property
+    def clean(self) -> Hashable: ...
+
+
+One = TypeVar("One", bound=Drawn)
+
+
+def draw_distinct(draw: Callable[[], One], n: int) -> list[One]:
     """`n` draws with distinct clean prompts, as far as there are that many."""
     if n < 1:
         raise ValueError(f"expected to draw at least 1 prompt pair; got n={n}")
-    found: dict[str, PairTexts] = {}
+    found: dict[Hashable, One] = {}
     # Enough tries to find every prompt of a small task, few enough to stop when none is left.
     in_vain = 0
     while len(found) < n and in_vain < 20 * len(found) + 1000:
@@ -96,7 +185,9 @@ def draw_distinct(draw: Callable[[], PairTexts], n: int) -> list[PairTexts]:
     return [*found.values(), *(draw() for _ in range(n - len(found)))]
 
 
-def to_pairs(tokenizer: Any, prompts: Sequence[PairTexts], *, prepend_bos: bool) -> PromptPairs:
+def to_pairs(
+    tokenizer: Any, prompts: Sequence[PairTexts], *, prepend_bos: bool, chat: bool = False
+) -> PromptPairs:
     """Prompts as tokens; raises if the tokenizer does not know a word."""
     encode = Encoder(tokenizer)
     for text in (text for prompt in prompts for text in (prompt.clean, prompt.corrupted)):
@@ -107,7 +198,7 @@ def to_pairs(tokenizer: Any, prompts: Sequence[PairTexts], *, prepend_bos: bool)
                 f"{text!r} as something else. Add them to its vocabulary, or give the task other "
                 "words or templates."
             )
-    return pairs_of_texts(tokenizer, prompts, prepend_bos=prepend_bos)
+    return pairs_of_texts(tokenizer, prompts, prepend_bos=prepend_bos, chat=chat)
 
 
 def is_token(tokenizer: Any, tokens: tuple[int, ...], word: str) -> bool:

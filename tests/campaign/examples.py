@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 from calls import LENGTH, N, pairs, rows, targets
+from made_tokenizers import byte_level
 from malformed import required
 from pandas import DataFrame
 from tiny import small_task_models, tiny_model, tokenizer_of
 
 import sparse_tl as stl
 from sparse_tl.circuits import EffectCurve
+from sparse_tl.tasks import agreement, capitals
 
 OF_OTHERS = {"hooks", "points", "shape", "first_layer", "drawing", "columns", "layer", "names"}
 """Methods that the package calls on what users write (`Site`, tasks), not users themselves."""
+OF_OTHERS |= {"words", "describe"}
 OF_OTHERS |= {"set_state", "load_state"}
 """What ipywidgets and checkpoints call."""
 OF_OTHERS |= {"generate"}
@@ -122,7 +125,9 @@ BY_NAME: dict[str, Callable[[Path], Any]] = {
 }
 """By the parameter's name; what one function alone asks for is in `OF_ONE`."""
 
-WORD_TASKS = ("IOITask", "IOILongTask", "GreaterThanTask", "DocstringTask")
+WORD_TASKS = ("IOITask", "IOILongTask", "GreaterThanTask", "DocstringTask", "InductionTask")
+MORE_TASKS = ("SubjectVerbTask", "AnaphorTask", "CapitalsTask")
+"""Their words are not those of the task model."""
 PASSED_ON = ("forward", "run_with_cache", "run_with_hooks", "run_with_counts")
 
 
@@ -133,6 +138,14 @@ def task_model() -> Any:
 
 def _with_words(folder: Path) -> Any:
     return tiny_model(tokenizer=tokenizer_of(["<s>", *"abcdefghijkl"], folder))
+
+
+@cache
+def knowing() -> Any:
+    rows = [*agreement.NOUNS, *agreement.VERBS, *agreement.PEOPLE, *capitals.COUNTRIES]
+    words = {word for row in rows for word in row} | {agreement.PLURAL}
+    own = byte_level(*(f" {word}" for word in sorted(words)))
+    return tiny_model(d_vocab=len(own), n_ctx=64, tokenizer=own)
 
 
 def _of_task(name: str, _folder: Path) -> stl.PromptPairs:
@@ -233,6 +246,7 @@ OF_ONE: dict[str, dict[str, Callable[[Path], Any]]] = {
     "AdditionTask.read_at": {"column": lambda _: 9},
     "AdditionTask.prompt": {"text": lambda _: "36+28"},
     **{f"{name}.pairs": {"model": lambda _: task_model()} for name in WORD_TASKS},
+    **{f"{name}.pairs": {"model": lambda _: knowing()} for name in MORE_TASKS},
     **{f"{name}.spans": {"pairs": partial(_of_task, name)} for name in ("IOITask", "IOILongTask")},
     "GreaterThanTask.years": {"tokenizer": lambda _: task_model().tokenizer},
     **{f"SparseTransformer.{name}": {"input": lambda _: pairs().clean} for name in PASSED_ON},
@@ -280,7 +294,9 @@ INSTANCES: dict[str, Callable[[], Any]] = {
     ),
     "GreaterThanTask": stl.GreaterThanTask,
     "IOILongTask": stl.IOILongTask,
+    "InductionTask": stl.InductionTask,
     "IOITask": stl.IOITask,
+    **{name: getattr(stl, name) for name in MORE_TASKS},
     "LearnedGates": lambda: stl.LearnedGates(model(), stl.Heads()),
     "PromptPairs": pairs,
     "Scores": _head_scores,

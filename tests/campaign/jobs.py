@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 import torch
 from calls import FITTING, QUIET, pairs, rows, targets
-from tiny import save_small_task_models, save_tiny, tiny_model, tokenizer_of
+from tiny import save_taught_task_models, save_tiny, tiny_model, tokenizer_of
 from torch import Tensor
 
 import sparse_tl as stl
@@ -161,7 +161,7 @@ def inputs(place: Path) -> None:
     stories = [" ".join(choice.choices(WORDS[1:], k=11)) for _ in range(60)]
     (place / "story.txt").write_text("\n<|endoftext|>\n".join(stories), encoding="utf-8")
     save_tiny(place / "tiny", WORDS)
-    save_small_task_models(place, n_layer=1, n_head=2, n_embd=16, n_inner=16)
+    save_taught_task_models(place, n_layer=1, n_head=2, n_embd=16, n_inner=16)
 
 
 def _inputs(folder: Path) -> Path:

@@ -121,6 +121,20 @@ def test_a_hugging_face_folder_gives_the_same_logits(
         assert model.to_tokens("w7 w9", prepend_bos=False).tolist() == [[7, 9]]
 
 
+def test_a_chat_template_is_loaded_and_saved(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "model", tokenizer=True)
+    template = "{% for message in messages %}{{ message.content }}<s>{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    model = load_model(folder, device="cpu")
+    assert model.tokenizer.chat_template == template
+    save_model(model, tmp_path / "again")
+    again = load_model(tmp_path / "again", device="cpu")
+    assert again.tokenizer.chat_template == template
+    rows = [{"clean": "w5 w6", "corrupted": "w7 w6", "answer": " w8"}]
+    pairs = PromptPairs.from_texts(again, rows, chat=True)
+    assert pairs.start == "Continue the text.<s>"
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "neox"])
 @pytest.mark.parametrize(("before", "behind"), [(None, None), ("<s>", None), ("<s>", "</s>")])
 def test_prompts_begin_as_the_tokenizer_begins_them(

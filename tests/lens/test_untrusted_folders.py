@@ -466,7 +466,8 @@ def test_only_data_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert load_model("gpt2-small", device="cpu").cfg.model_name == "gpt2"
     assert [name for name, _ in fetched] == ["gpt2"]
-    assert set(fetched[0][1]["allow_patterns"]) == {"*.json", "*.txt", "*.safetensors"}
+    data = {"*.json", "*.txt", "*.safetensors", "chat_template.jinja"}
+    assert set(fetched[0][1]["allow_patterns"]) == data
     _change(tmp_path / "snapshot" / "gates.json")
     with pytest.raises(ValueError, match=r"gates\.json.*SparseTransformer\.from_pretrained"):
         load_model("gpt2-small", device="cpu")

@@ -12,11 +12,11 @@ import random
 import re
 import unicodedata
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
 from made_tokenizers import byte_level
+from reading import Reader
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -43,19 +43,6 @@ def word_tokenizer(texts=EVERYTHING, digits=r"\d\d", **special):
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = split
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-
-
-class Reader:
-    """A model as far as tasks ask for one: a tokenizer, and no BOS token before its prompts."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-        self.cfg = SimpleNamespace(default_prepend_bos=False)
-
-    def to_tokens(self, text):
-        raise NotImplementedError
-
-    __call__ = state_dict = to_tokens
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +241,8 @@ def test_words_that_are_no_single_token_are_left_out(words):
     # The name of the unknown token is not told to the wrapper here, and one name is unknown.
     names = ("Mary", "John", "Zebedee", "Paul", "Lisa", "Mark")
     tokens = IOITask(names=names).pairs(Reader(words), 100)
+    assert repr(tokens).endswith("without BOS; 1 of 6 names left out)")
+    assert repr(IOITask().pairs(Reader(words), 2)).endswith("without BOS)")
     assert "[UNK]" not in " ".join(record["clean"] for record in tokens.to_records(words))
     assert len(tokens.answers.unique()) == 5
 
@@ -285,9 +274,8 @@ def test_years_that_are_one_token_are_not_used():
 
 
 def test_tokenizers_without_pairs_of_digits_are_refused():
-    one_by_one = word_tokenizer(EVERYTHING + " 0 1 2 3 4 5 6 7 8 9", digits=r"\d")
-    with pytest.raises(ValueError, match=r"00 to 99 .*100 are not"):
-        GreaterThanTask().pairs(Reader(one_by_one), 1)
+    with pytest.raises(ValueError, match=r"00 to 99 .*100 are not.*1732 is read as"):
+        GreaterThanTask().pairs(Reader(word_tokenizer(re.sub(r"\d", "", EVERYTHING))), 1)
     with pytest.raises(ValueError, match=r"00 to 99 .*1 are not, such as \['37'\]"):
         GreaterThanTask().pairs(Reader(word_tokenizer(EVERYTHING.replace("37", ""))), 1)
 

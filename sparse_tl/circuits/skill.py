@@ -1,0 +1,146 @@
+"""How well a model does a task, and whether it does it at all.
+
+*Accuracy* is the share of clean prompts whose most likely next token is a right answer. *Choice* is
+the share in which a right answer is likelier than every wrong one, and *chance* what choosing at
+random among right and wrong answers would give. A model does a task if
+
+1. its choice is above chance by more than two standard errors of a choice at random, and by at
+   least `MARGIN`; and
+2. corrupting the prompts lowers the metric, on average by more than two standard errors, and by at
+   least `MARGIN` of what it is. This tells models that prefer right answers whatever the prompt
+   says: one that always answers 99 makes every choice of Greater-Than right.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from sparse_tl import ranks
+from sparse_tl.arguments import AtLeastOne, checked
+from sparse_tl.circuits.pair_runs import clean_logits
+from sparse_tl.data import PromptPairs
+from sparse_tl.data.pairs import NO_TOKEN
+from sparse_tl.lens import HookedModel, in_evaluation_mode
+from sparse_tl.metrics import Metric, chooses_right, is_right, measure
+from sparse_tl.results import Result
+from sparse_tl.scopes import autograd
+
+MARGIN = 0.1
+"""The least difference that counts, however many prompts there are."""
+STANDARD_ERRORS = 2
+"""Number of standard errors that count as a difference."""
+
+
+@dataclass(frozen=True, eq=False)
+class Skill(Result):
+    """How well a model does a task.
+
+    Args:
+        accuracy: share of clean prompts whose most likely next token is a right answer.
+        right: whether each clean prompt's likeliest answer, of the right and wrong ones, is right.
+        chance: mean share of right answers among all answers.
+        clean: the metric of each clean prompt.
+        corrupted: the metric of each corrupted prompt.
+        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
+    """
+
+    accuracy: float
+    right: Bool[Tensor, " pair"]
+    chance: float
+    clean: Float[Tensor, " pair"]
+    corrupted: Float[Tensor, " pair"]
+    prompt_start: str | None = None
+
+    @property
+    def choice(self) -> float:
+        """Share of prompts, 0 to 1, in which a right answer is likelier than every wrong one."""
+        return self.right.double().mean().item()
+
+    @property
+    def needed(self) -> float:
+        """The choice that a model needs, to do the task."""
+        error = math.sqrt(self.chance * (1 - self.chance) / len(self.right))
+        return self.chance + max(MARGIN, STANDARD_ERRORS * error)
+
+    @property
+    def lack(self) -> str:
+        """Why the model does not do the task, as a sentence; empty if it does."""
+        if self.choice <= self.needed:
+            return (
+                f"the model does not do this task: of {len(self.right)} prompts it prefers a right "
+                f"answer to the wrong ones in {self.choice:.1%}, where chance is {self.chance:.1%} "
+                f"and more than {self.needed:.1%} is needed, so there is no circuit to find"
+            )
+        change, metric = self.clean - self.corrupted, self.clean.mean().item()
+        error = change.std().item() / math.sqrt(len(change))
+        least = max(MARGIN * abs(metric), STANDARD_ERRORS * error)
+        if not change.mean().item() > least:
+            return (
+                f"the model does not do this task: corrupting its {len(self.right)} prompts has to "
+                f"lower the metric by more than {least:.4g}, and changes it from {metric:.4g} to "
+                f"{self.corrupted.mean().item():.4g}, so there is no circuit to find"
+            )
+        return ""
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Accuracy, choice, and chance."""
+        return {"accuracy": self.accuracy, "choice": self.choice, "chance": self.chance}
+
+    def __str__(self) -> str:
+        return (
+            f"{self.accuracy:.1%} of {len(self.right)} prompts right; choice {self.choice:.1%}, "
+            f"chance {self.chance:.1%}"
+        )
+
+    def __repr__(self) -> str:
+        return f"Skill({self}{'; not done' if self.lack else ''})"
+
+
+@checked
+@in_evaluation_mode
+@autograd(False)
+def measure_skill(
+    model: HookedModel, pairs: PromptPairs, metric: Metric, *, batch_size: AtLeastOne = 32
+) -> Skill:
+    """How well a model does a task: two forward passes per batch.
+
+    Args:
+        model: dense or sparse model.
+        pairs: prompt pairs with wrong answers.
+        metric: metric function with one value per pair.
+        batch_size: prompt pairs per forward pass.
+
+    Raises:
+        ValueError: a pair has no wrong answer, or the metric is not one finite number per pair.
+    """
+    given = [(tokens != NO_TOKEN).sum(dim=1) for tokens in (pairs.answers, pairs.wrong)]
+    if bool((given[1] == 0).any()):
+        raise ValueError(
+            f"expected a wrong answer for every pair, to compare with chance; pair "
+            f"{int((given[1] == 0).int().argmax())} has none"
+        )
+    swapped = replace(pairs, clean=pairs.corrupted, corrupted=pairs.clean)
+    found = [
+        (is_right(logits, batch).cpu(), chooses_right(logits, batch).cpu(), values.cpu().double())
+        for batch, logits in clean_logits(model, pairs, batch_size)
+        for values in [measure(metric, logits, batch)]
+    ]
+    without = [
+        measure(metric, logits, batch).cpu().double()
+        for batch, logits in clean_logits(model, swapped, batch_size)
+    ]
+    top, right, clean = map(torch.cat, zip(*ranks.in_order(found), strict=True))
+    return Skill(
+        top.double().mean().item(),
+        right,
+        (given[0] / sum(given)).double().mean().item(),
+        clean,
+        torch.cat(ranks.in_order(without)),
+        pairs.start,
+    )

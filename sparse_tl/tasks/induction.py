@@ -1,0 +1,120 @@
+"""Induction: random tokens, and the same again but for the last, which is the answer.
+
+``A B C D A B C`` is continued by D, which stood behind C before. The corrupted prompt has another
+token in place of the first C, so that what followed it cannot be looked up. Tokens are drawn from
+the whole vocabulary: the task works for every tokenizer, and for models without one.
+
+Reference: Olsson et al., *In-context Learning and Induction Heads*, arXiv 2209.11895.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from annotated_types import Ge, Le
+
+from sparse_tl.arguments import Seed, checked
+from sparse_tl.data.chat import chat_start
+from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.data.prompts import Tokens, prepends_bos, prompt_start
+from sparse_tl.lens import HookedModel
+from sparse_tl.metrics import Metric, logit_difference
+from sparse_tl.tasks.words import Pairs, Task, draw_distinct
+
+
+class _Repeated(NamedTuple):
+    clean: Tokens
+    corrupted: Tokens
+    answer: int
+    wrong: Tokens
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class InductionTask(Task):
+    """Continue random tokens that are repeated.
+
+    Args:
+        length: number of tokens before they are repeated, all of them different.
+    """
+
+    name: str = "induction"
+    title: str = "Induction"
+    metric: Metric = field(default=logit_difference, repr=False)
+    length: Annotated[int, Ge(2), Le(100_000)] = 16
+
+    def pairs(
+        self,
+        model: HookedModel,
+        n: Pairs,
+        *,
+        seed: Seed = 0,
+        prepend_bos: bool | None = None,
+        chat: bool = False,
+    ) -> PromptPairs:
+        """Clean and corrupted prompts; the wrong answers are the other repeated tokens.
+
+        Args:
+            model: model whose vocabulary is used, with a tokenizer or without.
+            n: number of pairs.
+            seed: random seed for the draws.
+            prepend_bos: whether prompts start with the BOS token; by default as the model's own do.
+            chat: whether each prompt begins the assistant's answer in a chat, written by the
+                tokenizer's own template.
+
+        Raises:
+            ValueError: the vocabulary is too small, the model has no tokenizer for the start of
+                prompts that is asked for, the tokenizer lacks the chat template, both `prepend_bos`
+                and `chat` are given, or `n` is out of range.
+        """
+        start, said = _start(model, prepend_bos, chat)
+        known = _ordinary_tokens(model)
+        if len(known) <= self.length:
+            raise ValueError(
+                f"expected a vocabulary of more than {self.length} tokens, since so many different "
+                f"ones are repeated and one is replaced; it has {len(known)} besides special ones. "
+                "Give the task a smaller `length`."
+            )
+        rng = random.Random(seed)
+
+        def draw() -> _Repeated:
+            *before, last, answer, other = rng.sample(known, self.length + 1)
+            again = (*before, last)
+            return _Repeated(
+                (*start, *again, answer, *again),
+                (*start, *before, other, answer, *again),
+                answer,
+                again,
+            )
+
+        clean, corrupted, answers, wrong = map(
+            torch.tensor, zip(*draw_distinct(draw, n), strict=True)
+        )
+        end = torch.full((n,), clean.shape[1] - 1)
+        return PromptPairs(clean, corrupted, answers[:, None], wrong, end, start=said)
+
+
+def _start(model: HookedModel, prepend_bos: bool | None, chat: bool) -> tuple[Tokens, str]:
+    """The tokens that prompts start with, and their text."""
+    tokenizer: Any = model.tokenizer
+    if tokenizer is None and prepend_bos is None and not chat:
+        return (), ""
+    with_bos = prepends_bos(model, prepend_bos, chat=chat)
+    if chat:
+        text = chat_start(tokenizer)
+        return tuple(tokenizer.encode(text, add_special_tokens=False)), text
+    start = prompt_start(tokenizer, with_bos)
+    return start, tokenizer.decode(list(start))
+
+
+def _ordinary_tokens(model: HookedModel) -> Tokens:
+    """The tokens that a text can have: not BOS, padding, or what was added for chats."""
+    tokenizer: Any = model.tokenizer
+    if tokenizer is None:
+        return tuple(range(model.cfg.d_vocab))
+    n_vocab = min(len(tokenizer), getattr(model.cfg, "d_vocab", len(tokenizer)))
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return tuple(token for token in range(n_vocab) if token not in special)

@@ -1,0 +1,105 @@
+"""How well a model does a task, and from where on it does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparse_tl.circuits import Skill, accuracy, measure_skill
+from sparse_tl.data import PromptPairs
+from sparse_tl.lens import Model
+from sparse_tl.metrics import logit_difference
+
+
+@pytest.fixture
+def pairs() -> PromptPairs:
+    """Of two lengths, with one to three right answers, and two wrong ones or one."""
+    generator = torch.Generator().manual_seed(0)
+    clean, corrupted = torch.randint(13, (2, 20, 6), generator=generator)
+    options = torch.stack([torch.randperm(13, generator=generator)[:5] for _ in range(20)])
+    answers, wrong = options[:, :3].clone(), options[:, 3:].clone()
+    answers[::2, 1:] = -1
+    wrong[::3, 1] = -1
+    return PromptPairs(clean, corrupted, answers, wrong, torch.tensor([5, 3]).repeat(10), start="")
+
+
+def test_what_is_measured_is_what_the_model_predicts(
+    build_tiny: Callable[..., Model], pairs: PromptPairs
+) -> None:
+    model = build_tiny()
+    found = measure_skill(model, pairs, logit_difference, batch_size=7)
+    top, right, clean, corrupted, chance = [], [], [], [], []
+    for row in range(20):
+        end = int(pairs.positions[row])
+        answers = [token for token in pairs.answers[row].tolist() if token >= 0]
+        wrong = [token for token in pairs.wrong[row].tolist() if token >= 0]
+        with torch.no_grad():
+            logits = model(pairs.clean[row : row + 1, : end + 1])[0, -1]
+            others = model(pairs.corrupted[row : row + 1, : end + 1])[0, -1]
+        top.append(int(logits.argmax()) in answers)
+        right.append(bool(logits[answers].max() > logits[wrong].max()))
+        chance.append(len(answers) / len(answers + wrong))
+        for side, some in ((clean, logits), (corrupted, others)):
+            side.append((some[answers].mean() - some[wrong].mean()).item())
+    assert found.right.tolist() == right
+    assert found.accuracy == sum(top) / 20 == accuracy(model, pairs)
+    assert found.choice == pytest.approx(sum(right) / 20)
+    assert found.chance == pytest.approx(sum(chance) / 20)
+    assert found.clean.tolist() == pytest.approx(clean, abs=1e-5)
+    assert found.corrupted.tolist() == pytest.approx(corrupted, abs=1e-5)
+
+
+def _skill(right: int, n: int, *, chance: float = 0.5, change: float = 3.0) -> Skill:
+    """One whose metric is 2, give or take 1, and falls by `change`."""
+    clean = 2 + torch.tensor([1.0, -1.0]).repeat(n // 2)
+    corrupted = torch.full((n,), 2 - change)
+    return Skill(0.5, torch.arange(n) < right, chance, clean.double(), corrupted.double())
+
+
+def test_a_choice_is_two_standard_errors_above_chance_and_a_tenth() -> None:
+    # Of 64 choices at random, the standard error is 1/16: more than 0.5 + 2/16 is needed.
+    assert _skill(40, 64).needed == 0.625
+    assert "prefers a right answer" in _skill(40, 64).lack and not _skill(41, 64).lack
+    # Of 400 it is 0.025, and a tenth is more.
+    assert _skill(240, 400).needed == pytest.approx(0.6)
+    assert "in 60.0%, where chance is 50.0% and more than 60.0%" in _skill(240, 400).lack
+    assert not _skill(241, 400).lack
+    assert _skill(20, 64, chance=1 / 11).needed == pytest.approx(1 / 11 + 0.1)
+
+
+def test_the_corruption_lowers_the_metric_by_two_standard_errors_and_a_tenth() -> None:
+    # The change of 64 pairs has a standard error of 0.126: 0.2, a tenth of 2, is less than two.
+    assert "has to lower the metric by more than 0.252" in _skill(64, 64, change=0.25).lack
+    assert not _skill(64, 64, change=0.26).lack
+    assert "by more than 0.2," in _skill(400, 400, change=0.19).lack
+    assert not _skill(400, 400, change=0.21).lack
+    for change in (0.0, -1.0):
+        assert _skill(64, 64, change=change).lack
+    assert _skill(1, 2).lack  # one prompt, or two, show nothing
+
+
+def test_a_lack_is_one_sentence() -> None:
+    for skill in (_skill(40, 64), _skill(64, 64, change=0.1)):
+        assert skill.lack.startswith("the model does not do this task: ")
+        assert skill.lack.endswith("so there is no circuit to find")
+        assert "; not done)" in repr(skill)
+    assert repr(_skill(64, 64)) == "Skill(50.0% of 64 prompts right; choice 100.0%, chance 50.0%)"
+
+
+def test_a_pair_without_a_wrong_answer(
+    build_tiny: Callable[..., Model], pairs: PromptPairs
+) -> None:
+    wrong = pairs.wrong.clone()
+    wrong[4] = -1
+    with pytest.raises(ValueError, match="a wrong answer for every pair.*; pair 4 has none"):
+        measure_skill(build_tiny(), replace(pairs, wrong=wrong), logit_difference)
+
+
+def test_it_is_saved(tmp_path: Path) -> None:
+    skill = _skill(41, 64)
+    again = Skill.load(skill.save(tmp_path / "skill"))
+    assert repr(again) == repr(skill) and again.lack == skill.lack == ""

@@ -1,0 +1,84 @@
+"""Which tasks a model does, as a table and in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import small_task_models
+
+from sparse_tl import load_task_models, task_report
+from sparse_tl.circuits import accuracy
+from sparse_tl.cli import options
+from sparse_tl.lens import Model
+from sparse_tl.models import TASKS
+from sparse_tl.tasks import TASKS_BY_NAME, IOITask, TaskReport
+from sparse_tl.tasks.report import by_name
+
+
+@pytest.fixture(scope="module")
+def report() -> TaskReport:
+    return task_report(load_task_models(device="cpu")[0], n=40)
+
+
+def test_the_tasks_by_name() -> None:
+    names = ["greater_than", "ioi", "ioi_long", "docstring"]
+    assert [task.name for task in TASKS] == names
+    assert list(TASKS_BY_NAME) == [*names, "subject_verb", "anaphor", "induction", "capitals"]
+    assert {*options.TASK_NAMES.split(", ")} == {*TASKS_BY_NAME}  # what commands name in their help
+    with pytest.raises(ValueError, match=r"expected tasks of \['greater_than'.* got 'sums'"):
+        by_name("sums")
+
+
+def test_the_built_in_model_does_its_tasks_and_knows_nothing_of_others(report: TaskReport) -> None:
+    assert list(report.lacks) == list(TASKS_BY_NAME)
+    assert report.done == ["greater_than", "ioi", "ioi_long", "docstring"]
+    table = report.to_pandas()
+    assert table["done"].tolist() == [True] * 4 + [False] * 4
+    assert (table["accuracy"][:4] > 0.9).all() and (table["choice"][:4] > 0.9).all()
+    assert table["chance"]["ioi"] == 0.5
+    assert table["chance"]["docstring"] == pytest.approx(1 / 11)
+    assert table["prompts"][["ioi", "induction"]].tolist() == [40, 40]
+    assert table.loc["capitals"].isna().sum() == 6  # its words are not asked for
+    for name in ("subject_verb", "anaphor", "capitals"):
+        assert "that are single tokens after a space" in report.lacks[name]
+    assert "the model does not do this task" in report.lacks["induction"]
+
+
+def test_the_numbers_are_those_of_the_prompts(report: TaskReport) -> None:
+    model, task = load_task_models(device="cpu")[0], IOITask()
+    pairs = task.pairs(model, 40)
+    assert report.skills["ioi"].accuracy == accuracy(model, pairs)
+    assert report.skills["ioi"].clean.shape == (40,)
+
+
+def test_it_says_a_line_for_every_task(report: TaskReport, tmp_path: Path) -> None:
+    lines = str(report).splitlines()
+    assert [line.partition(": ")[0] for line in lines] == list(TASKS_BY_NAME)
+    assert " of 40 prompts right; choice " in lines[1]
+    assert repr(report).startswith("TaskReport(does 4 of 8 tasks: ['greater_than', 'ioi',")
+    assert "capitals: expected at least 2 countries" in report._repr_html_()
+    again = TaskReport.load(report.save(tmp_path / "report"))
+    assert str(again) == str(report)
+
+
+def test_an_untrained_model_does_nothing() -> None:
+    found = task_report(small_task_models()[0], ["greater_than", IOITask()], n=32)
+    assert found.done == [] and list(found.skills) == ["greater_than", "ioi"]
+
+
+def test_what_is_asked_has_to_make_sense(build_tiny: Callable[..., Model]) -> None:
+    model: Any = small_task_models()[0]
+    with pytest.raises(ValueError, match="expected tasks of .*; got 'sums'"):
+        task_report(model, ["sums"])
+    with pytest.raises(ValueError, match="expected each task once"):
+        task_report(model, ["ioi", IOITask()])
+    with pytest.raises(ValueError, match="expected a tokenizer with a chat template"):
+        task_report(model, ["ioi"], chat=True)
+    with pytest.raises(ValueError, match="expected prepend_bos or chat"):
+        task_report(model, ["ioi"], chat=True, prepend_bos=True)
+    found = task_report(build_tiny(d_vocab=300, n_ctx=64), ["ioi", "induction"], n=16)
+    assert "expected a model with a tokenizer" in found.lacks["ioi"]
+    assert "does not do this task" in found.lacks["induction"]

@@ -1,0 +1,52 @@
+"""Tasks as groups of a post-training run, and as rows of a grid of head roles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from made_tokenizers import byte_level
+
+from sparse_tl.lens import Model
+from sparse_tl.runs.cells import cells_of
+from sparse_tl.runs.texts import Reading
+from sparse_tl.tasks import TASKS_BY_NAME, CapitalsTask
+from sparse_tl.tasks.capitals import COUNTRIES
+
+
+@pytest.fixture
+def model(build_tiny: Callable[..., Model]) -> Any:
+    words = [f" {word}" for row in COUNTRIES[:40] for word in row]
+    tokenizer = byte_level(*words)
+    return build_tiny(d_vocab=len(tokenizer), n_ctx=128, tokenizer=tokenizer)
+
+
+def _prompts(rows: Any) -> set[tuple[int, ...]]:
+    return {tuple(row) for row in rows.tokens.tolist()}
+
+
+def test_a_task_of_too_few_prompts_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = CapitalsTask(templates=("The capital of [COUNTRY] is",), countries=COUNTRIES[:10])
+    monkeypatch.setitem(TASKS_BY_NAME, "capitals", few)
+    with pytest.raises(ValueError, match="at least 18 prompts of capitals.* got 10"):
+        Reading(model, 16, "predict", 1, 4, 1, 0, 1).task("capitals")
+
+
+def test_a_held_out_prompt_is_not_trained_on_where_a_task_has_few(model: Any) -> None:
+    read = Reading(model, 16, "predict", 1, 4, 1, 0, 1)
+    group = read.task("capitals")
+    rows = group.stream.examples
+    held_out = _prompts(group.validation) | _prompts(group.test)
+    assert len(_prompts(rows)) == len(rows)
+    assert not _prompts(rows) & held_out
+    assert len(held_out) == (len(rows) + len(held_out)) // 9
+
+
+def test_tasks_are_rows_of_head_roles(model: Any) -> None:
+    (cell,) = cells_of(["some"], ["induction"], 12, None)
+    assert (cell.task, cell.row) == ("induction", "Induction")
+    found = cell.prompts(model)
+    assert (len(found), found.n_targets) == (12, 12)
+    with pytest.raises(ValueError, match=r"expected tasks of \['syntax'.*'induction'.* got 'sums'"):
+        cells_of(["some"], ["sums"], 12, None)
