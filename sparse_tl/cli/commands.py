@@ -13,7 +13,10 @@ from sparse_tl.cli.options import (
     CheckpointActivations,
     CircuitTasks,
     Device,
+    Gates,
     HeldOutText,
+    InitialBias,
+    InitialThreshold,
     Lora,
     Out,
     Quiet,
@@ -21,6 +24,7 @@ from sparse_tl.cli.options import (
     RoleTasks,
     Seed,
     Shard,
+    TargetLoss,
     Tasks,
     Texts,
     Trained,
@@ -120,14 +124,7 @@ def post_train(
     ],
     text: Texts = None,
     task: Tasks = None,
-    target_loss: Annotated[
-        str,
-        subject(
-            "NATS",
-            "Per token, of every text and task: kl+0.05 from the dense model's predictions, +0.05 "
-            "over its loss, or a loss of 2.5.",
-        ),
-    ] = "kl+0.05",
+    target_loss: TargetLoss = "kl+0.05",
     held_out_text: HeldOutText = None,
     own_windows: Annotated[int, setting("N", "Windows of the model's own text.")] = 2000,
     window: Annotated[int, setting("N", "Tokens per window.")] = 128,
@@ -145,15 +142,9 @@ def post_train(
     lora: Lora = 16,
     head_cost: Annotated[float, setting("EDGES", "Cost of a head in use.")] = 0.0,
     mlps: Annotated[bool, setting("", "Gate MLPs too.", "--mlps")] = False,
-    gates: Annotated[
-        str, setting("KIND", "What gates read: the share of attention, or the score.")
-    ] = "share",
-    initial_threshold: Annotated[
-        float | None, setting("SHARE", "Initial threshold of share gates; 0.005 by default.")
-    ] = None,
-    initial_bias: Annotated[
-        float | None, setting("B", "Initial bias of score gates; 4 by default.")
-    ] = None,
+    gates: Gates = "share",
+    initial_threshold: InitialThreshold = None,
+    initial_bias: InitialBias = None,
     dtype: WeightsDtype = None,
     precision: Annotated[str, setting("NAME", "float32 or bf16.")] = "float32",
     out: Out = Path("runs/post-train"),

@@ -91,6 +91,19 @@ RoleTasks = Annotated[
 HeldOutText = Annotated[
     list[str] | None, subject("SOURCE", "Text that takes no part and is reported on. Repeatable.")
 ]
+TargetLoss = Annotated[
+    str,
+    subject(
+        "NATS",
+        "Per token, of every text and task: kl+0.05 from the dense model's predictions, +0.05 "
+        "over its loss, or a loss of 2.5.",
+    ),
+]
+Gates = Annotated[str, setting("KIND", "What gates read: the share of attention, or the score.")]
+InitialThreshold = Annotated[
+    float | None, setting("SHARE", "Initial threshold of share gates; 0.005 by default.")
+]
+InitialBias = Annotated[float | None, setting("B", "Initial bias of score gates; 4 by default.")]
 Boundaries = Annotated[
     str, setting("NAME", "Where documents meet: predict the next, skip that loss, or split there.")
 ]
