@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import keep_last_weights
 
 from sparse_tl.data import ShuffledStream
 from sparse_tl.data.batches import TokenBatch
@@ -19,11 +20,9 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, adapt, read_parameters
 from sparse_tl.training import (
     PostTraining,
-    Selection,
     evaluate_held_out,
     loop,
     post_train,
-    validation,
 )
 from sparse_tl.training.config import choose_trained
 from sparse_tl.training.objectives import SparsityObjective
@@ -64,12 +63,7 @@ class Echo:
 
 @pytest.fixture
 def last_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run ends with its last weights, whatever they are worth."""
-
-    def select(evaluate: Callable[[], Any], better: Callable[..., bool]) -> Selection:
-        return Selection(evaluate, lambda new, old: True)
-
-    monkeypatch.setattr(validation, "Selection", select)
+    keep_last_weights(monkeypatch)
 
 
 @pytest.fixture

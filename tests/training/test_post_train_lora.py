@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from architectures import VOCABULARY, plain_transformer
+from tiny import keep_last_weights
 from torch import Tensor
 
 from sparse_tl.data import ShuffledStream, TokenBatch
 from sparse_tl.files import read_tensors
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import adapt, add_lora, boot, lora_parameters, read_parameters
-from sparse_tl.training import PostTraining, evaluate_held_out, post_train, validation
+from sparse_tl.training import PostTraining, evaluate_held_out, post_train
 from sparse_tl.training.reference import as_dense, reference_of
 
 # The package has a function of the module's name.
@@ -53,12 +54,7 @@ def trained(sparse: SparseTransformer, **settings: Any) -> PostTraining:
 @pytest.fixture
 def last_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was measured, so that the weights that are left are trained ones."""
-    selection = validation.Selection
-    monkeypatch.setattr(validation, "Selection", lambda evaluate, _: selection(evaluate, _always))
-
-
-def _always(new: Any, old: Any) -> bool:
-    return True
+    keep_last_weights(monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])

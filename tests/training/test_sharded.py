@@ -16,6 +16,7 @@ import pytest
 import torch
 from architectures import VOCABULARY, plain_transformer
 from several_ranks import CallingAt, Trained, assert_same, on_ranks, stop
+from tiny import keep_last_weights
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM
@@ -33,7 +34,6 @@ from sparse_tl.training import (
     TrainingConfig,
     evaluate_held_out,
     post_train,
-    validation,
 )
 from sparse_tl.training.checkpoints import TrainingState
 from sparse_tl.training.loop import Run
@@ -98,12 +98,10 @@ def test_a_step_in_parts_is_one_process_on_all_rows(name: str, accumulate: int) 
 @pytest.fixture(scope="module", autouse=True)
 def often() -> Iterator[None]:
     """An evaluation and a checkpoint every other step; whatever was measured last is kept."""
-    selection = validation.Selection
-    always = lambda new, old: True  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "EVALUATIONS", 3)
         patch.setattr(module, "TrainingConfig", partial(TrainingConfig, checkpoint_every=2))
-        patch.setattr(validation, "Selection", lambda evaluate, _: selection(evaluate, always))
+        keep_last_weights(patch)
         yield
 
 
