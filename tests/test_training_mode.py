@@ -123,6 +123,7 @@ MEASURED: dict[str, Callable[[Any], Any]] = {
         st.ablation_curve(m, roles(m), TARGETS, by="random", max_heads=2, **Q).values
     ),
     "evaluate_held_out": lambda m: st.evaluate_held_out(m, ROWS).loss,
+    "task_report": lambda m: st.task_report(m, ["induction"], n=4).skills["induction"].clean,
     "sampled_windows": lambda m: st.sampled_windows(m, 4, 12, beginnings=["w3"], **Q).tokens,
 }
 UNAFFECTED = {

@@ -17,12 +17,14 @@ from sparse_tl.lens import Model
 from sparse_tl.metrics import NoEffectError, logit_difference
 
 Build = Callable[..., Model]
+UNPATCHED = ("accuracy", "attribute_logits", "measure_skill")
+"""They run the prompts as they are."""
 PATCHING = {
     name: function
     for name, function in taking(PromptPairs).items()
-    if name not in ("gated", "ablate_heads", "GatedRun", "accuracy", "attribute_logits")
+    if name not in ("gated", "ablate_heads", "GatedRun", *UNPATCHED)
 }
-"""All analyses that patch; the last two run the clean prompts alone."""
+"""All analyses that patch."""
 OPTIONS = {"attribute_attention_edges": {"patch": "corrupted"}}
 """By default it patches zeros, whatever the corrupted prompts are."""
 
