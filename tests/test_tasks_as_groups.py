@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from made_tokenizers import byte_level
 
+from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model
 from sparse_tl.runs.cells import cells_of
 from sparse_tl.runs.texts import Reading
@@ -19,7 +20,7 @@ from sparse_tl.tasks.capitals import COUNTRIES
 def model(build_tiny: Callable[..., Model]) -> Any:
     words = [f" {word}" for row in COUNTRIES[:40] for word in row]
     tokenizer = byte_level(*words)
-    return build_tiny(d_vocab=len(tokenizer), n_ctx=128, tokenizer=tokenizer)
+    return SparseTransformer(build_tiny(d_vocab=len(tokenizer), n_ctx=128, tokenizer=tokenizer))
 
 
 def _prompts(rows: Any) -> set[tuple[int, ...]]:

@@ -168,8 +168,16 @@ def run_post_training(
                 f"expected a window of at most {adapt(model_).n_ctx} tokens, the model's "
                 f"context; got {window}"
             )
+        if trained is None:
+            trained = "lora" if takes_lora(model_) else "all"
+        if trained == "lora":
+            add_lora(model_, lora)
+        if shard:
+            shard_model(model_, precision=precision)
+        starts = {"initial_threshold": initial_threshold, "initial_bias": initial_bias}
+        sparse = SparseTransformer(model_, gates=gates, mlps=mlps, **starts)
         read = Reading(
-            model_,
+            sparse,
             window,
             boundaries,
             steps,
@@ -185,14 +193,6 @@ def run_post_training(
             for source in texts
         ] + [read.task(name) for name in tasks]
         others = {group_name(source): read.untouched(source) for source in untouched}
-        if trained is None:
-            trained = "lora" if takes_lora(model_) else "all"
-        if trained == "lora":
-            add_lora(model_, lora)
-        if shard:
-            shard_model(model_, precision=precision)
-        starts = {"initial_threshold": initial_threshold, "initial_bias": initial_bias}
-        sparse = SparseTransformer(model_, gates=gates, mlps=mlps, **starts)
         with (
             folder.stage("post-training"),
             checkpointed_activations(sparse) if checkpoint_activations else nullcontext(),

@@ -13,7 +13,7 @@ from sparse_tl.data import Boundaries, Documents, ShuffledStream, TextStream, re
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.streams import TokenStream
 from sparse_tl.data.windows import cut_windows, window_rows
-from sparse_tl.lens import Model
+from sparse_tl.gates import SparseTransformer
 from sparse_tl.tasks import TASKS_BY_NAME
 from sparse_tl.training import sampled_windows
 
@@ -54,7 +54,7 @@ class Reading:
     """How the texts and tasks of a run are read, and how many rows of each it takes.
 
     Args:
-        model: the dense model.
+        model: the model before training.
         window: tokens per window.
         boundaries: what happens where documents meet.
         steps: number of steps.
@@ -64,7 +64,7 @@ class Reading:
         accumulate: micro-batches per step.
     """
 
-    model: Model
+    model: SparseTransformer
     window: int
     boundaries: Boundaries
     steps: int
@@ -98,8 +98,10 @@ class Reading:
     def own(self, n: int, save_to: Path, progress: bool) -> Group:
         """Text that the model writes itself, of which a tenth is held out."""
         how = {"seed": self.seed, "save_to": save_to, "progress": progress}
-        rows = sampled_windows(self.model, n, self.window, **how)
-        train, held_out = map(rows.select, self._split(torch.arange(n)))
+        parts = self._split(torch.arange(n))
+        with self.model.opened():
+            rows = sampled_windows(self.model, n, self.window, **how)
+        train, held_out = map(rows.select, parts)
         return self._group(OWN, self._shuffled(OWN, train, self.per_step), held_out)
 
     def task(self, name: str) -> Group:
