@@ -14,6 +14,9 @@ from sparse_tl.training.evaluation import HeldOut
 
 UNUSED = 0.5
 """Share of a limit below which a constraint did not bind."""
+STILL_FALLING = 0.95
+"""Active edges at the end, as a share of those after nine tenths of a run, below which more steps
+would close more."""
 
 
 @dataclass(frozen=True)
@@ -128,15 +131,25 @@ class PostTraining(Result):
 
     @property
     def _loose(self) -> str:
-        """Which constraints did not bind, and what to do about it."""
+        """Whether a longer run would have closed more edges, and why."""
+        edges = self.history.get("validation_active_attention_edges", pd.Series(dtype=float))
+        edges = edges.set_axis(self.history["step"]).dropna()
+        if len(edges) < 2:
+            return ""
+        last = edges.index[-1]
+        if self.best_step < last / 2 and edges.iloc[-1] < edges[self.best_step]:
+            return (
+                f" Later weights, with {edges.iloc[-1]:,.2f} edges at the end, missed it. Train "
+                "for longer, or allow more loss."
+            )
         groups = self.groups or {"": self._whole}
         loose = [name for name, found in groups.items() if found.used(self.target) < UNUSED]
-        if not loose:
+        if not loose or edges.iloc[-1] >= STILL_FALLING * edges[edges.index <= 0.9 * last].iloc[-1]:
             return ""
         where = f" on {', '.join(loose)}" if self.groups else ""
         return (
             f" The constraint did not bind{where}: less than half of what the target allows was "
-            "used. More steps would close more edges."
+            "used, and edges were still closing at the end. More steps would close more."
         )
 
     @property

@@ -133,14 +133,26 @@ def test_other_rows_of_a_group_are_reported_in_its_place(
     assert "took no part" not in outcome.verdict
 
 
-@pytest.mark.parametrize(("target", "bound"), [("kl+5", False), ("+5", False), (9.0, False)])
-def test_a_constraint_that_did_not_bind(
-    build_echo: Build, echo_rows: Rows, target: Any, bound: bool
+@pytest.mark.parametrize(
+    ("edges", "best", "said"),
+    [
+        ([100, 60, 40, 30], 30, "did not bind on long, short: less than half"),
+        ([100, 60, 40, 39], 30, ""),
+        ([100, 60, 40, 30], 10, "Later weights, with 30.00 edges at the end, missed it"),
+        ([100, 60, 70, 80], 10, ""),
+    ],
+)
+def test_what_a_longer_run_would_do(
+    build_echo: Build, echo_rows: Rows, edges: list[float], best: int, said: str
 ) -> None:
-    outcome = _trained(SparseTransformer(build_echo()), echo_rows, target_loss=target, steps=1)
+    """More steps are advised where little of the target is used and edges still close."""
+    outcome = _trained(SparseTransformer(build_echo()), echo_rows, target_loss="kl+5", steps=1)
     assert outcome.feasible
-    assert "The constraint did not bind on long, short" in outcome.verdict
-    assert "More steps would close more edges" in outcome.verdict
+    history = pd.DataFrame({"step": range(31)})
+    history.loc[::10, "validation_active_attention_edges"] = edges
+    ended = replace(outcome, history=history, best_step=best)
+    advice = ("did not bind", "Later weights")
+    assert said in ended.verdict and any(some in ended.verdict for some in advice) == bool(said)
 
 
 def test_learning_a_text_does_not_lower_the_divergence(build_echo: Build, echo_rows: Rows) -> None:
