@@ -132,8 +132,9 @@ class PostTraining(Result):
     @property
     def _loose(self) -> str:
         """Whether a longer run would have closed more edges, and why."""
-        edges = self.history.get("validation_active_attention_edges", pd.Series(dtype=float))
-        edges = edges.set_axis(self.history["step"]).dropna()
+        if "validation_active_attention_edges" not in self.history:
+            return ""
+        edges = self.history.set_index("step")["validation_active_attention_edges"].dropna()
         if len(edges) < 2:
             return ""
         last = edges.index[-1]
