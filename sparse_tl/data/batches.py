@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -133,22 +133,19 @@ class TokenBatch(Rows):
         width = max(part.tokens.shape[1] for part in parts)
         ragged = any(p.attention_mask is not None or p.tokens.shape[1] < width for p in parts)
 
-        def side_by_side(name: str) -> Tensor:
-            found = (getattr(part, name) for part in parts)
+        def padded(found: Iterable[Tensor]) -> Tensor:
             return torch.cat([F.pad(some, (0, width - some.shape[1])) for some in found])
 
-        real = [
+        real = (
             torch.ones_like(part.tokens) if part.attention_mask is None else part.attention_mask
             for part in parts
-        ]
+        )
         sizes = torch.tensor([len(part) for part in parts])
         return TokenBatch(
-            side_by_side("tokens"),
-            side_by_side("labels"),
-            side_by_side("loss_mask"),
-            torch.cat([F.pad(some, (0, width - some.shape[1])) for some in real])
-            if ragged
-            else None,
+            padded(part.tokens for part in parts),
+            padded(part.labels for part in parts),
+            padded(part.loss_mask for part in parts),
+            padded(real) if ragged else None,
             torch.arange(len(parts)).repeat_interleave(sizes),
         )
 

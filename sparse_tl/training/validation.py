@@ -53,10 +53,10 @@ class Validation:
         with as_dense(sparse):
             self.dense = self._dense(self.rows)
             _check_groups(self.dense)
-            self._dense_groups, self._dense_held_out = (
+            self._before = [
                 {name: self._dense(some) for name, some in of.items()}
                 for of in (self.groups, held_out)
-            )
+            ]
         if target.of == "loss" and target.nats < (worst := max(self.dense.group_losses.values())):
             raise ValueError(
                 "expected a target loss that the model can reach; the dense model's validation "
@@ -84,16 +84,11 @@ class Validation:
 
     def compared(self) -> tuple[dict[str, DenseAndSparse], dict[str, DenseAndSparse]]:
         """Dense and sparse model on the rows of every group, and on those that take no part."""
-        return (
-            {
-                n: DenseAndSparse(of, self._sparse(self.groups[n]))
-                for n, of in self._dense_groups.items()
-            },
-            {
-                n: DenseAndSparse(of, self._sparse(self.held_out[n]))
-                for n, of in self._dense_held_out.items()
-            },
+        groups, held_out = (
+            {name: DenseAndSparse(before[name], self._sparse(some)) for name, some in of.items()}
+            for of, before in zip((self.groups, self.held_out), self._before, strict=True)
         )
+        return groups, held_out
 
     def selection(self, objective: SparsityObjective) -> Selection:
         """Evaluations, of which the objective is told, and which of them is best."""
