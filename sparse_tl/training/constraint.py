@@ -10,9 +10,10 @@ every step ``t`` by the relative violation at the last validation evaluation,
 the increase being the loss above the dense model's; what is allowed falls, in the course of the
 run, to what the target leaves:
 
-    log lambda_t  =  log START + INTEGRAL * sum_{s <= t} e_s + PROPORTIONAL * e_t
+    log lambda_t  =  log START + INTEGRAL / n * sum_{s <= t} e_s + PROPORTIONAL * e_t
 
-The integral finds lambda; the proportional part answers a violation at once and takes its answer
+with n steps between two evaluations, so that a short run moves lambda as far as a long one. The
+integral finds lambda; the proportional part answers a violation at once and takes its answer
 back when it is over, which keeps lambda from swinging. Validation rows under deterministic gates
 are what the target is about; the loss of a training batch says little of it, since sampled gates
 cost loss that deterministic ones do not, and a batch's own noise can be many times a small target.
@@ -37,11 +38,11 @@ Measured = Literal["loss", "increase", "divergence"]
 
 START = 10.0
 """lambda before the first step."""
-INTEGRAL, PROPORTIONAL = 0.01, 0.5
-"""Gains of the controller: by step, and at once."""
+INTEGRAL, PROPORTIONAL = 0.4, 0.5
+"""Gains of the controller: between two evaluations, and at once."""
 BOUNDS = (5.0, 20_000.0)
-"""Of lambda. A group that has met its target for long keeps some weight for when it does not: at 5,
-a nat of its loss is worth e^5 = 150 times fewer edges."""
+"""Least and largest lambda. A group that has met its target for long keeps some weight for when it
+does not: at 5, a nat of its loss is worth e^5 = 150 times fewer edges."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,9 @@ class LossConstraint:
     Args:
         n_groups: number of groups of rows, each with a loss of its own.
         start: lambda before the first step.
-        integral: gain by step.
+        integral: gain between two evaluations.
         proportional: gain at once.
+        evaluated_every: updates between two evaluations.
         bounds: least and largest lambda.
     """
 
@@ -116,6 +118,7 @@ class LossConstraint:
         start: float = START,
         integral: float = INTEGRAL,
         proportional: float = PROPORTIONAL,
+        evaluated_every: int = 1,
         bounds: tuple[float, float] = BOUNDS,
     ) -> None:
         from cooper.optim import nuPI, nuPIInitType
@@ -128,7 +131,7 @@ class LossConstraint:
             [self._log_lambda],
             lr=1.0,
             Kp=torch.tensor(proportional, dtype=torch.float64),
-            Ki=torch.tensor(integral, dtype=torch.float64),
+            Ki=torch.tensor(integral / evaluated_every, dtype=torch.float64),
             init_type=nuPIInitType.ZEROS,
             maximize=True,
         )

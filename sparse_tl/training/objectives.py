@@ -19,10 +19,14 @@ from sparse_tl.training.distillation import distilled
 from sparse_tl.training.predictions import DensePredictions
 from sparse_tl.training.reference import Reference
 
+NOISE = 0.25
+"""Scale of the gates' noise at first. At 1, sampled gates diverge from the dense SmolLM2-135M by 18
+times as much as deterministic ones, and training repairs what only the noise breaks."""
 NO_NOISE = 0.7
 """Part of the run after which the gates have no noise."""
-MARGIN = 3.5
-"""How much more the loss may rise at full noise than in the end, relative to that."""
+MARGIN = 0.05
+"""Nats by which the loss may rise more at first than in the end. Not relative to the target:
+a language model under a target of 0.1 nats does not win back several times that."""
 DISTILLED = 0.5
 """Share of the dense model's prediction in what is learned, where there is one; else the label."""
 FLOOR = 0.2
@@ -115,15 +119,15 @@ class SparsityObjective(Objective):
     throughout; it does not move the optimum for a given lambda. It is the same for all
     micro-batches of a step, whatever groups they hold; the size is that of each by itself.
 
-    Of every group's lambda, ``max(lambda_g, 1 / (room_g (1 + size)))`` is taken, with the size of
-    the step before: closing one more edge, which lowers the logarithm by ``1 / (1 + size)``, is
+    The constraint is on validation rows, and `validated` is told of them after every evaluation:
+    their loss may rise by ``allowed_g = room_g + MARGIN * noise / NOISE``. Weights that move fast, and
+    under noise, cost loss that is won back later; both fall to 0 in the course of a run, and the
+    margin with them.
+
+    Of every group's lambda, ``max(lambda_g, 1 / (allowed_g (1 + size)))`` is taken, with the size
+    of the step before: closing one more edge, which lowers the logarithm by ``1 / (1 + size)``, is
     then worth no more than all of the loss that the group may gain. Without this, the last needed
     edges close before lambda has risen; a closed gate has hardly any gradient.
-
-    The constraint is on validation rows, and `validated` is told of them after every evaluation:
-    their loss may rise by ``room * (1 + MARGIN * noise)``. Weights that move fast, and under noise,
-    cost loss that is won back later; both fall to 0 in the course of a run, and the margin with
-    them.
 
     Args:
         sparse: the model under its gates.
@@ -151,18 +155,18 @@ class SparsityObjective(Objective):
         self._predictions = None if dense is None else DensePredictions(dense)
         self.room, self.constraint = room, constraint
         self.edge_cost, self.head_cost = edge_cost, head_cost
-        self._noise = 1.0
-        self._increase = self.allowed(1.0)
+        self._noise = NOISE
+        self._increase = self.allowed(NOISE)
         self._size = math.inf
         self._shares = torch.ones(1)
 
     def noise(self, fraction_done: float) -> float:
-        """The scale of the gates' noise: 1 at first, 0 in the end."""
-        return 0.5 * (1 + math.cos(math.pi * min(fraction_done / NO_NOISE, 1.0)))
+        """The scale of the gates' noise: `NOISE` at first, 0 in the end."""
+        return NOISE * 0.5 * (1 + math.cos(math.pi * min(fraction_done / NO_NOISE, 1.0)))
 
     def allowed(self, noise: float) -> Float[Tensor, " group"]:
         """By how many nats the validation loss of every group may rise at this noise."""
-        return self.room * (1 + MARGIN * noise)
+        return self.room + MARGIN * noise / NOISE
 
     def begin(self, batch: TokenBatch) -> None:
         labels, known = batch.label_groups(), len(self.room)
@@ -177,11 +181,12 @@ class SparsityObjective(Objective):
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
         check_rows(adapt(self.sparse), batch)
-        lambdas = self.constraint.lambda_.maximum(1 / (self.room * (1 + self._size)))
         if self.edge_cost is not None:
             width = batch.tokens.shape[1]
             check_edge_cost(self.edge_cost, (*self.sparse.gates.bias.shape, width, width))
         self._noise = self.noise(fraction_done)
+        allowed = self.allowed(self._noise)
+        lambdas = self.constraint.lambda_.maximum(1 / (allowed * (1 + self._size)))
         parts = [self._run(part, generator) for part in _parts(batch, self.sparse)]
         labels = _Labels(*map(torch.cat, zip(*(part for part, _ in parts), strict=True)))
         counts = AttentionEdgeCounts.concatenate([edges for _, edges in parts])

@@ -29,8 +29,10 @@ from sparse_tl.training.reference import reference_of
 from sparse_tl.training.validation import Validation, is_feasible
 
 EVALUATIONS = 40
-"""Validation evaluations of a run; the learning rate warms up until the first of them, and falls
-from there on, as the gates' noise does."""
+"""Validation evaluations of a run."""
+WARM_UP = 0.1
+"""Part of the run in which the learning rate warms up: four evaluations, so that lambda has followed
+the loss before edges close fast. From there on it falls, as the gates' noise does."""
 TARGET_LOSS = "kl+0.05"
 """What every group may lose: nats of divergence per label."""
 LEARNING_RATE = 7e-4
@@ -126,7 +128,7 @@ def post_train(
     config = TrainingConfig(
         steps=steps,
         learning_rate=peak,
-        warmup=every,
+        warmup=max(1, round(WARM_UP * steps)),
         decay=1.0,
         accumulate=getattr(stream, "accumulate", 1),
         precision=precision,
@@ -144,7 +146,7 @@ def post_train(
             sparse,
             dense,
             watched.room.clamp(min=LEAST_ROOM),
-            LossConstraint(len(watched.room)),
+            LossConstraint(len(watched.room), evaluated_every=every),
             edge_cost,
             head_cost,
             distilled=1.0 if target.of == "divergence" else DISTILLED,

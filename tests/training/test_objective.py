@@ -17,7 +17,7 @@ from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, read_parameters
 from sparse_tl.training import LossConstraint, TargetLoss
 from sparse_tl.training.constraint import START
-from sparse_tl.training.objectives import MARGIN, NO_NOISE, SparsityObjective
+from sparse_tl.training.objectives import MARGIN, NO_NOISE, NOISE, SparsityObjective
 
 Build = Callable[..., Model]
 Rows = Callable[..., TokenBatch]
@@ -66,7 +66,7 @@ def test_lambda_follows_the_last_held_out_losses(build_echo: Build, echo_rows: R
         objective.validated(torch.tensor(losses, dtype=torch.float64))
         for done in (0.0, NO_NOISE / 2, SILENT):
             _, measured = _measured(objective, batch, done)
-            allowed = 0.5 * (1 + MARGIN * objective.noise(done))
+            allowed = 0.5 + MARGIN * objective.noise(done) / NOISE
             by_hand.update(torch.tensor([(loss - allowed) / allowed for loss in losses]))
             assert measured["violation"] == pytest.approx(max(losses) - allowed)
         assert objective.constraint.lambda_.tolist() == pytest.approx(by_hand.lambda_.tolist())
@@ -75,13 +75,13 @@ def test_lambda_follows_the_last_held_out_losses(build_echo: Build, echo_rows: R
 
 def test_noise_and_what_it_may_cost_end_together(build_echo: Build) -> None:
     objective = _objective(SparseTransformer(build_echo()), "0.5")
-    assert objective.noise(0.0) == 1.0
-    assert objective.noise(NO_NOISE / 2) == pytest.approx(0.5)
+    assert objective.noise(0.0) == NOISE
+    assert objective.noise(NO_NOISE / 2) == pytest.approx(NOISE / 2)
     assert [objective.noise(done) for done in (NO_NOISE, 1.0)] == [0.0, 0.0]
     falling = [objective.noise(NO_NOISE * i / 10) for i in range(11)]
     assert falling == sorted(falling, reverse=True) and len(set(falling)) == 11
-    assert [objective.allowed(noise).item() for noise in (1.0, 0.5, 0.0)] == pytest.approx(
-        [0.5 * (1 + MARGIN), 0.5 * (1 + MARGIN / 2), 0.5]
+    assert [objective.allowed(noise).item() for noise in (NOISE, NOISE / 2, 0.0)] == pytest.approx(
+        [0.5 + MARGIN, 0.5 + MARGIN / 2, 0.5]
     )
 
 
@@ -188,7 +188,7 @@ def test_every_group_counts_at_its_own_lambda(build_echo: Build, echo_rows: Rows
 def test_the_last_edges_are_worth_no_more_than_the_loss_that_is_allowed(
     build_echo: Build, echo_rows: Rows
 ) -> None:
-    """lambda is at least ``1 / (room (1 + size))``, with the size of the step before."""
+    """lambda is at least ``1 / (allowed (1 + size))``, with the size of the step before."""
     batch, sparse = echo_rows(12, seed=3), SparseTransformer(build_echo(), initial_bias=0.5)
     objective = _objective(sparse, "0.001")
     _, first = _measured(objective, batch, SILENT)
@@ -207,6 +207,10 @@ def test_the_last_edges_are_worth_no_more_than_the_loss_that_is_allowed(
     resumed = _objective(sparse, "0.001")
     resumed.load_state(again)
     assert _measured(resumed, batch, SILENT)[1] == second
+    noisy = _objective(sparse, "0.001")
+    noisy.load_state({**again, "log_lambda": [math.log(1e-6)]})
+    lambda_ = _measured(noisy, batch, 0.0)[1]["lambda"]
+    assert lambda_ == pytest.approx(1 / ((0.001 + MARGIN) * (1 + first["size"])))
 
 
 def test_a_group_that_is_never_validated_is_refused(build_echo: Build, echo_rows: Rows) -> None:

@@ -164,16 +164,18 @@ def test_so_many_steps_are_taken(echo: Echo) -> None:
 
 
 def test_there_are_so_many_evaluations(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the rate warms up until the first."""
     monkeypatch.setattr(module, "EVALUATIONS", 3)
     history = echo(steps=10)[0].history
     evaluated = history.dropna(subset=["validation_loss"])["step"].tolist()
     assert evaluated == [0, 3, 6, 9, 10]
-    warm_up = history["rate"].dropna().tolist()[:4]
-    falling = [0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / 10)) for step in range(4)]
+
+
+def test_the_rate_warms_up_over_a_tenth_of_the_run(echo: Echo) -> None:
+    rates = echo(steps=30)[0].history["rate"].dropna().tolist()[:4]
+    falling = [0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / 30)) for step in range(4)]
     risen = [1 / 3, 2 / 3, 1, 1]
     expected = [5e-2 * part * left for part, left in zip(risen, falling, strict=True)]
-    assert warm_up == pytest.approx(expected)
+    assert rates == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
