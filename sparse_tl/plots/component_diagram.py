@@ -15,14 +15,14 @@ picture shows where a circuit is busy; to follow single links, use the interacti
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sparse_tl.arguments import AtLeastOne, checked
-from sparse_tl.circuits import Circuit, Scores
+from sparse_tl.circuits import Circuit, HeadBehaviour, Scores
 from sparse_tl.circuits.wiring import wire
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.head_roles import ROLES, HeadRoles
@@ -42,6 +42,8 @@ MOST_EDGES = 2000
 """Maximum number of circuit edges of a panel that the page holds."""
 WIDTH = 720
 """Width of static figures in pixels."""
+
+Roles = HeadRoles | HeadBehaviour
 
 
 class ComponentDiagram(PanelFigure):
@@ -66,7 +68,7 @@ def component_diagram(
     slots: bool = False,
     off_path: bool = False,
     difference: bool = False,
-    roles: Mapping[str, HeadRoles] | HeadRoles | None = None,
+    roles: Mapping[str, Roles] | Roles | None = None,
     tokens: Sequence[str] | None = None,
     state: str | Path | Mapping[str, Any] | None = None,
     unit: str = "",
@@ -100,7 +102,8 @@ def component_diagram(
         slots: whether to draw q, k and v of a head apart instead of merged.
         off_path: whether to draw edges on no path from the input to the logits, in grey.
         difference: whether to draw two circuits as one, coloured by which of them has a link.
-        roles: colours heads by their role; by panel name, or for all panels.
+        roles: colours heads by their role, or by what they do, as from `head_behaviour`; by panel
+            name, or for all panels. Behaviour for all panels also adds a short label to each name.
         tokens: texts of the columns, for circuits over token positions.
         state: state that the page has saved, as a path or its content. It replaces the arguments
             above where it says something.
@@ -139,6 +142,8 @@ def component_diagram(
     }
     framed = _marked_nodes(panels, marked or {})
     nodes, wired_panels = wired(wirings)
+    if isinstance(roles, HeadBehaviour):
+        view = replace(view, labels=_labels(nodes, roles) | dict(view.labels))
     for panel, circuit, own in zip(
         wired_panels, panels.values(), _roles(panels, roles), strict=True
     ):
@@ -232,15 +237,28 @@ def _marked_nodes(
 
 
 def _roles(
-    panels: Mapping[str, Circuit], roles: Mapping[str, HeadRoles] | HeadRoles | None
+    panels: Mapping[str, Circuit], roles: Mapping[str, Roles] | Roles | None
 ) -> list[dict[str, str]]:
-    """The role of each head with a mean score over seeds of at least 0.5, by panel."""
-    by_panel = dict.fromkeys(panels, roles) if isinstance(roles, HeadRoles) else roles or {}
+    """The role of each head that has one, by panel.
+
+    Of fitted gates, it is one with a mean score over seeds of at least 0.5.
+    """
+    by_panel = roles if isinstance(roles, Mapping) else dict.fromkeys(panels, roles)
     found = []
     for name in panels:
-        own = dict[str, str]()
-        for role in ROLES if name in by_panel else ():
-            means = by_panel[name].score(role).mean(dim=0)
-            own |= {f"a{a}.h{b}": role for a, b in (means >= THRESHOLD).nonzero().tolist()}
+        given, own = by_panel.get(name), dict[str, str]()
+        if isinstance(given, HeadBehaviour):
+            own = given.main
+        elif given is not None:
+            for role in ROLES:
+                means = given.score(role).mean(dim=0)
+                own |= {f"a{a}.h{b}": role for a, b in (means >= THRESHOLD).nonzero().tolist()}
         found.append(own)
     return found
+
+
+def _labels(nodes: Sequence[Sequence[Any]], behaviour: HeadBehaviour) -> dict[str, str]:
+    """The texts of heads of some kind, by the name of their node: "a5.h1 ind+"."""
+    heads = [(name, name.split("@")[0]) for name, *_ in nodes]
+    said = behaviour.labels
+    return {name: f"{head} {said[head]}" for name, head in heads if head in said}

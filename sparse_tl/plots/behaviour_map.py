@@ -1,0 +1,104 @@
+"""Maps of what heads do: a colour for each head's kind, and a short label."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from sparse_tl.circuits import KINDS, HeadBehaviour
+from sparse_tl.plots.head_panels import head_panels
+from sparse_tl.plots.palette import EMPTY_CELL, GROUND, KINDS_OF_HEADS, TICK_SIZE, blend
+from sparse_tl.plots.panels import add_line, hover_text
+from sparse_tl.plots.token_text import text_width
+
+_LABELS = [kind.label + sign for kind in KINDS.values() for sign in "+\N{MINUS SIGN}"]
+_MARGIN, _LEAST_HEIGHT = 3, 11
+"""Around a label in its cell, and the height of a cell with labels, in pixels."""
+_FILL = 0.4
+_SAMPLE = 9.0
+_COLOURS = (EMPTY_CELL, *(blend(GROUND, colour, _FILL) for colour in KINDS_OF_HEADS.values()))
+
+
+def behaviour_panels(
+    panels: Mapping[str, HeadBehaviour],
+) -> tuple[Any, list[tuple[int, int]]]:
+    """Maps of what every head does; and the row and column of each. See `head_map`."""
+    grid = next(iter(panels.values())).grid
+    longest = max(text_width(label, TICK_SIZE) for label in _LABELS) + _MARGIN
+    figure, places = head_panels(list(panels), grid.n_layers, grid.n_heads, label_width=longest)
+    scale = [(place / len(KINDS), colour) for place, colour in enumerate(_COLOURS)]
+    drawn, texts = set[str](), list[dict[str, Any]]()
+    for (row, column), behaviour in zip(places, panels.values(), strict=True):
+        main = behaviour.main
+        figure.add_heatmap(
+            z=_numbers(behaviour, main),
+            zmin=0,
+            zmax=len(KINDS),
+            colorscale=scale,
+            showscale=False,
+            xgap=1,
+            ygap=1,
+            text=_said(behaviour, main),
+            hoverinfo="text",
+            row=row,
+            col=column,
+        )
+        texts += _labels(figure, (row, column), behaviour, main)
+        drawn |= set(main.values())
+    # All at once, since plotly checks all with every one.
+    figure.update_layout(annotations=[*figure.layout.annotations, *texts])
+    for kind, colour in KINDS_OF_HEADS.items():
+        if kind in drawn:
+            name = f"{KINDS[kind].label} {kind}".strip()
+            colour = blend(GROUND, colour, _FILL)
+            add_line(figure, 1, 1, x=[None], y=[None], colour=colour, name=name, width=_SAMPLE)
+    return figure, places
+
+
+def _numbers(behaviour: HeadBehaviour, main: Mapping[str, str]) -> list[list[int]]:
+    """The number of each head's kind, from 1; 0 for none."""
+    numbers = {kind: number for number, kind in enumerate(KINDS, start=1)}
+    found = torch.zeros(behaviour.grid.exists.shape, dtype=torch.int)
+    for head, kind in main.items():
+        found[behaviour.grid.index(head)] = numbers[kind]
+    return found.tolist()
+
+
+def _said(behaviour: HeadBehaviour, main: Mapping[str, str]) -> list[list[str]]:
+    """The tooltip of each head: its kind, and all its scores."""
+    names = behaviour.grid.names(behaviour.grid.places)
+    scores = torch.stack([*behaviour.scores.values()], dim=-1).flatten(0, 1).tolist()
+    said = [
+        hover_text([name, *filter(None, [main.get(name)]), *map("{} {:.3f}".format, kinds, row)])
+        for kinds in [list(behaviour.scores)]
+        for name, row in zip(names, scores, strict=True)
+    ]
+    n_heads = behaviour.grid.n_heads
+    return [said[start : start + n_heads] for start in range(0, len(said), n_heads)]
+
+
+def _labels(
+    figure: Any, place: tuple[int, int], behaviour: HeadBehaviour, main: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """The labels of a panel's cells: without plus or minus, or none, where they do not fit."""
+    axes, layout, grid = figure.get_subplot(*place), figure.layout, behaviour.grid
+    inner_width = layout.width - layout.margin.l - layout.margin.r
+    inner_height = layout.height - layout.margin.t - layout.margin.b
+    across, upwards = axes.xaxis.domain, axes.yaxis.domain
+    width = (across[1] - across[0]) * inner_width / grid.n_heads - _MARGIN
+    if (upwards[1] - upwards[0]) * inner_height / grid.n_layers < _LEAST_HEIGHT:
+        return []
+    style: dict[str, Any] = {"font": {"size": TICK_SIZE}, "xanchor": "center", "yanchor": "middle"}
+    style |= {
+        "xref": axes.xaxis.plotly_name.replace("axis", ""),
+        "yref": axes.yaxis.plotly_name.replace("axis", ""),
+    }
+    found = []
+    for name, label in behaviour.labels.items():
+        layer, head = grid.index(name)
+        either = (label, KINDS[main[name]].label)
+        fitting = [text for text in either if text_width(text, TICK_SIZE) <= width]
+        found += [{"text": text, "x": head, "y": layer, **style} for text in fitting[:1]]
+    return found
