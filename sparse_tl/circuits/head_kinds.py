@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -58,6 +58,8 @@ class HeadBehaviour(Result):
             shares of the logit difference, and "inhibition", a share of the movers' attention.
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
+
+    made_by: ClassVar[str] = "head_behaviour(...)"
 
     scores: Mapping[str, Float[Tensor, "layer head"]]
     prompt_start: str | None = None
@@ -125,7 +127,7 @@ class HeadBehaviour(Result):
         main = self.main
         labels = {head: KINDS[kind].label for head, kind in main.items()}
         for name in ("copying", "negative copying"):
-            for layer, head in self.heads[name]:
+            for layer, head in self.heads.get(name, []):
                 where, sign = f"a{layer}.h{head}", KINDS[name].label
                 if main[where] in _BY_ATTENTION:
                     labels[where] += sign

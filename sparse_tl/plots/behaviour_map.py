@@ -16,9 +16,9 @@ from sparse_tl.plots.token_text import text_width
 _LABELS = [kind.label + sign for kind in KINDS.values() for sign in "+\N{MINUS SIGN}"]
 _MARGIN, _LEAST_HEIGHT = 3, 11
 """Around a label in its cell, and the height of a cell with labels, in pixels."""
-_FILL = 0.4
 _SAMPLE = 9.0
-_COLOURS = (EMPTY_CELL, *(blend(GROUND, colour, _FILL) for colour in KINDS_OF_HEADS.values()))
+_FILL = {kind: blend(GROUND, colour, 0.4) for kind, colour in KINDS_OF_HEADS.items()}
+_FILL[""] = EMPTY_CELL
 
 
 def behaviour_panels(
@@ -28,42 +28,46 @@ def behaviour_panels(
     grid = next(iter(panels.values())).grid
     longest = max(text_width(label, TICK_SIZE) for label in _LABELS) + _MARGIN
     figure, places = head_panels(list(panels), grid.n_layers, grid.n_heads, label_width=longest)
-    scale = [(place / len(KINDS), colour) for place, colour in enumerate(_COLOURS)]
     drawn, texts = set[str](), list[dict[str, Any]]()
-    for (row, column), behaviour in zip(places, panels.values(), strict=True):
+    for place, behaviour in zip(places, panels.values(), strict=True):
         main = behaviour.main
-        figure.add_heatmap(
-            z=_numbers(behaviour, main),
-            zmin=0,
-            zmax=len(KINDS),
-            colorscale=scale,
-            showscale=False,
-            xgap=1,
-            ygap=1,
-            text=_said(behaviour, main),
-            hoverinfo="text",
-            row=row,
-            col=column,
-        )
-        texts += _labels(figure, (row, column), behaviour, main)
+        _add_kinds(figure, place, behaviour, main)
+        texts += _labels(figure, place, behaviour, main)
         drawn |= set(main.values())
     # All at once, since plotly checks all with every one.
     figure.update_layout(annotations=[*figure.layout.annotations, *texts])
-    for kind, colour in KINDS_OF_HEADS.items():
+    for kind in KINDS:
         if kind in drawn:
             name = f"{KINDS[kind].label} {kind}".strip()
-            colour = blend(GROUND, colour, _FILL)
-            add_line(figure, 1, 1, x=[None], y=[None], colour=colour, name=name, width=_SAMPLE)
+            add_line(figure, 1, 1, x=[None], y=[None], colour=_FILL[kind], name=name, width=_SAMPLE)
     return figure, places
 
 
-def _numbers(behaviour: HeadBehaviour, main: Mapping[str, str]) -> list[list[int]]:
-    """The number of each head's kind, from 1; 0 for none."""
-    numbers = {kind: number for number, kind in enumerate(KINDS, start=1)}
-    found = torch.zeros(behaviour.grid.exists.shape, dtype=torch.int)
-    for head, kind in main.items():
-        found[behaviour.grid.index(head)] = numbers[kind]
-    return found.tolist()
+def _add_kinds(
+    figure: Any, place: tuple[int, int], behaviour: HeadBehaviour, main: Mapping[str, str]
+) -> None:
+    """Fill a panel with cells, one trace per kind."""
+    grid, said = behaviour.grid, _said(behaviour, main)
+    for kind in ("", *dict.fromkeys(main.values())):
+        cells = torch.full(grid.exists.shape, torch.nan)
+        for head in grid.names(grid.places):
+            if main.get(head, "") == kind:
+                cells[grid.index(head)] = 1
+        colour = _FILL[kind]
+        figure.add_heatmap(
+            z=cells.tolist(),
+            zmin=0,
+            zmax=1,
+            colorscale=[(0, colour), (1, colour)],
+            showscale=False,
+            xgap=1,
+            ygap=1,
+            text=said,
+            hoverinfo="text",
+            hoverongaps=False,
+            row=place[0],
+            col=place[1],
+        )
 
 
 def _said(behaviour: HeadBehaviour, main: Mapping[str, str]) -> list[list[str]]:

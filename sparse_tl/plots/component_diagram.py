@@ -25,8 +25,8 @@ from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.circuits import Circuit, HeadBehaviour, Scores
 from sparse_tl.circuits.wiring import wire
 from sparse_tl.graph import CircuitGraph
-from sparse_tl.head_roles import ROLES, HeadRoles
-from sparse_tl.head_roles.roles import THRESHOLD
+from sparse_tl.grids import HeadGrid
+from sparse_tl.head_roles import HeadRoles
 from sparse_tl.nodes import Node
 from sparse_tl.plots.component_data import STATE_FORMAT, LinkColour, View, read_view, wired
 from sparse_tl.plots.component_style import COLOURS
@@ -119,7 +119,8 @@ def component_diagram(
         ValueError: there is no panel, `max_circuit_edges` is below 1, signs are requested without
             scores, a difference of other than two circuits is requested, panels differ in their
             positions, more than 2,000 edges have no scores to choose by, the first panel's model
-            lacks a marked head, there are too many mark names, or the state cannot be read.
+            lacks a marked head, roles are of another model, there are too many mark names, or the
+            state cannot be read.
         TypeError: a panel is not a `Circuit`.
     """
     if isinstance(panels, Circuit):
@@ -227,13 +228,19 @@ def _marked_nodes(
     panels: Mapping[str, Circuit], marked: Mapping[str, Sequence[Any]]
 ) -> dict[str, list[str]]:
     """The names of the marked heads of the first panel's model, by legend entry."""
-    site = next(iter(panels.values())).site
-    graph = site.graph if isinstance(site, PositionedGraph) else site
-    assert isinstance(graph, CircuitGraph)
+    grid = _heads_of(next(iter(panels.values())))
     return {
         visible_text(name): [str(Node("head", *place)) for place in places]
-        for name, places in marked_heads(graph.heads, marked).items()
+        for name, places in marked_heads(grid, marked).items()
     }
+
+
+def _heads_of(circuit: Circuit) -> HeadGrid:
+    """All heads of a circuit's model."""
+    site = circuit.site
+    graph = site.graph if isinstance(site, PositionedGraph) else site
+    assert isinstance(graph, CircuitGraph)
+    return graph.heads
 
 
 def _roles(
@@ -241,19 +248,16 @@ def _roles(
 ) -> list[dict[str, str]]:
     """The role of each head that has one, by panel.
 
-    Of fitted gates, it is one with a mean score over seeds of at least 0.5.
+    Raises:
+        ValueError: the roles are of another model.
     """
     by_panel = roles if isinstance(roles, Mapping) else dict.fromkeys(panels, roles)
-    found = []
-    for name in panels:
-        given, own = by_panel.get(name), dict[str, str]()
-        if isinstance(given, HeadBehaviour):
-            own = given.main
-        elif given is not None:
-            for role in ROLES:
-                means = given.score(role).mean(dim=0)
-                own |= {f"a{a}.h{b}": role for a, b in (means >= THRESHOLD).nonzero().tolist()}
-        found.append(own)
+    found = list[dict[str, str]]()
+    for name, circuit in panels.items():
+        given, grid = by_panel.get(name), _heads_of(circuit)
+        if given is not None and given.grid != grid:
+            raise ValueError(f"expected roles for {name!r} of {grid!r}; got {given.grid!r}")
+        found.append({} if given is None else given.main)
     return found
 
 

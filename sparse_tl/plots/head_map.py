@@ -51,8 +51,8 @@ def head_map(
         The figure; call its `save` to write it to a file.
 
     Raises:
-        ValueError: there is no panel, scores are not of heads, panels differ in kind or models in
-            shape, a model lacks a marked head, or there are more mark names than colours.
+        ValueError: there is no panel, scores are not of heads, models differ in shape, a model
+            lacks a marked head, or there are more mark names than colours.
     """
     grid = _checked(panels)
     framed = marked_heads(grid, marked or {})
@@ -87,10 +87,9 @@ def marked_heads(grid: HeadGrid, marked: Mapping[str, Sequence[Any]]) -> _Heads:
 def _checked(panels: Mapping[str, Scores] | Mapping[str, HeadBehaviour]) -> HeadGrid:
     """The heads that all panels share."""
     sites = {
-        (type(some), some.grid if isinstance(some, HeadBehaviour) else some.site)
-        for some in panels.values()
+        some.grid if isinstance(some, HeadBehaviour) else some.site for some in panels.values()
     }
-    _, site = sites.pop() if len(sites) == 1 else (None, None)
+    site = sites.pop() if len(sites) == 1 else None
     if not isinstance(site, HeadGrid):
         raise ValueError(
             "expected scores of the heads of one model, or of models of one shape, as "
