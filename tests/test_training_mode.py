@@ -32,7 +32,6 @@ def drawn(*shape: int) -> Tensor:
 
 ENDS = torch.full((3,), 4)
 PAIRS = PromptPairs(drawn(3, 5), drawn(3, 5).flip(0), drawn(3, 1), drawn(3, 1).flip(0), ENDS)
-PREFERRED = replace(PAIRS, answers=PAIRS.wrong, wrong=PAIRS.answers)
 ROWS = TokenBatch.next_token(drawn(8, 6))
 TARGETS = TargetDataset.from_tokens(drawn(8, 6).tolist(), [(3, 5)] * 8)
 READ = torch.zeros(3, 5, dtype=torch.bool)
@@ -99,7 +98,7 @@ MEASURED: dict[str, Callable[[Any], Any]] = {
         st.evaluate_heads(m, PAIRS, metric, st.attribute_heads(m, PAIRS, metric, **Q), [3]).values
     ),
     "evaluate_mib": lambda m: st.evaluate_mib(m, PAIRS, metric, edges(m), **Q).cpr,
-    "head_behaviour": lambda m: st.head_behaviour(m, PREFERRED, n=2, length=5, **Q)["inhibition"],
+    "head_behaviour": lambda m: st.head_behaviour(m, PAIRS, n=2, length=5, **Q)["inhibition"],
     "logit_lens": lambda m: st.logit_lens(m, PAIRS.clean[0], answer=3).probability,
     "patch_activations": lambda m: st.patch_activations(m, PAIRS, metric, **Q).values,
     "patch_exactly": lambda m: st.patch_exactly(m, PAIRS, metric, ["a0.h1->m1", "a1.h0"], **Q),

@@ -90,15 +90,17 @@ def head_behaviour(
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: the prompts do not fit the model's context, its vocabulary is too small, its
-            attention is not causal, its outputs are not tokens, or its heads do not write averages
-            of values; on the pairs, the model does not prefer the answers.
+        ValueError: the model is not the sum of its components, is not causal, predicts something
+            else than tokens, or has heads that do not write averages of values; the prompts do not
+            fit its context, or its vocabulary is too small; no pair has its answer in the prompt,
+            or the model does not prefer the answers.
     """
     adapter = adapt(model)
-    if not adapter.causal or adapter.d_vocab_out != adapter.d_vocab:
+    adapter.graph  # noqa: B018 - checks that the model is the sum of its parts
+    if adapter.d_vocab_out != adapter.d_vocab:
         raise ValueError(
-            f"expected a causal model that predicts tokens; {adapter.name!r} is "
-            + ("not causal" if not adapter.causal else "one whose outputs are not its tokens")
+            "expected a model that predicts the tokens that it reads, to see which it copies; "
+            f"{adapter.name!r} reads {adapter.d_vocab} and has {adapter.d_vocab_out} outputs"
         )
     tokens, begun = _repeated_tokens(model, n, length, seed)
     check_tokens(adapter, tokens)

@@ -32,7 +32,7 @@ class Kind(NamedTuple):
 
 KINDS: dict[str, Kind] = {
     "mover": Kind("mover", 0.1, "mov"),
-    "negative mover": Kind("mover", -0.1, "\N{MINUS SIGN}mov"),
+    "negative mover": Kind("mover", -0.1, "neg"),
     "suppression": Kind("suppression", 0.1, "sup"),
     "inhibition": Kind("inhibition", 0.05, "inh"),
     "previous token": Kind("previous token", 0.4, "prev"),

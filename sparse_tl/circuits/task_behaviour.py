@@ -45,9 +45,15 @@ def task_behaviour(
         step: called after each batch.
 
     Raises:
-        ValueError: the model does not prefer the answers, as a rule, or cannot run the prompts.
+        ValueError: no prompt contains its answer, or the model does not prefer the answers, as a
+            rule, or cannot run the prompts.
     """
     check_pairs(adapter, pairs)
+    if not _places(pairs)[0].any():
+        raise ValueError(
+            "expected pairs whose clean prompts contain the answer, to see which heads move it; no "
+            "prompt does"
+        )
     batches = [batch.to(adapter.device) for batch in pairs.split(batch_size)]
     moved, difference = map(
         torch.cat, zip(*(_moved(adapter, some) for some in batches), strict=True)

@@ -13,9 +13,10 @@ from sparse_tl.plots.palette import EMPTY_CELL, GROUND, KINDS_OF_HEADS, TICK_SIZ
 from sparse_tl.plots.panels import add_line, hover_text
 from sparse_tl.plots.token_text import text_width
 
-_LABELS = [kind.label + sign for kind in KINDS.values() for sign in "+\N{MINUS SIGN}"]
-_MARGIN, _LEAST_HEIGHT = 3, 11
-"""Around a label in its cell, and the height of a cell with labels, in pixels."""
+_MINUS = KINDS["negative copying"].label
+_LABELS = [kind.label + _MINUS for kind in KINDS.values()]
+_MARGIN, _LEAST_HEIGHT = 4, 11
+"""What cells are wider than the longest label, and their least height with labels, in pixels."""
 _SAMPLE = 9.0
 _FILL = {kind: blend(GROUND, colour, 0.4) for kind, colour in KINDS_OF_HEADS.items()}
 _FILL[""] = EMPTY_CELL
@@ -41,6 +42,15 @@ def behaviour_panels(
             name = f"{KINDS[kind].label} {kind}".strip()
             add_line(figure, 1, 1, x=[None], y=[None], colour=_FILL[kind], name=name, width=_SAMPLE)
     return figure, places
+
+
+def behaviour_notes(panels: Mapping[str, HeadBehaviour]) -> list[str]:
+    """What the maps do not say by themselves, as sentences."""
+    notes = [f"No head of {title} is of a kind." for title, some in panels.items() if not some.main]
+    labels = {label for some in panels.values() for label in some.labels.values()}
+    if any(label.endswith(("+", _MINUS)) for label in labels):
+        notes.append(f"+: copies what it attends to; {_MINUS}: lowers the logit of that.")
+    return notes
 
 
 def _add_kinds(
@@ -74,11 +84,10 @@ def _said(behaviour: HeadBehaviour, main: Mapping[str, str]) -> list[list[str]]:
     """The tooltip of each head: its kind, and all its scores."""
     names = behaviour.grid.names(behaviour.grid.places)
     scores = torch.stack([*behaviour.scores.values()], dim=-1).flatten(0, 1).tolist()
-    said = [
-        hover_text([name, *filter(None, [main.get(name)]), *map("{} {:.3f}".format, kinds, row)])
-        for kinds in [list(behaviour.scores)]
-        for name, row in zip(names, scores, strict=True)
-    ]
+    said = list[str]()
+    for name, row in zip(names, scores, strict=True):
+        measured = map("{} {:.3f}".format, behaviour.scores, row)
+        said.append(hover_text([name, *filter(None, [main.get(name)]), *measured]))
     n_heads = behaviour.grid.n_heads
     return [said[start : start + n_heads] for start in range(0, len(said), n_heads)]
 
@@ -91,7 +100,7 @@ def _labels(
     inner_width = layout.width - layout.margin.l - layout.margin.r
     inner_height = layout.height - layout.margin.t - layout.margin.b
     across, upwards = axes.xaxis.domain, axes.yaxis.domain
-    width = (across[1] - across[0]) * inner_width / grid.n_heads - _MARGIN
+    width = (across[1] - across[0]) * inner_width / grid.n_heads
     if (upwards[1] - upwards[0]) * inner_height / grid.n_layers < _LEAST_HEIGHT:
         return []
     style: dict[str, Any] = {"font": {"size": TICK_SIZE}, "xanchor": "center", "yanchor": "middle"}
@@ -103,6 +112,6 @@ def _labels(
     for name, label in behaviour.labels.items():
         layer, head = grid.index(name)
         either = (label, KINDS[main[name]].label)
-        fitting = [text for text in either if text_width(text, TICK_SIZE) <= width]
+        fitting = [text for text in either if text and text_width(text, TICK_SIZE) <= width]
         found += [{"text": text, "x": head, "y": layer, **style} for text in fitting[:1]]
     return found

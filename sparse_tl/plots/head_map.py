@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from sparse_tl.arguments import checked
 from sparse_tl.circuits import HeadBehaviour, Scores
 from sparse_tl.grids import HeadGrid
-from sparse_tl.plots.behaviour_map import behaviour_panels
+from sparse_tl.plots.behaviour_map import behaviour_notes, behaviour_panels
 from sparse_tl.plots.cells import add_cells
 from sparse_tl.plots.grid_figure import GridFigure
 from sparse_tl.plots.head_panels import head_panels
@@ -22,8 +22,6 @@ from sparse_tl.plots.panels import add_line, hover_text
 
 _REACH = 0.42
 """Distance from the centre of a cell to its frame."""
-
-_SIGNS = "ind+: it also copies what it attends to; ind\N{MINUS SIGN}: it lowers the logit of that."
 
 _Heads = dict[str, list[tuple[int, ...]]]
 
@@ -64,10 +62,9 @@ def head_map(
         figure, places = _score_panels(scores, grid, framed, unit)
     for place in places:
         _add_frames(figure, place, framed)
-    if framed or behaviours:
+    if any(trace.name for trace in figure.data):
         add_legend_below(figure)
-    if behaviours:
-        add_notes(figure, [_SIGNS])
+    add_notes(figure, behaviour_notes(behaviours))
     return GridFigure(
         figure, f"{'Kinds' if behaviours else 'Scores'} of heads in {', '.join(panels)}"
     )

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from architecture_checks import Subject
+from architecture_checks.subject import PAIRS
 from planted import induction, inhibition
 from random_models import random_pairs
 from torch import Tensor
@@ -18,6 +20,7 @@ from sparse_tl import (
     PromptPairs,
     SparseTransformer,
     ablate_heads,
+    attribute_logits,
     head_behaviour,
     load_language_model,
 )
@@ -148,6 +151,27 @@ def test_movers_add_what_their_attention_to_answers_carries(some_model: Model) -
                 assert found[name][layer, head].item() == pytest.approx(share, rel=1e-8, abs=1e-12)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "olmo2", "gemma2", "granite", "deepseek_v3"])
+def test_where_all_tokens_are_answers_movers_add_what_heads_write(name: str) -> None:
+    """With post-norms, factors, soft caps and latent attention, as direct logit attribution."""
+    model, clean = Subject(name).exact, PAIRS.clean
+    with torch.no_grad():
+        least = PAIRS.read(model(clean)).scatter(1, clean, torch.inf).argmin(dim=1)
+    end = torch.full((len(clean),), clean.shape[1] - 1)
+    pairs = PromptPairs(clean, PAIRS.corrupted, clean, least[:, None], end)
+    found = measured(model, pairs, n=1)
+    written = attribute_logits(model, pairs, progress=False)
+    expected = torch.tensor(
+        [
+            [written[f"a{layer}.h{head}"] for head in range(found.grid.n_heads)]
+            for layer in range(found.grid.n_layers)
+        ]
+    )
+    expected = expected / written.total.mean()
+    torch.testing.assert_close(found["mover"], expected.double(), rtol=1e-4, atol=1e-5)
+    assert not found["suppression"].any()
+
+
 @pytest.mark.every_case
 def test_inhibition_is_the_slope_of_the_movers_attention(some_model: Model) -> None:
     model, pairs = some_model, answered(some_model)
@@ -257,7 +281,7 @@ def test_kinds_are_by_task_first_then_by_attention() -> None:
         "a0.h3": "negative mover",
     }
     minus = "\N{MINUS SIGN}"
-    labels = {"a0.h0": f"ind{minus}", "a0.h1": "+", "a0.h2": "+", "a0.h3": f"{minus}mov"}
+    labels = {"a0.h0": f"ind{minus}", "a0.h1": "+", "a0.h2": "+", "a0.h3": "neg"}
     assert found.labels == labels
     assert found.heads["induction"] == [(0, 0), (0, 3)]
     assert found.heads["copying"] == [(0, 1), (0, 2)]
@@ -287,6 +311,10 @@ def test_what_cannot_be_scored(build_tiny: Build) -> None:
         head_behaviour(model, length=2)
     pairs = answered(model)
     turned = replace(pairs, answers=pairs.wrong, wrong=pairs.answers)
+    outside = replace(pairs, answers=torch.full_like(pairs.answers, 12))
+    outside.clean[outside.clean == 12] = 11
+    with pytest.raises(ValueError, match="clean prompts contain the answer, .* no prompt does"):
+        measured(model, outside)
     with pytest.raises(ValueError, match="prefers the answers .* its logits differ by -"):
         measured(model, turned)
 

@@ -163,7 +163,8 @@ def _argument(hint: Any, name: str, known: Mapping[Any, Any]) -> Any:
     if origin is Literal:
         return inner[0]
     if origin in (Union, UnionType):
-        return _argument(next(kind for kind in reversed(inner) if kind in known), name, known)
+        kind = next((kind for kind in reversed(inner) if kind in known), inner[0])
+        return _argument(kind, name, known)
     if inner and issubclass(origin, Mapping):
         if inner[1] in known:
             return {f"Model {n}": one for n, one in enumerate(known[inner[1]], start=1)}

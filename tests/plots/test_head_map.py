@@ -45,9 +45,6 @@ def test_marked_heads_are_framed_and_named() -> None:
     assert all(f"stroke: {colour}" in figure.svg for colour in MARKS[:2])
 
 
-MINUS = "\N{MINUS SIGN}"
-
-
 def _behaviour() -> HeadBehaviour:
     """Of two layers of three heads: induction that copies, a sink, and a negative mover."""
     return HeadBehaviour(
@@ -71,7 +68,7 @@ def _labels(figure: GridFigure) -> list[tuple[str, int, int, str]]:
 
 def test_behaviour_is_coloured_by_kind_and_labelled() -> None:
     figure = head_map({"Dense": _behaviour(), "Sparse": _behaviour()}, marked={"mine": [(0, 1)]})
-    names = [f"{MINUS}mov negative mover", "ind induction", "sink"]
+    names = ["neg negative mover", "ind induction", "sink"]
     legend = {trace.name: trace.line.color for trace in figure.plotly.data if trace.name in names}
     assert list(legend) == names
     dense = [trace for trace in figure.plotly.data if trace.type == "heatmap"][:4]
@@ -87,7 +84,7 @@ def test_behaviour_is_coloured_by_kind_and_labelled() -> None:
     assert {drawn[place] for place in ((0, 1), (0, 2), (1, 1))} == {EMPTY_CELL}
     said = "<b>a1.h2</b><br>negative mover<br>mover -0.300<br>induction 0.000"
     assert said in str(dense[0].text)
-    labels = [("ind+", 0, 1), (f"{MINUS}mov", 2, 1)]
+    labels = [("ind+", 0, 1), ("neg", 2, 1)]
     assert _labels(figure) == sorted((*label, ref) for label in labels for ref in ("x", "x2"))
     frames = [trace for trace in figure.plotly.data if trace.name == "mine"]
     assert len(frames) == 2
@@ -100,6 +97,14 @@ def test_labels_that_do_not_fit_are_left_out() -> None:
     assert not _labels(head_map({"Model": wide}))
     middle = HeadBehaviour({"induction": torch.ones(2, 25), "copying": torch.ones(2, 25)})
     assert {text for text, *_ in _labels(head_map({"Model": middle}))} == {"ind"}
+
+
+def test_models_without_heads_of_a_kind_say_so() -> None:
+    none = HeadBehaviour({"sink": torch.zeros(2, 3), "copying": torch.zeros(2, 3)})
+    both = {"Dense": none, "Sparse": _behaviour()}
+    for panels, said in (({"Dense": none}, ""), (both, " +: copies what it attends to")):
+        texts = [text.text for text in head_map(panels).plotly.layout.annotations]
+        assert f"No head of Dense is of a kind.{said}" in " ".join(texts)
 
 
 def test_scores_of_nothing_are_drawn() -> None:
