@@ -7,8 +7,7 @@
    that of the corrupted prompt, beside its score, which is a first-order estimate.
 
 Heads are ablated by zeros. Beside each measurement stand three controls: as many other heads of the
-same layers, drawn at random from sinks, heads that only copy, and heads of no kind, as far as there
-are enough.
+same layers, drawn at random: from heads of no kind or sinks, where the layer has enough of them.
 
     python benchmarks/head_behaviour.py
     python benchmarks/head_behaviour.py --model gpt2
@@ -38,8 +37,6 @@ from sparse_tl.circuits import HeadBehaviour, accuracy
 
 Head = tuple[int, int]
 SEEDS = 3
-AT_REST = ("sink", "copying", "negative copying")
-"""Kinds of heads that may be controls."""
 
 
 def main() -> None:
@@ -87,7 +84,7 @@ def _ablate(
         return
     with ablate_heads(model, heads):
         without = measure()
-    kinds = {found.grid.index(head) for head, kind in found.main.items() if kind not in AT_REST}
+    kinds = {place for kind, places in found.heads.items() if kind != "sink" for place in places}
     controls = list[float]()
     for seed in range(SEEDS):
         rng, chosen = random.Random(seed), list[Head]()
