@@ -322,6 +322,7 @@ def test_what_cannot_be_scored(build_tiny: Build) -> None:
 # ---- a real language model ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ablating_induction_heads_ends_induction(smollm2: Path) -> None:
     """As many other heads of the same layers hardly matter."""
     model = load_language_model(device="cpu")
