@@ -12,6 +12,7 @@ from .circuits import (
     evaluate_heads as evaluate_heads,
     evaluate_mib as evaluate_mib,
     from_eap_ig as from_eap_ig,
+    head_behaviour as head_behaviour,
     load_mib as load_mib,
     logit_lens as logit_lens,
     multiplier as multiplier,

@@ -19,6 +19,7 @@ from sparse_tl.circuits import (
     CircuitSizes,
     EffectCurve,
     Evaluation,
+    HeadBehaviour,
     LogitAttribution,
     LogitLens,
     MIBEvaluation,
@@ -76,6 +77,7 @@ RESULTS: dict[str, Any] = {
     "logit lens": LogitLens(
         ("a", "b"), "c", torch.rand(2, 2), (("b", "c"), ("c", "a")), torch.rand(2, 2)
     ),
+    "head behaviour": HeadBehaviour({"sink": torch.rand(2, 2), "copying": torch.rand(2, 2)}, ""),
     "logit attribution": LogitAttribution(
         ("input", "a0.h0", "a0.h1", "a0.b", "m0", "bias"), torch.rand(6, 2), 2
     ),

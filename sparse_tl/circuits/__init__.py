@@ -32,6 +32,8 @@ from sparse_tl.circuits.evaluation import (
     log_sizes as log_sizes,
 )
 from sparse_tl.circuits.exact import patch_exactly as patch_exactly
+from sparse_tl.circuits.head_behaviour import head_behaviour as head_behaviour
+from sparse_tl.circuits.head_kinds import KINDS as KINDS, HeadBehaviour as HeadBehaviour
 from sparse_tl.circuits.interchange import (
     from_eap_ig as from_eap_ig,
     load_mib as load_mib,

@@ -135,7 +135,8 @@ def attribute_logits(
             constant = constant[:, None].expand(-1, len(batch), -1)
             parts = torch.cat([written[:, :, 0], constant.to(written)])
             _check_sum(adapter, parts, final[run.read])
-            added = _towards_answers(adapter, batch, parts, final[run.read])
+            values, rest = towards_answers(adapter, batch, parts, final[run.read])
+            added = torch.cat([values, rest[None]])
             check_numbers(adapter, added)
             found.append(added.cpu())
             step()
@@ -167,13 +168,13 @@ def _check_sum(
         )
 
 
-def _towards_answers(
+def towards_answers(
     adapter: Adapter,
     batch: PromptPairs,
     parts: Float[Tensor, "part pair d_model"],
     residual: Float[Tensor, "pair d_model"],
-) -> Float[Tensor, "one_more pair"]:
-    """The logit difference that each part of the residual stream adds, and at last the bias."""
+) -> tuple[Float[Tensor, "part pair"], Float[Tensor, " pair"]]:
+    """The logit difference that each part of the residual stream adds, and that of the biases."""
     weight, bias = adapter.unembedding()
     norm = adapter.norms().get("ln_final", Norm(None, None, None, 0.0))
     directions, constant = zip(
@@ -185,7 +186,7 @@ def _towards_answers(
     rest = constant[0] - constant[1]
     if norm.bias is not None:
         rest = rest + direction @ norm.bias.double()
-    return torch.cat([values, rest[None]])
+    return values, rest
 
 
 def _mean(

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sparse_tl.grids import HeadGrid
 from sparse_tl.head_roles.likelihood import LARGEST_LOGIT
 from sparse_tl.results import Result, table_html
 
@@ -85,6 +86,20 @@ class HeadRoles(Result):
     def irrelevance(self) -> Float[Tensor, "fitted layer head"]:
         """G+ (1 - G-): follows the penalty both ways. The head does not matter."""
         return self.score("irrelevance")
+
+    @property
+    def grid(self) -> HeadGrid:
+        """The heads of the model."""
+        return HeadGrid(*self.removed.shape)
+
+    @property
+    def main(self) -> dict[str, str]:
+        """The role of each head that has a mean score over seeds of at least 0.5 for one."""
+        found = dict[str, str]()
+        for role in ROLES:
+            places = (self.score(role).mean(dim=0) >= THRESHOLD).nonzero()
+            found |= dict.fromkeys(self.grid.names(places), role)
+        return found
 
     @property
     def price(self) -> float:

@@ -10,6 +10,7 @@ from sparse_tl.circuits import (
     Circuit,
     EffectCurve,
     Evaluation,
+    HeadBehaviour,
     LogitAttribution,
     LogitLens,
     Scores,
@@ -40,8 +41,8 @@ def figure(result: Any, **style: Any) -> Figure:
             (component diagram); scores of circuit edges (component diagram of the 60 strongest, or
             of the ``size`` strongest) or of heads, optionally with ``marked`` heads (head map); an
             evaluation or curve (explained effect); activation patching, logit lens or logit
-            attribution (layer map); an attention graph (circuit diagram); an ablation curve; or
-            head roles (heat map).
+            attribution (layer map); head behaviour (head map); an attention graph (circuit
+            diagram); an ablation curve; or head roles (heat map).
         **style: ``title``, and arguments of the function that draws the figure.
 
     Raises:
@@ -63,6 +64,11 @@ def _(
     if isinstance(result.site, CircuitGraph):
         circuit = result.top(min(size, result.site.n_parts))
         return component_diagram({title: circuit}, scores=result, **style)
+    return head_map({title: result}, **style)
+
+
+@figure.register(HeadBehaviour)
+def _(result: HeadBehaviour, *, title: str = "Model", **style: Any) -> GridFigure:
     return head_map({title: result}, **style)
 
 

@@ -15,18 +15,18 @@ picture shows where a circuit is busy; to follow single links, use the interacti
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sparse_tl.arguments import AtLeastOne, checked
-from sparse_tl.circuits import Circuit, Scores
+from sparse_tl.circuits import Circuit, HeadBehaviour, Scores
 from sparse_tl.circuits.wiring import wire
 from sparse_tl.graph import CircuitGraph
-from sparse_tl.head_roles import ROLES, HeadRoles
-from sparse_tl.head_roles.roles import THRESHOLD
+from sparse_tl.grids import HeadGrid
+from sparse_tl.head_roles import HeadRoles
 from sparse_tl.nodes import Node
 from sparse_tl.plots.component_data import STATE_FORMAT, LinkColour, View, read_view, wired
 from sparse_tl.plots.component_style import COLOURS
@@ -42,6 +42,8 @@ MOST_EDGES = 2000
 """Maximum number of circuit edges of a panel that the page holds."""
 WIDTH = 720
 """Width of static figures in pixels."""
+
+Roles = HeadRoles | HeadBehaviour
 
 
 class ComponentDiagram(PanelFigure):
@@ -66,7 +68,7 @@ def component_diagram(
     slots: bool = False,
     off_path: bool = False,
     difference: bool = False,
-    roles: Mapping[str, HeadRoles] | HeadRoles | None = None,
+    roles: Mapping[str, Roles] | Roles | None = None,
     tokens: Sequence[str] | None = None,
     state: str | Path | Mapping[str, Any] | None = None,
     unit: str = "",
@@ -100,7 +102,8 @@ def component_diagram(
         slots: whether to draw q, k and v of a head apart instead of merged.
         off_path: whether to draw edges on no path from the input to the logits, in grey.
         difference: whether to draw two circuits as one, coloured by which of them has a link.
-        roles: colours heads by their role; by panel name, or for all panels.
+        roles: colours heads by their role, or by what they do, as from `head_behaviour`; by panel
+            name, or for all panels. Behaviour for all panels also adds a short label to each name.
         tokens: texts of the columns, for circuits over token positions.
         state: state that the page has saved, as a path or its content. It replaces the arguments
             above where it says something.
@@ -116,7 +119,8 @@ def component_diagram(
         ValueError: there is no panel, `max_circuit_edges` is below 1, signs are requested without
             scores, a difference of other than two circuits is requested, panels differ in their
             positions, more than 2,000 edges have no scores to choose by, the first panel's model
-            lacks a marked head, there are too many mark names, or the state cannot be read.
+            lacks a marked head, roles are of another model, there are too many mark names, or the
+            state cannot be read.
         TypeError: a panel is not a `Circuit`.
     """
     if isinstance(panels, Circuit):
@@ -139,6 +143,8 @@ def component_diagram(
     }
     framed = _marked_nodes(panels, marked or {})
     nodes, wired_panels = wired(wirings)
+    if isinstance(roles, HeadBehaviour):
+        view = replace(view, labels=_labels(nodes, roles) | dict(view.labels))
     for panel, circuit, own in zip(
         wired_panels, panels.values(), _roles(panels, roles), strict=True
     ):
@@ -222,25 +228,41 @@ def _marked_nodes(
     panels: Mapping[str, Circuit], marked: Mapping[str, Sequence[Any]]
 ) -> dict[str, list[str]]:
     """The names of the marked heads of the first panel's model, by legend entry."""
-    site = next(iter(panels.values())).site
-    graph = site.graph if isinstance(site, PositionedGraph) else site
-    assert isinstance(graph, CircuitGraph)
+    grid = _heads_of(next(iter(panels.values())))
     return {
         visible_text(name): [str(Node("head", *place)) for place in places]
-        for name, places in marked_heads(graph.heads, marked).items()
+        for name, places in marked_heads(grid, marked).items()
     }
 
 
+def _heads_of(circuit: Circuit) -> HeadGrid:
+    """All heads of a circuit's model."""
+    site = circuit.site
+    graph = site.graph if isinstance(site, PositionedGraph) else site
+    assert isinstance(graph, CircuitGraph)
+    return graph.heads
+
+
 def _roles(
-    panels: Mapping[str, Circuit], roles: Mapping[str, HeadRoles] | HeadRoles | None
+    panels: Mapping[str, Circuit], roles: Mapping[str, Roles] | Roles | None
 ) -> list[dict[str, str]]:
-    """The role of each head with a mean score over seeds of at least 0.5, by panel."""
-    by_panel = dict.fromkeys(panels, roles) if isinstance(roles, HeadRoles) else roles or {}
-    found = []
-    for name in panels:
-        own = dict[str, str]()
-        for role in ROLES if name in by_panel else ():
-            means = by_panel[name].score(role).mean(dim=0)
-            own |= {f"a{a}.h{b}": role for a, b in (means >= THRESHOLD).nonzero().tolist()}
-        found.append(own)
+    """The role of each head that has one, by panel.
+
+    Raises:
+        ValueError: the roles are of another model.
+    """
+    by_panel = roles if isinstance(roles, Mapping) else dict.fromkeys(panels, roles)
+    found = list[dict[str, str]]()
+    for name, circuit in panels.items():
+        given, grid = by_panel.get(name), _heads_of(circuit)
+        if given is not None and given.grid != grid:
+            raise ValueError(f"expected roles for {name!r} of {grid!r}; got {given.grid!r}")
+        found.append({} if given is None else given.main)
     return found
+
+
+def _labels(nodes: Sequence[Sequence[Any]], behaviour: HeadBehaviour) -> dict[str, str]:
+    """The texts of heads of some kind, by the name of their node: "a5.h1 ind+"."""
+    heads = [(name, name.split("@")[0]) for name, *_ in nodes]
+    said = behaviour.labels
+    return {name: f"{head} {said[head]}" for name, head in heads if head in said}

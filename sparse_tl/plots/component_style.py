@@ -56,7 +56,9 @@ COLOURS: dict[str, Any] = {
     },
     "openNode": (*palette.OPEN_NODE, palette.OPEN_NODE_INK),
     "absentNode": (*palette.ABSENT_NODE, palette.ABSENT_NODE_INK),
-    "roles": {role: _node(line, 0.25) for role, line in palette.ROLES.items()},
+    "roles": {
+        role: _node(line, 0.25) for role, line in (palette.ROLES | palette.KINDS_OF_HEADS).items()
+    },
     "sides": [_node(line, 0.15) for line in ONLY],
 }
 """What the script draws with."""

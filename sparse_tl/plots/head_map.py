@@ -1,4 +1,4 @@
-"""Maps of head scores: layers upwards, heads across, selected heads framed."""
+"""Maps of heads by score or behaviour: layers upwards, heads across, selected heads framed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 import plotly.graph_objects as go
 
 from sparse_tl.arguments import checked
-from sparse_tl.circuits import Scores
+from sparse_tl.circuits import HeadBehaviour, Scores
 from sparse_tl.grids import HeadGrid
+from sparse_tl.plots.behaviour_map import behaviour_notes, behaviour_panels
 from sparse_tl.plots.cells import add_cells
 from sparse_tl.plots.grid_figure import GridFigure
 from sparse_tl.plots.head_panels import head_panels
-from sparse_tl.plots.legends import add_legend_below
+from sparse_tl.plots.legends import add_legend_below, add_notes
 from sparse_tl.plots.palette import EMPTY_CELL, HELPS, HURTS, MARK_WEIGHT, MARKS
 from sparse_tl.plots.panels import add_line, hover_text
 
@@ -27,18 +28,19 @@ _Heads = dict[str, list[tuple[int, ...]]]
 
 @checked
 def head_map(
-    panels: Mapping[str, Scores],
+    panels: Mapping[str, Scores] | Mapping[str, HeadBehaviour],
     *,
     marked: Mapping[str, Sequence[Any]] | None = None,
     unit: str = "",
 ) -> GridFigure:
-    """Draw how much every head matters, one panel per model.
+    """Draw how much every head matters, or what it does, one panel per model.
 
-    Blue heads help (negative score), orange heads hurt; full colour is the panel's largest
-    ``|score|``, at the ends of its colour bar.
+    Of scores, blue heads help (negative score), orange heads hurt; full colour is the panel's
+    largest ``|score|``, at the ends of its colour bar. Of behaviour, colours and labels say which
+    kind each head is of, where it is of one; all its scores are in the tooltip.
 
     Args:
-        panels: scores of heads, by panel title.
+        panels: scores or behaviour of heads, by panel title.
         marked: heads to frame in every panel, as ``(layer, head)`` or ``"a9.h9"``, by legend
             entry, such as `sparse_tl.tasks.GPT2_IOI_HEADS`.
         unit: unit of the scores, such as "logits".
@@ -52,15 +54,20 @@ def head_map(
     """
     grid = _checked(panels)
     framed = marked_heads(grid, marked or {})
-    means = {name: scores.mean().detach().double().cpu() for name, scores in panels.items()}
-    figure, places = head_panels(list(means), grid.n_layers, grid.n_heads)
-    for place, mean in zip(places, means.values(), strict=True):
-        largest = mean.abs().max().item() or 1.0
-        _add_cells(figure, place, mean.tolist(), largest, framed, unit)
+    behaviours = {name: some for name, some in panels.items() if isinstance(some, HeadBehaviour)}
+    if behaviours:
+        figure, places = behaviour_panels(behaviours)
+    else:
+        scores = {name: some for name, some in panels.items() if isinstance(some, Scores)}
+        figure, places = _score_panels(scores, grid, framed, unit)
+    for place in places:
         _add_frames(figure, place, framed)
-    if framed:
+    if any(trace.name for trace in figure.data):
         add_legend_below(figure)
-    return GridFigure(figure, f"Scores of heads in {', '.join(panels)}")
+    add_notes(figure, behaviour_notes(behaviours))
+    return GridFigure(
+        figure, f"{'Kinds' if behaviours else 'Scores'} of heads in {', '.join(panels)}"
+    )
 
 
 def marked_heads(grid: HeadGrid, marked: Mapping[str, Sequence[Any]]) -> _Heads:
@@ -74,16 +81,31 @@ def marked_heads(grid: HeadGrid, marked: Mapping[str, Sequence[Any]]) -> _Heads:
     return {name: [grid.index(head) for head in heads] for name, heads in marked.items()}
 
 
-def _checked(panels: Mapping[str, Scores]) -> HeadGrid:
+def _checked(panels: Mapping[str, Scores] | Mapping[str, HeadBehaviour]) -> HeadGrid:
     """The heads that all panels share."""
-    sites = list(dict.fromkeys(scores.site for scores in panels.values()))
-    if len(sites) != 1 or not isinstance(sites[0], HeadGrid):
+    sites = {
+        some.grid if isinstance(some, HeadBehaviour) else some.site for some in panels.values()
+    }
+    site = sites.pop() if len(sites) == 1 else None
+    if not isinstance(site, HeadGrid):
         raise ValueError(
             "expected scores of the heads of one model, or of models of one shape, as "
-            f"attribute_heads returns them; got scores of {sites}. Circuit edges are drawn as a "
-            "circuit: scores.figure()"
+            f"attribute_heads returns them, or their behaviour; got {list(panels.values())}. "
+            "Circuit edges are drawn as a circuit: scores.figure()"
         )
-    return sites[0]
+    return site
+
+
+def _score_panels(
+    panels: Mapping[str, Scores], grid: HeadGrid, framed: _Heads, unit: str
+) -> tuple[Any, list[tuple[int, int]]]:
+    """Maps of scores; and the row and column of each."""
+    means = {name: scores.mean().detach().double().cpu() for name, scores in panels.items()}
+    figure, places = head_panels(list(means), grid.n_layers, grid.n_heads)
+    for place, mean in zip(places, means.values(), strict=True):
+        largest = mean.abs().max().item() or 1.0
+        _add_cells(figure, place, mean.tolist(), largest, framed, unit)
+    return figure, places
 
 
 def _add_cells(

@@ -86,6 +86,21 @@ ROLES: dict[str, Colour] = {
     "random": "#868e9b",
 }
 
+# ---- kinds of heads, by what they do ---------------------------------------------------------
+
+KINDS_OF_HEADS: dict[str, Colour] = {
+    "mover": "#0062ac",
+    "negative mover": "#d94a2b",
+    "suppression": "#a0522d",
+    "inhibition": "#7b3294",
+    "previous token": "#2c9aaf",
+    "duplicate token": "#b87a00",
+    "induction": "#005f43",
+    "sink": "#868e9b",
+    "copying": "#5aa02c",
+    "negative copying": "#d070a8",
+}
+
 # ---- attention edges: from the weakest to the strongest weight ---------------------------------
 
 Scale = tuple[Colour, Colour]

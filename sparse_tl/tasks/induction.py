@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from annotated_types import Ge, Le
 
 from sparse_tl.arguments import Seed, checked
-from sparse_tl.data.chat import chat_start
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.data.prompts import Tokens, prepends_bos, prompt_start
+from sparse_tl.data.prompts import Tokens
+from sparse_tl.data.random_tokens import ordinary_tokens, start_of_prompts
 from sparse_tl.lens import HookedModel
 from sparse_tl.metrics import Metric, logit_difference
 from sparse_tl.tasks.words import Pairs, Task, draw_distinct
@@ -70,8 +70,8 @@ class InductionTask(Task):
                 prompts that is asked for, the tokenizer lacks the chat template, both `prepend_bos`
                 and `chat` are given, or `n` is out of range.
         """
-        start, said = _start(model, prepend_bos, chat)
-        known = _ordinary_tokens(model)
+        start, said = start_of_prompts(model, prepend_bos, chat=chat)
+        known = ordinary_tokens(model)
         if len(known) <= self.length:
             raise ValueError(
                 f"expected a vocabulary of more than {self.length} tokens, since so many different "
@@ -95,26 +95,3 @@ class InductionTask(Task):
         )
         end = torch.full((n,), clean.shape[1] - 1)
         return PromptPairs(clean, corrupted, answers[:, None], wrong, end, start=said)
-
-
-def _start(model: HookedModel, prepend_bos: bool | None, chat: bool) -> tuple[Tokens, str]:
-    """The tokens that prompts start with, and their text."""
-    tokenizer: Any = model.tokenizer
-    if tokenizer is None and prepend_bos is None and not chat:
-        return (), ""
-    with_bos = prepends_bos(model, prepend_bos, chat=chat)
-    if chat:
-        text = chat_start(tokenizer)
-        return tuple(tokenizer.encode(text, add_special_tokens=False)), text
-    start = prompt_start(tokenizer, with_bos)
-    return start, tokenizer.decode(list(start))
-
-
-def _ordinary_tokens(model: HookedModel) -> Tokens:
-    """The tokens that a text can have: not BOS, padding, or what was added for chats."""
-    tokenizer: Any = model.tokenizer
-    if tokenizer is None:
-        return tuple(range(model.cfg.d_vocab))
-    n_vocab = min(len(tokenizer), getattr(model.cfg, "d_vocab", len(tokenizer)))
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    return tuple(token for token in range(n_vocab) if token not in special)

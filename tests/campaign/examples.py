@@ -170,6 +170,7 @@ OF_ONE: dict[str, dict[str, Callable[[Path], Any]]] = {
     "evaluate_heads": {"scores": lambda _: _head_scores()},
     "layer_map": {"panels": lambda _: {"Dense": stl.logit_lens(model(), pairs().clean[0])}},
     "steer": {"name": lambda _: "blocks.0.hook_resid_pre", "vector": lambda _: torch.ones(16)},
+    "head_behaviour": {"length": lambda _: 5},
     "head_map": {"panels": lambda _: {"Dense": _head_scores()}},
     "component_diagram": {"panels": lambda _: {"Dense": scores().top(5)}},
     "ablation_grid": {"rows": lambda _: {"Task": {"Dense": [_ablation()]}}},

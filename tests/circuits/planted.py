@@ -120,15 +120,18 @@ def _repetitions(vocab: int) -> PromptPairs:
     )
 
 
-def inhibition() -> Planted:
+def inhibition(length: int = 4) -> Planted:
     """``A B A ;`` is continued by B, the name that is not repeated, whichever came first.
 
     Three layers of three heads and an MLP. ``a0.h0``, at the third place, looks for the earlier
     same name and writes *where* that is; ``a1.h0``, at the last place, fetches it from the third
     (v-composition); ``a2.h0`` attends to names, but not to where it is told (q-composition), and
     copies one to the output. Corrupted prompts have other names in the other order.
+
+    Args:
+        length: context of the model; prompts have four tokens.
     """
-    names, length = 6, 4
+    names = 6
     space = spaces(
         token=names + 1, place=length, first=length, avoid=length, output=names + 1, unread=10
     )
@@ -146,13 +149,13 @@ def inhibition() -> Planted:
         distract(model, space["unread"])
         embed(model, space)
         place, token = space["place"], space["token"]
-        not_itself = torch.diag(torch.tensor([0.0, 0, -6, 0]))
+        not_itself = _table(length, {(2, 2): -6})
         attend(model, 0, 0, token, token, 3 * torch.eye(names + 1))
         attend(model, 0, 0, place, place, not_itself, start=names + 1)
         move(model, 0, 0, place, space["first"])
-        attend(model, 1, 0, place, place, _from_last_to([0.0, 0, 4, 0]))
+        attend(model, 1, 0, place, place, _table(length, {(3, 2): 4}))
         move(model, 1, 0, space["first"], space["avoid"])
-        attend(model, 2, 0, place, place, _from_last_to([4.0, 4, 0, 0]))
+        attend(model, 2, 0, place, place, _table(length, {(3, 0): 4, (3, 1): 4}))
         attend(model, 2, 0, space["avoid"], place, -3 * torch.eye(length))
         move(model, 2, 0, token, space["output"], gain=4)
     edges = {
@@ -166,10 +169,11 @@ def inhibition() -> Planted:
     return Planted("inhibition", model, _repeated_names(names), frozenset(edges))
 
 
-def _from_last_to(scores: list[float]) -> Tensor:
-    """Attention scores of the last place with every other; other places attend to all alike."""
-    table = torch.zeros(len(scores), len(scores))
-    table[-1] = torch.tensor(scores)
+def _table(length: int, scores: dict[tuple[int, int], float]) -> Tensor:
+    """Attention scores by place of query and key; 0 but for these."""
+    table = torch.zeros(length, length)
+    for places, score in scores.items():
+        table[places] = score
     return table
 
 

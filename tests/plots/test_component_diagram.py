@@ -17,14 +17,15 @@ import pytest
 import torch
 from component_examples import ATTACK, EDGES, Scored, draw
 
-from sparse_tl.circuits import Circuit, Scores
+from sparse_tl.circuits import Circuit, HeadBehaviour, Scores
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.head_roles import HeadRoles
 from sparse_tl.plots import ComponentDiagram, component_diagram
+from sparse_tl.plots.component_data import STATE_FORMAT
 from sparse_tl.plots.component_style import ONLY
 from sparse_tl.plots.interactive_html import COMPONENT_DRAWING
 from sparse_tl.plots.javascript import run_script
-from sparse_tl.plots.palette import KEY, MARKS, OPEN_EDGE, QUERY, ROLES, VALUE
+from sparse_tl.plots.palette import KEY, KINDS_OF_HEADS, MARKS, OPEN_EDGE, QUERY, ROLES, VALUE
 from sparse_tl.positioned_graph import PositionedGraph
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -465,6 +466,32 @@ def test_heads_have_the_colour_of_their_role(make_circuit):
     assert strokes["a0.h0"] == ROLES["irrelevance"]
     assert strokes["m1"] not in ROLES.values()
     assert {"facilitation", "irrelevance"} <= set(texts_of(ElementTree.fromstring(figure.svg)))
+
+
+def test_heads_have_the_colour_and_the_label_of_what_they_do(make_circuit):
+    behaviour = HeadBehaviour(
+        {
+            "induction": torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.0, 0.6]]),
+            "sink": torch.tensor([[0.7, 0.0], [0.0, 0.0], [0.0, 0.2]]),
+            "copying": torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.0, 0.8]]),
+        }
+    )
+    figure = draw({"m": make_circuit(EDGES)}, roles=behaviour)
+    (panel,) = panels_of(figure)
+    strokes = {e.get("data-node"): e[0].get("stroke") for e in panel.iter() if e.get("data-node")}
+    assert strokes["a2.h1"] == KINDS_OF_HEADS["induction"]
+    assert strokes["a0.h0"] == KINDS_OF_HEADS["sink"]
+    assert {"a2.h1 ind+", "a0.h0", "induction", "sink"} <= set(
+        texts_of(ElementTree.fromstring(figure.svg))
+    )
+    state = {"format": STATE_FORMAT, "labels": {"a2.h1": "mine"}}
+    named = draw({"m": make_circuit(EDGES)}, roles=behaviour, state=state)
+    assert "mine" in texts_of(ElementTree.fromstring(named.svg))
+    by_panel = draw({"m": make_circuit(EDGES)}, roles={"m": behaviour})
+    assert "a2.h1" in texts_of(ElementTree.fromstring(by_panel.svg))
+    other = HeadBehaviour({"sink": torch.zeros(2, 2)})
+    with pytest.raises(ValueError, match=r"of HeadGrid\(3 layers x 2 heads\); got HeadGrid\(2 "):
+        draw({"m": make_circuit(EDGES)}, roles=other)
 
 
 def test_limited_address_space_is_refused_in_words() -> None:

@@ -24,10 +24,12 @@ from test_layer_map import attribution, lens, patching
 
 from sparse_tl import plots
 from sparse_tl.circuits import (
+    KINDS,
     ActivationPatching,
     Circuit,
     EffectCurve,
     Evaluation,
+    HeadBehaviour,
     LogitAttribution,
     LogitLens,
     Scores,
@@ -92,6 +94,22 @@ def _roles(n_layers: int, n_heads: int) -> HeadRoles:
     )
 
 
+def _behaviour(n_layers: int, n_heads: int) -> HeadBehaviour:
+    """One with heads of every kind, and many sinks."""
+    generator = torch.Generator().manual_seed(0)
+    names = list(dict.fromkeys(kind.by for kind in KINDS.values()))
+    main = torch.randint(2 * len(names), (n_layers, n_heads), generator=generator)
+    sign = torch.randint(2, (n_layers, n_heads), generator=generator) * 2.0 - 1
+    signed = ("mover", "copying")
+    return HeadBehaviour(
+        {
+            name: (main == place) * (0.9 * sign if name in signed else 0.9)
+            + (main >= len(names)) * 0.5 * (name == "sink")
+            for place, name in enumerate(names)
+        }
+    )
+
+
 @pytest.fixture(scope="module")
 def examples() -> dict[Any, Any]:
     """Results by type, as many as a panel has; and arguments that have no type of their own."""
@@ -109,6 +127,7 @@ def examples() -> dict[Any, Any]:
             _ablation("irrelevance", -0.001, 51),
             _ablation("interference", -0.02, 0),
         ],
+        HeadBehaviour: [_behaviour(12, 12)],
         HeadRoles: [_roles(12, 8)],
         ActivationPatching: [patching(12, 6)],
         LogitLens: [lens(("word",) * 6)],
@@ -144,7 +163,8 @@ def _argument(hint: Any, name: str, known: Mapping[Any, Any]) -> Any:
     if origin is Literal:
         return inner[0]
     if origin in (Union, UnionType):
-        return _argument(next(kind for kind in reversed(inner) if kind in known), name, known)
+        kind = next((kind for kind in reversed(inner) if kind in known), inner[0])
+        return _argument(kind, name, known)
     if inner and issubclass(origin, Mapping):
         if inner[1] in known:
             return {f"Model {n}": one for n, one in enumerate(known[inner[1]], start=1)}

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from sparse_tl import CircuitGraph, Scores, head_map
+from sparse_tl.circuits import HeadBehaviour
 from sparse_tl.grids import HeadGrid
-from sparse_tl.plots.palette import HELPS, HURTS, MARKS
+from sparse_tl.plots import GridFigure
+from sparse_tl.plots.palette import EMPTY_CELL, HELPS, HURTS, MARKS
 from sparse_tl.tasks import GPT2_IOI_HEADS
 
 GRID = HeadGrid(2, 3)
@@ -41,6 +43,68 @@ def test_marked_heads_are_framed_and_named() -> None:
         ("copier", MARKS[1]),
     ]
     assert all(f"stroke: {colour}" in figure.svg for colour in MARKS[:2])
+
+
+def _behaviour() -> HeadBehaviour:
+    """Of two layers of three heads: induction that copies, a sink, and a negative mover."""
+    return HeadBehaviour(
+        {
+            "mover": torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, -0.3]]),
+            "induction": torch.tensor([[0.0, 0.0, 0.0], [0.7, 0.1, 0.0]]),
+            "sink": torch.tensor([[0.9, 0.2, 0.3], [0.1, 0.1, 0.8]]),
+            "copying": torch.tensor([[0.1, 0.0, 0.0], [0.6, 0.2, -0.9]]),
+        }
+    )
+
+
+def _labels(figure: GridFigure) -> list[tuple[str, int, int, str]]:
+    """Text, head, layer and panel."""
+    return sorted(
+        (text.text, text.x, text.y, text.xref)
+        for text in figure.plotly.layout.annotations
+        if not text.xref.endswith("domain") and text.xref != "paper"
+    )
+
+
+def test_behaviour_is_coloured_by_kind_and_labelled() -> None:
+    figure = head_map({"Dense": _behaviour(), "Sparse": _behaviour()}, marked={"mine": [(0, 1)]})
+    names = ["neg negative mover", "ind induction", "sink"]
+    legend = {trace.name: trace.line.color for trace in figure.plotly.data if trace.name in names}
+    assert list(legend) == names
+    dense = [trace for trace in figure.plotly.data if trace.type == "heatmap"][:4]
+    drawn = {
+        (layer, head): trace.colorscale[0][1]
+        for trace in dense
+        for layer, row in enumerate(trace.z)
+        for head, value in enumerate(row)
+        if value == 1
+    }
+    assert len(drawn) == 6
+    assert [drawn[place] for place in ((1, 2), (1, 0), (0, 0))] == list(legend.values())
+    assert {drawn[place] for place in ((0, 1), (0, 2), (1, 1))} == {EMPTY_CELL}
+    said = "<b>a1.h2</b><br>negative mover<br>mover -0.300<br>induction 0.000"
+    assert said in str(dense[0].text)
+    labels = [("ind+", 0, 1), ("neg", 2, 1)]
+    assert _labels(figure) == sorted((*label, ref) for label in labels for ref in ("x", "x2"))
+    frames = [trace for trace in figure.plotly.data if trace.name == "mine"]
+    assert len(frames) == 2
+    assert all(f"fill: {colour}" in figure.svg for colour in legend.values())
+    assert _behaviour().figure(title="Dense").svg == head_map({"Dense": _behaviour()}).svg
+
+
+def test_labels_that_do_not_fit_are_left_out() -> None:
+    wide = HeadBehaviour({"induction": torch.ones(2, 40), "copying": torch.ones(2, 40)})
+    assert not _labels(head_map({"Model": wide}))
+    middle = HeadBehaviour({"induction": torch.ones(2, 25), "copying": torch.ones(2, 25)})
+    assert {text for text, *_ in _labels(head_map({"Model": middle}))} == {"ind"}
+
+
+def test_models_without_heads_of_a_kind_say_so() -> None:
+    none = HeadBehaviour({"sink": torch.zeros(2, 3), "copying": torch.zeros(2, 3)})
+    both = {"Dense": none, "Sparse": _behaviour()}
+    for panels, said in (({"Dense": none}, ""), (both, " +: copies what it attends to")):
+        texts = [text.text for text in head_map(panels).plotly.layout.annotations]
+        assert f"No head of Dense is of a kind.{said}" in " ".join(texts)
 
 
 def test_scores_of_nothing_are_drawn() -> None:

@@ -127,5 +127,5 @@ def test_a_model_in_place_of_a_result_is_refused_with_what_to_do() -> None:
             plots.component_diagram(panels)
         assert "attribute_circuit_edges(...).top(100) makes Circuit" in str(said.value)
         assert len(str(said.value)) < 250 and "\n" not in str(said.value)
-    with pytest.raises(TypeError, match=rf"got a {kind}; .*makes Scores; pass \{{name"):
+    with pytest.raises(TypeError, match=rf"got a {kind}; .*makes Scores; .*; pass \{{name"):
         plots.head_map(model)
