@@ -1,7 +1,7 @@
 """A SparseTransformer as a folder: the model's files, ``gates.json`` and ``gates.safetensors``.
 
 For a bridge, the model's files form a Hugging Face folder. transformers can read it as usual; it
-ignores the gates.
+ignores the gates. In place of the model's files, a folder may have the model's adapters alone.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from sparse_tl.files import (
     write_json,
     write_tensors,
 )
+from sparse_tl.gates.adapters import ADAPTERS_WEIGHTS, put_adapters, write_adapters
 from sparse_tl.gates.attention import AttentionGates
 from sparse_tl.gates.distributions import DISTRIBUTIONS, GateDistribution
 from sparse_tl.gates.kinds import KINDS
 from sparse_tl.gates.mlps import MLPGates
 from sparse_tl.gates.score_gates import ScoreGates
 from sparse_tl.gates.share_gates import ShareGates
-from sparse_tl.lens import Model, adapt, save_model
+from sparse_tl.lens import Model, adapt, load_model, save_model
 from sparse_tl.lens.loading import GATES_FILE, load_folder
 
 GATES_WEIGHTS = "gates.safetensors"
@@ -41,15 +42,19 @@ _MLPS = "mlp_gates."
 
 
 def save_sparse(
-    model: Model, gates: AttentionGates, mlp_gates: MLPGates | None, folder: str | Path
+    model: Model,
+    gates: AttentionGates,
+    mlp_gates: MLPGates | None,
+    folder: str | Path,
+    adapters_only: bool,
 ) -> Path:
     """Write the folder completely or not at all; of several ranks, only the first writes.
 
     All ranks have to call this if the weights are sharded.
 
     Raises:
-        ValueError: the gate distribution is not defined by this package, or the folder holds
-            other files.
+        ValueError: the gate distribution is not defined by this package, the folder holds other
+            files, or there are no adapters to write alone.
     """
     distribution = gates.distribution
     name = type(distribution).__name__
@@ -60,12 +65,12 @@ def save_sparse(
         )
     folder = Path(folder)
     if not ranks.is_first():
-        save_model(model, folder)  # which it takes part in where it has to
+        if not adapters_only:
+            save_model(model, folder)  # which it takes part in where it has to
         return folder
     recover_folder(folder)
-    check_replaceable(folder, GATES_FILE, GATES_WEIGHTS)
+    check_replaceable(folder, GATES_FILE, GATES_WEIGHTS, ADAPTERS_WEIGHTS)
     with atomic_folder(folder) as temporary:
-        save_model(model, temporary)
         fields = dataclasses.asdict(distribution)  # type: ignore[call-overload]
         content: dict[str, object] = {
             "schema": SCHEMA,
@@ -73,13 +78,19 @@ def save_sparse(
             "distribution": name,
             "parameters": fields,
         }
+        files = [GATES_FILE, GATES_WEIGHTS]
+        if adapters_only:
+            content["adapters"] = write_adapters(model, temporary)
+            files.append(ADAPTERS_WEIGHTS)
+        else:
+            save_model(model, temporary)
         tensors = gates.state_dict()
         if mlp_gates is not None:
             content["mlps"] = True
             tensors |= {_MLPS + key: value for key, value in mlp_gates.state_dict().items()}
         write_json(temporary / GATES_FILE, content)
         write_tensors(temporary / GATES_WEIGHTS, tensors)
-        write_sums(temporary, (GATES_FILE, GATES_WEIGHTS))
+        write_sums(temporary, files)
     return folder
 
 
@@ -89,17 +100,20 @@ def is_sparse_folder(folder: str | Path) -> bool:
 
 
 def load_sparse(
-    folder: str | Path, device: str | None
+    folder: str | Path, device: str | None, base: str | Path | Model | None = None
 ) -> tuple[Model, AttentionGates, MLPGates | None]:
     """Load model and gates from a folder written by `save_sparse`.
 
     Raises:
-        ValueError: the folder is of another kind, a file is damaged, or gates do not fit the model.
+        ValueError: the folder is of another kind, a file is damaged, or gates or adapters do not
+            fit the model.
     """
-    return read_steadily(Path(folder), partial(_load, Path(folder), device))
+    return read_steadily(Path(folder), partial(_load, Path(folder), device, base))
 
 
-def _load(folder: Path, device: str | None) -> tuple[Model, AttentionGates, MLPGates | None]:
+def _load(
+    folder: Path, device: str | None, base: str | Path | Model | None
+) -> tuple[Model, AttentionGates, MLPGates | None]:
     recover_folder(folder)
     if not is_sparse_folder(folder):
         raise ValueError(
@@ -108,7 +122,7 @@ def _load(folder: Path, device: str | None) -> tuple[Model, AttentionGates, MLPG
         )
     check_sums(folder)
     distribution = _read_distribution(folder / GATES_FILE)
-    model = load_folder(folder, device=device)
+    model = _load_model(folder, device, base)
     file = folder / GATES_WEIGHTS
     tensors = read_tensors(file)
     adapter = adapt(model)
@@ -133,6 +147,24 @@ def _load(folder: Path, device: str | None) -> tuple[Model, AttentionGates, MLPG
         mlp_gates.bias.data = mlp_bias.to(adapter.device, weight.dtype)
         mlp_gates.weight.data = weight.to(adapter.device)
     return model, gates, mlp_gates
+
+
+def _load_model(folder: Path, device: str | None, base: str | Path | Model | None) -> Model:
+    """The model of a folder, or the base with the folder's adapters on it."""
+    described = read_json(folder / GATES_FILE).get("adapters")
+    if described is None and base is None:
+        return load_folder(folder, device=device)
+    if described is None:
+        raise ValueError(f"expected no `base`: {folder} holds a whole model")
+    if base is None:
+        name = described.get("base") if isinstance(described, dict) else None
+        raise ValueError(
+            f"expected the model that the adapters in {folder} were trained on, {name!r}: "
+            "SparseTransformer.from_pretrained(folder, base=...)"
+        )
+    if isinstance(base, (str, Path)):
+        base = load_model(base, device=device)
+    return put_adapters(base, folder, described)
 
 
 def _read(

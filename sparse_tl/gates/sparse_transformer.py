@@ -20,8 +20,8 @@ from sparse_tl.gates.distributions import GateDistribution, GateMode
 from sparse_tl.gates.kinds import attention_gates
 from sparse_tl.gates.mlps import MLPGates
 from sparse_tl.gates.passes import Counted, as_rows
-from sparse_tl.gates.saving import is_sparse_folder, load_sparse, save_sparse
-from sparse_tl.lens import AttachedHooks, Model, adapt, check_named, defer_scores, load_model
+from sparse_tl.gates.saving import load_sparse, save_sparse
+from sparse_tl.lens import AttachedHooks, Model, adapt, check_named, defer_scores
 from sparse_tl.lens.modes import in_evaluation_mode
 from sparse_tl.scopes import autograd, scope, whole
 
@@ -231,18 +231,34 @@ class SparseTransformer(nn.Module):
         with self._detached():
             return adapt(self.model).copy().requires_grad_(False)
 
-    def save_pretrained(self, folder: str | Path) -> Path:
-        """Write model, gates and tokenizer as safetensors and JSON, completely or not at all."""
-        return save_sparse(self.model, self.gates, self.mlp_gates, folder)
+    def save_pretrained(self, folder: str | Path, *, adapters_only: bool = False) -> Path:
+        """Write model, gates and tokenizer as safetensors and JSON, completely or not at all.
+
+        `adapters_only` writes the low-rank adapters in place of the model: a small folder.
+        """
+        return save_sparse(self.model, self.gates, self.mlp_gates, folder, adapters_only)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, *, device: str | None = None) -> SparseTransformer:
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        base: str | Path | Model | None = None,
+        device: str | None = None,
+    ) -> SparseTransformer:
         """Load a folder written by `save_pretrained`.
 
+        Args:
+            folder: the folder.
+            base: the model on which a folder of adapters was trained, or what `load_model` takes;
+                a model gets the adapters in place.
+            device: device of the model, unless `base` is one; a GPU by default if there is one.
+
         Raises:
-            ValueError: the folder is of another kind or damaged, or its gates do not fit the model.
+            ValueError: the folder is of another kind or damaged, its gates do not fit the model, or
+                the base has other weights than that of the adapters.
         """
-        model, gates, mlp_gates = load_sparse(folder, device)
+        model, gates, mlp_gates = load_sparse(folder, device, base)
         return cls(model, gates=gates, mlp_gates=mlp_gates)
 
     def __getattr__(self, name: str) -> Any:
@@ -288,11 +304,3 @@ class SparseTransformer(nn.Module):
         finally:
             if was_on:
                 self._attach()
-
-
-def load_dense_or_sparse(
-    source: str | Path, *, device: str | None = None
-) -> Model | SparseTransformer:
-    """Load a model by name or folder, with its gates if the folder holds any."""
-    load = SparseTransformer.from_pretrained if is_sparse_folder(source) else load_model
-    return load(source, device=device)

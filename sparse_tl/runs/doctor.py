@@ -18,7 +18,7 @@ from sparse_tl import __version__, ranks
 from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.data.prompts import prepends_bos, prompt_start, said_start
 from sparse_tl.files import check_writable
-from sparse_tl.gates.sparse_transformer import load_dense_or_sparse
+from sparse_tl.gates.loading import load_dense_or_sparse
 from sparse_tl.lens import Adapter, HookedModel, adapt, check_raw, check_scores, tolerance
 from sparse_tl.models import build_addition_model
 from sparse_tl.models.pairs import cache_folder

@@ -120,9 +120,9 @@ class SparsityObjective(Objective):
     micro-batches of a step, whatever groups they hold; the size is that of each by itself.
 
     The constraint is on validation rows, and `validated` is told of them after every evaluation:
-    their loss may rise by ``allowed_g = room_g + MARGIN * noise / NOISE``. Weights that move fast, and
-    under noise, cost loss that is won back later; both fall to 0 in the course of a run, and the
-    margin with them.
+    their loss may rise by ``allowed_g = room_g + MARGIN * noise / NOISE``. Weights that move fast,
+    and under noise, cost loss that is won back later; both fall to 0 in the course of a run, and
+    the margin with them.
 
     Of every group's lambda, ``max(lambda_g, 1 / (allowed_g (1 + size)))`` is taken, with the size
     of the step before: closing one more edge, which lowers the logarithm by ``1 / (1 + size)``, is

@@ -31,8 +31,8 @@ from sparse_tl.training.validation import Validation, is_feasible
 EVALUATIONS = 40
 """Validation evaluations of a run."""
 WARM_UP = 0.1
-"""Part of the run in which the learning rate warms up: four evaluations, so that lambda has followed
-the loss before edges close fast. From there on it falls, as the gates' noise does."""
+"""Part of the run in which the learning rate warms up: four evaluations, so that lambda follows
+the loss before edges close fast. Then the rate falls, as the gates' noise does."""
 TARGET_LOSS = "kl+0.05"
 """What every group may lose: nats of divergence per label."""
 LEARNING_RATE = 7e-4

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 
 from sparse_tl.files import read_json, write_json
 from sparse_tl.gates import HardConcreteGate, SparseTransformer
-from sparse_tl.gates.sparse_transformer import load_dense_or_sparse
+from sparse_tl.gates.loading import load_dense_or_sparse
 from sparse_tl.lens import load_model
 from sparse_tl.tasks.addition import addition_tokenizer
 
