@@ -97,6 +97,7 @@ def call(function: Callable[..., Any], model: Any, pairs: PromptPairs, **options
         "parts": None if "positions" in options else ["a0.h1", "a1.h0", "a0.h0->a1.h1<k>"],
         "size": 12,
         "steps": 2,
+        "length": 4,
         "progress": False,
         "batch_size": 4,
     }
@@ -130,6 +131,9 @@ def check_same(one: Any, other: Any) -> None:
     elif is_dataclass(one):
         for field in fields(one):
             check_same(getattr(one, field.name), getattr(other, field.name))
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        check_same(list(one.values()), list(other.values()))
     elif isinstance(one, tuple | list):
         assert len(one) == len(other)
         for pair in zip(one, other, strict=True):

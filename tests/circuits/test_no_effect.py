@@ -17,8 +17,8 @@ from sparse_tl.lens import Model
 from sparse_tl.metrics import NoEffectError, logit_difference
 
 Build = Callable[..., Model]
-UNPATCHED = ("accuracy", "attribute_logits", "measure_skill")
-"""They run the prompts as they are."""
+UNPATCHED = ("accuracy", "attribute_logits", "head_behaviour", "measure_skill")
+"""They run the prompts as they are, or divide by no effect."""
 PATCHING = {
     name: function
     for name, function in taking(PromptPairs).items()
