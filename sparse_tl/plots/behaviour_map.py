@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sparse_tl.circuits import KINDS, HeadBehaviour
+from sparse_tl.plots.cells import CELLS
 from sparse_tl.plots.head_panels import head_panels
 from sparse_tl.plots.palette import EMPTY_CELL, GROUND, KINDS_OF_HEADS, TICK_SIZE, blend
 from sparse_tl.plots.panels import add_line, hover_text
@@ -70,11 +71,8 @@ def _add_kinds(
             zmax=1,
             colorscale=[(0, colour), (1, colour)],
             showscale=False,
-            xgap=1,
-            ygap=1,
             text=said,
-            hoverinfo="text",
-            hoverongaps=False,
+            **CELLS,
             row=place[0],
             col=place[1],
         )

@@ -13,6 +13,8 @@ BAR_TOP, BAR_ROOM = 50, 50
 """Top of a bar below the cells, where they have an axis title; and the room it needs below that."""
 BAR_BELOW = 52
 """Room from the top of a bar to the edge of the figure."""
+CELLS: dict[str, Any] = {"xgap": 1, "ygap": 1, "hoverinfo": "text", "hoverongaps": False}
+"""How plotly draws a heatmap of heads or layers."""
 _BAR_HEIGHT = 8
 # Distance of its ends from those of the map, so that ticks of two bars do not touch.
 _BAR_INSET = 12
@@ -69,11 +71,8 @@ def add_cells(
         zmax=limits[1],
         colorscale=colours,
         colorbar=bar,
-        xgap=1,
-        ygap=1,
         text=said,
-        hoverinfo="text",
-        hoverongaps=False,
+        **CELLS,
         row=row,
         col=column,
     )
