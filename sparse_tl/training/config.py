@@ -8,10 +8,18 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
+import torch
+
 from sparse_tl.arguments import AtLeastOne, Count, Fraction, NotNegative, Positive, Seed, checked
 from sparse_tl.lens import HookedModel, adapt, lora_parameters, read_parameters
 
 Metrics = dict[str, float]
+Precision = Literal["float32", "bf16"]
+
+
+def in_precision(precision: Precision, device: torch.device) -> torch.autocast:
+    """Inside the block, forward passes run in the precision of a run: "bf16" under autocast."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
 @checked
@@ -47,7 +55,7 @@ class TrainingConfig:
     weight_decay: NotNegative = 0.0
     clip: Positive | None = 1.0
     accumulate: AtLeastOne = 1
-    precision: Literal["float32", "bf16"] = "float32"
+    precision: Precision = "float32"
     seed: Seed = 0
     evaluate_every: AtLeastOne = 50
     checkpoint_every: AtLeastOne = 100

@@ -1,4 +1,4 @@
-"""Cross-entropy with labels and with the dense model's predictions, in few passes over the logits.
+"""Cross-entropy and divergence from the dense model's predictions, in few passes over the logits.
 
 With the log-probabilities ``l = log softmax(logits)``, the dense model's probabilities ``q``, a
 label ``y`` and the share ``d`` of the prediction,
@@ -13,6 +13,7 @@ values stay in the cache, and the gradient is written over the dense model's log
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,23 +43,46 @@ def distilled(
     return _Distilled.apply(logits, dense, labels, share)
 
 
+def losses_and_divergences(
+    logits: Float[Tensor, "label vocab"],
+    dense: Float[Tensor, "label vocab"],
+    labels: Int[Tensor, " label"],
+) -> tuple[Float[Tensor, " label"], Float[Tensor, " label"]]:
+    """Loss and divergence ``sum_v q_v (log q_v - l_v)`` of every label, in nats; no gradients.
+
+    Args:
+        logits: of the model that is measured.
+        dense: logits of the dense model.
+        labels: labels.
+    """
+    losses, divergences = [], []
+    for rows in _rows_at_once(logits):
+        log_p, log_q = log_probabilities(logits[rows]), log_probabilities(dense[rows])
+        losses.append(-log_p.gather(1, labels[rows, None])[:, 0])
+        divergences.append((log_q.exp() * log_q.sub_(log_p)).sum(dim=-1))
+    return torch.cat(losses), torch.cat(divergences)
+
+
+def _rows_at_once(logits: Float[Tensor, "label vocab"]) -> Iterator[slice]:
+    size = max(1, LOGITS_AT_ONCE // logits.shape[1])
+    return (slice(start, start + size) for start in range(0, max(1, len(logits)), size))
+
+
 class _Distilled(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, logits: Tensor, dense: Tensor, labels: Tensor, share: float
     ) -> tuple[Tensor, Tensor]:
         by_logits = dense if dense.dtype == logits.dtype else torch.empty_like(logits)
-        size = max(1, LOGITS_AT_ONCE // logits.shape[1])
         losses, crossed = [], []
-        for some in torch.arange(len(labels), device=labels.device).split(size):
-            rows = slice(int(some[0]), int(some[-1]) + 1)
-            label = (some - some[0], labels[rows])
+        for rows in _rows_at_once(logits):
+            label = labels[rows, None]
             log_p = log_probabilities(logits[rows])
             q = dense[rows].to(log_p).softmax(dim=-1)
-            losses.append(-log_p[label])
+            losses.append(-log_p.gather(1, label)[:, 0])
             crossed.append(-(q * log_p).sum(dim=-1))
             slope = log_p.exp_().sub_(q, alpha=share)
-            slope[label] -= 1 - share
+            slope.scatter_add_(1, label, torch.full_like(label, share - 1, dtype=slope.dtype))
             by_logits[rows] = slope
         loss = torch.cat(losses)
         ctx.by_logits = by_logits

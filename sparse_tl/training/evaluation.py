@@ -6,18 +6,18 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl import ranks, shards
 from sparse_tl.arguments import AtLeastOne, checked
-from sparse_tl.data.batches import TokenBatch, exact_rows, log_probabilities
+from sparse_tl.data.batches import TokenBatch, exact_rows, token_losses
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
 from sparse_tl.gates.attention import costs_of_first
 from sparse_tl.lens import Model, adapt, check_rows, in_evaluation_mode
 from sparse_tl.results import Result
 from sparse_tl.scopes import autograd
+from sparse_tl.training.distillation import losses_and_divergences
 from sparse_tl.training.predictions import DensePredictions
 from sparse_tl.training.reference import Reference, under_gates
 
@@ -150,14 +150,14 @@ def evaluate_held_out(
                 )
             logits = logits_at(output)
             right = exact_rows(logits, batch)
-            predicted = log_probabilities(logits)
-            losses = F.nll_loss(predicted, batch.loss_labels(), reduction="none").double()
-            divergences = losses.new_zeros(0)
-            if dense is not None:
-                expected = log_probabilities(dense.logits(batch))
-                divergences = F.kl_div(predicted, expected, reduction="none", log_target=True)
-                divergences = divergences.sum(dim=-1).double()
-            labels = losses, batch.label_groups(), divergences, right
+            if dense is None:
+                losses = token_losses(logits, batch.loss_labels())
+                divergences = losses.new_zeros(0)
+            else:
+                losses, divergences = losses_and_divergences(
+                    logits, dense.logits(batch), batch.loss_labels()
+                )
+            labels = losses.double(), batch.label_groups(), divergences.double(), right
             known = {name: some.cpu() for name, some in vars(counted).items() if some is not None}
             found.append((*(some.cpu() for some in labels), AttentionEdgeCounts(**known)))
     found = ranks.in_order(found[: len(own)])

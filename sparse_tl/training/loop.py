@@ -37,7 +37,7 @@ from sparse_tl.training.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
-from sparse_tl.training.config import Selection, TrainingConfig
+from sparse_tl.training.config import Selection, TrainingConfig, in_precision
 from sparse_tl.training.masters import MasterWeights
 from sparse_tl.training.objectives import Objective
 from sparse_tl.training.stopping import interrupt_noted, lost_rank_noted, on_any_rank
@@ -177,9 +177,7 @@ class Run:
         self.optimizer.zero_grad(set_to_none=True)
         for piece in pieces:
             share = int(piece.loss_mask.sum()) / int(batch.loss_mask.sum())
-            with torch.autocast(
-                self.device.type, torch.bfloat16, enabled=config.precision == "bf16"
-            ):
+            with in_precision(config.precision, self.device):
                 own = piece.dealt(ranks.rank(), ranks.count()).to(self.device)
                 loss, some = self.objective.measure(own, generator, step / config.steps)
             (loss * share).backward()

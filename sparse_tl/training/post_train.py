@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 from jaxtyping import Float
@@ -18,7 +18,7 @@ from sparse_tl.files import digest
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.gates.attention import check_edge_cost
 from sparse_tl.lens import adapt, check_gates, check_raw
-from sparse_tl.training.config import TrainingConfig, choose_trained
+from sparse_tl.training.config import Precision, TrainingConfig, choose_trained
 from sparse_tl.training.constraint import LossConstraint, TargetLoss
 from sparse_tl.training.loop import train
 from sparse_tl.training.memory import out_of_memory_explained
@@ -57,7 +57,7 @@ def post_train(
     edge_cost: Float[Tensor, "*#edge"] | None = None,
     head_cost: NotNegative = 0.0,
     seed: Seed = 0,
-    precision: Literal["float32", "bf16"] = "float32",
+    precision: Precision = "float32",
     checkpoint: str | Path | None = None,
     progress: bool = True,
 ) -> PostTraining:
@@ -97,9 +97,8 @@ def post_train(
         head_cost: cost of a head that is open anywhere in a batch, relative to 1 for an attention
             edge; above 0, rarely used heads close permanently.
         seed: random seed for gate noise.
-        precision: "bf16" runs the forward pass under autocast, and keeps the copy of the dense
-            model, if a relative target needs one, in bfloat16; its loss is that of the weights
-            as they are.
+        precision: "bf16" runs forward passes, those of evaluations too, under autocast, and keeps
+            the copy of the dense model, if a relative target needs one, in bfloat16.
         checkpoint: folder for checkpoints; a run interrupted there is resumed.
         progress: whether to show a progress bar.
 
@@ -138,7 +137,7 @@ def post_train(
     check_gates(adapt(sparse))
     check_raw(sparse.model)
     with out_of_memory_explained(sparse, stream, trained, precision):
-        watched = Validation(sparse, validation, held_out or {}, target, edge_cost)
+        watched = Validation(sparse, validation, held_out or {}, target, edge_cost, precision)
         dense = None if target.of == "loss" else reference_of(sparse, trained, precision)
         if dense is not None and target.of == "divergence":
             watched.predictions = DensePredictions(dense)

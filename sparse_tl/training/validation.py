@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.training.config import Metrics, Selection
+from sparse_tl.lens import adapt
+from sparse_tl.training.config import Metrics, Precision, Selection, in_precision
 from sparse_tl.training.constraint import TargetLoss
 from sparse_tl.training.evaluation import HeldOut, evaluate_held_out
 from sparse_tl.training.objectives import SparsityObjective
@@ -31,6 +33,7 @@ class Validation:
         held_out: rows that take no part, by name.
         target: what every group may lose.
         edge_cost: cost per attention edge, as in `evaluate_held_out`.
+        precision: that of the run, in which both models are measured.
 
     Raises:
         ValueError: a group has no label, or the target is below the dense model's own loss.
@@ -43,8 +46,10 @@ class Validation:
         held_out: Mapping[str, TokenBatch],
         target: TargetLoss,
         edge_cost: Float[Tensor, "*#edge"] | None,
+        precision: Precision,
     ) -> None:
         self.sparse, self.target, self.edge_cost = sparse, target, edge_cost
+        self.precision: Precision = precision
         self.groups = rows if isinstance(rows, Mapping) else {}
         self.rows = TokenBatch.joined(list(rows.values())) if isinstance(rows, Mapping) else rows
         self.held_out = held_out
@@ -113,12 +118,15 @@ class Validation:
         return Selection(evaluate, better)
 
     def _dense(self, rows: TokenBatch) -> HeldOut:
-        measured = evaluate_held_out(self.sparse, rows)
+        measured = self._evaluated(rows)
         return replace(measured, active_mlps=None, possible_mlps=None, active_size=None)
 
     def _sparse(self, rows: TokenBatch) -> HeldOut:
-        how = {"edge_cost": self.edge_cost, "dense": self.predictions}
-        return evaluate_held_out(self.sparse, rows, **how)
+        return self._evaluated(rows, edge_cost=self.edge_cost, dense=self.predictions)
+
+    def _evaluated(self, rows: TokenBatch, **how: Any) -> HeldOut:
+        with in_precision(self.precision, adapt(self.sparse).device):
+            return evaluate_held_out(self.sparse, rows, **how)
 
 
 def is_feasible(metrics: Metrics) -> bool:

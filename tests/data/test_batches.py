@@ -121,10 +121,11 @@ def _of_lengths(lengths: list[int], left: int = 0) -> TokenBatch:
 
 @pytest.mark.parametrize("left", [0, 2])
 def test_parts_of_like_length_have_all_rows_and_no_padding_on_the_right(left: int) -> None:
-    lengths = [5, 2, 3, 5, 2, 4, 1, 3]
+    lengths = [500, 200, 300, 500, 200, 400, 100, 300]
     batch = _of_lengths(lengths, left)
     parts = batch.by_length(3)
-    assert [part.tokens.shape for part in parts] == [(3, left + 2), (3, left + 4), (2, left + 5)]
+    shapes = [(3, left + 200), (3, left + 400), (2, left + 500)]
+    assert [part.tokens.shape for part in parts] == shapes
     for part in parts:
         assert part.groups is not None
         for row, origin in enumerate(part.groups.tolist()):
@@ -133,6 +134,11 @@ def test_parts_of_like_length_have_all_rows_and_no_padding_on_the_right(left: in
                 assert torch.equal(getattr(part, name)[row], getattr(batch, name)[origin, :width])
             assert lengths[origin] + left <= width
     assert sorted(torch.cat([p.label_groups() for p in parts]).tolist()) == list(range(8))
+
+
+def test_groups_are_one_where_padding_costs_less_than_a_pass() -> None:
+    parts = _of_lengths([10, 11, 12, 13, 200, 201, 300, 301]).by_length()
+    assert [part.tokens.shape for part in parts] == [(4, 13), (2, 201), (2, 301)]
 
 
 def test_rows_of_one_length_or_without_padding_are_one_part() -> None:
