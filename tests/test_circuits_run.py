@@ -83,6 +83,25 @@ def test_a_task_that_a_model_does_not_do_has_no_circuits(run: tuple[Path, Any]) 
         assert said["choice"] > 0.9 and said["chance"] == pytest.approx(0.5, abs=0.05)
 
 
+def test_a_dense_model_alone(
+    run: tuple[Path, Any], models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The numbers are those of the dense side of a pair."""
+    out, dense = tmp_path / "out", str(models[0])
+    options = {"pairs": 8, "device": "cpu", "progress": False}
+    outcome = run_circuits(out, model=dense, tasks=TASKS, **options)
+    said, expected = outcome.metrics["greater_than"], run[1].metrics["greater_than"]
+    assert said["dense"] == expected["dense"] and set(said) == {"dense", "seeds"}
+    assert outcome.to_pandas()["dense"].tolist() == run[1].to_pandas()["dense"].tolist()
+    folder = out / "greater_than" / "seed-0"
+    assert {file.name for file in folder.iterdir()} == {
+        *("dense", "dense_circuit.json", "circuit.html", "circuit.svg", "circuit.png")
+    }
+    assert (out / "heads_kept.svg").stat().st_size > 1000
+    with Console(width=200).capture():
+        comparison(outcome.metrics)
+
+
 def test_models_that_do_none_of_the_tasks(tmp_path: Path) -> None:
     dense, sparse = save_small_task_models(tmp_path, n_layer=1, n_head=2, n_embd=16, n_inner=16)
     out, tasks = tmp_path / "out", ["greater_than", "ioi"]
@@ -194,8 +213,8 @@ def test_other_weights_under_the_same_name(
 def test_settings_that_make_no_sense(models: tuple[Path, Path], tmp_path: Path) -> None:
     dense, sparse = models
     pair = {"model": str(dense), "sparse": sparse, "progress": False}
-    with pytest.raises(ValueError, match="expected both a dense model and its sparse"):
-        run_circuits(tmp_path / "a", model=str(dense))
+    with pytest.raises(ValueError, match="expected the dense model that the sparse one was made"):
+        run_circuits(tmp_path / "a", sparse=sparse)
     with pytest.raises(ValueError, match="expected tasks of"):
         run_circuits(tmp_path / "b", tasks=["sums"], **pair)
     with pytest.raises(ValueError, match="whole number from 4 .* for pairs; got 3"):

@@ -140,9 +140,10 @@ def evaluate_heads(
     sizes: Sequence[int] | None = None,
     **options: Any,
 ) -> Evaluation:
-    """The explained effect of the best-scored heads at growing circuit sizes; by default all sizes.
+    """The explained effect of the best-scored heads at growing circuit sizes.
 
-    The arguments are those of `evaluate_circuit_edges`.
+    The arguments are those of `evaluate_circuit_edges`, but for the default of `sizes`: all up to
+    32, and of more heads eight to a doubling.
 
     Raises:
         ValueError: the scores are not of heads, or as in `evaluate`.
@@ -150,7 +151,7 @@ def evaluate_heads(
     if not isinstance(scores.site, HeadGrid):
         raise ValueError(f"expected scores of heads, as from attribute_heads; got {scores!r}")
     if sizes is None:
-        sizes = range(scores.site.n_parts + 1)
+        sizes = log_sizes(scores.site.n_parts, per_doubling=8, all_up_to=32)
     return evaluate(model, pairs, metric, [scores.top(size) for size in sizes], **options)
 
 
@@ -164,8 +165,15 @@ def accuracy(model: HookedModel, pairs: PromptPairs, *, batch_size: AtLeastOne =
     return torch.cat(ranks.in_order(right)).double().mean().item()
 
 
-def log_sizes(total: int) -> tuple[int, ...]:
-    """0 and `total`, with logarithmically spaced sizes between them, two to a doubling."""
-    steps = math.ceil(math.log2(total) * 2) if total > 1 else 0
-    between = {round(2 ** (step / 2)) for step in range(steps)}
+def log_sizes(total: int, *, per_doubling: int = 2, all_up_to: int = 0) -> tuple[int, ...]:
+    """0 and `total`, with logarithmically spaced sizes between them.
+
+    Args:
+        total: the largest size.
+        per_doubling: number of sizes to a doubling.
+        all_up_to: no size is left out up to this one.
+    """
+    steps = math.ceil(math.log2(total) * per_doubling) if total > 1 else 0
+    between = {round(2 ** (step / per_doubling)) for step in range(steps)}
+    between.update(range(all_up_to + 1))
     return tuple(sorted({0, total} | {size for size in between if size < total}))

@@ -169,15 +169,19 @@ def post_train(
     ("the built-in models, all four tasks", ""),
     ("two tasks only", "--tasks ioi,greater_than --out runs/two"),
     ("three pairs of built-in models", "--seeds 0,1,2 --out runs/three"),
+    ("a dense model alone", "--model smollm2 --tasks ioi --pairs 32 --out runs/smollm2"),
     ("your own pair", "--model gpt2 --sparse runs/gpt2/sparse\n--tasks ioi --out runs/gpt2-ioi"),
 )
 def circuits(
     model: Annotated[
         str | None,
-        subject("NAME", "Hub name or folder of the dense model. Default: the built-in pair."),
+        subject(
+            "NAME",
+            "The dense model: smollm2, hub name or folder. Default: the built-in pair.",
+        ),
     ] = None,
     sparse: Annotated[
-        Path | None, subject("FOLDER", "Folder of the sparse model made from it.")
+        Path | None, subject("FOLDER", "Folder of the sparse model made from it, if any.")
     ] = None,
     tasks: CircuitTasks = "",
     pairs: Annotated[int, setting("N", "Prompt pairs per task: half score, half evaluate.")] = 128,
@@ -194,6 +198,8 @@ def circuits(
     quiet: Quiet = False,
 ) -> None:
     """Find the heads and circuit edges of a task, in a dense model and its sparse counterpart.
+
+    Without --sparse, it analyses the model alone.
 
     A task that one of the models does not do has no circuits; the command says so. Writes
     metrics.json, curves.csv, evaluations, scores, circuits, their diagrams, and the figures

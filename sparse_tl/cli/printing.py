@@ -76,31 +76,33 @@ def texts(title: str, measured: Mapping[str, DenseAndSparse]) -> None:
 
 
 def comparison(metrics: Mapping[str, Any]) -> None:
-    """Print what each task needs, dense and sparse; medians over several seeds."""
+    """Print what each task needs, dense, and sparse if it is there; medians over several seeds."""
     from sparse_tl.circuits import SeedMultipliers
 
-    shares = ["accuracy"]
+    names = [side for side in ("dense", "sparse") if side in next(iter(metrics.values()))]
+    fewer, shares = ["fewer"] * (len(names) > 1), ["accuracy"]
     if all("choice" in measured["dense"] for measured in metrics.values()):  # not of addition
         shares.append("choice")
     rows = []
     for task, measured in metrics.items():
-        sides, by_seed = (measured["dense"], measured["sparse"]), measured["seeds"]
+        sides, by_seed = [measured[side] for side in names], measured["seeds"]
         row = [task, *(", ".join(f"{side[name]:.1%}" for side in sides) for name in shares)]
         for parts in ("heads", "circuit_edges"):
             row.append(_sizes([side[f"{parts}_at_0.9"] for side in sides]))
-            values = [said[f"multiplier_{parts}"] for said in by_seed.values()]
-            row.append(str(SeedMultipliers([*map(int, by_seed)], values)))
+            if fewer:
+                values = [said[f"multiplier_{parts}"] for said in by_seed.values()]
+                row.append(str(SeedMultipliers([*map(int, by_seed)], values)))
         row.append(_sizes([side["circuit_edges_at_0.9_per_prompt"] for side in sides]))
         rows.append(row)
     n_seeds = max(len(measured["seeds"]) for measured in metrics.values())
     table(
-        "Parts needed for an explained effect of 0.9, dense and sparse"
+        f"Parts needed for an explained effect of 0.9, {' and '.join(names)}"
         + (f": medians of {n_seeds} seeds (range)" if n_seeds > 1 else ""),
-        ["", *shares, "heads", "fewer", "circuit edges", "fewer", "of one prompt"],
+        ["", *shares, "heads", *fewer, "circuit edges", *fewer, "of one prompt"],
         rows,
     )
     for task, measured in metrics.items():
-        for side in ("dense", "sparse"):
+        for side in names:
             for what, said in (
                 ("not_reached", "do not reach 0.9"),
                 ("no_effect", "have no effect"),

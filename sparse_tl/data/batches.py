@@ -21,7 +21,7 @@ from sparse_tl.wording import shown
 Kind = TypeVar("Kind", bound="Rows")
 
 PASS = 100
-"""Tokens that take as long as a forward pass costs by itself: measured on SmolLM2-135M, one core."""
+"""Tokens that take as long as what every pass costs; measured on SmolLM2-135M, on one core."""
 
 
 class Rows:

@@ -5,7 +5,10 @@ from sparse_tl.models.addition import (
     build_addition_model as build_addition_model,
     load_addition_models as load_addition_models,
 )
-from sparse_tl.models.language import load_language_model as load_language_model
+from sparse_tl.models.language import (
+    load_language_model as load_language_model,
+    load_named_model as load_named_model,
+)
 from sparse_tl.models.pairs import Pair as Pair, build_pair as build_pair, read_pair as read_pair
 from sparse_tl.models.recipes import Recipe as Recipe
 from sparse_tl.models.registry import (

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -11,7 +13,15 @@ from sparse_tl import ranks
 from sparse_tl.arguments import checked
 from sparse_tl.lens import Model, load_model
 from sparse_tl.lens.hub import fetch
-from sparse_tl.models.registry import cached_file, check_file, installed_file, published
+from sparse_tl.models.registry import (
+    PUBLISHED,
+    cached_file,
+    check_file,
+    installed_file,
+    published,
+)
+
+Kind = TypeVar("Kind")
 
 
 @checked
@@ -58,6 +68,13 @@ def load_language_model(
         ) from error
     _say(f"{model.title} from the hub: {model.hub}")
     return load_model(model.hub, **options)
+
+
+def load_named_model(name: str | Path, load: Callable[..., Kind], **options: Any) -> Model | Kind:
+    """A model as commands name it: a name of `load_language_model`, or what `load` takes."""
+    if str(name) in PUBLISHED and not Path(name).exists():
+        return load_language_model(str(name), **options)
+    return load(name, **options)
 
 
 def _say(line: str) -> None:

@@ -12,7 +12,13 @@ from sparse_tl.data import read_documents, token_windows
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.gates.loading import load_dense_or_sparse
 from sparse_tl.lens import HookedModel, adapt, check_folder
-from sparse_tl.models import TASKS, load_addition_models, load_task_models, task_pairs
+from sparse_tl.models import (
+    TASKS,
+    load_addition_models,
+    load_named_model,
+    load_task_models,
+    task_pairs,
+)
 from sparse_tl.tasks import TASKS_BY_NAME, AdditionTask, Task
 from sparse_tl.tasks.questions import QUESTION_SETS
 
@@ -89,7 +95,7 @@ def cells_of(
     def load(model: str) -> HookedModel:
         if model not in held:
             held.clear()  # the previous model may fill the device
-            held[model] = load_dense_or_sparse(model, device=device)
+            held[model] = load_named_model(model, load_dense_or_sparse, device=device)
         return held[model]
 
     return [

@@ -1,4 +1,4 @@
-"""Compare dense and sparse models on every task: scores, circuits, effect curves, multipliers."""
+"""Scores, circuits and effect curves on every task, and how they compare, dense and sparse."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparse_tl.data import PromptPairs
 from sparse_tl.files import digest, write_json
 from sparse_tl.gates import PatchName as Patch, SparseTransformer
 from sparse_tl.lens import HookedModel, adapt, load_model, read_parameters
-from sparse_tl.models import TASKS, load_task_models, task_pairs
+from sparse_tl.models import TASKS, load_named_model, load_task_models, task_pairs
 from sparse_tl.plots.javascript import check_address_space
 from sparse_tl.runs.comparison import SIDES, Comparison, measure, measured_folder, report
 from sparse_tl.runs.folder import RunFolder
@@ -59,8 +59,10 @@ def run_circuits(
 
     Args:
         out: folder for ``metrics.json``, curves, scores, circuits and figures.
-        model: hub name or folder of the dense model; the built-in task model by default.
-        sparse: folder of its sparse counterpart; required with `model`.
+        model: name or folder of the dense model, as in `load_language_model` or `load_model`; the
+            built-in task models, dense and sparse, by default.
+        sparse: folder of the sparse model made from `model`; without it, the dense model alone is
+            analysed.
         tasks: names of tasks; those of `ORDER` if empty. The built-in models do only these.
         pairs: prompt pairs per task, at least 4.
         method: attribution method, as in `attribute_circuit_edges`.
@@ -76,11 +78,12 @@ def run_circuits(
         ValueError: a setting is invalid, there is no seed, or the models do none of the tasks.
         MemoryError: the address space of this process is limited.
     """
-    if (model is None) != (sparse is None):
+    if model is None and sparse is not None:
         raise ValueError(
-            "expected both a dense model and its sparse counterpart, or neither for the built-in "
-            f"pair; got model={model!r} and sparse={None if sparse is None else str(sparse)!r}"
+            "expected the dense model that the sparse one was made from; got no model and "
+            f"sparse={str(sparse)!r}"
         )
+    sides = SIDES if model is None or sparse is not None else ("dense",)
     check_address_space()
     seeds = tuple(dict.fromkeys(seeds))
     if not seeds:
@@ -107,7 +110,7 @@ def run_circuits(
         missing = [
             (task, side)
             for task in chosen
-            for side in SIDES
+            for side in sides
             if not folder.finished(measured_folder(task.name, seed, side))
         ]
         if not missing:
@@ -154,7 +157,7 @@ def run_circuits(
     if reasons:
         write_json(folder / "no_circuits.json", reasons)
     title = "Task Model" if model is None else model
-    names = {"dense": title, "sparse": f"Sparse {title}"}
+    names = dict(zip(sides, (title, f"Sparse {title}"), strict=False))
     compared = report(folder.path, titles, names, seeds=seeds, patch=patch)
     return replace(compared, no_circuits=reasons)
 
@@ -183,10 +186,12 @@ def _models(
     device: str | None,
     progress: bool,
 ) -> dict[str, HookedModel]:
-    if model is None or sparse is None:
+    if model is None:
         pair = load_task_models(seed, device=device, progress=progress)
         return dict(zip(SIDES, pair, strict=True))
-    dense = load_model(model, device=device)
+    dense = load_named_model(model, load_model, device=device)
+    if sparse is None:
+        return {"dense": dense}
     wrapped = SparseTransformer.from_pretrained(sparse, device=device)
     dense.cfg.default_prepend_bos = wrapped.cfg.default_prepend_bos  # both read the same prompts
     graphs = [adapt(some).graph for some in (dense, wrapped)]

@@ -1,7 +1,8 @@
 """Compare dense and sparse models: measure scores and curves into a folder, then draw them.
 
 1. `measure` one side on one task: half of the pairs score edges and heads, the others evaluate.
-2. `report` on all tasks and seeds from saved results: multipliers, tables, figures, circuits.
+2. `report` on all tasks and seeds from saved results: tables, figures and circuits, and of both
+   sides multipliers.
 """
 
 from __future__ import annotations
@@ -64,16 +65,14 @@ class Comparison:
     def to_pandas(self) -> pd.DataFrame:
         """Number of parts that each task needs for the level of explained effect, dense and sparse;
         medians over several seeds."""
-        rows = [
-            {
-                "task": task,
-                "parts": parts,
-                **{side: measured[side][f"{parts}_at_{LEVEL}"] for side in SIDES},
-                "multiplier": measured[f"multiplier_{parts}"],
-            }
-            for task, measured in self.metrics.items()
-            for parts in PARTS
-        ]
+        rows = []
+        for task, measured in self.metrics.items():
+            for parts in PARTS:
+                sizes = {s: measured[s][f"{parts}_at_{LEVEL}"] for s in SIDES if s in measured}
+                row = {"task": task, "parts": parts, **sizes}
+                if len(sizes) > 1:
+                    row["multiplier"] = measured[f"multiplier_{parts}"]
+                rows.append(row)
         return pd.DataFrame(rows)
 
     def _repr_html_(self) -> str:
@@ -146,7 +145,7 @@ def report(
     Args:
         folder: folder with the output of `measure`, laid out as in `measured_folder`.
         tasks: panel titles by task name.
-        names: model names by side.
+        names: model names by side; of the dense model alone, or of both.
         seeds: seeds that were measured.
         patch: patch that was used in measuring.
     """
@@ -157,14 +156,16 @@ def report(
         multipliers: dict[str, SeedMultipliers] = {}
         for parts in PARTS:
             curves = [
-                effect_curves(folder, task, seeds, side, parts, names[side]) for side in SIDES
+                effect_curves(folder, task, seeds, side, parts, name)
+                for side, name in names.items()
             ]
             panels[parts][title] = curves
-            multipliers[f"multiplier_{parts}"] = seed_multipliers(*curves, level=LEVEL)
+            if len(curves) > 1:
+                multipliers[f"multiplier_{parts}"] = seed_multipliers(*curves, level=LEVEL)
         by_seed: dict[str, Any] = {}
         for place, seed in enumerate(seeds):
             said = by_seed[str(seed)] = {}
-            for side in SIDES:
+            for side in names:
                 said[side], found = _numbers(folder / measured_folder(task, seed, side))
                 labels = {"task": task, "seed": seed, "side": side}
                 tables += [pd.DataFrame({**labels, "parts": p, **found[p]}) for p in PARTS]
@@ -172,7 +173,7 @@ def report(
             shown = title if len(seeds) == 1 else f"{title}, seed {seed}"
             _draw_circuits(folder / task / f"seed-{seed}", shown, said, names, patch)
         metrics[task] = {
-            side: _medians([said[side] for said in by_seed.values()]) for side in SIDES
+            side: _medians([said[side] for said in by_seed.values()]) for side in names
         }
         for name, some in multipliers.items():
             metrics[task] |= {name: some.median, f"{name}_range": some.range and [*some.range]}
@@ -223,7 +224,7 @@ def _draw_circuits(
     """Draw and list the circuit that reaches the level, for both models."""
     circuits: dict[str, Circuit] = {}
     by_name: dict[str, Scores] = {}
-    for side in SIDES:
+    for side in names:
         scores = Scores.load(folder / side / "circuit_edge_scores")
         size = measured[side][f"circuit_edges_at_{LEVEL}"]
         kept = scores.site.n_parts if size is None else min(math.ceil(size), scores.site.n_parts)

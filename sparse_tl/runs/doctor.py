@@ -20,7 +20,7 @@ from sparse_tl.data.prompts import prepends_bos, prompt_start, said_start
 from sparse_tl.files import check_writable
 from sparse_tl.gates.loading import load_dense_or_sparse
 from sparse_tl.lens import Adapter, HookedModel, adapt, check_raw, check_scores, tolerance
-from sparse_tl.models import build_addition_model
+from sparse_tl.models import build_addition_model, load_named_model
 from sparse_tl.models.pairs import cache_folder
 from sparse_tl.scopes import autograd
 from sparse_tl.training.memory import training_memory
@@ -61,7 +61,7 @@ def run_doctor(
         checks = [*_versions(), *_devices(), _tried("cache folder", _cache)]
         checks += _model("small model", lambda: build_addition_model(device="cpu"))
         if isinstance(model, (str, Path)):
-            load = partial(load_dense_or_sparse, model, device=device)
+            load = partial(load_named_model, model, load_dense_or_sparse, device=device)
             checks += _model(f"model {model}", load, window)
         elif model is not None:
             loaded = model

@@ -24,6 +24,7 @@ from sparse_tl.lens import (
     shard_model,
     takes_lora,
 )
+from sparse_tl.models import load_named_model
 from sparse_tl.runs.folder import RunFolder, SparseRun
 from sparse_tl.runs.texts import (
     OWN,
@@ -81,7 +82,8 @@ def run_post_training(
 
     Args:
         out: folder for the sparse model, ``metrics.json`` and ``history.csv``.
-        model: hub name, Hugging Face folder, or folder written by `save_model`.
+        model: name of `load_language_model`, hub name, Hugging Face folder, or folder written by
+            `save_model`.
         text: text files, dataset names (streamed), or "own" for text that the model writes itself,
             which is the default; see `sampled_windows`.
         task: names of tasks, whose prompts are groups with the loss at the answer.
@@ -161,7 +163,7 @@ def run_post_training(
         device = "cpu"  # before it is sharded, and when it is saved
     folder = RunFolder(out, settings, restart=restart)
     if not folder.finished("metrics.json"):
-        model_ = load_model(model, device=device, dtype=dtype)
+        model_ = load_named_model(model, load_model, device=device, dtype=dtype)
         check_raw(model_)
         if window > adapt(model_).n_ctx:
             raise ValueError(
