@@ -19,7 +19,11 @@ from sparse_tl.cli import printing
 from sparse_tl.cli.printing import comparison
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import load_model
-from sparse_tl.runs import circuits as run_module, run_circuits
+from sparse_tl.runs import (
+    circuits as run_module,
+    comparison as comparison_module,
+    run_circuits,
+)
 
 TASKS = ["greater_than"]
 ASKED = ["greater_than", "ioi", "capitals"]
@@ -139,6 +143,26 @@ def test_what_is_finished_is_not_measured_again(
     )
     assert not calls
     assert again.metrics == outcome.metrics
+
+
+def test_an_interrupted_task_goes_on_after_its_last_result(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, side = tmp_path / "out", tmp_path / "out" / "greater_than" / "seed-0" / "dense"
+    options = {"tasks": TASKS, "pairs": 4, "device": "cpu", "progress": False}
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(comparison_module, "circuit_sizes_per_prompt", interrupt)
+        run_circuits(out, model=str(models[0]), **options)
+    results = {"circuit_edge_scores", "head_scores", "circuit_edges", "heads"}
+    assert {file.name for file in side.iterdir()} == results
+    before = {name: (side / name / "result.json").stat().st_mtime_ns for name in results}
+    outcome = run_circuits(out, model=str(models[0]), **options)
+    assert {name: (side / name / "result.json").stat().st_mtime_ns for name in results} == before
+    assert outcome.metrics["greater_than"]["dense"]["prompts"] == 2
 
 
 def test_seeds_are_added_compared_each_with_its_own_and_summed_up(

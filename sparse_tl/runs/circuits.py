@@ -19,7 +19,14 @@ from sparse_tl.gates import PatchName as Patch, SparseTransformer
 from sparse_tl.lens import HookedModel, adapt, load_model, read_parameters
 from sparse_tl.models import TASKS, load_named_model, load_task_models, task_pairs
 from sparse_tl.plots.javascript import check_address_space
-from sparse_tl.runs.comparison import SIDES, Comparison, measure, measured_folder, report
+from sparse_tl.runs.comparison import (
+    SIDES,
+    Comparison,
+    measure,
+    measured_file,
+    measured_folder,
+    report,
+)
 from sparse_tl.runs.folder import RunFolder
 from sparse_tl.tasks import TASKS_BY_NAME, Task
 
@@ -111,7 +118,7 @@ def run_circuits(
             (task, side)
             for task in chosen
             for side in sides
-            if not folder.finished(measured_folder(task.name, seed, side))
+            if not folder.finished(measured_file(task.name, seed, side))
         ]
         if not missing:
             continue

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 
+from sparse_tl import ranks
 from sparse_tl.circuits import (
     Circuit,
     CircuitSizes,
@@ -34,14 +35,16 @@ from sparse_tl.circuits import (
 from sparse_tl.circuits.attribution import Method
 from sparse_tl.circuits.seeds import median_size
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.files import atomic_folder, read_json, write_csv, write_json
+from sparse_tl.files import read_json, recover_folder, write_csv, write_json
 from sparse_tl.gates import PatchName
 from sparse_tl.lens import HookedModel
 from sparse_tl.metrics import Metric
 from sparse_tl.plots import component_diagram, effect_figure
 from sparse_tl.plots.curves import Parts
-from sparse_tl.results import table_html
+from sparse_tl.results import Result, table_html
 from sparse_tl.runs.folder import save_figure
+
+Saved = TypeVar("Saved", bound=Result)
 
 LEVEL = 0.9
 """The explained effect at which models are compared."""
@@ -49,6 +52,7 @@ SIDES = ("dense", "sparse")
 PARTS: tuple[Parts, ...] = ("heads", "circuit_edges")
 PER_PROMPT = f"circuit_edges_at_{LEVEL}_per_prompt"
 """Key of the number of circuit edges that a single prompt needs."""
+ACCURACY = "accuracy.json"
 PROMPTS = 16
 """Number of held-out pairs that get circuits of their own."""
 
@@ -95,33 +99,54 @@ def measure(
     """Measure scores on the first half of the pairs, curves on the other, and circuits of single
     prompts on some of the other half; how well the model does the task is written beside them.
 
+    Each result is written as soon as it is there, and read where an earlier call wrote it;
+    `measured_file` comes last.
+
     Raises:
-        ValueError: there is no effect to explain; the folder is then not written.
+        ValueError: there is no effect to explain.
     """
+
+    def saved(name: str, kind: type[Saved], measured: Callable[[], Saved]) -> Saved:
+        if ranks.on_first(lambda: recover_folder(folder / name)):
+            return kind.load(folder / name)
+        found = measured()
+        if isinstance(found, Evaluation):
+            _ = found.effect  # fail here if there is no effect to explain
+        found.save(folder / name)
+        return found
+
     scoring = pairs.select(slice(0, len(pairs) // 2))
     held_out = pairs.select(slice(len(pairs) // 2, None))
     single = held_out.select(slice(0, PROMPTS))
-    options = {"patch": patch, "batch_size": batch_size, "progress": progress}
-    edges = attribute_circuit_edges(model, scoring, metric, method=method, **options)
-    heads = attribute_heads(model, scoring, metric, method=method, **options)
-    by_edges = evaluate_circuit_edges(model, held_out, metric, edges, **options)
-    by_heads = evaluate_heads(model, held_out, metric, heads, **options)
-    _ = by_edges.effect, by_heads.effect  # fail here if there is no effect to explain
-    per_prompt = circuit_sizes_per_prompt(
-        model, single, metric, level=LEVEL, method=method, **options
+    options: dict[str, Any] = {"patch": patch, "batch_size": batch_size, "progress": progress}
+    scored = (model, scoring, metric)
+    edges = saved(
+        "circuit_edge_scores",
+        Scores,
+        lambda: attribute_circuit_edges(*scored, method=method, **options),
     )
-    with atomic_folder(folder) as temporary:
-        edges.save(temporary / "circuit_edge_scores")
-        heads.save(temporary / "head_scores")
-        by_edges.save(temporary / "circuit_edges")
-        by_heads.save(temporary / "heads")
-        per_prompt.save(temporary / "circuit_edges_per_prompt")
-        write_json(temporary / "accuracy.json", skill)
+    heads = saved("head_scores", Scores, lambda: attribute_heads(*scored, method=method, **options))
+    evaluated = (model, held_out, metric)
+    saved("circuit_edges", Evaluation, lambda: evaluate_circuit_edges(*evaluated, edges, **options))
+    saved("heads", Evaluation, lambda: evaluate_heads(*evaluated, heads, **options))
+    saved(
+        "circuit_edges_per_prompt",
+        CircuitSizes,
+        lambda: circuit_sizes_per_prompt(
+            model, single, metric, level=LEVEL, method=method, **options
+        ),
+    )
+    write_json(folder / ACCURACY, skill)
 
 
 def measured_folder(task: str, seed: int, side: str) -> str:
     """Path in a run's folder where `measure` writes one side of a seed."""
     return f"{task}/seed-{seed}/{side}"
+
+
+def measured_file(task: str, seed: int, side: str) -> str:
+    """The last file that `measure` writes there."""
+    return f"{measured_folder(task, seed, side)}/{ACCURACY}"
 
 
 def effect_curves(
@@ -189,7 +214,7 @@ def report(
 
 def _numbers(folder: Path) -> tuple[dict[str, Any], dict[Parts, pd.DataFrame]]:
     """The measurements of one side of one seed, and its curves as tables."""
-    skill = read_json(folder / "accuracy.json")
+    skill = read_json(folder / ACCURACY)
     said: dict[str, Any] = {**skill} if isinstance(skill, dict) else {"accuracy": skill}  # of 0.2
     tables: dict[Parts, pd.DataFrame] = {}
     for parts in PARTS:
