@@ -37,8 +37,7 @@ DENSE: dict[str, Any] = {
     "evaluate_every": 50,
 }
 # At 0.002 nats, some runs have 99.2 percent of new sums right.
-SPARSE: dict[str, Any] = {"steps": 600, "target_loss": 0.001, "learning_rate": {"all": 7e-4}}
-GATES: dict[str, Any] = {"gates": "score", "initial_bias": 2.0}
+SPARSE: dict[str, Any] = {"steps": 600, "target_loss": 0.001}
 
 
 def addition_recipe(form: Form = "placeholder") -> Recipe:
@@ -65,7 +64,6 @@ def addition_recipe(form: Form = "placeholder") -> Recipe:
         batch_size=256,
         dense=DENSE,
         sparse=SPARSE,
-        gates=GATES,
     )
 
 

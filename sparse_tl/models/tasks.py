@@ -43,8 +43,7 @@ DENSE: dict[str, Any] = {
     "weight_decay": 0.01,
     "evaluate_every": 100,
 }
-SPARSE: dict[str, Any] = {"steps": 1200, "target_loss": "+0.01", "learning_rate": {"all": 7e-4}}
-GATES: dict[str, Any] = {"gates": "score", "initial_bias": 2.0}
+SPARSE: dict[str, Any] = {"steps": 1200, "target_loss": "+0.01"}
 
 
 def task_recipe() -> Recipe:
@@ -59,7 +58,6 @@ def task_recipe() -> Recipe:
         batch_size=64,
         dense=DENSE,
         sparse=SPARSE,
-        gates=GATES,
     )
 
 
