@@ -12,7 +12,7 @@ from sparse_tl.gates.columns import Columns
 from sparse_tl.gates.patches import Patch, Reference
 from sparse_tl.gates.run import gated
 from sparse_tl.gates.sites import AttentionEdges, Heads
-from sparse_tl.lens import Adapter, HookedModel, adapt, check_head
+from sparse_tl.lens import Adapter, Head, HookedModel, adapt, check_head, heads_of
 from sparse_tl.scopes import scope
 
 EVERY = slice(None)
@@ -22,7 +22,7 @@ EVERY = slice(None)
 @scope
 def ablate_heads(
     model: HookedModel,
-    heads: Sequence[tuple[int, int]],
+    heads: Sequence[Head],
     patch: Patch = "zero",
     *,
     reference: Reference | None = None,
@@ -32,7 +32,7 @@ def ablate_heads(
 
     Args:
         model: dense or sparse model.
-        heads: (layer, head) pairs to ablate.
+        heads: heads to ablate, as (layer, head) pairs or by name: ``["a3.h2"]``.
         patch: value that replaces the heads' output, as in `gated`.
         reference: reference prompts for "mean", "corrupted" and "resample", as in `gated`.
         seed: random seed for "resample".
@@ -44,8 +44,7 @@ def ablate_heads(
     if not heads:
         raise ValueError("expected at least one head to ablate; got none")
     gates = torch.ones(adapter.n_layers, adapter.n_heads, device=adapter.device)
-    for layer, head in heads:
-        check_head(adapter, layer, head)
+    for layer, head in heads_of(adapter, heads):
         gates[layer, head] = 0
     with gated(model, Heads(), gates, patch, reference=reference, seed=seed):
         yield
@@ -57,7 +56,7 @@ def ablate_attention_edges(
     model: HookedModel,
     edges: Sequence[tuple[int, int, int, int]] | None = None,
     *,
-    heads: Sequence[tuple[int, int]] | None = None,
+    heads: Sequence[Head] | None = None,
     query: Columns | None = None,
     key: Columns | None = None,
 ) -> Iterator[None]:
@@ -70,7 +69,8 @@ def ablate_attention_edges(
     Args:
         model: dense or sparse model.
         edges: (layer, head, query, key) tuples; query and key are columns, from 0.
-        heads: in place of `edges`: (layer, head) pairs in which the rule holds; all by default.
+        heads: in place of `edges`: heads in which the rule holds, as in `ablate_heads`; all by
+            default.
         query: columns of the queries: one, a list, a slice, or a function from a column to whether
             it is meant; all by default. Negative columns count from the end of the tokens that are
             run.
@@ -92,7 +92,7 @@ def ablate_attention_edges(
 def _closed(
     adapter: Adapter,
     edges: Sequence[tuple[int, int, int, int]] | None,
-    heads: Sequence[tuple[int, int]] | None,
+    heads: Sequence[Head] | None,
     query: Columns | None,
     key: Columns | None,
 ) -> ClosedEdges:
@@ -107,8 +107,7 @@ def _closed(
             heads = [(i, j) for i in range(adapter.n_layers) for j in range(adapter.n_heads)]
         if not len(heads):
             raise ValueError("expected at least one head in which to cut attention; got none")
-        for layer, head in heads:
-            check_head(adapter, layer, head)
+        heads = heads_of(adapter, heads)
         return ClosedByRule(heads, EVERY if query is None else query, EVERY if key is None else key)
     if heads is not None:
         raise ValueError("expected heads with a rule alone; listed edges name their own")

@@ -37,12 +37,14 @@ from sparse_tl.lens.expressions import (
 )
 from sparse_tl.lens.hooked_folder import build_model as build_model
 from sparse_tl.lens.limits import (
+    Head as Head,
     check_head as check_head,
     check_numbers as check_numbers,
     check_pairs as check_pairs,
     check_reference as check_reference,
     check_rows as check_rows,
     check_tokens as check_tokens,
+    heads_of as heads_of,
 )
 from sparse_tl.lens.loading import (
     check_folder as check_folder,

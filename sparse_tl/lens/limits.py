@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,10 @@ from torch import Tensor
 from sparse_tl.data import PromptPairs, TokenBatch
 from sparse_tl.lens.adapter import Adapter
 from sparse_tl.lens.points import Analysis
+from sparse_tl.nodes import Node
+
+Head = tuple[int, int] | str
+"""A head: (layer, head), or its name, such as "a3.h2"."""
 
 _NEEDED_FOR: dict[Analysis, str] = {
     "circuits": (
@@ -175,3 +180,22 @@ def check_head(adapter: Adapter, layer: int, head: int) -> None:
             f"expected heads (layer, head) of {adapter.n_layers} layers of {adapter.n_heads} "
             f"heads; got ({layer}, {head})"
         )
+
+
+def heads_of(adapter: Adapter, heads: Sequence[Head]) -> list[tuple[int, int]]:
+    """Heads as (layer, head) pairs.
+
+    Raises:
+        ValueError: a name is not that of a head, or the model has no such head.
+    """
+    found = [_named(head) if isinstance(head, str) else head for head in heads]
+    for layer, head in found:
+        check_head(adapter, layer, head)
+    return found
+
+
+def _named(name: str) -> tuple[int, int]:
+    node = Node.parse(name)
+    if node.kind != "head":
+        raise ValueError(f'expected a head such as "a3.h2", or (layer, head); got {name!r}')
+    return node.layer, node.head

@@ -103,6 +103,19 @@ def test_gates_are_measured_under_an_ablation(build_tiny: Build, kind: str) -> N
     assert torch.allclose(found, expected.expand(2, -1), atol=1e-10)
 
 
+def test_heads_may_be_named(build_tiny: Build) -> None:
+    model, tokens = build_tiny("float64"), _tokens(2)
+    for by_pair, by_name in (([(0, 1), (1, 0)], ["a0.h1", "a1.h0"]), ([(0, 1)], [(0, 1), "a0.h1"])):
+        with ablate_heads(model, by_pair):
+            expected = model(tokens)
+        with ablate_heads(model, by_name):
+            assert torch.equal(model(tokens), expected)
+    with ablate_attention_edges(model, heads=[(1, 0)], key=0):
+        expected = model(tokens)
+    with ablate_attention_edges(model, heads=["a1.h0"], key=0):
+        assert torch.equal(model(tokens), expected)
+
+
 def test_a_sparse_model_is_ablated_too(build_tiny: Build) -> None:
     sparse, tokens = SparseTransformer(build_tiny(), initial_bias=0.0), _tokens(2)
     plain = sparse(tokens)
