@@ -83,7 +83,7 @@ def on_circuits(model: Any, name: str, parts: str, n: int) -> dict[str, Any]:
 
 def kinds_of(circuit: Circuit) -> dict[str, int]:
     """Edges by what they join, such as ``head -> q`` and ``mlp -> mlp``."""
-    return dict(Counter(map(_kind, circuit.names)).most_common())
+    return dict(Counter(map(_kind, circuit.to_pandas()["edge"])).most_common())
 
 
 def _kind(edge: str) -> str:
