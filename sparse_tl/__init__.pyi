@@ -78,6 +78,7 @@ from .models import (
     get_language_model as get_language_model,
     load_addition_models as load_addition_models,
     load_language_model as load_language_model,
+    load_language_models as load_language_models,
     load_task_models as load_task_models,
 )
 from .plots import (

@@ -20,7 +20,7 @@ from sparse_tl.results import Result
 if TYPE_CHECKING:
     import pandas as pd
 
-EdgeWeight = Literal["attention", "effect", "first-order"]
+EdgeWeight = Literal["attention", "carried", "effect", "first-order"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +40,8 @@ class AttentionGraph(Result):
             computed. Its sign can be wrong where the model is not linear.
         effect: for each target, the exact change of the predicted token's logit when one edge is
             removed; negative: the edge helps. ``None`` if not computed.
+        carried: share of the query's residual stream that each edge writes, 0 to 1; see
+            `circuits.carried`. ``None`` if not traced.
         causal: whether attention is causal.
         mlps: which MLP outputs are open; ``None`` if MLPs have no gates.
         possible: pairs that the model's masks allow among the columns that it reads; ``None`` if
@@ -55,6 +57,7 @@ class AttentionGraph(Result):
     targets: tuple[tuple[int, int], ...]
     attribution: Float[Tensor, "target layer head query key"] | None = None
     effect: Float[Tensor, "target layer head query key"] | None = None
+    carried: Float[Tensor, "layer head query key"] | None = None
     causal: bool = True
     mlps: Bool[Tensor, "layer column"] | None = None
     possible: Bool[Tensor, "layer head query key"] | None = None
@@ -123,9 +126,10 @@ class AttentionGraph(Result):
         """The weight of each edge.
 
         Args:
-            kind: "attention": gate times attention; "effect": exact change of the predicted token's
-                logit when the edge is removed; "first-order": its first-order estimate. Both
-                effects are in logits, and negative if the edge helps.
+            kind: "attention": gate times attention; "carried": share of the query's residual stream
+                that the edge writes; "effect": exact change of the predicted token's logit when the
+                edge is removed; "first-order": its first-order estimate. Both effects are in
+                logits, and negative if the edge helps.
             target: index into `targets`, for effects.
 
         Raises:
@@ -135,6 +139,10 @@ class AttentionGraph(Result):
             return self.attention
         if kind not in get_args(EdgeWeight):
             raise ValueError(f"expected a kind of {get_args(EdgeWeight)}; got {kind!r}")
+        if kind == "carried":
+            if self.carried is None:
+                raise ValueError("expected a graph from trace_attention, with what edges carry")
+            return self.carried
         scores = self.effect if kind == "effect" else self.attribution
         if scores is None:
             option = "max_effects=..." if kind == "effect" else "attribution=True"
@@ -151,6 +159,8 @@ class AttentionGraph(Result):
         edges = self.gates.nonzero().tolist()
         table = pd.DataFrame(edges, columns=["layer", "head", "query", "key"])
         table["attention"] = self.attention[self.gates].tolist()
+        if self.carried is not None:
+            table["carried"] = self.carried[self.gates].tolist()
         if self.effect is not None:
             table["effect"] = self.effect[target][self.gates].tolist()
         if self.attribution is not None:

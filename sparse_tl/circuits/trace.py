@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from sparse_tl.arguments import Count, checked
 from sparse_tl.circuits.attention_graph import AttentionGraph
+from sparse_tl.circuits.carried import carried, carried_points
 from sparse_tl.circuits.removal import LeaveOneOut
 from sparse_tl.data import token_text
 from sparse_tl.data.known_text import check_known
@@ -17,6 +19,7 @@ from sparse_tl.data.prompts import Encoder, prepends_bos, prompt_start
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import (
     AttentionMask,
+    Hook,
     HookedModel,
     Order,
     adapt,
@@ -79,7 +82,8 @@ def trace_attention(
     # Every mask token that is run has a prediction, whether or not it is asked for.
     read_at = {column: column for column in masked if column < n_read} | dict(targets)
     read = tokens[:n_read]
-    attention, possible, gates, mlps, logits, estimates = _run(model, read, targets, attribution)
+    run = _run(model, read, targets, attribution)
+    attention, shares, possible, gates, mlps, logits, estimates = run
     effect = None
     if max_effects > 0 and int(gates.sum()) <= max_effects:
         edges = [[(layer, head, q, k)] for layer, head, q, k in gates.nonzero().tolist()]
@@ -102,6 +106,7 @@ def trace_attention(
         targets=tuple(targets),
         attribution=None if estimates is None else _widen(estimates, n_columns),
         effect=None if effect is None else _widen(effect, n_columns),
+        carried=_widen(shares, n_columns),
         causal=causal,
         mlps=None if mlps is None else _pad(mlps, n_columns),
         possible=_widen(possible, n_columns),
@@ -205,30 +210,37 @@ def _run(
     tokens: Int[Tensor, " pos"],
     targets: Sequence[tuple[int, int]],
     attribution: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Attention, possible and open edges, open MLPs, logits and attributions, on the CPU."""
-    patterns: list[Tensor] = []
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Attention and what it carries, possible and open edges, open MLPs, logits and attributions,
+    on the CPU."""
+    kept: dict[str, Tensor] = {}
     nudges: list[Tensor] = []
     masks: dict[int, AttentionMask] = {}
 
-    def keep(pattern: Float[Tensor, "one head query key"]) -> Tensor | None:
-        patterns.append(pattern.detach())
-        if not attribution:
-            return None
+    def keep(name: str, value: Tensor) -> None:
+        kept[name] = value.detach()
+
+    def nudge(pattern: Float[Tensor, "one head query key"]) -> Tensor:
         # A zero tensor that requires grad collects d logit / d pattern through all later layers,
         # even if the model's own weights are frozen.
         nudges.append(torch.zeros_like(pattern, requires_grad=True))
         return pattern + nudges[-1]
 
     adapter = adapt(model)
-    hooks = [(name, Order.LAST, keep) for name in adapter.layer_points("attn.hook_pattern")]
+    layers = range(adapter.n_layers)
+    points = dict.fromkeys(point for layer in layers for point in carried_points(adapter, layer))
+    hooks: list[Hook] = [(name, Order.LAST, partial(keep, name)) for name in points]
+    patterns = adapter.layer_points("attn.hook_pattern")
+    if attribution:
+        hooks += [(name, Order.LAST, nudge) for name in patterns]
     hooks += mask_hooks(adapter, masks)
     batch = tokens[None].to(adapter.device)
     with attached(adapter, hooks), autograd(attribution):
         logits, gates, mlps = _forward(model, batch)
     check_numbers(adapter, logits)
-    attention = torch.cat(patterns)
-    allowed = torch.stack([masks[layer].pairs(len(tokens)) for layer in range(adapter.n_layers)])
+    attention = torch.cat([kept[name] for name in patterns])
+    shares = torch.stack([carried(adapter, layer, kept) for layer in layers]).cpu()
+    allowed = torch.stack([masks[layer].pairs(len(tokens)) for layer in layers])
     possible = allowed[:, None].expand_as(attention)
     estimates = None
     if attribution:
@@ -236,7 +248,7 @@ def _run(
         estimates = (-attention * gradients).cpu()
     logits, mlps = logits.detach().cpu(), None if mlps is None else mlps.cpu()
     gates = possible if gates is None else gates.cpu()  # a dense model's are all open
-    return attention.cpu(), possible, gates, mlps, logits, estimates
+    return attention.cpu(), shares, possible, gates, mlps, logits, estimates
 
 
 def _gradients(

@@ -41,14 +41,15 @@ def circuit_diagram(
             Negative ones count from the end of the prompt.
         positions: columns to choose from; by default all that the model predicts: every mask token
             of the prompt, or else the token after every other one.
-        weight: "attention" (gate times attention), "effect" (of removing the edge, in logits:
-            exact in models with few open edges) or "first-order" (its estimate).
+        weight: "attention" (gate times attention), "carried" (share of the residual stream that
+            the edge writes), "effect" (of removing the edge, in logits: exact in models with few
+            open edges) or "first-order" (its estimate).
         labels: text of each column, if not the tokenizer's.
         **style: arguments of `plots.circuit_diagram`: threshold, transition, title.
 
     If `positions` is not given and effects at all of them would be more than a million numbers (19
-    tokens in GPT-2 small), the figure shows attention without effects, or, where effects are the
-    `weight`, only `position`. Pass the `positions` whose effects you need.
+    tokens in GPT-2 small), the figure has no effects, or, where effects are the `weight`, only
+    `position`. Pass the `positions` whose effects you need.
 
     Raises:
         ValueError: there is no model, or a prompt or position does not fit the model.
@@ -91,7 +92,7 @@ def _plan(
         adapter = adapt(model)
         n_scores = len(columns) * adapter.n_layers * adapter.n_heads * n_tokens**2
         if n_scores > MAX_SCORES:
-            if weight == "attention":
+            if weight in ("attention", "carried"):
                 trace = trace_attention
             else:
                 columns = [columns[-1] if shown is None else shown]

@@ -59,8 +59,9 @@ class CircuitExplorer(Channel):
         positions: all columns to choose from; by default every mask token of the prompt or the
             token after it, and `position`.
         labels: text of each column, if not the tokenizer's.
-        weight: what lines show: "attention" (gate times attention), "effect" (of removing the edge,
-            in logits: exact if few edges are open) or "first-order" (its estimate).
+        weight: what lines show: "attention" (gate times attention), "carried" (share of the
+            residual stream that the edge writes), "effect" (of removing the edge, in logits: exact
+            if few edges are open) or "first-order" (its estimate).
         threshold: smallest weight to draw, in 0..1.
         theme: ``"auto"``, the notebook's, ``"light"`` or ``"dark"``.
         **style: arguments of `plots.circuit_diagram`: transition, title.

@@ -59,6 +59,7 @@ from sparse_tl.lens.lora import (
     merge_lora as merge_lora,
     takes_lora as takes_lora,
 )
+from sparse_tl.lens.lora_extraction import extract_lora as extract_lora
 from sparse_tl.lens.masks import AttentionMask as AttentionMask
 from sparse_tl.lens.modes import (
     evaluation_mode as evaluation_mode,

@@ -32,7 +32,8 @@ SCALE = 2
 """What ``B A`` is multiplied by."""
 BASE = "base_layer"
 """The name of the projection inside one with an adapter."""
-_NAME = "default"
+NAME = "default"
+"""The name of an adapter, in `peft`'s dictionaries of them."""
 _INSTALL = "pip install 'peft>=0.18'"
 
 
@@ -70,7 +71,7 @@ def add_lora(model: Model, rank: AtLeastOne = 16) -> TransformerBridge:
         )
     if rank > model.cfg.d_model:
         raise ValueError(f"expected a rank of at most {model.cfg.d_model}, d_model; got {rank}")
-    _put_adapters_on(model, _projections(model), rank)
+    _put_adapters_on(model, projections(model), rank)
     return model
 
 
@@ -97,7 +98,7 @@ def _put_adapters_on(model: TransformerBridge, components: list[Any], rank: int)
                 target_modules=list(holder),
                 fan_in_fan_out=transposed,
             )
-            inject_adapter_in_model(config, holder, _NAME)
+            inject_adapter_in_model(config, holder, NAME)
             for number, layer in holder.items():
                 components[int(number)].set_original_component(layer)
     for parameter in lora_parameters(model):
@@ -206,7 +207,7 @@ def effective(module: Any) -> nn.Module:
     if module.disable_adapters:
         return module.base_layer
     plain, weight = copy.copy(module.base_layer), module.base_layer.weight
-    whole = (weight + module.get_delta_weight(_NAME)).to(weight.dtype)
+    whole = (weight + module.get_delta_weight(NAME)).to(weight.dtype)
     plain.__dict__["_parameters"] = {**plain._parameters, "weight": whole}
     return plain
 
@@ -227,7 +228,7 @@ def _components(model: TransformerBridge) -> list[Any]:
 
 
 @autograd(False)
-def _projections(model: TransformerBridge) -> list[Any]:
+def projections(model: TransformerBridge) -> list[Any]:
     """The components around linear maps that a pass calls, in the order of the modules."""
     called: set[nn.Module] = set()
     found = [

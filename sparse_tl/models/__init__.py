@@ -7,6 +7,7 @@ from sparse_tl.models.addition import (
 )
 from sparse_tl.models.language import (
     load_language_model as load_language_model,
+    load_language_models as load_language_models,
     load_named_model as load_named_model,
 )
 from sparse_tl.models.pairs import Pair as Pair, build_pair as build_pair, read_pair as read_pair

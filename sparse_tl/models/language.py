@@ -1,4 +1,4 @@
-"""A real language model by name: from the cache, an installed package or the hub."""
+"""Real language models: one by name, from wherever it is, and one beside its sparse version."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 
 from sparse_tl import ranks
 from sparse_tl.arguments import checked
-from sparse_tl.lens import Model, load_model
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.lens import Model, adapt, load_model, merge_lora
 from sparse_tl.lens.hub import fetch
+from sparse_tl.models.pairs import SHIPPED
 from sparse_tl.models.registry import (
     PUBLISHED,
     cached_file,
@@ -23,10 +25,12 @@ from sparse_tl.models.registry import (
 
 Kind = TypeVar("Kind")
 
+SMOLLM2 = "smollm2"
+
 
 @checked
 def load_language_model(
-    name: str = "smollm2",
+    name: str = SMOLLM2,
     *,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
@@ -68,6 +72,31 @@ def load_language_model(
         ) from error
     _say(f"{model.title} from the hub: {model.hub}")
     return load_model(model.hub, **options)
+
+
+@checked
+def load_language_models(
+    *, device: str | torch.device | None = None, prepend_bos: bool | None = None
+) -> tuple[Model, SparseTransformer]:
+    """SmolLM2-135M-Instruct, and the sparse model made from it.
+
+    Both have the weights of `load_language_model`. Gates and low-rank adapters of the sparse model
+    come with the package; the adapters are merged into a copy of these weights.
+
+    Args:
+        device: device of the models; a GPU by default if there is one.
+        prepend_bos: whether prompts start with the BOS token; see `load_model`.
+
+    Raises:
+        ImportError: the package gguf, with which the file is read, is not installed.
+        ValueError: the model is nowhere to be found, or has other weights, as the model on the hub
+            does: the adapters were trained on the file that `sparse-tl get smollm2` downloads.
+    """
+    dense = load_language_model(device=device, prepend_bos=prepend_bos)
+    base = adapt(dense).copy()
+    sparse = SparseTransformer.from_pretrained(SHIPPED / SMOLLM2 / "sparse", base=base)
+    merge_lora(sparse.model)
+    return dense, sparse
 
 
 def load_named_model(name: str | Path, load: Callable[..., Kind], **options: Any) -> Model | Kind:

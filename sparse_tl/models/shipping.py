@@ -1,8 +1,11 @@
-"""Build the model pairs that ship with the package: ``python -m sparse_tl.models.shipping``.
+"""Build the models that ship with the package: ``python -m sparse_tl.models.shipping``.
 
 1. Build the pairs of seed 0 from their recipes, or take them from the user's cache.
 2. Write them into the package with half-precision weights, to keep it small.
 3. Measure the written models, not the built ones, and store the results (``claims.json``).
+
+``python -m sparse_tl.models.shipping FOLDER`` writes the sparse SmolLM2 instead, of which adapters
+and gates ship: FOLDER is its ``sparse`` folder, as `sparse-tl post-train` left it.
 
 A test loads the shipped models and checks the claims.
 """
@@ -10,14 +13,21 @@ A test loads the shipped models and checks the claims.
 from __future__ import annotations
 
 import shutil
+import sys
+from pathlib import Path
 
 from rich.console import Console
 
 from sparse_tl.checksums import write_sums
 from sparse_tl.files import atomic_folder, read_tensors, write_json, write_tensors
+from sparse_tl.gates import SparseTransformer
+from sparse_tl.gates.adapters import ADAPTERS_WEIGHTS
+from sparse_tl.lens import HookedModel, extract_lora
 from sparse_tl.models.addition import addition_recipe
+from sparse_tl.models.language import SMOLLM2, load_language_model, load_language_models
 from sparse_tl.models.pairs import SHIPPED, build_cached, read_pair
 from sparse_tl.models.tasks import task_recipe
+from sparse_tl.tasks import task_report
 
 RECIPES = (addition_recipe("placeholder"), task_recipe())
 
@@ -30,15 +40,45 @@ def ship() -> None:
             shutil.copytree(built, temporary, dirs_exist_ok=True)
             (temporary / "history.csv").unlink()
             for side in ("dense", "sparse"):
-                file = temporary / side / "model.safetensors"
-                weights = read_tensors(file)
-                write_tensors(file, {name: tensor.half() for name, tensor in weights.items()})
-                write_sums(file.parent, [file.name])
+                _halve(temporary / side / "model.safetensors")
         pair = read_pair(folder, device="cpu")
         claims = {"dense": recipe.measure(pair.dense), "sparse": recipe.measure(pair.sparse)}
         write_json(folder / "claims.json", claims)
         Console().print(f"{folder}: {claims}")
 
 
+def ship_language_model(trained: str | Path) -> None:
+    """Write adapters and gates of the sparse SmolLM2, and its claims, into the package.
+
+    Args:
+        trained: folder of the sparse model, with adapters merged into its weights.
+
+    Raises:
+        ValueError: it is not made from SmolLM2 by adapters of rank 16.
+    """
+    sparse, folder = SparseTransformer.from_pretrained(trained, device="cpu"), SHIPPED / SMOLLM2
+    base = extract_lora(load_language_model(device="cpu"), sparse.unwrap())
+    adapted = SparseTransformer(base, gates=sparse.gates, mlp_gates=sparse.mlp_gates)
+    with atomic_folder(folder) as temporary:
+        adapted.save_pretrained(temporary / "sparse", adapters_only=True)
+        _halve(temporary / "sparse" / ADAPTERS_WEIGHTS)
+    models = zip(("dense", "sparse"), load_language_models(device="cpu"), strict=True)
+    claims = {side: measure_language_model(model) for side, model in models}
+    write_json(folder / "claims.json", claims)
+    Console().print(f"{folder}: {claims}")
+
+
+def measure_language_model(model: HookedModel) -> dict[str, float]:
+    """Share of prompts, 0 to 1, whose most likely next token is a right answer, by task."""
+    return {name: skill.accuracy for name, skill in task_report(model).skills.items()}
+
+
+def _halve(file: Path) -> None:
+    """Store a file's weights in half precision."""
+    weights = read_tensors(file)
+    write_tensors(file, {name: tensor.half() for name, tensor in weights.items()})
+    write_sums(file.parent, [file.name])
+
+
 if __name__ == "__main__":
-    ship()
+    ship_language_model(sys.argv[1]) if sys.argv[1:] else ship()

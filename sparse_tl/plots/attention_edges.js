@@ -5,11 +5,13 @@
 // 2. The heads of a layer are merged: an edge from key to query has the largest weight of any head.
 // 3. Edges at or above the threshold are kept. Those from which kept edges lead to the predicted
 //    token are on the path; the others are merely open.
-// 4. An edge on the path carries its weight times the weights along the best route from its end to
-//    the prediction (1 for each step up the residual stream). The edges that carry most are the
-//    main ones; other edges on a path are lighter. In a sparse model usually every edge on the path
-//    is a main edge; in a dense model the main edges stand out. An edge from a column to itself is
-//    never a main edge, since the residual stream takes the same way without loss.
+// 4. Of the edges on the path, those that carry most to the prediction are the main ones; others are
+//    lighter. An edge carries its share, of what stands at its end, times the shares along the best
+//    route from there to the prediction (1 for each step up the residual stream). Its share is what
+//    it writes (circuits/carried.py), whatever its head attends to: an edge to a sink writes next to
+//    nothing. Where that is not known, it is the attention. Where effects on the prediction are
+//    shown, an edge carries its effect, which has all routes in it. In a sparse model usually every
+//    edge on the path is a main edge; in a dense model the main edges stand out.
 
 const MOST_MAIN_EDGES = 32;
 
@@ -38,10 +40,10 @@ function weightAt(panel, list, place, floor) {
 }
 
 // The steps up the residual stream, which carry everything.
-function residualSteps({ shape: [nLayers, , n] }, value) {
+function residualSteps({ shape: [nLayers, , n] }) {
   return Array.from({ length: nLayers * n }, (_, i) => {
     const [layer, column] = [Math.floor(i / n), i % n];
-    return { layer, value, source: nodeName(layer, column), reader: nodeName(layer + 1, column) };
+    return { layer, share: 1, source: nodeName(layer, column), reader: nodeName(layer + 1, column) };
   });
 }
 
@@ -50,13 +52,29 @@ function shownWeight(panel, state) {
   return state.weight === "effect" && !panel.scores.effect ? "first-order" : state.weight;
 }
 
+// Effects help or hurt; attention and what it carries have no sign.
+function isSigned(kind) {
+  return kind === "effect" || kind === "first-order";
+}
+
+function weightsOf(panel, kind, target) {
+  return isSigned(kind) ? panel.scores[kind].rows[target] : panel[kind];
+}
+
+// What an edge carries to its end, 0 to 1, or its effect on the prediction.
+function shareOf(panel, kind, edge, data) {
+  if (isSigned(kind)) return Math.abs(edge.value) / data.steps;
+  if (!panel.carried) return weightAt(panel, panel.attention, edge.place, 1) / data.steps;
+  return (weightAt(panel, panel.carried, edge.place, 1) / data.steps) * panel.mostCarried;
+}
+
 // What a panel shows in the present state. Reachability is the model's, over all heads, also
 // where a single head is shown.
 function selectEdges(panel, data, state) {
   const [nLayers, , n] = panel.shape;
   const kind = shownWeight(panel, state);
-  const weights = kind === "attention" ? panel.attention : panel.scores[kind].rows[state.target];
-  const residual = residualSteps(panel, data.steps);
+  const weights = weightsOf(panel, kind, state.target);
+  const residual = residualSteps(panel);
   const kept = [...residual];
   const merged = new Map();
   let count = 0;
@@ -68,8 +86,13 @@ function selectEdges(panel, data, state) {
     count++;
     const way = (layer * n + query) * n + key;
     const line = merged.get(way);
-    if (!line) merged.set(way, { ...edge, others: [] });
-    else if (Math.abs(line.value) >= Math.abs(value)) line.others.push(head);
+    const share = shareOf(panel, kind, edge, data);
+    if (!line) {
+      merged.set(way, { ...edge, share, others: [] });
+      continue;
+    }
+    line.share = Math.max(line.share, share);
+    if (Math.abs(line.value) >= Math.abs(value)) line.others.push(head);
     else {
       line.others.push(line.head);
       Object.assign(line, { head, value, place });
@@ -84,23 +107,28 @@ function selectEdges(panel, data, state) {
     line.onPath = reached.has(line.reader);
     line.kind = line.onPath ? "path" : "open";
   }
-  markMainEdges(lines, residual, start, data);
+  if (!isSigned(kind)) followRoutes(lines, residual, start);
+  markMainEdges(lines);
   const shown = (_, head) => state.head < 0 || head === state.head;
   const total = panel.nPossible.flatMap((heads) => heads.filter(shown)).reduce((a, b) => a + b, 0);
   return { lines, reached, count, total, column, focus };
 }
 
-// The edges that carry most to the node where the reading starts.
-function markMainEdges(lines, residual, start, data) {
+// Shares of the node where the reading starts, in place of shares of the next node.
+function followRoutes(lines, residual, start) {
   const strength = new Map([[start, 1]]);
   for (const line of [...lines, ...residual].sort((a, b) => b.layer - a.layer)) {
-    line.carried = (Math.abs(line.value) / data.steps) * (strength.get(line.reader) ?? 0);
-    strength.set(line.source, Math.max(strength.get(line.source) ?? 0, line.carried));
+    line.share *= strength.get(line.reader) ?? 0;
+    strength.set(line.source, Math.max(strength.get(line.source) ?? 0, line.share));
   }
-  const moving = lines.filter((line) => line.onPath && line.query !== line.key);
+}
+
+// The edges that carry most, if anything.
+function markMainEdges(lines) {
+  const carrying = lines.filter((line) => line.onPath && line.share > 0);
   // Sorting is stable: equal ones stay in the order of layer, query and key.
-  moving.sort((a, b) => b.carried - a.carried);
-  for (const line of moving.slice(0, MOST_MAIN_EDGES)) line.kind = "main";
+  carrying.sort((a, b) => b.share - a.share);
+  for (const line of carrying.slice(0, MOST_MAIN_EDGES)) line.kind = "main";
 }
 
 // ---- lines -------------------------------------------------------------------------------------
@@ -175,7 +203,9 @@ function firstView(data) {
 // ---- what is said: captions, and tooltips of lines of text, the first the heading -------------
 
 function captionText(panel, view, data, state) {
-  const scoreNames = { effect: "effect", "first-order": "first-order attribution" };
+  const scoreNames = {
+    carried: "share carried", effect: "effect", "first-order": "first-order attribution",
+  };
   const number = (value) => value.toLocaleString("en-US");
   const name = scoreNames[shownWeight(panel, state)];
   const share = name ? ` of the largest ${name}` : "";
@@ -202,6 +232,14 @@ function quoted(token) {
   return RIGHT_TO_LEFT.test(token) ? `\u201c\u2068${token}\u2069\u201d` : `\u201c${token}\u201d`;
 }
 
+function carriedText(panel, place, data) {
+  const percent = (steps) => `${((steps / data.steps) * panel.mostCarried * 100).toFixed(1)}\u202f%`;
+  const floor = data.floors.carried;
+  const steps = weightAt(panel, panel.carried, place, floor);
+  const share = steps === null ? `below ${percent(floor)}` : percent(steps);
+  return `writes ${share} of the residual stream there`;
+}
+
 function nodeText(panel, level, column, live) {
   const place = level === 0 ? "Input" : `After layer ${level - 1}`;
   const hint = live.onEdges ? ["click: what it attends to and predicts"] : [];
@@ -224,6 +262,7 @@ function edgeText(panel, line, data, state, live) {
     ...tokenText(panel, line.query, "to position"),
     `attention ${share}, gate open`,
   ];
+  if (panel.carried) text.push(carriedText(panel, line.place, data));
   const { effect, "first-order": estimate } = panel.scores;
   const logits = (kind) => logitsOf(panel, kind, line.place, data, state);
   if (effect) text.push(`effect of removing it ${logits("effect")}`);

@@ -105,7 +105,7 @@ function start(root, data, live) {
     hideTip(root, panels);
     panels.forEach(draw);
     svg.querySelector("[data-legend=negative]")
-      ?.setAttribute("visibility", state.weight === "attention" ? "hidden" : "visible");
+      ?.setAttribute("visibility", isSigned(state.weight) ? "visible" : "hidden");
     setAttributes(root, {
       "data-target": state.target, "data-weight": state.weight, "data-head": state.head,
       "data-threshold": thresholdText(data, state),
@@ -155,6 +155,7 @@ function start(root, data, live) {
     const all = panels.every((panel) => panel.scores["first-order"]);
     const weights = [
       ["attention", "attention"],
+      ...(panels.every((panel) => panel.carried) ? [["carried", "what it carries"]] : []),
       ...(some("effect") && (all || panels.every((panel) => panel.scores.effect))
         ? [["effect", "effect of removal"]] : []),
       ...(all ? [["first-order", "first-order attribution"]] : []),
@@ -165,8 +166,9 @@ function start(root, data, live) {
         limit();
         drawAll();
       });
-    } else {
-      addControl(root, "Weight: attention ", make("small", {},
+    }
+    if (!weights.some(([weight]) => isSigned(weight))) {
+      addControl(root, weights.length > 1 ? "" : "Weight: attention ", make("small", {},
         "effects of removal were not computed: draw fewer positions=, or trace with attribution=True"));
     }
     return targetSelect;

@@ -57,8 +57,8 @@ def circuit_diagram(
     Columns are token positions and rows are layers, upwards. An edge is drawn if the largest
     weight of any head in its layer reaches the threshold, darker and thicker with weight. Edges
     from which drawn edges do not lead to the predicted token are light; of the others, the 32 that
-    carry most are dark (``attention_edges.js`` says how that is computed). If MLPs have gates, a
-    square below a node is an open MLP that writes to it.
+    carry most are dark, whatever is attended to (``attention_edges.js`` says how that is computed).
+    If MLPs have gates, a square below a node is an open MLP that writes to it.
 
     Images of prompts of up to about 30 tokens are 726 px wide with text of at least 11 px, which is
     6 pt at a width of 5.5 in. Longer prompts make wider images, 16 px per token, whose text is
@@ -69,8 +69,9 @@ def circuit_diagram(
             with the same columns and targets.
         target: index into the graphs' targets: the predicted token that is shown first, and in
             images.
-        weight: ``"attention"``: gate times attention probability; ``"effect"``: change of the
-            predicted token's logit when the edge is removed, relative to the panel's largest;
+        weight: ``"attention"``: gate times attention probability; ``"carried"``: share of the
+            query's residual stream that the edge writes, relative to the panel's largest;
+            ``"effect"``: change of the predicted token's logit when the edge is removed, likewise;
             ``"first-order"``: estimate of that. A panel without exact effects shows the estimate
             instead, and says so.
         threshold: smallest absolute weight to draw, in 0..1, after rounding weights to
@@ -129,7 +130,9 @@ def _check_scores(weight: EdgeWeight, panels: Sequence[RoundedGraph]) -> None:
     # Effects that are not known exactly are estimated to first order.
     shown = {"effect", "first-order"} if weight == "effect" else {weight}
     for panel in panels:
-        if weight != "attention" and not shown & panel.scores.keys():
+        if weight == "carried":
+            panel.graph.edge_weights(weight)
+        elif weight != "attention" and not shown & panel.scores.keys():
             raise ValueError(
                 f"expected {weight} scores in every panel; got none in {panel.name!r}; trace the "
                 "model with attribution=True or max_effects=..., or draw weight='attention'"
@@ -179,6 +182,7 @@ def _smallest_thresholds(panels: Sequence[RoundedGraph], state: dict[str, Any]) 
     show every edge of every target; at most the threshold that is asked for."""
     weights = {
         "attention": [panel.attention for panel in panels],
+        "carried": [panel.carried for panel in panels if panel.carried is not None],
         "effect": [values for panel in panels for values in panel.scores.values()],
     }
     floors = {}
@@ -186,7 +190,7 @@ def _smallest_thresholds(panels: Sequence[RoundedGraph], state: dict[str, Any]) 
         sizes = torch.cat([each.flatten().abs() for each in values] or [torch.zeros(0)])
         n_beyond = int((sizes > 0).sum()) - _MAX_WEIGHTS
         floor = 1 if n_beyond <= 0 else int(sizes.topk(_MAX_WEIGHTS + 1).values[-1]) + 1
-        is_shown = (kind == "attention") == (state["weight"] == "attention")
+        is_shown = kind == {"first-order": "effect"}.get(state["weight"], state["weight"])
         floors[kind] = min(floor, state["limit"]) if is_shown else floor
     return floors | {"first-order": floors["effect"]}
 
@@ -222,6 +226,8 @@ def _panel_data(
         "nPossible": graph.n_possible.tolist(),
         "mlps": mlps,
         "attention": _listed(panel.attention, floors["attention"]),
+        "carried": None if panel.carried is None else _listed(panel.carried, floors["carried"]),
+        "mostCarried": float(f"{panel.most_carried:.4g}"),
         "scores": {
             kind: {
                 "rows": [_listed(row, floors[kind]) for row in values],

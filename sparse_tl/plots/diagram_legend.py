@@ -14,6 +14,7 @@ _SYMBOL = 26
 _GAP = 16
 _LINE = 20
 _ABOVE, _BELOW = 22, 12
+_UNSIGNED = ("attention", "carried")
 
 
 def legend_height(graphs: Sequence[AttentionGraph], left: int, right: int) -> int:
@@ -33,7 +34,7 @@ def legend(
     """
     yield f'<g data-role="legend" font-size="{LABEL_SIZE:g}" fill="{MUTED}">'
     for role, symbol, words, x, y in _placed(graphs, left, right):
-        hidden = ' visibility="hidden"' if role == "negative" and weight == "attention" else ""
+        hidden = ' visibility="hidden"' if role == "negative" and weight in _UNSIGNED else ""
         yield (
             f'<g data-legend="{role}"{hidden} transform="translate({x:g} {top + _ABOVE + y})">'
             f'{symbol}<text x="{_SYMBOL + 6}">{words}</text></g>'

@@ -26,6 +26,8 @@ class RoundedGraph:
         name: name of its panel.
         graph: the traced graph.
         attention: gate times attention, 0..1000.
+        carried: what edges carry, 0..1000, relative to `most_carried`; ``None`` if it is not known.
+        most_carried: the largest share that an edge carries.
         scores: available scores, "effect" and "first-order", of removing an edge; positive: the
             edge helps; -1000..1000 for each target, relative to `scales`.
         scales: largest absolute effect of each target, in logits.
@@ -34,6 +36,8 @@ class RoundedGraph:
     name: str
     graph: AttentionGraph
     attention: Int[Tensor, "layer head query key"]
+    carried: Int[Tensor, "layer head query key"] | None
+    most_carried: float
     scores: dict[str, Int[Tensor, "target layer head query key"]]
     scales: dict[str, list[float]]
 
@@ -76,6 +80,17 @@ def round_graph(graph: AttentionGraph, name: str) -> RoundedGraph:
             "multiply the attention probabilities by the gates first"
         )
     rounded = (attention.clamp(max=1) * STEPS).round().to(torch.int32)
+    carried, most = None, 0.0
+    if graph.carried is not None:
+        shares = graph.carried.detach().double().cpu()
+        _check_finite(shares, f"what edges carry in panel {name!r}")
+        if shares.shape != attention.shape or bool((shares < 0).any()):
+            raise ValueError(
+                f"expected shares of 0 or more as `carried` of panel {name!r}, one per attention "
+                f"edge; got shape {tuple(shares.shape)}, from {shares.min():.4g} on"
+            )
+        most = float(shares.max())
+        carried = (shares / max(most, 1e-30) * STEPS).round().to(torch.int32)
     scores, scales = {}, {}
     for kind, given in {"effect": graph.effect, "first-order": graph.attribution}.items():
         if given is None:
@@ -91,7 +106,7 @@ def round_graph(graph: AttentionGraph, name: str) -> RoundedGraph:
         largest = values.abs().flatten(start_dim=1).amax(dim=1)
         helps = -values / largest.clamp(min=1e-30)[:, None, None, None, None]
         scores[kind], scales[kind] = (helps * STEPS).round().to(torch.int32), largest.tolist()
-    return RoundedGraph(name, graph, rounded, scores, scales)
+    return RoundedGraph(name, graph, rounded, carried, most, scores, scales)
 
 
 def _check_finite(values: Tensor, what: str) -> None:

@@ -1,15 +1,23 @@
-"""SmolLM2-135M-Instruct, a real language model, where `sparse-tl get smollm2` put it."""
+"""SmolLM2-135M-Instruct, a real language model, where `sparse-tl get smollm2` put it.
+
+How its sparse version is shipped and read is tested with a tiny model of the same architecture.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from architectures import VOCABULARY, plain_transformer
 from transformers import AutoModelForCausalLM
 
-from sparse_tl import load_language_model
-from sparse_tl.lens import adapt
+from sparse_tl import SparseTransformer, load_language_model, load_language_models
+from sparse_tl.files import read_json, read_tensors
+from sparse_tl.lens import adapt, add_lora, boot
+from sparse_tl.lens.lora import has_adapters, lora_parameters
+from sparse_tl.models import language, shipping
 
 PROMPT = "When Mary and John went to the store, John gave a drink to"
 
@@ -31,3 +39,60 @@ def test_the_bridge_equals_transformers(smollm2: Path) -> None:
     assert found[0, -1].softmax(-1).max().item() == pytest.approx(0.923, abs=0.001)
     assert torch.equal(model.generate(tokens, max_new_tokens=3, do_sample=False), continued)
     assert model.tokenizer.tokenize("1732") == ["1", "7", "3", "2"]
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, SparseTransformer]:
+    """A post-trained model, shipped from its folder as the sparse SmolLM2 is."""
+    sparse = SparseTransformer(add_lora(boot(plain_transformer("llama"))))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in [*lora_parameters(sparse.model), *sparse.gates.parameters()]:
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    sparse.save_pretrained(tmp_path / "trained")
+
+    def load(**options: Any) -> Any:
+        return boot(plain_transformer("llama"))
+
+    for module in (language, shipping):
+        monkeypatch.setattr(module, "SHIPPED", tmp_path / "shipped")
+        monkeypatch.setattr(module, "load_language_model", load)
+    monkeypatch.setattr(shipping, "measure_language_model", lambda model: {"ioi": 0.5})
+    shipping.ship_language_model(tmp_path / "trained")
+    return tmp_path / "shipped" / "smollm2", sparse
+
+
+def test_the_sparse_model_comes_back_on_the_dense_one(
+    shipped: tuple[Path, SparseTransformer],
+) -> None:
+    folder, trained = shipped
+    assert read_json(folder / "claims.json") == {"dense": {"ioi": 0.5}, "sparse": {"ioi": 0.5}}
+    assert not (folder / "sparse" / "model.safetensors").exists()
+    stored = read_tensors(folder / "sparse" / "adapters.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float16}
+    dense, sparse = load_language_models()
+    assert not has_adapters(sparse.model), "merged, so that all of its weights can be read"
+    tokens = torch.randint(VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(sparse(tokens), trained(tokens), rtol=1e-3, atol=1e-3)
+        assert torch.equal(dense(tokens), boot(plain_transformer("llama"))(tokens))
+
+
+def test_other_weights_than_those_of_its_base(
+    shipped: tuple[Path, SparseTransformer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = boot(plain_transformer("llama"))
+    with torch.no_grad():
+        other.blocks[0].mlp.gate.original_component.weight[0, 0] += 1e-3
+    monkeypatch.setattr(language, "load_language_model", lambda **_: other)
+    with pytest.raises(ValueError, match="on which the adapters in .* were trained; got"):
+        load_language_models()
+
+
+@pytest.mark.slow
+def test_the_shipped_models_do_what_they_claim(smollm2: Path) -> None:
+    claimed = read_json(language.SHIPPED / "smollm2" / "claims.json")
+    models = zip(("dense", "sparse"), load_language_models(device="cpu"), strict=True)
+    for side, model in models:
+        measured = shipping.measure_language_model(model)
+        assert measured == pytest.approx(claimed[side], abs=0.02)

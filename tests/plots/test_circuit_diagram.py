@@ -212,10 +212,55 @@ def test_main_edges_carry_the_most(make_flow):
     assert kinds[2, 5, 1] == kinds[3, 10, 5] == "path"  # carries 1.0 * 0.1
 
 
-def test_an_edge_within_a_column_is_an_arc_and_not_dark(make_flow):
+def test_an_edge_within_a_column_is_an_arc_and_weighs_as_any_other(make_flow):
     (panel,) = panels_of(circuit_diagram({"model": make_flow({(2, 0, 10, 10): 1.0})}))
     (path,) = part(panel, "edges")
-    assert path.get("data-kind") == "path" and "C" in path.get("d", "")
+    assert path.get("data-kind") == "main" and "C" in path.get("d", "")
+
+
+def _with_a_sink(make_flow: MakeFlow, circuit: dict) -> AttentionGraph:
+    """In every layer, the last column attends to the first one most, and reads nothing there."""
+    sink = {(layer, 0, 10, 0): 0.97 for layer in range(4)}
+    carried = torch.zeros(4, 4, 11, 11)
+    for place in circuit:
+        carried[place] = 0.2 * circuit[place]
+    return make_flow(circuit | sink, carried=carried)
+
+
+def test_an_edge_that_carries_nothing_is_never_dark_however_much_it_is_attended(make_flow, circuit):
+    flow = _with_a_sink(make_flow, circuit)
+    (panel,) = panels_of(circuit_diagram({"model": flow}))
+    expected = {line_of_edge(panel, layer, query, key) for layer, _, query, key in circuit}
+    assert lines_of(panel, "main") == expected
+    assert lines_of(panel, "path") == {line_of_edge(panel, layer, 10, 0) for layer in range(4)}
+    (panel,) = panels_of(circuit_diagram({"model": flow}, weight="carried"))
+    assert lines_of(panel, "main") == expected and lines_of(panel, "path", "open") == set()
+    caption = "5 of 1,056 attention edges ≥ 0.10 of the largest share carried"
+    assert part(panel, "caption").text == caption
+
+
+def test_a_merged_line_carries_what_its_strongest_head_does(make_flow):
+    attention = {(0, 0, 10, 3): 0.9, (0, 1, 10, 3): 0.3, (0, 2, 10, 4): 0.9}
+    carried = torch.zeros(4, 4, 11, 11)
+    carried[0, 1, 10, 3], carried[0, 2, 10, 4] = 0.5, 0.25
+    view = selected(circuit_diagram({"model": make_flow(attention, carried=carried)}))
+    assert [(line["key"], line["share"]) for line in view["lines"]] == [(3, 0.5), (4, 0.25)]
+
+
+def test_an_effect_carries_itself_and_not_its_product_with_later_ones(make_flow):
+    attribution = torch.zeros(5, 4, 4, 11, 11)
+    attribution[4, 0, 0, 9, 3], attribution[4, 1, 0, 10, 9] = -2.0, -1.0
+    flow = make_flow({(0, 0, 9, 3): 0.5, (1, 0, 10, 9): 0.5}, attribution=attribution)
+    view = selected(circuit_diagram({"model": flow}, weight="first-order"))
+    assert [line["share"] for line in view["lines"]] == [1.0, 0.5]
+
+
+def test_weights_that_no_graph_has(make_flow, circuit):
+    with pytest.raises(ValueError, match="from trace_attention, with what edges carry"):
+        circuit_diagram({"model": make_flow(circuit)}, weight="carried")
+    wrong = torch.full((4, 4, 11, 11), -0.1)
+    with pytest.raises(ValueError, match="shares of 0 or more as `carried` of panel 'model'"):
+        circuit_diagram({"model": make_flow(circuit, carried=wrong)})
 
 
 def test_stronger_edges_are_thicker_and_darker(make_flow):

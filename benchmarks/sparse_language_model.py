@@ -1,0 +1,199 @@
+"""The sparse SmolLM2 beside the dense one: attention edges, loss, tasks, and sizes of circuits.
+
+1. On every text: open attention edges, loss, and divergence from the dense model.
+2. On every task: the share of prompts whose most likely next token is right; open attention edges,
+   and divergence at the answer.
+3. On four tasks: the fewest heads and circuit edges with an explained effect of 0.9. Scores
+   (EAP-IG) come from half of the pairs, effects from the other half. The edges of these circuits
+   are counted by kind too: many lead to MLPs, on which gates on attention have no hold.
+
+Prints tables in Markdown. Every measurement is written to a JSON file as soon as it is known, and a
+rerun with the same options goes on there.
+
+    python benchmarks/sparse_language_model.py --text wikitext.txt stories.txt --out report.json
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sparse_tl import (
+    SparseTransformer,
+    attribute_circuit_edges,
+    attribute_heads,
+    evaluate_circuit_edges,
+    evaluate_heads,
+    load_language_models,
+    load_model,
+)
+from sparse_tl.circuits import Circuit, log_sizes
+from sparse_tl.data import TokenBatch, read_documents, text_rows
+from sparse_tl.files import read_json, write_json
+from sparse_tl.tasks import TASKS_BY_NAME, task_report
+from sparse_tl.training import evaluate_held_out
+
+CIRCUITS = ("greater_than", "ioi", "ioi_long", "docstring")
+LEVEL = 0.9
+METHODS = {
+    "heads": (attribute_heads, evaluate_heads),
+    "circuit edges": (attribute_circuit_edges, evaluate_circuit_edges),
+}
+Models = dict[str, Any]
+
+
+def measure(models: Models, rows: TokenBatch) -> dict[str, Any]:
+    """Loss, divergence and attention edges of both models."""
+    dense = models["dense"]
+    return {side: evaluate_held_out(m, rows, dense=dense).numbers for side, m in models.items()}
+
+
+def on_text(models: Models, file: Path, windows: int, window: int) -> dict[str, Any]:
+    """What `measure` finds on the first windows of a text."""
+    documents, tokenizer = read_documents(file), models["dense"].tokenizer
+    return measure(models, text_rows(documents, tokenizer, window, limit=windows))
+
+
+def on_task(models: Models, name: str, n: int) -> dict[str, Any]:
+    """The same at the answers of prompts, and how often both models are right."""
+    rows = TASKS_BY_NAME[name].pairs(models["dense"], n).answer_rows()
+    found = measure(models, rows)
+    for side, model in models.items():
+        found[side] |= task_report(model, [name], n=n).skills[name].numbers
+    return found
+
+
+def on_circuits(model: Any, name: str, parts: str, n: int) -> dict[str, Any]:
+    """The curve of explained effect, the size at `LEVEL`, and the kinds of that circuit's edges."""
+    task, (attribute, evaluate) = TASKS_BY_NAME[name], METHODS[parts]
+    pairs = task.pairs(model, 2 * n)
+    searched, others = pairs.select(slice(0, n)), pairs.select(slice(n, 2 * n))
+    scores = attribute(model, searched, task.metric, progress=False)
+    sizes = log_sizes(scores.site.n_parts)
+    found = evaluate(model, others, task.metric, scores, sizes, progress=False)
+    curve = found.curve(name)
+    size = curve.size_at(LEVEL)
+    kinds = {} if size is None or parts == "heads" else kinds_of(scores.top(round(size)))
+    return {"sizes": [*curve.sizes], "effects": [*curve.mean], "size": size, "kinds": kinds}
+
+
+def kinds_of(circuit: Circuit) -> dict[str, int]:
+    """Edges by what they join, such as ``head -> q`` and ``mlp -> mlp``."""
+    return dict(Counter(map(_kind, circuit.to_pandas()["edge"])).most_common())
+
+
+def _kind(edge: str) -> str:
+    source, destination = edge.split("->")
+    node, _, slot = destination.partition("<")
+    ends = {"a": "head", "m": "MLP", "i": "input", "l": "logits"}
+    return f"{ends[source[0]]} -> {slot.rstrip('>') or ends[node[0]]}"
+
+
+class Report:
+    """Measurements by name, in a file that a rerun goes on with."""
+
+    def __init__(self, file: Path, settings: dict[str, Any]) -> None:
+        self.file = file
+        self.content = read_json(file) if file.exists() else {"settings": settings, "found": {}}
+        if self.content["settings"] != settings:
+            raise SystemExit(
+                f"expected the settings of {file}; got {settings}. Choose another file"
+            )
+
+    def get(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What was measured before, or is now."""
+        found = self.content["found"]
+        if name not in found:
+            found[name] = measure()
+            write_json(self.file, self.content)
+        return found[name]
+
+
+def table(header: str, rows: list[list[str]]) -> None:
+    print(f"\n| {header} |\n|{'---|' * (header.count('|') + 1)}")
+    for row in rows:
+        print(f"| {' | '.join(row)} |", flush=True)
+
+
+def times(one: float | None, other: float | None) -> str:
+    return "-" if not one or not other else f"{one / other:.2f}x"
+
+
+def shown(size: float | None) -> str:
+    return "-" if size is None else f"{size:,.0f}"
+
+
+def edges(found: dict[str, Any], heads: int) -> list[str]:
+    """Open and possible attention edges per token, the factor, and open ones by head and query."""
+    dense, sparse = (found[side]["active_attention_edges_per_token"] for side in found)
+    return [f"{dense:,.0f}", f"{sparse:,.1f}", times(dense, sparse), f"{sparse / heads:.2f}"]
+
+
+def main() -> None:
+    """Measure both models, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dense", type=Path, help="folder of a dense model; default SmolLM2")
+    parser.add_argument("--sparse", type=Path, help="folder of the sparse model made from it")
+    parser.add_argument("--text", type=Path, nargs="*", default=[])
+    parser.add_argument("--windows", type=int, default=64)
+    parser.add_argument("--window", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=64, help="prompts of a task")
+    parser.add_argument("--pairs", type=int, default=32, help="pairs that score, and that evaluate")
+    parser.add_argument("--circuits", nargs="*", default=CIRCUITS, help="tasks to find circuits of")
+    parser.add_argument("--out", type=Path, default=Path("sparse_language_model.json"))
+    args = parser.parse_args()
+    names = ("windows", "window", "prompts", "pairs")
+    settings = {name: getattr(args, name) for name in names}
+    settings |= {side: str(getattr(args, side) or "smollm2") for side in ("dense", "sparse")}
+    report = Report(args.out, settings)
+    if args.sparse:
+        pair = load_model(args.dense), SparseTransformer.from_pretrained(args.sparse)
+    else:
+        pair = load_language_models()
+    models = dict(zip(("dense", "sparse"), pair, strict=True))
+    heads = pair[0].cfg.n_layers * pair[0].cfg.n_heads
+
+    counted = "edges per token | open | fewer | per head and query"
+    rows = []
+    for file in args.text:
+        measured = partial(on_text, models, file, args.windows, args.window)
+        found = report.get(f"text {file.name}", measured)
+        dense, sparse = found["dense"], found["sparse"]
+        losses = [f"{dense['loss']:.3f}", f"{sparse['loss']:.3f}", f"{sparse['divergence']:.3f}"]
+        rows.append([file.name, *edges(found, heads), *losses])
+    table(f"text | {counted} | loss, dense | sparse | divergence", rows)
+
+    rows = []
+    for name in TASKS_BY_NAME:
+        found = report.get(f"task {name}", partial(on_task, models, name, args.prompts))
+        dense, sparse = found["dense"], found["sparse"]
+        rights = [f"{dense['accuracy']:.1%}", f"{sparse['accuracy']:.1%}"]
+        choices = [f"{dense['choice']:.1%}", f"{sparse['choice']:.1%}"]
+        divergence = f"{sparse['divergence']:.3f}"
+        rows.append([name, *edges(found, heads), *rights, *choices, divergence])
+    table(f"task | {counted} | right, dense | sparse | choice, dense | sparse | divergence", rows)
+
+    rows, kinds = [], []
+    for name in args.circuits:
+        row = [name]
+        for parts in METHODS:
+            sizes = []
+            for side, model in models.items():
+                measured = partial(on_circuits, model, name, parts, args.pairs)
+                found = report.get(f"circuit {name}, {parts}, {side}", measured)
+                sizes.append(found["size"])
+                if found["kinds"]:
+                    of_kind = ", ".join(f"{n:,} {kind}" for kind, n in found["kinds"].items())
+                    kinds.append([name, side, of_kind])
+            row += [*map(shown, sizes), times(*sizes)]
+        rows.append(row)
+    table("task | heads, dense | sparse | fewer | edges, dense | sparse | fewer", rows)
+    table("task | model | circuit edges of each kind", kinds)
+
+
+if __name__ == "__main__":
+    main()
