@@ -129,7 +129,7 @@ def gate_trajectories(runs: Path) -> Figure:
 
 COLUMNS = (("dense", "Dense"), ("sparse", "Sparse"))
 ROWS = {"addition": "Addition", "ioi": "IOI", "docstring": "Docstring"}
-SEEDS = (0, 1, 2)
+SEEDS = (0,)
 """Of the models whose circuits are drawn; those but 0 are built where they are not in the cache."""
 ORDER = ("greater_than", "ioi", "docstring", "ioi_long")
 
