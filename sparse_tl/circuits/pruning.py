@@ -2,7 +2,7 @@
 
 Every step samples hard-concrete gates and lowers ``KL(clean || circuit)``. One number is added to
 all logits, so that the expected number of open gates is the target of the step. The target falls
-from all edges to the requested size, linearly in the logarithm. Then noise and learning rate fall
+from nearly all edges to the requested size, linearly in the log odds. Then noise and learning rate fall
 towards 0, linearly, which makes every gate 0 or 1: the last steps run the circuit that is returned.
 
 The search can start from scores: logits then fall with the logarithm of an edge's rank, from
@@ -99,12 +99,12 @@ def prune_circuit_edges(
     optimizer = torch.optim.Adam([logits], lr=learning_rate)
     generator = torch.Generator(device).manual_seed(seed)
     order = _order(len(runs), steps, seed)
-    first_size = max(1.0, expected_size(GATE, logits).item())
+    first_share = expected_size(GATE, logits).item() / graph.n_edges
     rows = []
     with tracked("pruning edges", steps, progress) as step:
         for done in range(steps):
-            progressed = min(1.0, done / steps / REACHED_AT)
-            expected = first_size * (size / first_size) ** progressed
+            share = _expected_share(first_share, size / graph.n_edges, done / steps)
+            expected = share * graph.n_edges
             noise = min(1.0, (1 - done / steps) / (1 - REACHED_AT))
             run = runs.run(order[done])
             shifted = _shifted(logits, expected, noise).requires_grad_()
@@ -147,6 +147,16 @@ def prune_circuit_edges(
     for note in found.notes():
         warnings.warn(note, stacklevel=2)
     return found
+
+
+def _expected_share(first: float, last: float, progress: float) -> float:
+    """The share of gates to be open, after this share of the run."""
+    start, end = (math.log(share / (1 - share)) for share in (_inside(first), _inside(last)))
+    return 1 / (1 + math.exp(-start - (end - start) * min(1.0, progress / REACHED_AT)))
+
+
+def _inside(share: float) -> float:
+    return min(max(share, 1e-9), 1 - 1e-9)
 
 
 @autograd(False)
