@@ -79,7 +79,7 @@ def acdc(
         start: all edges, all heads, or a circuit to start from, such as attribution's top edges.
         patch: patch at closed parts, as in `PairRuns`.
         batch_size: prompt pairs per forward pass.
-        held_out: other prompt pairs, to run the circuit on as well.
+        held_out: further prompt pairs to run the circuit on; the search does not use them.
         checkpoint: folder for checkpoints; a search interrupted there is resumed.
         progress: whether to show a progress bar.
 

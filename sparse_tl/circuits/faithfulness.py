@@ -1,8 +1,8 @@
-"""How faithful a circuit is that a search returns, measured by running it.
+"""Faithfulness of the circuit that a search returns, measured by running it.
 
-A search measures other things on its way: sampled gates, a batch, the circuit before edges without
-effect are dropped. What it reports of its result is a run of that result, with everything in the
-circuit kept and everything else patched.
+During a search, other things are measured: sampled gates, one batch, a circuit whose edges without
+effect are not yet dropped. What a search reports is a run of the circuit that it returns, with
+everything in the circuit kept and everything else patched.
 """
 
 from __future__ import annotations
@@ -39,22 +39,21 @@ class Faithfulness(Result):
     n_pairs: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.divergence:.3g} nats, explained effect {self.explained_effect:.2f}, on "
-            f"{self.n_pairs:,} pairs"
-        )
+        # Adding 0 turns -0 into 0. A divergence of less than 1e-6 nats is rounding.
+        lost, effect = round(self.divergence, 6) + 0, round(self.explained_effect, 3) + 0
+        return f"{lost:.3g} nats, explained effect {effect:.3f}, on {self.n_pairs:,} pairs"
 
 
 class FaithfulnessRuns:
     """Runs circuits on the pairs of a search, and on held-out pairs if there are any.
 
-    All pairs are run once at the start, with everything patched, so that pairs that cannot be
-    measured are refused before a search instead of after it.
+    All pairs are first run with everything patched, so that pairs that cannot be measured are
+    refused before the search instead of after it.
 
     Args:
         runs: the pairs of the search, the site of its circuits, and the patch.
         metric: metric whose explained effect is measured.
-        held_out: other pairs.
+        held_out: pairs that the search does not use, if any.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 ON_PATHS = 0.9
-"""Share of the edges kept by pruning that must have an effect, so that nothing is to be said."""
+"""Pruning warns if a smaller share of the edges that it kept has an effect."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,9 +38,9 @@ class _Search(Result):
         return f"<p>{escape(repr(self))}</p>" + self.circuit._repr_html_()
 
     def _found(self) -> str:
-        """The circuit and how faithful it is, in words."""
+        """The circuit and its faithfulness, in words."""
         dropped = self.n_kept - len(self.circuit)
-        without = f", {self.n_kept:,} before those without effect were dropped" if dropped else ""
+        without = f", {self.n_kept:,} with those without effect" if dropped else ""
         others = f"; held out: {self.held_out}" if self.held_out else ""
         return f"{self.circuit!r}{without}; {self.searched}{others}"
 
@@ -94,16 +94,15 @@ class Pruning(_Search):
     scores: Scores
 
     def notes(self) -> list[str]:
-        """Caveats about the circuit, as sentences: it has an effect through too few of its edges.
+        """Caveats about the circuit, as sentences; empty if there are none.
 
-        That is so if less than `ON_PATHS` of the edges that were kept are in the circuit.
+        Reports that less than `ON_PATHS` of the edges that were kept have an effect.
         """
         if len(self.circuit) >= ON_PATHS * self.n_kept:
             return []
         return [
-            f"Of the {self.n_kept:,} edges that were kept, only {len(self.circuit):,} have an "
-            "effect; the others are on no path. More steps may find a circuit of this size, or "
-            "fewer edges do all that is to be done."
+            f"{len(self.circuit):,} of the {self.n_kept:,} edges that were kept have an effect; "
+            "the others are on no path and were dropped. Try more steps, or another size."
         ]
 
     def __repr__(self) -> str:

@@ -1,15 +1,20 @@
-"""Learned edge pruning: train gates on all circuit edges jointly, with so many of them open.
+"""Learned edge pruning: train gates on all circuit edges jointly at a given expected size.
 
-Every step samples hard-concrete gates and lowers ``KL(clean || circuit)``. One number is added to
-all logits, so that the expected number of open gates is the target of the step. The target falls
-from nearly all edges to the requested size, linearly in the log odds. Then noise and learning rate fall
-towards 0, linearly, which makes every gate 0 or 1: the last steps run the circuit that is returned.
+1. Every step samples hard-concrete gates and lowers ``KL(clean || circuit)``. One number is added
+   to all logits so that the expected number of open gates is exactly the step's target, and the
+   gradient is that at constant expected size.
+2. The target goes from the initial size to the requested one, linearly in the log odds of the share
+   of open gates.
+3. Then noise and learning rate fall linearly towards 0, so that every gate becomes 0 or 1: the last
+   steps run the circuit that is returned.
+4. The edges that are most likely open are kept, those without effect are dropped, and the circuit
+   is run.
 
 The search can start from scores: logits then fall with the logarithm of an edge's rank, from
 ``initial_logit`` at the requested size to its negative at the last edge.
 
 Reference: Bhaskar et al., arXiv 2406.16778; from attribution scores: Mondorf et al.,
-arXiv 2510.06811. There, a Lagrange multiplier pulls the number of open gates towards the target.
+arXiv 2510.06811. Both reach the target with a Lagrange multiplier instead.
 """
 
 from __future__ import annotations
@@ -57,23 +62,23 @@ def prune_circuit_edges(
     seed: Seed = 0,
     progress: bool = True,
 ) -> Pruning:
-    """Train a gate on every circuit edge while ever fewer are open, down to the requested number.
+    """Train a gate on every circuit edge, with fewer and fewer open, down to the requested number.
 
-    The circuit is run as it is returned, and the result says how faithful it is. Warns if less than
-    nine tenths of its edges have an effect; see `Pruning`.
+    The result says how faithful the circuit is, from a run of it as returned. Warns if less than
+    nine tenths of the edges that were kept have an effect; see `Pruning`.
 
     Args:
         model: dense or sparse model; left unchanged.
         pairs: prompt pairs; the circuit must preserve the clean predictions.
         size: number of circuit edges to keep.
-        start: scores to start from, ranked by absolute value; by default all gates are alike.
+        start: scores to start from, ranked by absolute value; by default all gates start equal.
         steps: number of optimizer steps, one batch each.
         learning_rate: initial learning rate of Adam on the gate logits.
         initial_logit: initial logit of every gate, or of the scores' edge of rank `size`.
         metric: metric whose explained effect is reported; the search itself minimises "kl".
         patch: patch at closed edges, as in `PairRuns`.
         batch_size: prompt pairs per step.
-        held_out: other prompt pairs, to run the circuit on as well.
+        held_out: further prompt pairs to run the circuit on; the search does not use them.
         seed: random seed for gate noise and batch order.
         progress: whether to show a progress bar.
 
@@ -150,7 +155,7 @@ def prune_circuit_edges(
 
 
 def _expected_share(first: float, last: float, progress: float) -> float:
-    """The share of gates to be open, after this share of the run."""
+    """The expected share of open gates after this share of the run."""
     start, end = (math.log(share / (1 - share)) for share in (_inside(first), _inside(last)))
     return 1 / (1 + math.exp(-start - (end - start) * min(1.0, progress / REACHED_AT)))
 
@@ -163,7 +168,7 @@ def _inside(share: float) -> float:
 def _shifted(
     logits: Float[Tensor, " gate"], expected: float, noise: float
 ) -> Float[Tensor, " gate"]:
-    """Logits plus the number with which, under the noise, so many gates are expected to be open."""
+    """Logits, shifted by one number to give the expected number of open gates under the noise."""
     values = logits.double() / noise
     reach = values.abs().max() + 40  # all gates are open, or shut, to the last digit
     low, high = -reach, reach
@@ -177,9 +182,10 @@ def _shifted(
 def _at_constant_size(
     slope: Float[Tensor, " gate"], logits: Float[Tensor, " gate"]
 ) -> Float[Tensor, " gate"]:
-    """The gradient by logits that are shifted to keep the expected size, from that by the shifted.
+    """The gradient by logits at constant expected size, from the gradient by shifted logits.
 
-    With ``w = d size / d logit``, a logit's change moves the shift by ``-w / sum w`` of itself.
+    With ``w = d size / d logit``, changing a logit by d changes the shift of all by
+    ``-d w / sum w``.
     """
     opened = GATE.open_probability(logits)
     weight = opened * (1 - opened)
