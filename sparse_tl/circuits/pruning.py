@@ -6,7 +6,7 @@
 2. The target goes from the initial size to the requested one, linearly in the log odds of the share
    of open gates.
 3. Then noise and learning rate fall linearly towards 0, so that every gate becomes 0 or 1: the last
-   steps run the circuit that is returned.
+   steps run the circuit that is returned, or nearly so.
 4. The edges that are most likely open are kept, those without effect are dropped, and the circuit
    is run.
 
