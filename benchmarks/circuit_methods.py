@@ -1,6 +1,6 @@
 """Does a sparse model need fewer circuit edges whichever method looks for them?
 
-For a dense model and its sparse one, on one task, four ways to circuits of growing size:
+For a dense model and its sparse one, or one of the two, on one task, circuits of growing size from:
 
 - the ranking by EAP-IG, cut at many sizes;
 - `prune_circuit_edges`, towards each of several sizes, and the same started from EAP-IG's scores;
@@ -8,10 +8,10 @@ For a dense model and its sparse one, on one task, four ways to circuits of grow
 
 All see the same half of the prompt pairs, and all circuits are evaluated on the other half; edges
 without effect are not counted. Each circuit is printed as it is found, with the explained effect of
-EAP-IG's at the same size, and kept in ``--out``: called again, the script goes on where it stopped,
-within a search too. In the end stands a table in Markdown: circuit edges for the level of explained
-effect by each method, dense and sparse, and how many times fewer; ``<=`` and ``>`` where only a
-bound is known, which more sizes or thresholds would make a number.
+EAP-IG's at the same size, and kept in ``--out``: called again, the script resumes where it stopped,
+even within a search by ACDC. At the end it prints a table in Markdown: circuit edges for the level
+of explained effect by each method, dense and sparse, and how many times fewer; ``<=`` and ``>``
+mark bounds, which more sizes or thresholds would turn into numbers.
 
     python benchmarks/circuit_methods.py --task ioi
     python benchmarks/circuit_methods.py --model gpt2 --sparse runs/gpt2/sparse --acdc-start 3000
@@ -52,6 +52,7 @@ METHODS = {
     "acdc": "ACDC",
 }
 TASK_NAMES = tuple(task.name for task in TASKS)
+SIDES = ("dense", "sparse")
 
 
 def _numbers(kind: type) -> Callable[[str], list[Any]]:
@@ -65,6 +66,7 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sparse", help="folder of its sparse model; default: the built-in pair")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, pruning, built-in pair")
     parser.add_argument("--task", default="ioi", choices=TASK_NAMES)
+    parser.add_argument("--side", choices=SIDES, action="append", help="default: both")
     parser.add_argument("--pairs", type=int, default=64, help="half search, half evaluate")
     parser.add_argument("--level", type=float, default=0.9)
     sizes, thresholds = [16, 64, 256, 1024, 4096], [0.1, 0.03, 0.01, 0.003, 0.001, 0.0003]
@@ -89,12 +91,10 @@ def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
 def _models(args: argparse.Namespace) -> dict[str, HookedModel]:
     if args.model is None:
         dense, sparse = load_task_models(args.seed, device=args.device)
-        return {"dense": dense, "sparse": sparse}
-    dense = load_model(args.model, device=args.device)
-    return {
-        "dense": dense,
-        "sparse": SparseTransformer.from_pretrained(args.sparse, device=args.device),
-    }
+    else:
+        dense = load_model(args.model, device=args.device)
+        sparse = SparseTransformer.from_pretrained(args.sparse, device=args.device)
+    return dict(zip(SIDES, (dense, sparse), strict=True))
 
 
 class _Search:
@@ -160,7 +160,7 @@ class _Search:
                 seed=args.seed,
                 **self.options,
             )
-            return found.circuit.connected()
+            return found.circuit
 
         def search(threshold: float) -> Circuit:
             place = self.folder / f"{self.side}/acdc-{threshold:g}-search"
@@ -240,11 +240,12 @@ def main(words: Sequence[str] | None = None) -> None:
     found = {
         side: _Search(model, pairs, task.metric, folder, side, args).curves()
         for side, model in models.items()
+        if side in (args.side or SIDES)
     }
     print(f"\nCircuit edges for an explained effect of {args.level}, {task.title}:\n")
     print("| method | dense | sparse | dense / sparse |\n|---|---|---|---|")
     for method, title in METHODS.items():
-        both = [found[side][method] for side in ("dense", "sparse")]
+        both = [found[side][method] if side in found else None for side in SIDES]
         cells = [needed(curve, args.level) for curve in both]
         print(f"| {title} | {' | '.join(cells)} | {ratio(*both, level=args.level)} |")
 

@@ -19,6 +19,7 @@ from sparse_tl.circuits import (
     CircuitSizes,
     EffectCurve,
     Evaluation,
+    Faithfulness,
     HeadBehaviour,
     LogitAttribution,
     LogitLens,
@@ -53,6 +54,7 @@ NUMBERS = torch.arange(GRAPH.exists.numel()).view(GRAPH.exists.shape) / 7
 SCORES = Scores(GRAPH, GRAPH.exists * NUMBERS, "eap")
 HEADS = Scores(GRAPH.heads, torch.tensor([[0.5, -2.0], [1.0, 0.0]]), "eap-ig")
 HISTORY = pd.DataFrame({"part": ["a1.h0->logits", "m0->m1"], "moved": [0.25, -1.0]})
+RUN = Faithfulness(0.25, 0.75, 2)
 DENSE = HeldOut(0.25, 0.5, 12.0, 3.0, 24.0, 2)
 STEPS = pd.DataFrame({"step": [1, 2], "loss": [0.5, 0.25], "validation_loss": [None, 0.25]})
 COUNTS = torch.ones(2, 3, 2, dtype=torch.long)
@@ -81,12 +83,13 @@ RESULTS: dict[str, Any] = {
     "logit attribution": LogitAttribution(
         ("input", "a0.h0", "a0.h1", "a0.b", "m0", "bias"), torch.rand(6, 2), 2
     ),
-    "acdc on edges": Acdc(SCORES.top(5), 0.1, 0.5, 2, 1.5, HISTORY),
-    "acdc on heads": Acdc(HEADS.top(2), 0.1, 0.5, 2, 1.5, HISTORY),
+    "acdc on edges": Acdc(SCORES.top(5), 6, RUN, None, HISTORY, 0.1, 0.5, 2, 1.5),
+    "acdc on heads": Acdc(HEADS.top(2), 2, RUN, RUN, HISTORY, 0.1, 0.5, 2, 1.5),
     "acdc half way": SearchState(
         HEADS.top(2).mask, 0.1, value=0.5, history=[("a1.h0", 0.25, True)]
     ),
-    "pruning": Pruning(SCORES.top(5), SCORES, HISTORY.assign(divergence=[0.2, 0.1])),
+    "pruning": Pruning(SCORES.top(5), 6, RUN, RUN, HISTORY, SCORES),
+    "faithfulness": RUN,
     "evaluation": Evaluation((0, 2), 2, torch.stack([0 * PAIR, PAIR]), PAIR, 0 * PAIR),
     "evaluation at MIB's sizes": MIBEvaluation(MIB, MIB),
     "curve": EffectCurve("dense", (0, 2), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0)),

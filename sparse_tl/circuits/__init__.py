@@ -32,6 +32,7 @@ from sparse_tl.circuits.evaluation import (
     log_sizes as log_sizes,
 )
 from sparse_tl.circuits.exact import patch_exactly as patch_exactly
+from sparse_tl.circuits.faithfulness import Faithfulness as Faithfulness
 from sparse_tl.circuits.head_behaviour import head_behaviour as head_behaviour
 from sparse_tl.circuits.head_kinds import KINDS as KINDS, HeadBehaviour as HeadBehaviour
 from sparse_tl.circuits.interchange import (

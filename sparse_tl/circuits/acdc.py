@@ -29,6 +29,7 @@ from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, Count, Positive, checked
 from sparse_tl.circuits.circuit import Circuit, reaches_logits
+from sparse_tl.circuits.faithfulness import FaithfulnessRuns
 from sparse_tl.circuits.outcomes import Acdc, SearchState
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.data.pairs import PromptPairs
@@ -61,6 +62,7 @@ def acdc(
     start: Circuit | Literal["circuit_edges", "heads"] = "circuit_edges",
     patch: Patch = "corrupted",
     batch_size: AtLeastOne = 32,
+    held_out: PromptPairs | None = None,
     checkpoint: str | Path | None = None,
     progress: bool = True,
 ) -> Acdc:
@@ -77,6 +79,7 @@ def acdc(
         start: all edges, all heads, or a circuit to start from, such as attribution's top edges.
         patch: patch at closed parts, as in `PairRuns`.
         batch_size: prompt pairs per forward pass.
+        held_out: further prompt pairs to run the circuit on; the search does not use them.
         checkpoint: folder for checkpoints; a search interrupted there is resumed.
         progress: whether to show a progress bar.
 
@@ -95,6 +98,7 @@ def acdc(
     site = CircuitEdges() if edges else Heads()
     runs = PairRuns(model, site, pairs, patch, batch_size, keep=True)
     runs.check_effect(metric)
+    report = FaithfulnessRuns(runs, metric, held_out)
     search = _Search(begin, runs, metric, threshold or 1e-4)
     folder = None if checkpoint is None else Path(checkpoint)
     with held(folder), autograd(False):
@@ -104,7 +108,7 @@ def acdc(
         while True:
             search.run_pass(size, progress)
             if size is None or len(search.circuit) <= size:
-                return search.outcome()
+                return search.outcome(report)
             search.state.threshold *= 2
             search.state.position = 0
 
@@ -215,14 +219,23 @@ class _Search:
             )
         return means
 
-    def outcome(self) -> Acdc:
+    def outcome(self, report: FaithfulnessRuns) -> Acdc:
         import pandas as pd
 
-        state = self.state
-        table = pd.DataFrame(state.history, columns=["part", "moved", "kept"])
-        passes = state.layers_run / self.n_layers
-        found = self.circuit, state.threshold, state.value, state.tested, passes, table
-        return Acdc(*found, self.runs.batches[0].start)
+        state, circuit = self.state, self.circuit
+        searched, held_out = report.of(circuit.mask)
+        return Acdc(
+            circuit=circuit,
+            n_kept=int(state.mask.sum()),
+            searched=searched,
+            held_out=held_out,
+            history=pd.DataFrame(state.history, columns=["part", "moved", "kept"]),
+            threshold=state.threshold,
+            value=state.value,
+            tested=state.tested,
+            forward_equivalents=state.layers_run / self.n_layers,
+            prompt_start=self.runs.batches[0].start,
+        )
 
     @autograd(False)
     def save_to(self, folder: Path, asked: str, pairs: PromptPairs, model: str) -> None:

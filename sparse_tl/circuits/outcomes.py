@@ -4,26 +4,45 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from html import escape
 from typing import TYPE_CHECKING
 
 from jaxtyping import Bool
 from torch import Tensor
 
 from sparse_tl.circuits.circuit import Circuit
+from sparse_tl.circuits.faithfulness import Faithfulness
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.results import Result
 
 if TYPE_CHECKING:
     import pandas as pd
 
+ON_PATHS = 0.9
+"""Pruning warns if a smaller share of the edges that it kept has an effect."""
 
+
+@dataclass(frozen=True, eq=False)
 class _Search(Result):
-    def to_pandas(self: Acdc | Pruning) -> pd.DataFrame:
+    circuit: Circuit
+    n_kept: int
+    searched: Faithfulness
+    held_out: Faithfulness | None
+    history: pd.DataFrame
+
+    def to_pandas(self) -> pd.DataFrame:
         """The search history."""
         return self.history
 
-    def _repr_html_(self: Acdc | Pruning) -> str:
-        return f"<p>{self!r}</p>" + self.circuit._repr_html_()
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self))}</p>" + self.circuit._repr_html_()
+
+    def _found(self) -> str:
+        """The circuit and its faithfulness, in words."""
+        dropped = self.n_kept - len(self.circuit)
+        without = f", {self.n_kept:,} with those without effect" if dropped else ""
+        others = f"; held out: {self.held_out}" if self.held_out else ""
+        return f"{self.circuit!r}{without}; {self.searched}{others}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,26 +51,27 @@ class Acdc(_Search):
 
     Args:
         circuit: parts that are kept; edges without effect (off every path) are dropped.
+        n_kept: number of parts that were kept, before edges without effect were dropped.
+        searched: faithfulness of the circuit on the pairs of the search.
+        held_out: its faithfulness on held-out pairs, if there are any.
+        history: one row per test: the part, the change of the metric, whether the part was kept.
         threshold: threshold of the last pass.
         value: metric under the circuit, or divergence in nats.
         tested: number of parts whose patch was measured.
         forward_equivalents: cost of the tests in forward passes (layers run over layers of the
             model); the unembedding of one position is not counted.
-        history: one row per test: the part, the change of the metric, whether the part was kept.
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
-    circuit: Circuit
     threshold: float
     value: float
     tested: int
     forward_equivalents: float
-    history: pd.DataFrame
     prompt_start: str | None = None
 
     def __repr__(self) -> str:
         return (
-            f"Acdc({self.circuit!r} at threshold {self.threshold:.3g}; {self.tested:,} tests at "
+            f"Acdc({self._found()}; threshold {self.threshold:.3g}; {self.tested:,} tests at "
             f"the cost of {self.forward_equivalents:,.1f} forward passes)"
         )
 
@@ -61,18 +81,32 @@ class Pruning(_Search):
     """Result of learned edge pruning.
 
     Args:
-        circuit: the edges that are most likely open, as many as requested.
-        scores: minus the probability that each edge's gate is open.
-        history: one row per step: divergence in nats, expected and target size, lambda.
+        circuit: the edges that are most likely open; edges without effect (off every path) are
+            dropped.
+        n_kept: number of edges that were kept, before edges without effect were dropped.
+        searched: faithfulness of the circuit on the pairs of the search.
+        held_out: its faithfulness on held-out pairs, if there are any.
+        history: one row per step: divergence in nats under sampled gates, expected number of open
+            gates, noise.
+        scores: minus the probability that each edge's gate is open, under the noise of the start.
     """
 
-    circuit: Circuit
     scores: Scores
-    history: pd.DataFrame
+
+    def notes(self) -> list[str]:
+        """Caveats about the circuit, as sentences; empty if there are none.
+
+        Reports that less than `ON_PATHS` of the edges that were kept have an effect.
+        """
+        if len(self.circuit) >= ON_PATHS * self.n_kept:
+            return []
+        return [
+            f"{len(self.circuit):,} of the {self.n_kept:,} edges that were kept have an effect; "
+            "the others are on no path and were dropped. Try more steps, or another size."
+        ]
 
     def __repr__(self) -> str:
-        last = self.history.iloc[-1]
-        return f"Pruning({self.circuit!r}; last divergence {last['divergence']:.3g} nats)"
+        return f"Pruning({self._found()}; {len(self.history):,} steps)"
 
 
 @dataclass

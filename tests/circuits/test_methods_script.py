@@ -48,6 +48,9 @@ def test_it_prints_a_table_and_goes_on_where_it_stopped(
     circuit_methods.main([*words, "--sizes", "8,4", "--thresholds", "0.1"])
     again = capsys.readouterr().out
     assert "pruning-4" in again and again.splitlines()[-4] == rows[2]
+    circuit_methods.main([*words, "--side", "dense", "--sizes", "8", "--thresholds", "0.1"])
+    alone = capsys.readouterr().out
+    assert "sparse pruning" not in alone and alone.splitlines()[-4].endswith(" | - | - |")
     with pytest.raises(ValueError, match="holds a run with other settings"):
         circuit_methods.main([*words, "--seed", "1"])
 
