@@ -201,7 +201,8 @@ def _gates_act(adapter: Adapter, tokens: Tensor) -> None:
         if bool(closed[heads[layer]][0].any()):
             _refuse(adapter, layer, "edits to its attention pattern do not reach its heads")
         first, second = closed[residuals[layer]][0][:, 1:]
-        if excess(adapter.dtype, first, second, first.abs()):
+        # An MLP's rounding is relative to all that it reads, not to the entry that it writes.
+        if excess(adapter.dtype, first, second, first.norm(dim=-1, keepdim=True)):
             _refuse(adapter, layer, "what it writes does not come from its heads alone")
     for name, mask in zip(patterns, masks, strict=True):
         plain[mask][0].check(plain[name][0], f"{name} of {adapter.name!r}")
