@@ -12,7 +12,7 @@ from sparse_tl.gates.columns import Columns
 from sparse_tl.gates.patches import Patch, Reference
 from sparse_tl.gates.run import gated
 from sparse_tl.gates.sites import AttentionEdges, Heads
-from sparse_tl.lens import Adapter, Head, HookedModel, adapt, check_head, heads_of
+from sparse_tl.lens import Adapter, HeadOrName, HookedModel, adapt, check_head, heads_of
 from sparse_tl.scopes import scope
 
 EVERY = slice(None)
@@ -22,7 +22,7 @@ EVERY = slice(None)
 @scope
 def ablate_heads(
     model: HookedModel,
-    heads: Sequence[Head],
+    heads: Sequence[HeadOrName],
     patch: Patch = "zero",
     *,
     reference: Reference | None = None,
@@ -56,7 +56,7 @@ def ablate_attention_edges(
     model: HookedModel,
     edges: Sequence[tuple[int, int, int, int]] | None = None,
     *,
-    heads: Sequence[Head] | None = None,
+    heads: Sequence[HeadOrName] | None = None,
     query: Columns | None = None,
     key: Columns | None = None,
 ) -> Iterator[None]:
@@ -92,7 +92,7 @@ def ablate_attention_edges(
 def _closed(
     adapter: Adapter,
     edges: Sequence[tuple[int, int, int, int]] | None,
-    heads: Sequence[Head] | None,
+    heads: Sequence[HeadOrName] | None,
     query: Columns | None,
     key: Columns | None,
 ) -> ClosedEdges:

@@ -37,7 +37,7 @@ from sparse_tl.lens.expressions import (
 )
 from sparse_tl.lens.hooked_folder import build_model as build_model
 from sparse_tl.lens.limits import (
-    Head as Head,
+    HeadOrName as HeadOrName,
     check_head as check_head,
     check_numbers as check_numbers,
     check_pairs as check_pairs,

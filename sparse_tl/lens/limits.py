@@ -14,7 +14,7 @@ from sparse_tl.lens.adapter import Adapter
 from sparse_tl.lens.points import Analysis
 from sparse_tl.nodes import Node
 
-Head = tuple[int, int] | str
+HeadOrName = tuple[int, int] | str
 """A head: (layer, head), or its name, such as "a3.h2"."""
 
 _NEEDED_FOR: dict[Analysis, str] = {
@@ -182,7 +182,7 @@ def check_head(adapter: Adapter, layer: int, head: int) -> None:
         )
 
 
-def heads_of(adapter: Adapter, heads: Sequence[Head]) -> list[tuple[int, int]]:
+def heads_of(adapter: Adapter, heads: Sequence[HeadOrName]) -> list[tuple[int, int]]:
     """Heads as (layer, head) pairs.
 
     Raises:

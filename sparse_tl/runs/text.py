@@ -35,6 +35,7 @@ from sparse_tl.runs.texts import (
     warn_of_repeats,
 )
 from sparse_tl.training import TargetLoss, post_train
+from sparse_tl.training.config import Precision
 from sparse_tl.training.post_train import GATE_LEARNING_RATE, LEARNING_RATE, TARGET_LOSS
 
 Trained = Literal["lora", "all", "qk", "gates"]
@@ -65,7 +66,7 @@ def run_post_training(
     initial_threshold: Share | None = None,
     initial_bias: Logit | None = None,
     dtype: Literal["float32", "bfloat16"] | None = None,
-    precision: Literal["float32", "bf16"] = "float32",
+    precision: Precision = "float32",
     accumulate: AtLeastOne = 1,
     checkpoint_activations: bool = False,
     shard: bool = False,

@@ -8,7 +8,7 @@ from finite_differences import derivative
 from torch import Tensor
 
 from sparse_tl.training import distillation
-from sparse_tl.training.distillation import distilled
+from sparse_tl.training.distillation import distilled, losses_and_divergences
 
 N_LABELS, VOCABULARY, SHARE = 7, 11, 0.3
 
@@ -45,6 +45,17 @@ def test_values_and_gradient_are_the_formula(
     assert not found.requires_grad
     (gradient,) = torch.autograd.grad((weights * minimised).sum(), logits)
     torch.testing.assert_close(gradient, by_hand)
+
+
+def test_divergences_are_the_definition(at_once: None) -> None:
+    logits, dense, labels, _ = _drawn(torch.float64)
+    logits = logits.detach()
+    before = logits.clone(), dense.clone()
+    losses, divergences = losses_and_divergences(logits, dense, labels)
+    p, q = logits.softmax(-1), dense.softmax(-1)
+    torch.testing.assert_close(losses, -p[range(N_LABELS), labels].log())
+    torch.testing.assert_close(divergences, (q * (q / p).log()).sum(-1))
+    assert torch.equal(logits, before[0]) and torch.equal(dense, before[1])
 
 
 def test_the_gradient_is_a_difference_quotient() -> None:
