@@ -147,6 +147,9 @@ def post_train(
     initial_bias: InitialBias = None,
     dtype: WeightsDtype = None,
     precision: Annotated[str, setting("NAME", "float32 or bf16.")] = "float32",
+    prompt: Annotated[
+        str | None, subject("TEXT", "Also draw the attention of both models on this prompt.")
+    ] = None,
     out: Out = Path("runs/post-train"),
     seed: Seed = 0,
     device: Device = None,
@@ -157,7 +160,8 @@ def post_train(
 
     Without --text, the model writes the text itself. --text and --task can be given several times;
     each then has to meet the target by itself. Writes the sparse model (sparse/), metrics.json,
-    history.csv and texts.csv. Called again, it resumes an interrupted run.
+    history.csv and texts.csv. Called again, it resumes an interrupted run. With --prompt, it
+    draws circuit_diagram (.html, .svg, .png), also of a finished run.
     """
     outcome = call("run_post_training", locals())
     texts(f"{model} on held-out rows, dense → sparse, in nats per token", outcome.texts)

@@ -12,7 +12,9 @@ from typing import Literal
 
 from sparse_tl import ranks
 from sparse_tl.arguments import AtLeastOne, Logit, NotNegative, Positive, Seed, Share, checked
+from sparse_tl.circuits.trace import prompt_tokens
 from sparse_tl.data import Boundaries, TextStream
+from sparse_tl.explorer.figures import circuit_diagram
 from sparse_tl.files import write_csv, write_json
 from sparse_tl.gates import GateKind, SparseTransformer
 from sparse_tl.lens import (
@@ -25,7 +27,7 @@ from sparse_tl.lens import (
     takes_lora,
 )
 from sparse_tl.models import load_named_model
-from sparse_tl.runs.folder import RunFolder, SparseRun
+from sparse_tl.runs.folder import RunFolder, SparseRun, save_figure
 from sparse_tl.runs.texts import (
     OWN,
     OWN_WINDOWS,
@@ -40,6 +42,8 @@ from sparse_tl.training.post_train import GATE_LEARNING_RATE, LEARNING_RATE, TAR
 
 Trained = Literal["lora", "all", "qk", "gates"]
 """What is trained besides the gates: low-rank adapters, weights, or nothing ("gates")."""
+DIAGRAM = "circuit_diagram"
+"""The name of the figure of a prompt."""
 
 
 @checked
@@ -70,6 +74,7 @@ def run_post_training(
     accumulate: AtLeastOne = 1,
     checkpoint_activations: bool = False,
     shard: bool = False,
+    prompt: str | None = None,
     seed: Seed = 0,
     device: str | None = None,
     restart: bool = False,
@@ -115,6 +120,8 @@ def run_post_training(
             is the same. See `checkpointed_activations`.
         shard: whether every rank holds only a part of every weight; `precision` is then that of all
             passes. See `shard_model`.
+        prompt: text whose circuit diagram, of the dense model above the sparse one, is drawn in the
+            end; a finished run draws another one.
         seed: random seed for data order and gate noise.
         device: device for training.
         restart: discard an earlier run.
@@ -166,6 +173,8 @@ def run_post_training(
     if not folder.finished("metrics.json"):
         model_ = load_named_model(model, load_model, device=device, dtype=dtype)
         check_raw(model_)
+        if prompt is not None:
+            prompt_tokens(model_, prompt)
         if window > adapt(model_).n_ctx:
             raise ValueError(
                 f"expected a window of at most {adapt(model_).n_ctx} tokens, the model's "
@@ -243,6 +252,9 @@ def run_post_training(
             sparse.save_pretrained(folder / "sparse")
         ranks.on_first(write)
     sparse = SparseTransformer.from_pretrained(folder / "sparse", device=device)
+    if prompt is not None and ranks.is_first():
+        dense = load_named_model(model, load_model, device=device, dtype=dtype)
+        save_figure(circuit_diagram({"Dense": dense, "Sparse": sparse}, prompt), folder.path, DIAGRAM)
     return SparseRun.read(folder.path, sparse)
 
 

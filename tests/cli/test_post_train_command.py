@@ -51,8 +51,21 @@ def test_post_train_writes_everything(tmp_path: Path, tiny: Path, story: Path) -
         "texts.csv",
     ]
     with no_training():
-        again = _text_run(tiny, story, out)
+        again = _text_run(tiny, story, out, "--prompt", "the cat sat")
     assert (again.code, again.out) == (0, outcome.out)
+    drawn = (out / "circuit_diagram.svg").read_text()
+    assert all(drawn.count(word) >= 2 for word in ("the", "cat", "sat"))  # in both panels
+    assert {".html", ".png"} <= {path.suffix for path in out.glob("circuit_diagram.*")}
+
+
+def test_a_prompt_that_cannot_be_drawn_is_refused_before_training(
+    tmp_path: Path, tiny: Path, story: Path
+) -> None:
+    with no_training():
+        outcome = _text_run(tiny, story, tmp_path / "out", "--prompt", "")
+    assert outcome.code != 0
+    assert "expected" in outcome.err
+    assert "prompt" in outcome.err
 
 
 def test_post_train_on_other_held_out_text(tmp_path: Path, tiny: Path, story: Path) -> None:
