@@ -15,7 +15,7 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
-from stand_in import give
+from parameters import give
 
 PICTURES = """
 import base64, io, tempfile

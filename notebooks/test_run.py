@@ -7,18 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_in import give, small_gpt2
+from parameters import give
 
 pytestmark = pytest.mark.every_case
 
 FOLDER = Path(__file__).parent
-FEW = {"N_PAIRS": 4, "N_OTHERS": 4, "STEPS": 4, "UPDATES": 4, "WINDOW": 32}
+FEW = {
+    **{"N_PAIRS": 4, "N_OTHERS": 4, "STEPS": 4, "UPDATES": 4, "WINDOW": 32},
+    "TEXT": "Then , {} and {} went to the office . {} gave a basketball to",  # words of small models
+}
 START = """
 import sys
 import sparse_tl
 sys.path.append("../tests")
-from tiny import small_task_models
+from tiny import small_language_model, small_language_models, small_task_models
 sparse_tl.load_task_models = small_task_models
+sparse_tl.load_language_models = small_language_models
+sparse_tl.load_language_model = small_language_model
 %reset -f
 """
 """Smaller models than the built-in ones, and none of the last notebook's names."""
@@ -34,17 +39,11 @@ def kernel() -> Iterator[Any]:
     manager.shutdown_kernel()
 
 
-@pytest.fixture(scope="module")
-def parameters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a notebook would fetch is small and on this machine, and there are few of everything."""
-    return {**small_gpt2(tmp_path_factory.mktemp("models")), **FEW}
-
-
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_notebook(path: Path, kernel: Any, parameters: dict[str, Any]) -> None:
+def test_notebook(path: Path, kernel: Any) -> None:
     nbformat = pytest.importorskip("nbformat", reason="extra: notebooks")
     nbclient = pytest.importorskip("nbclient", reason="extra: notebooks")
     notebook = nbformat.read(path, as_version=4)
-    give(notebook, parameters)
+    give(notebook, FEW)
     notebook.cells.insert(0, nbformat.v4.new_code_cell(START))
     nbclient.NotebookClient(notebook, km=kernel, timeout=1500).execute()

@@ -91,6 +91,18 @@ def small_task_models(*_: Any, **__: Any) -> tuple[Model, Any]:
     return _small_task_model(), SparseTransformer(_small_task_model(), initial_bias=0.0)
 
 
+def small_language_model() -> Model:
+    """In place of `load_language_model`: the dense one, with room for longer prompts."""
+    return _small_task_model(n_positions=128)
+
+
+def small_language_models() -> tuple[Model, Any]:
+    """In place of `load_language_models`."""
+    from sparse_tl.gates import SparseTransformer
+
+    return small_language_model(), SparseTransformer(small_language_model(), initial_bias=0.0)
+
+
 def save_small_task_models(folder: Path, **size: int) -> tuple[Path, Path]:
     """The same as folders; fields of `GPT2Config` make them smaller still."""
     from sparse_tl.gates import SparseTransformer
