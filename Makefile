@@ -18,10 +18,18 @@ FORM ?= placeholder
 # Where this is set, every process compiles torch and all else that it imports anew: 7 seconds each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo lab language-model test check contract lint docs doctor gallery notebooks clean
+.PHONY: demo demo-lm lab language-model test check contract lint docs doctor gallery notebooks clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m sparse_tl addition --form $(FORM) --out $(OUT)
+
+# The same on a real language model, at a small size: a few steps, on text that it writes itself and IOI.
+demo-lm: language-model
+	$(BIN)/python -m sparse_tl post-train --model smollm2 --text own --task ioi --target-loss kl+0.1 \
+		--own-windows 240 --window 64 --batch-size 4 --steps 80 --precision bf16 \
+		--prompt "When Mary and John went to the store, John gave a drink to" --out runs/smollm2
+	@echo "After 2,200 steps, on five kinds of text, it is 11.6x fewer edges within 0.1 nats of each:" \
+		"load_language_models() gives that model. See runs/smollm2/circuit_diagram.html."
 
 # The notebooks, in a browser; the built-in models come with the package, so nothing is trained.
 lab: $(INSTALLED)

@@ -6,6 +6,7 @@ import io
 import re
 import textwrap
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,7 @@ LONG_PAGES = [
 ]
 # The title of a block says when it needs more than is here, such as a download.
 RUN_TITLES = ("", ' title="sparse_tl"', ' title="TransformerLens: run here too"')
+SMOLLM2 = ' title="needs SmolLM2"'
 _FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -98,10 +100,18 @@ def test_code_runs_on_what_it_names(page: Path, tmp_path: Path, monkeypatch: pyt
     _run(page)
 
 
-def _run(page: Path) -> None:
+@pytest.mark.slow
+def test_the_tutorial_is_true_of_a_real_language_model(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    _run(DOCS / "tutorial.md", [SMOLLM2])
+
+
+def _run(page: Path, titles: Sequence[str] = RUN_TITLES) -> None:
     namespace: dict[str, object] = {}
     for block in blocks_of(page):
-        if block.language != "python" or block.options not in RUN_TITLES:
+        if block.language != "python" or block.options not in titles:
             continue
         code = compile("\n" * (block.line - 1) + block.code, named(page), "exec")
         printed = io.StringIO()
