@@ -14,7 +14,8 @@ pytestmark = pytest.mark.every_case
 FOLDER = Path(__file__).parent
 FEW = {
     **{"N_PAIRS": 4, "N_OTHERS": 4, "STEPS": 4, "UPDATES": 4, "WINDOW": 32},
-    "TEXT": "Then , {} and {} went to the office . {} gave a basketball to",  # words of small models
+    # In the words of the small models.
+    "TEXT": "Then , {} and {} went to the office . {} gave a basketball to",
 }
 START = """
 import sys

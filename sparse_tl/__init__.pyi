@@ -6,6 +6,7 @@ from .circuits import (
     attribute_circuit_edges as attribute_circuit_edges,
     attribute_heads as attribute_heads,
     attribute_logits as attribute_logits,
+    check_scores as check_scores,
     circuit_sizes_per_prompt as circuit_sizes_per_prompt,
     evaluate as evaluate,
     evaluate_circuit_edges as evaluate_circuit_edges,

@@ -57,6 +57,10 @@ from sparse_tl.circuits.per_prompt import (
     circuit_sizes_per_prompt as circuit_sizes_per_prompt,
 )
 from sparse_tl.circuits.pruning import prune_circuit_edges as prune_circuit_edges
+from sparse_tl.circuits.score_check import (
+    ScoreCheck as ScoreCheck,
+    check_scores as check_scores,
+)
 from sparse_tl.circuits.scores import Scores as Scores
 from sparse_tl.circuits.seeds import (
     SeedCurves as SeedCurves,

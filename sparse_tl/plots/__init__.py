@@ -23,3 +23,4 @@ from sparse_tl.plots.head_roles import (
 )
 from sparse_tl.plots.layer_map import layer_map as layer_map
 from sparse_tl.plots.rendering import Figure as Figure
+from sparse_tl.plots.score_scatter import score_figure as score_figure

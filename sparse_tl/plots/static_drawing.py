@@ -1,8 +1,8 @@
 """A plotly figure of panels as static SVG, drawn by matplotlib: no browser, no script, and text
 as outlines, so that it looks the same on every machine.
 
-Supports what `panels`, `head_panels` and `legends` produce: lines, areas and heat maps with colour
-bars, axes with given ranges and ticks, annotations and legends.
+Supports what `panels`, `head_panels` and `legends` produce: lines, points, areas and heat maps with
+colour bars, axes with given ranges and ticks, annotations and legends.
 """
 
 from __future__ import annotations
@@ -145,6 +145,9 @@ def _draw_trace(axes: Axes, trace: Any) -> Artist:
         )
     if trace.fill:
         return axes.fill(trace.x, trace.y, color=trace.fillcolor, alpha=trace.opacity, lw=0)[0]
+    if trace.mode == "markers":
+        style = {"color": trace.marker.color, "ms": trace.marker.size, "alpha": trace.opacity}
+        return axes.plot(trace.x, trace.y, "o", markeredgewidth=0, **style)[0]
     line, dashes = trace.line, (0, DASHES) if trace.line.dash else "solid"
     style = {"color": line.color, "alpha": trace.opacity, "lw": line.width, "ls": dashes}
     return axes.plot(trace.x, trace.y, **style)[0]

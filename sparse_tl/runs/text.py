@@ -42,8 +42,6 @@ from sparse_tl.training.post_train import GATE_LEARNING_RATE, LEARNING_RATE, TAR
 
 Trained = Literal["lora", "all", "qk", "gates"]
 """What is trained besides the gates: low-rank adapters, weights, or nothing ("gates")."""
-DIAGRAM = "circuit_diagram"
-"""The name of the figure of a prompt."""
 
 
 @checked
@@ -254,7 +252,8 @@ def run_post_training(
     sparse = SparseTransformer.from_pretrained(folder / "sparse", device=device)
     if prompt is not None and ranks.is_first():
         dense = load_named_model(model, load_model, device=device, dtype=dtype)
-        save_figure(circuit_diagram({"Dense": dense, "Sparse": sparse}, prompt), folder.path, DIAGRAM)
+        diagram = circuit_diagram({"Dense": dense, "Sparse": sparse}, prompt)
+        save_figure(diagram, folder.path, "circuit_diagram")
     return SparseRun.read(folder.path, sparse)
 
 

@@ -32,6 +32,7 @@ from sparse_tl.circuits import (
     HeadBehaviour,
     LogitAttribution,
     LogitLens,
+    ScoreCheck,
     Scores,
     SeedCurves,
 )
@@ -72,6 +73,13 @@ def _seeds(name: str, half: float) -> SeedCurves:
 def _ablation(role: str, slope: float, in_role: int) -> AblationCurve:
     values = slope * torch.arange(51.0).repeat(2, 1) * torch.tensor([[0.9], [1.1]])
     return AblationCurve(role, values, (in_role, in_role), values / 3)
+
+
+def _checked(method: str) -> ScoreCheck:
+    exact = torch.linspace(-3, 1, 40)
+    drawn = ("strongest",) * 20 + ("random",) * 20
+    parts = tuple(f"a{i}.h0->m{i}" for i in range(40))
+    return ScoreCheck(method, "circuit edges", 8, parts, drawn, exact + exact**2 / 9, exact)
 
 
 def _evaluation() -> Evaluation:
@@ -146,6 +154,7 @@ def figure_of(examples: Any, two_panels: Any, make_random_circuit: Any) -> Calla
         AttentionGraph: list(two_panels.values()),
         Circuit: circuits,
         Evaluation: [_evaluation()],
+        ScoreCheck: [_checked("eap"), _checked("eap-ig")],
     }
     return cache(lambda name: _figure(name, known))
 

@@ -1,0 +1,99 @@
+"""Scores beside exact effects: which parts are drawn, what is compared, and how well it agrees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparse_tl.circuits import (
+    ScoreCheck,
+    Scores,
+    attribute_attention_edges,
+    attribute_circuit_edges,
+    attribute_heads,
+    check_scores,
+    patch_exactly,
+)
+from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.lens import Model, adapt
+from sparse_tl.metrics import logit_difference
+
+Build = Callable[..., Model]
+
+
+def test_the_strongest_parts_and_others_are_patched_exactly(
+    model: Model, pairs: PromptPairs
+) -> None:
+    scores = attribute_circuit_edges(model, pairs, logit_difference, progress=False)
+    found = check_scores(scores, model, pairs, logit_difference, n=5, progress=False)
+    exact = patch_exactly(model, pairs, logit_difference, progress=False)
+    assert found.parts[:5] == tuple(sorted(exact.index, key=lambda name: -abs(scores[name]))[:5])
+    assert found.drawn == ("strongest",) * 5 + ("random",) * 5
+    assert len(set(found.parts)) == 10
+    for name, score, effect in zip(found.parts, found.score, found.exact, strict=True):
+        assert score == scores[name]
+        assert effect == pytest.approx(exact[name], rel=1e-9, abs=1e-12)
+    others = check_scores(scores, model, pairs, logit_difference, n=5, seed=1, progress=False)
+    assert others.parts[:5] == found.parts[:5]
+    assert set(others.parts[5:]) != set(found.parts[5:])
+
+
+def test_scores_that_are_exact_agree(build_tiny: Build, pairs: PromptPairs) -> None:
+    """Without MLPs and normalisation, and with patterns that are the same for every prompt."""
+    model = build_tiny("attention_only", dtype="float64", normalization_type=None)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.W_Q.zero_()
+            block.attn.b_Q.zero_()
+    for attribute in (attribute_circuit_edges, attribute_heads):
+        scores = attribute(model, pairs, logit_difference, method="eap", progress=False)
+        n = adapt(model).n_heads
+        found = check_scores(scores, model, pairs, logit_difference, n=n, progress=False)
+        assert found.to_pandas()["miss"].abs().max() < 1e-9
+        # Of edges without effect, rounding has ranks and signs of its own.
+        strongest = found.agreement().loc["strongest"]
+        assert strongest[["pearson", "spearman", "sign"]].tolist() == pytest.approx([1, 1, 1])
+
+
+def test_agreement_by_hand(tmp_path: Path) -> None:
+    """Ranks 1 2 3 4 against 2 1 3 4: 1 - 6 * 2 / (4 * 15) = 0.8."""
+    found = ScoreCheck(
+        "eap",
+        "heads",
+        3,
+        ("a0.h0", "a0.h1", "a1.h0", "a1.h1", "a2.h0", "a2.h1"),
+        ("strongest",) * 4 + ("random",) * 2,
+        torch.tensor([1.0, 2.0, 3.0, 4.0, 0.5, 0.0]),
+        torch.tensor([2.0, -1.0, 3.0, 6.0, -0.5, 0.0]),
+    )
+    table = found.agreement()
+    assert table.index.tolist() == ["strongest", "random"]
+    # Deviations -1.5 -0.5 0.5 1.5 and -0.5 -3.5 0.5 3.5: 8 / sqrt(5 * 25).
+    assert table.loc["strongest"].tolist() == pytest.approx([4, 8 / 125**0.5, 0.8, 0.75])
+    assert table.loc["random", "sign"] == 0  # one has no effect
+    assert found.to_pandas()["part"].tolist()[:2] == ["a0.h1", "a1.h1"]
+    assert "strongest r 0.72, rank correlation 0.80, sign 75%" in repr(found)
+    again = ScoreCheck.load(found.save(tmp_path / "check"))
+    assert again.to_pandas().equals(found.to_pandas())
+
+
+@pytest.mark.parametrize("positions", ["tokens", "spans"])
+def test_edges_at_positions(model: Model, pairs: PromptPairs, positions: str) -> None:
+    pairs = pairs.select(pairs.positions == pairs.positions[0]).with_spans({"END": -1})
+    scores = attribute_circuit_edges(
+        model, pairs, logit_difference, positions=positions, progress=False
+    )
+    found = check_scores(scores, model, pairs, logit_difference, n=2, progress=False)
+    exact = patch_exactly(
+        model, pairs, logit_difference, found.parts, positions=positions, progress=False
+    )
+    assert found.exact.tolist() == exact.tolist()
+
+
+def test_attention_edges_are_refused(model: Model, pairs: PromptPairs) -> None:
+    scores: Scores = attribute_attention_edges(model, pairs, logit_difference, progress=False)
+    with pytest.raises(ValueError, match="expected scores of circuit edges or heads"):
+        check_scores(scores, model, pairs, logit_difference, progress=False)
