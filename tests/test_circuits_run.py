@@ -106,6 +106,23 @@ def test_a_dense_model_alone(
         comparison(outcome.metrics)
 
 
+def test_the_language_models_of_the_package(
+    run: tuple[Path, Any],
+    models: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def pair(device: str) -> tuple[Any, Any]:
+        return load_model(models[0]), SparseTransformer.from_pretrained(models[1], device=device)
+
+    monkeypatch.setattr("sparse_tl.runs.circuits.load_language_models", pair)
+    options = {"pairs": 8, "device": "cpu", "progress": False}
+    outcome = run_circuits(
+        tmp_path / "out", model="smollm2", sparse="smollm2", tasks=TASKS, **options
+    )
+    assert outcome.to_pandas().equals(run[1].to_pandas())
+
+
 def test_models_that_do_none_of_the_tasks(tmp_path: Path) -> None:
     dense, sparse = save_small_task_models(tmp_path, n_layer=1, n_head=2, n_embd=16, n_inner=16)
     out, tasks = tmp_path / "out", ["greater_than", "ioi"]

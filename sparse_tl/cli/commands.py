@@ -185,7 +185,8 @@ def circuits(
         ),
     ] = None,
     sparse: Annotated[
-        Path | None, subject("FOLDER", "Folder of the sparse model made from it, if any.")
+        Path | None,
+        subject("FOLDER", "The sparse model made from it, if any; smollm2: the package's."),
     ] = None,
     tasks: CircuitTasks = "",
     pairs: Annotated[int, setting("N", "Prompt pairs per task: half score, half evaluate.")] = 128,

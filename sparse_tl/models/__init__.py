@@ -6,6 +6,7 @@ from sparse_tl.models.addition import (
     load_addition_models as load_addition_models,
 )
 from sparse_tl.models.language import (
+    SMOLLM2 as SMOLLM2,
     load_language_model as load_language_model,
     load_language_models as load_language_models,
     load_named_model as load_named_model,

@@ -17,7 +17,14 @@ from sparse_tl.data import PromptPairs
 from sparse_tl.files import digest, write_json
 from sparse_tl.gates import PatchName as Patch, SparseTransformer
 from sparse_tl.lens import HookedModel, adapt, load_model, read_parameters
-from sparse_tl.models import TASKS, load_named_model, load_task_models, task_pairs
+from sparse_tl.models import (
+    SMOLLM2,
+    TASKS,
+    load_language_models,
+    load_named_model,
+    load_task_models,
+    task_pairs,
+)
 from sparse_tl.plots.javascript import check_address_space
 from sparse_tl.runs.comparison import (
     SIDES,
@@ -68,8 +75,8 @@ def run_circuits(
         out: folder for ``metrics.json``, curves, scores, circuits and figures.
         model: name or folder of the dense model, as in `load_language_model` or `load_model`; the
             built-in task models, dense and sparse, by default.
-        sparse: folder of the sparse model made from `model`; without it, the dense model alone is
-            analysed.
+        sparse: folder of the sparse model made from `model`, or "smollm2" for the one that comes
+            with the package; without it, the dense model alone is analysed.
         tasks: names of tasks; those of `ORDER` if empty. The built-in models do only these.
         pairs: prompt pairs per task, at least 4.
         method: attribution method, as in `attribute_circuit_edges`.
@@ -196,6 +203,8 @@ def _models(
     if model is None:
         pair = load_task_models(seed, device=device, progress=progress)
         return dict(zip(SIDES, pair, strict=True))
+    if str(sparse) == model == SMOLLM2:
+        return dict(zip(SIDES, load_language_models(device=device), strict=True))
     dense = load_named_model(model, load_model, device=device)
     if sparse is None:
         return {"dense": dense}
