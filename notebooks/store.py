@@ -69,6 +69,8 @@ def store(path: Path, parameters: dict[str, str]) -> None:
     for number, cell in enumerate((c for c in notebook.cells if c.cell_type == "code"), start=1):
         cell.execution_count = number
         cell.metadata.pop("execution", None)
+        # Standard error says where files lie on this machine.
+        cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
         for output in cell.outputs:
             if "execution_count" in output:
                 output.execution_count = number
