@@ -9,7 +9,6 @@ whoever runs a notebook gets the interactive one.
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -69,13 +68,11 @@ def store(path: Path, parameters: dict[str, str]) -> None:
     for number, cell in enumerate((c for c in notebook.cells if c.cell_type == "code"), start=1):
         cell.execution_count = number
         cell.metadata.pop("execution", None)
-        # Standard error says where files lie on this machine.
+        # Warnings and notes on standard error name files of this machine.
         cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
         for output in cell.outputs:
             if "execution_count" in output:
                 output.execution_count = number
-            if output.output_type == "stream":  # warnings begin with where the cell's code lay
-                output.text = re.sub(r"\S*ipykernel_\d+\S*:\d+: ", "", output.text)
             if "image/png" in output.get("data", {}):
                 output.data.pop("text/html", None)
     text = nbformat.writes(notebook)
