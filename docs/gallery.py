@@ -1,4 +1,4 @@
-"""Makes docs/gallery: every kind of figure, from real runs of the built-in models.
+"""Makes docs/gallery: every kind of figure, from real runs of the built-in models and of SmolLM2.
 
     python docs/gallery.py --runs runs/gallery
     python docs/gallery.py --figure head_roles --figure gate_trajectories
@@ -21,13 +21,17 @@ from typing import Annotated, Any
 import typer
 
 from sparse_tl import (
+    IOITask,
     Scores,
     ablation_grid,
     attention_view,
+    attribute_circuit_edges,
     circuit_diagram,
     component_diagram,
     effect_figure,
+    head_behaviour,
     load_addition_models,
+    load_language_models,
     plots,
 )
 from sparse_tl.circuits import Circuit, SeedCurves
@@ -42,7 +46,10 @@ from sparse_tl.runs.head_roles import run_head_roles
 
 OUT = Path(__file__).parent / "gallery"
 SIDES = {"dense": "Task Model", "sparse": "Sparse Task Model"}
-ADDITION = "the built-in addition models of seed 0, dense and sparse, on one sum"
+WITHOUT_RUN = {
+    "addition": "the built-in addition models of seed 0, dense and sparse, on one sum",
+    "language model": "the models of `load_language_models`, on 16 prompt pairs",
+}
 # Smaller than the defaults of `sparse-tl head-roles`: 4 seeds, 150 updates, 256 prompts, 5 tasks.
 HEAD_ROLES: dict[str, Any] = {
     "tasks": ("addition", "ioi", "docstring"),
@@ -98,6 +105,17 @@ def circuit_sign(runs: Path) -> Figure:
     circuits, scores = measured_circuits(runs / "circuits/ioi_long/seed-0")
     name = "Sparse Task Model"
     return circuits[name].figure(scores=scores[name], max_circuit_edges=25, colour="sign")
+
+
+def language_model_circuit(runs: Path) -> Figure:
+    """SmolLM2 and its sparse version on indirect objects: circuit edges, and what heads do."""
+    task, (dense, sparse) = IOITask(), load_language_models()
+    pairs = task.pairs(dense, 16)
+    models = {"SmolLM2": dense, "Sparse SmolLM2": sparse}
+    scores = {name: attribute_circuit_edges(m, pairs, task.metric) for name, m in models.items()}
+    circuits = {name: found.top(60).connected() for name, found in scores.items()}
+    heads = {name: head_behaviour(m, pairs) for name, m in models.items()}
+    return component_diagram(circuits, scores=scores, roles=heads, unit="logits")
 
 
 def head_ablation(runs: Path) -> Figure:
@@ -170,6 +188,7 @@ FIGURES: dict[Callable[[Path], Figure], tuple[str, str]] = {
     edges_kept: ("Edges kept", "circuits"),
     circuit_docstring: ("A circuit", "circuits"),
     circuit_sign: ("A circuit by sign", "circuits"),
+    language_model_circuit: ("A circuit of a real language model", "language model"),
     head_ablation: ("Head ablation", "head-roles"),
     ablation_curve: ("One ablation curve", "head-roles"),
     head_roles: ("Roles of heads", "head-roles"),
@@ -178,9 +197,9 @@ FIGURES: dict[Callable[[Path], Figure], tuple[str, str]] = {
 
 HEADING = """# Gallery
 
-Every kind of figure, made by `python docs/gallery.py` from real runs of the built-in models. They
-share one palette (`sparse_tl/plots/palette.py`): readable for the colour-blind, on a light and on a
-dark ground. Each figure saves itself as an interactive page, as SVG and as PNG:
+Every kind of figure, made by `python docs/gallery.py` from real runs of the built-in models and of
+SmolLM2. They share one palette (`sparse_tl/plots/palette.py`): readable for the colour-blind, on a
+light and on a dark ground. Each figure saves itself as an interactive page, as SVG and as PNG:
 `figure.save("figure.svg")`, `figure.save("figure.png", theme="dark")`. In a notebook it follows the
 notebook's theme; `figure.light()` and `figure.dark()` do not. Pages follow the reader's system.
 Pages of curves hold plotly's script, 5 MB, and those of attention patterns circuitsvis; they are
@@ -194,8 +213,8 @@ In the code `runs` is the folder of the runs; `curves`, `measured_circuits` and
 @cache
 def measured(runs: Path, run: str) -> str:
     """Settings and time of a run, in words."""
-    if run == "addition":
-        return ADDITION
+    if run in WITHOUT_RUN:
+        return WITHOUT_RUN[run]
     said = read_json(runs / run / "run.json")
     left_out = ("command", "format", "model", "models", "sparse", "tasks")
     chosen = {k: v for k, v in said["settings"].items() if k not in left_out}
