@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -58,6 +59,23 @@ class Scores(Result):
                 "expected finite scores; some are NaN or infinite: so are the metric or the "
                 "model's activations on some prompts"
             )
+
+    @classmethod
+    def of(cls, site: Site, values: Mapping[str, float] | pd.Series, method: str) -> Scores:
+        """Scores by the names of parts, such as exact effects from `patch_exactly`; others are 0.
+
+        Args:
+            site: parts that are scored, such as ``adapt(model).graph.heads``.
+            values: the scores by name.
+            method: what they are called.
+
+        Raises:
+            ValueError: there is no such part, or a score is not finite.
+        """
+        scores = torch.zeros(site.exists.shape, dtype=torch.float64)
+        for name, value in values.items():
+            scores[site.index(str(name))] = float(value)
+        return cls(site, scores, method)
 
     def mean(self) -> Float[Tensor, "*axes"]:
         """The scores, averaged over pairs if they are kept per pair."""

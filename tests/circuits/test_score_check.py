@@ -15,6 +15,7 @@ from sparse_tl.circuits import (
     attribute_circuit_edges,
     attribute_heads,
     check_scores,
+    evaluate_heads,
     patch_exactly,
 )
 from sparse_tl.data.pairs import PromptPairs
@@ -78,6 +79,22 @@ def test_agreement_by_hand(tmp_path: Path) -> None:
     assert "strongest r 0.72, rank correlation 0.80, sign 75%" in repr(found)
     again = ScoreCheck.load(found.save(tmp_path / "check"))
     assert again.to_pandas().equals(found.to_pandas())
+
+
+def test_exact_effects_rank_heads(model: Model, pairs: PromptPairs) -> None:
+    """Scores of any origin are cut and evaluated like those of attribution."""
+    heads = adapt(model).graph.heads
+    exact = patch_exactly(
+        model, pairs, logit_difference, heads.names(heads.places), progress=False
+    )
+    scores = Scores.of(heads, exact, "exact")
+    order = sorted(exact.index, key=lambda name: -abs(exact[name]))
+    assert scores.to_pandas()["head"].tolist() == order
+    assert scores[order[0]] == exact[order[0]]
+    found = evaluate_heads(model, pairs, logit_difference, scores, [1], progress=False)
+    assert found.sizes == (1,)
+    with pytest.raises(ValueError, match="a9.h9"):
+        Scores.of(heads, {"a9.h9": 1.0}, "exact")
 
 
 @pytest.mark.parametrize("positions", ["tokens", "spans"])
