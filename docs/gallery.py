@@ -57,7 +57,7 @@ HEAD_ROLES: dict[str, Any] = {
     "updates": 60,
     "prompts": 96,
 }
-_MOST_PICTURE, _MOST_PAGE, _MOST_ALL = 200_000, 300_000, 3_500_000
+_MOST_PICTURE, _MOST_PAGE, _MOST_ALL = 200_000, 300_000, 4_000_000
 
 
 # ---- the figures -------------------------------------------------------------------------------
