@@ -189,7 +189,7 @@ def _(result: ActivationPatching) -> _Cells:
     effect = result.effect.tolist()
     n_layers = len(effect)
     most = _largest(effect)
-    where = "head" if result.by_head else "position"
+    by_position = result.place == "position"
     return _Cells(
         "",
         f"Effect of {result.at}",
@@ -199,8 +199,9 @@ def _(result: ActivationPatching) -> _Cells:
         [
             [
                 (
-                    f"{result.at} of layer {layer}, {where} {place}",
-                    "" if result.by_head else text,
+                    f"{result.at} of layer {layer}, {result.place} "
+                    f"{place if by_position else text}",
+                    *([text] if by_position else []),
                     f"effect {value:+.3f}",
                 )
                 for place, (text, value) in enumerate(zip(result.columns, row, strict=True))
