@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 import xml.etree.ElementTree as ElementTree
@@ -75,8 +76,10 @@ class TestFigure:
         assert axis.tickvals == (10, 100, 1000, 10_000, 100_000)
         assert axis.ticktext[:2] == ("10¹", "10²")
         assert axis.range[0] < 1 and axis.range[1] > 5
-        assert figure.layout.xaxis.tickvals == (1, 10, 100)
-        assert figure.data[1].x == (1, 10, 100, 144)
+        zero, *powers = figure.layout.xaxis.tickvals
+        assert powers == [10, 100] and 1 < zero < 9
+        assert figure.layout.xaxis.ticktext == ("0", "10¹", "10²")
+        assert figure.data[1].x == (zero, 10, 100, 144)
         assert figure.data[1].hovertext[0].count("0 circuit edges kept") == 1
 
     @pytest.mark.parametrize(
@@ -192,7 +195,8 @@ class TestFigure:
         [
             ((200, 32_491), 100),
             ((0, 200, 300), 100),
-            ((0, 100, 300), 10),
+            ((0, 100, 300), 100),
+            ((0, 12, 5_000_000), 10),
             ((0, 1, 3), 1),
             ((0,), 1),
         ],
@@ -203,9 +207,14 @@ class TestFigure:
         drawn = curve("m", {size: 0.5 for size in sizes})
         figure = effect_figure({"IOI": [drawn]}, parts="circuit_edges").plotly
         axis = figure.layout.xaxis
-        assert axis.tickvals[0] == start
         assert all(10 ** axis.range[0] < x < 10 ** axis.range[1] for x in figure.data[1].x)
-        assert len(set(figure.data[1].x)) == len(sizes) - (sizes[:2] == (0, 1))
+        places = dict(zip(axis.ticktext, axis.tickvals, strict=True))
+        assert ("0" in places) == (sizes[0] == 0)
+        if zero := places.pop("0", None):
+            # No number stands there, not even of one edge.
+            assert figure.data[1].x[0] == zero < 0.6 * start
+        assert next(iter(places.values())) == start
+        assert figure.data[1].x[-len(sizes[1:]) :] == sizes[1:] or sizes == (0,)
 
     def test_many_panels_stand_in_rows_of_four_at_most(self) -> None:
         panels = {f"Task {number}": [DENSE, SPARSE] for number in range(6)}
@@ -346,7 +355,8 @@ class TestFiles:
         left, right = (layout.margin.l + share * inner for share in layout.xaxis.domain)
         bottom, top = layout.height - layout.margin.b, layout.margin.t
         expected = []
-        for size, effect in zip((0, 1, 2), (0.0, 0.1, 0.9), strict=False):
+        zero = math.log10(layout.xaxis.tickvals[0])
+        for size, effect in zip((zero, 1, 2), (0.0, 0.1, 0.9), strict=True):
             expected += [
                 left + (size - start) / (stop - start) * (right - left),
                 bottom - (effect - low) / (high - low) * (bottom - top),
