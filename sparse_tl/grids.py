@@ -132,15 +132,23 @@ class AttentionGrid(PartGrid):
 
     def index(self, part: str | tuple[int, ...]) -> tuple[int, ...]:
         """Layer, head, query and key of an attention edge."""
-        if isinstance(part, tuple):
-            return self._checked(part, part)
-        match = _ATTENTION_EDGE.fullmatch(part)
+        place = self.parse(part) if isinstance(part, str) else part
+        return self._checked(place, part)
+
+    @staticmethod
+    def parse(name: str) -> tuple[int, int, int, int]:
+        """Layer, head, query and key of an attention edge, from its name.
+
+        Raises:
+            ValueError: the name is invalid.
+        """
+        match = _ATTENTION_EDGE.fullmatch(name)
         if match is None:
             raise ValueError(
-                f'expected an attention edge from key to query such as "a3.h2:5->8"; got {part!r}'
+                f'expected an attention edge from key to query such as "a3.h2:5->8"; got {name!r}'
             )
         layer, head, key, query = map(int, match.groups())
-        return self._checked((layer, head, query, key), part)
+        return layer, head, query, key
 
     def columns(self, places: Int[Tensor, "part axis"]) -> dict[str, Any]:
         """The edges' names, and their layer, head, query and key."""

@@ -67,6 +67,20 @@ def chooses_right(logits: Float[Tensor, "pair vocab"], pairs: PromptPairs) -> Bo
     return right > wrong
 
 
+def check_wrong(pairs: PromptPairs) -> None:
+    """Check that every pair has a wrong answer, to choose against.
+
+    Raises:
+        ValueError: a pair has none.
+    """
+    none = (pairs.wrong == NO_TOKEN).all(dim=1)
+    if none.any():
+        raise ValueError(
+            f"expected a wrong answer for every pair, to compare the right ones with; pair "
+            f"{int(none.int().argmax())} has none"
+        )
+
+
 def divergence(
     logits: Float[Tensor, "pair vocab"], reference: Float[Tensor, "pair vocab"]
 ) -> Float[Tensor, " pair"]:

@@ -19,14 +19,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl import ranks
 from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.trace import token_texts
-from sparse_tl.data import PromptPairs
+from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import HookPoints
 from sparse_tl.lens import Adapter, HookedModel, adapt, check_gates, in_evaluation_mode
 from sparse_tl.metrics import Metric, explained_effect, measure
@@ -51,11 +51,12 @@ class ActivationPatching(Result):
     Args:
         at: activations that are patched.
         into: prompts that are run; the activations are those of their counterparts.
-        columns: tokens of the first clean prompt, or the numbers of the heads.
+        columns: tokens of the first clean prompt, names of spans, or numbers of heads.
         values: metric of each prompt pair with one place patched.
         clean: metric of the clean prompts.
         corrupted: metric of the corrupted prompts.
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
+        positions: what places are, unless they are heads: "tokens" or "spans".
     """
 
     at: str
@@ -65,11 +66,19 @@ class ActivationPatching(Result):
     clean: Float[Tensor, " pair"]
     corrupted: Float[Tensor, " pair"]
     prompt_start: str | None = None
+    positions: Positions = "tokens"
 
     @property
     def by_head(self) -> bool:
         """Whether places are heads instead of positions."""
         return self.at in _HEAD_AXIS
+
+    @property
+    def place(self) -> Literal["head", "position", "span"]:
+        """What the columns are."""
+        if self.by_head:
+            return "head"
+        return "position" if self.positions == "tokens" else "span"
 
     @property
     def effect(self) -> Float[Tensor, "layer column"]:
@@ -87,15 +96,17 @@ class ActivationPatching(Result):
         return explained_effect(self.values, other, run)
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per place: layer, head or position and token, mean metric, effect."""
+        """One row per place: layer, head, span or position and token, mean metric, effect."""
         import pandas as pd
 
         effect = self.effect
         n_layers, n_columns = effect.shape
-        columns = list(range(n_columns)) * n_layers
-        where: dict[str, Sequence[int | str]] = {"head": columns}
-        if not self.by_head:
-            where = {"position": columns, "token": list(self.columns) * n_layers}
+        numbers, texts = list(range(n_columns)) * n_layers, list(self.columns) * n_layers
+        where: dict[str, Sequence[int | str]] = {self.place: numbers}
+        if self.place == "position":
+            where["token"] = texts
+        elif self.place == "span":
+            where["span"] = texts
         return pd.DataFrame(
             {
                 "layer": [layer for layer in range(n_layers) for _ in range(n_columns)],
@@ -112,7 +123,7 @@ class ActivationPatching(Result):
 
     def __repr__(self) -> str:
         n_layers, n_columns, n_pairs = self.values.shape
-        places = f"{n_layers} layers x {n_columns} {'heads' if self.by_head else 'positions'}"
+        places = f"{n_layers} layers x {n_columns} {self.place}s"
         return f"ActivationPatching({self.at} of {places}, into {n_pairs} {self.into} prompts)"
 
 
@@ -126,6 +137,7 @@ def patch_activations(
     at: At = "resid_pre",
     *,
     into: Side = "corrupted",
+    positions: Positions = "tokens",
     batch_size: AtLeastOne = 32,
     rows: AtLeastOne = 256,
     progress: bool = True,
@@ -134,7 +146,8 @@ def patch_activations(
 
     Args:
         model: dense or sparse model; left unchanged.
-        pairs: prompt pairs of one token length.
+        pairs: prompt pairs; of one token length for positions that are tokens, and if attention is
+            bidirectional.
         metric: metric function with one value per pair.
         at: activations to patch. By layer and position: "resid_pre", the residual stream that
             enters the layer; "attn_out" and "mlp_out", what its attention and its MLP write. By
@@ -142,24 +155,34 @@ def patch_activations(
             pattern.
         into: prompts that are run. "corrupted": with clean activations, which restore the answer
             (denoising); "clean": with corrupted activations, which break it (noising).
+        positions: "tokens" patches each column; "spans" each span of `PromptPairs.with_spans`,
+            which aligns prompts of several lengths. A head is patched at all positions.
         batch_size: prompt pairs per forward pass.
         rows: maximum number of pairs times places in one forward pass.
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: `at` or `into` is unknown, the prompts differ in length, the model lacks the
-            hook points, or the metric is not one finite number per pair.
+        ValueError: `at` or `into` is unknown, prompts that have to be of one length are not, spans
+            are requested of pairs without or of heads, the model lacks the hook points, or the
+            metric is not one finite number per pair.
         NoEffectError: the metric of clean and corrupted prompts is the same.
     """
-    adapter, pairs = adapt(model), pairs.of_one_length()
-    site, first = _site(adapter, at, pairs)
+    adapter, by_head = adapt(model), at in _HEAD_AXIS
+    if by_head and positions == "spans":
+        raise ValueError(
+            f'expected positions="spans" with "resid_pre", "attn_out" or "mlp_out"; {at!r} patches '
+            "a head at all positions"
+        )
+    if not adapter.causal or not by_head and positions == "tokens":
+        pairs = pairs.of_one_length()
+    site, places = _site(adapter, at, pairs, positions)
     n_layers, n_columns = site.shape(adapter)
     turned = replace(pairs, clean=pairs.corrupted, corrupted=pairs.clean)
     asked = turned if into == "corrupted" else pairs
-    runs = PairRuns(model, site, asked, "corrupted", batch_size, shared=True)
+    gated_at = None if by_head else positions
+    runs = PairRuns(model, site, asked, "corrupted", batch_size, positions=gated_at, shared=True)
     run_alone, other = _unpatched(runs, metric)
     explained_effect(other, other, run_alone)  # raises now if there is none
-    places = torch.arange(first, n_columns)
     found: list[Tensor] = []
     total = n_layers * len(places) * len(runs)
     with tracked("patching activations", total, progress) as step:
@@ -176,24 +199,29 @@ def patch_activations(
             found.append(values.cpu())
     values = torch.cat(ranks.in_order(found)).permute(1, 2, 0).contiguous()
     clean, corrupted = (other, run_alone) if into == "corrupted" else (run_alone, other)
-    columns = token_texts(model, pairs.clean[0])
-    if at in _HEAD_AXIS:
+    if by_head:
         columns = [str(head) for head in range(n_columns)]
-    measured = values, clean, corrupted, pairs.start
+    elif positions == "tokens":
+        columns = token_texts(model, pairs.clean[0])
+    else:
+        columns = list(pairs.spans_of(positions).names)
+    measured = values, clean, corrupted, pairs.start, positions
     return ActivationPatching(at, into, columns, *measured)  # type: ignore[arg-type]
 
 
-def _site(adapter: Adapter, at: str, pairs: PromptPairs) -> tuple[HookPoints, int]:
-    """The gates on the places, and the first column that can have an effect."""
-    names = adapter.layer_points(_HOOK_POINTS.get(at, f"hook_{at}"))
+def _site(
+    adapter: Adapter, at: str, pairs: PromptPairs, positions: Positions
+) -> tuple[HookPoints, Int[Tensor, " place"]]:
+    """The gates on the places, and the places that can have an effect."""
+    names = tuple(adapter.layer_points(_HOOK_POINTS.get(at, f"hook_{at}")))
     if at in _HEAD_AXIS:
         check_gates(adapter)
-        return HookPoints(tuple(names), (_HEAD_AXIS[at],), (adapter.n_heads,)), 0
-    n_columns = pairs.clean.shape[1]
+        n_heads = adapter.n_heads
+        return HookPoints(names, (_HEAD_AXIS[at],), (n_heads,)), torch.arange(n_heads)
+    spans = pairs.spans_of(positions)
     # Before the first token that differs, both runs of a causal model are the same.
-    differ = (pairs.clean != pairs.corrupted).any(dim=0).nonzero().flatten().tolist()
-    first = min(differ, default=n_columns) if adapter.causal else 0
-    return HookPoints(tuple(names), (1,), (n_columns,)), first
+    reached = (pairs.clean != pairs.corrupted).cumsum(dim=1) >= int(adapter.causal)
+    return HookPoints(names, (1,), (len(spans.names),)), spans.at[reached].unique().cpu()
 
 
 def _unpatched(runs: PairRuns, metric: Metric) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.grids import HeadGrid
 from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
-from sparse_tl.metrics import Metric, is_right, measure
+from sparse_tl.metrics import Metric, check_wrong, chooses_right, is_right, measure
 from sparse_tl.positioned_graph import PositionedGraph
 from sparse_tl.progress import tracked
 from sparse_tl.scopes import autograd
@@ -158,10 +158,27 @@ def evaluate_heads(
 @checked
 @in_evaluation_mode
 @autograd(False)
-def accuracy(model: HookedModel, pairs: PromptPairs, *, batch_size: AtLeastOne = 32) -> float:
-    """Share of clean prompts, 0 to 1, whose top prediction at the read position is an answer."""
+def accuracy(
+    model: HookedModel, pairs: PromptPairs, *, choice: bool = False, batch_size: AtLeastOne = 32
+) -> float:
+    """Share of clean prompts, 0 to 1, whose top prediction at the read position is an answer.
+
+    Args:
+        model: dense or sparse model; left unchanged.
+        pairs: prompt pairs.
+        choice: count the prompts in which an answer is likelier than every wrong one instead,
+            whatever else the model finds likely. `measure_skill` compares this with chance.
+        batch_size: prompts per forward pass.
+
+    Raises:
+        ValueError: a pair has no wrong answer to choose against, or the model cannot run the
+            prompts.
+    """
+    if choice:
+        check_wrong(pairs)
+    is_one = chooses_right if choice else is_right
     logits = clean_logits(model, pairs, batch_size)
-    right = [is_right(found, batch).cpu() for batch, found in logits]
+    right = [is_one(found, batch).cpu() for batch, found in logits]
     return torch.cat(ranks.in_order(right)).double().mean().item()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,8 @@ class PairRuns:
         keep: for searches that come back to every batch: keep the runs of the first batches, with
             their patches and what they start from. Those of further batches are made again
             whenever they are needed, so memory does not grow with pairs.
-        positions: positions that circuit edges have gates at, as in `attribute_circuit_edges`.
+        positions: positions that gates of `CircuitEdges` or `HookPoints` are at, as in
+            `attribute_circuit_edges`.
         shared: whether ranks share the batches, each having its `own`; batches are then no larger
             than a rank's share of the pairs.
 
@@ -108,7 +109,8 @@ class PairRuns:
         if index in self._runs:
             return self._runs[index]
         batch = self.batches[index]
-        site = CircuitEdges(batch.spans) if self._by_span else self.site
+        site: Any = self.site
+        site = replace(site, spans=batch.spans) if self._by_span else site
         run = GatedRun(self.model, site, batch.clean, read_mask(batch), self.values(index))
         if index < self._n_kept:
             self._runs[index] = run

@@ -26,7 +26,7 @@ from sparse_tl.circuits.pair_runs import clean_logits
 from sparse_tl.data import PromptPairs
 from sparse_tl.data.pairs import NO_TOKEN
 from sparse_tl.lens import HookedModel, in_evaluation_mode
-from sparse_tl.metrics import Metric, chooses_right, is_right, measure
+from sparse_tl.metrics import Metric, check_wrong, chooses_right, is_right, measure
 from sparse_tl.results import Result
 from sparse_tl.scopes import autograd
 
@@ -119,12 +119,8 @@ def measure_skill(
     Raises:
         ValueError: a pair has no wrong answer, or the metric is not one finite number per pair.
     """
+    check_wrong(pairs)
     given = [(tokens != NO_TOKEN).sum(dim=1) for tokens in (pairs.answers, pairs.wrong)]
-    if bool((given[1] == 0).any()):
-        raise ValueError(
-            f"expected a wrong answer for every pair, to compare with chance; pair "
-            f"{int((given[1] == 0).int().argmax())} has none"
-        )
     swapped = replace(pairs, clean=pairs.corrupted, corrupted=pairs.clean)
     found = [
         (is_right(logits, batch).cpu(), chooses_right(logits, batch).cpu(), values.cpu().double())

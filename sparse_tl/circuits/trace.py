@@ -58,8 +58,8 @@ def trace_attention(
     Args:
         model: a dense model or a SparseTransformer.
         prompt: text or tokens.
-        positions: columns to predict; negative ones count from the end of the prompt. By default
-            every mask token, or else the token after the prompt.
+        positions: columns to predict; by default every mask token, or else the token after the
+            prompt. Negative ones count from the last one that is predicted by default, which is -1.
         attribution: also estimate, to first order, how removing an edge changes the predicted
             logit, ``-attention * d logit / d attention``; positions share backward passes.
         max_effects: compute the exact change if at most this many edges are open; one run of the
@@ -192,8 +192,9 @@ def _targets(
                 "no mask token; got none"
             )
         positions = positions or [n]
-    columns = [position + n if position < 0 else position for position in positions]
     first, last = (1, n) if causal else (0, n - 1)
+    end = max(masked, default=last) + 1
+    columns = [position + end if position < 0 else position for position in positions]
     for position, column in zip(positions, columns, strict=True):
         if column not in own and not (causal and 1 <= column <= n):
             raise ValueError(

@@ -192,7 +192,8 @@ class PromptPairs(Rows):
             raise ValueError(
                 "expected prompts of one length, since their columns are combined; got lengths of "
                 f"{lengths} tokens: take those of one length at a time, from pairs.by_length(), or "
-                f"as pairs.select(pairs.positions == {lengths[0] - 1})"
+                'align them by spans, where an analysis takes positions="spans": '
+                "pairs.with_spans(...)"
             )
         return alike[0]
 

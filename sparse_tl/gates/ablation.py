@@ -12,10 +12,13 @@ from sparse_tl.gates.columns import Columns
 from sparse_tl.gates.patches import Patch, Reference
 from sparse_tl.gates.run import gated
 from sparse_tl.gates.sites import AttentionEdges, Heads
-from sparse_tl.lens import Adapter, HeadOrName, HookedModel, adapt, check_head, heads_of
+from sparse_tl.grids import AttentionGrid
+from sparse_tl.lens import Adapter, HeadOrName, HookedModel, adapt, heads_of
 from sparse_tl.scopes import scope
 
 EVERY = slice(None)
+AttentionEdgeOrName = tuple[int, int, int, int] | str
+"""An attention edge: (layer, head, query, key), or its name, such as "a3.h2:5->8"."""
 
 
 @checked
@@ -54,7 +57,7 @@ def ablate_heads(
 @scope
 def ablate_attention_edges(
     model: HookedModel,
-    edges: Sequence[tuple[int, int, int, int]] | None = None,
+    edges: Sequence[AttentionEdgeOrName] | None = None,
     *,
     heads: Sequence[HeadOrName] | None = None,
     query: Columns | None = None,
@@ -68,7 +71,8 @@ def ablate_attention_edges(
 
     Args:
         model: dense or sparse model.
-        edges: (layer, head, query, key) tuples; query and key are columns, from 0.
+        edges: (layer, head, query, key) tuples, with query and key as columns from 0; or names,
+            from key to query: ``["a3.h2:5->8"]``.
         heads: in place of `edges`: heads in which the rule holds, as in `ablate_heads`; all by
             default.
         query: columns of the queries: one, a list, a slice, or a function from a column to whether
@@ -91,7 +95,7 @@ def ablate_attention_edges(
 
 def _closed(
     adapter: Adapter,
-    edges: Sequence[tuple[int, int, int, int]] | None,
+    edges: Sequence[AttentionEdgeOrName] | None,
     heads: Sequence[HeadOrName] | None,
     query: Columns | None,
     key: Columns | None,
@@ -113,13 +117,14 @@ def _closed(
         raise ValueError("expected heads with a rule alone; listed edges name their own")
     if not len(edges):
         raise ValueError("expected at least one attention edge to ablate; got none")
-    for layer, head, at, to in edges:
-        check_head(adapter, layer, head)
+    places = [AttentionGrid.parse(edge) if isinstance(edge, str) else edge for edge in edges]
+    heads_of(adapter, [(layer, head) for layer, head, _, _ in places])
+    for edge, (_, _, at, to) in zip(edges, places, strict=True):
         inside = 0 <= at < adapter.n_ctx and 0 <= to < adapter.n_ctx
         if not inside or (adapter.causal and to > at):
             raise ValueError(
                 "expected attention edges (layer, head, query, key)"
                 + (" with the key at or before the query" if adapter.causal else "")
-                + f", in columns 0..{adapter.n_ctx - 1}; got {(layer, head, at, to)}"
+                + f", in columns 0..{adapter.n_ctx - 1}; got {edge}"
             )
-    return ClosedAttentionEdges(torch.tensor([tuple(edge) for edge in edges]))
+    return ClosedAttentionEdges(torch.tensor(places))

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
 from sparse_tl.arguments import MOST, AtLeastOne, checked
+from sparse_tl.data import Spans
 from sparse_tl.gates.closed_edges import ClosedEdges
 from sparse_tl.gates.patches import PatchValues, gate
 from sparse_tl.lens import Adapter, Hook, Order, repeated
@@ -190,11 +191,14 @@ class HookPoints(_Activations):
         axes: axes with one gate per index; the other axes share gates. Axis 0, the batch, cannot
             be gated; gates on axis 1, the position, fit prompts of one length.
         sizes: size along each of `axes`.
+        spans: the span of every token of the prompts that are run, for gates on axis 1 that are per
+            span instead of per position; see `PromptPairs.spans_of`.
     """
 
     names: tuple[str, ...]
     axes: tuple[int, ...]  # type: ignore[bad-override]
     sizes: tuple[AtLeastOne, ...]
+    spans: Spans | None = None
 
     def __post_init__(self) -> None:
         if not self.names or len(self.axes) != len(self.sizes):
@@ -204,6 +208,25 @@ class HookPoints(_Activations):
             )
         if len(self.names) * math.prod(self.sizes) > MOST:
             raise ValueError(f"expected at most {MOST:,} gates; got sizes {self.sizes}")
+        spans = self.spans
+        if spans is not None and (self.axes, self.sizes) != ((1,), (len(spans.names),)):
+            raise ValueError(
+                f"expected axis 1 alone, of size {len(spans.names)}, for gates per span; got axes "
+                f"{self.axes} and sizes {self.sizes}"
+            )
+
+    def _close(
+        self,
+        name: str,
+        gates: Float[Tensor, "stack ..."] | ClosedEdges,
+        patch: PatchValues,
+        now: Pass,
+        clean: Float[Tensor, "rows ..."],
+    ) -> Float[Tensor, "stacked ..."]:
+        if self.spans is not None and isinstance(gates, Tensor):
+            # Every prompt of every stack entry has a row of its own, as in the stacked batch.
+            gates = gates[:, self.spans.at].flatten(0, 1)
+        return super()._close(name, gates, patch, now, clean)
 
     def shape(self, adapter: Adapter) -> tuple[int, ...]:
         return len(self.names), *self.sizes

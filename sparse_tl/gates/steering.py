@@ -54,7 +54,8 @@ def steer(
     Raises:
         ValueError: the model lacks the hook point, or it has no position of its own to steer; when
             the model is run, the vector has another size than the activation, a listed position
-            lies outside the prompts, or one counts from the end in a run with a key-value cache.
+            lies outside the prompts, or one counts from the end in a run with a key-value cache;
+            when the block ends, the model was run and never called the hook point.
     """
     adapter = adapt(model)
     if name.endswith(("hook_attn_scores", "hook_pattern")):
@@ -63,6 +64,7 @@ def steer(
             "query and key: hook it by hand, or cut edges with ablate_attention_edges"
         )
     start = end = 0  # the columns of this pass
+    ran = fired = False
 
     def add(value: Float[Tensor, "batch pos *size"]) -> Tensor:
         if value.shape[2:] != vector.shape:
@@ -70,6 +72,8 @@ def steer(
                 f"expected a vector of shape {tuple(value.shape[2:])} for each position at {name}; "
                 f"got {tuple(vector.shape)}"
             )
+        nonlocal fired
+        fired = True
         change = scale * vector.to(value)
         if positions is None:
             return value + change
@@ -79,16 +83,21 @@ def steer(
         return value + chosen.view(n, *[1] * vector.ndim) * change
 
     def begin(cached: Int[Tensor, ""]) -> None:
-        nonlocal start, end
-        start, end = int(cached), 0
+        nonlocal start, end, ran
+        start, end, ran = int(cached), 0, True
 
     def note(residual: Float[Tensor, "batch pos d_model"]) -> None:
         # HookedTransformer's `hook_rot_k` has the keys of all columns, so a width is not enough.
         nonlocal end
         end = start + residual.shape[1]
 
-    hooks: list[Hook] = [(name, Order.FIRST, add)]
+    hooks: list[Hook] = [(name, Order.FIRST, add), ("cached_columns", Order.FIRST, begin)]
     if positions is not None:
-        hooks += [("cached_columns", Order.FIRST, begin), (EMBEDDED, Order.FIRST, note)]
+        hooks.append((EMBEDDED, Order.FIRST, note))
     with attached(adapter, hooks), evaluation_mode(model):
         yield
+    if ran and not fired:
+        raise ValueError(
+            f"expected a hook point that the model calls; {name} of {adapter.name!r} never fired, "
+            f"so nothing was steered. The residual stream is at hook points such as {EMBEDDED}"
+        )

@@ -29,7 +29,7 @@ from sparse_tl.lens.latent import latent_attention
 from sparse_tl.lens.layouts import Layout, layouts
 from sparse_tl.lens.lora import effective_weight
 from sparse_tl.lens.norms import Norm, bridge_norm
-from sparse_tl.lens.places import Place, Viewed, after, before, between, read_call
+from sparse_tl.lens.places import Place, Viewed, after, before, before_branch, between, read_call
 from sparse_tl.lens.plain import plain_copy, unread_parameters
 from sparse_tl.lens.points import Analysis, Slot, hook_point
 from sparse_tl.scopes import autograd
@@ -98,7 +98,12 @@ class BridgeAdapter(Adapter):
         if what == "attn.z_written":
             return self._written(int(layer))
         if what not in ("mlp_input", "mlp_normalized"):
-            return hook_point(self.model, name)
+            point = hook_point(self.model, name)
+            if what != "hook_resid_mid" or what in self.model.blocks[int(layer)]._modules:
+                return point
+            # Another name for the input of what follows, which the stream bypasses.
+            end = hook_point(self.model, f"blocks.{layer}.hook_resid_post")
+            return partial(before_branch, point, end)
         norm = self._module(int(layer), "before_mlp")
         if norm is None:
             # The norm's output would be the MLP's own input: run one function after the other.

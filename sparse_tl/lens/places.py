@@ -98,6 +98,34 @@ def between(
     return [first.register_forward_pre_hook(keep), last.register_forward_hook(replaced)]
 
 
+def before_branch(
+    point: nn.Module, end: nn.Module, function: HookFunction
+) -> list[RemovableHandle]:
+    """Attach to the residual stream where a hook point shows it to one of its branches alone.
+
+    Args:
+        point: hook point at the input of the branch.
+        end: hook point where the branch has been added to the stream; a change of the stream is
+            also added there.
+        function: function to attach; it runs before all other hooks.
+    """
+    change: Tensor | None = None
+
+    def edit(_module: nn.Module, _args: tuple[Any, ...], value: Tensor) -> Tensor | None:
+        nonlocal change
+        changed = function(value)
+        change = None if changed is None or changed is value else changed - value
+        return changed
+
+    def add(_module: nn.Module, _args: tuple[Any, ...], stream: Tensor) -> Tensor | None:
+        nonlocal change
+        added, change = change, None
+        return None if added is None else stream + added
+
+    hooks = (point, edit), (end, add)
+    return [place.register_forward_hook(hook, prepend=True) for place, hook in hooks]
+
+
 def read_input(module: nn.Module, function: HookFunction) -> list[RemovableHandle]:
     """Show the input of a module after it has returned, once all edits are made."""
 

@@ -39,6 +39,7 @@ function start(root, data) {
 
   function change(changes, keepsCard) {
     view = { ...view, ...changes };
+    status.textContent = "";  // what was said is of what was shown before
     draw(keepsCard);
   }
 

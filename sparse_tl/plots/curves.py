@@ -123,7 +123,9 @@ def effect_figure(
         if len(sizes) == 2:
             line = {"x": sizes, "y": [level] * 2, "width": RULE_WEIGHT, "dashed": True}
             add_line(figure, *place, colour=INK, **line)
-        middle = float(axis_places(sizes, log).mean()) if len(sizes) == 2 else (start + stop) / 2
+        middle = (
+            float(axis_places(sizes, start, log).mean()) if len(sizes) == 2 else (start + stop) / 2
+        )
         for number, words in enumerate(reversed(said[title])):
             size = LABEL_SIZE if len(curves[0].seeds) > 1 else PANEL_TITLE_SIZE - 1
             half = text_width(words, size) / width / 2 * (stop - start)
@@ -189,7 +191,7 @@ def _has_room(curves: Curves, log: bool, width: float, low: float, unit: float) 
     behind = np.linspace(stop - share * (stop - start), stop, 33)
     top = low + legend_height(len(curves)) / unit
     return share < 1 and all(
-        np.interp(behind, axis_places(one.sizes, log), ends).min() > top
+        np.interp(behind, axis_places(one.sizes, start, log), ends).min() > top
         for seeds in curves
         for one in seeds.curves
         for ends in (one.low if len(seeds.curves) == 1 else one.mean,)

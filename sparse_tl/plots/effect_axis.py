@@ -11,31 +11,34 @@ import numpy as np
 from sparse_tl.circuits.seeds import SeedCurves
 from sparse_tl.plots.panels import ticks
 
+_ASIDE = 0.5
+"""Least distance of the place for 0 from the first power of ten, in powers of ten."""
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def extent(curves: Sequence[SeedCurves], log: bool) -> tuple[float, float]:
-    """The ends of an axis, without margin."""
+    """The ends of an axis, without margin. A logarithmic one begins with a place for 0, if that was
+    measured, below the power of ten at or below the smallest other size."""
     measured = sorted({size for seeds in curves for curve in seeds.curves for size in curve.sizes})
-    stop = float(axis_places(measured, log)[-1])
     if not log:
-        return 0.0, max(stop, 1.0)
-    lowest = next((size for size in measured if size > 0), 1)
-    start = len(str(lowest)) - 1
-    # A size of 0 is drawn at the start, away from the others.
-    start -= measured[0] == 0 and lowest == 10**start and start > 0
-    return float(start), max(stop, start + 1.0)
+        return 0.0, max(float(measured[-1]), 1.0)
+    first = len(str(next((size for size in measured if size > 0), 1))) - 1
+    stop = max(math.log10(max(measured[-1], 1)), first + 1.0)
+    aside = min(max(_ASIDE, (stop - first) / 8), 0.9)
+    return first - aside * (measured[0] == 0), stop
 
 
-def axis_places(sizes: Sequence[float], log: bool) -> np.ndarray:
-    """Positions of sizes on an axis, in units of its range."""
-    return np.log10(np.maximum(sizes, 1)) if log else np.asarray(sizes, dtype=float)
+def axis_places(sizes: Sequence[float], start: float, log: bool) -> np.ndarray:
+    """Positions of sizes on an axis, in units of its range; 0 stands at its start."""
+    return np.log10(np.maximum(sizes, 10**start)) if log else np.asarray(sizes, dtype=float)
 
 
 def axis_ticks(start: float, stop: float, log: bool) -> dict[str, Any]:
-    """Ticks at round numbers, or at powers of ten."""
+    """Ticks at round numbers, or at 0 and powers of ten."""
     if not log:
         return ticks(start, stop, 5, whole=True)
-    powers = range(round(start), math.floor(stop + 1e-9) + 1)
-    texts = ["10" + str(power).translate(_SUPERSCRIPTS) for power in powers]
-    return {"tickvals": [10**power for power in powers], "ticktext": texts}
+    powers = range(math.ceil(start), math.floor(stop + 1e-9) + 1)
+    places = {10.0**power: "10" + str(power).translate(_SUPERSCRIPTS) for power in powers}
+    if start < powers[0]:
+        places = {10.0**start: "0", **places}
+    return {"tickvals": list(places), "ticktext": list(places.values())}

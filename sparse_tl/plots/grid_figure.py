@@ -4,7 +4,7 @@ In a notebook, a figure consists of plotly data, which JupyterLab draws interact
 image for use without plotly: in nbconvert's HTML, which drops plotly data, and on servers without
 plotly's extension. Neither includes plotly's script (4 MB per cell) nor loads it. A style that is
 displayed with the figure turns both in dark notebooks. Colab has no plotly of its own: there, the
-figure loads plotly's script.
+figure loads plotly's script. Saved pages have the drawing and tooltips (`grid_page`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import plotly.graph_objects as go
 import plotly.io as pio
 
+from sparse_tl.plots.grid_page import page_html
 from sparse_tl.plots.palette import CLEAR, dark_colour
 from sparse_tl.plots.rendering import AUTO, Figure, Theme, notebook_style
 from sparse_tl.plots.static_drawing import draw_svg
@@ -36,7 +37,8 @@ _UNSEEN = {"opacity": 0, "showlegend": False, "hoverinfo": "skip", "mode": "mark
 class GridFigure(Figure):
     """A figure of panels; `plotly` returns it as a plotly figure that can be modified.
 
-    `save` also supports ``.json``, which holds plotly data.
+    `save` also supports ``.json``, which holds plotly data. A page with plotly's own script is what
+    ``figure.plotly.write_html(path)`` writes.
     """
 
     page_margin = 0
@@ -58,7 +60,7 @@ class GridFigure(Figure):
 
     @property
     def light_html(self) -> str:
-        return _to_html(self._drawn, include_plotlyjs=True)
+        return page_html(self._drawn, self.light_svg)
 
     def file_kinds(self, scale: float, theme: Theme) -> dict[str, Callable[[], str | bytes]]:
         kinds = super().file_kinds(scale, theme)
@@ -76,7 +78,7 @@ class GridFigure(Figure):
         from IPython.display import HTML, display
 
         if "colab" in _renderers():
-            display(HTML(self._turnable(_to_html(self.plotly, include_plotlyjs="cdn"))))
+            display(HTML(self._turnable(_colab_html(self.plotly))))
             return
         if not _renderers() & _NOTEBOOKS:
             self.plotly.show()
@@ -106,11 +108,11 @@ class GridFigure(Figure):
         return f"{type(self).__name__}({self.title!r})"
 
 
-def _to_html(drawn: go.Figure, *, include_plotlyjs: bool | str) -> str:
+def _colab_html(drawn: go.Figure) -> str:
     digest = hashlib.sha256(str(drawn.to_json()).encode()).hexdigest()[:12]
     return drawn.to_html(
         full_html=False,
-        include_plotlyjs=include_plotlyjs,
+        include_plotlyjs="cdn",
         div_id=f"figure-{digest}",  # deterministic, so that files are reproducible
         config=_CONFIG,
     )

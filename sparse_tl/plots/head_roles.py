@@ -165,14 +165,12 @@ def _add_missing(figure: go.Figure, row: int, column: int) -> None:
 def head_roles_figure(roles: HeadRoles) -> GridFigure:
     """Mean head scores over seeds, in 0..1, one panel per role: layers upwards, heads across.
 
-    Panel titles state the cost of removing all heads of the role from the model, in nats per
-    target token, as a note says; tooltips state the cost of removing one head.
+    A note states the cost of removing all heads of a role from the model, in nats per target token;
+    tooltips state the cost of removing one head.
     """
     costs = roles.classes()["removed"]
     scores = dict(zip(ROLES, roles.mean_scores().tolist(), strict=True))
-    figure, places = head_panels(
-        [f"{role.capitalize()}, {costs[role]:+.2f} nats" for role in ROLES], *roles.removed.shape
-    )
+    figure, places = head_panels([role.capitalize() for role in ROLES], *roles.removed.shape)
     for place, (role, rows) in zip(places, scores.items(), strict=True):
         said = [
             [
@@ -189,7 +187,8 @@ def head_roles_figure(roles: HeadRoles) -> GridFigure:
         ]
         colours = [(0, EMPTY_CELL), (1, ROLE_COLOURS[role])]
         add_cells(figure, place, rows, said, colours, (0, 1), f"{role.capitalize()} score")
-    add_notes(figure, ["Nats in titles: increase of the loss without the heads of the role."])
+    each = ", ".join(f"{role} {costs[role]:+.2f}" for role in ROLES)
+    add_notes(figure, [f"Increase of the loss without all heads of a role, in nats: {each}."])
     return GridFigure(figure, "Roles of heads")
 
 

@@ -43,10 +43,9 @@ _SHARE: tuple[tuple[float, Colour], ...] = (
 
 @dataclass(frozen=True)
 class _Cells:
-    """What one panel shows: what its title says besides the name, what its colours measure, and
-    the cells; NaN for those that do not exist."""
+    """What one panel shows: what its colours measure, and the cells; NaN for those that do not
+    exist."""
 
-    said: str
     measured: str
     rows: Sequence[str]
     columns: Sequence[str]
@@ -114,7 +113,7 @@ def _empty(drawn: Mapping[str, _Cells], first: _Cells, cell: float) -> tuple[Any
     n_rows, n_columns = len(first.rows), len(first.columns)
     cell = max(_LEAST_CELL, min(cell, _room(drawn) / n_columns))
     figure: Any = panel_figure(
-        [[", ".join(filter(None, (title, cells.said))) for title, cells in drawn.items()]],
+        [list(drawn)],
         x="",
         y="Layer",
         width=max(cell * n_columns, _LEAST_PLOT),
@@ -122,12 +121,10 @@ def _empty(drawn: Mapping[str, _Cells], first: _Cells, cell: float) -> tuple[Any
         gap=_GAP,
     )
     cell = max(cell, _LEAST_PLOT / n_columns)
-    every = math.ceil(n_rows / 24)
-    shown = list(range(0, n_rows, every))
     figure.update_yaxes(
         range=(-0.5, n_rows - 0.5),
-        tickvals=shown,
-        ticktext=[first.rows[place] for place in shown],
+        tickvals=list(range(n_rows)),
+        ticktext=first.rows,
         showgrid=False,
     )
     figure.update_xaxes(range=(-0.5, n_columns - 0.5), tickvals=[], ticktext=[], ticks="")
@@ -150,7 +147,7 @@ def _label_columns(figure: Any, drawn: Mapping[str, _Cells], cell: float) -> flo
     texts = [
         (column, place, -0.5, row[place])
         for column, row in labels.items()
-        for place in range(0, len(row), every)
+        for place in range(len(row) - 1, -1, -every)  # the last column has a label
     ]
     below = {"yanchor": "top", "yshift": -6, "textangle": -90 if turned else 0}
     _add_texts(figure, texts, font={"size": TICK_SIZE, "color": MUTED}, **below)
@@ -189,9 +186,8 @@ def _(result: ActivationPatching) -> _Cells:
     effect = result.effect.tolist()
     n_layers = len(effect)
     most = _largest(effect)
-    where = "head" if result.by_head else "position"
+    by_position = result.place == "position"
     return _Cells(
-        "",
         f"Effect of {result.at}",
         [str(layer) for layer in range(n_layers)],
         [f"h{text}" if result.by_head else text for text in result.columns],
@@ -199,8 +195,9 @@ def _(result: ActivationPatching) -> _Cells:
         [
             [
                 (
-                    f"{result.at} of layer {layer}, {where} {place}",
-                    "" if result.by_head else text,
+                    f"{result.at} of layer {layer}, {result.place} "
+                    f"{place if by_position else text}",
+                    *([text] if by_position else []),
                     f"effect {value:+.3f}",
                 )
                 for place, (text, value) in enumerate(zip(result.columns, row, strict=True))
@@ -216,7 +213,6 @@ def _(result: ActivationPatching) -> _Cells:
 def _(result: LogitLens) -> _Cells:
     probability, likeliest = result.probability.tolist(), result.top_probability.tolist()
     return _Cells(
-        "",
         f"Probability of {visible_text(result.answer)}",
         result.rows,
         list(result.tokens),
@@ -252,8 +248,7 @@ def _(result: LogitAttribution) -> _Cells:
     most = _largest(values)
     said = {"b": "bias", "m": "MLP"}
     return _Cells(
-        f"{result.total.mean():+.3g} logits",
-        "Logits",
+        f"Logits; sum {result.total.mean():+.3g}",
         ["input", *map(str, range(n_layers)), "bias"],
         [said.get(kind, kind) for kind in kinds],
         values,

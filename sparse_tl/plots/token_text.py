@@ -11,8 +11,9 @@ from itertools import accumulate, takewhile
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 SMALLEST_SIZE = 11.0
 """Smallest font size that is easy to read, in pixels."""
-# In every common font, unlike the open box.
 SPACE = "\N{MIDDLE DOT}"
+# Beside a full stop or a comma, or alone, a dot would look like one of them.
+SPACE_IN_PUNCTUATION = "\N{OPEN BOX}"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 _WHITESPACE = {
@@ -23,7 +24,7 @@ _WHITESPACE = {
 # this table fits everywhere.
 _NARROW, _AVERAGE, _CAPITAL, _WIDE = 0.42, 0.64, 0.76, 1.0
 _NARROW_CHARACTERS = frozenset("ijlrtfI.,:;'|!()[]` /\\")
-_WIDE_CHARACTERS = frozenset("mwMWQO@%+=<>~^#" + ELLIPSIS)
+_WIDE_CHARACTERS = frozenset("mwMWQO@%+=<>~^#" + ELLIPSIS + SPACE_IN_PUNCTUATION)
 # Format characters are invisible, and some reorder the text around them, so that a label would
 # misrepresent the token.
 _UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
@@ -33,16 +34,18 @@ _LONGEST_TEXT = 200
 def visible_text(token: str) -> str:
     """The token as written in a figure, with every character visible and valid in XML.
 
-    Spaces at the ends become middle dots, line feeds and tabs become arrows, other control
-    characters their Unicode pictures. Characters that are invisible, invalid in XML, or change the
-    direction of the text become the replacement character.
+    Spaces at the ends become middle dots, or open boxes in a token without letters and digits. Line
+    feeds and tabs become arrows, other control characters their Unicode pictures. Characters that
+    are invisible, invalid in XML, or change the direction of the text become the replacement
+    character.
     """
+    space = SPACE if any(map(str.isalnum, token)) else SPACE_IN_PUNCTUATION
     inner = token.strip(" ")
     if not inner:
-        return SPACE * len(token)
+        return space * len(token)
     leading = len(token) - len(token.lstrip(" "))
     trailing = len(token) - len(token.rstrip(" "))
-    return SPACE * leading + "".join(map(_visible_character, inner)) + SPACE * trailing
+    return space * leading + "".join(map(_visible_character, inner)) + space * trailing
 
 
 def _visible_character(character: str) -> str:

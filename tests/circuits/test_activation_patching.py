@@ -89,6 +89,59 @@ def test_every_place_equals_plain_hooks(model: Model, at: str, into: str) -> Non
     assert found.effect.abs().max() > 0.01
 
 
+def several_lengths() -> PromptPairs:
+    """Random pairs read at columns of their own, whose spans lie elsewhere in every prompt."""
+    pairs = random_pairs()
+    assert len(pairs.by_length()) > 2
+    spans = [{"S": [row % 2], "END": -1} for row in range(len(pairs))]
+    return pairs.with_spans(spans)
+
+
+@pytest.mark.parametrize("at", ["resid_pre", "attn_out", "mlp_out"])
+@pytest.mark.parametrize("into", ["clean", "corrupted"])
+def test_spans_align_prompts_of_several_lengths(build_tiny: Build, at: str, into: str) -> None:
+    model, pairs = build_tiny(dtype="float64"), several_lengths()
+    found = patch_activations(
+        model, pairs, logit_difference, at, into=into, positions="spans", rows=7, progress=False
+    )
+    assert list(found.columns) == ["S", "END", "rest"]
+    run, other = pairs.corrupted, pairs.clean
+    if into == "clean":
+        run, other = other, run
+    expected = torch.empty_like(found.values)
+    for row, end in enumerate(pairs.positions.tolist()):
+        columns = {"S": [row % 2], "END": [end]}
+        columns["rest"] = [c for c in range(end) if c != row % 2]
+        alone = pairs.select(slice(row, row + 1))
+        _, cache = model.run_with_cache(other[row : row + 1])
+        for layer in range(2):
+            name = f"blocks.{layer}.{NAMES[at]}"
+            for place, span in enumerate(columns.values()):
+                hooks = [(name, partial(exchange, at, c, cache[name])) for c in span]
+                logits = model.run_with_hooks(run[row : row + 1], fwd_hooks=hooks)
+                expected[layer, place, row] = logit_difference(alone.read(logits), alone)
+    torch.testing.assert_close(found.values, expected, rtol=1e-9, atol=1e-9)
+    assert list(found.to_pandas()) == ["layer", "span", "metric", "effect"]
+    assert found.to_pandas()["span"].tolist() == ["S", "END", "rest"] * 2
+
+
+def test_spans_before_the_first_difference_have_no_effect(build_tiny: Build) -> None:
+    pairs = same_length().with_spans({"A": [0, 1], "B": [2, 3]})
+    found = patch_activations(
+        build_tiny(), pairs, logit_difference, positions="spans", progress=False
+    )
+    effect = dict(zip(found.columns, found.effect.abs().amax(dim=0).tolist(), strict=True))
+    assert effect["A"] == 0 and effect["B"] > 0 and effect["rest"] > 0
+
+
+@pytest.mark.parametrize("at", ["z", "pattern"])
+def test_heads_need_no_prompts_of_one_length(build_tiny: Build, at: str) -> None:
+    model, pairs = build_tiny(dtype="float64"), several_lengths()
+    found = patch_activations(model, pairs, logit_difference, at, batch_size=2, progress=False)
+    expected = slow(model, pairs, at, "corrupted", (2, 2))
+    torch.testing.assert_close(found.values, expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize(
     ("at", "function"),
     [
@@ -162,7 +215,9 @@ def test_what_cannot_be_patched_is_refused(build_tiny: Build) -> None:
     for change, some, message in (
         ({"at": "resid"}, pairs, "'resid_pre' or .* for at; got 'resid'"),
         ({"into": "wrong"}, pairs, "or 'corrupted' for into; got 'wrong'"),
-        ({}, mixed, r"lengths of \[4, 6\] tokens.*positions == 3"),
+        ({}, mixed, r'lengths of \[4, 6\] tokens.*positions="spans": pairs.with_spans'),
+        ({"positions": "spans"}, pairs, r"expected pairs with spans"),
+        ({"positions": "spans", "at": "z"}, mixed, "'z' patches a head at all positions"),
     ):
         with pytest.raises(ValueError, match=message):
             patch_activations(model, some, logit_difference, **change)

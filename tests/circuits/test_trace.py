@@ -82,10 +82,21 @@ def test_predicted_columns(model, build_tiny):
 
 
 def test_positions_inside_a_prompt_are_read_one_to_the_left(model):
-    graph = trace_attention(model, "36+28=00064", positions=[7, -1])
+    graph = trace_attention(model, "36+28=00064", positions=[7, -2])
     assert graph.targets == ((7, 6), (10, 9))
     # The model reads up to column 9 only; what stands in column 10 is not known to it.
     assert graph.input_tokens == tuple("36+28=0006?")
+
+
+def test_the_last_position_is_the_one_that_is_predicted_by_default(model):
+    """Position -1 is the token with which the model continues the prompt."""
+    for prompt in ("36+28=", "36+28=?????", "36+28=??"):
+        last = trace_attention(model, prompt, positions=[-1])
+        assert last.targets == trace_attention(model, prompt).targets[-1:]
+        before = trace_attention(model, prompt, positions=[-2])
+        assert before.targets[0][0] == last.targets[0][0] - 1
+    with pytest.raises(ValueError, match=r"positions in 1\.\.6, .*; got -7"):
+        trace_attention(model, "36+28=", positions=[-7])
 
 
 def test_attention_is_the_gated_pattern(model):

@@ -197,8 +197,10 @@ def test_cut_edges_are_zero_in_the_pattern_and_nothing_else_is(
 
     points = [(f"blocks.{layer}.attn.hook_pattern", by_hand) for layer in (0, 1)]
     expected = model.run_with_hooks(tokens, fwd_hooks=points)
-    with ablate_attention_edges(model, EDGES):
-        assert torch.equal(model(tokens), expected)
+    named = ["a0.h1:2->4", "a0.h0:1->5", "a0.h1:3->5", "a1.h0:5->5"]
+    for edges in (EDGES, named):
+        with ablate_attention_edges(model, edges):
+            assert torch.equal(model(tokens), expected)
     assert torch.equal(model(tokens), plain)
     # What comes before the first cut edge is read is as it was.
     assert torch.equal(expected[:, :4], plain[:, :4])
@@ -211,10 +213,13 @@ def test_cut_edges_are_zero_in_the_pattern_and_nothing_else_is(
         ([(2, 0, 1, 0)], "2 layers of 2 heads"),
         ([(0, 0, 1, 2)], "key at or before the query"),
         ([(0, 0, 16, 2)], "columns 0..15"),
+        (["a2.h0:0->1"], "2 layers of 2 heads"),
+        (["a0.h0:2->1"], "at or before the query.*; got a0.h0:2->1"),
+        (["a0.h0->m1"], "from key to query such as"),
     ],
 )
 def test_edges_that_the_model_lacks_are_refused(
-    build_tiny: Build, edges: list[tuple[int, int, int, int]], said: str
+    build_tiny: Build, edges: list[Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said), ablate_attention_edges(build_tiny(), edges):
         pass

@@ -434,7 +434,10 @@ def test_no_edge_goes_through_a_node(make_random_flow, n_layers, n_columns):
         ("6", "6"),
         (" the", "·the"),
         ("a b ", "a b·"),
-        ("  ", "··"),
+        ("  ", "␣␣"),
+        (" .", "␣."),
+        (", ", ",␣"),
+        ("·", "·"),
         ("", ""),
         ("\n", "↵"),
         ("a\tb", "a⇥b"),
@@ -606,9 +609,9 @@ def test_png_has_text_without_system_fonts(sparse_flow, monkeypatch):
     drawn = {
         bytes(svg_to_png(letters.format(f'<text y="30" font-size="30" {style}>{text}</text>')))
         for style in ("", 'font-weight="bold"')
-        for text in ("a", "↵", "·", "\ufffd")
+        for text in ("a", "↵", "·", ".", ",", "␣", "\ufffd")
     }
-    assert len(drawn) == 8
+    assert len(drawn) == 14
 
 
 def test_save_refuses_other_suffixes(two_panels, tmp_path):

@@ -255,8 +255,11 @@ def test_supernodes_by_hand_and_by_layers(page, tmp_path, make_random_circuit):
     assert set(names) <= set(page.evaluate(NAMES))
     page.locator("select[name=groups]").select_option("2")
     assert set(page.evaluate(NAMES)) == {"input", "Layers 0–1", "Layers 2–3", "logits"}
+    status = page.locator(".status")
+    assert status.text_content() == "2 supernodes"
     page.locator("select[name=groups]").select_option("readers")
     page.locator("select[name=groups]").select_option("")
+    assert status.text_content() == ""
     assert set(names) <= set(page.evaluate(NAMES))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -125,3 +128,23 @@ def test_what_cannot_be_drawn_is_refused() -> None:
         head_map({"Model": SCORES}, marked=GPT2_IOI_HEADS)
     with pytest.raises(ValueError, match="at most 7 names"):
         head_map({"Model": SCORES}, marked={str(name): [] for name in range(8)})
+
+
+def test_a_page_is_small_and_tells_each_head(page: Any, tmp_path: Path) -> None:
+    values = torch.arange(270.0).view(30, 9) - 100
+    scores = [Scores(HeadGrid(30, 9), values, "eap") for _ in range(2)]
+    figure = head_map(dict(zip(("Dense", "Sparse"), scores, strict=True)), unit="logits")
+    saved = figure.save(tmp_path / "heads.html")
+    assert saved.stat().st_size < 250_000
+    page.goto(saved.as_uri())
+    box, layout = page.locator("svg").bounding_box(), figure.plotly.layout
+    room = layout.width - layout.margin.l - layout.margin.r
+    first, last = layout.xaxis2.domain
+    tall = layout.height - layout.margin.t - layout.margin.b
+    bottom, top = layout.yaxis2.domain
+    for layer, head in ((0, 0), (3, 7), (29, 0)):
+        across = layout.margin.l + room * (first + (last - first) * (head + 0.5) / 9)
+        down = layout.margin.t + tall * (1 - bottom - (top - bottom) * (layer + 0.5) / 30)
+        page.mouse.move(box["x"] + across, box["y"] + down)
+        said = page.locator(".tip").text_content()
+        assert said == f"a{layer}.h{head}\n{9 * layer + head - 100:+.3g} logits"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import plotly.graph_objects as go
@@ -123,11 +124,15 @@ def test_a_heat_map_is_drawn_in_its_colours(roles: HeadRoles) -> None:
     assert "Facilitation score" in [text.text for text in figure.plotly.layout.annotations]
 
 
-def test_a_note_says_what_the_numbers_in_the_titles_are(roles: HeadRoles) -> None:
-    texts = [text.text for text in head_roles_figure(roles).plotly.layout.annotations]
-    assert any(text.endswith(" nats") for text in texts)
-    (note,) = [text for text in texts if text.startswith("Nats in titles")]
-    assert note.endswith("increase of the loss without the heads of the role.")
+def test_a_note_says_what_all_heads_of_a_role_cost(roles: HeadRoles) -> None:
+    """Beside 9 heads there is no room for it in the titles."""
+    costly = replace(roles, removed_together=roles.removed_together + 12.345)
+    texts = [text.text for text in head_roles_figure(costly).plotly.layout.annotations]
+    assert texts[:3] == ["Facilitation", "Irrelevance", "Interference"]
+    assert " ".join(texts).endswith(
+        "Increase of the loss without all heads of a role, in nats: facilitation +12.35, "
+        "irrelevance +12.35, interference +12.35."
+    )
 
 
 def test_colour_bars_are_turned_dark(roles: HeadRoles) -> None:

@@ -69,6 +69,18 @@ def test_components_that_do_not_exist_have_no_cell() -> None:
     assert cells.text[2][0] == "<b>bias</b><br>+3 logits"
 
 
+def test_every_row_and_the_last_column_have_a_label() -> None:
+    """Also where there are many, and where columns are too narrow for all of theirs."""
+    deep = [f"a{layer}.h{head}" for layer in range(30) for head in range(40)]
+    names = ("input", *deep, *(f"a{layer}.b" for layer in range(30)), "bias")
+    result = LogitAttribution(names, torch.ones(len(names), 1).double(), 40)
+    layout = layer_map({"One": result, "Other": result}).plotly.layout
+    assert layout.yaxis.ticktext == ("input", *map(str, range(30)), "bias")
+    columns = [text for text in layout.annotations if text.textangle == -90 and text.yshift]
+    assert {text.x: text.text for text in columns}[40] == "bias" and len(columns) < 2 * 41
+    assert [text.text for text in layout.annotations][:2] == ["One", "Other"]
+
+
 @pytest.mark.parametrize(("n_layers", "n_columns"), [(1, 1), (12, 15), (30, 60)])
 def test_every_size_fits(n_layers: int, n_columns: int) -> None:
     for result in (patching(n_layers, n_columns), lens(("word",) * n_columns)):
