@@ -27,6 +27,7 @@ from sparse_tl.circuits import (
     Overlap,
     Pruning,
     Roc,
+    ScoreCheck,
     Scores,
     SeedCurves,
     SeedMultipliers,
@@ -82,6 +83,9 @@ RESULTS: dict[str, Any] = {
     "head behaviour": HeadBehaviour({"sink": torch.rand(2, 2), "copying": torch.rand(2, 2)}, ""),
     "logit attribution": LogitAttribution(
         ("input", "a0.h0", "a0.h1", "a0.b", "m0", "bias"), torch.rand(6, 2), 2
+    ),
+    "checked scores": ScoreCheck(
+        "eap", "heads", 2, ("a0.h0", "a1.h0"), ("strongest", "random"), PAIR[:2], PAIR[:2]
     ),
     "acdc on edges": Acdc(SCORES.top(5), 6, RUN, None, HISTORY, 0.1, 0.5, 2, 1.5),
     "acdc on heads": Acdc(HEADS.top(2), 2, RUN, RUN, HISTORY, 0.1, 0.5, 2, 1.5),

@@ -84,9 +84,7 @@ def test_agreement_by_hand(tmp_path: Path) -> None:
 def test_exact_effects_rank_heads(model: Model, pairs: PromptPairs) -> None:
     """Scores of any origin are cut and evaluated like those of attribution."""
     heads = adapt(model).graph.heads
-    exact = patch_exactly(
-        model, pairs, logit_difference, heads.names(heads.places), progress=False
-    )
+    exact = patch_exactly(model, pairs, logit_difference, heads.names(heads.places), progress=False)
     scores = Scores.of(heads, exact, "exact")
     order = sorted(exact.index, key=lambda name: -abs(exact[name]))
     assert scores.to_pandas()["head"].tolist() == order
