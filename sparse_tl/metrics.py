@@ -19,6 +19,14 @@ _ADVICE = "there is no effect to explain. Check that the model does the task, an
 
 Metric = Callable[[Float[Tensor, "pair vocab"], PromptPairs], Float[Tensor, " pair"]]
 
+UNITS = {
+    "log_probability": "nats",
+    "logit_difference": "logits",
+    "margin": "logits",
+    "answer_logit": "logits",
+}
+"""Units of metrics, by name; those of others are not known."""
+
 
 @checked
 def logit_difference(
@@ -26,6 +34,15 @@ def logit_difference(
 ) -> Float[Tensor, " pair"]:
     """Mean logit of the answers minus mean logit of the wrong answers, in logits."""
     return _mean(logits, pairs.answers) - _mean(logits, pairs.wrong)
+
+
+@checked
+def answer_logit(logits: Float[Tensor, "pair vocab"], pairs: PromptPairs) -> Float[Tensor, " pair"]:
+    """Mean logit of the answers, in logits.
+
+    A change that all logits share changes it, and no prediction.
+    """
+    return _mean(logits, pairs.answers)
 
 
 @checked
@@ -87,6 +104,11 @@ def divergence(
     """``KL(reference || logits)`` of the next-token distributions, in nats."""
     expected, found = reference.log_softmax(dim=-1), logits.log_softmax(dim=-1)
     return (expected.exp() * (expected - found)).sum(dim=-1)
+
+
+def metric_name(metric: Metric) -> str:
+    """The name of a metric function, for figures and saved results."""
+    return getattr(metric, "__name__", type(metric).__name__)
 
 
 def measure(

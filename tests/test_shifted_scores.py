@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -159,7 +160,8 @@ def _functions() -> Iterator[tuple[str, Any]]:
             if name.startswith("_") or not getattr(value, "__module__", "").startswith("sparse_tl"):
                 continue
             if inspect.isclass(value) and not issubclass(value, stl.results.Result):
-                for method, run in vars(value).items():
+                own = [kind for kind in value.__mro__ if kind.__module__.startswith("sparse_tl")]
+                for method, run in chain.from_iterable(vars(kind).items() for kind in own):
                     if inspect.isfunction(run):
                         yield f"{room}.{name}.{method}", run
             elif inspect.isfunction(value):

@@ -70,7 +70,7 @@ def explored(model: Any) -> Tensor:
     (title,) = shown.titles
     shown.toggle_head(title, 1, 2)
     effects = shown.head_effects(title)
-    return torch.cat([shown.graph(title).attention.flatten(), effects.logits.flatten()])
+    return torch.cat([shown.graph(title).attention.flatten(), effects.effects.flatten()])
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from torch import Tensor
 from sparse_tl import ranks
 from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.circuits.pair_runs import PairRuns
-from sparse_tl.circuits.trace import token_texts
+from sparse_tl.circuits.prompt import token_texts
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import HookPoints
 from sparse_tl.lens import Adapter, HookedModel, adapt, check_gates, in_evaluation_mode

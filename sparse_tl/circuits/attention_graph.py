@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sparse_tl.metrics import UNITS
 from sparse_tl.results import Result
 
 if TYPE_CHECKING:
@@ -36,16 +37,20 @@ class AttentionGraph(Result):
         targets: columns of predicted tokens, each with the column where it is read (one to the
             left for an autoregressive model, the same for a mask token).
         attribution: first-order estimate of `effect` for each target,
-            ``-attention * d logit(predicted) / d attention``, in logits; ``None`` if not
-            computed. Its sign can be wrong where the model is not linear.
-        effect: for each target, the exact change of the predicted token's logit when one edge is
-            removed; negative: the edge helps. ``None`` if not computed.
+            ``-attention * d metric / d attention``; ``None`` if not computed. Its sign can be wrong
+            where the model is not linear.
+        effect: for each target, the exact change of the metric when one edge is removed; negative:
+            the edge helps. ``None`` if not computed.
         carried: share of the query's residual stream that each edge writes, 0 to 1; see
             `circuits.carried`. ``None`` if not traced.
         causal: whether attention is causal.
         mlps: which MLP outputs are open; ``None`` if MLPs have no gates.
         possible: pairs that the model's masks allow among the columns that it reads; ``None`` if
             these are all causal pairs, or all pairs if attention is bidirectional.
+        metric: name of the metric that effects change; of graphs saved by earlier versions, the
+            logit of the predicted token.
+        answers: text of the answer at each target.
+        wrong: text of the wrong answer, for metrics that compare the two.
     """
 
     made_by: ClassVar[str] = "trace_attention(...)"
@@ -61,6 +66,9 @@ class AttentionGraph(Result):
     causal: bool = True
     mlps: Bool[Tensor, "layer column"] | None = None
     possible: Bool[Tensor, "layer head query key"] | None = None
+    metric: str = "answer_logit"
+    answers: tuple[str, ...] = ()
+    wrong: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         pos = self.attention.shape[-1]
@@ -70,11 +78,21 @@ class AttentionGraph(Result):
                 raise ValueError(
                     f"expected {pos} {name}, one per column of `attention`; got {length}"
                 )
+        for name, texts in (("answers", self.answers), ("wrong", self.wrong)):
+            if texts and len(texts) != len(self.targets):
+                raise ValueError(
+                    f"expected {len(self.targets)} {name}, one per target; got {len(texts)}"
+                )
         for column, read_at in self.targets:
             if not (0 <= column < pos and 0 <= read_at < pos):
                 raise ValueError(
                     f"expected target columns in 0..{pos - 1}; got ({column}, read at {read_at})"
                 )
+
+    @property
+    def unit(self) -> str:
+        """The unit of effects; empty if it is not known."""
+        return UNITS.get(self.metric, "")
 
     @property
     def n_layers(self) -> int:
@@ -127,9 +145,9 @@ class AttentionGraph(Result):
 
         Args:
             kind: "attention": gate times attention; "carried": share of the query's residual stream
-                that the edge writes; "effect": exact change of the predicted token's logit when the
-                edge is removed; "first-order": its first-order estimate. Both effects are in
-                logits, and negative if the edge helps.
+                that the edge writes; "effect": exact change of the metric when the edge is removed;
+                "first-order": its first-order estimate. Both effects are in the metric's unit, and
+                negative if the edge helps.
             target: index into `targets`, for effects.
 
         Raises:
@@ -171,7 +189,10 @@ class AttentionGraph(Result):
         mlps = ""
         if self.mlps is not None:
             mlps = f", {int(self.mlps.sum()):,} of {self.mlps.numel():,} MLP outputs"
+        effects = ""
+        if self.effect is not None or self.attribution is not None:
+            effects = f"; effects on {self.metric}" + (f", in {self.unit}" if self.unit else "")
         return (
             f"AttentionGraph({' '.join(self.input_tokens)!r}: {int(self.gates.sum()):,} of "
-            f"{int(self.n_possible.sum()):,} attention edges{mlps} open)"
+            f"{int(self.n_possible.sum()):,} attention edges{mlps} open{effects})"
         )

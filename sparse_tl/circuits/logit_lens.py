@@ -19,10 +19,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.arguments import checked
-from sparse_tl.circuits.trace import Prompt, output_text, prompt_tokens, token_texts
+from sparse_tl.circuits.prompt import (
+    Prompt,
+    Token,
+    output_number,
+    output_text,
+    prompt_tokens,
+    token_texts,
+)
 from sparse_tl.data.known_text import check_known
-from sparse_tl.data.prompts import Encoder, continued, single_token
-from sparse_tl.lens import Adapter, HookedModel, adapt, check_numbers, in_evaluation_mode, record
+from sparse_tl.data.prompts import Encoder, continued
+from sparse_tl.lens import HookedModel, adapt, check_numbers, in_evaluation_mode, record
 from sparse_tl.results import Result
 from sparse_tl.scopes import autograd
 
@@ -87,7 +94,7 @@ class LogitLens(Result):
 @checked
 @in_evaluation_mode
 @autograd(False)
-def logit_lens(model: HookedModel, prompt: Prompt, *, answer: str | int | None = None) -> LogitLens:
+def logit_lens(model: HookedModel, prompt: Prompt, *, answer: Token | None = None) -> LogitLens:
     """The most likely token at each layer and position, and the probability of an answer.
 
     Args:
@@ -102,14 +109,14 @@ def logit_lens(model: HookedModel, prompt: Prompt, *, answer: str | int | None =
             that begins in the prompt.
     """
     adapter, tokens = adapt(model), prompt_tokens(model, prompt)
-    if isinstance(answer, str):
+    if isinstance(answer, str) and isinstance(prompt, str):
         tokens, answer = _read_answer(model, prompt, tokens, answer)
     names = adapter.layer_points("hook_resid_pre")
     kept, final = record(adapter, tokens[None].to(adapter.device), names)
     streams = [*(kept[name] for name in names), final]
     own = adapter.logits(final)[0, -1]
     check_numbers(adapter, own)
-    tracked = int(own.argmax()) if answer is None else _checked(adapter, answer)
+    tracked = int(own.argmax()) if answer is None else output_number(model, answer)
     probability, best, likeliest = [], [], []
     starts = [tokens[: place + 1] for place in range(len(tokens))]
     for stream in streams:  # one at a time: there may be 250,000 tokens in the vocabulary
@@ -128,25 +135,11 @@ def logit_lens(model: HookedModel, prompt: Prompt, *, answer: str | int | None =
 
 
 def _read_answer(
-    model: HookedModel, prompt: Prompt, tokens: Int[Tensor, " pos"], answer: str
+    model: HookedModel, prompt: str, tokens: Int[Tensor, " pos"], answer: str
 ) -> tuple[Int[Tensor, " read"], int]:
     """The tokens of a prompt, and the token by which a text continues it."""
-    tokenizer = model.tokenizer
-    if tokenizer is None:
-        raise ValueError(
-            f"expected the number of the answer, since the model has no tokenizer; got {answer!r}"
-        )
-    encode = Encoder(tokenizer)
-    check_known(tokenizer, answer)
-    if not isinstance(prompt, str):
-        return tokens, single_token(encode, answer)
+    encode = Encoder(model.tokenizer)
+    check_known(model.tokenizer, answer)
     before, token = continued(encode, prompt, answer)
     start = tokens[: len(tokens) - len(encode(prompt))]
     return torch.cat([start, tokens.new_tensor(before)]), token
-
-
-def _checked(adapter: Adapter, answer: int) -> int:
-    """The number of an output that is asked for."""
-    if not 0 <= answer < adapter.d_vocab_out:
-        raise ValueError(f"expected an answer in 0..{adapter.d_vocab_out - 1}; got {answer}")
-    return answer

@@ -1,15 +1,16 @@
 """Exact effects of parts on a prediction: run the model once without each of its parts.
 
-    effect[target, part] = logit(without the part) - logit(with it)
+    effect[target, part] = m(without the part) - m(with it)
 
-for the token that the full model predicts; below 0 the part helps.
+for a metric m of the predictions, such as the log-probability of the token that the full model
+predicts; below 0 the part helps.
 
-1. Run the prompt unchanged to get the prediction at each target.
+1. Run the prompt unchanged.
 2. Repeat the prompt, one row per part. Each row runs with only its own part's gate at 0: a head
    writes 0 at ``hook_z``, an attention edge's pattern is 0. A pass holds as many rows as memory
    allows, plus one unmodified row that checks whether rows run as single prompts do.
-3. Read the predicted tokens' logits and probabilities in each row, minus those of the last row,
-   and the token that the row predicts.
+3. Read the metric and the answers' probabilities in each row, minus those of the last row, and the
+   token that the row predicts.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sparse_tl.data import PromptPairs
 from sparse_tl.gates import AttentionEdges, ClosedAttentionEdges, GatedRun, Heads, Site
 from sparse_tl.lens import Adapter, HookedModel, adapt
+from sparse_tl.metrics import Metric, log_probability, measure
 from sparse_tl.scopes import autograd
 
 Head = tuple[int, int]
@@ -37,17 +40,17 @@ MOST_NUMBERS = 2**24
 
 @dataclass(frozen=True, eq=False)
 class RemovalEffects:
-    """Changes of the predicted tokens when one part is removed.
+    """Changes of predictions when one part is removed.
 
     Args:
-        tokens: predicted token of each target, with no part removed.
-        logits: change of that token's logit per part; negative: the part helps.
-        probabilities: change of that token's probability per part.
+        tokens: answer of each target.
+        effects: change of the metric per part; negative: the part helps.
+        probabilities: change of the answer's probability per part.
         predictions: the token that is predicted without the part.
     """
 
     tokens: Int[Tensor, " target"]
-    logits: Float[Tensor, "target part"]
+    effects: Float[Tensor, "target part"]
     probabilities: Float[Tensor, "target part"]
     predictions: Int[Tensor, "target part"]
 
@@ -60,17 +63,16 @@ class LeaveOneOut:
 
     Args:
         model: dense or sparse model; hooks already on it stay active.
-        tokens: tokens of the prompt.
-        read_at: columns at which predictions are read, one per target.
+        pairs: the prompt with its answers, once for every target.
+        metric: metric function.
     """
 
-    def __init__(
-        self, model: HookedModel, tokens: Int[Tensor, " pos"], read_at: Sequence[int]
-    ) -> None:
-        self.adapter = adapt(model)
-        tokens = tokens.to(self.adapter.device)
+    def __init__(self, model: HookedModel, pairs: PromptPairs, metric: Metric) -> None:
+        self.adapter, self.metric = adapt(model), metric
+        self.pairs = pairs.to(self.adapter.device)
+        tokens, read_at = self.pairs.clean[0], pairs.positions.tolist()
         read = torch.zeros(1, len(tokens), dtype=torch.bool, device=self.adapter.device)
-        read[0, list(read_at)] = True
+        read[0, read_at] = True
         # Indices among the logits that are read.
         self._columns = [int(read[0, :column].sum()) for column in read_at]
         sites = Heads(), AttentionEdges()
@@ -88,10 +90,9 @@ class LeaveOneOut:
         Raises:
             ValueError: a user's hook treats the rows of a batch differently.
         """
-        whole = self._whole(Heads if heads or not groups else AttentionEdges)
-        predicted = whole.argmax(dim=-1)
-        found = [_of(predicted, whole[None])[:0]]
-        best = [predicted[None][:0]]
+        n_targets, device = len(self.pairs), self.adapter.device
+        found = [torch.zeros(0, 2, n_targets, dtype=torch.float64, device=device)]
+        predictions = [torch.zeros(0, n_targets, dtype=torch.long, device=device)]
         for kind, parts in ((Heads, heads), (AttentionEdges, groups)):
             run = self._runs[kind]
             for start in range(0, len(parts), self._most_rows):
@@ -99,13 +100,19 @@ class LeaveOneOut:
                 gates = _leave_one_out(
                     self.adapter, run.site, parts[start : start + self._most_rows]
                 )
-                logits = run.logits(gates)[:, self._columns].double()
-                _check_rows(logits[-1], alone)
-                scores = _of(predicted, logits)
+                logits = run.logits(gates)[:, self._columns]
+                _check_rows(logits[-1].double(), alone)
+                scores = torch.stack([self._scores(row.double()) for row in logits])
                 found.append(scores[:-1] - scores[-1])  # same pass: 0 without influence
-                best.append(logits[:-1].argmax(dim=-1))
-        logits, probabilities = torch.cat(found).permute(2, 1, 0).cpu()
-        return RemovalEffects(predicted.cpu(), logits, probabilities, torch.cat(best).T.cpu())
+                predictions.append(logits[:-1].argmax(dim=-1))
+        effects, probabilities = torch.cat(found).permute(1, 2, 0).cpu()
+        after = torch.cat(predictions).T.cpu()
+        return RemovalEffects(self.pairs.answers[:, 0].cpu(), effects, probabilities, after)
+
+    def _scores(self, logits: Float[Tensor, "target vocab"]) -> Float[Tensor, "two target"]:
+        """The metric and the answers' probabilities."""
+        probabilities = log_probability(logits, self.pairs).exp()
+        return torch.stack([measure(self.metric, logits, self.pairs), probabilities])
 
     def _whole(self, kind: type) -> Float[Tensor, "target vocab"]:
         """Logits of the whole model; passes at this site start at the first layer that differs."""
@@ -127,14 +134,6 @@ def _leave_one_out(
     gates = torch.ones(len(parts) + 1, adapter.n_layers, adapter.n_heads)
     gates[rows, places[:, 0], places[:, 1]] = 0
     return gates
-
-
-def _of(
-    predicted: Int[Tensor, " target"], logits: Float[Tensor, "row target vocab"]
-) -> Float[Tensor, "row target two"]:
-    """Logits and probabilities of the predicted tokens."""
-    at = predicted.expand(logits.shape[:-1])[..., None]
-    return torch.cat([logits.gather(-1, at), logits.softmax(dim=-1).gather(-1, at)], dim=-1)
 
 
 def _check_rows(row: Tensor, whole: Tensor) -> None:

@@ -12,10 +12,10 @@ from torch import Tensor
 from sparse_tl.arguments import Count, checked
 from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.circuits.carried import carried, carried_points
+from sparse_tl.circuits.prompt import Prompt, output_text, prompt_tokens, token_texts
+from sparse_tl.circuits.quantity import Answers, Quantity
 from sparse_tl.circuits.removal import LeaveOneOut
-from sparse_tl.data import token_text
-from sparse_tl.data.known_text import check_known
-from sparse_tl.data.prompts import Encoder, prepends_bos, prompt_start
+from sparse_tl.data import PromptPairs
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import (
     AttentionMask,
@@ -25,17 +25,15 @@ from sparse_tl.lens import (
     adapt,
     attached,
     check_numbers,
-    check_tokens,
     in_evaluation_mode,
     mask_hooks,
 )
+from sparse_tl.metrics import Metric, log_probability, measure, metric_name
 from sparse_tl.scopes import autograd
 
 UNKNOWN = "?"
 MAX_EFFECTS = 500
 """Maximum number of open edges for which figures compute exact effects unasked (under 1 s)."""
-Prompt = str | Int[Tensor, " pos"]
-"""Text or tokens."""
 
 
 @checked
@@ -47,9 +45,17 @@ def trace_attention(
     positions: Sequence[int] | None = None,
     attribution: bool = False,
     max_effects: Count = 0,
+    metric: Metric = log_probability,
+    answer: Answers | None = None,
+    wrong: Answers | None = None,
     labels: Sequence[str] | None = None,
 ) -> AttentionGraph:
     """The attention edges of a prompt, and the tokens that they predict.
+
+    The effect of an edge is the change of a metric when the edge is removed: by default, of the
+    log-probability of the predicted token. `metrics.logit_difference` is the logit of `answer`
+    minus that of `wrong`. `metrics.answer_logit` also moves with what all logits share, which
+    changes no prediction.
 
     Predictions are read one column to the left of the predicted position. They are read at the
     position itself if it holds the tokenizer's mask token or attention is bidirectional. A causal
@@ -60,16 +66,22 @@ def trace_attention(
         prompt: text or tokens.
         positions: columns to predict; by default every mask token, or else the token after the
             prompt. Negative ones count from the last one that is predicted by default, which is -1.
-        attribution: also estimate, to first order, how removing an edge changes the predicted
-            logit, ``-attention * d logit / d attention``; positions share backward passes.
-        max_effects: compute the exact change if at most this many edges are open; one run of the
+        attribution: also estimate effects to first order, ``-attention * d metric / d attention``;
+            positions share backward passes.
+        max_effects: compute exact effects if at most this many edges are open; one run of the
             prompt per edge.
+        metric: metric function.
+        answer: the answer of each position, as text or number, or one for all of them; by default
+            what the model predicts there.
+        wrong: the wrong answer, likewise; by default the model's runner-up, the likeliest token
+            other than the answer, also where the one that is given is the answer.
         labels: text of each column; by default the tokenizer's, or token ids if the model has no
             tokenizer.
 
     Raises:
         ValueError: the prompt is empty, exceeds the model's context, or has text unknown to the
-            tokenizer; the number of labels is wrong; a position cannot be predicted.
+            tokenizer; the number of labels is wrong; a position cannot be predicted; an answer is
+            not one token.
     """
     tokens = prompt_tokens(model, prompt)
     texts = token_texts(model, tokens) if labels is None else labels
@@ -82,13 +94,13 @@ def trace_attention(
     # Every mask token that is run has a prediction, whether or not it is asked for.
     read_at = {column: column for column in masked if column < n_read} | dict(targets)
     read = tokens[:n_read]
-    run = _run(model, read, targets, attribution)
-    attention, shares, possible, gates, mlps, logits, estimates = run
+    quantity = Quantity(metric, answer, wrong)
+    run = _run(model, read, targets, quantity, attribution)
+    attention, shares, possible, gates, mlps, logits, pairs, estimates = run
     effect = None
     if max_effects > 0 and int(gates.sum()) <= max_effects:
         edges = [[(layer, head, q, k)] for layer, head, q, k in gates.nonzero().tolist()]
-        columns = [column for _, column in targets]
-        found = LeaveOneOut(model, read, columns).effects(groups=edges).logits
+        found = LeaveOneOut(model, pairs, metric).effects(groups=edges).effects
         effect = found.new_zeros(len(targets), *gates.shape)  # closed edges have no effect
         effect[:, gates] = found
     predicted = {column: int(logits[place].argmax()) for column, place in read_at.items()}
@@ -110,53 +122,10 @@ def trace_attention(
         causal=causal,
         mlps=None if mlps is None else _pad(mlps, n_columns),
         possible=_widen(possible, n_columns),
+        metric=metric_name(metric),
+        answers=_texts(model, pairs.answers[:, 0], tokens, targets),
+        wrong=_texts(model, pairs.wrong[:, 0], tokens, targets),
     )
-
-
-def prompt_tokens(model: HookedModel, prompt: Prompt) -> Int[Tensor, " pos"]:
-    """The tokens of a prompt, checked against the model, on the CPU.
-
-    Raises:
-        ValueError: the model cannot run the prompt.
-    """
-    if isinstance(prompt, str):
-        if model.tokenizer is None:
-            raise ValueError(
-                f"expected the tokens of the prompt, since the model has no tokenizer; got the "
-                f"text {prompt!r}; the texts of the columns can be given as labels="
-            )
-        if not prompt:
-            raise ValueError("expected a prompt; got an empty text")
-        check_known(model.tokenizer, prompt)
-        start = prompt_start(model.tokenizer, prepends_bos(model))
-        tokens = torch.tensor([*start, *Encoder(model.tokenizer)(prompt)])
-    else:
-        tokens = prompt
-    if tokens.ndim != 1 or len(tokens) == 0:
-        raise ValueError(f"expected the tokens of one prompt; got shape {tuple(tokens.shape)}")
-    check_tokens(adapt(model), tokens)
-    return tokens.cpu()
-
-
-def token_texts(model: HookedModel, tokens: Int[Tensor, " pos"]) -> list[str]:
-    """The text of each token, as in figures; its number if the model has no tokenizer."""
-    if model.tokenizer is None:
-        return [str(token) for token in tokens.tolist()]
-    return token_text.token_texts(model.tokenizer, tokens.tolist())
-
-
-def output_text(model: HookedModel, output: int, before: Int[Tensor, " pos"]) -> str:
-    """The text of a model output: a token, or the index if outputs are not tokens.
-
-    Args:
-        model: dense or sparse model.
-        output: number of the output.
-        before: tokens that it follows; it may complete a character that they begin.
-    """
-    adapter = adapt(model)
-    if model.tokenizer is None or adapter.d_vocab_out != adapter.d_vocab:
-        return str(output)
-    return token_text.next_text(model.tokenizer, before.tolist(), output)
 
 
 def predicted_columns(model: HookedModel, prompt: Prompt) -> list[int]:
@@ -170,6 +139,17 @@ def predicted_columns(model: HookedModel, prompt: Prompt) -> list[int]:
         return masked
     first = int(adapt(model).causal)
     return list(range(first, len(tokens) + first))
+
+
+def _texts(
+    model: HookedModel,
+    outputs: Int[Tensor, " target"],
+    tokens: Int[Tensor, " pos"],
+    targets: Sequence[tuple[int, int]],
+) -> tuple[str, ...]:
+    """The text of an output at each target."""
+    pairs = zip(outputs.tolist(), targets, strict=True)
+    return tuple(output_text(model, output, tokens[:column]) for output, (column, _) in pairs)
 
 
 def _masked(model: HookedModel, tokens: Int[Tensor, " pos"]) -> list[int]:
@@ -210,10 +190,11 @@ def _run(
     model: HookedModel,
     tokens: Int[Tensor, " pos"],
     targets: Sequence[tuple[int, int]],
+    quantity: Quantity,
     attribution: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Attention and what it carries, possible and open edges, open MLPs, logits and attributions,
-    on the CPU."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, PromptPairs, Tensor | None]:
+    """Attention and what it carries, possible and open edges, open MLPs, logits, the prompt with
+    its answers, and attributions, on the CPU."""
     kept: dict[str, Tensor] = {}
     nudges: list[Tensor] = []
     masks: dict[int, AttentionMask] = {}
@@ -243,13 +224,16 @@ def _run(
     shares = torch.stack([carried(adapter, layer, kept) for layer in layers]).cpu()
     allowed = torch.stack([masks[layer].pairs(len(tokens)) for layer in layers])
     possible = allowed[:, None].expand_as(attention)
-    estimates = None
+    read_at = [column for _, column in targets]
+    read, estimates = logits[read_at], None
+    pairs = quantity.pairs(model, tokens, read_at, read)
     if attribution:
-        gradients = _gradients(logits[[read_at for _, read_at in targets]].amax(dim=-1), nudges)
-        estimates = (-attention * gradients).cpu()
+        read = read.to(torch.promote_types(read.dtype, torch.float32))
+        outputs = measure(quantity.metric, read, pairs.to(read.device))
+        estimates = (-attention * _gradients(outputs, nudges)).cpu()
     logits, mlps = logits.detach().cpu(), None if mlps is None else mlps.cpu()
     gates = possible if gates is None else gates.cpu()  # a dense model's are all open
-    return attention.cpu(), shares, possible, gates, mlps, logits, estimates
+    return attention.cpu(), shares, possible, gates, mlps, logits, pairs, estimates
 
 
 def _gradients(

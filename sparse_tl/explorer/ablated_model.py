@@ -18,15 +18,18 @@ from torch import Tensor
 
 from sparse_tl.circuits import trace_attention
 from sparse_tl.circuits.attention_graph import AttentionGraph
+from sparse_tl.circuits.prompt import Prompt, output_text, prompt_tokens
+from sparse_tl.circuits.quantity import Quantity
 from sparse_tl.circuits.removal import AttentionEdge, Head, LeaveOneOut, RemovalEffects
-from sparse_tl.circuits.trace import MAX_EFFECTS, Prompt, output_text, prompt_tokens
+from sparse_tl.circuits.trace import MAX_EFFECTS
 from sparse_tl.gates import AttentionEdges, gated
 from sparse_tl.grids import AttentionGrid
 from sparse_tl.lens import EMBEDDED, HookedModel, Order, adapt, attached, check_gates
+from sparse_tl.metrics import measure
 from sparse_tl.scopes import autograd
 
 Row = Mapping[str, Any]
-"""A token with its logit and probability, and what they were before the removals."""
+"""A token with its logit, probability and log-probability, also from before the removals."""
 
 # With all weights that a diagram can show.
 trace_weights = partial(trace_attention, attribution=True, max_effects=MAX_EFFECTS)
@@ -55,6 +58,7 @@ class AblatedModel:
         prompt: text or tokens.
         positions: columns to predict.
         labels: text of each column, if not the tokenizer's.
+        quantity: what effects change; its answers are those of the whole model.
     """
 
     def __init__(
@@ -63,8 +67,9 @@ class AblatedModel:
         prompt: Prompt,
         positions: Sequence[int] | None,
         labels: Sequence[str] | None,
+        quantity: Quantity,
     ) -> None:
-        self.model, self.labels = model, labels
+        self.model, self.labels, self.quantity = model, labels, quantity
         self.adapter = adapt(model)
         check_gates(self.adapter)  # before hooks that keep the first pass that they see
         self.tokens = prompt_tokens(model, prompt)
@@ -78,6 +83,12 @@ class AblatedModel:
         graph = self.whole.graph
         assert graph.possible is not None
         self.targets, self.n_read = graph.targets, graph.n_read
+        read_at = [column for _, column in self.targets]
+        tokens, logits = self.tokens[: self.n_read], self.whole.logits[read_at]
+        self.pairs = quantity.pairs(model, tokens, read_at, logits)
+        # They stay the same whatever is removed.
+        answers, wrong = self.pairs.answers[:, 0].tolist(), self.pairs.wrong[:, 0].tolist()
+        self.quantity = replace(quantity, answer=answers, wrong=wrong)
         allowed = graph.possible[:, 0, : graph.n_read, : graph.n_read]
         sizes = graph.n_layers, graph.n_heads, graph.n_read
         self.grid = AttentionGrid(*sizes, graph.causal, allowed)
@@ -120,10 +131,13 @@ class AblatedModel:
         """Effects of heads, then of groups of edges, beside the removals."""
         with self._ablated():
             if self._leave_one_out is None:
-                read_at = [column for _, column in self.targets]
-                tokens = self.tokens[: self.n_read]
-                self._leave_one_out = LeaveOneOut(self.model, tokens, read_at)
+                self._leave_one_out = LeaveOneOut(self.model, self.pairs, self.quantity.metric)
             return self._leave_one_out.effects(heads, groups)
+
+    def values(self, seen: Seen) -> Float[Tensor, " target"]:
+        """The quantity that effects change, of the whole model or under the removals."""
+        logits = seen.logits[self.pairs.positions].double()
+        return measure(self.quantity.metric, logits, self.pairs)
 
     def output_rows(self, read_at: int, top: int) -> tuple[Row, ...]:
         """The likely tokens at a column before or after the removals, and both top predictions."""
@@ -138,7 +152,7 @@ class AblatedModel:
                 self._rows(after, tokens, read_at), self._rows(before, tokens, read_at), strict=True
             )
             self._output_rows[read_at, top] = tuple(
-                {**row, "logit_before": old["logit"], "probability_before": old["probability"]}
+                {**row, **{f"{name}_before": old[name] for name in old if name != "token"}}
                 for row, old in rows
             )
         return self._output_rows[read_at, top]
@@ -158,10 +172,12 @@ class AblatedModel:
         self, logits: Float[Tensor, " vocab"], tokens: Int[Tensor, " token"], read_at: int
     ) -> list[Row]:
         texts = [self.output_text(token, read_at) for token in tokens.tolist()]
-        values = logits[tokens].tolist(), logits.softmax(dim=-1)[tokens].tolist()
+        likely = logits.log_softmax(dim=-1)
+        numbers = (each[tokens].tolist() for each in (logits, likely.exp(), likely))
+        names = "logit", "probability", "log_probability"
         return [
-            {"token": text, "logit": logit, "probability": probability}
-            for text, logit, probability in zip(texts, *values, strict=True)
+            {"token": text, **dict(zip(names, each, strict=True))}
+            for text, *each in zip(texts, *numbers, strict=True)
         ]
 
     def _look(self, positions: Sequence[int] | None) -> Seen:
@@ -173,7 +189,15 @@ class AblatedModel:
         points = [EMBEDDED, *self.adapter.layer_points("hook_resid_post")]
         hooks = [(point, Order.LAST, partial(keep, point)) for point in points]
         with attached(self.adapter, hooks):
-            graph = trace_weights(self.model, self.tokens, positions=positions, labels=self.labels)
+            graph = trace_weights(
+                self.model,
+                self.tokens,
+                positions=positions,
+                labels=self.labels,
+                metric=self.quantity.metric,
+                answer=self.quantity.answer,
+                wrong=self.quantity.wrong,
+            )
         levels = torch.cat([streams[point] for point in points])[:, : graph.n_read]
         with autograd(False):
             logits = self.adapter.logits(levels[-1:])[0]
@@ -205,6 +229,7 @@ def start_together(
     prompt: Prompt,
     positions: Sequence[int] | None,
     labels: Sequence[str] | None,
+    quantity: Quantity,
 ) -> dict[str, AblatedModel]:
     """Models by title on one prompt, with nothing removed.
 
@@ -212,7 +237,8 @@ def start_together(
         ValueError: they see the prompt in different columns.
     """
     ablated = {
-        title: AblatedModel(model, prompt, positions, labels) for title, model in models.items()
+        title: AblatedModel(model, prompt, positions, labels, quantity)
+        for title, model in models.items()
     }
     title, first = next(iter(ablated.items()))
     expected = first.whole.graph

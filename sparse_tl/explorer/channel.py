@@ -18,7 +18,7 @@ from sparse_tl.plots.palette import DARK_FILTER
 from sparse_tl.plots.rendering import DARK_NOTEBOOKS
 
 _PACKAGE = "sparse_tl.explorer"
-_SCRIPTS = ("explorer_page.js", "explorer_parts.js", "explorer.js")
+_SCRIPTS = ("explorer_page.js", "explorer_parts.js", "explorer_metric.js", "explorer.js")
 
 
 class Channel(anywidget.AnyWidget):
@@ -41,6 +41,7 @@ class Channel(anywidget.AnyWidget):
     _positions = traitlets.List().tag(sync=True, late=True)
     _figure = traitlets.Dict().tag(sync=True, late=True)
     _panels = traitlets.List().tag(sync=True, late=True)
+    _metric = traitlets.Dict().tag(sync=True, late=True)
     _effects = traitlets.Dict().tag(sync=True, late=True)
     _node = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True, late=True)
     _message = traitlets.Dict(allow_none=True, default_value=None).tag(sync=True, late=True)

@@ -17,7 +17,7 @@ from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.explorer.payload import short, shown_text
 
 Told = list[tuple[float, float, str]]
-"""For each target: change of its logit, change of its probability, and what is predicted then."""
+"""For each target: change of the metric and of the answer's probability, and what is predicted."""
 
 
 class ExactEffects:
@@ -107,11 +107,11 @@ class ExactEffects:
     def _told(self, title: str, found: RemovalEffects) -> list[Told]:
         """The effects of each part."""
         text_of = partial(self._exploration.output_text, title)
-        numbers = found.logits.T, found.probabilities.T, found.predictions.T
+        numbers = found.effects.T, found.probabilities.T, found.predictions.T
         return [
             [
-                (short(logit), short(probability), shown_text(text_of(target, token)))
-                for target, (logit, probability, token) in enumerate(zip(*of_targets, strict=True))
+                (short(effect), short(probability), shown_text(text_of(target, token)))
+                for target, (effect, probability, token) in enumerate(zip(*of_targets, strict=True))
             ]
             for of_targets in zip(*(each.tolist() for each in numbers), strict=True)
         ]

@@ -8,28 +8,29 @@ before and after, and what a node would predict.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
 
-import pandas as pd
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
-from sparse_tl.circuits.attention_graph import AttentionGraph
-from sparse_tl.circuits.removal import AttentionEdge, Head, RemovalEffects
-from sparse_tl.circuits.trace import Prompt, predicted_columns
-from sparse_tl.explorer.ablated_model import AblatedModel, Row, by_title, start_together
+from sparse_tl.circuits.prompt import Prompt
+from sparse_tl.circuits.quantity import LOG_PROBABILITY, Quantity
+from sparse_tl.circuits.removal import AttentionEdge, Head
+from sparse_tl.circuits.trace import predicted_columns
+from sparse_tl.explorer.ablated_model import AblatedModel, by_title, start_together
+from sparse_tl.explorer.readings import Readings
 from sparse_tl.lens import HookedModel, check_head
 
 
-class Exploration:
+class Exploration(Readings):
     """Models on one prompt, from which heads and attention edges can be removed and restored.
 
-    Nothing is left on the models between calls. For the parameters see `CircuitExplorer`.
+    Nothing is left on the models between calls. For the parameters see `CircuitExplorer`, whose
+    metric and answers are the `quantity`.
 
     Raises:
         ValueError: there is no model, a model has no attention patterns to hook, the prompt is
-            empty, too long or unknown to the tokenizer, a position cannot be predicted, or models
-            see the prompt in different columns.
+            empty, too long or unknown to the tokenizer, a position cannot be predicted, an answer
+            is not one token, or models see the prompt in different columns.
     """
 
     def __init__(
@@ -40,9 +41,11 @@ class Exploration:
         position: int | None = None,
         positions: Sequence[int] | None = None,
         labels: Sequence[str] | None = None,
+        quantity: Quantity = LOG_PROBABILITY,
     ) -> None:
         self._models = by_title(models)
         self._prompt, self._labels = prompt, labels
+        self.quantity = quantity
         self._ablated = self._start(prompt, positions, labels)
         columns = self._first.positions
         self.first_target = len(columns) - 1
@@ -62,13 +65,9 @@ class Exploration:
         self, prompt: Prompt, positions: Sequence[int] | None, labels: Sequence[str] | None
     ) -> dict[str, AblatedModel]:
         """All models on a prompt, with nothing removed."""
-        return start_together(self._models, prompt, positions, labels)
+        return start_together(self._models, prompt, positions, labels, self.quantity)
 
     # ---- what is shown ---------------------------------------------------------------------------
-
-    @property
-    def titles(self) -> tuple[str, ...]:
-        return tuple(self._ablated)
 
     @property
     def prompt(self) -> str:
@@ -79,19 +78,9 @@ class Exploration:
         return "" if tokenizer is None else tokenizer.decode(self._prompt.tolist())
 
     @property
-    def targets(self) -> tuple[tuple[int, int], ...]:
-        """The predicted columns, each with the column where it is read."""
-        return self._first.targets
-
-    @property
     def predicted_columns(self) -> list[int]:
         """All columns that can be predicted: mask tokens, or else the token after every other."""
         return predicted_columns(self._first.model, self._first.tokens)
-
-    @property
-    def n_read(self) -> int:
-        """Number of columns that the models read; later ones only hold predictions."""
-        return self._first.n_read
 
     def show_prompt(self, prompt: Prompt, labels: Sequence[str] | None = None) -> bool:
         """Switch to another prompt; if it cannot be run, nothing changes.
@@ -128,7 +117,7 @@ class Exploration:
         changed = tuple(title for title, model in self._ablated.items() if model.changed)
         for title in changed:
             old = self._ablated[title]
-            new = AblatedModel(old.model, self._prompt, old.positions, self._labels)
+            new = AblatedModel(old.model, self._prompt, old.positions, self._labels, self.quantity)
             new.remove(old.heads, old.edges)
             self._ablated[title] = new
         return changed
@@ -141,11 +130,28 @@ class Exploration:
         """
         columns = self._first.positions
         if column not in columns:
-            new = self._start(self._prompt, sorted([*columns, column]), self._labels)
-            for title, model in new.items():
-                model.remove(self._of(title).heads, self._of(title).edges)
-            self._ablated = new
+            self._run_again(sorted([*columns, column]))
         return self._first.positions.index(column)
+
+    def measure(self, quantity: Quantity) -> None:
+        """Measure effects on another quantity.
+
+        Raises:
+            ValueError: an answer is not one token of each model.
+        """
+        old, self.quantity = self.quantity, quantity
+        try:
+            self._run_again(self._first.positions)
+        except BaseException:
+            self.quantity = old
+            raise
+
+    def _run_again(self, positions: Sequence[int]) -> None:
+        """Run all models again, without what is removed; if they cannot, nothing changes."""
+        new = self._start(self._prompt, positions, self._labels)
+        for title, model in new.items():
+            model.remove(self._of(title).heads, self._of(title).edges)
+        self._ablated = new
 
     # ---- removing and restoring ------------------------------------------------------------------
 
@@ -191,109 +197,3 @@ class Exploration:
         """Restore everything, in one model or in all."""
         for one in self.titles if title is None else (title,):
             self._of(one).remove(set(), set())
-
-    # ---- reading off -----------------------------------------------------------------------------
-
-    def graph(self, title: str) -> AttentionGraph:
-        """The remaining attention edges, with their effects."""
-        return self._of(title).now.graph
-
-    def head_effects(self, title: str, layer: int | None = None) -> RemovalEffects:
-        """Effect on each predicted token of removing each head, beside the removals.
-
-        Args:
-            title: title of the model.
-            layer: the heads of one layer; by default those of all layers, in order.
-
-        Raises:
-            ValueError: the model or layer does not exist.
-        """
-        model = self._of(title)
-        layers = range(model.adapter.n_layers) if layer is None else [layer]
-        heads = list(product(layers, range(model.adapter.n_heads)))
-        for head in heads:
-            check_head(model.adapter, *head)
-        return model.effects(heads)
-
-    def attention_edge_effects(
-        self, title: str, groups: Sequence[Sequence[AttentionEdge]]
-    ) -> RemovalEffects:
-        """Effect on each predicted token of removing each group of edges, beside the removals.
-
-        Args:
-            title: title of the model.
-            groups: (layer, head, query, key) edges; those of a group are removed together.
-
-        Raises:
-            ValueError: the model or an edge does not exist, or a group is empty.
-        """
-        model = self._of(title)
-        for group in groups:
-            if not group:
-                raise ValueError("expected attention edges in every group; got an empty one")
-            for edge in group:
-                model.grid.index(edge)
-        return model.effects(groups=groups)
-
-    def outputs(self, title: str, target: int = -1, top: int = 6) -> pd.DataFrame:
-        """The most likely tokens at a predicted column, before or after the removals.
-
-        Args:
-            title: title of the model.
-            target: index into `targets`.
-            top: number of tokens; the top predictions before and after are always included.
-
-        Returns:
-            token, logit, probability, logit_before, probability_before; sorted by decreasing
-            likelihood after the removals.
-        """
-        return pd.DataFrame(self.output_rows(title, target, top))
-
-    def output_rows(self, title: str, target: int = -1, top: int = 6) -> tuple[Row, ...]:
-        """The rows of `outputs`."""
-        _, read_at = self.targets[target]
-        return self._of(title).output_rows(read_at, top)
-
-    def logit_lens(self, title: str, level: int, column: int, top: int = 6) -> pd.DataFrame:
-        """The tokens that a node would predict: its stream through the final normalisation and the
-        unembedding, as if no later layer wrote anything.
-
-        Args:
-            title: title of the model.
-            level: 0 is the input, ``l + 1`` the residual stream after layer ``l``.
-            column: token position.
-            top: number of tokens.
-
-        Returns:
-            token, logit, probability; most likely first.
-
-        Raises:
-            ValueError: the model or node does not exist, or the model does not read the column.
-        """
-        model = self._of(title)
-        if not 0 <= level <= model.adapter.n_layers:
-            raise ValueError(f"expected a level in 0..{model.adapter.n_layers}; got {level}")
-        if not 0 <= column < model.n_read:
-            raise ValueError(
-                f"expected a column that the model reads, 0..{model.n_read - 1}; got {column}, at "
-                "which only its prediction stands"
-            )
-        return pd.DataFrame(model.lens_rows(level, column, top))
-
-    def logits(self, title: str) -> Float[Tensor, "pos vocab"]:
-        """The logits under the removals, at every column that the model reads."""
-        return self._of(title).now.logits
-
-    def output_text(self, title: str, target: int, output: int) -> str:
-        """The text of what a model predicts at a predicted column."""
-        return self._of(title).output_text(output, self.targets[target][1])
-
-    @property
-    def _first(self) -> AblatedModel:
-        return next(iter(self._ablated.values()))
-
-    def _of(self, title: str) -> AblatedModel:
-        model = self._ablated.get(title)
-        if model is None:
-            raise ValueError(f"expected a panel of {list(self._ablated)}; got {title!r}")
-        return model

@@ -105,8 +105,8 @@ function render({ model, el }) {
     const restore = make("button", {
       type: "button", class: "restore", onclick: () => request({ action: "restore" }),
     }, "Restore all");
-    top.replaceChildren(form, make("span", { class: "position" }), restore,
-      make("span", { class: "status", "aria-live": "polite" }));
+    top.replaceChildren(form, make("span", { class: "position" }), make("span", { class: "metric" }),
+      restore, make("span", { class: "status", "aria-live": "polite" }));
   }
 
   // A choice of columns where the prompt has more than the diagram predicts.
@@ -159,7 +159,7 @@ function render({ model, el }) {
     return level && `g[data-panel="${panel}"] circle[data-level="${level}"][data-column="${column}"]`;
   }
 
-  // A selector of the cell of a card that has it.
+  // Likewise of the cell of a card.
   function describeCell() {
     const { head, edge } = document.activeElement?.dataset ?? {};
     if (!side.contains(document.activeElement)) return null;
@@ -205,16 +205,15 @@ function render({ model, el }) {
     hideTip();
     const focused = describeCell();
     const panels = model.get("_panels");
-    summary.replaceChildren(...panels.map((panel) =>
-      outcome(panel.name, panel.outputs[state.target])));
+    summary.replaceChildren(...panels.map((panel) => outcome(panel, state.target)));
+    if (panels.length) drawMetric(top.querySelector(".metric"), model, state.target, request);
     side.replaceChildren(...(panels.length ? [drawNode(panels)] : []), ...panels.map(drawPanel));
-    const some = panels.some((p) => p.removedHeads.length + p.removedEdges.length);
-    top.querySelector(".restore").disabled = !some;
+    top.querySelector(".restore").disabled =
+      !panels.some((panel) => panel.removedHeads.length + panel.removedEdges.length);
     if (focused) side.querySelector(focused)?.focus({ preventScroll: true });
     if (kernel.open) return;
-    for (const control of root.querySelectorAll(".top :is(input, select, button), .side button")) {
-      control.disabled = true;
-    }
+    root.querySelectorAll(".top :is(input, select, button), .side button")
+      .forEach((control) => { control.disabled = true; });
   }
 
   function drawPanel(panel, index) {

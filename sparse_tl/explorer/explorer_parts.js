@@ -32,9 +32,11 @@ function token(text) {
 }
 
 // One line of what the removals do to a panel's prediction.
-function outcome(name, rows) {
+function outcome({ name, outputs, quantity, values }, target) {
+  const rows = outputs[target];
   const best = rows.reduce((a, b) => (b.logit_before > a.logit_before ? b : a));
-  const delta = best.logit - best.logit_before;
+  const [before, now] = values[target];
+  const delta = now - before;
   const change = Math.abs(delta) < 0.005 ? "" : make(
     "span", { class: delta < 0 ? "less" : "more" }, ` (${signed(delta, 2)})`,
   );
@@ -43,16 +45,20 @@ function outcome(name, rows) {
   );
   return make("span", { class: "outcome", "data-outcome": name },
     make("b", {}, name), token(best.token),
-    make("span", {}, `logit ${plain(best.logit, 2)}`, change), other);
+    make("span", {}, `${quantityText(quantity, target)} ${plain(now, 2)}`, change), other);
 }
 
-// What stands in a column of a table of tokens.
-const OUTPUT_COLUMNS = {
-  "logit before": (row) => plain(row.logit_before, 2),
-  now: (row) => plain(row.logit, 2),
-  change: (row) => change(row.logit - row.logit_before),
-  probability: share,
-};
+// What stands in a column of a table of tokens: log-probabilities, or logits where the metric is of them.
+function outputColumns({ metric }) {
+  const [name, key] = metric === "log_probability" ? ["log P", "log_probability"] : ["logit", "logit"];
+  return {
+    [`${name} before`]: (row) => plain(row[`${key}_before`], 2),
+    now: (row) => plain(row[key], 2),
+    change: (row) => change(row[key] - row[`${key}_before`]),
+    probability: share,
+  };
+}
+
 const LENS_COLUMNS = { logit: (row) => plain(row.logit, 2), probability: share };
 
 function change(delta) {
@@ -89,39 +95,41 @@ function partCell({ name, data, removed, weight, words, onToggle, onHover }) {
   return cell;
 }
 
-// ---- exact effects: of each part, [logit, probability, prediction] for every target ------------
+// ---- exact effects: of each part, [effect, probability, prediction] for every target -----------
+
+const withUnit = (effect, { unit }) => [signed(effect, 2), unit].filter(Boolean).join(" ");
 
 // What happens without a part, in words; negative where the answer needs it.
-function effectText([logit, probability, prediction], before) {
+function effectText([effect, probability, prediction], before, quantity) {
   const points = `${signed(100 * probability, 1)} percentage points`;
   const then = prediction === before ? "still predicts" : "predicts";
-  return `${signed(logit, 2)} logits, ${points}, ${then} \u201c${prediction}\u201d`;
+  return `${withUnit(effect, quantity)}, ${points}, ${then} \u201c${prediction}\u201d`;
 }
 
 // The same, short, with the tokens as tokens, in the colours of the grids: blue for parts that help.
-function effectLine(name, told, before) {
-  const [logit, , prediction] = told;
+function effectLine(name, told, before, quantity) {
+  const [effect, , prediction] = told;
   const then = prediction === before ? [] : [", predicts ", token(prediction)];
   return make("li", { "data-effect": name }, `without ${name}: `,
-    make("span", { class: logit < 0 ? "helps" : "hurts" }, `${signed(logit, 2)} logits`), ...then);
+    make("span", { class: effect < 0 ? "helps" : "hurts" }, withUnit(effect, quantity)), ...then);
 }
 
-// The parts whose removal moves the chosen logit most.
-function effectList(named, before) {
+// The parts with the largest effects.
+function effectList(named, before, quantity) {
   const MOST = 3;
   const strongest = named.filter(([, told]) => told && Math.abs(told[0]) >= 0.005)
     .sort(([, a], [, b]) => Math.abs(b[0]) - Math.abs(a[0])).slice(0, MOST);
   return make("ul", { class: "effects" },
-    ...strongest.map(([name, told]) => effectLine(name, told, before)));
+    ...strongest.map(([name, told]) => effectLine(name, told, before, quantity)));
 }
 
 const NOT_YET = "effect of removing it: not computed yet";
 
-// A grid of layers and heads, darker with what removing a head does to the predicted logit.
+// A grid of layers and heads, darker with the effect of removing a head.
 function headGrid({ panel, target, effects, before, onToggle, onHover }) {
-  const [nLayers, nHeads] = panel.shape;
-  const logits = Object.values(effects).map((targets) => targets[target][0]);
-  const largest = Math.max(1e-9, ...logits.map(Math.abs));
+  const { shape: [nLayers, nHeads], quantity } = panel;
+  const all = Object.values(effects).map((targets) => targets[target][0]);
+  const largest = Math.max(1e-9, ...all.map(Math.abs));
   const gone = new Set(panel.removedHeads.map(String));
   const grid = make("div", { class: "heads", role: "group", "aria-label": "heads" });
   grid.style.setProperty("--heads", nHeads);
@@ -132,7 +140,7 @@ function headGrid({ panel, target, effects, before, onToggle, onHover }) {
       grid.append(partCell({
         name: headName(layer, head), data: { "data-head": `${layer},${head}` },
         removed: gone.has(`${layer},${head}`), weight: told ? -told[0] / largest : 0,
-        words: [told ? `without it: ${effectText(told, before)}` : NOT_YET],
+        words: [told ? `without it: ${effectText(told, before, quantity)}` : NOT_YET],
         onToggle: () => onToggle(layer, head), onHover,
       }));
     }
@@ -143,7 +151,7 @@ function headGrid({ panel, target, effects, before, onToggle, onHover }) {
 }
 
 // Attention from every head of a layer into one node, by source column.
-function heatMap({ node, target, effects, before, onToggle, onHover }) {
+function heatMap({ node, quantity, target, effects, before, onToggle, onHover }) {
   const { level, column, keys, attention, removed, open } = node;
   const grid = make("div", { class: "heat", role: "group", "aria-label": "attention into the node" });
   grid.style.setProperty("--keys", keys.length);
@@ -157,7 +165,7 @@ function heatMap({ node, target, effects, before, onToggle, onHover }) {
         words: [
           `from position ${keys[i].key}: \u201c${keys[i].text}\u201d`,
           `attention ${weight.toFixed(3)}`,
-          told ? `without it: ${effectText(told, before)}` :
+          told ? `without it: ${effectText(told, before, quantity)}` :
             open[head][i] ? NOT_YET : "gate closed: removing it changes nothing",
         ],
         onToggle: () => onToggle(edge), onHover,
@@ -201,21 +209,23 @@ function panelCard({ panel, index, target, column, effects, request, onHover }) 
   const named = Object.entries(effects).map(([place, targets]) =>
     [headName(...place.split(",")), targets[target]]);
   return card({ "data-panel": index }, panel.name, `output at position ${column}`,
-    tokenTable(panel.outputs[target], OUTPUT_COLUMNS),
-    make("h5", {}, "Heads", make("small", {}, "removed one by one: blue helps, orange hurts")),
+    tokenTable(panel.outputs[target], outputColumns(panel.quantity)),
+    make("h5", {}, "Heads",
+      make("small", {}, `${quantityText(panel.quantity, target)} without each: blue helps, orange hurts`)),
     headGrid({ panel, target, effects, before, onToggle: onHead, onHover }),
-    effectList(named, before),
+    effectList(named, before, panel.quantity),
     chips({ panel, onHead, onEdge }));
 }
 
 // What a node attends to and would predict.
 function nodeCard({ node, panel, target, effects, request, onHover }) {
   const place = node.level ? `after layer ${node.level - 1}` : "input";
+  const { quantity } = panel;
   const before = panel.outputs[target][0].token;
   const parts = make("div", { class: "parts" });
   const whole = effects.all?.[target];
   const read = node.level ? "its attention" : "others\u2019 attention to it";
-  if (whole) parts.append(make("ul", { class: "effects whole" }, effectLine(read, whole, before)));
+  if (whole) parts.append(make("ul", { class: "effects whole" }, effectLine(read, whole, before, quantity)));
   if (node.level) {
     const some = node.keys.length < node.nKeys
       ? `from the ${node.keys.length} of ${node.nKeys} columns with most of it`
@@ -225,7 +235,8 @@ function nodeCard({ node, panel, target, effects, request, onHover }) {
       .map(([edge, targets]) => [edgeName(edge.split(",")), targets[target]]);
     parts.append(make("div", { class: "rows" },
       make("h5", {}, `Attention of layer ${node.level - 1}`, make("small", {}, some)),
-      heatMap({ node, target, effects, before, onToggle, onHover }), effectList(named, before)));
+      heatMap({ node, quantity, target, effects, before, onToggle, onHover }),
+      effectList(named, before, quantity)));
   }
   parts.append(make("div", { class: "lens" },
     make("h5", {}, "Would predict", make("small", {}, "logit lens: read out as if it ended here")),

@@ -11,10 +11,12 @@ from sparse_tl import plots
 from sparse_tl.arguments import checked
 from sparse_tl.circuits import trace_attention
 from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight
+from sparse_tl.circuits.prompt import Prompt, Token, prompt_tokens
 from sparse_tl.circuits.removal import Head
-from sparse_tl.circuits.trace import Prompt, predicted_columns, prompt_tokens
+from sparse_tl.circuits.trace import predicted_columns
 from sparse_tl.explorer.ablated_model import by_title, trace_weights
 from sparse_tl.lens import HookedModel, adapt, check_head
+from sparse_tl.metrics import Metric, log_probability
 from sparse_tl.nodes import Node
 
 MAX_SCORES = 1_000_000
@@ -29,6 +31,9 @@ def circuit_diagram(
     position: int | None = None,
     positions: Sequence[int] | None = None,
     weight: EdgeWeight = "attention",
+    metric: Metric = log_probability,
+    answer: Token | None = None,
+    wrong: Token | None = None,
     labels: Sequence[str] | None = None,
     **style: Any,
 ) -> plots.CircuitDiagram:
@@ -42,8 +47,13 @@ def circuit_diagram(
         positions: columns to choose from; by default all that the model predicts: every mask token
             of the prompt, or else the token after every other one.
         weight: "attention" (gate times attention), "carried" (share of the residual stream that
-            the edge writes), "effect" (of removing the edge, in logits: exact in models with few
-            open edges) or "first-order" (its estimate).
+            the edge writes), "effect" (of removing the edge: exact in models with few open edges)
+            or "first-order" (its estimate).
+        metric: metric whose change is the effect of an edge: `metrics.log_probability`, in nats,
+            `logit_difference`, `answer_logit` or another.
+        answer: token that it judges, as text or number; by default what each model predicts.
+        wrong: the wrong answer, likewise; by default each model's runner-up, the likeliest token
+            other than the answer.
         labels: text of each column, if not the tokenizer's.
         **style: arguments of `plots.circuit_diagram`: threshold, transition, title.
 
@@ -52,16 +62,18 @@ def circuit_diagram(
     `position`. Pass the `positions` whose effects you need.
 
     Raises:
-        ValueError: there is no model, or a prompt or position does not fit the model.
+        ValueError: there is no model, a prompt or position does not fit the model, or an answer is
+            not one token.
         TypeError: a label is not text.
     """
     titled = by_title(models)
     plans = {
         title: _plan(model, prompt, position, positions, weight) for title, model in titled.items()
     }
+    options = {"metric": metric, "answer": answer, "wrong": wrong, "labels": labels}
     graphs = {
         title: _whole_row(
-            titled[title], prompt, trace(titled[title], prompt, positions=columns, labels=labels)
+            titled[title], prompt, trace(titled[title], prompt, positions=columns, **options)
         )
         for title, (columns, _, trace) in plans.items()
     }

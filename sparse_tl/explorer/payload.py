@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.plots import CircuitDiagram
+from sparse_tl.plots.rounded_graph import quantity_data
 from sparse_tl.plots.token_text import ELLIPSIS, visible_text
 
 MAX_TEXT = 60
@@ -30,6 +31,7 @@ def panels_payload(exploration: Exploration) -> list[dict[str, Any]]:
     panels = []
     for title in exploration.titles:
         graph = exploration.graph(title)
+        values = (each.tolist() for each in exploration.values(title))
         panels.append(
             {
                 "name": shown_text(title),
@@ -37,6 +39,8 @@ def panels_payload(exploration: Exploration) -> list[dict[str, Any]]:
                 "removedHeads": exploration.removed_heads(title),
                 "removedEdges": exploration.removed_attention_edges(title),
                 "outputs": [_rows(exploration.output_rows(title, target)) for target in targets],
+                "quantity": quantity_data(graph),
+                "values": [[short(x) for x in pair] for pair in zip(*values, strict=True)],
             }
         )
     return panels
@@ -80,8 +84,11 @@ def _rows(tokens: Sequence[Mapping[Any, Any]]) -> list[dict[str, Any]]:
     """The rows of a table of tokens, as they are sent."""
     return [
         {
-            str(name): shown_text(value) if isinstance(value, str) else short(value)
-            for name, value in row.items()
+            "text": row["token"],
+            **{
+                str(name): shown_text(value) if isinstance(value, str) else short(value)
+                for name, value in row.items()
+            },
         }
         for row in tokens
     ]

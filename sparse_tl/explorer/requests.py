@@ -21,6 +21,7 @@ _METHODS = {
     "edges": "toggle_attention_edges",
     "node": "select",
     "choose": "choose",
+    "metric": "choose_metric",
     "restore": "restore",
     "close": "unselect",
     "read": "unsay",

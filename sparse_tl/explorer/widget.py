@@ -24,26 +24,24 @@ from uuid import uuid4
 
 from sparse_tl.arguments import NotNegative, checked
 from sparse_tl.circuits.attention_graph import EdgeWeight
+from sparse_tl.circuits.prompt import Prompt, Token
+from sparse_tl.circuits.quantity import Quantity
 from sparse_tl.circuits.removal import AttentionEdge
-from sparse_tl.circuits.trace import Prompt
-from sparse_tl.explorer.channel import Channel
 from sparse_tl.explorer.effects import ExactEffects
 from sparse_tl.explorer.exploration import Exploration
+from sparse_tl.explorer.metric_choice import MetricChoice
 from sparse_tl.explorer.payload import figure_payload, node_payload, panels_payload
 from sparse_tl.explorer.requests import read_request
+from sparse_tl.explorer.saved import SavedWidget
 from sparse_tl.lens import HookedModel
+from sparse_tl.metrics import Metric, log_probability
 from sparse_tl.plots import CircuitDiagram, circuit_diagram
 from sparse_tl.plots.circuit_diagram import Threshold
 from sparse_tl.plots.rendering import Theme
 
-_NO_LIVE_VIEW = (  # JupyterLab writes "model not found" in its place
-    ".jp-OutputArea-child:has([data-saved-explorer]) + "
-    ".jp-OutputArea-child:not(:has(.sparse-tl-explorer)) { display: none; }"
-)
-
 
 @checked
-class CircuitExplorer(Channel):
+class CircuitExplorer(SavedWidget):
     """A live circuit diagram: remove heads and attention edges, and see how predictions change.
 
     `explore` is an alias. Everything that can be clicked can also be called: `toggle_head`,
@@ -60,8 +58,10 @@ class CircuitExplorer(Channel):
             token after it, and `position`.
         labels: text of each column, if not the tokenizer's.
         weight: what lines show: "attention" (gate times attention), "carried" (share of the
-            residual stream that the edge writes), "effect" (of removing the edge, in logits: exact
-            if few edges are open) or "first-order" (its estimate).
+            residual stream that the edge writes), "effect" (of removing the edge: exact if few
+            edges are open) or "first-order" (its estimate).
+        metric, answer, wrong: metric whose change is the effect of a part, and its answers, as in
+            `circuit_diagram`; they stay the same whatever is removed.
         threshold: smallest weight to draw, in 0..1.
         theme: ``"auto"``, the notebook's, ``"light"`` or ``"dark"``.
         **style: arguments of `plots.circuit_diagram`: transition, title.
@@ -80,18 +80,21 @@ class CircuitExplorer(Channel):
         positions: Sequence[int] | None = None,
         labels: Sequence[str] | None = None,
         weight: EdgeWeight = "attention",
+        metric: Metric = log_probability,
+        answer: Token | None = None,
+        wrong: Token | None = None,
         threshold: Threshold = 0.1,
         theme: Theme = "auto",
         **style: Any,
     ) -> None:
         signature(circuit_diagram).bind_partial(**style)  # fail early on unknown arguments
         self._models, self._style = models, style
+        self._measured = MetricChoice(Quantity(metric, answer, wrong))
         self._exploration: Exploration | None = None
         self._exact: ExactEffects | None = None
         # The reader's choices, for what is saved.
         self._state: dict[str, Any] = {"target": 0, "weight": weight, "threshold": threshold}
         self._problem = ""  # why there is nothing to show
-        self._saved: Any = None
         try:
             shown = self._start(prompt, position=position, positions=positions, labels=labels)
         except ValueError:
@@ -119,7 +122,10 @@ class CircuitExplorer(Channel):
         """
         state = self._state
         try:
-            self._exploration = exploration = Exploration(self._models, prompt, **columns)
+            exploration = Exploration(
+                self._models, prompt, **columns, quantity=self._measured.quantity
+            )
+            self._exploration = exploration
             self._state = {**state, "target": exploration.first_target}
             return self._shown(None)
         except BaseException as error:
@@ -162,6 +168,17 @@ class CircuitExplorer(Channel):
         """Show the prediction at a column; see `Exploration.show_position`."""
         target = self.exploration.show_position(column)
         self._state = {**self._state, "target": target}
+        self._refresh()
+
+    def choose_metric(self, metric: Metric | str, wrong: Token | None = None) -> None:
+        """Show effects on another metric, with the arguments of the constructor.
+
+        Raises:
+            ValueError: no metric has that name, or the wrong answer is not one token of each model.
+        """
+        chosen = self._measured.of(metric, wrong)
+        self.exploration.measure(chosen.quantity)
+        self._measured = chosen
         self._refresh()
 
     def choose(self, *, target: int, weight: EdgeWeight, threshold: Threshold) -> None:
@@ -244,6 +261,7 @@ class CircuitExplorer(Channel):
             "_prompt": exploration.prompt,
             "_positions": exploration.predicted_columns,
             "_panels": panels_payload(exploration),
+            "_metric": self._measured.payload,
             "_effects": self._exact.payload,
             "_node": node,
             "_message": None,
@@ -266,27 +284,10 @@ class CircuitExplorer(Channel):
             self._say(f"The weights of {names} have changed: all is computed again.", "info")
         return self._exact is not None and self._exact.more
 
-    # ---- in the notebook -------------------------------------------------------------------------
-
-    def _ipython_display_(self) -> None:
-        from IPython.display import display
-
-        # A front end shows one form of each output: the HTML, and the widget, which hides it.
-        self._saved = display(self._saved_bundle(), raw=True, display_id=self._saved_id)
-        display(self._repr_mimebundle_()[0], raw=True)  # type: ignore[index]
-
-    def update_saved(self) -> None:
-        """Bring the figure that is saved with the notebook up to date."""
-        if self._saved is not None:
-            self._saved.update(self._saved_bundle(), raw=True)
-
-    def _saved_bundle(self) -> dict[str, str]:
+    def _saved_html(self) -> str:
         if self._exploration is None:
-            seen = f'<p role="alert">{escape(self._problem)}</p>'
-        else:
-            seen = str(self.figure())
-        start = f'<div data-saved-explorer="{self._saved_id}">\n<style>{_NO_LIVE_VIEW}</style>'
-        return {"text/html": f"{start}\n{seen}\n</div>", "text/plain": repr(self)}
+            return f'<p role="alert">{escape(self._problem)}</p>'
+        return str(self.figure())
 
     def __repr__(self) -> str:
         if self._exploration is None:

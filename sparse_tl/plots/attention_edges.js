@@ -1,5 +1,5 @@
-// Which attention edges a circuit diagram shows, which of them lead to the prediction, where their
-// lines run, and what is said of them: in the browser, and in Python for static files.
+// Which attention edges a circuit diagram shows, which of them lead to the prediction, and where their
+// lines run: in the browser, and in Python for static files. attention_text.js says what they are.
 //
 // 1. Weights are integers, in thousandths (rounded_graph.py).
 // 2. The heads of a layer are merged: an edge from key to query has the largest weight of any head.
@@ -198,88 +198,4 @@ function firstView(data) {
       reached: [...view.reached],
     };
   });
-}
-
-// ---- what is said: captions, and tooltips of lines of text, the first the heading -------------
-
-function captionText(panel, view, data, state) {
-  const scoreNames = {
-    carried: "share carried", effect: "effect", "first-order": "first-order attribution",
-  };
-  const number = (value) => value.toLocaleString("en-US");
-  const name = scoreNames[shownWeight(panel, state)];
-  const share = name ? ` of the largest ${name}` : "";
-  return `${number(view.count)} of ${number(view.total)} attention edges \u2265 ` +
-    thresholdText(data, state) + share + panel.mlps;
-}
-
-function thresholdText(data, state) {
-  return (state.limit / data.steps).toFixed(state.limit % 10 ? 3 : 2);
-}
-
-// In logits; below 0 where removing the edge lowers the predicted logit.
-function logitsOf(panel, kind, place, data, state) {
-  const [row, scale] = [panel.scores[kind].rows, panel.scores[kind].scales].map((x) => x[state.target]);
-  const share = weightAt(panel, row, place, data.floors[kind]);
-  if (share === null) return `within \u00b1${((data.floors[kind] / data.steps) * scale).toFixed(3)} logits`;
-  return `${((-share / data.steps) * scale).toFixed(3).replace("-", "\u2212")} logits`;
-}
-
-// A token in quotation marks; one with letters written from right to left is isolated, so that it
-// leaves the words around it where they are.
-const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc\u{10800}-\u{10fff}\u{1e800}-\u{1efff}]/u;
-function quoted(token) {
-  return RIGHT_TO_LEFT.test(token) ? `\u201c\u2068${token}\u2069\u201d` : `\u201c${token}\u201d`;
-}
-
-function carriedText(panel, place, data) {
-  const percent = (steps) => `${((steps / data.steps) * panel.mostCarried * 100).toFixed(1)}\u202f%`;
-  const floor = data.floors.carried;
-  const steps = weightAt(panel, panel.carried, place, floor);
-  const share = steps === null ? `below ${percent(floor)}` : percent(steps);
-  return `writes ${share} of the residual stream there`;
-}
-
-function nodeText(panel, level, column, live) {
-  const place = level === 0 ? "Input" : `After layer ${level - 1}`;
-  const hint = live.onEdges ? ["click: what it attends to and predicts"] : [];
-  return [place, ...tokenText(panel, column, "position"), ...hint];
-}
-
-function tokenText(panel, column, label) {
-  const known = panel.input[column] === panel.output[column];
-  const output = known ? "" : `, output ${quoted(panel.output[column])}`;
-  return [`${label} ${column}: ${quoted(panel.input[column])}${output}`];
-}
-
-function edgeText(panel, line, data, state, live) {
-  const floor = data.floors.attention;
-  const attention = weightAt(panel, panel.attention, line.place, floor);
-  const share = attention === null ? `below ${floor / data.steps}` : (attention / data.steps).toFixed(3);
-  const text = [
-    `Layer ${line.layer}, head ${line.head}`,
-    ...tokenText(panel, line.key, "from position"),
-    ...tokenText(panel, line.query, "to position"),
-    `attention ${share}, gate open`,
-  ];
-  if (panel.carried) text.push(carriedText(panel, line.place, data));
-  const { effect, "first-order": estimate } = panel.scores;
-  const logits = (kind) => logitsOf(panel, kind, line.place, data, state);
-  if (effect) text.push(`effect of removing it ${logits("effect")}`);
-  if (estimate) text.push(`first-order attribution ${logits("first-order")}`);
-  if (line.others.length) {
-    const heads = line.others.sort((a, b) => a - b).join(", ");
-    text.push(`weaker here: head${line.others.length > 1 ? "s" : ""} ${heads}`);
-  }
-  const all = line.others.length ? " in all these heads" : "";
-  return live.onEdges ? [...text, `click: remove this edge${all}`] : text;
-}
-
-function removedText(panel, line) {
-  return [
-    `Removed: layer ${line.layer}, head${line.heads.length > 1 ? "s" : ""} ${line.heads.join(", ")}`,
-    ...tokenText(panel, line.key, "from position"),
-    ...tokenText(panel, line.query, "to position"),
-    "click: restore",
-  ];
 }

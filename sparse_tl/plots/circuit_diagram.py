@@ -26,7 +26,13 @@ from sparse_tl.plots.diagram_layout import Layout, PanelLayout, lay_out, predict
 from sparse_tl.plots.figure_frame import Surround
 from sparse_tl.plots.interactive_html import CIRCUIT_DRAWING, PanelFigure
 from sparse_tl.plots.javascript import run_script
-from sparse_tl.plots.rounded_graph import STEPS, RoundedGraph, round_graph, threshold_steps
+from sparse_tl.plots.rounded_graph import (
+    STEPS,
+    RoundedGraph,
+    quantity_data,
+    round_graph,
+    threshold_steps,
+)
 from sparse_tl.plots.token_text import shorten, visible_text
 
 Threshold = Annotated[float, Ge(0), Lt(1)]
@@ -71,7 +77,7 @@ def circuit_diagram(
             images.
         weight: ``"attention"``: gate times attention probability; ``"carried"``: share of the
             query's residual stream that the edge writes, relative to the panel's largest;
-            ``"effect"``: change of the predicted token's logit when the edge is removed, likewise;
+            ``"effect"``: change of the graphs' metric when the edge is removed, likewise;
             ``"first-order"``: estimate of that. A panel without exact effects shows the estimate
             instead, and says so.
         threshold: smallest absolute weight to draw, in 0..1, after rounding weights to
@@ -83,7 +89,7 @@ def circuit_diagram(
         The figure: static SVG that a dependency-free script makes interactive.
 
     Raises:
-        ValueError: there is no panel, panels disagree on columns or targets, the target or
+        ValueError: there is no panel, panels disagree on columns, targets or metric, the target or
             threshold is out of range, effects are requested but absent, or weights are not finite,
             out of range or acausal.
         TypeError: a panel is not an `AttentionGraph`.
@@ -124,6 +130,17 @@ def _check_panels(panels: Mapping[str, AttentionGraph]) -> None:
                     f"in all of them; got {what} {expected} in {first_name!r} and {got} in "
                     f"{name!r}; draw different prompts as separate figures"
                 )
+
+    metrics = {
+        name: flow.metric
+        for name, flow in panels.items()
+        if flow.effect is not None or flow.attribution is not None
+    }
+    if len(set(metrics.values())) > 1:
+        raise ValueError(
+            f"expected effects on the same metric in all panels, since they are compared; got "
+            f"{metrics}; trace all models with the same metric="
+        )
 
 
 def _check_scores(weight: EdgeWeight, panels: Sequence[RoundedGraph]) -> None:
@@ -223,6 +240,7 @@ def _panel_data(
         "arrows": [
             prediction_arrow(layout, place, column, read_at) for column, read_at in graph.targets
         ],
+        "quantity": quantity_data(graph),
         "nPossible": graph.n_possible.tolist(),
         "mlps": mlps,
         "attention": _listed(panel.attention, floors["attention"]),

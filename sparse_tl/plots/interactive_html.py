@@ -12,7 +12,7 @@ from sparse_tl.plots.figure_frame import Surround
 from sparse_tl.plots.rendering import SelfContainedFigure
 from sparse_tl.plots.token_text import shorten, visible_text
 
-CIRCUIT_DRAWING = ("reach.js", "attention_edges.js")
+CIRCUIT_DRAWING = ("reach.js", "attention_edges.js", "attention_text.js")
 """What draws the edges of a circuit diagram, on a page and in Python."""
 COMPONENT_DRAWING = (
     "reach.js",

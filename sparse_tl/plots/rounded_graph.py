@@ -7,15 +7,20 @@ numbers with the threshold. ``attention_edges.js`` chooses the edges to draw.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from sparse_tl.circuits.attention_graph import AttentionGraph
+from sparse_tl.plots.palette import LABEL_SIZE
+from sparse_tl.plots.token_text import clip_text, visible_text
 
 STEPS = 1000
 """Weights are integers: the number of steps between a weight of 0 and of 1."""
+_ROOM = 70
+"""Largest width of an answer in a caption, in pixels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +35,7 @@ class RoundedGraph:
         most_carried: the largest share that an edge carries.
         scores: available scores, "effect" and "first-order", of removing an edge; positive: the
             edge helps; -1000..1000 for each target, relative to `scales`.
-        scales: largest absolute effect of each target, in logits.
+        scales: largest absolute effect of each target, in the metric's unit.
     """
 
     name: str
@@ -40,6 +45,15 @@ class RoundedGraph:
     most_carried: float
     scores: dict[str, Int[Tensor, "target layer head query key"]]
     scales: dict[str, list[float]]
+
+
+def quantity_data(graph: AttentionGraph) -> dict[str, Any]:
+    """What effects change, as the scripts write it: the metric, its unit, and its answers."""
+    clipped = [
+        [clip_text(visible_text(text), LABEL_SIZE, _ROOM) for text in texts]
+        for texts in (graph.answers, graph.wrong)
+    ]
+    return {"metric": graph.metric, "unit": graph.unit, "answers": clipped[0], "wrong": clipped[1]}
 
 
 def threshold_steps(threshold: float) -> int:

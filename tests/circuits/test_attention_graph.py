@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,5 +62,13 @@ def test_a_graph_is_saved_tabulated_and_told(tmp_path):
     assert torch.equal(restored.gates, graph.gates) and restored.targets == ((2, 2),)
     assert restored.attribution is None and torch.equal(restored.effect, graph.effect)
     assert graph.to_pandas().to_numpy().tolist() == [[0, 0, 1, 1, 0.5, -2], [0, 1, 2, 0, 0.25, -1]]
-    assert repr(graph) == "AttentionGraph('a b ?': 2 of 12 attention edges open)"
+    said = "AttentionGraph('a b ?': 2 of 12 attention edges open"
+    assert repr(graph) == f"{said}; effects on answer_logit, in logits)"  # as of old graphs
     assert "effect" in graph._repr_html_()
+    assert repr(replace(graph, effect=None)) == f"{said})"
+    own = replace(graph, metric="my_rank", answers=("c",), wrong=("d",))
+    assert repr(own) == f"{said}; effects on my_rank)"
+    restored = AttentionGraph.load(own.save(tmp_path / "own"))
+    assert (restored.metric, restored.answers, restored.wrong) == ("my_rank", ("c",), ("d",))
+    with pytest.raises(ValueError, match="expected 1 answers, one per target; got 2"):
+        replace(graph, answers=("c", "d"))

@@ -90,11 +90,10 @@ def test_one_closed_head_is_the_same_everywhere(build_tiny: Build, sparse: bool)
     exact = patch_exactly(model, pairs, logit_difference, ["a0.h1"], patch="zero")["a0.h1"]
     assert exact == pytest.approx(change, rel=1e-9)
     for row in range(len(pairs)):
-        at = int(pairs.positions[row])
-        effect = LeaveOneOut(model, pairs.clean[row], [at]).effects([HEAD])
-        predicted = int(effect.tokens[0])
-        lost = expected[row, predicted] - clean[row, predicted]
-        assert effect.logits.item() == pytest.approx(lost.item(), rel=1e-8)
+        one = pairs.select(slice(row, row + 1))
+        lost = metric[row] - logit_difference(clean, pairs)[row]
+        effect = LeaveOneOut(model, one, logit_difference).effects([HEAD]).effects
+        assert effect.item() == pytest.approx(lost.item(), rel=1e-8)
     labels = pairs.answers[:, :1].expand_as(pairs.clean)
     rows = TokenBatch(pairs.clean, labels, read)
     likely = target_log_probabilities(model, rows, heads[None])[0]

@@ -5,7 +5,14 @@ import torch
 
 from sparse_tl import ablate_attention_edges, ablate_heads, load_addition_models
 from sparse_tl.circuits import removal
+from sparse_tl.circuits.quantity import Quantity
 from sparse_tl.circuits.removal import LeaveOneOut
+from sparse_tl.metrics import (
+    answer_logit,
+    log_probability,
+    logit_difference,
+    probability_difference,
+)
 
 HEADS = [(layer, head) for layer in range(4) for head in range(4)]
 READ_AT = [8, 9, 10]
@@ -16,44 +23,110 @@ def sparse():
     return load_addition_models()[1]
 
 
-def test_effects_of_heads_are_those_of_ablating_them(sparse):
+def leave_one_out(model, metric=answer_logit, read_at=READ_AT, **answers):
+    tokens = model.to_tokens("36+28=?????")[0]
+    with torch.no_grad():
+        logits = model(tokens[None])[0, read_at]
+    pairs = Quantity(metric, **answers).pairs(model, tokens, read_at, logits)
+    return LeaveOneOut(model, pairs, metric)
+
+
+def by_hand(metric, logits, answer, wrong):
+    """The metric of logits ``[target, vocab]``."""
+    rows = torch.arange(len(logits))
+    if metric is answer_logit:
+        return logits[rows, answer]
+    if metric is logit_difference:
+        return logits[rows, answer] - logits[rows, wrong]
+    shares = logits.exp() / logits.exp().sum(dim=-1, keepdim=True)
+    if metric is probability_difference:
+        return shares[rows, answer] - shares[rows, wrong]
+    return shares[rows, answer].log()
+
+
+@pytest.mark.parametrize(
+    "metric", [answer_logit, logit_difference, log_probability, probability_difference]
+)
+def test_effects_of_heads_are_those_of_ablating_them(sparse, metric):
     tokens = sparse.to_tokens("36+28=?????")
-    found = LeaveOneOut(sparse, tokens[0], READ_AT).effects(HEADS)
+    found = leave_one_out(sparse, metric).effects(HEADS)
     with torch.no_grad():
         whole = sparse(tokens)[0, READ_AT].double()
-    assert torch.equal(found.tokens, whole.argmax(dim=-1))
+    best, second = whole.topk(2).indices.T
+    assert torch.equal(found.tokens, best)
     rows = torch.arange(len(READ_AT))
+    before = by_hand(metric, whole, best, second)
     for part, head in enumerate(HEADS):
         with torch.no_grad(), ablate_heads(sparse, [head]):
             cut = sparse(tokens)[0, READ_AT].double()
-        change = (cut - whole)[rows, found.tokens]
-        torch.testing.assert_close(found.logits[:, part], change, rtol=0, atol=1e-4)
+        change = by_hand(metric, cut, best, second) - before
+        torch.testing.assert_close(found.effects[:, part], change, rtol=0, atol=1e-4)
+        assert torch.equal(found.predictions[:, part], cut.argmax(dim=-1))
         share = (cut.softmax(-1) - whole.softmax(-1))[rows, found.tokens]
         torch.testing.assert_close(found.probabilities[:, part], share, rtol=0, atol=1e-5)
-    assert found.logits.min() < -8
+    assert found.effects.min() < -0.9
+
+
+def test_answers_can_be_chosen(sparse):
+    """By text or number, for all targets or each; if both are the same, the runner-up is wrong."""
+    tokens = sparse.to_tokens("36+28=?????")
+    with torch.no_grad():
+        whole = sparse(tokens)[0, READ_AT].double()
+        with ablate_heads(sparse, [(1, 3)]):
+            cut = sparse(tokens)[0, READ_AT].double()
+    digits = [sparse.tokenizer.convert_tokens_to_ids(digit) for digit in "0123456789"]
+    for answer, wrong, numbers in (
+        ("1", "2", ([1, 1, 1], [2, 2, 2])),
+        (["1", digits[3], "5"], digits[2], ([1, 3, 5], [2, 2, 2])),
+    ):
+        each = [torch.tensor([digits[number] for number in some]) for some in numbers]
+        loo = leave_one_out(sparse, logit_difference, answer=answer, wrong=wrong)
+        expected = by_hand(logit_difference, cut, *each) - by_hand(logit_difference, whole, *each)
+        found = loo.effects([(1, 3)])
+        torch.testing.assert_close(found.effects[:, 0], expected, rtol=0, atol=1e-4)
+        assert torch.equal(found.tokens, each[0])
+    best = whole[1].argmax()
+    second = whole[1].scatter(0, best, -torch.inf).argmax()
+    loo = leave_one_out(sparse, logit_difference, wrong=int(best))
+    assert loo.pairs.wrong[1] == second
+    change = (cut - whole)[1, best] - (cut - whole)[1, second]
+    assert loo.effects([(1, 3)]).effects[1, 0].item() == pytest.approx(change.item(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("answers", "problem"),
+    [
+        ({"answer": "12"}, "single token; '12' has 2"),
+        ({"answer": "x"}, "no token for 'x'"),
+        ({"wrong": 99}, r"an answer in 0\.\.12; got 99"),
+        ({"wrong": ["1", "2"]}, "one token as wrong=, or one for each of 3 positions; got 2"),
+    ],
+)
+def test_answers_that_are_no_token_are_refused(sparse, answers, problem):
+    with pytest.raises(ValueError, match=problem):
+        leave_one_out(sparse, **answers)
 
 
 def test_parts_that_nothing_reads_have_no_effect_at_all(sparse):
     # The last layer's edges matter at their own query alone.
     edges = [[(3, head, 7, 2)] for head in range(4)]
-    found = LeaveOneOut(sparse, sparse.to_tokens("36+28=?????")[0], [9]).effects(groups=edges)
-    assert torch.equal(found.logits, torch.zeros(1, 4).double())
+    found = leave_one_out(sparse, read_at=[9]).effects(groups=edges)
+    assert torch.equal(found.effects, torch.zeros(1, 4).double())
 
 
 def test_effects_are_those_beside_what_is_removed_already(sparse):
     tokens = sparse.to_tokens("36+28=?????")
     with torch.no_grad(), ablate_heads(sparse, [(0, 2)]):
-        found = LeaveOneOut(sparse, tokens[0], [9]).effects([(2, 1), (0, 2)])
+        found = leave_one_out(sparse, read_at=[9]).effects([(2, 1), (0, 2)])
         one = sparse(tokens)[0, 9]
         with ablate_attention_edges(sparse, [(2, 1, 9, key) for key in range(10)]):
             two = sparse(tokens)[0, 9]
     expected = (two - one)[one.argmax()].item()
-    assert found.logits[0].tolist() == pytest.approx([expected, 0], abs=1e-4)
+    assert found.effects[0].tolist() == pytest.approx([expected, 0], abs=1e-4)
 
 
 def test_several_passes_equal_one(sparse, monkeypatch):
-    tokens = sparse.to_tokens("36+28=?????")[0]
-    whole = LeaveOneOut(sparse, tokens, READ_AT).effects(HEADS)
+    whole = leave_one_out(sparse).effects(HEADS)
     monkeypatch.setattr(removal, "MOST_NUMBERS", 3 * 12_700)
-    parts = LeaveOneOut(sparse, tokens, READ_AT).effects(HEADS)
-    torch.testing.assert_close(parts.logits, whole.logits, rtol=0, atol=1e-5)
+    parts = leave_one_out(sparse).effects(HEADS)
+    torch.testing.assert_close(parts.effects, whole.effects, rtol=0, atol=1e-5)

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from sparse_tl.circuits import patch_exactly, trace_attention
+from sparse_tl.circuits.quantity import Quantity
 from sparse_tl.data import PromptPairs
 from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.gates import SparseTransformer
+from sparse_tl.metrics import answer_logit, log_probability, logit_difference
 from sparse_tl.tasks.addition import addition_tokenizer
 
 PROMPT = "36+28=?????"
@@ -48,25 +50,64 @@ def by_hand(model: Any, heads: Any = (), edges: Any = ()) -> torch.Tensor:
         return model.run_with_hooks(model.to_tokens(PROMPT), fwd_hooks=hooks)[0]
 
 
+def log_probability_by_hand(logits, pairs):
+    answers = logits.gather(1, pairs.answers)[:, 0]
+    return answers - logits.logsumexp(dim=1)
+
+
+METRICS = {
+    log_probability: log_probability_by_hand,
+    logit_difference: lambda logits, pairs: (
+        logits.gather(1, pairs.answers) - logits.gather(1, pairs.wrong)
+    )[:, 0],
+    answer_logit: lambda logits, pairs: logits.gather(1, pairs.answers)[:, 0],
+}
+
+
+@pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("panel", ["Dense", "Sparse"])
-def test_effects_of_heads_are_those_of_exact_patching_with_zero(exploration, models, panel):
+def test_effects_of_heads_are_those_of_exact_patching_with_zero(models, panel, metric):
     model = models[panel]
+    exploration = Exploration(models, PROMPT, quantity=Quantity(metric))
     found = exploration.head_effects(panel)
     names = [f"a{layer}.h{head}" for layer in range(2) for head in range(2)]
     for target, (_, read_at) in enumerate(exploration.targets):
-        tokens, answer = model.to_tokens(PROMPT), found.tokens[target].view(1, 1)
-        pairs = PromptPairs(tokens, tokens, answer, (answer + 1) % 10, torch.tensor([read_at]))
-        for told, scale in ((found.logits, lambda x: x), (found.probabilities, softmax)):
-            changes = patch_exactly(
-                model,
-                pairs,
-                lambda logits, pairs, scale=scale: scale(logits).gather(1, pairs.answers)[:, 0],
-                names,
-                patch="zero",
-                progress=False,
-            )
+        tokens = model.to_tokens(PROMPT)
+        answer, wrong = by_hand(model)[read_at].topk(2).indices.view(2, 1, 1)
+        assert found.tokens[target] == answer
+        pairs = PromptPairs(tokens, tokens, answer, wrong, torch.tensor([read_at]))
+        share = lambda logits, pairs: softmax(logits).gather(1, pairs.answers)[:, 0]  # noqa: E731
+        for told, judged in ((found.effects, METRICS[metric]), (found.probabilities, share)):
+            changes = patch_exactly(model, pairs, judged, names, patch="zero", progress=False)
             assert told[target].tolist() == pytest.approx(changes[names].tolist(), abs=1e-9)
-    assert found.logits.abs().max() > 0.01
+    assert found.effects.abs().max() > 0.01
+
+
+def test_another_metric_beside_what_is_removed(exploration, models):
+    """Its answers are those of the whole model, whatever is predicted without what is removed."""
+    remove_some(exploration, "Dense")
+    whole, cut = by_hand(models["Dense"]), by_hand(models["Dense"], HEADS, EDGES)
+    without = by_hand(models["Dense"], [*HEADS, (1, 1)], EDGES)
+    seven = models["Dense"].tokenizer.convert_tokens_to_ids("7")
+    for quantity, choose in (
+        (Quantity(log_probability), lambda logits, best, _: logits.log_softmax(0)[best]),
+        (Quantity(logit_difference), lambda logits, best, second: logits[best] - logits[second]),
+        (Quantity(answer_logit, answer="7"), lambda logits, *_: logits[seven]),
+    ):
+        exploration.measure(quantity)
+        assert exploration.removed_attention_edges("Dense") == tuple(sorted(EDGES))
+        effects = exploration.head_effects("Dense").effects[:, 3].tolist()
+        before, now = (each.tolist() for each in exploration.values("Dense"))
+        for target, (_, read_at) in enumerate(exploration.targets):
+            best, second = whole[read_at].topk(2).indices.tolist()
+            expected = [
+                choose(each[read_at], best, second).item() for each in (whole, cut, without)
+            ]
+            assert [before[target], now[target]] == pytest.approx(expected[:2], abs=1e-9)
+            assert effects[target] == pytest.approx(expected[2] - expected[1], abs=1e-9)
+    with pytest.raises(ValueError, match="single token; '77' has 2"):
+        exploration.measure(Quantity(answer_logit, answer="77"))
+    assert exploration.quantity.answer == "7"
 
 
 def remove_some(exploration: Exploration, panel: str) -> None:
@@ -188,7 +229,11 @@ def test_outputs_tell_logits_and_probabilities_before_and_after(exploration, mod
         table = exploration.outputs("Dense", target, top=4)
         tokens = tokenizer.convert_tokens_to_ids(table["token"].tolist())
         for suffix, logits in (("_before", before), ("", after)):
-            expected = {"logit": logits, "probability": logits.softmax(-1)}
+            expected = {
+                "logit": logits,
+                "probability": logits.softmax(-1),
+                "log_probability": logits.softmax(-1).log(),
+            }
             for name, values in expected.items():
                 found = table[name + suffix].tolist()
                 assert found == pytest.approx(values[tokens].tolist(), abs=1e-9)
@@ -384,7 +429,11 @@ def test_closed_mlps_are_part_of_every_run(build_small):
     edge = tuple(graph.gates.nonzero()[-1].tolist())
     _, read_at = exploration.targets[-1]
     predicted = int(plain[read_at].argmax())
-    change = by_hand(sparse, edges=[edge])[read_at, predicted] - plain[read_at, predicted]
+    after, before = (
+        logits[read_at].log_softmax(-1)[predicted]
+        for logits in (by_hand(sparse, edges=[edge]), plain)
+    )
+    change = after - before
     torch.testing.assert_close(graph.effect[-1][edge], change, rtol=0, atol=1e-12)
     exploration.toggle_head("Sparse", 0, 1)
     torch.testing.assert_close(

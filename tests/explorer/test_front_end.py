@@ -15,7 +15,7 @@ from sparse_tl.plots.palette import DARK_FILTER
 
 PROMPT = "36+28=?????"
 ATTACK = "</script><img src=x onerror=alert(1)>"
-TRAITS = ("_prompt", "_positions", "_figure", "_panels", "_effects", "_node", "_message")
+TRAITS = ("_prompt", "_positions", "_figure", "_panels", "_metric", "_effects", "_node", "_message")
 TRAITS += ("_revision", "_theme", "_saved_id")
 QUIET = ("settle", "hello", "effects", "choose")
 
@@ -99,6 +99,11 @@ def test_everything_can_be_read(page, tmp_path, explorer):
     explorer.toggle_head("Dense", 1, 1)
     explorer.select("Sparse", 1, 8)
     explorer.compute_effects()
+    show(page, tmp_path, explorer)
+    page.evaluate(JUPYTERLAB_THEME)
+    problems = problems_of(page)
+    assert not problems, problems
+    explorer.choose_metric("logit_difference")
     show(page, tmp_path, explorer)
     page.evaluate(JUPYTERLAB_THEME)
     problems = problems_of(page)
@@ -194,7 +199,7 @@ def test_what_cannot_be_shown_is_told_and_another_prompt_can_be_tried(page, tmp_
     page.locator("input[name=prompt]").fill(PROMPT)
     page.locator("input[name=prompt]").press("Enter")
     assert [(m["action"], m["prompt"]) for m in sent(page)] == [("prompt", PROMPT)]
-    for name in ("_prompt", "_panels", "_message", "_figure"):
+    for name in ("_prompt", "_panels", "_metric", "_message", "_figure"):
         page.evaluate("args => window.change(...args)", [name, trait(whole, name)])
     assert page.locator(".diagram svg").count() == 1 and page.locator(".card").count() == 3
     assert not message.is_visible()
@@ -301,17 +306,78 @@ def test_cards_say_what_happens_without_a_part(page, tmp_path, explorer):
     text = page.locator(".sparse-tl-explorer > .tip").inner_text().splitlines()[1]
     sign = "\u2212" if told[0] < 0 else "+"
     then = "still predicts" if told[2] == before else "predicts"
-    assert text.startswith(f"without it: {sign}{abs(told[0]):.2f} logits, ")
+    assert text.startswith(f"without it: {sign}{abs(told[0]):.2f} nats, ")
     assert text.endswith(f"{then} \u201c{told[2]}\u201d")
     heads = page.locator(".card[data-panel='0'] .effects li").all_inner_texts()
     strongest = max(explorer._effects["heads"][0].items(), key=lambda item: abs(item[1][4][0]))
     layer, head = strongest[0].split(",")
-    assert heads[0].startswith(f"without a{layer}.h{head}: ") and "logits" in heads[0]
+    assert heads[0].startswith(f"without a{layer}.h{head}: ") and "nats" in heads[0]
     kind = "helps" if strongest[1][4][0] < 0 else "hurts"  # the colours of the grid above
     shown = page.locator(".card[data-panel='0'] .effects li").first.locator("span").first
     assert shown.get_attribute("class") == kind
     assert page.locator(".card.node .effects.whole li").inner_text().startswith("without its atten")
     assert page.locator(".card.node .rows .effects li").count() == 3
+
+
+@pytest.mark.parametrize("name", ["log_probability", "logit_difference", "answer_logit"])
+def test_cards_and_grids_say_what_effects_change(page, tmp_path, explorer, name):
+    explorer.toggle_head("Dense", 0, 1)
+    explorer.choose_metric(name)
+    explorer.compute_effects()
+    show(page, tmp_path, explorer)
+    (best, second), digits = models_best(explorer), explorer._panels[0]["quantity"]
+    assert (digits["answers"][4], digits["wrong"][4]) == (best, second)
+    words, unit = {
+        "log_probability": (f"log P(“{best}”)", "nats"),
+        "logit_difference": (f"logit “{best}” − logit “{second}”", "logits"),
+        "answer_logit": (f"logit “{best}”", "logits"),
+    }[name]
+    before, now = explorer._panels[0]["values"][4]
+    said = page.locator("[data-outcome='Dense']").inner_text().replace("\u2212", "-")
+    assert f"{words} {now:.2f} ({now - before:+.2f})".replace("\u2212", "-") in said
+    card = page.locator(".card[data-panel='0']")
+    assert words in card.locator("h5").first.inner_text()
+    column = "log P before" if name == "log_probability" else "logit before"
+    assert card.locator("thead th").nth(1).inner_text() == column
+    assert card.locator(".effects li").first.inner_text().split(",")[0].endswith(unit)
+    row = explorer._panels[0]["outputs"][4][0]
+    kind = "log_probability" if name == "log_probability" else "logit"
+    shown = card.locator("tbody tr").first.locator("td").nth(1).inner_text()
+    assert float(shown.replace("\u2212", "-")) == pytest.approx(row[kind], abs=0.006)
+
+
+def models_best(explorer: CircuitExplorer) -> list[str]:
+    """The two likeliest tokens of the whole dense model at the last position."""
+    table = explorer.exploration.outputs("Dense", top=13)
+    return table.sort_values("logit_before", ascending=False)["token"].tolist()[:2]
+
+
+def test_the_metric_is_chosen_and_the_second_token_typed(page, tmp_path, explorer):
+    show(page, tmp_path, explorer)
+    select = page.locator("select[name=metric]")
+    assert select.input_value() == "log_probability"
+    assert page.locator("input[name=wrong]").count() == 0
+    select.select_option(label="token A \u2212 token B")
+    explorer.choose_metric("logit_difference")
+    for name in ("_metric", "_panels", "_figure"):
+        page.evaluate("args => window.change(...args)", [name, trait(explorer, name)])
+    field = page.locator("input[name=wrong]")
+    assert field.get_attribute("placeholder") == models_best(explorer)[1]
+    field.fill("7")
+    page.evaluate("v => window.change('_effects', v)", trait(explorer, "_effects"))
+    assert field.input_value() == "7"  # somebody is typing
+    field.press("Enter")
+    page.locator("select[name=target]").select_option("1")
+    second = explorer._panels[0]["quantity"]["wrong"][1]
+    assert page.locator("input[name=wrong]").get_attribute("placeholder") == second
+    asked = [{k: v for k, v in m.items() if k != "id"} for m in sent(page)]
+    assert asked == [
+        {"action": "metric", "metric": "logit_difference", "wrong": ""},
+        {"action": "metric", "metric": "logit_difference", "wrong": "7"},
+    ]
+    # What is asked for is what Python understands.
+    explorer._handle_custom_msg(asked[1], [])
+    assert explorer._metric["wrong"] == "7" and explorer._message is None
 
 
 THEMES = {

@@ -133,7 +133,7 @@ def test_a_session_in_jupyterlab(lab, lab_page, offline_page):
     cell.wait_for()
     assert explorer(tab).locator(".lens tbody tr").count() == 6
     whole = outcome(tab, "Dense")
-    assert re.search(r"logit −?\d+\.\d\d$", whole)
+    assert re.search(r"log P\(“.”\) −?\d+\.\d\d$", whole)
     cell.click()
     explorer(tab).locator("[data-chip='a1.h2 2→10']").wait_for()
     answered(tab)

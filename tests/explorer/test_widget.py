@@ -13,6 +13,7 @@ from IPython.core.formatters import DisplayFormatter
 
 from sparse_tl import ablate_attention_edges
 from sparse_tl.explorer import CircuitExplorer, explore, figures, widget
+from sparse_tl.metrics import logit_difference
 
 PROMPT = "36+28=?????"
 ATTACK = "</script><img src=x onerror=alert(1)>"
@@ -49,7 +50,17 @@ def test_style_and_position_reach_the_figure(models):
 
 def test_everything_sent_is_json(explorer):
     explorer.select("Sparse", 1, 4)
-    for name in ("_prompt", "_figure", "_panels", "_node", "_message", "_effects", "_positions"):
+    names = (
+        "_prompt",
+        "_figure",
+        "_panels",
+        "_metric",
+        "_node",
+        "_message",
+        "_effects",
+        "_positions",
+    )
+    for name in names:
         json.dumps(getattr(explorer, name), allow_nan=False)
 
 
@@ -63,7 +74,7 @@ def test_a_clicked_head_is_removed_and_restored(explorer):
     for row, expected in zip(
         rows, explorer.exploration.outputs("Dense").to_dict("records"), strict=True
     ):
-        assert row.pop("token") == expected.pop("token")
+        assert row.pop("text") == row.pop("token") == expected.pop("token")
         assert row == pytest.approx(expected, rel=1e-4)
     assert any(row["logit_before"] != row["logit"] for row in rows)
     ask(explorer, action="head", panel=0, layer=0, head=1)
@@ -125,8 +136,9 @@ def test_head_effects_are_what_removing_them_one_by_one_does(models, title):
         cut = explorer.exploration.logits(title)[9]
         explorer.exploration.toggle_head(title, *head)
         best = whole.argmax()
-        ((logit, probability, prediction),) = known[f"{head[0]},{head[1]}"]
-        assert logit == pytest.approx((cut - whole)[best].item(), rel=1e-4, abs=1e-9)
+        ((effect, probability, prediction),) = known[f"{head[0]},{head[1]}"]
+        change = (cut.log_softmax(-1) - whole.log_softmax(-1))[best].item()
+        assert effect == pytest.approx(change, rel=1e-4, abs=1e-9)
         share = (cut.softmax(-1) - whole.softmax(-1))[best].item()
         assert probability == pytest.approx(share, rel=1e-4, abs=1e-9)
         assert prediction == models[title].tokenizer.decode([int(cut.argmax())])
@@ -149,6 +161,58 @@ def test_the_choices_of_the_reader_reach_the_saved_figure(explorer, models):
         models, PROMPT, positions=range(6, 11), position=7, weight="first-order", threshold=0.25
     )
     assert str(explorer.figure()) == str(expected)
+
+
+def test_another_metric_is_chosen(explorer, models):
+    edge = [1, 0, 10, 3]
+    ask(explorer, action="edges", panel=0, edges=[edge])
+    explorer.choose(target=4, weight="first-order", threshold=0.1)
+    ask(explorer, action="metric", metric="logit_difference", wrong="7")
+    assert explorer._message is None
+    assert explorer._metric == {
+        "name": "logit_difference",
+        "wrong": "7",
+        "offered": ["log_probability", "logit_difference", "answer_logit"],
+    }
+    panel = explorer._panels[0]
+    assert panel["removedEdges"] == (tuple(edge),)
+    tokenizer, best = models["Dense"].tokenizer, panel["quantity"]["answers"][4]
+    assert panel["quantity"] | {"answers": 0, "wrong": 0} == {
+        "metric": "logit_difference", "unit": "logits", "answers": 0, "wrong": 0,
+    }  # fmt: skip
+    assert panel["quantity"]["wrong"][4] == "7" != best
+    tokens = models["Dense"].to_tokens(PROMPT)
+    answer, wrong = tokenizer.convert_tokens_to_ids([best, "7"])
+    with torch.no_grad():
+        expected = [models["Dense"](tokens)[0, 10]]
+        with ablate_attention_edges(models["Dense"], [tuple(edge)]):
+            expected.append(models["Dense"](tokens)[0, 10])
+    assert expected[0].argmax() == answer
+    by_hand = [(logits[answer] - logits[wrong]).item() for logits in expected]
+    assert panel["values"][4] == pytest.approx(by_hand, rel=1e-4)
+    figure = figures.circuit_diagram(
+        models, PROMPT, positions=range(6, 11), metric=logit_difference, wrong="7",
+        weight="first-order",
+    )  # fmt: skip
+    words = f"of the largest first-order attribution of logit “{best}” − logit “7”"
+    assert words in figure.svg and words in explorer._figure["svg"]
+    ask(explorer, action="restore")
+    assert explorer._figure["svg"] == figure.svg
+    ask(explorer, action="metric", metric="log_probability", wrong="")
+    assert explorer._metric["wrong"] == "" and explorer._panels[0]["quantity"]["unit"] == "nats"
+
+
+def test_a_metric_of_ones_own(models):
+    def rank(logits, pairs):
+        return -(logits > logits.gather(1, pairs.answers)).sum(dim=1).double() + 0 * logits[:, 0]
+
+    explorer = explore({"m": models["Dense"]}, PROMPT, metric=rank)
+    assert explorer._metric["offered"][-1] == "rank" == explorer._metric["name"]
+    assert explorer._panels[0]["quantity"]["unit"] == ""
+    explorer.compute_effects()
+    assert all(
+        row[4][0] <= 0 and row[4][0] % 1 == 0 for row in explorer._effects["heads"][0].values()
+    )
 
 
 # ---- prompts -------------------------------------------------------------------------------------
@@ -201,6 +265,8 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
         {"action": "choose", "target": 9, "weight": "attention", "threshold": 0.1},
         "a target in 0..4",
     ),
+    ({"action": "metric", "metric": "luck"}, "expected a metric of"),
+    ({"action": "metric", "metric": "logit_difference", "wrong": "77"}, "'77' has 2"),
     ({"action": "choose", "target": 0, "weight": "size", "threshold": 0.1}, "got 'size'"),
     ({"action": "choose", "target": 0, "weight": "attention", "threshold": "x"}, "for threshold"),
     ({"action": "choose", "target": 0, "weight": "attention", "threshold": 2}, "got 2 (int)"),
@@ -429,8 +495,9 @@ def test_edges_of_a_node_carry_the_effect_of_ablating_them(models):
     for name, group in {**{n: [e] for n, e in edges.items()}, "all": list(edges.values())}.items():
         with torch.no_grad(), ablate_attention_edges(model, group):
             cut = model(tokens)[0, 9]
-        ((logit, _, prediction),) = known[name]
-        assert logit == pytest.approx((cut - whole)[best].item(), rel=1e-4, abs=1e-9)
+        ((effect, _, prediction),) = known[name]
+        change = (cut.log_softmax(-1) - whole.log_softmax(-1))[best].item()
+        assert effect == pytest.approx(change, rel=1e-4, abs=1e-9)
         assert prediction == model.tokenizer.decode([int(cut.argmax())])
 
 

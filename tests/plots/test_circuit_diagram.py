@@ -682,8 +682,36 @@ def test_effects_are_exact_where_they_are_known_and_else_named_first_order(two_p
     exact = dataclasses.replace(sparse, effect=-sparse.attention.expand(5, -1, -1, -1, -1))
     panels = panels_of(circuit_diagram(two_panels | {"Sparse Model": exact}, weight="effect"))
     estimated, known = (part(panel, "caption").text for panel in panels)
-    assert estimated.endswith("of the largest first-order attribution")
-    assert known == "5 of 1,056 attention edges ≥ 0.10 of the largest effect"
+    assert estimated.endswith("of the largest first-order attribution of the logit")
+    assert known == "5 of 1,056 attention edges ≥ 0.10 of the largest effect on the logit"
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        ("log_probability", "log P(“6”)"),
+        ("logit_difference", "logit “6” − logit “·5”"),
+        ("answer_logit", "logit “6”"),
+        ("my_own_rank", "my own rank"),
+    ],
+)
+def test_captions_say_what_effects_change(sparse_flow, metric, words):
+    flow = dataclasses.replace(
+        sparse_flow,
+        effect=-sparse_flow.attention.expand(5, -1, -1, -1, -1),
+        metric=metric,
+        answers=tuple("00064"),
+        wrong=(" 5",) * 5,
+    )
+    (panel,) = panels_of(circuit_diagram({"model": flow}, weight="effect", target=3))
+    assert str(part(panel, "caption").text).endswith(f"of the largest effect on {words}")
+
+
+def test_effects_on_different_metrics_are_not_compared(two_panels):
+    dense = two_panels["Base Model"]
+    other = dataclasses.replace(dense, metric="log_probability")
+    with pytest.raises(ValueError, match="'a': 'answer_logit', 'b': 'log_probability'"):
+        circuit_diagram({"a": dense, "b": other, "c": two_panels["Sparse Model"]})
 
 
 def test_panels_of_different_prompts(sparse_flow, make_random_flow, make_flow, circuit):

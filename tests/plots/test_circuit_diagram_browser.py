@@ -135,13 +135,19 @@ def test_hovering_an_edge_tells_all_about_it(page, tmp_path, make_flow):
     assert "Layer 1, head 3" in tip.inner_text() and "0.930" in tip.inner_text()
 
 
-def test_hovering_names_exact_and_first_order_effects_in_logits(page, tmp_path, sparse_flow):
+def test_hovering_names_exact_and_first_order_effects_with_their_unit(page, tmp_path, sparse_flow):
     attention = sparse_flow.attention.expand(5, -1, -1, -1, -1)
-    flow = dataclasses.replace(sparse_flow, attribution=-2.5 * attention, effect=2 * attention)
+    flow = dataclasses.replace(
+        sparse_flow,
+        attribution=-2.5 * attention,
+        effect=2 * attention,
+        metric="log_probability",
+        answers=tuple("00064"),
+    )
     show(page, tmp_path, circuit_diagram({"model": flow}, weight="effect"))
     hover_edge(page, 0, 1, 10, 9)
-    assert "effect of removing it 1.860 logits" in page.locator(".tip").inner_text()
-    assert "first-order attribution −2.325 logits" in page.locator(".tip").inner_text()
+    assert "effect of removing it 1.860 nats on log P(“4”)" in page.locator(".tip").inner_text()
+    assert "first-order attribution −2.325 nats on log P(“4”)" in page.locator(".tip").inner_text()
     assert "attention 0.930" in page.locator(".tip").inner_text()
 
 
