@@ -40,7 +40,7 @@ class AttentionGraph(Result):
             ``-attention * d metric / d attention``; ``None`` if not computed. Its sign can be wrong
             where the model is not linear.
         effect: for each target, the exact change of the metric when one edge is removed; negative:
-            the edge helps. ``None`` if not computed.
+            the edge helps. ``None`` if not computed, NaN at edges for which it was not.
         carried: share of the query's residual stream that each edge writes, 0 to 1; see
             `circuits.carried`. ``None`` if not traced.
         causal: whether attention is causal.

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sparse_tl.arguments import Count, checked
+from sparse_tl.arguments import Count, NotNegative, checked
 from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.circuits.carried import carried, carried_points
+from sparse_tl.circuits.edge_effects import EdgeEffects
 from sparse_tl.circuits.prompt import Prompt, output_text, prompt_tokens, token_texts
 from sparse_tl.circuits.quantity import Answers, Quantity
 from sparse_tl.circuits.removal import LeaveOneOut
@@ -33,7 +35,9 @@ from sparse_tl.scopes import autograd
 
 UNKNOWN = "?"
 MAX_EFFECTS = 500
-"""Maximum number of open edges for which figures compute exact effects unasked (under 1 s)."""
+"""Maximum number of open edges for which figures compute exact effects unasked."""
+EFFECT_SECONDS = 3.0
+"""How long figures compute exact effects, if they show them and more edges are open."""
 
 
 @checked
@@ -45,6 +49,7 @@ def trace_attention(
     positions: Sequence[int] | None = None,
     attribution: bool = False,
     max_effects: Count = 0,
+    seconds: NotNegative = 0,
     metric: Metric = log_probability,
     answer: Answers | None = None,
     wrong: Answers | None = None,
@@ -70,6 +75,8 @@ def trace_attention(
             positions share backward passes.
         max_effects: compute exact effects if at most this many edges are open; one run of the
             prompt per edge.
+        seconds: if more are open, about how long to compute exact effects, of the edges with the
+            largest estimates first. Effects of the others are NaN, and the graph has the estimates.
         metric: metric function.
         answer: the answer of each position, as text or number, or one for all of them; by default
             what the model predicts there.
@@ -95,14 +102,8 @@ def trace_attention(
     read_at = {column: column for column in masked if column < n_read} | dict(targets)
     read = tokens[:n_read]
     quantity = Quantity(metric, answer, wrong)
-    run = _run(model, read, targets, quantity, attribution)
+    run = _run(model, read, targets, quantity, attribution or seconds > 0)
     attention, shares, possible, gates, mlps, logits, pairs, estimates = run
-    effect = None
-    if max_effects > 0 and int(gates.sum()) <= max_effects:
-        edges = [[(layer, head, q, k)] for layer, head, q, k in gates.nonzero().tolist()]
-        found = LeaveOneOut(model, pairs, metric).effects(groups=edges).effects
-        effect = found.new_zeros(len(targets), *gates.shape)  # closed edges have no effect
-        effect[:, gates] = found
     predicted = {column: int(logits[place].argmax()) for column, place in read_at.items()}
     known = [i < n_read and i not in masked for i in range(n_columns)]
     inputs = [texts[i] if known[i] else UNKNOWN for i in range(n_columns)]
@@ -110,14 +111,13 @@ def trace_attention(
         output_text(model, predicted[i], tokens[:i]) if i in predicted else inputs[i]
         for i in range(n_columns)
     ]
-    return AttentionGraph(
+    graph = AttentionGraph(
         attention=_widen(attention, n_columns),
         gates=_widen(gates, n_columns),
         input_tokens=tuple(inputs),
         output_tokens=tuple(outputs),
         targets=tuple(targets),
         attribution=None if estimates is None else _widen(estimates, n_columns),
-        effect=None if effect is None else _widen(effect, n_columns),
         carried=_widen(shares, n_columns),
         causal=causal,
         mlps=None if mlps is None else _pad(mlps, n_columns),
@@ -126,6 +126,13 @@ def trace_attention(
         answers=_texts(model, pairs.answers[:, 0], tokens, targets),
         wrong=_texts(model, pairs.wrong[:, 0], tokens, targets),
     )
+    few = 0 < max_effects >= int(gates.sum())
+    if few or seconds:
+        effects = EdgeEffects(graph, LeaveOneOut(model, pairs, metric))
+        effects.advance(None if few else seconds)
+        graph = effects.graph
+        attribution = attribution or effects.more
+    return graph if attribution else replace(graph, attribution=None)
 
 
 def predicted_columns(model: HookedModel, prompt: Prompt) -> list[int]:

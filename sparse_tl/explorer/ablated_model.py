@@ -6,7 +6,7 @@ head removes all of its edges, so that a diagram shows none of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,10 +18,12 @@ from torch import Tensor
 
 from sparse_tl.circuits import trace_attention
 from sparse_tl.circuits.attention_graph import AttentionGraph
+from sparse_tl.circuits.edge_effects import EdgeEffects
 from sparse_tl.circuits.prompt import Prompt, output_text, prompt_tokens
 from sparse_tl.circuits.quantity import Quantity
 from sparse_tl.circuits.removal import AttentionEdge, Head, LeaveOneOut, RemovalEffects
 from sparse_tl.circuits.trace import MAX_EFFECTS
+from sparse_tl.explorer.fingerprint import fingerprint
 from sparse_tl.gates import AttentionEdges, gated
 from sparse_tl.grids import AttentionGrid
 from sparse_tl.lens import EMBEDDED, HookedModel, Order, adapt, attached, check_gates
@@ -30,9 +32,6 @@ from sparse_tl.scopes import autograd
 
 Row = Mapping[str, Any]
 """A token with its logit, probability and log-probability, also from before the removals."""
-
-# With all weights that a diagram can show.
-trace_weights = partial(trace_attention, attribution=True, max_effects=MAX_EFFECTS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +78,7 @@ class AblatedModel:
         # Derived from the present removals: the first by column and number of tokens.
         self._output_rows: dict[tuple[int, int], tuple[Row, ...]] = {}
         self._leave_one_out: LeaveOneOut | None = None
+        self._edge_effects: EdgeEffects | None = None
         self.now = self.whole = self._look(positions)
         graph = self.whole.graph
         assert graph.possible is not None
@@ -87,11 +87,13 @@ class AblatedModel:
         tokens, logits = self.tokens[: self.n_read], self.whole.logits[read_at]
         self.pairs = quantity.pairs(model, tokens, read_at, logits)
         # They stay the same whatever is removed.
-        answers, wrong = self.pairs.answers[:, 0].tolist(), self.pairs.wrong[:, 0].tolist()
-        self.quantity = replace(quantity, answer=answers, wrong=wrong)
+        answer, wrong = (some[:, 0].tolist() for some in (self.pairs.answers, self.pairs.wrong))
+        self.quantity = replace(quantity, answer=answer, wrong=wrong)
         allowed = graph.possible[:, 0, : graph.n_read, : graph.n_read]
         sizes = graph.n_layers, graph.n_heads, graph.n_read
         self.grid = AttentionGrid(*sizes, graph.causal, allowed)
+        self._compute_few_effects()
+        self.whole = self.now
 
     @property
     def positions(self) -> list[int]:
@@ -114,9 +116,12 @@ class AblatedModel:
         except BaseException:
             self.heads, self.edges = old
             raise
-        self._leave_one_out, self._output_rows = None, {}
-        graph = replace(seen.graph, gates=seen.graph.gates & ~self.removed())
-        self.now = replace(seen, graph=graph)
+        self._leave_one_out, self._edge_effects, self._output_rows = None, None, {}
+        if seen is not self.whole:
+            graph = replace(seen.graph, gates=seen.graph.gates & ~self.removed())
+            seen = replace(seen, graph=graph)
+        self.now = seen
+        self._compute_few_effects()
 
     def removed(self) -> Bool[Tensor, "layer head query key"]:
         """Which attention edges are removed, individually or with their head."""
@@ -130,9 +135,34 @@ class AblatedModel:
     ) -> RemovalEffects:
         """Effects of heads, then of groups of edges, beside the removals."""
         with self._ablated():
-            if self._leave_one_out is None:
-                self._leave_one_out = LeaveOneOut(self.model, self.pairs, self.quantity.metric)
-            return self._leave_one_out.effects(heads, groups)
+            return self._without_each.effects(heads, groups)
+
+    def compute_edge_effects(self, seconds: float | None) -> bool:
+        """Compute exact effects for the graph, of the strongest edges first, as in `EdgeEffects`.
+
+        Returns:
+            Whether there are more.
+        """
+        effect = self.now.graph.effect
+        if effect is not None and not bool(effect.isnan().any()):
+            return False
+        with self._ablated():
+            if self._edge_effects is None:
+                self._edge_effects = EdgeEffects(self.now.graph, self._without_each)
+            self._edge_effects.advance(seconds)
+        self.now = replace(self.now, graph=self._edge_effects.graph)
+        return self._edge_effects.more
+
+    def _compute_few_effects(self) -> None:
+        """Compute exact effects for the graph if few edges are open."""
+        if int(self.now.graph.gates.sum()) <= MAX_EFFECTS:
+            self.compute_edge_effects(None)
+
+    @property
+    def _without_each(self) -> LeaveOneOut:
+        if self._leave_one_out is None:
+            self._leave_one_out = LeaveOneOut(self.model, self.pairs, self.quantity.metric)
+        return self._leave_one_out
 
     def values(self, seen: Seen) -> Float[Tensor, " target"]:
         """The quantity that effects change, of the whole model or under the removals."""
@@ -189,9 +219,10 @@ class AblatedModel:
         points = [EMBEDDED, *self.adapter.layer_points("hook_resid_post")]
         hooks = [(point, Order.LAST, partial(keep, point)) for point in points]
         with attached(self.adapter, hooks):
-            graph = trace_weights(
+            graph = trace_attention(
                 self.model,
                 self.tokens,
+                attribution=True,
                 positions=positions,
                 labels=self.labels,
                 metric=self.quantity.metric,
@@ -251,23 +282,3 @@ def start_together(
                 "different tokenizers one by one"
             )
     return ablated
-
-
-def fingerprint(model: HookedModel) -> list[tuple[int, int, tuple[float, ...]]]:
-    """What tells a changed model from the same one: for each of its tensors where it is, how often
-    it was written in place, and some of its numbers."""
-    return [
-        (tensor.data_ptr(), tensor._version, tuple(_some_numbers(tensor.detach())))
-        for tensor in _tensors(model)
-    ]
-
-
-def _tensors(model: HookedModel) -> Iterator[Tensor]:
-    assert isinstance(model, torch.nn.Module)
-    yield from model.parameters()
-    yield from model.buffers()
-
-
-def _some_numbers(tensor: Tensor, most: int = 16) -> list[float]:
-    numbers = tensor.flatten() if tensor.is_contiguous() else tensor[(0,) * (tensor.ndim - 1)]
-    return numbers[:: max(1, numbers.numel() // most)].float().tolist()

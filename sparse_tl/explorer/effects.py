@@ -1,8 +1,9 @@
-"""Exact effects for the explorer's cards, computed piece by piece.
+"""Exact effects for the explorer's cards and lines, computed piece by piece.
 
 Leaving out every head and every edge into a node takes as long as hundreds of prompts, so that the
 figure comes first. The front end then asks for effects until all are known; a piece is a layer's
-heads, or the edges of a head, and other requests are answered between pieces.
+heads, the edges of a head, or some of the diagram's edges, and other requests are answered between
+pieces. The diagram's edges are computed while it shows effects, strongest first, for 3 seconds.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from sparse_tl.circuits.attention_graph import EdgeWeight
 from sparse_tl.circuits.removal import AttentionEdge, RemovalEffects
+from sparse_tl.circuits.trace import EFFECT_SECONDS
 from sparse_tl.explorer.exploration import Exploration
 from sparse_tl.explorer.payload import short, shown_text
 
@@ -40,11 +43,23 @@ class ExactEffects:
             if layer < layers[title]
         ]
         self._node_to_do: list[Callable[[], None]] = []
+        # Of each model, how long its diagram's edges may still take.
+        self._seconds = dict.fromkeys(exploration.titles, EFFECT_SECONDS)
+        self._draws = False
 
     @property
     def more(self) -> bool:
         """Whether some are still to be computed."""
-        return bool(self._to_do or self._node_to_do)
+        return bool(self._to_do or self._node_to_do or self._lines_to_do)
+
+    @property
+    def _lines_to_do(self) -> list[str]:
+        """The models whose lines are next."""
+        return [title for title, left in self._seconds.items() if left > 0 and self._draws]
+
+    def draw(self, weight: EdgeWeight) -> None:
+        """Compute the effects of the diagram's edges next, if it shows them."""
+        self._draws = weight == "effect"
 
     @property
     def payload(self) -> dict[str, Any]:
@@ -81,13 +96,29 @@ class ExactEffects:
         groups = [*([[every]] if every else []), *filter(None, rows)]
         self._node_to_do = [partial(self._tell_edges, title, piece) for piece in groups]
 
-    def advance(self, seconds: float) -> None:
-        """Compute at least one piece, and more while there is time."""
-        end = time.monotonic() + seconds
+    def advance(self, seconds: float) -> bool:
+        """Compute at least one piece, and more while there is time.
+
+        Returns:
+            Whether effects of the diagram's edges were among them.
+        """
+        end, drawn = time.monotonic() + seconds, False
         while self.more:
-            (self._node_to_do or self._to_do).pop(0)()
+            if self._node_to_do:
+                self._node_to_do.pop(0)()
+            elif self._lines_to_do:
+                drawn = True
+                self._tell_lines(self._lines_to_do[0])
+            else:
+                self._to_do.pop(0)()
             if time.monotonic() > end:
-                return
+                break
+        return drawn
+
+    def _tell_lines(self, title: str) -> None:
+        start, left = time.monotonic(), self._seconds[title]
+        more = self._exploration.compute_edge_effects(title, min(1.0, left))
+        self._seconds[title] = left - (time.monotonic() - start) if more else 0.0
 
     def _tell_heads(self, title: str, layer: int) -> None:
         found = self._exploration.head_effects(title, layer)

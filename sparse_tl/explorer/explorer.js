@@ -58,6 +58,7 @@ function render({ model, el }) {
     choosing = null;
     const threshold = state.limit / figureData(model).steps;
     kernel.tell({ action: "choose", target: state.target, weight: state.weight, threshold });
+    if (state.weight === "effect") kernel.askEffects(); // its lines have some, too
     settleLater();
   }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -13,8 +14,8 @@ from sparse_tl.circuits import trace_attention
 from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight
 from sparse_tl.circuits.prompt import Prompt, Token, prompt_tokens
 from sparse_tl.circuits.removal import Head
-from sparse_tl.circuits.trace import predicted_columns
-from sparse_tl.explorer.ablated_model import by_title, trace_weights
+from sparse_tl.circuits.trace import EFFECT_SECONDS, MAX_EFFECTS, predicted_columns
+from sparse_tl.explorer.ablated_model import by_title
 from sparse_tl.lens import HookedModel, adapt, check_head
 from sparse_tl.metrics import Metric, log_probability
 from sparse_tl.nodes import Node
@@ -47,8 +48,7 @@ def circuit_diagram(
         positions: columns to choose from; by default all that the model predicts: every mask token
             of the prompt, or else the token after every other one.
         weight: "attention" (gate times attention), "carried" (share of the residual stream that
-            the edge writes), "effect" (of removing the edge: exact in models with few open edges)
-            or "first-order" (its estimate).
+            the edge writes), "effect" (of removing the edge) or "first-order" (its estimate).
         metric: metric whose change is the effect of an edge: `metrics.log_probability`, in nats,
             `logit_difference`, `answer_logit` or another.
         answer: token that it judges, as text or number; by default what each model predicts.
@@ -60,6 +60,10 @@ def circuit_diagram(
     If `positions` is not given and effects at all of them would be more than a million numbers (19
     tokens in GPT-2 small), the figure has no effects, or, where effects are the `weight`, only
     `position`. Pass the `positions` whose effects you need.
+
+    Effects are exact if at most 500 edges are open. If more are, and effects are the `weight`,
+    those of the strongest edges by first-order estimates are computed for 3 seconds a model; the
+    others are estimates, and their lines are dotted.
 
     Raises:
         ValueError: there is no model, a prompt or position does not fit the model, or an answer is
@@ -95,7 +99,10 @@ def _plan(
         return place + n_tokens if place < 0 else place
 
     shown = None if position is None else column(position)
-    trace: Callable[..., AttentionGraph] = trace_weights
+    seconds = EFFECT_SECONDS if weight == "effect" else 0
+    trace: Callable[..., AttentionGraph] = partial(
+        trace_attention, attribution=True, max_effects=MAX_EFFECTS, seconds=seconds
+    )
     if positions is not None:
         columns = [column(place) for place in positions]
     else:

@@ -75,6 +75,14 @@ class Readings:
                 model.grid.index(edge)
         return model.effects(groups=groups)
 
+    def compute_edge_effects(self, title: str, seconds: float) -> bool:
+        """Compute exact effects for the graph, of the strongest edges first, for some time.
+
+        Returns:
+            Whether there are more.
+        """
+        return self._of(title).compute_edge_effects(seconds)
+
     def outputs(self, title: str, target: int = -1, top: int = 6) -> pd.DataFrame:
         """The most likely tokens at a predicted column, before or after the removals.
 

@@ -7,8 +7,7 @@
    message in the widget, and nothing else changes. The same holds from the start: models or a
    prompt that cannot be shown give a message in the widget, where another prompt can be tried.
 3. Exact effects follow piece by piece (`effects`), between other requests.
-4. Next to the live widget, the notebook gets the same figure as self-contained HTML. The live
-   widget hides it; without a kernel, in saved and exported notebooks, it is shown instead.
+4. The notebook also gets the figure as self-contained HTML (`saved`).
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ class CircuitExplorer(SavedWidget):
             token after it, and `position`.
         labels: text of each column, if not the tokenizer's.
         weight: what lines show: "attention" (gate times attention), "carried" (share of the
-            residual stream that the edge writes), "effect" (of removing the edge: exact if few
-            edges are open) or "first-order" (its estimate).
+            residual stream that the edge writes), "effect" (of removing the edge; exact for those
+            that fit 3 seconds, strongest first) or "first-order" (its estimate).
         metric, answer, wrong: metric whose change is the effect of a part, and its answers, as in
             `circuit_diagram`; they stay the same whatever is removed.
         threshold: smallest weight to draw, in 0..1.
@@ -196,6 +195,8 @@ class CircuitExplorer(SavedWidget):
         if not 0 <= target < n_targets:
             raise ValueError(f"expected a target in 0..{n_targets - 1}; got {target}")
         self._state = {"target": target, "weight": weight, "threshold": threshold}
+        if self._exact is not None:
+            self._exact.draw(weight)
 
     def select(self, title: str, level: int, column: int) -> None:
         """Show what a node attends to and would predict; level 0 is the input."""
@@ -214,7 +215,8 @@ class CircuitExplorer(SavedWidget):
     def compute_effects(self, seconds: NotNegative | None = None) -> None:
         """Compute the exact effects on the cards: all of them, or for some time."""
         if self._exact is not None and self._exact.more:
-            self._exact.advance(math.inf if seconds is None else seconds)
+            if self._exact.advance(math.inf if seconds is None else seconds):
+                self._present(_figure=figure_payload(self._diagram(str)))
             self._present(_effects=self._exact.payload)
 
     # ---- what is kept ----------------------------------------------------------------------------
@@ -256,6 +258,7 @@ class CircuitExplorer(SavedWidget):
             title = exploration.titles[node["panel"]]
             node = node_payload(exploration, title, node["level"], node["column"])
         self._exact = ExactEffects(exploration)
+        self._exact.draw(self._state["weight"])
         self._exact.look_at(node)
         return {
             "_prompt": exploration.prompt,
@@ -285,9 +288,8 @@ class CircuitExplorer(SavedWidget):
         return self._exact is not None and self._exact.more
 
     def _saved_html(self) -> str:
-        if self._exploration is None:
-            return f'<p role="alert">{escape(self._problem)}</p>'
-        return str(self.figure())
+        problem = f'<p role="alert">{escape(self._problem)}</p>'
+        return problem if self._exploration is None else str(self.figure())
 
     def __repr__(self) -> str:
         if self._exploration is None:

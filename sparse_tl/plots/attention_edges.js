@@ -28,15 +28,21 @@ function edgesOf({ shape: [, nHeads, n] }, list) {
     const [layer, query, key] = [Math.floor(heads / nHeads), row % n, place % n];
     const [source, reader] = [nodeName(layer, key), nodeName(layer + 1, query)];
     const value = list.values[index];
-    return { layer, head: heads % nHeads, query, key, source, reader, place, value };
+    const estimated = list.exact?.[index] === 0;
+    return { layer, head: heads % nHeads, query, key, source, reader, place, value, estimated };
   });
   return list.edges;
 }
 
-// The weight of one edge in a list; not known if it is below the floor of what was sent.
+// An edge in a list, if it is not below the floor of what was sent.
+function edgeAt(panel, list, place) {
+  list.byPlace ??= new Map(edgesOf(panel, list).map((edge) => [edge.place, edge]));
+  return list.byPlace.get(place);
+}
+
+// The weight of one edge in a list; not known if it is below the floor.
 function weightAt(panel, list, place, floor) {
-  list.byPlace ??= new Map(edgesOf(panel, list).map((edge) => [edge.place, edge.value]));
-  return list.byPlace.get(place) ?? (floor > 1 ? null : 0);
+  return edgeAt(panel, list, place)?.value ?? (floor > 1 ? null : 0);
 }
 
 // The steps up the residual stream, which carry everything.
@@ -78,12 +84,14 @@ function selectEdges(panel, data, state) {
   const kept = [...residual];
   const merged = new Map();
   let count = 0;
+  let nEstimated = 0;
   for (const edge of edgesOf(panel, weights)) {
-    const { layer, head, query, key, value, place } = edge;
+    const { layer, head, query, key, value, place, estimated } = edge;
     if (Math.abs(value) < state.limit) continue;
     kept.push(edge);
     if (state.head >= 0 && head !== state.head) continue;
     count++;
+    nEstimated += estimated;
     const way = (layer * n + query) * n + key;
     const line = merged.get(way);
     const share = shareOf(panel, kind, edge, data);
@@ -95,7 +103,7 @@ function selectEdges(panel, data, state) {
     if (Math.abs(line.value) >= Math.abs(value)) line.others.push(head);
     else {
       line.others.push(line.head);
-      Object.assign(line, { head, value, place });
+      Object.assign(line, { head, value, place, estimated });
     }
   }
   const [column, readAt] = data.targets[state.target];
@@ -104,6 +112,7 @@ function selectEdges(panel, data, state) {
   const reached = reach(kept, start, false);
   const lines = [...merged.keys()].sort((a, b) => a - b).map((place) => merged.get(place));
   for (const line of lines) {
+    line.estimated ||= kind === "first-order";
     line.onPath = reached.has(line.reader);
     line.kind = line.onPath ? "path" : "open";
   }
@@ -111,7 +120,7 @@ function selectEdges(panel, data, state) {
   markMainEdges(lines);
   const shown = (_, head) => state.head < 0 || head === state.head;
   const total = panel.nPossible.flatMap((heads) => heads.filter(shown)).reduce((a, b) => a + b, 0);
-  return { lines, reached, count, total, column, focus };
+  return { lines, reached, count, nEstimated, total, column, focus };
 }
 
 // Shares of the node where the reading starts, in place of shares of the next node.
@@ -150,17 +159,19 @@ function edgePath(panel, data, { layer, query, key }) {
 
 // The attributes of one path for all the lines of a style, which keeps thousands of lines in a small
 // file. Styles are listed in the order of drawing, the grades of a kind and both signs of a grade
-// next to each other.
+// next to each other. Lines of estimates, which are dotted, have a path of their own below the others.
 function linePaths(panel, view, data) {
-  const paths = data.styles.map(([kind, stroke, width]) =>
-    ({ "data-kind": kind, d: "", stroke, "stroke-width": width }));
+  const paths = data.styles.flatMap(([kind, stroke, width, dots]) => {
+    const path = { "data-kind": kind, d: "", stroke, "stroke-width": width };
+    return [{ ...path, "data-estimate": "", "stroke-dasharray": dots }, path];
+  });
   const nGrades = data.styles.length / 6;
   for (const line of view.lines) {
     const grade = Math.floor(((Math.abs(line.value) - 1) * nGrades) / data.steps);
     const kind = ["open", "path", "main"].indexOf(line.kind);
     line.style = 2 * (kind * nGrades + grade) + (line.value < 0);
     line.d = edgePath(panel, data, line);
-    paths[line.style].d += line.d;
+    paths[2 * line.style + !line.estimated].d += line.d;
   }
   return paths.filter(({ d }) => d);
 }
@@ -196,6 +207,7 @@ function firstView(data) {
       edges: linePaths(panel, view, data),
       residual: residualPath(panel, view, data),
       reached: [...view.reached],
+      estimated: view.lines.some((line) => line.estimated),
     };
   });
 }

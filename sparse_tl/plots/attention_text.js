@@ -8,9 +8,10 @@ function captionText(panel, view, data, state) {
   };
   const number = (value) => value.toLocaleString("en-US");
   const name = scoreNames[shownWeight(panel, state)];
+  const estimates = view.nEstimated ? `, ${number(view.nEstimated)} of them estimated` : "";
   const share = name ? ` of the largest ${name}` : "";
   return `${number(view.count)} of ${number(view.total)} attention edges \u2265 ` +
-    thresholdText(data, state) + share + panel.mlps;
+    thresholdText(data, state) + share + estimates + panel.mlps;
 }
 
 function thresholdText(data, state) {
@@ -77,7 +78,9 @@ function edgeText(panel, line, data, state, live) {
   if (panel.carried) text.push(carriedText(panel, line.place, data));
   const { effect, "first-order": estimate } = panel.scores;
   const told = (kind) => edgeEffectText(panel, kind, line.place, data, state);
-  if (effect) text.push(`effect of removing it ${told("effect")}`);
+  const row = effect?.rows[state.target];
+  const isKnown = row && (!row.exact || edgeAt(panel, row, line.place)?.estimated === false);
+  if (isKnown) text.push(`effect of removing it ${told("effect")}`);
   if (estimate) text.push(`first-order attribution ${told("first-order")}`);
   if (line.others.length) {
     const heads = line.others.sort((a, b) => a - b).join(", ");

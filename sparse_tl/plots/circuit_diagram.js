@@ -106,6 +106,9 @@ function start(root, data, live) {
     panels.forEach(draw);
     svg.querySelector("[data-legend=negative]")
       ?.setAttribute("visibility", isSigned(state.weight) ? "visible" : "hidden");
+    const estimated = panels.some((panel) => panel.view.lines.some((line) => line.estimated));
+    svg.querySelector("[data-legend=estimate]")
+      ?.setAttribute("visibility", estimated ? "visible" : "hidden");
     setAttributes(root, {
       "data-target": state.target, "data-weight": state.weight, "data-head": state.head,
       "data-threshold": thresholdText(data, state),
@@ -156,7 +159,8 @@ function start(root, data, live) {
     const weights = [
       ["attention", "attention"],
       ...(panels.every((panel) => panel.carried) ? [["carried", "what it carries"]] : []),
-      ...(some("effect") && (all || panels.every((panel) => panel.scores.effect))
+      // A running kernel computes them where they are asked for.
+      ...((some("effect") || live.onEdges) && (all || panels.every((panel) => panel.scores.effect))
         ? [["effect", "effect of removal"]] : []),
       ...(all ? [["first-order", "first-order attribution"]] : []),
     ];

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, Lt
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sparse_tl.arguments import checked
@@ -78,8 +78,8 @@ def circuit_diagram(
         weight: ``"attention"``: gate times attention probability; ``"carried"``: share of the
             query's residual stream that the edge writes, relative to the panel's largest;
             ``"effect"``: change of the graphs' metric when the edge is removed, likewise;
-            ``"first-order"``: estimate of that. A panel without exact effects shows the estimate
-            instead, and says so.
+            ``"first-order"``: estimate of that. Where an effect was not computed, the estimate is
+            shown instead. Lines of estimates are dotted.
         threshold: smallest absolute weight to draw, in 0..1, after rounding weights to
             thousandths.
         transition: text along the arrow from each panel to the next; ``None`` for no arrow.
@@ -212,11 +212,19 @@ def _smallest_thresholds(panels: Sequence[RoundedGraph], state: dict[str, Any]) 
     return floors | {"first-order": floors["effect"]}
 
 
-def _listed(values: Int[Tensor, "layer head query key"], floor: int) -> dict[str, list[int]]:
-    """The weights of at least `floor`, and the steps between their places in the flat tensor."""
+def _listed(
+    values: Int[Tensor, "layer head query key"],
+    floor: int,
+    exact: Bool[Tensor, "layer head query key"] | None = None,
+) -> dict[str, list[int]]:
+    """The weights of at least `floor`, the steps between their places in the flat tensor, and,
+    where some are estimates, whether each is exact."""
     places = (values.abs() >= floor).flatten().nonzero().squeeze(1)
     steps = places.diff(prepend=torch.zeros(1, dtype=places.dtype))
-    return {"steps": steps.tolist(), "values": values.flatten()[places].tolist()}
+    listed = {"steps": steps.tolist(), "values": values.flatten()[places].tolist()}
+    if exact is not None and not bool(exact.all()):
+        listed["exact"] = exact.flatten()[places].int().tolist()
+    return listed
 
 
 def _panel_data(
@@ -248,7 +256,10 @@ def _panel_data(
         "mostCarried": float(f"{panel.most_carried:.4g}"),
         "scores": {
             kind: {
-                "rows": [_listed(row, floors[kind]) for row in values],
+                "rows": [
+                    _listed(row, floors[kind], panel.exact if kind == "effect" else None)
+                    for row in values
+                ],
                 "scales": [float(f"{scale:.4g}") for scale in panel.scales[kind]],
             }
             for kind, values in panel.scores.items()

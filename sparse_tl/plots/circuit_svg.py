@@ -41,14 +41,14 @@ _WIDTHS: dict[EdgeKind, tuple[float, float]] = {
 }
 
 
-def line_styles(scale: float = 1.0) -> list[tuple[EdgeKind, palette.Colour, float]]:
-    """Kind, colour and width of all lines, in drawing order: light kinds first, and within each
-    kind weak grades first, in blue and in orange. Darker and thicker means more weight.
+def line_styles(scale: float = 1.0) -> list[tuple[EdgeKind, palette.Colour, float, str]]:
+    """Kind, colour, width and dots of all lines, in drawing order: light kinds first, and within
+    each kind weak grades first, in blue and in orange. Darker and thicker means more weight.
 
     Args:
         scale: thickness relative to a figure with wide columns; dark lines shrink less.
     """
-    styles: list[tuple[EdgeKind, palette.Colour, float]] = []
+    styles: list[tuple[EdgeKind, palette.Colour, float, str]] = []
     for kind in get_args(EdgeKind):
         thin, thick = _WIDTHS[kind]
         for grade in range(_N_GRADES):
@@ -57,7 +57,7 @@ def line_styles(scale: float = 1.0) -> list[tuple[EdgeKind, palette.Colour, floa
             for weakest, strongest in _COLOURS[kind]:
                 # Most attention weights are small: an exponent below 1 separates them.
                 stroke = palette.blend(weakest, strongest, share**0.6)
-                styles.append((kind, stroke, round(width, 2)))
+                styles.append((kind, stroke, round(width, 2), palette.dots(width)))
     return styles
 
 
@@ -83,7 +83,8 @@ def draw_svg(
     for index, (graph, view) in enumerate(panels):
         content += _panel(index, surround.names[index], graph, view, layout, target)
     graphs, bottom = [graph for graph, _ in panels], layout.panels[-1].bottom
-    content += legend(graphs, layout.left, layout.right, bottom, weight)
+    estimated = any(view["estimated"] for _, view in panels)
+    content += legend(graphs, layout.left, layout.right, bottom, weight, estimated)
     return surround.svg(layout.width, layout.height, layout.panels, content)
 
 

@@ -23,7 +23,12 @@ def legend_height(graphs: Sequence[AttentionGraph], left: int, right: int) -> in
 
 
 def legend(
-    graphs: Sequence[AttentionGraph], left: int, right: int, top: int, weight: EdgeWeight
+    graphs: Sequence[AttentionGraph],
+    left: int,
+    right: int,
+    top: int,
+    weight: EdgeWeight,
+    estimated: bool,
 ) -> Iterator[str]:
     """The legend as SVG, in as many lines as it needs.
 
@@ -31,10 +36,12 @@ def legend(
         graphs: what the panels show.
         left, right, top: where it stands, in pixels.
         weight: weight that lines show at first; the script shows and hides what is about effects.
+        estimated: whether a line is an estimate at first.
     """
     yield f'<g data-role="legend" font-size="{LABEL_SIZE:g}" fill="{MUTED}">'
     for role, symbol, words, x, y in _placed(graphs, left, right):
-        hidden = ' visibility="hidden"' if role == "negative" and weight in _UNSIGNED else ""
+        unseen = {"negative": weight in _UNSIGNED, "estimate": not estimated}.get(role, False)
+        hidden = ' visibility="hidden"' if unseen else ""
         yield (
             f'<g data-legend="{role}"{hidden} transform="translate({x:g} {top + _ABOVE + y})">'
             f'{symbol}<text x="{_SYMBOL + 6}">{words}</text></g>'
@@ -74,12 +81,15 @@ def _entries(graphs: Sequence[AttentionGraph]) -> Iterator[tuple[str, str, str]]
         yield "mlp", square, "open MLP"
     if any(graph.effect is not None or graph.attribution is not None for graph in graphs):
         yield "negative", _stroke(palette.MAIN_NEGATIVE[0], 3), "orange: hurts"
+    if any(graph.attribution is not None for graph in graphs):
+        dotted = _stroke(palette.MAIN[1], 3, f' stroke-dasharray="{palette.dots(3)}"')
+        yield "estimate", dotted, "dotted: first-order estimate"
 
 
-def _stroke(colour: palette.Colour, width: float) -> str:
+def _stroke(colour: palette.Colour, width: float, more: str = "") -> str:
     return (
         f'<path d="M1 -4H{_SYMBOL - 1}" stroke="{colour}" stroke-width="{width:g}" '
-        f'stroke-linecap="round"/>'
+        f'stroke-linecap="round"{more}/>'
     )
 
 

@@ -178,6 +178,11 @@ def blend(start: Colour, end: Colour, share: float) -> Colour:
     return _hex(round(a + (b - a) * share) for a, b in ends)
 
 
+def dots(width: float) -> str:
+    """Dashes of a dotted line of some width, with round ends."""
+    return f"{width:.3g} {2.5 * width + 1:.3g}"
+
+
 # ---- dark --------------------------------------------------------------------------------------
 
 _TURNED = 0.92

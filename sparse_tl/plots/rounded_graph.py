@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sparse_tl.circuits.attention_graph import AttentionGraph
@@ -35,7 +35,9 @@ class RoundedGraph:
         most_carried: the largest share that an edge carries.
         scores: available scores, "effect" and "first-order", of removing an edge; positive: the
             edge helps; -1000..1000 for each target, relative to `scales`.
+            Effects that were not computed are estimates.
         scales: largest absolute effect of each target, in the metric's unit.
+        exact: edges whose effects were computed.
     """
 
     name: str
@@ -45,6 +47,7 @@ class RoundedGraph:
     most_carried: float
     scores: dict[str, Int[Tensor, "target layer head query key"]]
     scales: dict[str, list[float]]
+    exact: Bool[Tensor, "layer head query key"]
 
 
 def quantity_data(graph: AttentionGraph) -> dict[str, Any]:
@@ -105,22 +108,26 @@ def round_graph(graph: AttentionGraph, name: str) -> RoundedGraph:
             )
         most = float(shares.max())
         carried = (shares / max(most, 1e-30) * STEPS).round().to(torch.int32)
-    scores, scales = {}, {}
+    scores, scales, exact = {}, {}, torch.ones_like(graph.gates)
     for kind, given in {"effect": graph.effect, "first-order": graph.attribution}.items():
         if given is None:
             continue
         values = given.detach().double().cpu()
-        _check_finite(values, f"{kind} scores of panel {name!r}")
         expected = (len(graph.targets), *attention.shape)
         if values.shape != expected:
             raise ValueError(
                 f"expected {kind} scores of shape {expected} in panel {name!r}, one per target "
                 f"and attention edge; got {tuple(values.shape)}"
             )
+        if kind == "effect":
+            exact = ~values.isnan().any(dim=0)
+            if graph.attribution is not None and not bool(exact.all()):
+                values = values.where(exact, graph.attribution.detach().double().cpu())
+        _check_finite(values, f"{kind} scores of panel {name!r}")
         largest = values.abs().flatten(start_dim=1).amax(dim=1)
         helps = -values / largest.clamp(min=1e-30)[:, None, None, None, None]
         scores[kind], scales[kind] = (helps * STEPS).round().to(torch.int32), largest.tolist()
-    return RoundedGraph(name, graph, rounded, carried, most, scores, scales)
+    return RoundedGraph(name, graph, rounded, carried, most, scores, scales, exact)
 
 
 def _check_finite(values: Tensor, what: str) -> None:

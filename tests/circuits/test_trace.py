@@ -237,6 +237,33 @@ def test_effects_are_left_out_where_too_many_edges_are_open(model):
     assert graph.effect is None and graph.gates.sum() == 1056
 
 
+def test_of_too_many_open_edges_the_strongest_have_exact_effects(model):
+    """As many as there is time for: one batch."""
+    prompt, columns = "36+28=?????", {"positions": [9, 10]}
+    graph = trace_attention(model, prompt, max_effects=1055, seconds=1e-9, **columns)
+    assert graph.gates.sum() == 1056 and graph.attribution is not None
+    sizes = graph.attribution.abs()
+    strength = (sizes / sizes.amax(dim=(1, 2, 3, 4), keepdim=True)).amax(dim=0)
+    known = ~graph.effect.isnan()
+    assert torch.equal(known[0], known[1])
+    assert 0 < known[0][graph.gates].sum() < 50 and not graph.effect[:, ~graph.gates].any()
+    chosen = known[0] & graph.gates
+    assert strength[chosen].min() >= strength[graph.gates & ~chosen].max()
+    tokens = model.to_tokens(prompt)
+    with torch.no_grad():
+        whole = model(tokens)[0].log_softmax(dim=-1)
+        for edge in chosen.nonzero().tolist():
+            with ablate_by_hand(model, edge):
+                cut = model(tokens)[0].log_softmax(dim=-1)
+            for target, column in enumerate((9, 10)):
+                best = whole[column].argmax()
+                expected = (cut - whole)[column, best].item()
+                assert graph.effect[(target, *edge)].item() == pytest.approx(expected, abs=1e-9)
+    everything = trace_attention(model, prompt, seconds=600, **columns)
+    assert everything.attribution is None and not everything.effect.isnan().any()
+    torch.testing.assert_close(everything.effect[known], graph.effect[known], rtol=0, atol=1e-12)
+
+
 # ---- other models --------------------------------------------------------------------------------
 
 

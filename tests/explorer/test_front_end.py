@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from legibility import problems_of
 
-from sparse_tl.explorer import CircuitExplorer, explore
+from sparse_tl.explorer import CircuitExplorer, ablated_model, explore
 from sparse_tl.plots.interactive_html import script_json
 from sparse_tl.plots.palette import DARK_FILTER
 
@@ -294,6 +294,23 @@ def test_effects_are_asked_for_until_all_are_known(page, tmp_path, explorer):
     page.evaluate(f"fire('msg:custom', {{done: 2, {told}, more: true}})")
     page.evaluate(f"fire('msg:custom', {{done: 3, {told}, more: false}})")
     assert actions(page) == ["hello", "effects", "effects"]
+
+
+def test_lines_of_effects_are_offered_and_asked_for(page, tmp_path, models, monkeypatch):
+    monkeypatch.setattr(ablated_model, "MAX_EFFECTS", 10)
+    explorer = explore(models, PROMPT, positions=[9])
+    stop_clock(page)
+    show(page, tmp_path, explorer)
+    answer(page)
+    page.locator("select[name=weight]").select_option("effect")
+    page.clock.run_for(300)
+    assert actions(page)[-2:] == ["choose", "effects"]
+    assert page.locator("[data-estimate]").count() > 0
+    explorer.choose(target=0, weight="effect", threshold=0.1)
+    explorer.compute_effects()
+    page.evaluate("v => window.change('_figure', v)", trait(explorer, "_figure"))
+    assert page.locator("[data-estimate]").count() == 0
+    assert page.locator("select[name=weight]").input_value() == "effect"
 
 
 def test_cards_say_what_happens_without_a_part(page, tmp_path, explorer):

@@ -11,8 +11,15 @@ import pytest
 import torch
 from IPython.core.formatters import DisplayFormatter
 
-from sparse_tl import ablate_attention_edges
-from sparse_tl.explorer import CircuitExplorer, explore, figures, widget
+from sparse_tl import ablate_attention_edges, trace_attention
+from sparse_tl.explorer import (
+    CircuitExplorer,
+    ablated_model,
+    effects,
+    explore,
+    figures,
+    widget,
+)
 from sparse_tl.metrics import logit_difference
 
 PROMPT = "36+28=?????"
@@ -200,6 +207,33 @@ def test_another_metric_is_chosen(explorer, models):
     assert explorer._figure["svg"] == figure.svg
     ask(explorer, action="metric", metric="log_probability", wrong="")
     assert explorer._metric["wrong"] == "" and explorer._panels[0]["quantity"]["unit"] == "nats"
+
+
+def test_the_strongest_lines_get_their_exact_effects_while_they_are_shown(models, monkeypatch):
+    """Where more edges are open than are removed unasked, before the figure is shown."""
+    monkeypatch.setattr(ablated_model, "MAX_EFFECTS", 10)
+    explorer = explore(models, PROMPT, positions=[10])
+    exploration = explorer.exploration
+    explorer.compute_effects()
+    assert exploration.graph("Dense").effect is None  # attention is shown
+    ask(explorer, action="choose", target=0, weight="effect", threshold=0.1)
+    monkeypatch.setattr(effects, "EFFECT_SECONDS", 0.0)
+    explorer.restore()  # a figure with new effects, and no time for them
+    assert "data-estimate" in explorer._figure["svg"]
+    explorer.compute_effects()
+    assert exploration.graph("Dense").effect is None
+    monkeypatch.setattr(effects, "EFFECT_SECONDS", 60.0)
+    explorer.restore()
+    old = explorer._figure
+    explorer.compute_effects()
+    for title in models:
+        graph = exploration.graph(title)
+        assert not graph.effect.isnan().any()
+        expected = trace_attention(models[title], PROMPT, positions=[10], max_effects=1000).effect
+        torch.testing.assert_close(graph.effect, expected, rtol=0, atol=1e-12)
+    expected = figures.circuit_diagram(models, PROMPT, positions=[10], weight="effect")
+    assert explorer._figure["svg"] == expected.svg != old["svg"]
+    assert "data-estimate" not in expected.svg
 
 
 def test_a_metric_of_ones_own(models):

@@ -346,6 +346,7 @@ def test_the_legend_names_all_that_is_drawn(two_panels, make_flow, circuit):
     assert list(shown(circuit_diagram({"m": make_flow(circuit, mlps=mlps)}))) == [*always, "mlp"]
     dense = {"Base Model": two_panels["Base Model"]}
     effects = shown(circuit_diagram(dense, weight="first-order"))
+    assert effects["estimate"] == "dotted: first-order estimate"
     assert effects["negative"] == "orange: hurts" and effects["main"].startswith("carries most")
 
 
@@ -684,6 +685,49 @@ def test_effects_are_exact_where_they_are_known_and_else_named_first_order(two_p
     estimated, known = (part(panel, "caption").text for panel in panels)
     assert estimated.endswith("of the largest first-order attribution of the logit")
     assert known == "5 of 1,056 attention edges ≥ 0.10 of the largest effect on the logit"
+
+
+def test_estimates_are_dotted_and_exact_effects_are_not(make_flow, circuit):
+    """The strongest edge helps by its estimate and hurts exactly; another is only estimated."""
+    flow = make_flow({(0, 1, 9, 0): 0.5, (0, 3, 9, 0): 0.25, (1, 2, 10, 9): 1.0, (2, 0, 7, 7): 0.5})
+    attribution = -flow.attention.expand(5, -1, -1, -1, -1)
+    effect = torch.full_like(attribution, torch.nan)
+    effect[:, ~flow.gates] = 0
+    effect[:, 1, 2, 10, 9], effect[:, 0, 3, 9, 0] = 2.0, -0.5
+    flow = dataclasses.replace(flow, attribution=attribution, effect=effect)
+    figure = circuit_diagram({"model": flow}, weight="effect")
+    lines = {
+        (line["layer"], line["head"], line["query"], line["key"]): (
+            line["value"],
+            line["estimated"],
+        )
+        for line in selected(figure)["lines"]
+    }
+    # In thousandths of the largest effect, 2; positive helps.
+    assert lines[1, 2, 10, 9] == (-1000, False)
+    assert lines[2, 0, 7, 7] == (250, True)
+    assert lines[0, 1, 9, 0] == (250, True)
+    (panel,) = panels_of(figure)
+    dotted = {path.get("stroke-dasharray") is not None for path in part(panel, "edges")}
+    assert dotted == {True, False}
+    for path in part(panel, "edges"):
+        assert (path.get("data-estimate") is None) == (path.get("stroke-dasharray") is None)
+    assert str(part(panel, "caption").text).endswith("effect on the logit, 2 of them estimated")
+    assert "dotted: first-order estimate" in figure.svg
+
+    def legend(figure: CircuitDiagram) -> str | None:
+        groups = ElementTree.fromstring(figure.svg).iter()
+        (found,) = [g for g in groups if g.get("data-legend") == "estimate"]
+        return found.get("visibility")
+
+    assert legend(figure) is None
+    assert legend(circuit_diagram({"model": flow})) == "hidden"
+    estimates = circuit_diagram({"model": flow}, weight="first-order")
+    assert legend(estimates) is None
+    (panel,) = panels_of(estimates)
+    assert all(path.get("stroke-dasharray") for path in part(panel, "edges"))
+    with pytest.raises(ValueError, match="finite effect scores of panel 'model'"):
+        circuit_diagram({"model": dataclasses.replace(flow, attribution=None)}, weight="effect")
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,27 @@ def test_hovering_names_exact_and_first_order_effects_with_their_unit(page, tmp_
     assert "attention 0.930" in page.locator(".tip").inner_text()
 
 
+def test_effects_that_were_not_computed_are_not_told(page, tmp_path, make_flow):
+    """Whatever the lines show; what is told is the estimate."""
+    flow = make_flow({(0, 1, 9, 0): 0.5, (1, 2, 10, 9): 1.0})
+    attribution = -flow.attention.expand(5, -1, -1, -1, -1)
+    effect = torch.where(flow.gates, torch.nan, 0.0).expand_as(attribution).clone()
+    effect[:, 1, 2, 10, 9] = 2.0
+    flow = dataclasses.replace(flow, attribution=attribution, effect=effect)
+    show(page, tmp_path, circuit_diagram({"model": flow}, weight="effect"))
+    legend = page.locator("[data-legend=estimate]")
+    for weight in ("effect", "attention"):
+        page.locator("select[name=weight]").select_option(weight)
+        assert_equals_static(page, circuit_diagram({"model": flow}, weight=weight))
+        assert legend.is_visible() == (weight == "effect")
+        hover_edge(page, 0, 0, 9, 0)
+        told = page.locator(".tip").inner_text()
+        assert "effect of removing it" not in told
+        assert "first-order attribution −0.500 logits" in told
+        hover_edge(page, 0, 1, 10, 9)
+        assert "effect of removing it 2.000 logits" in page.locator(".tip").inner_text()
+
+
 def test_hovering_an_edge_within_a_column(page, tmp_path, make_flow):
     show(page, tmp_path, circuit_diagram({"model": make_flow({(2, 0, 4, 4): 0.5})}))
     x, y = center(node(page, 0, 2, 4))
