@@ -84,14 +84,12 @@ function selectEdges(panel, data, state) {
   const kept = [...residual];
   const merged = new Map();
   let count = 0;
-  let nEstimated = 0;
   for (const edge of edgesOf(panel, weights)) {
     const { layer, head, query, key, value, place, estimated } = edge;
     if (Math.abs(value) < state.limit) continue;
     kept.push(edge);
     if (state.head >= 0 && head !== state.head) continue;
     count++;
-    nEstimated += estimated;
     const way = (layer * n + query) * n + key;
     const line = merged.get(way);
     const share = shareOf(panel, kind, edge, data);
@@ -120,7 +118,7 @@ function selectEdges(panel, data, state) {
   markMainEdges(lines);
   const shown = (_, head) => state.head < 0 || head === state.head;
   const total = panel.nPossible.flatMap((heads) => heads.filter(shown)).reduce((a, b) => a + b, 0);
-  return { lines, reached, count, nEstimated, total, column, focus };
+  return { lines, reached, count, total, column, focus };
 }
 
 // Shares of the node where the reading starts, in place of shares of the next node.

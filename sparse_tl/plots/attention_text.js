@@ -7,8 +7,11 @@ function captionText(panel, view, data, state) {
     "first-order": `first-order attribution of ${measured}`,
   };
   const number = (value) => value.toLocaleString("en-US");
-  const name = scoreNames[shownWeight(panel, state)];
-  const estimates = view.nEstimated ? `, ${number(view.nEstimated)} of them estimated` : "";
+  const kind = shownWeight(panel, state);
+  const name = scoreNames[kind];
+  // Also of edges that are not shown: the effects of some may be larger than their estimates.
+  const { nEstimated } = panel;
+  const estimates = kind === "effect" && nEstimated ? `; ${number(nEstimated)} are estimated` : "";
   const share = name ? ` of the largest ${name}` : "";
   return `${number(view.count)} of ${number(view.total)} attention edges \u2265 ` +
     thresholdText(data, state) + share + estimates + panel.mlps;

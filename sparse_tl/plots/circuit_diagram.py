@@ -249,6 +249,7 @@ def _panel_data(
             prediction_arrow(layout, place, column, read_at) for column, read_at in graph.targets
         ],
         "quantity": quantity_data(graph),
+        "nEstimated": int((graph.gates & ~panel.exact).sum()),
         "nPossible": graph.n_possible.tolist(),
         "mlps": mlps,
         "attention": _listed(panel.attention, floors["attention"]),

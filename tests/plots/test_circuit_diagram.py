@@ -712,7 +712,7 @@ def test_estimates_are_dotted_and_exact_effects_are_not(make_flow, circuit):
     assert dotted == {True, False}
     for path in part(panel, "edges"):
         assert (path.get("data-estimate") is None) == (path.get("stroke-dasharray") is None)
-    assert str(part(panel, "caption").text).endswith("effect on the logit, 2 of them estimated")
+    assert str(part(panel, "caption").text).endswith("effect on the logit; 2 are estimated")
     assert "dotted: first-order estimate" in figure.svg
 
     def legend(figure: CircuitDiagram) -> str | None:
