@@ -71,7 +71,7 @@ def addition(runs: Path) -> Figure:
 
 
 def addition_attribution(runs: Path) -> Figure:
-    """The same sum by effect, exact for the sparse model: blue edges help, orange ones hurt."""
+    """The same sum by effect on the log-probability of the 6: blue edges help, orange ones hurt."""
     dense, sparse = load_addition_models()
     models = {"Base Model": dense, "Sparse Model": sparse}
     style = {"weight": "effect", "threshold": 0.05, "transition": None}

@@ -12,7 +12,7 @@ from typing import Literal
 
 from sparse_tl import ranks
 from sparse_tl.arguments import AtLeastOne, Logit, NotNegative, Positive, Seed, Share, checked
-from sparse_tl.circuits.trace import prompt_tokens
+from sparse_tl.circuits.prompt import prompt_tokens
 from sparse_tl.data import Boundaries, TextStream
 from sparse_tl.explorer.figures import circuit_diagram
 from sparse_tl.files import write_csv, write_json
