@@ -201,10 +201,9 @@ class CircuitExplorer(SavedWidget):
     def select(self, title: str, level: int, column: int) -> None:
         """Show what a node attends to and would predict; level 0 is the input."""
         node = node_payload(self.exploration, title, level, column)
-        exact = self._exact
-        assert exact is not None
-        exact.look_at(node)
-        self._present(_node=node, _effects=exact.payload, _message=None)
+        assert self._exact is not None
+        self._exact.look_at(node)
+        self._present(_node=node, _effects=self._exact.payload, _message=None)
 
     def unselect(self) -> None:
         """Close the node's card."""
