@@ -59,8 +59,9 @@ class CircuitExplorer(SavedWidget):
         weight: what lines show: "attention" (gate times attention), "carried" (share of the
             residual stream that the edge writes), "effect" (of removing the edge; exact for those
             that fit 3 seconds, strongest first) or "first-order" (its estimate).
-        metric, answer, wrong: metric whose change is the effect of a part, and its answers, as in
-            `circuit_diagram`; they stay the same whatever is removed.
+        metric: metric whose change is the effect of a part, as in `circuit_diagram`.
+        answer: token that it judges, which stays the same whatever is removed.
+        wrong: token to compare it with, likewise.
         threshold: smallest weight to draw, in 0..1.
         theme: ``"auto"``, the notebook's, ``"light"`` or ``"dark"``.
         **style: arguments of `plots.circuit_diagram`: transition, title.
