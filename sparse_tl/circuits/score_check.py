@@ -103,10 +103,10 @@ class ScoreCheck(Result):
 
 @checked
 def check_scores(
-    scores: Scores,
     model: HookedModel,
     pairs: PromptPairs,
     metric: Metric,
+    scores: Scores,
     *,
     n: AtLeastOne = 50,
     patch: Patch = "corrupted",
@@ -117,10 +117,10 @@ def check_scores(
     """Patch a sample of the scored parts exactly, and compare.
 
     Args:
-        scores: scores of circuit edges, at positions or not, or of heads.
         model: model that was scored.
         pairs: prompt pairs that it was scored on, or as many of them as there is time for.
         metric: metric that was scored.
+        scores: scores of circuit edges, at positions or not, or of heads.
         n: number of strongest parts, and of parts drawn at random from the others.
         patch: patch that was scored.
         batch_size: prompt pairs per forward pass.

@@ -55,7 +55,7 @@ def steer(
         ValueError: the model lacks the hook point, or it has no position of its own to steer; when
             the model is run, the vector has another size than the activation, a listed position
             lies outside the prompts, or one counts from the end in a run with a key-value cache;
-            when the block ends, the model was run and never called the hook point.
+            when the block ends, the model was run to its end and never called the hook point.
     """
     adapter = adapt(model)
     if name.endswith(("hook_attn_scores", "hook_pattern")):
@@ -83,19 +83,27 @@ def steer(
         return value + chosen.view(n, *[1] * vector.ndim) * change
 
     def begin(cached: Int[Tensor, ""]) -> None:
-        nonlocal start, end, ran
-        start, end, ran = int(cached), 0, True
+        nonlocal start, end
+        start, end = int(cached), 0
 
     def note(residual: Float[Tensor, "batch pos d_model"]) -> None:
         # HookedTransformer's `hook_rot_k` has the keys of all columns, so a width is not enough.
         nonlocal end
         end = start + residual.shape[1]
 
-    hooks: list[Hook] = [(name, Order.FIRST, add), ("cached_columns", Order.FIRST, begin)]
+    def done(*_: object) -> None:
+        nonlocal ran
+        ran = True
+
+    hooks: list[Hook] = [(name, Order.FIRST, add)]
     if positions is not None:
-        hooks.append((EMBEDDED, Order.FIRST, note))
-    with attached(adapter, hooks), evaluation_mode(model):
-        yield
+        hooks += [("cached_columns", Order.FIRST, begin), (EMBEDDED, Order.FIRST, note)]
+    handle = adapter.core.register_forward_hook(done)
+    try:
+        with attached(adapter, hooks), evaluation_mode(model):
+            yield
+    finally:
+        handle.remove()
     if ran and not fired:
         raise ValueError(
             f"expected a hook point that the model calls; {name} of {adapter.name!r} never fired, "

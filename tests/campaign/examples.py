@@ -199,6 +199,11 @@ OF_ONE: dict[str, dict[str, Callable[[Path], Any]]] = {
         "right": lambda _: torch.tensor([56, 7]),
     },
     "AdditionTask.pairs": {"digit": lambda _: "units"},
+    "Scores.of": {
+        "site": lambda _: _graph(),
+        "values": lambda _: {"a0.h0->m0": 1.0},
+        "method": lambda _: "exact",
+    },
     "Circuit.of": {"site": lambda _: _graph(), "parts": lambda _: ["a0.h0->m0"]},
     "Circuit.load": {"folder": lambda folder: scores().top(5).save(folder / "circuit")},
     "Circuit.save": {"folder": lambda folder: folder / "circuit"},

@@ -29,7 +29,7 @@ def test_the_strongest_parts_and_others_are_patched_exactly(
     model: Model, pairs: PromptPairs
 ) -> None:
     scores = attribute_circuit_edges(model, pairs, logit_difference, progress=False)
-    found = check_scores(scores, model, pairs, logit_difference, n=5, progress=False)
+    found = check_scores(model, pairs, logit_difference, scores, n=5, progress=False)
     exact = patch_exactly(model, pairs, logit_difference, progress=False)
     assert found.parts[:5] == tuple(sorted(exact.index, key=lambda name: -abs(scores[name]))[:5])
     assert found.drawn == ("strongest",) * 5 + ("random",) * 5
@@ -37,7 +37,7 @@ def test_the_strongest_parts_and_others_are_patched_exactly(
     for name, score, effect in zip(found.parts, found.score, found.exact, strict=True):
         assert score == scores[name]
         assert effect == pytest.approx(exact[name], rel=1e-9, abs=1e-12)
-    others = check_scores(scores, model, pairs, logit_difference, n=5, seed=1, progress=False)
+    others = check_scores(model, pairs, logit_difference, scores, n=5, seed=1, progress=False)
     assert others.parts[:5] == found.parts[:5]
     assert set(others.parts[5:]) != set(found.parts[5:])
 
@@ -52,7 +52,7 @@ def test_scores_that_are_exact_agree(build_tiny: Build, pairs: PromptPairs) -> N
     for attribute in (attribute_circuit_edges, attribute_heads):
         scores = attribute(model, pairs, logit_difference, method="eap", progress=False)
         n = adapt(model).n_heads
-        found = check_scores(scores, model, pairs, logit_difference, n=n, progress=False)
+        found = check_scores(model, pairs, logit_difference, scores, n=n, progress=False)
         assert found.to_pandas()["miss"].abs().max() < 1e-9
         # Of edges without effect, rounding has ranks and signs of its own.
         strongest = found.agreement().loc["strongest"]
@@ -101,7 +101,7 @@ def test_edges_at_positions(model: Model, pairs: PromptPairs, positions: str) ->
     scores = attribute_circuit_edges(
         model, pairs, logit_difference, positions=positions, progress=False
     )
-    found = check_scores(scores, model, pairs, logit_difference, n=2, progress=False)
+    found = check_scores(model, pairs, logit_difference, scores, n=2, progress=False)
     exact = patch_exactly(
         model, pairs, logit_difference, found.parts, positions=positions, progress=False
     )
@@ -111,4 +111,4 @@ def test_edges_at_positions(model: Model, pairs: PromptPairs, positions: str) ->
 def test_attention_edges_are_refused(model: Model, pairs: PromptPairs) -> None:
     scores: Scores = attribute_attention_edges(model, pairs, logit_difference, progress=False)
     with pytest.raises(ValueError, match="expected scores of circuit edges or heads"):
-        check_scores(scores, model, pairs, logit_difference, progress=False)
+        check_scores(model, pairs, logit_difference, scores, progress=False)

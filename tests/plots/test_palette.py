@@ -137,7 +137,7 @@ class TestReadable:
 
     def test_main_edges_have_contrast_at_every_weight(self, theme: str) -> None:
         turned = THEMES[theme]
-        for kind, stroke, _ in line_styles():
+        for kind, stroke, *_ in line_styles():
             if kind == "main":
                 assert contrast(turned(stroke), turned(palette.GROUND)) >= 3
 
