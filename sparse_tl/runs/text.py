@@ -252,7 +252,7 @@ def run_post_training(
     sparse = SparseTransformer.from_pretrained(folder / "sparse", device=device)
     if prompt is not None and ranks.is_first():
         dense = load_named_model(model, load_model, device=device, dtype=dtype)
-        diagram = circuit_diagram({"Dense": dense, "Sparse": sparse}, prompt)
+        diagram = circuit_diagram({"Dense": dense, "Sparse": sparse}, prompt, weight="carried")
         save_figure(diagram, folder.path, "circuit_diagram")
     return SparseRun.read(folder.path, sparse)
 
