@@ -75,16 +75,16 @@ class ScoreCheck(Result):
         """
         import pandas as pd
 
-        rows = {}
-        for drawn, some in self.to_pandas().groupby("drawn"):
-            both = some[["score", "exact"]]
+        table, rows = self.to_pandas(), {}
+        for drawn in get_args(Drawn):
+            both = table.loc[table["drawn"] == drawn, ["score", "exact"]]
+            if both.empty:
+                continue
             with_effect = both[both["exact"] != 0]
             same = (with_effect["score"] * with_effect["exact"] > 0).mean()
             by = {name: both.corr(name).iloc[0, 1] for name in ("pearson", "spearman")}
             rows[drawn] = {"parts": len(both), **by, "sign": same}
-        return pd.DataFrame.from_dict(rows, orient="index").reindex(
-            [drawn for drawn in get_args(Drawn) if drawn in rows]
-        )
+        return pd.DataFrame.from_dict(rows, orient="index")
 
     def _summary(self) -> pd.DataFrame:
         return self.to_pandas().head(10)

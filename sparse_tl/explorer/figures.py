@@ -16,7 +16,7 @@ from sparse_tl.circuits.prompt import Prompt, Token, prompt_tokens
 from sparse_tl.circuits.removal import Head
 from sparse_tl.circuits.trace import EFFECT_SECONDS, MAX_EFFECTS, predicted_columns
 from sparse_tl.explorer.ablated_model import by_title
-from sparse_tl.lens import HookedModel, adapt, check_head
+from sparse_tl.lens import HookedModel, adapt, heads_of
 from sparse_tl.metrics import Metric, log_probability
 from sparse_tl.nodes import Node
 
@@ -172,8 +172,7 @@ def attention_view(
         heads = list(product(layers, range(adapter.n_heads)))
     if not heads:
         raise ValueError("expected at least one head (layer, head); got none")
-    for head in heads:
-        check_head(adapter, *head)
+    heads = heads_of(adapter, heads)
     # A bidirectional model runs the whole prompt, wherever it is read.
     positions = None if adapter.causal else [0]
     graph = trace_attention(model, prompt, positions=positions, labels=labels)

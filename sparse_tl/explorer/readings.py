@@ -12,7 +12,7 @@ from torch import Tensor
 from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.circuits.removal import AttentionEdge, RemovalEffects
 from sparse_tl.explorer.ablated_model import AblatedModel, Row
-from sparse_tl.lens import check_head
+from sparse_tl.lens import heads_of
 
 
 class Readings:
@@ -51,9 +51,7 @@ class Readings:
         model = self._of(title)
         layers = range(model.adapter.n_layers) if layer is None else [layer]
         heads = list(product(layers, range(model.adapter.n_heads)))
-        for head in heads:
-            check_head(model.adapter, *head)
-        return model.effects(heads)
+        return model.effects(heads_of(model.adapter, heads))
 
     def attention_edge_effects(
         self, title: str, groups: Sequence[Sequence[AttentionEdge]]
@@ -92,8 +90,8 @@ class Readings:
             top: number of tokens; the top predictions before and after are always included.
 
         Returns:
-            token, logit, probability, logit_before, probability_before; sorted by decreasing
-            likelihood after the removals.
+            token; logit, probability and log_probability, also from before the removals
+            (``logit_before`` ...); sorted by decreasing likelihood after the removals.
         """
         return pd.DataFrame(self.output_rows(title, target, top))
 

@@ -56,9 +56,8 @@ class CircuitExplorer(SavedWidget):
         positions: all columns to choose from; by default every mask token of the prompt or the
             token after it, and `position`.
         labels: text of each column, if not the tokenizer's.
-        weight: what lines show: "attention" (gate times attention), "carried" (share of the
-            residual stream that the edge writes), "effect" (of removing the edge; exact for those
-            that fit 3 seconds, strongest first) or "first-order" (its estimate).
+        weight: what lines show, as in `circuit_diagram`; of more than 500 open edges, exact effects
+            of the strongest replace estimates as they come, for 3 seconds.
         metric: metric whose change is the effect of a part, as in `circuit_diagram`.
         answer: token that it judges, which stays the same whatever is removed.
         wrong: token to compare it with, likewise.
