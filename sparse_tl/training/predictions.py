@@ -21,9 +21,9 @@ from sparse_tl.lens import adapt
 from sparse_tl.scopes import autograd
 from sparse_tl.training.reference import Reference, predicting
 
-KEPT = 2**28
+KEPT = 2**30
 """Bytes of main memory, and of a checkpoint, for rows that may come again; the first ones are
-kept."""
+kept. 2,000 windows of 128 tokens take 0.6 GB where the residual stream has 576 entries."""
 
 
 class DensePredictions:
