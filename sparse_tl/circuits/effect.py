@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.arguments import Share, checked
+from sparse_tl.circuits.intervals import effect_interval
 from sparse_tl.metrics import explained_effect
 from sparse_tl.results import Result
 
@@ -65,23 +65,9 @@ class Evaluation(Result):
         Raises:
             ValueError: an argument is out of range, or as in `effect`.
         """
-        if not 0 < level < 1 or resamples < 1:
-            raise ValueError(
-                f"expected a level between 0 and 1 and resamples; got {level}, {resamples}"
-            )
-        generator = torch.Generator().manual_seed(seed)
-        effect, n_pairs = self.effect, len(self.clean)
-        drawn = torch.randint(n_pairs, (resamples, n_pairs), generator=generator)
-        weights = torch.zeros(resamples, n_pairs, dtype=self.values.dtype)
-        weights.scatter_add_(1, drawn, torch.ones_like(weights))
-        whole = weights @ (self.clean - self.none)
-        # The ratio is undefined if the corruption has no effect, or the opposite one, in a draw.
-        usable = whole.sign() == (self.clean - self.none).mean().sign()
-        ratios = (weights[usable] @ (self.values - self.none).T) / whole[usable, None]
-        ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=ratios.dtype)
-        low, high = ratios.quantile(ends, dim=0) if len(ratios) else (effect, effect)
-        # With few pairs, a percentile interval may exclude the mean; widen it to include the mean.
-        return torch.minimum(low, effect), torch.maximum(high, effect)
+        return effect_interval(
+            *(self.values, self.clean, self.none), level=level, resamples=resamples, seed=seed
+        )
 
     def curve(self, name: str) -> EffectCurve:
         """Means and intervals for plotting; sizes must be increasing."""
