@@ -70,6 +70,13 @@ def tracked(
             yield step
 
 
+def say(line: str) -> None:
+    """Write a line to standard error; of several ranks, the first does."""
+    if ranks.is_first():
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+
 class _Line:
     """A line with progress, elapsed or remaining time, and what was measured last."""
 

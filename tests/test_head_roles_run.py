@@ -71,6 +71,7 @@ def test_the_built_in_models_on_their_tasks(run: tuple[Path, HeadRolesRun]) -> N
                     curve.values[seed, min(count, 3)].item()
                     for seed, count in enumerate(curve.in_role)
                 ]
+                assert curve.counts == (0, 1, 2, 3)
                 assert numbers[role]["change_when_ablated"] == pytest.approx(sum(ends) / 2)
             for name in ("heads", "gates"):
                 assert (place / f"{name}.html").stat().st_size > 1000
@@ -109,7 +110,7 @@ def test_other_models_on_question_sets_and_text(folders: list[str], tmp_path: Pa
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     outcome = run_head_roles(
         tmp_path / "run",
-        models=folders,
+        model=folders,
         tasks=[f"math={tmp_path / 'sums.jsonl'}", f"text={tmp_path / 'story.txt'}"],
         **FEW,
     )
@@ -142,11 +143,11 @@ def test_models_of_one_name_keep_columns_of_their_own(folders: list[str]) -> Non
         ({"prompts": 4}, "from 8 to .* for prompts; got 4"),
         ({"lambda_": 0.0}, "lambda other than 0"),
         ({"updates": 0}, "from 1 to .* for updates; got 0"),
-        ({"models": ["m"], "tasks": ["math=none.jsonl"]}, "none.jsonl is not a file"),
+        ({"model": "m", "tasks": ["math=none.jsonl"]}, "none.jsonl is not a file"),
         ({"prompts": 1001}, "at most 1000 prompts"),
         ({"seeds": 0}, "from 1 to 10,000 for seeds; got 0"),
-        ({"models": ["m"], "tasks": ["sums"]}, "text=SOURCE; got 'sums'"),
-        ({"models": ["m"], "tasks": ["text"]}, "text=SOURCE; got 'text'"),
+        ({"model": "m", "tasks": ["sums"]}, "text=SOURCE; got .'sums'"),
+        ({"model": "m", "tasks": ["text"]}, "text=SOURCE; got .'text'"),
     ],
 )
 @pytest.mark.usefixtures("offline")
@@ -160,12 +161,12 @@ def test_too_few_prompts_are_refused_by_task_and_model(folders: list[str], tmp_p
     words = tmp_path / "words.txt"
     words.write_text("to the year 17 " * 50, encoding="utf-8")
     with pytest.raises(ValueError, match="Text: words, dense: expected at least 8 .* has 6"):
-        run_head_roles(tmp_path / "few", models=folders[:1], tasks=[f"text={words}"], **FEW)
+        run_head_roles(tmp_path / "few", model=folders[:1], tasks=[f"text={words}"], **FEW)
     words.write_text("to the year 17 " * 300, encoding="utf-8")
     with pytest.warns(UserWarning, match="64 prompts were asked for; the source has"):
         found = run_head_roles(
             tmp_path / "some",
-            models=folders[:1],
+            model=folders[:1],
             tasks=[f"text={words}"],
             **{**FEW, "prompts": 64},
         )

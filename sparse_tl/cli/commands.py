@@ -10,14 +10,18 @@ import typer
 from sparse_tl.cli.app import call, command
 from sparse_tl.cli.options import (
     Boundaries,
+    CheckedModel,
     CheckpointActivations,
     CircuitTasks,
+    DenseModel,
+    DenseOrBuiltIn,
     Device,
     Gates,
     HeldOutText,
     InitialBias,
     InitialThreshold,
     Lora,
+    Models,
     Out,
     Quiet,
     Restart,
@@ -118,10 +122,7 @@ def addition(
     ),
 )
 def post_train(
-    model: Annotated[
-        str,
-        subject("NAME", "Hub name, GGUF file, Hugging Face folder, or folder saved by sparse_tl."),
-    ],
+    model: DenseModel,
     text: Texts = None,
     task: Tasks = None,
     target_loss: TargetLoss = "kl+0.05",
@@ -177,13 +178,7 @@ def post_train(
     ("your own pair", "--model gpt2 --sparse runs/gpt2/sparse\n--tasks ioi --out runs/gpt2-ioi"),
 )
 def circuits(
-    model: Annotated[
-        str | None,
-        subject(
-            "NAME",
-            "The dense model: smollm2, hub name or folder. Default: the built-in pair.",
-        ),
-    ] = None,
+    model: DenseOrBuiltIn = None,
     sparse: Annotated[
         Path | None,
         subject("FOLDER", "The sparse model made from it, if any; smollm2: the package's."),
@@ -224,24 +219,26 @@ def circuits(
 @command(
     "head-roles",
     ("the built-in models on their tasks", ""),
-    ("one task, as thoroughly as the paper", "--tasks ioi --seeds 10 --updates 500"),
+    (
+        "one task, as thoroughly as the paper",
+        "--tasks ioi --seeds 10 --updates 500\n--prompts 256 --batch-size 64",
+    ),
+    ("a real model", "--model smollm2 --tasks ioi --out runs/smollm2-roles"),
     (
         "your own models",
-        "--models gpt2,runs/gpt2/sparse\n--tasks syntax,math=gsm8k.jsonl --out runs/roles",
+        "--model gpt2 --model runs/gpt2/sparse\n--tasks syntax,math=gsm8k.jsonl --out runs/roles",
     ),
 )
 def head_roles(
-    models: Annotated[
-        str, subject("NAMES", "Comma-separated hub names or folders. Default: the built-in models.")
-    ] = "",
+    model: Models = None,
     tasks: RoleTasks = "",
-    prompts: Annotated[int, setting("N", "Prompts per task; a quarter is held out.")] = 256,
+    prompts: Annotated[int, setting("N", "Prompts per task; a quarter is held out.")] = 128,
     seeds: Annotated[
         int, setting("N", "Number of gate matrices, fitted together; 10 in the paper.")
-    ] = 4,
-    updates: Annotated[int, setting("N", "Updates per stage; 500 in the paper.")] = 150,
+    ] = 2,
+    updates: Annotated[int, setting("N", "Updates per stage; 500 in the paper.")] = 100,
     lambda_: Annotated[float, setting("NATS", "Weight of the gate penalty.", "--lambda")] = 0.1,
-    batch_size: Annotated[int, setting("N", "Prompts per update; 64 in the paper.")] = 32,
+    batch_size: Annotated[int, setting("N", "Prompts per update; 64 in the paper.")] = 16,
     accumulate: Annotated[int, setting("N", "Micro-batches per update, to save memory.")] = 1,
     max_heads: Annotated[int, setting("N", "Maximum number of heads to ablate.")] = 50,
     out: Out = Path("runs/head-roles"),
@@ -254,11 +251,12 @@ def head_roles(
 
     Fits causal head gates for every task and model. Writes the grid of ablation curves
     (ablation_grid.html, .svg, .png), metrics.json, scores.csv, curves.csv, and for each task and
-    model its roles, a heat map of its heads and the trajectories of their gates. Without --models
-    it uses the built-in models; seeds that do not ship with the package are trained first and
-    kept in the user's cache folder. Called again, it resumes an interrupted run.
+    model its roles, a heat map of its heads and the trajectories of their gates. It says first
+    what each will cost. Without --model it uses the built-in models; seeds that do not ship with
+    the package are trained first and kept in the user's cache folder. Called again, it resumes an
+    interrupted run, in whatever stage that was.
     """
-    given = locals() | {"models": split_names(models), "tasks": split_names(tasks)}
+    given = locals() | {"tasks": split_names(tasks)}
     outcome = call("run_head_roles", given)
     table(
         f"Heads of each role, and nats per response when they (at most {max_heads}) are ablated",
@@ -282,9 +280,7 @@ def head_roles(
     ("the memory that post-training takes", "--model gpt2 --window 1024"),
 )
 def doctor(
-    model: Annotated[
-        str | None, subject("NAME", "Also check this model: hub name, folder or GGUF file.")
-    ] = None,
+    model: CheckedModel = None,
     window: Annotated[
         int | None,
         setting("TOKENS", "Estimate the memory of post-training the model on prompts this long."),

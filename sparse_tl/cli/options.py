@@ -60,6 +60,18 @@ def split_seeds(seeds: str) -> tuple[int, ...]:
     return tuple(map(int, found))
 
 
+MODEL = "smollm2 (see sparse-tl get), hub name, folder or GGUF file."
+DenseModel = Annotated[str, subject("NAME", f"A dense model: {MODEL}")]
+DenseOrBuiltIn = Annotated[
+    str | None, subject("NAME", f"The dense model: {MODEL} Default: the built-in pair.")
+]
+Models = Annotated[
+    list[str] | None,
+    subject("NAME", f"Dense or sparse: {MODEL} Repeatable. Default: the built-in pair."),
+]
+CheckedModel = Annotated[
+    str | None, subject("NAME", f"Also check this model, dense or sparse: {MODEL}")
+]
 Texts = Annotated[
     list[str] | None,
     subject(

@@ -5,6 +5,9 @@
    keep the fitted G+.
 3. Delta log P(k) = log P(target | ablated) - log P(target | retained), averaged over prompts.
 
+It is measured at k = 0, 1, 2, 3, 4, 6, 8, ..., two to a doubling, and where a seed's heads of the
+role end.
+
 The curve falls for facilitation, is flat for irrelevance and rises for interference, up to the
 number of heads with that role. A random order of all heads is the control.
 
@@ -15,20 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import pandas as pd
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparse_tl.arguments import AtLeastOne, Seed, checked
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.head_roles.checks import check_fits
-from sparse_tl.head_roles.likelihood import target_log_probabilities
+from sparse_tl.head_roles.measuring import target_log_probabilities
 from sparse_tl.head_roles.roles import HeadRoles, Role
 from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
-from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 
 Order = Literal[Role, "random"]
@@ -42,13 +45,15 @@ class AblationCurve(Result):
 
     Args:
         by: role whose score orders the heads, or "random".
-        values: nats per target response, for 0, 1, ... ablated heads.
+        counts: numbers of ablated heads, increasing from 0.
+        values: nats per target response, for each of these numbers.
         in_role: number of heads in the role, by seed; all heads for a random order.
         control: values for a random order of all heads; None if not requested.
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
     """
 
     by: Order
+    counts: tuple[int, ...]
     values: Float[Tensor, "seed count"]
     in_role: tuple[int, ...]
     control: Float[Tensor, "seed count"] | None = None
@@ -62,7 +67,7 @@ class AblationCurve(Result):
     def to_pandas(self) -> pd.DataFrame:
         """One row per number of ablated heads: mean, minimum and maximum over seeds, control."""
         columns = {
-            "ablated": range(self.values.shape[1]),
+            "ablated": self.counts,
             "mean": self.values.mean(dim=0),
             "low": self.values.amin(dim=0),
             "high": self.values.amax(dim=0),
@@ -72,10 +77,9 @@ class AblationCurve(Result):
         return pd.DataFrame(columns)
 
     def __repr__(self) -> str:
-        last = self.values.shape[1] - 1
         return (
             f"AblationCurve(by {self.by}: {self.mean[-1].item():+.3f} nats per response after "
-            f"{last} heads)"
+            f"{self.counts[-1]} heads)"
         )
 
 
@@ -90,6 +94,7 @@ def ablation_curve(
     max_heads: AtLeastOne = 50,
     control: bool = True,
     seed: Seed = 0,
+    checkpoint: str | Path | None = None,
     progress: bool = True,
 ) -> AblationCurve:
     """Ablate an increasing number of heads, in the order of their score for a role.
@@ -102,6 +107,7 @@ def ablation_curve(
         max_heads: maximum number of heads to ablate, capped at the model's number of heads.
         control: whether to measure a random order as well.
         seed: random seed for random orders.
+        checkpoint: folder for a checkpoint; a measurement interrupted there is resumed.
         progress: whether to show a progress bar.
 
     Raises:
@@ -123,20 +129,35 @@ def ablation_curve(
         orders[by] = roles.ranking(by)
         in_role = roles.members(by).sum(dim=(1, 2)).tolist()
     wanted = [by, "random"] if control and by != "random" else [by]
-    curves: dict[str, list[Tensor]] = {name: [] for name in wanted}
-    with tracked(f"ablation by {by}", len(wanted) * len(baselines), progress) as step:
-        for name, measured in curves.items():
-            for baseline, order in zip(baselines, orders[name], strict=True):
-                measured.append(_curve(model, dataset, baseline, order[:max_heads]))
-                step()
-    values = {name: torch.stack(measured) for name, measured in curves.items()}
+    counts = ablated_counts(min(max_heads, roles.removed.numel()), in_role)
+    gates = [
+        _settings(baseline, order, counts[1:])
+        for name in wanted
+        for baseline, order in zip(baselines, orders[name], strict=True)
+    ]
+    found = target_log_probabilities(
+        *(model, dataset.rows, torch.cat(gates)),
+        checkpoint=checkpoint,
+        title=f"ablation by {by}",
+        progress=progress,
+    )
+    retained, ablated = found.mean(dim=1).view(len(wanted), len(baselines), 2, -1).unbind(2)
+    # With nothing ablated, nothing changes.
+    values = dict(zip(wanted, nn.functional.pad(ablated - retained, (1, 0)), strict=True))
     return AblationCurve(
         by,  # type: ignore[arg-type]
-        values[by],
+        counts,
+        values[by].clone(),
         tuple(in_role),
-        values["random"] if len(wanted) > 1 else None,
+        values["random"].clone() if len(wanted) > 1 else None,
         dataset.start,
     )
+
+
+def ablated_counts(last: int, in_role: Sequence[int]) -> tuple[int, ...]:
+    """Numbers of heads to ablate: 0 to `last`, two to a doubling, and those in the role."""
+    spaced = {round(2 ** (step / 2)) for step in range(2 * last.bit_length())}
+    return tuple(sorted(count for count in {0, last, *spaced, *in_role} if count <= last))
 
 
 def _random_order(roles: HeadRoles, seed: int, index: int) -> list[tuple[int, int]]:
@@ -145,19 +166,13 @@ def _random_order(roles: HeadRoles, seed: int, index: int) -> list[tuple[int, in
     return [divmod(place, roles.removed.shape[1]) for place in order.tolist()]
 
 
-def _curve(
-    model: HookedModel,
-    dataset: TargetDataset,
-    baseline: Float[Tensor, "layer head"],
-    order: Sequence[tuple[int, int]],
-) -> Float[Tensor, " count"]:
-    """Delta log P for 0 to all heads of an order, with all points in the same passes."""
-    retained = baseline.repeat(len(order), 1, 1)
+def _settings(
+    baseline: Float[Tensor, "layer head"], order: Sequence[tuple[int, int]], counts: Sequence[int]
+) -> Float[Tensor, "setting layer head"]:
+    """The baseline with the first heads of an order set to 1, by their number, then set to 0."""
+    retained = baseline.repeat(len(counts), 1, 1)
     ablated = retained.clone()
-    for place, (layer, head) in enumerate(order):
-        retained[place:, layer, head] = 1.0
-        ablated[place:, layer, head] = 0.0
-    found = target_log_probabilities(model, dataset.rows, torch.cat([retained, ablated]))
-    given, without = found.mean(dim=1).split(len(order))
-    difference = without - given
-    return torch.cat([difference.new_zeros(1), difference])  # nothing ablated, nothing changed
+    for row, count in enumerate(counts):
+        for layer, head in order[:count]:
+            retained[row, layer, head], ablated[row, layer, head] = 1.0, 0.0
+    return torch.cat([retained, ablated])

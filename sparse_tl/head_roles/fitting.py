@@ -114,6 +114,7 @@ def fit_head_gates(
     chosen = chosen_seeds(seeds)
     training, reported = checked_parts(model, dataset, held_out, fitting.seed)
     theta = first_gates(model, chosen)
+    folder = None if checkpoint is None else Path(checkpoint)
     stages = {"g0": 0.0, "g_plus": fitting.lambda_, "g_minus": -fitting.lambda_}
     trajectories = []
     for name, lambda_ in stages.items():
@@ -127,7 +128,7 @@ def fit_head_gates(
                 "seeds": list(chosen),
                 "dataset": training.rows.digest(),
             },
-            checkpoint=None if checkpoint is None else Path(checkpoint) / name,
+            checkpoint=folder and folder / name,
             title=f"head gates {name}",
             progress=progress,
         )
@@ -140,6 +141,8 @@ def fit_head_gates(
         seeds=chosen,
         lambda_=fitting.lambda_,
         recorded_at=fitting.recorded_at,
+        checkpoint=folder and folder / "removing",
+        progress=progress,
     )
     for note in roles.notes():
         warnings.warn(note, stacklevel=2)

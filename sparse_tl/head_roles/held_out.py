@@ -8,13 +8,15 @@ small gate when pushed shut.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.head_roles.likelihood import LARGEST_LOGIT, target_log_probabilities
+from sparse_tl.head_roles.likelihood import LARGEST_LOGIT
+from sparse_tl.head_roles.measuring import target_log_probabilities
 from sparse_tl.head_roles.roles import THRESHOLD, HeadRoles, role_scores
 from sparse_tl.lens import HookedModel
 
@@ -27,8 +29,13 @@ def measured_roles(
     seeds: tuple[int, ...],
     lambda_: float,
     recorded_at: tuple[int, ...],
+    checkpoint: Path | None = None,
+    progress: bool = False,
 ) -> HeadRoles:
-    """Head roles from fitted gates, with their losses and removal costs on held-out prompts."""
+    """Head roles from fitted gates, with their losses and removal costs on held-out prompts.
+
+    Checkpoint and progress bar are those of `target_log_probabilities`.
+    """
     gates = trajectories[:, :, -1]
     _, g_plus, g_minus = gates
     n_stages, n_seeds, n_layers, n_heads = gates.shape
@@ -40,7 +47,12 @@ def measured_roles(
     together = torch.stack([others, others * g_plus])
     sizes = [n_stages * n_seeds, 1, len(alone), together[..., 0, 0].numel()]
     stack = torch.cat([gates.flatten(0, 1), every_head, alone, together.flatten(0, 2)])
-    log_probabilities = target_log_probabilities(model, rows, stack)
+    log_probabilities = target_log_probabilities(
+        *(model, rows, stack),
+        checkpoint=checkpoint,
+        title="removing heads",
+        progress=progress,
+    )
     n_labels = int(rows.loss_mask.sum())
     losses = (-log_probabilities.sum(dim=1) / n_labels).split(sizes)
     fitted_losses = losses[0].view(n_stages, n_seeds)

@@ -28,14 +28,11 @@ from sparse_tl import ranks
 from sparse_tl.data import TokenStream
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.gates import GatedRun, Heads
-from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
-from sparse_tl.scopes import autograd
+from sparse_tl.lens import HookedModel, adapt
 from sparse_tl.training.objectives import Objective
 
 LOGITS_AT_ONCE = 2**24
 """Maximum number of logits at a time: 64 MB in float32."""
-ACTIVATIONS_AT_ONCE = 2**25
-"""Maximum number of activations of one layer without gradients: 128 MB in float32."""
 LARGEST_LOGIT = 4.0
 """Value of theta beyond which the penalty has no effect: gates of 0.018 and 0.982."""
 LARGEST_MARGIN = 5.0
@@ -73,38 +70,6 @@ def label_losses(
             piece = _losses(model, some, of)
         losses.append(piece)
     return torch.cat(losses, dim=1)
-
-
-@in_evaluation_mode
-@autograd(False)
-def target_log_probabilities(
-    model: HookedModel,
-    rows: TokenBatch,
-    gates: Float[Tensor, "stack layer head"],
-) -> Float[Tensor, "stack row"]:
-    """Log-probability in nats of each row's whole target under each gate matrix, on the CPU.
-
-    A pass holds as many prompts and matrices as keep one layer's activations below
-    `ACTIVATIONS_AT_ONCE`. Several ranks share the rows, and all return the whole.
-    """
-    rows.check_on_ranks()
-    adapter, length = adapt(model), rows.tokens.shape[1]
-    per_row = length * (adapter.n_heads * length + adapter.activations_per_token)
-    rows_at_once = max(1, ACTIVATIONS_AT_ONCE // per_row)
-    device = adapter.device
-    n_rows = min(64, rows_at_once, ranks.share_of(len(rows)))
-    n_gates = max(1, rows_at_once // n_rows)
-    parts = []
-    for batch in ranks.own(rows.split(n_rows)):
-        batch = batch.to(device)
-        row_of = batch.loss_mask.nonzero()[:, 0].cpu()
-        stacks = []
-        for some in gates.to(device).split(n_gates):
-            losses = target_losses(model, batch, some).cpu().double()
-            summed = losses.new_zeros(len(some), len(batch))
-            stacks.append(summed.index_add_(1, row_of, losses, alpha=-1))
-        parts.append(torch.cat(stacks))
-    return torch.cat(ranks.in_order(parts), dim=1)
 
 
 def _losses(

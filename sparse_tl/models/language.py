@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from sparse_tl import ranks
 from sparse_tl.arguments import checked
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.lens import Model, adapt, load_model, merge_lora
@@ -22,6 +20,7 @@ from sparse_tl.models.registry import (
     installed_file,
     published,
 )
+from sparse_tl.progress import say
 
 Kind = TypeVar("Kind")
 
@@ -59,7 +58,7 @@ def load_language_model(
     for where, file in found.items():
         if file is not None and file.is_file():
             check_file(name, file)
-            _say(f"{model.title} from the {where}: {file}")
+            say(f"{model.title} from the {where}: {file}")
             return load_model(file, **options)
     try:
         fetch(model.hub)
@@ -70,7 +69,7 @@ def load_language_model(
             f"`sparse-tl get {name}`, {install}or with a network by its name on the hub, "
             f"{model.hub} ({error})"
         ) from error
-    _say(f"{model.title} from the hub: {model.hub}")
+    say(f"{model.title} from the hub: {model.hub}")
     return load_model(model.hub, **options)
 
 
@@ -104,8 +103,3 @@ def load_named_model(name: str | Path, load: Callable[..., Kind], **options: Any
     if str(name) in PUBLISHED and not Path(name).exists():
         return load_language_model(str(name), **options)
     return load(name, **options)
-
-
-def _say(line: str) -> None:
-    if ranks.is_first():
-        sys.stderr.write(f"{line}\n")

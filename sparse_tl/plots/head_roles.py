@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -96,7 +97,7 @@ def ablation_grid(rows: Mapping[str, Mapping[str, Sequence[AblationCurve]]]) -> 
         add_line(figure, 1, 1, x=[None], y=[None], name=name, **style)
     for number, row in enumerate(rows.values(), start=1):
         drawn = [curve for curves in row.values() for curve in curves]
-        _span_updates(figure, max(curve.values.shape[1] for curve in drawn) - 1, row=number)
+        _span_updates(figure, max(curve.counts[-1] for curve in drawn), row=number)
         span = _vertical_span(drawn)
         figure.update_yaxes(range=span, **ticks(*span), row=number)
         for column, name in enumerate(columns, start=1):
@@ -121,7 +122,7 @@ def _legend(curves: Sequence[AblationCurve]) -> dict[str, dict[str, Any]]:
         for order, name in _NAMES.items()
         if order in used
     }
-    if any(_n_in_role(curve) < curve.values.shape[1] - 1 for curve in curves):
+    if any(_n_in_role(curve) < curve.counts[-1] for curve in curves):
         styles[_IN_ROLE] = {"colour": INK}
         styles[_BEYOND] = {"colour": INK, "width": _PALE_WEIGHT, "opacity": _PALE}
     return styles
@@ -234,10 +235,11 @@ def _span_updates(figure: go.Figure, last: int, row: int | None = None) -> None:
 def _add_curves(figure: go.Figure, row: int, column: int, curves: Sequence[AblationCurve]) -> None:
     order = list(ROLE_COLOURS)
     for curve in sorted(curves, key=lambda curve: order.index(curve.by)):
-        _add_curve(figure, row, column, curve.by, curve.values, _n_in_role(curve))
-    control = next((curve.control for curve in curves if curve.control is not None), None)
-    if control is not None:
-        _add_curve(figure, row, column, "random", control, control.shape[1])
+        _add_curve(figure, row, column, curve.by, curve.counts, curve.values, _n_in_role(curve))
+    first = next((curve for curve in curves if curve.control is not None), None)
+    if first is not None and first.control is not None:
+        last = first.counts[-1]
+        _add_curve(figure, row, column, "random", first.counts, first.control, last)
 
 
 def _add_curve(
@@ -245,6 +247,7 @@ def _add_curve(
     row: int,
     column: int,
     order: str,
+    counts: Sequence[int],
     values: Float[Tensor, "seed count"],
     in_role: int,
 ) -> None:
@@ -258,13 +261,13 @@ def _add_curve(
         (
             name,
             f"{count} ablated",
-            f"{mean[count]:+.3f} nats",
-            f"Range over seeds {low[count]:+.3f} to {high[count]:+.3f}",
+            f"{mean[place]:+.3f} nats",
+            f"Range over seeds {low[place]:+.3f} to {high[place]:+.3f}",
         )
-        for count in range(len(mean))
+        for place, count in enumerate(counts)
     ]
-    last = len(mean) - 1
-    end = min(in_role, last)
+    last = len(counts) - 1
+    end = bisect_right(counts, in_role) - 1
     for first, stop, in_colour in ((0, end, True), (end, last, False)):
         if first == stop:
             continue
@@ -273,7 +276,7 @@ def _add_curve(
             figure,
             row,
             column,
-            x=range(first, stop + 1),
+            x=counts[part],
             y=mean[part],
             colour=ROLE_COLOURS[order],
             name=name,

@@ -83,9 +83,9 @@ def cells_of(
 
     The default tasks are all question sets.
     """
-    rows = [_row(name, prompts) for name in dict.fromkeys(tasks or QUESTION_SETS)]
-    if len({kind for kind, *_ in rows}) < len(rows):
-        raise ValueError(f"expected each kind of task once; got {list(tasks)}")
+    chosen = list(dict.fromkeys(tasks or QUESTION_SETS))
+    _check_names(chosen)
+    rows = [_row(name, prompts) for name in chosen]
     columns = _titled(models)
     for model in models:
         if Path(model).is_dir() or Path(model).suffix == ".gguf":
@@ -105,19 +105,36 @@ def cells_of(
     ]
 
 
+def _check_names(tasks: Sequence[str]) -> None:
+    """Check the names of all tasks before the source of any is read.
+
+    Raises:
+        ValueError: a task is unknown or given twice.
+    """
+    unknown = [
+        name
+        for name in tasks
+        if name not in TASKS_BY_NAME
+        and name.partition("=")[0] not in QUESTION_SETS
+        and not re.match("text=.", name)
+    ]
+    if unknown:
+        raise ValueError(
+            f"expected tasks of {list(QUESTION_SETS)}, with their source after =, of "
+            f"{list(TASKS_BY_NAME)}, or text=SOURCE; got {unknown}"
+        )
+    if len({name.partition("=")[0] for name in tasks}) < len(tasks):
+        raise ValueError(f"expected each kind of task once; got {list(tasks)}")
+
+
 def _row(name: str, prompts: int) -> tuple[str, str, Callable[[HookedModel], TargetDataset]]:
     """A task's name, title and prompts; reads from its source now, before any long work."""
     kind, _, source = name.partition("=")
-    if kind == "text" and source:
+    if kind == "text":
         next(iter(read_documents(source)), None)
         return "text", f"Text: {Path(source).stem}", partial(_windows, source, prompts)
     if name in TASKS_BY_NAME:
         return name, TASKS_BY_NAME[name].title, partial(_prompts, TASKS_BY_NAME[name], prompts)
-    if kind not in QUESTION_SETS:
-        raise ValueError(
-            f"expected tasks of {list(QUESTION_SETS)}, with their source after =, of "
-            f"{list(TASKS_BY_NAME)}, or text=SOURCE; got {name!r}"
-        )
     questions = QUESTION_SETS[kind]
     questions.questions(source or None, 2)
     return kind, questions.title, partial(questions.load, n=prompts, source=source or None)

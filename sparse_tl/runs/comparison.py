@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pandas as pd
 
-from sparse_tl import ranks
 from sparse_tl.circuits import (
     Circuit,
     CircuitSizes,
@@ -35,16 +34,14 @@ from sparse_tl.circuits import (
 from sparse_tl.circuits.attribution import Method
 from sparse_tl.circuits.seeds import median_size
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.files import read_json, recover_folder, write_csv, write_json
+from sparse_tl.files import read_json, write_csv, write_json
 from sparse_tl.gates import PatchName
 from sparse_tl.lens import HookedModel
 from sparse_tl.metrics import Metric
 from sparse_tl.plots import component_diagram, effect_figure
 from sparse_tl.plots.curves import Parts
-from sparse_tl.results import Result, table_html
-from sparse_tl.runs.folder import save_figure
-
-Saved = TypeVar("Saved", bound=Result)
+from sparse_tl.results import table_html
+from sparse_tl.runs.folder import save_figure, saved
 
 LEVEL = 0.9
 """The explained effect at which models are compared."""
@@ -106,37 +103,46 @@ def measure(
         ValueError: there is no effect to explain.
     """
 
-    def saved(name: str, kind: type[Saved], measured: Callable[[], Saved]) -> Saved:
-        if ranks.on_first(lambda: recover_folder(folder / name)):
-            return kind.load(folder / name)
-        found = measured()
-        if isinstance(found, Evaluation):
-            _ = found.effect  # fail here if there is no effect to explain
-        found.save(folder / name)
-        return found
-
     scoring = pairs.select(slice(0, len(pairs) // 2))
     held_out = pairs.select(slice(len(pairs) // 2, None))
     single = held_out.select(slice(0, PROMPTS))
     options: dict[str, Any] = {"patch": patch, "batch_size": batch_size, "progress": progress}
     scored = (model, scoring, metric)
     edges = saved(
-        "circuit_edge_scores",
+        folder / "circuit_edge_scores",
         Scores,
         lambda: attribute_circuit_edges(*scored, method=method, **options),
     )
-    heads = saved("head_scores", Scores, lambda: attribute_heads(*scored, method=method, **options))
+    heads = saved(
+        folder / "head_scores",
+        Scores,
+        lambda: attribute_heads(*scored, method=method, **options),
+    )
     evaluated = (model, held_out, metric)
-    saved("circuit_edges", Evaluation, lambda: evaluate_circuit_edges(*evaluated, edges, **options))
-    saved("heads", Evaluation, lambda: evaluate_heads(*evaluated, heads, **options))
     saved(
-        "circuit_edges_per_prompt",
+        folder / "circuit_edges",
+        Evaluation,
+        lambda: _with_effect(evaluate_circuit_edges(*evaluated, edges, **options)),
+    )
+    saved(
+        folder / "heads",
+        Evaluation,
+        lambda: _with_effect(evaluate_heads(*evaluated, heads, **options)),
+    )
+    saved(
+        folder / "circuit_edges_per_prompt",
         CircuitSizes,
         lambda: circuit_sizes_per_prompt(
             model, single, metric, level=LEVEL, method=method, **options
         ),
     )
     write_json(folder / ACCURACY, skill)
+
+
+def _with_effect(found: Evaluation) -> Evaluation:
+    """An evaluation, checked to have an effect to explain."""
+    _ = found.effect
+    return found
 
 
 def measured_folder(task: str, seed: int, side: str) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 
@@ -18,9 +18,11 @@ from sparse_tl.files import check_writable, read_json, recover_folder, write_jso
 from sparse_tl.gates import SparseTransformer
 from sparse_tl.locks import Hold
 from sparse_tl.plots.rendering import Figure
-from sparse_tl.results import from_fields, table_html
+from sparse_tl.results import Result, from_fields, table_html
 from sparse_tl.scopes import scope
 from sparse_tl.training import DenseAndSparse, HeldOut
+
+Saved = TypeVar("Saved", bound=Result)
 
 RUN_FILE = "run.json"
 _FIELDS = {"settings": dict, "seconds": dict, "pinned": dict, "wrote": list}
@@ -30,6 +32,15 @@ def save_figure(figure: Figure, folder: Path, name: str) -> None:
     """Write a figure in every format: interactive HTML, SVG and PNG."""
     for suffix in ("html", "svg", "png"):
         figure.save(folder / f"{name}.{suffix}")
+
+
+def saved(folder: Path, kind: type[Saved], measured: Callable[[], Saved]) -> Saved:
+    """A result: the one that an earlier call saved in a folder, or a new one, saved there."""
+    if ranks.on_first(lambda: recover_folder(folder)):
+        return kind.load(folder)
+    found = measured()
+    found.save(folder)
+    return found
 
 
 @dataclass(frozen=True, repr=False)

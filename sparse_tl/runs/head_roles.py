@@ -1,7 +1,8 @@
 """Head roles of several models on several tasks: fit gates, ablate heads, draw the grid.
 
 1. `run_head_roles` checks the settings and lists the cells: one per task and model.
-2. Each cell fits gates on most of its prompts and measures ablation curves on the others.
+2. Each cell says what it will cost, fits gates on most of its prompts and measures ablation curves
+   on the others. Every result is saved when it is there, and stages save how far they got.
 3. `_report` draws the grid and writes the tables from saved results.
 """
 
@@ -11,6 +12,7 @@ import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +21,7 @@ from annotated_types import Ge, Le
 
 from sparse_tl.arguments import MOST, AtLeastOne, Seed, checked
 from sparse_tl.data.targets import TargetDataset
-from sparse_tl.files import atomic_folder, digest, read_json, write_csv, write_json
+from sparse_tl.files import digest, read_json, write_csv, write_json
 from sparse_tl.head_roles import (
     ROLES,
     AblationCurve,
@@ -27,16 +29,21 @@ from sparse_tl.head_roles import (
     ablation_curve,
     fit_head_gates,
 )
-from sparse_tl.head_roles.fitting import SeedCount
+from sparse_tl.head_roles.checks import check_fits
+from sparse_tl.head_roles.cost import roles_cost
+from sparse_tl.head_roles.fitting import GateFitting, SeedCount
 from sparse_tl.lens import HookedModel, read_parameters
 from sparse_tl.plots import ablation_grid, gate_trajectories
+from sparse_tl.progress import say
 from sparse_tl.results import table_html
 from sparse_tl.runs.cells import Cell, built_in_cells, cells_of
-from sparse_tl.runs.folder import RunFolder, save_figure
+from sparse_tl.runs.folder import RunFolder, save_figure, saved
 
 FEWEST = 8
 """Minimum number of prompts per task."""
 Prompts = Annotated[int, Ge(FEWEST), Le(MOST)]
+PROMPTS = "prompts.json"
+"""The last file of a cell."""
 HELD_OUT = 0.25
 """Share of the prompts used for the ablation curves."""
 
@@ -67,13 +74,13 @@ class HeadRolesRun:
 def run_head_roles(
     out: str | Path,
     *,
-    models: Sequence[str] = (),
+    model: str | Sequence[str] | None = None,
     tasks: Sequence[str] = (),
-    seeds: SeedCount = 4,
-    updates: AtLeastOne = 150,
+    seeds: SeedCount = 2,
+    updates: AtLeastOne = 100,
     lambda_: float = 0.1,
-    prompts: Prompts = 256,
-    batch_size: AtLeastOne = 32,
+    prompts: Prompts = 128,
+    batch_size: AtLeastOne = 16,
     accumulate: AtLeastOne = 1,
     max_heads: AtLeastOne = 50,
     seed: Seed = 0,
@@ -85,11 +92,13 @@ def run_head_roles(
 
     Args:
         out: folder for the grid, ``metrics.json``, ``scores.csv``, ``curves.csv`` and each cell.
-        models: hub names or folders of dense or sparse models; the built-in dense and sparse
-            models if empty.
+        model: names or folders of dense or sparse models, one or several, as in
+            `load_language_model`, `load_model` or `SparseTransformer.from_pretrained`; the built-in
+            dense and sparse models by default.
         tasks: with built-in models: addition, greater_than, ioi, docstring, ioi_long. With others:
-            syntax, common_sense, math, each with its source (a file, a folder, a dataset) after
-            ``=`` unless it is the published dataset; and ``text=SOURCE`` for running text.
+            the tasks of `task_report`; syntax, common_sense, math, each with its source (a file, a
+            folder, a dataset) after ``=`` unless it is the published dataset; and ``text=SOURCE``
+            for running text.
         seeds: number of gate matrices that are fitted together.
         updates: optimizer steps in each of the three stages.
         lambda_: coefficient of the penalty.
@@ -108,6 +117,7 @@ def run_head_roles(
     """
     if lambda_ == 0:
         raise ValueError("expected a lambda other than 0, which has no penalty; got 0")
+    models = [model] if isinstance(model, str) else list(model or ())
     if models:
         cells = cells_of(models, tasks, prompts, device)
     else:
@@ -122,20 +132,21 @@ def run_head_roles(
     }
     settings = {
         "command": "head-roles",
-        "models": list(models),
+        "format": 2,
+        "model": models,
         "tasks": list(tasks),
         "prompts": prompts,
         **fitting,
     }
     folder = RunFolder(out, settings, restart=restart)
-    for cell in cells:
+    for number, cell in enumerate(cells, start=1):
         name = f"{cell.task}/{cell.model}"
-        if folder.finished(name):
+        if folder.finished(f"{name}/{PROMPTS}"):
             continue
         with folder.stage(name, f"{cell.row}, {cell.column}"):
-            model = cell.load()
-            folder.pin(f"model of {name}", digest(read_parameters(model)))
-            dataset = cell.prompts(model)
+            loaded = cell.load()
+            folder.pin(f"model of {name}", digest(read_parameters(loaded)))
+            dataset = cell.prompts(loaded)
             if len(dataset) < FEWEST:
                 raise ValueError(
                     f"expected at least {FEWEST} prompts that fit the model; its source has "
@@ -148,8 +159,9 @@ def run_head_roles(
                     stacklevel=2,
                 )
             options = {**fitting, "accumulate": accumulate, "progress": progress}
-            _measure(model, dataset, folder, name, **options)
-            del model  # free its memory for the next model
+            title = f"{cell.row}, {cell.column} ({number} of {len(cells)})"
+            _measure(loaded, dataset, folder, name, title, **options)
+            del loaded  # free its memory for the next model
     return _report(folder, cells)
 
 
@@ -158,32 +170,39 @@ def _measure(
     dataset: TargetDataset,
     folder: RunFolder,
     name: str,
+    title: str,
     *,
+    seeds: int,
     max_heads: int,
     seed: int,
     progress: bool,
-    **fitting: Any,
+    **settings: Any,
 ) -> None:
     """Measure one cell: roles on most prompts, curves on the others."""
     fitted, held_out = dataset.split(HELD_OUT, seed=seed)
-    checkpoint = folder / "checkpoints" / name
-    fitting |= {"held_out": held_out, "checkpoint": checkpoint}
-    roles = fit_head_gates(model, fitted, seed=seed, progress=progress, **fitting)
-    with atomic_folder(folder / name) as temporary:
-        roles.save(temporary / "roles")
-        for role in ROLES:
-            curve = ablation_curve(
-                *(model, roles, held_out, role),
-                max_heads=max_heads,
-                control=role == ROLES[0],
-                seed=seed,
-                progress=progress,
-            )
-            curve.save(temporary / role)
-        counts = {"fitted": len(fitted), "held_out": len(held_out)}
-        write_json(temporary / "prompts.json", counts)
-        save_figure(roles.figure(), temporary, "heads")
-        save_figure(gate_trajectories(roles), temporary, "gates")
+    place, checkpoint = folder / name, folder / "checkpoints" / name
+    if progress:
+        check_fits(model, dataset)
+        fitting = GateFitting(seed=seed, **settings)
+        cost = roles_cost(model, fitted, held_out, fitting, seeds=seeds, max_heads=max_heads)
+        say(f"{title}: {cost}")
+    settings |= {"seeds": seeds, "seed": seed, "held_out": held_out, "progress": progress}
+    roles = saved(
+        place / "roles",
+        HeadRoles,
+        lambda: fit_head_gates(model, fitted, checkpoint=checkpoint, **settings),
+    )
+    for role in ROLES:
+        options = {"max_heads": max_heads, "seed": seed, "control": role == ROLES[0]}
+        measured = partial(ablation_curve, model, roles, held_out, role, **options)
+        saved(
+            place / role,
+            AblationCurve,
+            partial(measured, checkpoint=checkpoint / role, progress=progress),
+        )
+    save_figure(roles.figure(), place, "heads")
+    save_figure(gate_trajectories(roles), place, "gates")
+    write_json(place / PROMPTS, {"fitted": len(fitted), "held_out": len(held_out)})
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 
@@ -201,13 +220,13 @@ def _report(folder: RunFolder, cells: Sequence[Cell]) -> HeadRolesRun:
         first = curves[ROLES[0]]
         panels[cell.row][cell.column] = list(curves.values())
         metrics[cell.task][cell.model] = {
-            "prompts": read_json(place / "prompts.json"),
+            "prompts": read_json(place / PROMPTS),
             **_numbers(roles, curves),
         }
         labels = {"task": cell.task, "model": cell.model}
         scores.append(roles.to_pandas().assign(**labels))
         assert first.control is not None
-        random = AblationCurve("random", first.control, first.in_role)
+        random = AblationCurve("random", first.counts, first.control, first.in_role)
         tables += [
             curve.to_pandas().drop(columns="control", errors="ignore").assign(**labels, by=by)
             for by, curve in {**curves, "random": random}.items()
@@ -229,8 +248,9 @@ def _numbers(roles: HeadRoles, curves: Mapping[str, AblationCurve]) -> dict[str,
     numbers |= dict(zip(("g0_loss", "g_plus_loss", "g_minus_loss"), losses, strict=True))
     for role, curve in curves.items():
         members = roles.members(role).flatten(1)
-        ablated = [min(count, curve.values.shape[1] - 1) for count in curve.in_role]
-        ends = [values[count].item() for values, count in zip(curve.values, ablated, strict=True)]
+        ablated = [min(count, curve.counts[-1]) for count in curve.in_role]
+        places = map(curve.counts.index, ablated)
+        ends = [values[place].item() for values, place in zip(curve.values, places, strict=True)]
         numbers[role] = {
             "heads": members.sum(dim=1).double().mean().item(),
             "always": int(members.all(dim=0).sum()),

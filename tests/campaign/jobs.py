@@ -187,7 +187,7 @@ def _roles(folder: Path) -> str:
     _often()
     given = _inputs(folder)
     asked: dict[str, Any] = {"seeds": 2, "updates": 4, "prompts": 8, "batch_size": 4}
-    asked |= {"models": [str(given / "tiny")], "tasks": [f"text={given / 'story.txt'}"]}
+    asked |= {"model": str(given / "tiny"), "tasks": [f"text={given / 'story.txt'}"]}
     asked |= {"max_heads": 2, "device": "cpu"}
     return facts(run_head_roles(folder / "out", **asked, **QUIET))
 

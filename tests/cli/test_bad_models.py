@@ -129,7 +129,7 @@ def test_a_bad_model_is_refused_at_once(
 
 def told(command: str, model: Path, story: Path, out: Path) -> Any:
     places: dict[str, object] = {"MODEL": model, "STORY": story, "text=STORY": f"text={story}"}
-    words = [command, "--models" if command == "head-roles" else "--model", model]
+    words = [command, "--model", model]
     words += [places.get(word, word) for word in COMMANDS[command]]
     words += [] if command == "doctor" else ["--out", out / "out"]
     start = time.perf_counter()
@@ -166,8 +166,8 @@ def test_models_that_one_command_cannot_use(story: Path, tmp_path: Path) -> None
 def test_the_second_of_several_models_is_looked_at_first(story: Path, tmp_path: Path) -> None:
     addition_tokenizer().save_pretrained(llama(tmp_path / "good"))
     changed(llama(tmp_path / "bad"), "config.json", num_hidden_layers=3)
-    models = f"{tmp_path / 'good'},{tmp_path / 'bad'}"
-    words = ["head-roles", "--models", models, "--tasks", f"text={story}"]
+    models = ["--model", tmp_path / "good", "--model", tmp_path / "bad"]
+    words = ["head-roles", *models, "--tasks", f"text={story}"]
     outcome = run_command(*words, "--out", tmp_path / "out")
     assert outcome.code == 1
     assert re.search(rf"{tmp_path / 'bad'}.* numbers; it holds", outcome.err), outcome.err

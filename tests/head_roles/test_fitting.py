@@ -17,7 +17,13 @@ from several_ranks import on_ranks
 from sparse_tl.data.batches import TokenBatch, token_losses
 from sparse_tl.data.targets import TargetDataset
 from sparse_tl.gates import SparseTransformer
-from sparse_tl.head_roles import HeadRoles, fit_head_gates, likelihood, target_log_probabilities
+from sparse_tl.head_roles import (
+    HeadRoles,
+    fit_head_gates,
+    likelihood,
+    measuring,
+    target_log_probabilities,
+)
 from sparse_tl.head_roles.checks import check_fits
 from sparse_tl.head_roles.fitting import first_gates
 from sparse_tl.head_roles.likelihood import GatedHeads, Likelihood, target_losses
@@ -79,7 +85,7 @@ def test_few_logits_at_a_time_change_nothing(
 def test_log_probabilities_are_summed_over_each_target(
     build_tiny: Build, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    monkeypatch.setattr(likelihood, "ACTIVATIONS_AT_ONCE", at_once)
+    monkeypatch.setattr(measuring, "ACTIVATIONS_AT_ONCE", at_once)
     model, rows = build_tiny("float64"), _dataset(7).rows
     gates = torch.rand(5, 2, 2, dtype=torch.float64)
     expected = torch.stack([-_nll(model, rows, one).view(7, 2).sum(dim=1) for one in gates])

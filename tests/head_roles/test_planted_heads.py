@@ -15,9 +15,9 @@ from sparse_tl.head_roles import (
     HeadRoles,
     ablation_curve,
     fit_head_gates,
-    likelihood,
+    measuring,
 )
-from sparse_tl.head_roles.likelihood import target_log_probabilities
+from sparse_tl.head_roles.measuring import target_log_probabilities
 from sparse_tl.lens import Model
 
 
@@ -77,20 +77,22 @@ def test_each_role_moves_the_likelihood_its_own_way(
         for by in ("facilitation", "irrelevance", "interference")
     }
     for curve, by in zip(curves.values(), curves, strict=True):
-        assert curve.values.shape == (2, 9)
+        spaced = {0, 1, 2, 3, 4, 6, 8}
+        assert curve.counts == tuple(sorted(spaced.union(curve.in_role)))
         assert (curve.values[:, 0] == 0).all()
         for values, count in zip(curve.values, curve.in_role, strict=True):
-            steps = values[: count + 1].diff()
+            there = values[: curve.counts.index(count) + 1]
+            steps = there.diff()
             if by == "facilitation":
                 assert count and (steps < 0).all()
             elif by == "irrelevance":
-                assert values[: count + 1].abs().max() < 0.01
+                assert there.abs().max() < 0.01
             else:
                 assert count and (steps > 0).all()
     control = curves["facilitation"].control
     assert control is not None
-    between = control.mean(dim=0)
-    assert curves["facilitation"].mean[4] < between[4]  # four heads facilitate
+    between, four = control.mean(dim=0), curves["facilitation"].counts.index(4)
+    assert curves["facilitation"].mean[four] < between[four]  # four heads facilitate
     assert between[1] < curves["interference"].mean[1]  # one interferes
 
 
@@ -102,7 +104,7 @@ def test_points_in_one_pass_equal_points_alone(
 ) -> None:
     few = echo_targets.select(slice(0, 3))
     together = _curve(planted, roles, few, "facilitation", control=False)
-    monkeypatch.setattr(likelihood, "ACTIVATIONS_AT_ONCE", 1)
+    monkeypatch.setattr(measuring, "ACTIVATIONS_AT_ONCE", 1)
     alone = _curve(planted, roles, few, "facilitation", control=False)
     assert torch.allclose(together.values, alone.values, atol=1e-4)
     assert together.control is None

@@ -72,7 +72,9 @@ def _seeds(name: str, half: float) -> SeedCurves:
 
 def _ablation(role: str, slope: float, in_role: int) -> AblationCurve:
     values = slope * torch.arange(51.0).repeat(2, 1) * torch.tensor([[0.9], [1.1]])
-    return AblationCurve(role, values, (in_role, in_role), values / 3)
+    return AblationCurve(
+        *(role, tuple(range(values.shape[1])), values, (in_role, in_role)), control=values / 3
+    )
 
 
 def _checked(method: str) -> ScoreCheck:

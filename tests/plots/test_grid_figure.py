@@ -34,7 +34,9 @@ def effects(name: str = "Dense") -> GridFigure:
 
 
 def grid(task: str = "Syntax") -> GridFigure:
-    curve = AblationCurve("facilitation", -torch.rand(2, 5), (2, 2), -torch.rand(2, 5))
+    curve = AblationCurve(
+        *("facilitation", (0, 1, 2, 3, 4), -torch.rand(2, 5), (2, 2)), control=-torch.rand(2, 5)
+    )
     return ablation_grid({task: {"Dense": [curve]}})
 
 

@@ -23,7 +23,10 @@ def curves(scale: float = 1.0, in_role: int = 11, control: bool = True) -> list[
     seeds = torch.tensor([[0.9], [1.1]])
     random = scale * -1.0 * steps * seeds
     return [
-        AblationCurve(by, scale * end * steps * seeds, (in_role,) * 2, random if control else None)
+        AblationCurve(
+            *(by, tuple(range(11)), scale * end * steps * seeds, (in_role,) * 2),
+            control=random if control else None,
+        )
         for by, end in ENDS.items()
     ]
 
@@ -59,7 +62,7 @@ def test_every_row_has_axes_of_its_own(grid: go.Figure) -> None:
     domains = [grid.layout[f"xaxis{number}"].domain for number in ("", 2, 3, 4)]
     assert domains[0] == domains[2] and domains[1] == domains[3]
     few = curves()
-    many = [AblationCurve("facilitation", torch.zeros(1, 51), (3,), None)]
+    many = [AblationCurve("facilitation", (0, 3, 51), torch.zeros(1, 3), (3,), None)]
     layout = ablation_grid({"Syntax": {"Dense": few}, "Math": {"Dense": many}}).plotly.layout
     assert layout.xaxis.range[1] < 11 and layout.xaxis2.range[1] > 50
     assert layout.xaxis.ticktext[-1] == "10" and layout.xaxis.showticklabels is None

@@ -32,7 +32,9 @@ def _curve(name: str) -> EffectCurve:
 
 def _ablation(role: str, in_role: int) -> AblationCurve:
     values = -0.1 * torch.arange(6.0).repeat(2, 1)
-    return AblationCurve(role, values, (in_role, in_role), values / 3)
+    return AblationCurve(
+        *(role, tuple(range(values.shape[1])), values, (in_role, in_role)), control=values / 3
+    )
 
 
 def _attention(n: int) -> torch.Tensor:

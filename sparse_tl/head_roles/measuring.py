@@ -1,0 +1,149 @@
+"""Log-probabilities of targets under many gate matrices, in pieces that a checkpoint keeps.
+
+A piece is a few prompts under a few matrices. It is the same in every run, whatever was measured
+before, so a measurement that is interrupted and resumed equals an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sparse_tl import ranks
+from sparse_tl.data.batches import TokenBatch
+from sparse_tl.files import digest, recover_folder
+from sparse_tl.gates import GatedRun, Heads
+from sparse_tl.head_roles.likelihood import label_losses
+from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
+from sparse_tl.progress import tracked
+from sparse_tl.results import Result
+from sparse_tl.scopes import autograd
+from sparse_tl.training.checkpoints import fingerprint
+
+ACTIVATIONS_AT_ONCE = 2**25
+"""Maximum number of activations of one layer in a pass: 128 MB in float32."""
+SAVE_AFTER = 20.0
+"""Seconds after which the pieces measured so far are saved."""
+
+
+@dataclass
+class MeasuredPieces(Result):
+    """A measurement half way, as stored in a checkpoint.
+
+    Args:
+        asked: what is measured, to match it with its checkpoint: prompts, gates, number of pieces,
+            and weights.
+        pieces: log-probabilities of the pieces measured so far, in order.
+    """
+
+    asked: str
+    pieces: Sequence[Float[Tensor, "_ _"]] = ()
+
+
+@in_evaluation_mode
+@autograd(False)
+def target_log_probabilities(
+    model: HookedModel,
+    rows: TokenBatch,
+    gates: Float[Tensor, "stack layer head"],
+    *,
+    checkpoint: str | Path | None = None,
+    title: str = "log-probabilities",
+    progress: bool = False,
+) -> Float[Tensor, "stack row"]:
+    """Log-probability in nats of each row's whole target under each gate matrix, on the CPU.
+
+    A pass holds as many prompts and matrices as keep one layer's activations below
+    `ACTIVATIONS_AT_ONCE`, and starts at the first layer in which one of its matrices is not open.
+    Several ranks share the rows, and all return the whole.
+
+    Args:
+        model: dense or sparse model; left unchanged.
+        rows: prompts and their targets.
+        gates: gate matrices.
+        checkpoint: folder in which one rank keeps what it has measured; a measurement interrupted
+            there is resumed.
+        title: title of the progress bar.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ValueError: the checkpoint belongs to another measurement.
+    """
+    rows.check_on_ranks()
+    adapter, length = adapt(model), rows.tokens.shape[1]
+    per_row = length * (adapter.n_heads * length + adapter.activations_per_token)
+    rows_at_once = max(1, ACTIVATIONS_AT_ONCE // per_row)
+    n_rows = min(64, rows_at_once, ranks.share_of(len(rows)))
+    stacks = gates.to(adapter.device).split(max(1, rows_at_once // n_rows))
+    batches = ranks.own(rows.split(n_rows))
+    folder = Path(checkpoint) if checkpoint is not None and ranks.count() == 1 else None
+    n_pieces = len(batches) * len(stacks)
+    state = _state(model, rows, gates, n_pieces, folder)
+    found, saved = [*state.pieces], time.monotonic()
+    done = len(found)
+    with tracked(title, n_pieces, progress, done=done) as step:
+        for number in range(done // len(stacks), len(batches)):
+            run = _Run(model, batches[number].to(adapter.device), gates)
+            for stack in stacks[len(found) - number * len(stacks) :]:
+                found.append(run.log_probabilities(stack))
+                step()
+                if folder is not None and time.monotonic() - saved >= SAVE_AFTER:
+                    MeasuredPieces(state.asked, found).save(folder)
+                    saved = time.monotonic()
+    parts = [
+        torch.cat(found[first : first + len(stacks)]) for first in range(0, n_pieces, len(stacks))
+    ]
+    return torch.cat(ranks.in_order(parts), dim=1)
+
+
+class _Run:
+    """Some prompts, to be run under one stack of gate matrices after another."""
+
+    def __init__(
+        self, model: HookedModel, batch: TokenBatch, gates: Float[Tensor, "stack layer head"]
+    ) -> None:
+        self._model, self._n_rows = model, len(batch)
+        self._row_of = batch.loss_mask.nonzero()[:, 0].cpu()
+        batch = batch.trimmed(causal=adapt(model).causal)
+        self._labels = batch.loss_labels()
+        self._run = GatedRun(
+            model, Heads(), batch.tokens, batch.loss_mask, attention_mask=batch.attention_mask
+        )
+        if bool((gates[:, 0] == 1).all(dim=1).any()):  # layers before closed gates need one run
+            self._run.start_from(None)
+
+    def log_probabilities(
+        self, gates: Float[Tensor, "stack layer head"]
+    ) -> Float[Tensor, "stack row"]:
+        losses = label_losses(self._model, self._run.final(gates), self._labels).cpu().double()
+        summed = losses.new_zeros(len(gates), self._n_rows)
+        return summed.index_add_(1, self._row_of, losses, alpha=-1)
+
+
+def _state(
+    model: HookedModel,
+    rows: TokenBatch,
+    gates: Float[Tensor, "stack layer head"],
+    n_pieces: int,
+    folder: Path | None,
+) -> MeasuredPieces:
+    """What is to be measured, with what a checkpoint has of it."""
+    if folder is None:
+        return MeasuredPieces("")
+    weights = fingerprint(model, {})["weights"]
+    asked = f"{rows.digest()} {digest({'gates': gates})} {n_pieces} {weights}"
+    if not recover_folder(folder):
+        return MeasuredPieces(asked)
+    found = MeasuredPieces.load(folder)
+    if found.asked != asked:
+        raise ValueError(
+            f"{folder} holds a checkpoint of another measurement (model, prompts or gates differ). "
+            "Remove it, or choose another folder."
+        )
+    return found
