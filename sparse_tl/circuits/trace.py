@@ -95,7 +95,7 @@ def trace_attention(
     if len(texts) != len(tokens):
         raise ValueError(f"expected {len(tokens)} labels, one per token; got {len(texts)}")
     causal, masked = adapt(model).causal, _masked(model, tokens)
-    targets = _targets(tokens, positions, masked, causal)
+    targets = _targets(model, tokens, positions, masked)
     n_columns = max(len(tokens), *(column + 1 for column, _ in targets))
     n_read = max(read_at for _, read_at in targets) + 1 if causal else len(tokens)
     # Every mask token that is run has a prediction, whether or not it is asked for.
@@ -148,6 +148,11 @@ def predicted_columns(model: HookedModel, prompt: Prompt) -> list[int]:
     return list(range(first, len(tokens) + first))
 
 
+def predicted_column(model: HookedModel, prompt: Prompt, position: int) -> int:
+    """The column of a position; negative ones count from the last of `predicted_columns`."""
+    return position if position >= 0 else position + predicted_columns(model, prompt)[-1] + 1
+
+
 def _texts(
     model: HookedModel,
     outputs: Int[Tensor, " target"],
@@ -166,10 +171,13 @@ def _masked(model: HookedModel, tokens: Int[Tensor, " pos"]) -> list[int]:
 
 
 def _targets(
-    tokens: Tensor, positions: Sequence[int] | None, masked: Sequence[int], causal: bool
+    model: HookedModel,
+    tokens: Int[Tensor, " pos"],
+    positions: Sequence[int] | None,
+    masked: Sequence[int],
 ) -> list[tuple[int, int]]:
     """The predicted columns, each with the column where its prediction is read."""
-    n = len(tokens)
+    n, causal = len(tokens), adapt(model).causal
     own = masked if causal else range(n)
     if positions is None:
         positions = masked
@@ -180,8 +188,7 @@ def _targets(
             )
         positions = positions or [n]
     first, last = (1, n) if causal else (0, n - 1)
-    end = max(masked, default=last) + 1
-    columns = [position + end if position < 0 else position for position in positions]
+    columns = [predicted_column(model, tokens, position) for position in positions]
     for position, column in zip(positions, columns, strict=True):
         if column not in own and not (causal and 1 <= column <= n):
             raise ValueError(

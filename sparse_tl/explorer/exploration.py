@@ -15,7 +15,7 @@ from torch import Tensor
 from sparse_tl.circuits.prompt import Prompt
 from sparse_tl.circuits.quantity import LOG_PROBABILITY, Quantity
 from sparse_tl.circuits.removal import AttentionEdge, Head
-from sparse_tl.circuits.trace import predicted_columns
+from sparse_tl.circuits.trace import predicted_column, predicted_columns
 from sparse_tl.explorer.ablated_model import AblatedModel, by_title, start_together
 from sparse_tl.explorer.readings import Readings
 from sparse_tl.lens import HookedModel, check_head
@@ -51,14 +51,13 @@ class Exploration(Readings):
         self.first_target = len(columns) - 1
         if position is None:
             return
-        n_tokens = len(self._first.tokens)
-        column = position + n_tokens if position < 0 else position
+        column = predicted_column(self._first.model, self._first.tokens, position)
         if column in columns:
             self.first_target = columns.index(column)
         elif positions is not None:
             raise ValueError(f"expected position to be one of {list(positions)}; got {position}")
         else:
-            self._ablated = self._start(prompt, [position], labels)
+            self._ablated = self._start(prompt, [column], labels)
             self.first_target = 0
 
     def _start(

@@ -14,7 +14,12 @@ from sparse_tl.circuits import trace_attention
 from sparse_tl.circuits.attention_graph import AttentionGraph, EdgeWeight
 from sparse_tl.circuits.prompt import Prompt, Token, prompt_tokens
 from sparse_tl.circuits.removal import Head
-from sparse_tl.circuits.trace import EFFECT_SECONDS, MAX_EFFECTS, predicted_columns
+from sparse_tl.circuits.trace import (
+    EFFECT_SECONDS,
+    MAX_EFFECTS,
+    predicted_column,
+    predicted_columns,
+)
 from sparse_tl.explorer.ablated_model import by_title
 from sparse_tl.lens import HookedModel, adapt, heads_of
 from sparse_tl.metrics import Metric, log_probability
@@ -44,7 +49,8 @@ def circuit_diagram(
         models: a model, or several by panel title, from top to bottom.
         prompt: text or tokens.
         position: predicted column shown first, and in images; by default the last of `positions`.
-            Negative ones count from the end of the prompt.
+            Negative ones count as in `trace_attention`: -1 is the last that is predicted by
+            default.
         positions: columns to choose from; by default all that the model predicts: every mask token
             of the prompt, or else the token after every other one.
         weight: "attention" (gate times attention), "carried" (share of the residual stream that
@@ -95,16 +101,14 @@ def _plan(
     """The columns to choose from, the index of the one shown first, and how to trace them."""
     n_tokens = len(prompt_tokens(model, prompt))
 
-    def column(place: int) -> int:
-        return place + n_tokens if place < 0 else place
-
+    column = partial(predicted_column, model, prompt)
     shown = None if position is None else column(position)
     seconds = EFFECT_SECONDS if weight == "effect" else 0
     trace: Callable[..., AttentionGraph] = partial(
         trace_attention, attribution=True, max_effects=MAX_EFFECTS, seconds=seconds
     )
     if positions is not None:
-        columns = [column(place) for place in positions]
+        columns = [*map(column, positions)]
     else:
         columns = predicted_columns(model, prompt)
         columns = sorted({*columns, columns[-1] if shown is None else shown})

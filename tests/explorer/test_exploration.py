@@ -283,6 +283,12 @@ def test_positions_that_can_be_chosen(models):
     assert Exploration(models, "36+28=", position=3).targets == ((3, 2),)
     chosen = Exploration(models, "36+28=", positions=[2, 4], position=2)
     assert (chosen.targets, chosen.first_target) == (((2, 1), (4, 3)), 0)
+    # Negative ones count alike among positions and as the one shown first: -1 follows the prompt.
+    assert Exploration(models, "36+28=", position=-1).targets == ((6, 5),)
+    last = Exploration(models, "36+28=", positions=[-3, -1, 2], position=-1)
+    assert (last.targets, last.first_target) == (((4, 3), (6, 5), (2, 1)), 1)
+    with pytest.raises(ValueError, match=r"one of \[2, 4\]; got -1"):
+        Exploration(models, "36+28=", positions=[2, 4], position=-1)
     with pytest.raises(ValueError, match=r"one of \[2, 4\]; got 3"):
         Exploration(models, "36+28=", positions=[2, 4], position=3)
 

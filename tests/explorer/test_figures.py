@@ -43,6 +43,8 @@ def test_every_predicted_position_is_offered_and_one_is_shown_first(models):
     assert chosen.data["targets"] == masked.data["targets"]
     assert chosen.data["state"]["target"] == 1
     assert circuit_diagram(models, PROMPT, position=-4).svg == chosen.svg
+    known = circuit_diagram(models, "36+28=00", positions=[-1, 3], position=-1)
+    assert known.data["targets"] == ((8, 7), (3, 2)) and known.data["state"]["target"] == 0
     known = circuit_diagram(models, "36+28=00", position=3)
     assert known.data["targets"] == tuple((column, column - 1) for column in range(1, 9))
     assert known.data["state"]["target"] == 2
