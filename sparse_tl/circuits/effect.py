@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.arguments import Share, checked
-from sparse_tl.circuits.intervals import effect_interval
+from sparse_tl.circuits.intervals import effect_draws, effect_interval, interval_ends
 from sparse_tl.metrics import explained_effect
 from sparse_tl.results import Result
 
@@ -68,6 +69,39 @@ class Evaluation(Result):
         return effect_interval(
             *(self.values, self.clean, self.none), level=level, resamples=resamples, seed=seed
         )
+
+    @checked
+    def size_interval(
+        self, effect: Share = 0.9, *, level: float = 0.95, resamples: int = 1000, seed: int = 0
+    ) -> tuple[float | None, float | None]:
+        """Bootstrap interval of `EffectCurve.size_at` over pairs; sizes must be increasing.
+
+        Args:
+            effect: explained effect that is to be reached, above 0 and at most 1.
+            level: share of draws inside the interval, between 0 and 1.
+            resamples: number of draws, at least 1.
+            seed: random seed.
+
+        Returns:
+            Lower and upper end; ``None`` where a draw there does not reach the effect.
+
+        Raises:
+            ValueError: an argument is out of range, or as in `effect`.
+        """
+        low, high = interval_ends(level)
+        own = self.curve("").size_at(effect)
+        drawn = effect_draws(
+            *(self.values, self.clean, self.none), resamples=resamples, seed=seed
+        ).tolist()
+        found = [EffectCurve("", self.sizes, *[draw] * 3).size_at(effect) for draw in drawn]
+        reached = torch.tensor(
+            [math.inf if size is None else size for size in [*found, own]], dtype=torch.float64
+        )
+        ends = (
+            reached.quantile(low, interpolation="lower").item(),
+            reached.quantile(high, interpolation="higher").item(),
+        )
+        return tuple(end if math.isfinite(end) else None for end in ends)  # type: ignore[return-value]
 
     def curve(self, name: str) -> EffectCurve:
         """Means and intervals for plotting; sizes must be increasing."""

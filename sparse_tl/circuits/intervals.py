@@ -37,14 +37,23 @@ def effect_interval(
         NoEffectError: the metric is the same with everything patched.
         ValueError: an argument is out of range.
     """
-    if not 0 < level < 1:
-        raise ValueError(f"expected a level between 0 and 1; got {level}")
+    at = torch.tensor(interval_ends(level), dtype=clean.dtype)
     effect = explained_effect(circuit, clean, corrupted)
     drawn = effect_draws(circuit, clean, corrupted, resamples=resamples, seed=seed)
-    ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=drawn.dtype)
-    low, high = drawn.quantile(ends, dim=0) if len(drawn) else (effect, effect)
+    low, high = drawn.quantile(at, dim=0) if len(drawn) else (effect, effect)
     # With few pairs, a percentile interval may exclude the mean; widen it to include the mean.
     return torch.minimum(low, effect), torch.maximum(high, effect)
+
+
+def interval_ends(level: float) -> tuple[float, float]:
+    """The shares of draws below the ends of an interval that holds a share `level` of them.
+
+    Raises:
+        ValueError: the level is not between 0 and 1.
+    """
+    if not 0 < level < 1:
+        raise ValueError(f"expected a level between 0 and 1; got {level}")
+    return (1 - level) / 2, (1 + level) / 2
 
 
 def effect_draws(

@@ -64,13 +64,16 @@ class MIBEvaluation(Result):
         return _area((1 - self.absolute.effect).abs())
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per fraction: edges that count, and faithfulness, under both rankings."""
+        """One row per fraction, under both rankings: edges that count, and faithfulness with its
+        95 % interval over pairs."""
         import pandas as pd
 
         columns: dict[str, Any] = {"fraction": MIB_FRACTIONS}
         for name in ("signed", "absolute"):
             found: Evaluation = getattr(self, name)
+            low, high = found.interval()
             columns |= {f"{name}_size": found.sizes, f"{name}_faithfulness": found.effect}
+            columns |= {f"{name}_low": low, f"{name}_high": high}
         return pd.DataFrame(columns)
 
     def __repr__(self) -> str:

@@ -49,6 +49,8 @@ SIDES = ("dense", "sparse")
 PARTS: tuple[Parts, ...] = ("heads", "circuit_edges")
 PER_PROMPT = f"circuit_edges_at_{LEVEL}_per_prompt"
 """Key of the number of circuit edges that a single prompt needs."""
+INTERVAL = "_interval"
+"""End of the key of a size's 95 % interval over pairs: of one seed, since seeds have a range."""
 ACCURACY = "accuracy.json"
 PROMPTS = 16
 """Number of held-out pairs that get circuits of their own."""
@@ -65,13 +67,18 @@ class Comparison:
 
     def to_pandas(self) -> pd.DataFrame:
         """Number of parts that each task needs for the level of explained effect, dense and sparse;
-        medians over several seeds."""
+        medians over several seeds. Of a single seed, also the 95 % interval over pairs."""
         rows = []
         for task, measured in self.metrics.items():
             for parts in PARTS:
-                sizes = {s: measured[s][f"{parts}_at_{LEVEL}"] for s in SIDES if s in measured}
-                row = {"task": task, "parts": parts, **sizes}
-                if len(sizes) > 1:
+                row: dict[str, Any] = {"task": task, "parts": parts}
+                sides = [side for side in SIDES if side in measured]
+                for side in sides:
+                    key = f"{parts}_at_{LEVEL}"
+                    row[side] = measured[side][key]
+                    if ends := measured[side].get(key + INTERVAL):
+                        row |= {f"{side}_low": ends[0], f"{side}_high": ends[1]}
+                if len(sides) > 1:
                     row["multiplier"] = measured[f"multiplier_{parts}"]
                 rows.append(row)
         return pd.DataFrame(rows)
@@ -226,6 +233,7 @@ def _numbers(folder: Path) -> tuple[dict[str, Any], dict[Parts, pd.DataFrame]]:
     for parts in PARTS:
         found = Evaluation.load(folder / parts)
         said[f"{parts}_at_{LEVEL}"] = found.curve(parts).size_at(LEVEL)
+        said[f"{parts}_at_{LEVEL}{INTERVAL}"] = list(found.size_interval(LEVEL))
         tables[parts] = found.to_pandas()
     single = CircuitSizes.load(folder / "circuit_edges_per_prompt")
     said |= {
@@ -239,9 +247,13 @@ def _numbers(folder: Path) -> tuple[dict[str, Any], dict[Parts, pd.DataFrame]]:
 
 def _medians(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The median of each number over seeds; counts of prompts are summed."""
+    if len(seeds) == 1:
+        return dict(seeds[0])
     found: dict[str, Any] = {}
     for name in seeds[0]:
         values = [said[name] for said in seeds]
+        if name.endswith(INTERVAL):
+            continue
         if name.startswith("prompts"):
             found[name] = sum(values)
         else:

@@ -286,3 +286,19 @@ def test_an_interval_holds_the_ratios_of_all_draws_of_two_pairs() -> None:
     assert shares == pytest.approx([0.25, 0.5, 0.25], abs=0.05)
     with pytest.raises(ValueError, match="expected at least 1 draw as resamples; got 0"):
         effect_draws(values, clean, 0 * clean, resamples=0)
+
+
+def test_the_interval_of_a_size_is_that_of_the_pairs_alone() -> None:
+    """One pair reaches 0.9 at a size of 10, the other at 100, and both together between them."""
+    from sparse_tl.circuits import Evaluation
+
+    clean = torch.ones(2, dtype=torch.float64)
+    values = torch.tensor([[0, 0], [0.9, 0], [1, 0.9]], dtype=torch.float64)
+    found = Evaluation((1, 10, 100), 100, values, clean, 0 * clean)
+    assert found.size_interval(0.9) == pytest.approx((10, 100))
+    middle = found.curve("m").size_at(0.9)
+    assert found.size_interval(0.9, level=0.01) == pytest.approx((middle, middle))
+    short = Evaluation((1, 10), 100, values[:2], clean, 0 * clean)
+    assert short.size_interval(0.9) == (pytest.approx(10), None)
+    with pytest.raises(ValueError, match="above 0 to 1 for effect; got 90"):
+        found.size_interval(90)
