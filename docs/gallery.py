@@ -50,12 +50,13 @@ WITHOUT_RUN = {
     "addition": "the built-in addition models of seed 0, dense and sparse, on one sum",
     "language model": "the models of `load_language_models`, on 16 prompt pairs",
 }
-# Smaller than the defaults of `sparse-tl head-roles`: 4 seeds, 150 updates, 256 prompts, 5 tasks.
+# Smaller than the defaults of `sparse-tl head-roles`: 100 updates, 128 prompts, 5 tasks.
 HEAD_ROLES: dict[str, Any] = {
     "tasks": ("addition", "ioi", "docstring"),
     "seeds": 2,
     "updates": 60,
     "prompts": 96,
+    "batch_size": 32,
 }
 _MOST_PICTURE, _MOST_PAGE, _MOST_ALL = 200_000, 300_000, 4_000_000
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +97,41 @@ def test_what_is_finished_is_not_fitted_again(
         run_head_roles(out, tasks=["addition", "ioi"], **{**FEW, "seeds": 3})
 
 
+def test_a_run_killed_between_or_in_measurements_goes_on_there(
+    run: tuple[Path, HeadRolesRun],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What an earlier call finished is there; the result is that of an uninterrupted run."""
+    measured = head_roles.ablation_curve
+
+    def killed(model: Any, roles: Any, rows: Any, role: str, **options: Any) -> AblationCurve:
+        if role == ROLES[1]:
+            raise KeyboardInterrupt
+        return measured(model, roles, rows, role, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(head_roles, "ablation_curve", killed)
+        run_head_roles(tmp_path / "run", tasks=["addition", "ioi"], **{**FEW, "progress": True})
+    said = capsys.readouterr().err
+    # 3 stages of 3 updates; 2 seeds of 8 prompts; 4 held-out prompts under (6 + 1 + 16 + 12)
+    # matrices and 2 * 3 * 2 in each of 4 curves.
+    assert re.search(
+        r"Addition, Dense \(1 of 4\): 9 updates of 16 prompts forwards and backwards, 332 prompts "
+        r"forwards; about 0:0\d in all",
+        said,
+    )
+    with monkeypatch.context() as patch:
+        fits = []
+        fit = head_roles.fit_head_gates
+        patch.setattr(head_roles, "fit_head_gates", lambda *a, **k: fits.append(a) or fit(*a, **k))
+        again = run_head_roles(tmp_path / "run", tasks=["addition", "ioi"], **FEW)
+    assert len(fits) == 3, "the first of four fits is not done again"
+    assert again.metrics["tasks"] == run[1].metrics["tasks"]
+    pd.testing.assert_frame_equal(again.curves, run[1].curves)
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A dense and a sparse model on disk, small and not trained, with the words of the tasks."""
@@ -147,6 +183,8 @@ def test_models_of_one_name_keep_columns_of_their_own(folders: list[str]) -> Non
         ({"prompts": 1001}, "at most 1000 prompts"),
         ({"seeds": 0}, "from 1 to 10,000 for seeds; got 0"),
         ({"model": "m", "tasks": ["sums"]}, "text=SOURCE; got .'sums'"),
+        ({"model": "m", "tasks": ["text=none.txt", "ioj"]}, r"got \['ioj'\]"),
+        ({"model": "m", "tasks": ["math=none.jsonl", "math"]}, "each kind of task once"),
         ({"model": "m", "tasks": ["text"]}, "text=SOURCE; got .'text'"),
     ],
 )

@@ -105,6 +105,8 @@ def _often() -> None:
     import_module("sparse_tl.training.loop").SAVE_AFTER = 0.0
     import_module("sparse_tl.training.own_text").SAVE_AFTER = 0.0
     import_module("sparse_tl.circuits.acdc").SAVE_EVERY = 3
+    import_module("sparse_tl.head_roles.measuring").SAVE_AFTER = 0.0
+    import_module("sparse_tl.head_roles.measuring").ACTIVATIONS_AT_ONCE = 4096
 
 
 def _head_gates(folder: Path) -> str:
