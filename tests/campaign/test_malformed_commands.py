@@ -30,7 +30,7 @@ COMMANDS = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defin
 del COMMANDS["get"]  # it downloads, and has tests of its own
 HUGE = str(10**20)
 NAMES = ("form", "trained", "gates", "precision", "dtype", "method", "patch", "task", "tasks")
-READ = ("text", "held_out_text", "model", "models", "sparse")
+READ = ("text", "held_out_text", "model", "sparse")
 """Options that name files, folders or models."""
 
 
