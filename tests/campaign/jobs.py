@@ -116,6 +116,14 @@ def _head_gates(folder: Path) -> str:
     return facts(stl.fit_head_gates(model, targets(), checkpoint=folder / "c", **how))
 
 
+def _ablation(folder: Path) -> str:
+    _often()
+    model = tiny_model(n_layers=1)
+    roles = stl.fit_head_gates(model, targets(), **FITTING)
+    how: dict[str, Any] = {"max_heads": 2, "checkpoint": folder / "c"}
+    return facts(stl.ablation_curve(model, roles, targets(), **how, **QUIET))
+
+
 def _contrastive(folder: Path) -> str:
     _often()
     how: dict[str, Any] = {**FITTING, "updates": 8, "checkpoint": folder / "c"}
@@ -202,6 +210,7 @@ JOBS: dict[str, Callable[[Path], str]] = {
     "acdc to a size": _acdc_size,
     "fit_head_gates": _head_gates,
     "fit_contrastive_head_gates": _contrastive,
+    "ablation_curve": _ablation,
     "built-in pair": _pair,
     "addition": _addition,
     "post-train": _post_training,
