@@ -144,7 +144,7 @@ def test_numbers_are_those_of_the_saved_curves(run: tuple[Path, Any]) -> None:
                 rows = table[(table.task == task) & (table.side == side) & (table.parts == parts)]
                 assert rows["explained_effect"].tolist() == pytest.approx(found.effect.tolist())
                 assert said[side][f"{parts}_at_0.9"] == curves[-1].size_at(0.9)
-                low, high = said[side][f"{parts}_at_0.9_interval"]
+                low, high = (said[side][f"{parts}_at_0.9_{end}"] for end in ("low", "high"))
                 assert (low, high) == found.size_interval(0.9)
                 assert low <= said[side][f"{parts}_at_0.9"] <= high
                 assert found.effect[-1].item() == pytest.approx(1, abs=1e-4)

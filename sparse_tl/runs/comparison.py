@@ -49,8 +49,8 @@ SIDES = ("dense", "sparse")
 PARTS: tuple[Parts, ...] = ("heads", "circuit_edges")
 PER_PROMPT = f"circuit_edges_at_{LEVEL}_per_prompt"
 """Key of the number of circuit edges that a single prompt needs."""
-INTERVAL = "_interval"
-"""End of the key of a size's 95 % interval over pairs: of one seed, since seeds have a range."""
+ENDS = ("_low", "_high")
+"""How the keys of a size's 95 % interval over pairs end: of one seed, since seeds have a range."""
 ACCURACY = "accuracy.json"
 PROMPTS = 16
 """Number of held-out pairs that get circuits of their own."""
@@ -76,8 +76,11 @@ class Comparison:
                 for side in sides:
                     key = f"{parts}_at_{LEVEL}"
                     row[side] = measured[side][key]
-                    if ends := measured[side].get(key + INTERVAL):
-                        row |= {f"{side}_low": ends[0], f"{side}_high": ends[1]}
+                    row |= {
+                        f"{side}{end}": measured[side][key + end]
+                        for end in ENDS
+                        if key + end in measured[side]
+                    }
                 if len(sides) > 1:
                     row["multiplier"] = measured[f"multiplier_{parts}"]
                 rows.append(row)
@@ -233,7 +236,8 @@ def _numbers(folder: Path) -> tuple[dict[str, Any], dict[Parts, pd.DataFrame]]:
     for parts in PARTS:
         found = Evaluation.load(folder / parts)
         said[f"{parts}_at_{LEVEL}"] = found.curve(parts).size_at(LEVEL)
-        said[f"{parts}_at_{LEVEL}{INTERVAL}"] = list(found.size_interval(LEVEL))
+        for end, size in zip(ENDS, found.size_interval(LEVEL), strict=True):
+            said[f"{parts}_at_{LEVEL}{end}"] = size
         tables[parts] = found.to_pandas()
     single = CircuitSizes.load(folder / "circuit_edges_per_prompt")
     said |= {
@@ -252,7 +256,7 @@ def _medians(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in seeds[0]:
         values = [said[name] for said in seeds]
-        if name.endswith(INTERVAL):
+        if name.endswith(ENDS):
             continue
         if name.startswith("prompts"):
             found[name] = sum(values)
