@@ -33,16 +33,16 @@ function render({ model, el }) {
   }
 
   // Effects are computed while nobody waits for anything else.
-  function onKernel({ busy, waited, more }) {
+  function onKernel({ busy, waited, more, isFree }) {
     clearTimeout(patience);
     root.toggleAttribute("data-busy", busy);
     const status = top.querySelector(".status");
-    const words = busy ? "computing \u2026" : more ? "effects \u2026" : "";
+    const words = busy ? "computing \u2026" : more ? progressText(model) : "";
     // The kernel may be at work in another cell, or gone: only a restart is told to widgets.
     status.textContent = waited < 3000 ? words : waited < 10000 ? "waiting for the kernel \u2026" :
       "no answer: the kernel is busy, or was restarted (then run the cell again)";
     if (waited || busy) patience = setTimeout(kernel.report, 1000);
-    if (more) kernel.askEffects();
+    if (more && isFree) kernel.askEffects();
   }
 
   // A while after the last change, what is saved with the notebook is brought up to date.
@@ -130,6 +130,7 @@ function render({ model, el }) {
       '<div class="tip" role="tooltip" hidden></div>';
     figure.querySelector(".canvas").innerHTML = svg;
     const focused = describeFocus();
+    const scrolled = diagram.querySelector(".canvas")?.scrollLeft;
     if (state) state = { ...state, ...choicesIn(data) };
     diagram.replaceChildren(figure);
     start(figure, data, {
@@ -138,6 +139,7 @@ function render({ model, el }) {
       onState,
       onEdges: (panel, edges) => request({ action: "edges", panel, edges }),
     });
+    if (scrolled !== undefined) figure.querySelector(".canvas").scrollLeft = scrolled;
     drawPositions();
     if (focused) diagram.querySelector(focused)?.focus({ preventScroll: true });
   }

@@ -91,7 +91,8 @@ function partCell({ name, data, removed, weight, words, onToggle, onHover }) {
     "aria-label": [name, ...lines.slice(0, -1), removed ? "removed" : ""].filter(Boolean).join(", "),
     onclick: onToggle, onpointermove: (event) => onHover([name, ...lines], event),
   });
-  if (!removed) Object.assign(cell.style, shade(weight));
+  if (!removed && weight === null) cell.classList.add("unknown");
+  else if (!removed) Object.assign(cell.style, shade(weight));
   return cell;
 }
 
@@ -123,6 +124,14 @@ function effectList(named, before, quantity) {
     ...strongest.map(([name, told]) => effectLine(name, told, before, quantity)));
 }
 
+// How many heads' effects are known, while more are computed.
+function progressText(model) {
+  const sum = (counts) => counts.reduce((a, b) => a + b, 0);
+  const all = sum(model.get("_panels").map(({ shape: [nLayers, nHeads] }) => nLayers * nHeads));
+  const known = sum(model.get("_effects").heads.map((heads) => Object.keys(heads).length));
+  return known < all ? `effects: ${known} of ${all} heads \u2026` : "effects of edges \u2026";
+}
+
 const NOT_YET = "effect of removing it: not computed yet";
 
 // A grid of layers and heads, darker with the effect of removing a head.
@@ -139,7 +148,7 @@ function headGrid({ panel, target, effects, before, onToggle, onHover }) {
       const told = effects[`${layer},${head}`]?.[target];
       grid.append(partCell({
         name: headName(layer, head), data: { "data-head": `${layer},${head}` },
-        removed: gone.has(`${layer},${head}`), weight: told ? -told[0] / largest : 0,
+        removed: gone.has(`${layer},${head}`), weight: told ? -told[0] / largest : null,
         words: [told ? `without it: ${effectText(told, before, quantity)}` : NOT_YET],
         onToggle: () => onToggle(layer, head), onHover,
       }));

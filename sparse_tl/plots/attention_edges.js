@@ -1,7 +1,7 @@
 // Which attention edges a circuit diagram shows, which of them lead to the prediction, and where their
 // lines run: in the browser, and in Python for static files. attention_text.js says what they are.
 //
-// 1. Weights are integers, in thousandths (rounded_graph.py).
+// 1. Weights are in thousandths (rounded_graph.py), and drawn rounded to integers.
 // 2. The heads of a layer are merged: an edge from key to query has the largest weight of any head.
 // 3. Edges at or above the threshold are kept. Those from which kept edges lead to the predicted
 //    token are on the path; the others are merely open.
@@ -27,9 +27,10 @@ function edgesOf({ shape: [, nHeads, n] }, list) {
     const heads = Math.floor(row / n);
     const [layer, query, key] = [Math.floor(heads / nHeads), row % n, place % n];
     const [source, reader] = [nodeName(layer, key), nodeName(layer + 1, query)];
-    const value = list.values[index];
+    const told = list.values[index];
+    const value = Math.sign(told) * Math.round(Math.abs(told));
     const estimated = list.exact?.[index] === 0;
-    return { layer, head: heads % nHeads, query, key, source, reader, place, value, estimated };
+    return { layer, head: heads % nHeads, query, key, source, reader, place, told, value, estimated };
   });
   return list.edges;
 }
@@ -38,11 +39,6 @@ function edgesOf({ shape: [, nHeads, n] }, list) {
 function edgeAt(panel, list, place) {
   list.byPlace ??= new Map(edgesOf(panel, list).map((edge) => [edge.place, edge]));
   return list.byPlace.get(place);
-}
-
-// The weight of one edge in a list; not known if it is below the floor.
-function weightAt(panel, list, place, floor) {
-  return edgeAt(panel, list, place)?.value ?? (floor > 1 ? null : 0);
 }
 
 // The steps up the residual stream, which carry everything.
@@ -70,8 +66,8 @@ function weightsOf(panel, kind, target) {
 // What an edge carries to its end, 0 to 1, or its effect on the prediction.
 function shareOf(panel, kind, edge, data) {
   if (isSigned(kind)) return Math.abs(edge.value) / data.steps;
-  if (!panel.carried) return weightAt(panel, panel.attention, edge.place, 1) / data.steps;
-  return (weightAt(panel, panel.carried, edge.place, 1) / data.steps) * panel.mostCarried;
+  const moved = edgeAt(panel, panel.carried ?? panel.attention, edge.place)?.value ?? 0;
+  return (moved / data.steps) * (panel.carried ? panel.mostCarried : 1);
 }
 
 // What a panel shows in the present state. Reachability is the model's, over all heads, also

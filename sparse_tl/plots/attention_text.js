@@ -30,15 +30,28 @@ function quantityText({ metric, answers, wrong }, target) {
   return metric === "answer_logit" ? logit : metric.replaceAll("_", " ");
 }
 
-// A change and its unit; below 0 where removing the edge lowers what is measured.
-function edgeEffectText(panel, kind, place, data, state) {
-  const [row, scale] = [panel.scores[kind].rows, panel.scores[kind].scales].map((x) => x[state.target]);
-  const share = weightAt(panel, row, place, data.floors[kind]);
-  const steps = share ?? data.floors[kind];
-  const value = ((-steps / data.steps) * scale).toFixed(3).replace("-", "\u2212");
-  const said = share === null ? `within \u00b1${value.replace("\u2212", "")}` : value;
-  const unit = panel.quantity.unit ? ` ${panel.quantity.unit}` : "";
-  return `${said}${unit} on ${quantityText(panel.quantity, state.target)}`;
+function threeDigits(value) {
+  const digits = { minimumSignificantDigits: 3, maximumSignificantDigits: 3 };
+  return value.toLocaleString("en-US", digits).replace("-", "\u2212");
+}
+
+// What removing an edge changes, below 0 where it lowers what is measured, with three digits; or what
+// that is within, where it was too small to be sent.
+function changeText(panel, kind, place, data, { target }) {
+  const { rows, scales } = panel.scores[kind];
+  const told = edgeAt(panel, rows[target], place)?.told;
+  const steps = told ?? 0.5 - data.floors[kind];
+  const value = (-steps / data.steps) * scales[target];
+  const within = told === undefined && value ? "within \u00b1" : "";
+  return within + (value ? threeDigits(value) : "0");
+}
+
+// "effect" where the effect of an edge is known exactly, or else, where there is one, its estimate.
+function knownScore(panel, place, { target }) {
+  const { scores } = panel;
+  const row = scores.effect?.rows[target];
+  const isExact = row && (!row.exact || edgeAt(panel, row, place)?.estimated === false);
+  return isExact ? "effect" : scores["first-order"] ? "first-order" : null;
 }
 
 // A token in quotation marks; one with letters written from right to left is isolated, so that it
@@ -48,12 +61,19 @@ function quoted(token) {
   return RIGHT_TO_LEFT.test(token) ? `\u201c\u2068${token}\u2069\u201d` : `\u201c${token}\u201d`;
 }
 
+function attentionText(panel, place, data) {
+  const told = edgeAt(panel, panel.attention, place)?.told;
+  const bound = (data.floors.attention - 0.5) / data.steps;
+  return `attention ${told === undefined ? `at most ${bound}` : (told / data.steps).toFixed(3)}`;
+}
+
 function carriedText(panel, place, data) {
-  const percent = (steps) => `${((steps / data.steps) * panel.mostCarried * 100).toFixed(1)}\u202f%`;
-  const floor = data.floors.carried;
-  const steps = weightAt(panel, panel.carried, place, floor);
-  const share = steps === null ? `below ${percent(floor)}` : percent(steps);
-  return `writes ${share} of the residual stream there`;
+  const percent = (steps) => (steps / data.steps) * panel.mostCarried * 100;
+  const edge = edgeAt(panel, panel.carried, place);
+  const bound = Math.ceil(10 * percent(data.floors.carried - 0.5)) / 10;
+  const share = !edge ? `at most ${bound.toFixed(1)}` :
+    percent(edge.told) < 0.05 ? "less than 0.1" : percent(edge.told).toFixed(1);
+  return `writes ${share}\u202f% of the residual stream there`;
 }
 
 function nodeText(panel, level, column, live) {
@@ -69,28 +89,35 @@ function tokenText(panel, column, label) {
 }
 
 function edgeText(panel, line, data, state, live) {
-  const floor = data.floors.attention;
-  const attention = weightAt(panel, panel.attention, line.place, floor);
-  const share = attention === null ? `below ${floor / data.steps}` : (attention / data.steps).toFixed(3);
   const text = [
     `Layer ${line.layer}, head ${line.head}`,
     ...tokenText(panel, line.key, "from position"),
     ...tokenText(panel, line.query, "to position"),
-    `attention ${share}, gate open`,
+    `${attentionText(panel, line.place, data)}, gate open`,
   ];
   if (panel.carried) text.push(carriedText(panel, line.place, data));
-  const { effect, "first-order": estimate } = panel.scores;
-  const told = (kind) => edgeEffectText(panel, kind, line.place, data, state);
-  const row = effect?.rows[state.target];
-  const isKnown = row && (!row.exact || edgeAt(panel, row, line.place)?.estimated === false);
-  if (isKnown) text.push(`effect of removing it ${told("effect")}`);
-  if (estimate) text.push(`first-order attribution ${told("first-order")}`);
-  if (line.others.length) {
-    const heads = line.others.sort((a, b) => a - b).join(", ");
-    text.push(`weaker here: head${line.others.length > 1 ? "s" : ""} ${heads}`);
-  }
+  const measured = `${panel.quantity.unit} on ${quantityText(panel.quantity, state.target)}`.trim();
+  const told = (kind) => `${changeText(panel, kind, line.place, data, state)} ${measured}`;
+  if (knownScore(panel, line.place, state) === "effect") text.push(`effect of removing it ${told("effect")}`);
+  if (panel.scores["first-order"]) text.push(`first-order attribution ${told("first-order")}`);
+  text.push(...weakerTexts(panel, line, data, state));
   const all = line.others.length ? " in all these heads" : "";
   return live.onEdges ? [...text, `click: remove this edge${all}`] : text;
+}
+
+// The edge in other heads, from the strongest on: whichever is drawn, another may matter more.
+function weakerTexts(panel, line, data, state) {
+  const MOST = 5;
+  const [, , n] = panel.shape;
+  const list = weightsOf(panel, shownWeight(panel, state), state.target);
+  const edges = line.others.map((head) => edgeAt(panel, list, line.place + (head - line.head) * n * n));
+  edges.sort((a, b) => Math.abs(b.told) - Math.abs(a.told));
+  const said = edges.slice(0, MOST).map(({ head, place }) => {
+    const kind = knownScore(panel, place, state);
+    const score = kind && `, ${kind} ${changeText(panel, kind, place, data, state)}`;
+    return `also head ${head}: ${attentionText(panel, place, data)}${score ?? ""}`;
+  });
+  return edges.length > MOST ? [...said, `and ${edges.length - MOST} more heads`] : said;
 }
 
 function removedText(panel, line) {

@@ -23,6 +23,11 @@ function start(root, data, live) {
     panel.removed = (live.removed ?? [])[panel.index] ?? [];
     drawRemoved(panel);
   }
+  const names = panels.flatMap((panel) => [panel.part("layers"), panel.part("caption").parentElement]);
+  const reveal = followScrolling(svg, names, () => {
+    const ends = data.targets[state.target].map((column) => data.columns[column]);
+    return [Math.min(...ends) - 40, Math.max(...ends) + 60];
+  });
 
   // ---- drawing -------------------------------------------------------------------------------
 
@@ -102,6 +107,7 @@ function start(root, data, live) {
   }
 
   function drawAll() {
+    if (root.dataset.target !== String(state.target)) reveal();
     hideTip(root, panels);
     panels.forEach(draw);
     svg.querySelector("[data-legend=negative]")

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, Lt
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.arguments import checked
@@ -38,14 +38,14 @@ from sparse_tl.plots.token_text import shorten, visible_text
 Threshold = Annotated[float, Ge(0), Lt(1)]
 """Smallest weight to draw; 0 shows every edge that is not 0."""
 
-# Maximum number of attention weights in the script, and of effects, at six to eight bytes each.
+# Maximum number of attention weights in the script, and of effects, at six to ten bytes each.
 _MAX_WEIGHTS = 25_000
 
 
 class CircuitDiagram(PanelFigure):
     """A circuit diagram that displays in notebooks and can be saved to files."""
 
-    scripts = (*CIRCUIT_DRAWING, "circuit_diagram.js")
+    scripts = (*CIRCUIT_DRAWING, "scrolled_figure.js", "circuit_diagram.js")
 
 
 @checked
@@ -204,7 +204,7 @@ def _smallest_thresholds(panels: Sequence[RoundedGraph], state: dict[str, Any]) 
     }
     floors = {}
     for kind, values in weights.items():
-        sizes = torch.cat([each.flatten().abs() for each in values] or [torch.zeros(0)])
+        sizes = torch.cat([each.flatten().abs().round() for each in values] or [torch.zeros(0)])
         n_beyond = int((sizes > 0).sum()) - _MAX_WEIGHTS
         floor = 1 if n_beyond <= 0 else int(sizes.topk(_MAX_WEIGHTS + 1).values[-1]) + 1
         is_shown = kind == {"first-order": "effect"}.get(state["weight"], state["weight"])
@@ -213,15 +213,18 @@ def _smallest_thresholds(panels: Sequence[RoundedGraph], state: dict[str, Any]) 
 
 
 def _listed(
-    values: Int[Tensor, "layer head query key"],
+    values: Int[Tensor, "layer head query key"] | Float[Tensor, "layer head query key"],
     floor: int,
     exact: Bool[Tensor, "layer head query key"] | None = None,
-) -> dict[str, list[int]]:
-    """The weights of at least `floor`, the steps between their places in the flat tensor, and,
-    where some are estimates, whether each is exact."""
-    places = (values.abs() >= floor).flatten().nonzero().squeeze(1)
+) -> dict[str, list[Any]]:
+    """The weights that are rounded to at least `floor`, with four digits, the steps between their
+    places in the flat tensor, and, where some are estimates, whether each is exact."""
+    places = (values.abs().round() >= floor).flatten().nonzero().squeeze(1)
     steps = places.diff(prepend=torch.zeros(1, dtype=places.dtype))
-    listed = {"steps": steps.tolist(), "values": values.flatten()[places].tolist()}
+    weights: list[float] = values.flatten()[places].tolist()
+    if values.is_floating_point():
+        weights = [float(f"{weight:.4g}") for weight in weights]
+    listed: dict[str, list[Any]] = {"steps": steps.tolist(), "values": weights}
     if exact is not None and not bool(exact.all()):
         listed["exact"] = exact.flatten()[places].int().tolist()
     return listed

@@ -16,6 +16,7 @@ from sparse_tl.plots.diagram_legend import legend
 from sparse_tl.plots.figure_frame import Surround, panel_frame, xml_text
 from sparse_tl.plots.palette import (
     ACCENT,
+    GROUND,
     INK,
     LABEL_SIZE,
     NODE_REACHED,
@@ -99,11 +100,6 @@ def _panel(
     place = layout.panels[index]
     yield f'<g data-panel="{index}"{_written(view["counts"])}>'
     yield from panel_frame(layout.left, layout.right, place, name, view["caption"], below=True)
-    for layer in range(graph.n_layers):
-        yield (
-            f'<text x="{layout.columns[0] - 24}" y="{place.levels[layer + 1] + 4.5:g}" '
-            f'text-anchor="end" font-size="{LABEL_SIZE:g}">Layer {layer}</text>'
-        )
     yield from _residual_stream(view["residual"], layout, place)
     yield '<g data-role="edges" fill="none" stroke-linecap="round">'
     for path in view["edges"]:
@@ -111,6 +107,7 @@ def _panel(
     yield "</g>"
     yield from _nodes(set(view["reached"]), layout, place)
     yield from _mlps(graph, layout, place)
+    yield from _layer_names(graph.n_layers, layout, place)
     column, read_at = graph.targets[target]
     yield from _tokens("input", graph.input_tokens, layout, place.input_y)
     yield from _tokens("output", graph.output_row(target), layout, place.output_y, column)
@@ -134,6 +131,18 @@ def _residual_stream(on_path: str, layout: Layout, place: PanelLayout) -> Iterat
         f'<path data-role="residual-path" d="{on_path}" {style} '
         f'stroke="{palette.RESIDUAL_ON_PATH}"/>'
     )
+
+
+def _layer_names(n_layers: int, layout: Layout, place: PanelLayout) -> Iterator[str]:
+    """The names of the layers, on a ground, since a page that scrolls moves them over lines."""
+    yield (
+        f'<g data-role="layers" text-anchor="end" font-size="{LABEL_SIZE:g}" '
+        f'paint-order="stroke" stroke="{GROUND}" stroke-width="5" stroke-linejoin="round">'
+    )
+    for layer in range(n_layers):
+        y = place.levels[layer + 1] + 4.5
+        yield f'<text x="{layout.columns[0] - 24}" y="{y:g}">Layer {layer}</text>'
+    yield "</g>"
 
 
 def _nodes(on_path: Set[str], layout: Layout, place: PanelLayout) -> Iterator[str]:

@@ -67,7 +67,8 @@ class Layout:
         token_size: font size of the tokens.
         token_width: width beyond which a token is clipped.
         rotated: whether tokens are written at 45 degrees.
-        bow: horizontal distance of the edge from a column to itself from the residual line.
+        bow: horizontal distance from the residual line of what bends the edge from a column to
+            itself, which comes three quarters as far.
         node_radius: radius of the node circles.
         reach: number of columns that a straight edge may span; a longer one swings round nodes.
         line_scale: line thickness relative to a figure with wide columns.
@@ -135,7 +136,7 @@ def lay_out(flows: Sequence[AttentionGraph], surround: Surround) -> Layout:
         token_size=token_size,
         token_width=token_width,
         rotated=rotated,
-        bow=max(5, min(14, spacing // 5)),
+        bow=max(8, min(20, round(0.45 * spacing))),
         node_radius=node_radius,
         reach=int(row_height / (node_radius + _CLEARANCE)),
         line_scale=max(0.45, min(1.0, spacing / _ROOMY_COLUMN_WIDTH)),

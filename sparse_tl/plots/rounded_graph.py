@@ -1,7 +1,8 @@
-"""The weights of a circuit diagram's attention edges: checked, and rounded to thousandths.
+"""The weights of a circuit diagram's attention edges: checked, and in thousandths.
 
-The static and the interactive figure both draw these integers, so that they compare the same
-numbers with the threshold. ``attention_edges.js`` chooses the edges to draw.
+The static and the interactive figure both draw them rounded to integers, so that they compare the
+same numbers with the threshold. ``attention_edges.js`` chooses the edges to draw. Scores are kept
+unrounded: tooltips tell the value.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.circuits.attention_graph import AttentionGraph
@@ -34,7 +35,7 @@ class RoundedGraph:
         carried: what edges carry, 0..1000, relative to `most_carried`; ``None`` if it is not known.
         most_carried: the largest share that an edge carries.
         scores: available scores, "effect" and "first-order", of removing an edge; positive: the
-            edge helps; -1000..1000 for each target, relative to `scales`.
+            edge helps; -1000..1000 for each target, relative to `scales`, and not rounded.
             Effects that were not computed are estimates.
         scales: largest absolute effect of each target, in the metric's unit.
         exact: edges whose effects were computed.
@@ -45,7 +46,7 @@ class RoundedGraph:
     attention: Int[Tensor, "layer head query key"]
     carried: Int[Tensor, "layer head query key"] | None
     most_carried: float
-    scores: dict[str, Int[Tensor, "target layer head query key"]]
+    scores: dict[str, Float[Tensor, "target layer head query key"]]
     scales: dict[str, list[float]]
     exact: Bool[Tensor, "layer head query key"]
 
@@ -126,7 +127,7 @@ def round_graph(graph: AttentionGraph, name: str) -> RoundedGraph:
         _check_finite(values, f"{kind} scores of panel {name!r}")
         largest = values.abs().flatten(start_dim=1).amax(dim=1)
         helps = -values / largest.clamp(min=1e-30)[:, None, None, None, None]
-        scores[kind], scales[kind] = (helps * STEPS).round().to(torch.int32), largest.tolist()
+        scores[kind], scales[kind] = helps * STEPS, largest.tolist()
     return RoundedGraph(name, graph, rounded, carried, most, scores, scales, exact)
 
 

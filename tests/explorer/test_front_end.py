@@ -296,6 +296,55 @@ def test_effects_are_asked_for_until_all_are_known(page, tmp_path, explorer):
     assert actions(page) == ["hello", "effects", "effects"]
 
 
+def test_effects_to_come_are_counted_and_their_squares_look_like_no_number(
+    page, tmp_path, build_small
+):
+    explorer = explore(build_small(), PROMPT)
+    stop_clock(page)
+    show(page, tmp_path, explorer)
+    status, squares = page.locator(".status"), page.locator(".heads .cell")
+    assert status.inner_text() == ""
+    fire = "more => fire('msg:custom', {done: sent.at(-1).id, revision: traits._revision, more})"
+    page.evaluate(fire, True)
+    assert status.inner_text() == "effects: 0 of 4 heads …"
+    look = """cells => cells.map((cell) => {
+      const { borderTopStyle, backgroundImage, backgroundColor } = getComputedStyle(cell);
+      return [cell.dataset.head, borderTopStyle, backgroundImage !== "none", backgroundColor];
+    })"""
+    unknown = squares.evaluate_all(look)
+    assert [row[1:3] for row in unknown] == [["dashed", True]] * 4
+    explorer.compute_effects(0.0)  # one piece: a layer
+    page.evaluate("v => window.change('_effects', v)", trait(explorer, "_effects"))
+    page.evaluate(fire, True)
+    assert status.inner_text() == "effects: 2 of 4 heads …"
+    known = {name: row for name, *row in squares.evaluate_all(look)}
+    assert [known[f"0,{head}"][:2] for head in (0, 1)] == [["dashed", True]] * 2
+    assert [known[f"1,{head}"][:2] for head in (0, 1)] == [["solid", False]] * 2
+    explorer.compute_effects()
+    page.evaluate("v => window.change('_effects', v)", trait(explorer, "_effects"))
+    page.evaluate(fire, True)
+    assert status.inner_text() == "effects of edges …"
+    page.evaluate(fire, False)
+    assert status.inner_text() == ""
+    assert page.locator(".cell.unknown").count() == 0
+
+
+def test_a_new_figure_stays_where_the_reader_has_scrolled_to(page, tmp_path, explorer):
+    page.set_viewport_size({"width": 400, "height": 900})
+    show(page, tmp_path, explorer)
+    canvas = page.locator(".canvas")
+    shown = canvas.evaluate("canvas => canvas.scrollLeft")
+    assert shown > 0  # the predicted column, at the right
+    canvas.evaluate("canvas => { canvas.scrollLeft = 20; }")
+    explorer.toggle_head("Dense", 0, 0)
+    page.evaluate("v => window.change('_figure', v)", trait(explorer, "_figure"))
+    assert page.locator(".canvas").evaluate("canvas => canvas.scrollLeft") == 20
+    page.locator("select[name=target]").select_option("4")
+    page.locator("select[name=target]").select_option("0")
+    page.locator("select[name=target]").select_option("4")
+    assert page.locator(".canvas").evaluate("canvas => canvas.scrollLeft") == shown
+
+
 def test_lines_of_effects_are_offered_and_asked_for(page, tmp_path, models, monkeypatch):
     monkeypatch.setattr(ablated_model, "MAX_EFFECTS", 10)
     explorer = explore(models, PROMPT, positions=[9])

@@ -11,7 +11,7 @@ import torch
 from reachability import reached_by_networkx
 
 from sparse_tl.circuits.attention_graph import AttentionGraph
-from sparse_tl.plots import CircuitDiagram, circuit_diagram
+from sparse_tl.plots import CircuitDiagram, circuit_diagram, palette
 
 ATTACK = "</script><img src=x onerror=alert(1)>"
 
@@ -127,7 +127,7 @@ def test_hovering_an_edge_tells_all_about_it(page, tmp_path, make_flow):
         "from position 0: “3”",
         "to position 9: “?”, output “6”",
         "attention 0.420, gate open",
-        "weaker here: head 3",
+        "also head 3: attention 0.310",
     ]
     page.mouse.move(5, 5)
     assert not tip.is_visible()
@@ -146,9 +146,69 @@ def test_hovering_names_exact_and_first_order_effects_with_their_unit(page, tmp_
     )
     show(page, tmp_path, circuit_diagram({"model": flow}, weight="effect"))
     hover_edge(page, 0, 1, 10, 9)
-    assert "effect of removing it 1.860 nats on log P(“4”)" in page.locator(".tip").inner_text()
-    assert "first-order attribution −2.325 nats on log P(“4”)" in page.locator(".tip").inner_text()
+    assert "effect of removing it 1.86 nats on log P(“4”)" in page.locator(".tip").inner_text()
+    assert "first-order attribution −2.33 nats on log P(“4”)" in page.locator(".tip").inner_text()
     assert "attention 0.930" in page.locator(".tip").inner_text()
+
+
+def test_effects_are_told_as_they_are_however_large_another_is(page, tmp_path, make_flow):
+    """Also where they are no whole thousandth of the largest, and where they are too small to be
+    sent; and in every head of a line, whichever is drawn."""
+    exact = {
+        (1, 3, 10, 9): -1613.7,
+        (1, 1, 10, 9): 4.7291,
+        (1, 0, 10, 9): 0.12,
+        (0, 2, 9, 9): -27.183,
+        (0, 1, 9, 9): 2.8,
+    }
+    weights = {place: 0.5 + 0.01 * i for i, place in enumerate(exact)}
+    effect = torch.zeros(5, 4, 4, 11, 11, dtype=torch.float64)
+    for place, value in exact.items():
+        effect[:, *place] = value
+    flow = make_flow(weights, effect=effect, metric="log_probability", answers=tuple("00064"))
+    show(page, tmp_path, circuit_diagram({"model": flow}))
+    tip = page.locator(".tip")
+    hover_edge(page, 0, 1, 10, 9)
+    assert tip.inner_text().splitlines()[3:] == [
+        "attention 0.520, gate open",
+        "effect of removing it within ±0.807 nats on log P(“4”)",
+        "also head 1: attention 0.510, effect 4.73",
+        "also head 3: attention 0.500, effect −1,610",
+    ]
+    page.locator("select[name=weight]").select_option("effect")
+    set_threshold(page, 0)
+    hover_edge(page, 0, 1, 10, 9)
+    assert tip.inner_text().splitlines()[3:] == [
+        "attention 0.500, gate open",
+        "effect of removing it −1,610 nats on log P(“4”)",
+        "also head 1: attention 0.510, effect 4.73",
+    ]
+    x, y = center(node(page, 0, 0, 9))
+    _, top = center(node(page, 0, 1, 9))
+    page.mouse.move(x + 18, (y + top) / 2)  # the arc of the edge within a column
+    said = tip.inner_text()
+    assert "effect of removing it −27.2 nats" in said
+    assert "also head 1: attention 0.540, effect 2.80" in said
+
+
+def test_the_strongest_edge_within_a_column_is_the_strongest_line(page, tmp_path, make_flow):
+    """A weaker edge of another head, which attends more, neither covers nor thins it."""
+    places = {(3, 0, 10, 10): 0.63, (3, 1, 10, 10): 0.6, (2, 1, 10, 9): 0.9, (1, 1, 9, 0): 0.9}
+    effects = dict(zip(places, (0.3, -1.61, -1.2, -0.4), strict=True))
+    effect = torch.zeros(5, 4, 4, 11, 11)
+    for place, value in effects.items():
+        effect[:, *place] = value
+    show(page, tmp_path, circuit_diagram({"model": make_flow(places, effect=effect)}))
+    page.locator("select[name=weight]").select_option("effect")
+    lines = panel(page, 0).evaluate(READ_LINES)
+    kind, d, stroke, _ = max(lines, key=lambda line: float(line[3]))
+    assert kind == "main" and d.count("M") == 1 and "C" in d
+    assert stroke == palette.blend(*palette.MAIN, 0.95**0.6)
+    x, y = center(node(page, 0, 3, 10))
+    _, top = center(node(page, 0, 4, 10))
+    page.mouse.move(x + 18, (y + top) / 2)
+    assert "Layer 3, head 1" in page.locator(".tip").inner_text()
+    assert "also head 0: attention 0.630, effect 0.300" in page.locator(".tip").inner_text()
 
 
 def test_effects_that_were_not_computed_are_not_told(page, tmp_path, make_flow):
@@ -169,14 +229,14 @@ def test_effects_that_were_not_computed_are_not_told(page, tmp_path, make_flow):
         assert "effect of removing it" not in told
         assert "first-order attribution −0.500 logits" in told
         hover_edge(page, 0, 1, 10, 9)
-        assert "effect of removing it 2.000 logits" in page.locator(".tip").inner_text()
+        assert "effect of removing it 2.00 logits" in page.locator(".tip").inner_text()
 
 
 def test_hovering_an_edge_within_a_column(page, tmp_path, make_flow):
     show(page, tmp_path, circuit_diagram({"model": make_flow({(2, 0, 4, 4): 0.5})}))
     x, y = center(node(page, 0, 2, 4))
     _, top = center(node(page, 0, 3, 4))
-    page.mouse.move(x + 10, (y + top) / 2)
+    page.mouse.move(x + 18, (y + top) / 2)
     assert "from position 4: “8”" in page.locator(".tip").inner_text()
 
 
@@ -302,6 +362,38 @@ def test_text_is_ten_pixels_high_in_a_window_of_a_thousand(page, tmp_path, make_
         assert page.evaluate(fits)  # what is wider is scrolled within the figure
         svg, canvas = page.locator("svg").bounding_box(), page.locator(".canvas").bounding_box()
         assert (svg["width"] <= canvas["width"]) == (n <= 30)
+
+
+def test_a_figure_wider_than_its_place_shows_the_prediction_and_the_names(
+    page, tmp_path, make_random_flow
+):
+    """Beside the sidebar of a notebook 540 of 1,000 px are left."""
+    page.set_viewport_size({"width": 572, "height": 900})
+    tokens = tuple(f" token{i}" for i in range(40))
+    flow = make_random_flow(30, 1, tokens, tokens, ((5, 4), (39, 38)), sharpness=9.0)
+    show(page, tmp_path, circuit_diagram({"a": flow}, target=-1))
+    names = [panel(page, 0).get_by_text("Layer 29"), panel(page, 0).locator("[data-role=caption]")]
+
+    def in_view() -> list[bool]:
+        columns = panel(page, 0).locator("[data-role=output] text")
+        boxes = [columns.nth(i).bounding_box() for i in (5, 39)]
+        boxes += [name.bounding_box() for name in names]
+        place = page.locator(".canvas").bounding_box()
+        start, end = place["x"], place["x"] + place["width"]
+        return [box["x"] >= start and box["x"] + box["width"] <= end for box in boxes]
+
+    assert in_view() == [False, True, True, True]
+    page.locator("select[name=target]").select_option("0")
+    assert in_view() == [True, False, True, True]
+    page.locator("select[name=target]").select_option("1")
+    page.locator(".canvas").evaluate("canvas => { canvas.scrollLeft = 0; }")
+    page.wait_for_function("() => !document.querySelector('[data-role=layers][transform]')")
+    page.set_viewport_size({"width": 560, "height": 900})
+    page.wait_for_function("() => document.querySelector('.canvas').scrollLeft > 0")
+    assert in_view() == [False, True, True, True]
+    page.set_viewport_size({"width": 1700, "height": 900})
+    page.wait_for_function("() => !document.querySelector('[data-role=layers][transform]')")
+    assert all(in_view())
 
 
 def test_hostile_tokens_stay_text(page, tmp_path, make_flow, circuit):

@@ -1,0 +1,30 @@
+// A figure that is wider than its place is scrolled to what it predicts, and its names stay in sight.
+//   names     elements at its left, which move along
+//   between() the ends of what should be in view, in pixels of the figure
+// Returns what brings that into view again.
+function followScrolling(svg, names, between) {
+  const MARGIN = 8;
+  const canvas = svg.parentElement;
+  const scale = () => svg.getBoundingClientRect().width / svg.viewBox.baseVal.width || 1;
+  let known = 0;
+
+  function reveal() {
+    known = canvas.clientWidth;
+    const [left, right] = between().map((x) => x * scale());
+    canvas.scrollLeft = Math.min(left, Math.max(canvas.scrollLeft, right - known));
+    moveNames();
+  }
+
+  function moveNames() {
+    const start = canvas.scrollLeft / scale() + MARGIN;
+    for (const name of names) {
+      const x = Math.max(0, start - name.getBBox().x);
+      setAttributes(name, { transform: canvas.scrollLeft ? `translate(${x} 0)` : null });
+    }
+  }
+
+  canvas.addEventListener("scroll", moveNames);
+  new ResizeObserver(() => { if (canvas.clientWidth !== known) reveal(); }).observe(canvas);
+  if (canvas.clientWidth) reveal();
+  return reveal;
+}
