@@ -1,7 +1,9 @@
 """Attention patterns as a static SVG: a map per head that attends to anything, and a colour bar.
 
-Queries from top to bottom, keys from left to right. Cells that the causal mask leaves out are
-hatched, so that they differ from a weight of 0.
+Queries from top to bottom, keys from left to right. Tokens are written at the left of each row of
+maps and below each column, so that the nine heads of a layer fit a screen; where they have no room,
+their positions are, and a note lists them. Cells that the causal mask leaves out are hatched, so
+that they differ from a weight of 0.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -29,27 +31,49 @@ from sparse_tl.plots.token_text import clip_text, shorten, text_width, visible_t
 
 _GAP, _NAME_HEIGHT, _LINE = 16, 22, 18
 _LEGEND_HEIGHT, _BAR_WIDTH, _BAR_HEIGHT = 44, 160, 9
-_LARGEST_CELL, _LABELLED_CELL, _LONGEST_LABEL = 34.0, 15.0, 64
-# More heads than this are drawn small, without the texts of tokens.
+_LARGEST_CELL, _LABELLED_CELL, _LONGEST_LABEL = 34.0, 12.5, 64
+# Three rows of maps or more are no higher than this, if they can.
+_HIGHEST = 1100
+# More heads than this are drawn small, without axes.
 _MOST_LABELLED = 24
+_MOST_LISTED = 100
 _LIGHT, _DARK = ATTENTION
 _GRADES = 24
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Sizes in pixels; `left` and `below` are the space for axes, none without texts."""
+    """Sizes in pixels of maps in rows; `left` and `below` are the space for axes, none without
+    texts."""
 
+    n_heads: int
     per_row: int
     cell: float
     texts: tuple[str, ...]
     left: float
     below: float
+    n: int
 
     @property
     def is_upright(self) -> bool:
         """Whether texts of keys stand upright, since they are wider than a cell."""
         return self.below > 2 * _LINE
+
+    @property
+    def side(self) -> float:
+        return self.n * self.cell
+
+    @property
+    def row_height(self) -> float:
+        return _NAME_HEIGHT + self.side + _GAP
+
+    @property
+    def n_rows(self) -> int:
+        return math.ceil(self.n_heads / self.per_row)
+
+    @property
+    def height(self) -> float:
+        return self.n_rows * self.row_height + self.below
 
 
 def draw_attention(
@@ -67,23 +91,27 @@ def draw_attention(
     silent = [visible_text(heads[index]) for index in range(len(heads)) if index not in drawn]
     is_causal = not weights.triu(1).any()
     n, layout = len(texts), _layout(texts, max(len(drawn), 1))
-    side = n * layout.cell
-    step_x = layout.left + side + _GAP
-    step_y = _NAME_HEIGHT + side + layout.below + _GAP
     top = MARGIN + (TITLE_HEIGHT if title else 0)
-    below = top + math.ceil(len(drawn) / layout.per_row) * step_y
+    below = top + layout.height
     room = MAX_WIDTH - 2 * MARGIN
     notes = wrap_text(f"No attention: {', '.join(silent)}.", TICK_SIZE, room) if silent else []
     notes += [] if layout.texts else ["Rows are queries, columns are keys."]
+    if layout.texts != tuple(texts) and n <= _MOST_LISTED:
+        clipped = (clip_text(text, TICK_SIZE, _LONGEST_LABEL) for text in texts)
+        listed = " ".join(f"{i}:{text}" for i, text in enumerate(clipped))
+        notes += wrap_text(f"Tokens: {listed}", TICK_SIZE, room)
     height = math.ceil(below + _LEGEND_HEIGHT + _LINE * len(notes) + MARGIN)
     parts = [*figure_start(MAX_WIDTH, height, ["attention patterns"], title)]
     parts.append(_hatching())
     for place, index in enumerate(drawn):
-        x = MARGIN + (place % layout.per_row) * step_x + layout.left
-        y = top + (place // layout.per_row) * step_y + _NAME_HEIGHT
+        row, column = divmod(place, layout.per_row)
+        x = MARGIN + layout.left + column * (layout.side + _GAP)
+        y = top + row * layout.row_height + _NAME_HEIGHT
         parts += _heat_map(weights[index], heads[index], x, y, layout.cell, is_causal)
-        if layout.texts:
-            parts += _axes(layout, x, y, n)
+        if layout.texts and column == 0:
+            parts += _query_axis(layout, x, y)
+        if layout.texts and place + layout.per_row >= len(drawn):  # nothing below it
+            parts += _key_axis(layout, x, y)
     parts += _legend(below, is_causal and n > 1 and bool(drawn))
     for line, note in enumerate(notes):
         y = below + _LEGEND_HEIGHT + _LINE * (line + 0.7)
@@ -93,26 +121,33 @@ def draw_attention(
 
 
 def _layout(texts: Sequence[str], n_heads: int) -> _Layout:
-    n, inner = len(texts), MAX_WIDTH - 2 * MARGIN + _GAP
-    longest = min(max(text_width(text, TICK_SIZE) for text in texts), _LONGEST_LABEL)
-    for per_row in (4, 3, 2, 1):
-        cell = (inner / per_row - _GAP - _LINE - longest - 6) / n
-        if cell >= _LABELLED_CELL and n_heads <= _MOST_LABELLED:
-            upright = longest > cell
-            below = longest + 6 if upright else _LINE
-            left = longest + 6 + _LINE
-            return _Layout(per_row, min(cell, _LARGEST_CELL), tuple(texts), left, below + _LINE)
+    n, longest = len(texts), min(max(text_width(t, TICK_SIZE) for t in texts), _LONGEST_LABEL)
     if n_heads > _MOST_LABELLED:
-        per_row = 8 if n_heads <= 64 else 12
-        return _Layout(per_row, min((inner / per_row - _GAP) / n, _LARGEST_CELL), (), 0, 0)
-    per_row = 4
-    longest = text_width(str(n - 1), TICK_SIZE)
-    cell = (inner / per_row - _GAP - _LINE - longest - 6) / n
+        return _in_rows(8 if n_heads <= 64 else 12, n_heads, n, (), 0, 0)
+    left = longest + 6 + _LINE
+    for per_row in (4, 3, 2, 1):
+        lying = _in_rows(per_row, n_heads, n, tuple(texts), left, 2 * _LINE)
+        upright = replace(lying, below=longest + 6 + _LINE)
+        tried = upright if longest > lying.cell else lying
+        fits = tried.n_rows <= 2 or tried.height <= _HIGHEST
+        if tried.cell >= _LABELLED_CELL and fits:
+            return tried
     # Positions, as many as have room for a text.
-    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500) if s * cell >= longest + 6)
-    positions = tuple(str(i) if i % step == 0 else "" for i in range(n))
-    cell = min(cell, _LARGEST_CELL)
-    return _Layout(per_row, cell, positions, longest + 6 + _LINE, 2 * _LINE)
+    longest = text_width(str(n - 1), TICK_SIZE)
+    sizes = (1, 2, 3, 4)
+    laid = [_in_rows(size, n_heads, n, (), longest + 6 + _LINE, 2 * _LINE) for size in sizes]
+    found = next((each for each in laid if each.height <= _HIGHEST), laid[-1])
+    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500) if s * found.cell >= longest + 6)
+    return replace(found, texts=tuple(str(i) if i % step == 0 else "" for i in range(n)))
+
+
+def _in_rows(
+    most: int, n_heads: int, n: int, texts: tuple[str, ...], left: float, below: float
+) -> _Layout:
+    """As few rows of at most so many maps as they need, all about equally long."""
+    per_row = math.ceil(n_heads / math.ceil(n_heads / most))
+    room = MAX_WIDTH - 2 * MARGIN - left - (per_row - 1) * _GAP
+    return _Layout(n_heads, per_row, min(room / per_row / n, _LARGEST_CELL), texts, left, below, n)
 
 
 def _heat_map(
@@ -152,31 +187,40 @@ def _colour(grade: int) -> str:
     return blend(_LIGHT, _DARK, ((grade - 0.5) / _GRADES) ** 0.6)
 
 
-def _axes(layout: _Layout, x: float, y: float, n: int) -> Iterator[str]:
-    """Texts of queries at the left and of keys below, and the titles of both axes."""
-    side = n * layout.cell
-    yield f'<g font-size="{TICK_SIZE:g}" fill="{MUTED}">'
+def _labels(layout: _Layout) -> Iterator[tuple[float, str]]:
+    """The texts of an axis, each with the middle of its cell from the start of the axis."""
     for i, text in enumerate(layout.texts):
-        if not text:
-            continue
-        middle = (i + 0.5) * layout.cell
-        clipped = xml_text(clip_text(text, TICK_SIZE, _LONGEST_LABEL))
-        base = y + side + TICK_SIZE + 3
-        key = f'x="{x + middle:.2f}" y="{base:.2f}" text-anchor="middle"'
-        if layout.is_upright:
-            place = f"{x + middle + 0.35 * TICK_SIZE:.2f} {y + side + 5:.2f}"
-            key = f'transform="translate({place}) rotate(-90)" text-anchor="end"'
-        yield (
-            f'<text x="{x - 5:g}" y="{y + middle + 0.35 * TICK_SIZE:.2f}" text-anchor="end">'
-            f"{clipped}</text><text {key}>{clipped}</text>"
-        )
-    yield "</g>"
-    across, down = x + side / 2, y + side + layout.below - _LINE + 13
+        if text:
+            clipped = clip_text(text, TICK_SIZE, _LONGEST_LABEL)
+            yield (i + 0.5) * layout.cell, xml_text(clipped)
+
+
+def _query_axis(layout: _Layout, x: float, y: float) -> Iterator[str]:
+    """Texts of queries at the left of a map, and the title of the axis."""
+    yield f'<g font-size="{TICK_SIZE:g}" fill="{MUTED}" text-anchor="end">'
+    for middle, text in _labels(layout):
+        yield f'<text x="{x - 5:g}" y="{y + middle + 0.35 * TICK_SIZE:.2f}">{text}</text>'
     aside = x - layout.left + 13
     yield (
-        f'<g font-size="{LABEL_SIZE:g}" text-anchor="middle">'
-        f'<text x="{across:.2f}" y="{down:.2f}">Key</text>'
-        f'<text transform="translate({aside:.2f} {y + side / 2:.2f}) rotate(-90)">Query</text></g>'
+        f'</g><text transform="translate({aside:.2f} {y + layout.side / 2:.2f}) rotate(-90)" '
+        f'font-size="{LABEL_SIZE:g}" text-anchor="middle">Query</text>'
+    )
+
+
+def _key_axis(layout: _Layout, x: float, y: float) -> Iterator[str]:
+    """Texts of keys below a map, and the title of the axis."""
+    bottom = y + layout.side
+    yield f'<g font-size="{TICK_SIZE:g}" fill="{MUTED}">'
+    for middle, text in _labels(layout):
+        key = f'x="{x + middle:.2f}" y="{bottom + TICK_SIZE + 3:.2f}" text-anchor="middle"'
+        if layout.is_upright:
+            place = f"{x + middle + 0.35 * TICK_SIZE:.2f} {bottom + 5:.2f}"
+            key = f'transform="translate({place}) rotate(-90)" text-anchor="end"'
+        yield f"<text {key}>{text}</text>"
+    across, down = x + layout.side / 2, bottom + layout.below - _LINE + 13
+    yield (
+        f'</g><text x="{across:.2f}" y="{down:.2f}" font-size="{LABEL_SIZE:g}" '
+        f'text-anchor="middle">Key</text>'
     )
 
 

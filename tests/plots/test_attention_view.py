@@ -65,7 +65,7 @@ def test_masked_cells_are_told_from_zero(patterns):
 
 def test_axes_and_the_colour_bar_are_labelled(patterns):
     svg = attention_view(patterns, TOKENS, ["a", "b", "c"]).svg
-    assert svg.count(">Key</text>") == svg.count(">Query</text>") == 3
+    assert svg.count(">Key</text>") == 3 and svg.count(">Query</text>") == 1
     for text in ("Attention weight", "0", "0.5", "1"):
         assert svg.count(f">{text}</text>") == 1
 
@@ -75,7 +75,43 @@ def test_tokens_are_written_where_there_is_room_and_else_positions(patterns):
     words = [" Mary", " and", " John", " went", " to", " the"]
     assert 'rotate(-90)" text-anchor="end">·Mary' in attention_view(patterns, words, "abc").svg
     many = attention_view(torch.eye(80)[None].repeat(3, 1, 1), ["+"] * 80, ["a", "b", "c"]).svg
-    assert ">+</text>" not in many and many.count(">60</text>") == 6
+    assert ">+</text>" not in many and many.count(">60</text>") == 4  # two rows, two columns
+    assert ">Tokens: 0:+ 1:+" in many
+
+
+@pytest.mark.parametrize(("n_heads", "n_tokens"), [(9, 15), (9, 40), (12, 15), (16, 11), (4, 30)])
+def test_the_heads_of_a_layer_fit_a_screen(n_heads, n_tokens):
+    """With the axes of each row and column of maps told once, and every token."""
+    weights = torch.ones(n_heads, n_tokens, n_tokens).tril() / n_tokens
+    tokens = ["<|im_start|>", *(f" word{i}" for i in range(1, n_tokens))]
+    svg = attention_view(weights, tokens, [f"a3.h{i}" for i in range(n_heads)]).svg
+    root = ElementTree.fromstring(svg)
+    assert float(root.attrib["height"]) <= (950 if n_heads <= 9 else 1150)
+    places = [
+        tuple(map(float, re.findall(r"[-\d.]+", m.attrib["transform"])[:2]))
+        for m in heat_maps(svg).values()
+    ]
+    rows, columns = ({place[axis] for place in places} for axis in (1, 0))
+    assert svg.count(">Query</text>") == len(rows) and svg.count(">Key</text>") == len(columns)
+    said = "".join(root.itertext())
+    for i in range(1, n_tokens):
+        assert f"\u00b7word{i}" in said
+    assert {float(e.attrib["font-size"]) for e in root.iter() if "font-size" in e.attrib} == {
+        11.0,
+        12.0,
+    }
+
+
+def test_a_column_that_ends_a_row_early_has_its_own_axis():
+    """Of seven maps in rows of three, two columns end in the row before the last."""
+    weights = torch.ones(7, 15, 15).tril() / 15
+    svg = attention_view(weights, [" word"] * 15, [f"a3.h{i}" for i in range(7)]).svg
+    places = re.findall(r'data-head="a3.h\d" transform="translate\(([\d.]+) ([\d.]+)\)', svg)
+    assert len({x for x, _ in places}) == len({y for _, y in places}) == 3
+    keys = re.findall(r'<text x="[\d.]+" y="([\d.]+)"[^>]*>Key</text>', svg)
+    last, before = sorted({float(y) for _, y in places})[:0:-1]
+    ends = [float(y) - row for y, row in zip(keys, (before, before, last), strict=True)]
+    assert ends == pytest.approx([ends[0]] * 3, abs=0.02)
 
 
 def test_many_heads_are_drawn_small(patterns):
