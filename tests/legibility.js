@@ -24,6 +24,14 @@
     const opacity = (colour?.[3] ?? 1) * s.opacity * (isShape ? s.fillOpacity : 1);
     return colour && opacity > 0.5 ? colour.slice(0, 3) : null;
   };
+  // The boxes of a slanted text: one for each letter, since one around it all is mostly empty.
+  const lettersOf = (element, m) => Array.from({ length: element.getNumberOfChars() }, (_, i) => {
+    const { x, y, width, height } = element.getExtentOfChar(i);
+    const ends = [[x, y], [x + width, y], [x, y + height], [x + width, y + height]];
+    const points = ends.map(([x, y]) => new DOMPoint(x, y).matrixTransform(m));
+    const [xs, ys] = [points.map((p) => p.x), points.map((p) => p.y)];
+    return [Math.min(...xs), Math.min(...ys), Math.max(...xs), Math.max(...ys)];
+  });
   for (const element of document.body.querySelectorAll(":not(svg *)")) {
     const scrolls = element.scrollWidth > element.clientWidth + 1 && element.clientWidth > 0;
     if (scrolls && getComputedStyle(element).overflowX !== "visible")
@@ -69,7 +77,8 @@
       ink: base.map((g, i) => g + (ink[i] - g) * opacity),
       ground: base,
       turned: inside.filter((e) => getComputedStyle(e).filter !== "none").length % 2 === 1,
-      box: [box.left, box.top, box.right, box.bottom],
+      boxes: m && Math.abs(m.a * m.b) > 1e-3 ? lettersOf(element, m) :
+        [[box.left, box.top, box.right, box.bottom]],
     });
   }
   style.remove();

@@ -48,9 +48,13 @@ def _unreadable(texts: Sequence[Mapping[str, Any]], scheme: str) -> list[str]:
             ink, ground = dark_colour(ink), dark_colour(ground)
         if _contrast(ink, ground) < CONTRAST:
             problems.append(f"{said} has a contrast of {_contrast(ink, ground):.2f}")
+    boxes = [(place, box) for place, text in enumerate(texts) for box in text["boxes"]]
+    owners, drawn = zip(*boxes, strict=True)
+    pairs = {(owners[i], owners[j]) for i, j in _overlapping(np.array(drawn))}
     return problems + [
         f"{texts[first]['text']!r} overlaps {texts[second]['text']!r}"
-        for first, second in _overlapping(np.array([text["box"] for text in texts]))
+        for first, second in sorted(pairs)
+        if first != second
     ]
 
 

@@ -129,8 +129,7 @@ function render({ model, el }) {
     figure.innerHTML = '<div class="controls"></div><div class="canvas"></div>' +
       '<div class="tip" role="tooltip" hidden></div>';
     figure.querySelector(".canvas").innerHTML = svg;
-    const focused = describeFocus();
-    const scrolled = diagram.querySelector(".canvas")?.scrollLeft;
+    const [focused, scrolled] = [describeFocus(), diagram.querySelector(".canvas")?.scrollLeft];
     if (state) state = { ...state, ...choicesIn(data) };
     diagram.replaceChildren(figure);
     start(figure, data, {

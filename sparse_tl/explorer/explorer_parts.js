@@ -19,9 +19,11 @@ function percent(share) {
 const headName = (layer, head) => `a${layer}.h${head}`;
 const edgeName = ([layer, head, query, key]) => `${headName(layer, head)} ${key}\u2192${query}`;
 
-// As in the diagram: blue, or orange below 0, darker with the size of a share in -1..1.
-function shade(share) {
-  const t = Math.min(1, Math.abs(share)) ** 0.6;
+// As in the diagram: blue, or orange below 0, darker with the size of a share in -1..1. Behind numbers
+// there are no middle shades of blue, on which neither ink can be read in both themes.
+function shade(share, isBehindNumber) {
+  const size = Math.min(1, Math.abs(share)) ** 0.6;
+  const t = !isBehindNumber ? size : size < 0.5 ? 0.76 * size : 0.32 + 0.68 * size;
   const [light, dark] = share < 0 ? [[254, 249, 246], [168, 62, 14]] : [[247, 250, 254], [8, 48, 122]];
   const mixed = light.map((from, i) => Math.round(from + (dark[i] - from) * t));
   return { background: `rgb(${mixed.join(", ")})`, color: t > 0.5 ? "#ffffff" : "#16181d" };
@@ -84,15 +86,15 @@ function tokenTable(rows, columns) {
 }
 
 // A cell of a grid: a button that removes a part of the model, or puts it back.
-function partCell({ name, data, removed, weight, words, onToggle, onHover }) {
+function partCell({ name, data, removed, weight, number = "", words, onToggle, onHover }) {
   const lines = removed ? ["removed; click: put it back"] : [...words, "click: remove it"];
   const cell = make("button", {
     type: "button", class: "cell", ...data, "aria-pressed": String(removed),
     "aria-label": [name, ...lines.slice(0, -1), removed ? "removed" : ""].filter(Boolean).join(", "),
     onclick: onToggle, onpointermove: (event) => onHover([name, ...lines], event),
-  });
+  }, removed ? "" : number);
   if (!removed && weight === null) cell.classList.add("unknown");
-  else if (!removed) Object.assign(cell.style, shade(weight));
+  else if (!removed) Object.assign(cell.style, shade(weight, number));
   return cell;
 }
 
@@ -169,8 +171,9 @@ function heatMap({ node, quantity, target, effects, before, onToggle, onHover })
     row.forEach((weight, i) => {
       const edge = [level - 1, head, column, keys[i].key];
       const told = effects[edge.join(",")]?.[target];
-      const cell = partCell({
+      grid.append(partCell({
         name: edgeName(edge), data: { "data-edge": edge.join(",") }, removed: removed[head][i], weight,
+        number: weight >= 0.005 ? weight.toFixed(2).replace(/^0/, "") : "",
         words: [
           `from position ${keys[i].key}: \u201c${keys[i].text}\u201d`,
           `attention ${weight.toFixed(3)}`,
@@ -178,10 +181,7 @@ function heatMap({ node, quantity, target, effects, before, onToggle, onHover })
             open[head][i] ? NOT_YET : "gate closed: removing it changes nothing",
         ],
         onToggle: () => onToggle(edge), onHover,
-      });
-      const shown = weight >= 0.005 && !removed[head][i];
-      cell.textContent = shown ? weight.toFixed(2).replace(/^0/, "") : "";
-      grid.append(cell);
+      }));
     });
   });
   const axis = keys.map(({ key, text }) =>

@@ -110,6 +110,21 @@ def test_everything_can_be_read(page, tmp_path, explorer):
     assert not problems, problems
 
 
+@pytest.mark.parametrize("shape", [(4, 4), (12, 12), (30, 9)], ids=str)
+def test_explorers_of_all_depths_can_be_read(page, tmp_path, build_small, shape):
+    """Each with the card of a node, a head that is removed, and effects of which some are known."""
+    n_layers, n_heads = shape
+    sizes = {"n_layers": n_layers, "n_heads": n_heads, "d_model": 4 * n_heads, "d_head": 4}
+    explorer = explore({"Dense": build_small(**sizes)}, PROMPT, position=9)
+    explorer.toggle_head("Dense", n_layers - 1, 1)
+    explorer.select("Dense", n_layers, 9)
+    explorer.compute_effects(0.0)
+    show(page, tmp_path, explorer)
+    page.evaluate(JUPYTERLAB_THEME)
+    problems = problems_of(page)
+    assert not problems, problems
+
+
 def test_a_line_stands_for_the_edge_in_every_head_above_the_threshold(page, tmp_path, explorer):
     show(page, tmp_path, explorer)
     page.locator("input[name=threshold]").fill("0")

@@ -89,7 +89,7 @@ def _evaluation() -> Evaluation:
     return Evaluation((0, 10, 100, 1000, 10_000), 32_491, effect[:, None] * clean, clean, 0 * clean)
 
 
-def _roles(n_layers: int, n_heads: int) -> HeadRoles:
+def head_roles_of(n_layers: int, n_heads: int) -> HeadRoles:
     shape, generator = (n_layers, n_heads), torch.Generator().manual_seed(0)
     return HeadRoles(
         seeds=(0, 1),
@@ -104,7 +104,7 @@ def _roles(n_layers: int, n_heads: int) -> HeadRoles:
     )
 
 
-def _behaviour(n_layers: int, n_heads: int) -> HeadBehaviour:
+def behaviour_of(n_layers: int, n_heads: int) -> HeadBehaviour:
     """One with heads of every kind, and many sinks."""
     generator = torch.Generator().manual_seed(0)
     names = list(dict.fromkeys(kind.by for kind in KINDS.values()))
@@ -137,8 +137,8 @@ def examples() -> dict[Any, Any]:
             _ablation("irrelevance", -0.001, 51),
             _ablation("interference", -0.02, 0),
         ],
-        HeadBehaviour: [_behaviour(12, 12)],
-        HeadRoles: [_roles(12, 8)],
+        HeadBehaviour: [behaviour_of(12, 12)],
+        HeadRoles: [head_roles_of(12, 8)],
         ActivationPatching: [patching(12, 6)],
         LogitLens: [lens(("word",) * 6)],
         LogitAttribution: [attribution()],
@@ -240,12 +240,12 @@ def test_a_page_can_be_read(name: str, figure_of: Any, saved_page: Any) -> None:
     figure = figure_of(name)
     # Letters of a grid's static drawing are outlines.
     is_grid = isinstance(figure, GridFigure)
-    html = _by_plotly(figure.plotly) if is_grid else figure.light_html
+    html = by_plotly(figure.plotly) if is_grid else figure.light_html
     problems = _problems(saved_page, html, figure.page_margin)
     assert not problems, problems
 
 
-def _by_plotly(drawn: Any) -> str:
+def by_plotly(drawn: Any) -> str:
     """What a notebook shows."""
     config = {"displayModeBar": False}
     return drawn.to_html(full_html=False, include_plotlyjs=False, config=config)
@@ -259,12 +259,16 @@ def test_what_cannot_be_read_is_found(saved_page: Any) -> None:
         <text x="10" y="20" font-size="9">small</text><text x="10" y="40" fill="#aaaaaa">pale</text>
         <text x="10" y="60">over</text><text x="14" y="62">lap</text>
         <text x="1080" y="40">cut off</text><rect y="66" width="90" height="22" fill="#333333"/>
+        <text transform="translate(400 60) rotate(-45)">slanted</text>
+        <text transform="translate(404 62) rotate(-45)">across</text>
+        <text transform="translate(430 60) rotate(-45)">beside</text>
         <text x="10" y="80">hidden</text><text x="200" y="20" opacity="0.2">faint</text></svg>""",
     )
     for word in ("1100 px wide", "'small' is 9.0", "'pale' has", "'over' overlaps 'lap'"):
         assert word in found
     for word in ("cut off is cut off", "'hidden' has", "'faint' has"):
         assert word in found
+    assert "'slanted' overlaps 'across'" in found and "'beside'" not in found
     assert "1000 px, light: the page" in found and "1600 px, light: the page" not in found
     assert "1600 px, dark: 'small' is 9.0" in found
 
@@ -274,7 +278,7 @@ def test_what_cannot_be_read_is_found_in_plotlys_drawings(figure_of: Any, saved_
     drawn.layout.annotations[0].font.update(size=9, color="#bbbbbb")
     drawn.layout.annotations[1].x = 1.2
     said = [drawn.layout.annotations[place].text for place in range(2)]
-    problems = _problems(saved_page, _by_plotly(drawn))
+    problems = _problems(saved_page, by_plotly(drawn))
     for width in WIDTHS:
         assert f"{width} px, light: {said[0]!r} is 9.0" in problems
         assert f"{width} px, dark: {said[0]!r} has a contrast of" in problems
