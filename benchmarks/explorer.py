@@ -3,6 +3,8 @@
     python benchmarks/explorer.py starts --runs 20   # fresh kernels, busy ones, busy front end
     python benchmarks/explorer.py switches --model addition
     python benchmarks/explorer.py switches --model gpt2   # GPT-2 small's shape, random weights
+    python benchmarks/explorer.py switches --model smollm2   # SmolLM2-135M, 15 tokens
+    python benchmarks/explorer.py effects --model smollm2   # of all heads, from a click on
 
 Needs JupyterLab and Chromium; the server is that of the tests.
 """
@@ -42,6 +44,13 @@ from random_gpt2 import random_gpt2
 from sparse_tl import explore
 models, prompt = {{"GPT-2": random_gpt2()}}, torch.arange(15) * 3000
 """
+SMOLLM2 = f"""
+{THREADS}
+from sparse_tl import explore, load_language_model
+models = {{"SmolLM2": load_language_model(prepend_bos=True)}}
+prompt = "When Mary and John went to the store, John gave a drink to"
+"""
+MODELS = {"addition": ADDITION, "gpt2": GPT2, "smollm2": SMOLLM2}
 # What stands before it: a diagram of 64 tokens through 12 layers, and attention of 12 heads.
 LARGE = f"""
 import sys; sys.path.insert(0, {str(ROOT / "benchmarks")!r})
@@ -100,26 +109,50 @@ def starts(chromium: Any, lab: Lab, runs: int) -> list[float]:
     return took
 
 
+def open_explorer(chromium: Any, lab: Lab, model: str) -> Any:
+    """The page of a notebook with the explorer of a model, which is up."""
+    page = new_page(chromium)
+    lab.write("explorer.ipynb", MODELS[model], "explore(models, prompt)")
+    open_notebook(page, lab, "explorer.ipynb")
+    command(page, "notebook:run-all-cells")
+    page.wait_for_function(f"{UP} >= 2", timeout=600_000)
+    wait_for_kernel(page)
+    return page
+
+
+def effects(chromium: Any, lab: Lab, model: str, runs: int) -> list[float]:
+    """Milliseconds from a click on a head to the exact effects of all heads, each time counted in
+    the page's status."""
+    page = open_explorer(chromium, lab, model)
+    took = []
+    for _ in range(runs):
+        page.wait_for_function(
+            "!document.querySelector('.sparse-tl-explorer .status').textContent", timeout=600_000
+        )
+        start = time.perf_counter()
+        page.locator(".sparse-tl-explorer [data-head='2,1']").first.click()
+        page.wait_for_function(
+            "/^effects: [0-9]+ of [0-9]+ heads/.test(document.querySelector('.sparse-tl-explorer "
+            ".status').textContent)"
+        )
+        page.wait_for_function(
+            "!document.querySelector('.sparse-tl-explorer .cell.unknown')", timeout=600_000
+        )
+        took.append(1000 * (time.perf_counter() - start))
+        print(f"{took[-1]:.0f} ms", flush=True)
+    return took
+
+
 def switches(chromium: Any, lab: Lab, model: str, runs: int, pause: float) -> list[float]:
     """Milliseconds from a click on a head to the redrawn view, in the page itself.
 
-    Without a pause, a click comes as soon as the last view is drawn, while exact effects and the
-    saved figure are still made for it.
+    After a pause, in which exact effects and the saved figure may still be made.
     """
-    page = new_page(chromium)
-    lab.write(
-        "switches.ipynb", ADDITION if model == "addition" else GPT2, "explore(models, prompt)"
-    )
-    open_notebook(page, lab, "switches.ipynb")
-    command(page, "notebook:run-all-cells")
-    page.wait_for_function(f"{UP} >= 2", timeout=180_000)
-    wait_for_kernel(page)
+    page = open_explorer(chromium, lab, model)
     took = []
     for _ in range(runs):
         page.wait_for_timeout(1000 * pause)
-        page.wait_for_function(
-            "!document.querySelector('.sparse-tl-explorer .status').textContent", timeout=180_000
-        )
+        page.wait_for_selector(".sparse-tl-explorer:not([data-busy])", timeout=180_000)
         took.append(
             page.evaluate(
                 """() => new Promise((resolve) => {
@@ -139,9 +172,9 @@ def switches(chromium: Any, lab: Lab, model: str, runs: int, pause: float) -> li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["starts", "switches"])
+    parser.add_argument("what", choices=["starts", "switches", "effects"])
     parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--model", choices=["addition", "gpt2"], default="addition")
+    parser.add_argument("--model", choices=list(MODELS), default="addition")
     parser.add_argument("--pause", type=float, default=1.5, help="seconds between clicks")
     asked = parser.parse_args()
     begun = time.time()
@@ -158,7 +191,10 @@ def main() -> None:
             within = sum(seconds <= 5 for seconds in took)
             print(f"{within} of {len(took)} within 5 s; longest {max(took):.2f} s")
         else:
-            took = switches(chromium, lab, asked.model, asked.runs, asked.pause)
+            if asked.what == "effects":
+                took = effects(chromium, lab, asked.model, asked.runs)
+            else:
+                took = switches(chromium, lab, asked.model, asked.runs, asked.pause)
             print(f"median {statistics.median(took):.0f} ms, longest {max(took):.0f} ms")
         chromium.close()
     print(f"{time.time() - begun:.0f} s in all")

@@ -100,21 +100,25 @@ function partCell({ name, data, removed, weight, number = "", words, onToggle, o
 
 // ---- exact effects: of each part, [effect, probability, prediction] for every target -----------
 
-const withUnit = (effect, { unit }) => [signed(effect, 2), unit].filter(Boolean).join(" ");
-
 // What happens without a part, in words; negative where the answer needs it.
-function effectText([effect, probability, prediction], before, quantity) {
-  const points = `${signed(100 * probability, 1)} percentage points`;
+function effectText([effect, probability, prediction], before, { unit }) {
+  const change = [signedDigits(effect), unit].filter(Boolean).join(" ");
+  const points = `${signedDigits(100 * probability)} percentage points`;
   const then = prediction === before ? "still predicts" : "predicts";
-  return `${withUnit(effect, quantity)}, ${points}, ${then} \u201c${prediction}\u201d`;
+  return `${change}, ${points}, ${then} \u201c${prediction}\u201d`;
+}
+
+// A change with three digits, however small it is.
+function signedDigits(number) {
+  return number ? (number < 0 ? "\u2212" : "+") + threeDigits(Math.abs(number)) : "0";
 }
 
 // The same, short, with the tokens as tokens, in the colours of the grids: blue for parts that help.
-function effectLine(name, told, before, quantity) {
+function effectLine(name, told, before, { unit }) {
   const [effect, , prediction] = told;
   const then = prediction === before ? [] : [", predicts ", token(prediction)];
   return make("li", { "data-effect": name }, `without ${name}: `,
-    make("span", { class: effect < 0 ? "helps" : "hurts" }, withUnit(effect, quantity)), ...then);
+    make("span", { class: effect < 0 ? "helps" : "hurts" }, [signed(effect, 2), unit].filter(Boolean).join(" ")), ...then);
 }
 
 // The parts with the largest effects.

@@ -165,7 +165,7 @@ function drawNode(data, view, panel, node, box, chosen, near) {
     cy: box.y - HALF, r: 4, fill: paint, stroke: "#ffffff" });
   return svgElement("g", { "data-node": node.name, "data-state": state,
     "data-selected": isChosen ? "" : null, "data-found": chosen.found.has(node.name) ? "" : null,
-    opacity: near && !near.nodes.has(node.index) ? 0.3 : null },
+    opacity: near && !near.nodes.has(node.index) && !chosen.found.has(node.name) ? 0.3 : null },
   svgElement("rect", { x: box.x - box.width / 2, y: box.y - HALF, width: box.width,
     height: NODE_HEIGHT, rx: node.kind === "mlp" ? 3 : 9, fill: isFocus ? stroke : fill, stroke,
     "stroke-width": 1.3 }),

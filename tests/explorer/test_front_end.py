@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -385,9 +386,10 @@ def test_cards_say_what_happens_without_a_part(page, tmp_path, explorer):
     before = explorer._panels[0]["outputs"][4][0]["token"]
     page.locator(".card[data-panel='0'] [data-head='0,1']").hover()
     text = page.locator(".sparse-tl-explorer > .tip").inner_text().splitlines()[1]
-    sign = "\u2212" if told[0] < 0 else "+"
+    said = re.fullmatch(r"without it: (.*) nats, (.*) percentage points, .*", text)
+    for number, value in zip(said.groups(), (told[0], 100 * told[1]), strict=True):
+        assert float(number.replace("\u2212", "-")) == pytest.approx(value, rel=0.005)
     then = "still predicts" if told[2] == before else "predicts"
-    assert text.startswith(f"without it: {sign}{abs(told[0]):.2f} nats, ")
     assert text.endswith(f"{then} \u201c{told[2]}\u201d")
     heads = page.locator(".card[data-panel='0'] .effects li").all_inner_texts()
     strongest = max(explorer._effects["heads"][0].items(), key=lambda item: abs(item[1][4][0]))

@@ -214,6 +214,10 @@ def test_a_focus_dims_what_is_neither_before_nor_after(page, tmp_path, make_circ
     show(page, tmp_path, draw({"m": make_circuit(edges)}))
     node(page, "m0").click()
     assert node(page, "m1").get_attribute("opacity") == "0.3"
+    page.locator("input[name=search]").fill("m")  # what is searched for stays in sight
+    assert node(page, "m1").get_attribute("opacity") is None
+    page.locator("input[name=search]").fill("")
+    assert node(page, "m1").get_attribute("opacity") == "0.3"
     assert node(page, "logits").get_attribute("opacity") is None
     page.locator("g[data-node='m0']").press("Escape")
     assert node(page, "m1").get_attribute("opacity") is None
