@@ -44,6 +44,12 @@ def test_stored_outputs_are_small_pictures_and_tables(path: Path) -> None:
 
 
 @each
+def test_they_say_first_that_stored_figures_are_pictures(path: Path) -> None:
+    first = json.loads(path.read_text("utf-8"))["cells"][0]
+    assert "Figures are stored here as pictures" in "".join(first["source"])
+
+
+@each
 def test_every_cell_was_run_in_order(path: Path) -> None:
     cells = _code_cells(path)
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))

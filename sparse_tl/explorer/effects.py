@@ -97,13 +97,14 @@ class ExactEffects:
         self._node_to_do = [partial(self._tell_edges, title, piece) for piece in groups]
 
     def advance(self, seconds: float) -> bool:
-        """Compute at least one piece, and more while there is time.
+        """Compute at least one piece, and more while there is time for another of the same length.
 
         Returns:
             Whether effects of the diagram's edges were among them.
         """
         end, drawn = time.monotonic() + seconds, False
         while self.more:
+            start = time.monotonic()
             if self._node_to_do:
                 self._node_to_do.pop(0)()
             elif self._lines_to_do:
@@ -111,7 +112,8 @@ class ExactEffects:
                 self._tell_lines(self._lines_to_do[0])
             else:
                 self._to_do.pop(0)()
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if now + (now - start) > end:
                 break
         return drawn
 
