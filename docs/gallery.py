@@ -80,7 +80,7 @@ def addition_attribution(runs: Path) -> Figure:
 
 
 def attention_patterns(runs: Path) -> Figure:
-    """Where the heads of the sparse model attend; ten of sixteen attend to nothing."""
+    """Where the heads of the sparse model attend; eleven of sixteen attend to nothing."""
     _, sparse = load_addition_models()
     return attention_view(sparse, "36+28=?????")
 
