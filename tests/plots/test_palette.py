@@ -224,7 +224,7 @@ class TestDiagrams:
         self, page: Any, sparse_flow: Any, tmp_path: Path
     ) -> None:
         figure, file = circuit_diagram({"model": sparse_flow}), tmp_path / "figure.html"
-        page.set_viewport_size({"width": 400, "height": 300})
+        page.set_viewport_size({"width": 800, "height": 300})
         page.emulate_media(color_scheme="dark")
         for theme, expected in {"auto": "dark", "light": "light", "dark": "dark"}.items():
             figure.save(file, theme=theme)
@@ -249,7 +249,7 @@ class TestDiagrams:
         html = circuit_diagram({"model": sparse_flow}).dark()._repr_html_()
         file = tmp_path / "cell.html"
         file.write_text(f"<!DOCTYPE html><meta charset=utf-8>{html}", encoding="utf-8")
-        page.set_viewport_size({"width": 400, "height": 300})
+        page.set_viewport_size({"width": 800, "height": 300})
         page.goto(file.as_uri())
         ground = palette.channels(dark_colour(palette.GROUND))
         x, y = inside_a_panel(page)
