@@ -6,10 +6,10 @@ const EFFECTS_SECONDS = 0.3; // how long other requests wait while effects are c
 
 // Requests to the kernel. Each is answered with the revision of what is shown; where no answer comes,
 // or what it tells of has not arrived, it is asked for again, later and later.
-//   onChange({ busy, waited, more, isFree })  called when any of them may have changed: whether a request has
-//                                     no answer, for how many milliseconds there was none,
-//                                     whether there are effects still to be computed, and whether
-//                                     they can be asked for: whether all else has its answer
+//   onChange({ busy, waited, more, isFree })  called when any of them may have changed: whether a
+//                       request has no answer, for how many milliseconds there was none, whether
+//                       effects are still to be computed, and whether they can be asked for, since
+//                       all else has its answer
 function connect(model, onChange) {
   let sent = 0;
   let answered = 0;

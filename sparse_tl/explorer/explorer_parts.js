@@ -117,8 +117,9 @@ function signedDigits(number) {
 function effectLine(name, told, before, { unit }) {
   const [effect, , prediction] = told;
   const then = prediction === before ? [] : [", predicts ", token(prediction)];
+  const change = [signed(effect, 2), unit].filter(Boolean).join(" ");
   return make("li", { "data-effect": name }, `without ${name}: `,
-    make("span", { class: effect < 0 ? "helps" : "hurts" }, [signed(effect, 2), unit].filter(Boolean).join(" ")), ...then);
+    make("span", { class: effect < 0 ? "helps" : "hurts" }, change), ...then);
 }
 
 // The parts with the largest effects.
