@@ -17,6 +17,7 @@ from .circuits import (
     load_mib as load_mib,
     logit_lens as logit_lens,
     multiplier as multiplier,
+    neuron_effects as neuron_effects,
     overlap as overlap,
     patch_activations as patch_activations,
     patch_exactly as patch_exactly,

@@ -51,6 +51,11 @@ from sparse_tl.circuits.mib import (
     MIBEvaluation as MIBEvaluation,
     evaluate_mib as evaluate_mib,
 )
+from sparse_tl.circuits.neuron_ranking import neuron_effects as neuron_effects
+from sparse_tl.circuits.neurons import (
+    DrivingToken as DrivingToken,
+    NeuronEffects as NeuronEffects,
+)
 from sparse_tl.circuits.outcomes import Acdc as Acdc, Pruning as Pruning
 from sparse_tl.circuits.per_prompt import (
     CircuitSizes as CircuitSizes,

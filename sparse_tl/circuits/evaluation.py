@@ -68,7 +68,7 @@ def evaluate(
             "expected one circuit or more, all of edges (at the same positions) or all of heads"
         )
     own = asked[0].site
-    positions = _positions(own, pairs) if isinstance(own, PositionedGraph) else None
+    positions = positions_of(own, pairs) if isinstance(own, PositionedGraph) else None
     if (own.graph if isinstance(own, PositionedGraph) else own) not in (graph, graph.heads):
         raise ValueError(
             f"expected circuits of the model's own {graph!r}, or of its heads; got one of {own!r}"
@@ -89,7 +89,7 @@ def evaluate(
     return Evaluation(sizes, own.n_parts, torch.stack(values), clean, none, pairs.start)
 
 
-def _positions(site: PositionedGraph, pairs: PromptPairs) -> Positions:
+def positions_of(site: PositionedGraph, pairs: PromptPairs) -> Positions:
     """What the positions of a circuit are; checked to be those of the pairs."""
     positions = "tokens" if site.of_tokens else "spans"
     if pairs.spans_of(positions).names != site.positions:

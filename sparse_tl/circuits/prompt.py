@@ -49,6 +49,19 @@ def token_texts(model: HookedModel, tokens: Int[Tensor, " pos"]) -> list[str]:
     return token_text.token_texts(model.tokenizer, tokens.tolist())
 
 
+def text_around(
+    model: HookedModel, tokens: Int[Tensor, " pos"], place: int
+) -> tuple[str, str, str]:
+    """The text of a prompt in three parts: before a token, the token, and after it."""
+    numbers = tokens.tolist()
+    before, token, after = numbers[:place], numbers[place], numbers[place + 1 :]
+    if model.tokenizer is None:
+        return "".join(f"{n} " for n in before), str(token), "".join(f" {n}" for n in after)
+    read, decode = len(model.tokenizer.decode(numbers[: place + 1])), model.tokenizer.decode
+    text = token_text.added_text(model.tokenizer, before, token)
+    return decode(before), text, decode(numbers)[read:]
+
+
 def output_text(model: HookedModel, output: int, before: Int[Tensor, " pos"]) -> str:
     """The text of a model output: a token, or the index if outputs are not tokens.
 

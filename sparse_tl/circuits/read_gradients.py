@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 from einops import einsum, rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.circuits.gradient_passes import GradientPass
@@ -24,6 +24,8 @@ from sparse_tl.scopes import autograd
 
 Places = tuple[Int[Tensor, " place"], Int[Tensor, " place"]]
 """Prompts and positions."""
+READS_AT_ONCE = 2**25
+"""Maximum number of values that all destinations of a layer read, held at one time."""
 
 
 class ReadGradients:
@@ -108,6 +110,24 @@ class ReadGradients:
             out[done] = self._sums[name][places]
             done += 1
         return out[:done]
+
+    @autograd(False)
+    def summed(
+        self, readers: Bool[Tensor, "batch pos destination"]
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """The sum of the gradients of chosen destinations, at each place."""
+        graph, d_model = self.adapter.graph, self.adapter.d_model
+        total = readers[..., -1:] * self.final
+        size = graph.n_heads + 2 * graph.n_kv_heads + graph.has_mlps
+        chosen = readers[..., :-1].unflatten(-1, (graph.n_layers, size))
+        at_once = max(1, READS_AT_ONCE // (size * d_model))
+        for layer in range(graph.n_layers):
+            for some in chosen[:, :, layer].any(dim=-1).nonzero().split(at_once):
+                places = some[:, 0], some[:, 1]
+                read = self.layer(layer, places, total.new_empty(size, len(some), d_model))
+                weights = chosen[:, :, layer][places].to(read.dtype)
+                total[places] += torch.einsum("pr,rpm->pm", weights, read)
+        return total
 
     def _through(self, layer: int, slot: str) -> Float[Tensor, "head d_model d_head"]:
         """The matrix V of a layer's q, k or v."""

@@ -22,6 +22,10 @@ from sparse_tl.gates.distributions import (
 )
 from sparse_tl.gates.learned import LearnedGates as LearnedGates, hook_points as hook_points
 from sparse_tl.gates.mlps import MLPGates as MLPGates
+from sparse_tl.gates.neurons import (
+    EdgesOfNeurons as EdgesOfNeurons,
+    NeuronPatch as NeuronPatch,
+)
 from sparse_tl.gates.patches import (
     Patch as Patch,
     PatchName as PatchName,

@@ -65,6 +65,10 @@ from sparse_tl.lens.modes import (
     evaluation_mode as evaluation_mode,
     in_evaluation_mode as in_evaluation_mode,
 )
+from sparse_tl.lens.neurons import (
+    neuron_coefficients as neuron_coefficients,
+    neuron_directions as neuron_directions,
+)
 from sparse_tl.lens.norms import Norm as Norm
 from sparse_tl.lens.plain import check_named as check_named, check_raw as check_raw
 from sparse_tl.lens.points import (

@@ -19,7 +19,7 @@ from transformer_lens.hook_points import HookPoint
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.lens.norms import Norm
 from sparse_tl.lens.places import Place, Viewed, entered
-from sparse_tl.lens.points import EMBEDDED, SLOTS, Analysis, Model, Slot, hook_point
+from sparse_tl.lens.points import EMBEDDED, SLOTS, Analysis, Model, NormPlace, Slot, hook_point
 from sparse_tl.lens.shortcuts import logits_only_at, mlp_only_at, repeated, sees_first
 from sparse_tl.scopes import scope
 
@@ -238,8 +238,8 @@ class Adapter(ABC):
     # ---- weights ---------------------------------------------------------------------------------
 
     @abstractmethod
-    def norm(self, layer: int, which: Literal["attn", "mlp"]) -> Norm:
-        """The normalisation before a layer's attention or MLP."""
+    def norm(self, layer: int, which: NormPlace) -> Norm:
+        """A normalisation in a layer: before its attention or MLP, or of what they write."""
 
     @abstractmethod
     def norms(self) -> dict[str, Norm]:

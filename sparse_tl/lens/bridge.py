@@ -31,9 +31,15 @@ from sparse_tl.lens.lora import effective_weight
 from sparse_tl.lens.norms import Norm, bridge_norm
 from sparse_tl.lens.places import Place, Viewed, after, before, before_branch, between, read_call
 from sparse_tl.lens.plain import plain_copy, unread_parameters
-from sparse_tl.lens.points import Analysis, Slot, hook_point
+from sparse_tl.lens.points import Analysis, NormPlace, Slot, hook_point
 from sparse_tl.scopes import autograd
 
+_NORMS: dict[NormPlace, str] = {
+    "attn": "before_attention",
+    "mlp": "before_mlp",
+    "after_attn": "after_attention",
+    "after_mlp": "after_mlp",
+}
 _PARTS = ("embed", "blocks", "ln_final", "unembed")
 
 
@@ -127,7 +133,7 @@ class BridgeAdapter(Adapter):
         With W_h and the norm's weight w, ``norm(sum z_h W_h) = sum (z_h / scale) W_h w``. The scale
         is taken from the run itself, so the write is linear in this value, as in z without a norm.
         """
-        attention, post = self.model.blocks[layer].attn, self.post_norm(layer)
+        attention, post = self.model.blocks[layer].attn, self.norm(layer, "after_attn")
         norm = self._module(layer, "after_attention")
         assert norm is not None
         if post.kind != "rms" or attention.b_O is not None:
@@ -202,16 +208,9 @@ class BridgeAdapter(Adapter):
 
     # ---- weights ---------------------------------------------------------------------------------
 
-    def norm(self, layer: int, which: Literal["attn", "mlp"]) -> Norm:
-        """The normalisation before a layer's attention or MLP."""
-        return bridge_norm(
-            self.model.cfg,
-            self._module(layer, "before_attention" if which == "attn" else "before_mlp"),
-        )
-
-    def post_norm(self, layer: int) -> Norm:
-        """The normalisation of a layer's attention output."""
-        return bridge_norm(self.model.cfg, self._module(layer, "after_attention"))
+    def norm(self, layer: int, which: NormPlace) -> Norm:
+        """See `Adapter`."""
+        return bridge_norm(self.model.cfg, self._module(layer, _NORMS[which]))
 
     def norms(self) -> dict[str, Norm]:
         """All normalisations of the residual stream and of what is added to it, by module name."""
@@ -246,7 +245,7 @@ class BridgeAdapter(Adapter):
         with effective_weight(block.attn.o):
             weight = block.attn.W_O
         scale = getattr(block, "residual_contribution_scale", 1.0)
-        post = self.post_norm(layer).weight
+        post = self.norm(layer, "after_attn").weight
         weight = weight if scale == 1.0 else weight * scale
         return weight if post is None else weight * post
 

@@ -21,10 +21,16 @@ from sparse_tl.lens.checks import circuit_graph
 from sparse_tl.lens.masks import AttentionMask
 from sparse_tl.lens.norms import Norm
 from sparse_tl.lens.places import Place, after, before, read_call, read_input
-from sparse_tl.lens.points import Analysis, HookedTransformer, Slot, hook_point
+from sparse_tl.lens.points import Analysis, HookedTransformer, NormPlace, Slot, hook_point
 from sparse_tl.lens.shortcuts import hooked
 from sparse_tl.scopes import scope
 
+_NORMS: dict[NormPlace, str] = {
+    "attn": "ln1",
+    "mlp": "ln2",
+    "after_attn": "ln1_post",
+    "after_mlp": "ln2_post",
+}
 _QK = ("W_Q", "W_K", "b_Q", "b_K")
 
 
@@ -85,10 +91,9 @@ class HookedAdapter(Adapter):
         cap = model.cfg.output_logits_soft_cap
         return cap * torch.tanh(logits / cap) if cap > 0 else logits
 
-    def norm(self, layer: int, which: Literal["attn", "mlp"]) -> Norm:
-        """The normalisation before a layer's attention or MLP."""
-        module = getattr(self.model.blocks[layer], "ln1" if which == "attn" else "ln2", None)
-        return self._norm(module)
+    def norm(self, layer: int, which: NormPlace) -> Norm:
+        """See `Adapter`."""
+        return self._norm(getattr(self.model.blocks[layer], _NORMS[which], None))
 
     def norms(self) -> dict[str, Norm]:
         """All normalisations of the residual stream and of what is added to it, by module name."""
@@ -106,7 +111,9 @@ class HookedAdapter(Adapter):
     def _norm(self, module: nn.Module | None) -> Norm:
         cfg = self.model.cfg
         name = cfg.normalization_type
-        kind = None if name is None else "layer" if name.startswith("LN") else "rms"
+        kind = (
+            None if name is None or module is None else "layer" if name.startswith("LN") else "rms"
+        )
         return Norm(kind, getattr(module, "w", None), getattr(module, "b", None), cfg.eps)
 
     def qkv(

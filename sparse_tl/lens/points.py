@@ -40,6 +40,9 @@ EMBEDDED = "blocks.0.hook_resid_pre"
 Slot = Literal["q", "k", "v"]
 SLOTS: tuple[Slot, ...] = ("q", "k", "v")
 
+NormPlace = Literal["attn", "mlp", "after_attn", "after_mlp"]
+"""Where in a layer a norm is: before attention or MLP, or after."""
+
 Analysis = Literal["circuits", "relp"]
 """What a model may be refused for by its kind; all else is checked by running it."""
 

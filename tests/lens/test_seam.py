@@ -363,7 +363,7 @@ def test_an_edge_under_a_norm_of_what_attention_writes(name: str) -> None:
     for prompts in (some.clean, some.corrupted):
         names = ["blocks.0.attn.hook_z", "blocks.0.attn.hook_out"]
         kept, _ = record(adapter, prompts, names)
-        norm = adapter.post_norm(0)  # type: ignore[attr-defined]
+        norm = adapter.norm(0, "after_attn")
         scale = (kept[names[1]].pow(2).mean(dim=-1, keepdim=True) + norm.eps).sqrt()
         parts.append(kept[names[0]][:, :, 1] @ model.blocks[0].attn.W_O[1] * norm.weight / scale)
     by_hand = [("blocks.2.mlp_input", Order.FIRST, lambda x: x - parts[0] + parts[1])]

@@ -1,0 +1,102 @@
+"""The direct effects of an MLP's neurons, as `neuron_effects` finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jaxtyping import Float
+from torch import Tensor
+
+from sparse_tl.results import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class DrivingToken:
+    """A token of a clean prompt at which a neuron acts.
+
+    Args:
+        pair: index of the prompt pair.
+        position: column of the token.
+        before, token, after: the text of the prompt up to its last token, in three parts.
+        clean, corrupted: activation of the neuron there, in either prompt.
+        score: first-order effect on this pair of patching the neuron there, in units of the metric.
+    """
+
+    pair: int
+    position: int
+    before: str
+    token: str
+    after: str
+    clean: float
+    corrupted: float
+    score: float
+
+
+@dataclass(frozen=True, eq=False)
+class NeuronEffects(Result):
+    """Direct effects of an MLP's neurons, from `neuron_effects`; negative: the neuron helps.
+
+    Args:
+        mlp: name of the MLP.
+        readers: names of the destinations that read the patched neurons.
+        n_pairs: number of prompt pairs.
+        effect: exact change of the metric, mean over pairs; NaN where only the score is known.
+        score: the same to first order.
+        clean, corrupted: mean activation at the token of each pair with the largest ``|score|``.
+        tokens: where each neuron that is patched exactly acts most, by name of the neuron.
+        promotes: tokens whose logits its output raises most, at the sign of its clean activation.
+        suppresses: tokens whose logits its output lowers most.
+        prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
+    """
+
+    mlp: str
+    readers: Sequence[str]
+    n_pairs: int
+    effect: Float[Tensor, " neuron"]
+    score: Float[Tensor, " neuron"]
+    clean: Float[Tensor, " neuron"]
+    corrupted: Float[Tensor, " neuron"]
+    tokens: Mapping[str, Sequence[DrivingToken]]
+    promotes: Mapping[str, Sequence[str]]
+    suppresses: Mapping[str, Sequence[str]]
+    prompt_start: str | None = None
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per neuron: those patched exactly by ``|effect|``, then others by ``|score|``.
+
+        Activations are those of the fields `clean` and `corrupted`; lists of tokens are empty
+        where the effect is NaN.
+        """
+        import pandas as pd
+
+        by_score = self.score.abs().argsort(descending=True, stable=True)
+        known = self.effect.abs().nan_to_num(nan=-1.0)[by_score]
+        order = by_score[known.argsort(descending=True, stable=True)]
+        names = [f"{self.mlp}.n{neuron}" for neuron in order.tolist()]
+        columns = ("effect", "score", "clean", "corrupted")
+        table = pd.DataFrame({"neuron": names})
+        table = table.assign(**{name: getattr(self, name)[order].tolist() for name in columns})
+        tokens = {name: [some.token for some in found] for name, found in self.tokens.items()}
+        listed = {"tokens": tokens, "promotes": self.promotes, "suppresses": self.suppresses}
+        for column, by_name in listed.items():
+            table[column] = [", ".join(map(repr, dict.fromkeys(by_name.get(n, ())))) for n in names]
+        return table
+
+    def _summary(self) -> pd.DataFrame:
+        return self.to_pandas().head(len(self.tokens))
+
+    def __repr__(self) -> str:
+        best = self.to_pandas().head(3)
+        listed = ", ".join(
+            f"{name} {effect:+.3g}"
+            for name, effect in zip(best["neuron"], best["effect"], strict=True)
+        )
+        return (
+            f"NeuronEffects({self.mlp} on {len(self.readers):,} readers, {self.n_pairs:,} pairs: "
+            f"{len(self.tokens):,} of {len(self.score):,} neurons exactly: {listed}, ...)"
+        )
