@@ -22,5 +22,6 @@ from sparse_tl.plots.head_roles import (
     head_roles_figure as head_roles_figure,
 )
 from sparse_tl.plots.layer_map import layer_map as layer_map
+from sparse_tl.plots.neuron_figure import neuron_figure as neuron_figure
 from sparse_tl.plots.rendering import Figure as Figure
 from sparse_tl.plots.score_scatter import score_figure as score_figure

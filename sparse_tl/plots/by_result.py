@@ -13,6 +13,7 @@ from sparse_tl.circuits import (
     HeadBehaviour,
     LogitAttribution,
     LogitLens,
+    NeuronEffects,
     ScoreCheck,
     Scores,
     SeedCurves,
@@ -27,6 +28,7 @@ from sparse_tl.plots.grid_figure import GridFigure
 from sparse_tl.plots.head_map import head_map
 from sparse_tl.plots.head_roles import ablation_grid, head_roles_figure
 from sparse_tl.plots.layer_map import layer_map
+from sparse_tl.plots.neuron_figure import neuron_figure
 from sparse_tl.plots.rendering import Figure
 from sparse_tl.plots.score_scatter import score_figure
 
@@ -42,9 +44,10 @@ def figure(result: Any, **style: Any) -> Figure:
         result: a circuit of circuit edges, with or without positions, optionally with ``scores``
             (component diagram); scores of circuit edges (component diagram of the 60 strongest, or
             of the ``size`` strongest) or of heads, optionally with ``marked`` heads (head map); an
-            evaluation or curve (explained effect); checked scores (scatter plot); activation
-            patching, logit lens or logit attribution (layer map); head behaviour (head map); an
-            attention graph (circuit diagram); an ablation curve; or head roles (heat map).
+            evaluation or curve (explained effect); checked scores, or effects of neurons (scatter
+            plot); activation patching, logit lens or logit attribution (layer map); head behaviour
+            (head map); an attention graph (circuit diagram); an ablation curve; or head roles (heat
+            map).
         **style: ``title``, and arguments of the function that draws the figure.
 
     Raises:
@@ -72,6 +75,11 @@ def _(
 @figure.register(ScoreCheck)
 def _(result: ScoreCheck, *, title: str = "", **style: Any) -> GridFigure:
     return score_figure({title or result.method: result}, **style)
+
+
+@figure.register(NeuronEffects)
+def _(result: NeuronEffects, **style: Any) -> GridFigure:
+    return neuron_figure(result, **style)
 
 
 @figure.register(HeadBehaviour)

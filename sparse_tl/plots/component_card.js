@@ -38,6 +38,33 @@ function edgeTable(drawn, data, panel, node, end, heading, go) {
   return [make("h4", {}, `${heading} (${count})`), ...(lines.length ? [table] : []), ...more];
 }
 
+// The neurons of an MLP, strongest first; each opens to its tokens and to what it promotes.
+function neuronList(found, name, unit) {
+  const ends = ([clean, corrupted]) => `${scoreText(clean, "")} \u2192 ${scoreText(corrupted, "")}`;
+  const rest = found.readers.length - 6;
+  const readers = found.readers.slice(0, 6).join(", ") + (rest > 0 ? ` and ${rest} more` : "");
+  const spans = (texts) => texts.map((text) => make("span", {}, text));
+  const logits = (word, tokens) => (tokens.length
+    ? [make("p", {}, word, ...tokens.flatMap((token) => [" ", make("mark", {}, token)]))] : []);
+  const rows = found.rows.map((row) => make("details", {},
+    make("summary", {}, ...spans([row.name, scoreText(row.effect, ""), ends(row.means)])),
+    ...row.tokens.map(({ text: [before, token, after], values }) => make("p", { class: "prompt" },
+      before, make("mark", {}, token), after, make("span", {}, `  ${ends(values)}`))),
+    ...logits("promotes", row.promotes), ...logits("suppresses", row.suppresses)));
+  const count = `${found.rows.length} of ${found.count.toLocaleString("en-US")}`;
+  return [make("h4", {}, `neurons${name ? ` in ${name}` : ""} (${count})`),
+    make("p", {}, `Exact effect of each, as read by ${readers}; negative: it helps. Mean activation, clean \u2192 corrupted.`),
+    make("div", { class: "neurons" },
+      make("div", { class: "titles" }, ...spans(["", `effect${unit ? ` (${unit})` : ""}`, "activation"])), ...rows)];
+}
+
+// The neurons at a node: those of its panel, or of both where two circuits are drawn as one.
+function neuronsAt(data, view, panelIndex, node) {
+  const mlp = node.name.split("@")[0];
+  return data.neurons.flatMap((lists, i) => (Object.hasOwn(lists, mlp) && (view.difference || i === panelIndex)
+    ? neuronList(lists[mlp], view.difference ? data.panels[i].name.slice(0, 40) : "", data.unit) : []));
+}
+
 // Fills the card; act changes the view: {go, pin, label, note, ungroup, close}.
 function fillCard(card, data, view, drawn, panelIndex, node, act) {
   const panel = drawn.panels[panelIndex], { name } = node, pinned = view.pins.includes(name);
@@ -58,6 +85,7 @@ function fillCard(card, data, view, drawn, panelIndex, node, act) {
     make("div", { class: "head" }, make("strong", {}, name.slice(0, 200)), make("span", {}, where), ...buttons,
       make("button", { type: "button", name: "close", "aria-label": "Close", onclick: act.close }, "\u00d7")),
     field("input", "label", "own label"), field("textarea", "note", "note"), ...members,
+    ...(node.members ? [] : neuronsAt(data, view, panelIndex, node)),
     ...edgeTable(drawn, data, panel, node, 1, "reads", act.go),
     ...edgeTable(drawn, data, panel, node, 0, "is read by", act.go),
   );

@@ -34,6 +34,7 @@ from sparse_tl.plots.figure_frame import Surround, svg_start
 from sparse_tl.plots.head_map import marked_heads
 from sparse_tl.plots.interactive_html import COMPONENT_DRAWING, STYLE, PanelFigure
 from sparse_tl.plots.javascript import run_script
+from sparse_tl.plots.neuron_lists import Neurons, neuron_lists
 from sparse_tl.plots.palette import MARKS
 from sparse_tl.plots.token_text import visible_text
 from sparse_tl.positioned_graph import PositionedGraph
@@ -69,6 +70,7 @@ def component_diagram(
     off_path: bool = False,
     difference: bool = False,
     roles: Mapping[str, Roles] | Roles | None = None,
+    neurons: Mapping[str, Neurons] | Neurons | None = None,
     tokens: Sequence[str] | None = None,
     state: str | Path | Mapping[str, Any] | None = None,
     unit: str = "",
@@ -104,6 +106,8 @@ def component_diagram(
         difference: whether to draw two circuits as one, coloured by which of them has a link.
         roles: colours heads by their role, or by what they do, as from `head_behaviour`; by panel
             name, or for all panels. Behaviour for all panels also adds a short label to each name.
+        neurons: neurons of one MLP or several, from `neuron_effects`, listed on the page when the
+            MLP is selected; by panel name, or for all panels.
         tokens: texts of the columns, for circuits over token positions.
         state: state that the page has saved, as a path or its content. It replaces the arguments
             above where it says something.
@@ -119,8 +123,8 @@ def component_diagram(
         ValueError: there is no panel, `max_circuit_edges` is below 1, signs are requested without
             scores, a difference of other than two circuits is requested, panels differ in their
             positions, more than 2,000 edges have no scores to choose by, the first panel's model
-            lacks a marked head, roles are of another model, there are too many mark names, or the
-            state cannot be read.
+            lacks a marked head, roles are of another model, an MLP with neurons is not in any
+            panel, there are too many mark names, or the state cannot be read.
         TypeError: a panel is not a `Circuit`.
     """
     if isinstance(panels, Circuit):
@@ -161,6 +165,7 @@ def component_diagram(
         "title": visible_text((title or "")[:200]),
         "transition": visible_text((transition or "")[:200]),
         "colours": COLOURS,
+        "neurons": neuron_lists(neurons, wirings),
     }
     width, height, content = run_script(COMPONENT_DRAWING, "firstView", data, WIDTH)
     surround = Surround(tuple(panels), title, transition)

@@ -48,6 +48,11 @@ def visible_text(token: str) -> str:
     return space * leading + "".join(map(_visible_character, inner)) + space * trailing
 
 
+def running_text(text: str) -> str:
+    """A longer text: as `visible_text`, but spaces stay spaces."""
+    return "".join(map(_visible_character, text))
+
+
 def _visible_character(character: str) -> str:
     if character in _WHITESPACE:
         return _WHITESPACE[character]

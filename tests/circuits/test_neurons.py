@@ -90,9 +90,11 @@ def test_effects_are_those_of_readers_patched_by_hand(
     if kind == "grouped":  # the activation is gate times up
         mlp: Any = model.blocks[0].mlp
         _, cache = model.run_with_cache(pairs.clean)
-        pre, linear = (cache[f"blocks.0.mlp.{name}"] for name in ("hook_pre", "hook_pre_linear"))
-        assert torch.equal(torch.nn.functional.silu(pre) * linear, cache["blocks.0.mlp.hook_post"])
-        assert mlp.W_out.shape == (32, 16)
+        pre, up, post = (
+            cache[f"blocks.0.mlp.hook_{name}"] for name in ("pre", "pre_linear", "post")
+        )
+        bias = 0.0 if mlp.b_in is None else mlp.b_in  # HookedTransformers add it to the product
+        torch.testing.assert_close(torch.nn.functional.silu(pre) * up + bias, post)
 
 
 @pytest.mark.parametrize("kind", WITH_MLPS)
