@@ -17,6 +17,7 @@ from sparse_tl.circuits import (
     ActivationPatching,
     Circuit,
     CircuitSizes,
+    DrivingToken,
     EffectCurve,
     Evaluation,
     Faithfulness,
@@ -24,6 +25,7 @@ from sparse_tl.circuits import (
     LogitAttribution,
     LogitLens,
     MIBEvaluation,
+    NeuronEffects,
     Overlap,
     Pruning,
     Roc,
@@ -87,6 +89,17 @@ RESULTS: dict[str, Any] = {
     ),
     "checked scores": ScoreCheck(
         "eap", "heads", 2, ("a0.h0", "a1.h0"), ("strongest", "random"), PAIR[:2], PAIR[:2]
+    ),
+    "neurons": NeuronEffects(
+        "m0",
+        ("m1", "logits"),
+        2,
+        torch.tensor([0.5, -0.25]).double(),
+        *torch.rand(3, 2).double(),
+        {"m0.n0": (DrivingToken(1, 3, "12+", "3", "4=", 0.5, -0.25, 0.125),)},
+        {"m0.n0": ("1", "2")},
+        {"m0.n0": ()},
+        "<s>",
     ),
     "acdc on edges": Acdc(SCORES.top(5), 6, RUN, None, HISTORY, 0.1, 0.5, 2, 1.5),
     "acdc on heads": Acdc(HEADS.top(2), 2, RUN, RUN, HISTORY, 0.1, 0.5, 2, 1.5),

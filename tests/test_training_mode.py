@@ -101,6 +101,9 @@ MEASURED: dict[str, Callable[[Any], Any]] = {
     "evaluate_mib": lambda m: st.evaluate_mib(m, PAIRS, metric, edges(m), **Q).cpr,
     "head_behaviour": lambda m: st.head_behaviour(m, PAIRS, n=2, length=5, **Q)["inhibition"],
     "logit_lens": lambda m: st.logit_lens(m, PAIRS.clean[0], answer=3).probability,
+    "neuron_effects": lambda m: st.neuron_effects(
+        m, PAIRS, metric, "m1", n=3, **Q
+    ).effect.nan_to_num(),
     "patch_activations": lambda m: st.patch_activations(m, PAIRS, metric, **Q).values,
     "patch_exactly": lambda m: st.patch_exactly(m, PAIRS, metric, ["a0.h1->m1", "a1.h0"], **Q),
     "prune_circuit_edges": lambda m: (

@@ -14,6 +14,9 @@ from sparse_tl.results import Result
 if TYPE_CHECKING:
     import pandas as pd
 
+_SHOWN = 24
+"""Characters of a prompt that a table shows before a token."""
+
 
 @dataclass(frozen=True)
 class DrivingToken:
@@ -35,6 +38,11 @@ class DrivingToken:
     clean: float
     corrupted: float
     score: float
+
+    def __str__(self) -> str:
+        """The token in brackets after a little of the text before it."""
+        start = "\N{HORIZONTAL ELLIPSIS}" if len(self.before) > _SHOWN else ""
+        return f"{start}{self.before[-_SHOWN:]}[{self.token}]"
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +89,7 @@ class NeuronEffects(Result):
         columns = ("effect", "score", "clean", "corrupted")
         table = pd.DataFrame({"neuron": names})
         table = table.assign(**{name: getattr(self, name)[order].tolist() for name in columns})
-        tokens = {name: [some.token for some in found] for name, found in self.tokens.items()}
+        tokens = {name: [*map(str, found)] for name, found in self.tokens.items()}
         listed = {"tokens": tokens, "promotes": self.promotes, "suppresses": self.suppresses}
         for column, by_name in listed.items():
             table[column] = [", ".join(map(repr, dict.fromkeys(by_name.get(n, ())))) for n in names]

@@ -98,6 +98,7 @@ BY_NAME: dict[str, Callable[[Path], Any]] = {
     "found": lambda _: scores(),
     "size": lambda _: 5,
     "n": lambda _: 2,
+    "mlp": lambda _: "m0",
     "d_model": lambda _: 16,
     "heads": lambda _: [(0, 1)],
     "edges": lambda _: [(0, 1, 3, 2)],

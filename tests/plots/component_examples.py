@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sparse_tl.circuits import Circuit, Scores
+import torch
+
+from sparse_tl.circuits import Circuit, DrivingToken, NeuronEffects, Scores
 from sparse_tl.plots import ComponentDiagram, component_diagram
 
 ATTACK = "</script><img src=x onerror=alert(1)>"
@@ -33,3 +35,25 @@ def draw(panels: Mapping[str, Scored], **options: Any) -> ComponentDiagram:
     scores = {name: panel.scores for name, panel in panels.items() if panel.scores is not None}
     circuits = {name: panel.circuit for name, panel in panels.items()}
     return component_diagram(circuits, scores=scores, **options)
+
+
+def neurons_of(mlp: str, n: int = 2, before: str = "gave a drink", **fields: Any) -> NeuronEffects:
+    """Made-up effects of `n` of 1,536 neurons, the first one the strongest."""
+    names = [f"{mlp}.n{neuron}" for neuron in range(n)]
+    effect, others = torch.full((1536,), torch.nan), torch.linspace(0.5, -0.5, 1536)
+    effect[:n] = -0.5 * 0.9 ** torch.arange(n)
+    token = DrivingToken(1, 7, before, " to", " her", 2.5, -0.125, -0.4)
+    texts = {name: (" Mary", ATTACK, "\n") for name in names}
+    values: dict[str, Any] = {
+        "mlp": mlp,
+        "readers": [f"m{layer}" for layer in range(3, 11)],
+        "n_pairs": 8,
+        "effect": effect,
+        "score": 0.9 * effect.nan_to_num(),
+        "clean": others,
+        "corrupted": -others / 4,
+        "tokens": {name: (token,) * 5 for name in names},
+        "promotes": texts,
+        "suppresses": dict.fromkeys(names, ()),
+    }
+    return NeuronEffects(**values | fields)

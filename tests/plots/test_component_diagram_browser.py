@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from component_examples import ATTACK, EDGES, draw
+from component_examples import ATTACK, EDGES, draw, neurons_of
 
 from sparse_tl.circuits import Circuit
 from sparse_tl.graph import CircuitGraph
@@ -207,6 +207,61 @@ def test_cards_list_edges_and_lead_from_node_to_node(page, tmp_path, make_circui
     assert page.locator("g[data-found]").evaluate_all("all => all.map(e => e.dataset.node)") == [
         "m1"
     ]
+
+
+def test_the_card_of_an_mlp_opens_to_its_neurons(page, tmp_path, make_circuit):
+    circuits = {"one": make_circuit(EDGES), "two": make_circuit(EDGES)}
+    neurons = {"two": [neurons_of("m1", before="</b>" + "x" * 90), neurons_of("m0", n=1)]}
+    show(page, tmp_path, draw(circuits, neurons=neurons, unit="nats"), 1000)
+    card = page.locator(".card")
+    for name, panel in (("m1", 0), ("a2.h1", 1)):  # neurons are given for the other panel
+        node(page, name, panel).click()
+        assert card.is_visible() and card.locator("details").count() == 0
+        page.keyboard.press("Escape")
+    node(page, "m1", 1).click()
+    headings = ["neurons (2 of 1,536)", "reads (1)", "is read by (1)"]
+    assert card.locator("h4").all_text_contents() == headings
+    assert card.locator("p").first.text_content() == (
+        "Exact effect of each, as read by m3, m4, m5, m6, m7, m8 and 2 more; negative: it helps. "
+        "Mean activation, clean → corrupted."
+    )
+    assert card.locator(".titles span").all_text_contents() == ["", "effect (nats)", "activation"]
+    rows = card.locator("summary")
+    assert rows.all_inner_texts()[0].split() == ["m1.n0", "−0.5", "0.5", "→", "−0.125"]
+    assert not card.locator(".prompt").first.is_visible()
+    rows.first.focus()
+    page.keyboard.press("Enter")
+    assert card.locator(".prompt").first.is_visible()
+    prompt = card.locator(".prompt").first.text_content()
+    assert prompt == "x" * 80 + " to her  2.5 → −0.125"
+    first = card.locator("details").first
+    assert first.locator(".prompt").count() == 5
+    assert first.locator(".prompt mark").first.text_content() == " to"
+    logits = first.locator("p:not(.prompt)").all_text_contents()
+    assert logits == [f"promotes ·Mary {ATTACK[:40]} ↵"]
+    page.keyboard.press("Escape")
+    # Two circuits as one: the neurons of both.
+    page.locator("input[name=difference]").check()
+    node(page, "m1").click()
+    assert card.locator("h4").first.text_content() == "neurons in two (2 of 1,536)"
+    with pytest.raises(ValueError, match="expected neurons of an MLP with edges.*m2 has none"):
+        draw(circuits, neurons=neurons_of("m2"))
+    with pytest.raises(ValueError, match="one of .'one', 'two'.; got 'three'"):
+        draw(circuits, neurons={"three": neurons_of("m1")})
+
+
+def test_neurons_at_positions_and_in_supernodes(page, tmp_path):
+    site = PositionedGraph(CircuitGraph(2, 2, 2), ("A", "END"))
+    names = ["input->m0@A", "m0->a1.h1<v>@A", "a1.h1->logits@END"]
+    figure = component_diagram(Circuit.of(site, names), neurons=neurons_of("m0"))
+    show(page, tmp_path, figure)
+    node(page, "m0@A").click()
+    assert page.locator(".card details").count() == 2
+    state = {"format": "sparse_tl component diagram 1", "groups": {"m0": ["m0@A", "a1.h1@END"]}}
+    figure = component_diagram(Circuit.of(site, names), neurons=neurons_of("m0"), state=state)
+    show(page, tmp_path, figure)
+    node(page, "m0").click()
+    assert page.locator(".card details").count() == 0
 
 
 def test_a_focus_dims_what_is_neither_before_nor_after(page, tmp_path, make_circuit):

@@ -18,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import numpy as np
 import pytest
 import torch
+from component_examples import neurons_of
 from legibility import WIDTHS, problems_of
 from plotly.offline import get_plotlyjs
 from test_layer_map import attribution, lens, patching
@@ -32,6 +33,7 @@ from sparse_tl.circuits import (
     HeadBehaviour,
     LogitAttribution,
     LogitLens,
+    NeuronEffects,
     ScoreCheck,
     Scores,
     SeedCurves,
@@ -142,6 +144,7 @@ def examples() -> dict[Any, Any]:
         ActivationPatching: [patching(12, 6)],
         LogitLens: [lens(("word",) * 6)],
         LogitAttribution: [attribution()],
+        NeuronEffects: [neurons_of("m20", n=20)],
         "attention": attention / attention.sum(dim=-1, keepdim=True).clamp(min=1e-9),
         "tokens": list("36+28=?????"),
         "heads": [f"a{index}.h{index}" for index in range(5)],
