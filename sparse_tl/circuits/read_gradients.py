@@ -126,7 +126,7 @@ class ReadGradients:
                 places = some[:, 0], some[:, 1]
                 read = self.layer(layer, places, total.new_empty(size, len(some), d_model))
                 weights = chosen[:, :, layer][places].to(read.dtype)
-                total[places] += torch.einsum("pr,rpm->pm", weights, read)
+                total[places] += einsum(weights, read, "place to, to place d -> place d")
         return total
 
     def _through(self, layer: int, slot: str) -> Float[Tensor, "head d_model d_head"]:

@@ -272,6 +272,25 @@ def test_gates_on_mlps_and_norms_after_them(
     assert found.effect[neuron].item() == pytest.approx(by_hand.item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["Phi3", "Granite", "Gemma2", "GPTNeoX", "Bloom"])
+def test_other_architectures(pairs: PromptPairs, name: str) -> None:
+    """Fused gate and up, a multiplier, norms after the MLP, parallel, another activation."""
+    model = boot(random_model(f"{name}ForCausalLM").double(), name=name)
+    scores = attribute_circuit_edges(model, pairs, logit_difference, method="eap", **Q)
+    found = neuron_effects(model, pairs, logit_difference, "m0", n=1, **Q)
+    expected = sum(scores[f"m0->{reader}"] for reader in found.readers)
+    assert found.score.sum().item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_half_precision_is_close(build_tiny: Build, pairs: PromptPairs) -> None:
+    whole, half = (built(build_tiny, "sequential") for _ in range(2))
+    half.to(torch.bfloat16)
+    exact = neuron_effects(whole, pairs, logit_difference, "m2", n=99, **Q).effect
+    found = neuron_effects(half, pairs, logit_difference, "m2", n=99, **Q)
+    assert torch.corrcoef(torch.stack([found.effect, exact]))[0, 1] > 0.98
+    assert torch.corrcoef(torch.stack([found.score, exact]))[0, 1] > 0.9
+
+
 def test_experts_are_refused(pairs: PromptPairs) -> None:
     model = boot(random_model("MixtralForCausalLM").double(), name="experts")
     with pytest.raises(ValueError, match=r"expected an MLP that writes the sum of its neurons.*m1"):
