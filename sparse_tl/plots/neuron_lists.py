@@ -43,20 +43,20 @@ def neuron_lists(
 
 
 def _listed(result: NeuronEffects) -> dict[str, Any]:
-    known = result.to_pandas().head(len(result.tokens))
+    rows: list[dict[str, Any]] = result.to_pandas().head(len(result.tokens)).to_dict("records")
     return {
         "count": len(result.score),
         "readers": [visible_text(name[:_TOKEN]) for name in result.readers],
         "rows": [
             {
-                "name": row.neuron,
-                "effect": row.effect,
-                "means": [row.clean, row.corrupted],
-                "tokens": [_shown(token) for token in result.tokens[row.neuron]],
-                "promotes": _texts(result.promotes[row.neuron]),
-                "suppresses": _texts(result.suppresses[row.neuron]),
+                "name": row["neuron"],
+                "effect": row["effect"],
+                "means": [row["clean"], row["corrupted"]],
+                "tokens": [_shown(token) for token in result.tokens[row["neuron"]]],
+                "promotes": _texts(result.promotes[row["neuron"]]),
+                "suppresses": _texts(result.suppresses[row["neuron"]]),
             }
-            for row in known.itertuples()
+            for row in rows
         ],
     }
 
