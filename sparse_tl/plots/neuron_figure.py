@@ -40,7 +40,7 @@ def neuron_figure(neurons: NeuronEffects, *, unit: str = "", title: str = "") ->
     hover = [
         hover_text(
             [
-                row.neuron,
+                str(row.neuron),
                 f"Exact effect {row.effect:.3g}{of}, to first order {row.score:.3g}",
                 f"Activation {row.clean:.3g}, corrupted {row.corrupted:.3g}",
                 f"At {row.tokens}",

@@ -43,7 +43,7 @@ def neuron_lists(
 
 
 def _listed(result: NeuronEffects) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = result.to_pandas().head(len(result.tokens)).to_dict("records")
+    rows: list[Any] = result.to_pandas().head(len(result.tokens)).to_dict("records")
     return {
         "count": len(result.score),
         "readers": [visible_text(name[:_TOKEN]) for name in result.readers],
