@@ -12,6 +12,7 @@ from .circuits import (
     evaluate_circuit_edges as evaluate_circuit_edges,
     evaluate_heads as evaluate_heads,
     evaluate_mib as evaluate_mib,
+    find_circuit as find_circuit,
     from_eap_ig as from_eap_ig,
     head_behaviour as head_behaviour,
     load_mib as load_mib,

@@ -21,6 +21,7 @@ from sparse_tl.circuits import (
     EffectCurve,
     Evaluation,
     Faithfulness,
+    FoundCircuit,
     HeadBehaviour,
     LogitAttribution,
     LogitLens,
@@ -35,6 +36,7 @@ from sparse_tl.circuits import (
     SeedMultipliers,
 )
 from sparse_tl.circuits.attention_graph import AttentionGraph
+from sparse_tl.circuits.elimination import EliminationState
 from sparse_tl.circuits.outcomes import SearchState
 from sparse_tl.circuits.skill import Skill
 from sparse_tl.files import read_tensors, write_tensors
@@ -107,7 +109,13 @@ RESULTS: dict[str, Any] = {
     "acdc half way": SearchState(
         HEADS.top(2).mask, 0.1, value=0.5, history=[("a1.h0", 0.25, True)]
     ),
-    "pruning": Pruning(SCORES.top(5), 6, RUN, RUN, HISTORY, SCORES),
+    "found circuit": FoundCircuit(
+        HEADS.top(2), "exact", 0.9, RUN, RUN, {"exact": MIB}, {"exact": 1.5}, HEADS
+    ),
+    "elimination half way": EliminationState(
+        torch.tensor([[0, 1], [2, 0]]), [0.75, 0.5], *[HEADS.top(2).mask.clone() for _ in range(2)]
+    ),
+    "pruning": Pruning(SCORES.top(5), 6, RUN, RUN, HISTORY, RUN, SCORES),
     "faithfulness": RUN,
     "evaluation": Evaluation((0, 2), 2, torch.stack([0 * PAIR, PAIR]), PAIR, 0 * PAIR),
     "evaluation at MIB's sizes": MIBEvaluation(MIB, MIB),

@@ -33,6 +33,7 @@ from sparse_tl.circuits.evaluation import (
 )
 from sparse_tl.circuits.exact import patch_exactly as patch_exactly
 from sparse_tl.circuits.faithfulness import Faithfulness as Faithfulness
+from sparse_tl.circuits.found_circuit import FoundCircuit as FoundCircuit
 from sparse_tl.circuits.head_behaviour import head_behaviour as head_behaviour
 from sparse_tl.circuits.head_kinds import KINDS as KINDS, HeadBehaviour as HeadBehaviour
 from sparse_tl.circuits.interchange import (
@@ -67,6 +68,7 @@ from sparse_tl.circuits.score_check import (
     check_scores as check_scores,
 )
 from sparse_tl.circuits.scores import Scores as Scores
+from sparse_tl.circuits.search import find_circuit as find_circuit
 from sparse_tl.circuits.seeds import (
     SeedCurves as SeedCurves,
     SeedMultipliers as SeedMultipliers,

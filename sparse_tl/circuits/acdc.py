@@ -22,7 +22,6 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor
@@ -32,17 +31,15 @@ from sparse_tl.circuits.circuit import Circuit, reaches_logits
 from sparse_tl.circuits.faithfulness import FaithfulnessRuns
 from sparse_tl.circuits.outcomes import Acdc, SearchState
 from sparse_tl.circuits.pair_runs import PairRuns
+from sparse_tl.circuits.resuming import resumed, search_asked
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.files import digest, recover_folder
 from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.locks import held
 from sparse_tl.metrics import Metric, divergence, measure
 from sparse_tl.progress import tracked
-from sparse_tl.results import RESULT_FILE
 from sparse_tl.scopes import autograd
-from sparse_tl.training.checkpoints import fingerprint
 
 SAVE_EVERY = 200
 """Number of tests between two checkpoints."""
@@ -103,8 +100,7 @@ def acdc(
     folder = None if checkpoint is None else Path(checkpoint)
     with held(folder), autograd(False):
         if folder is not None:
-            weights = fingerprint(model, {})["weights"]
-            search.save_to(folder, f"{size} {threshold} {batch_size}", pairs, weights)
+            search.save_to(folder, f"{size} {threshold} {batch_size}", pairs)
         while True:
             search.run_pass(size, progress)
             if size is None or len(search.circuit) <= size:
@@ -238,33 +234,16 @@ class _Search:
         )
 
     @autograd(False)
-    def save_to(self, folder: Path, asked: str, pairs: PromptPairs, model: str) -> None:
+    def save_to(self, folder: Path, asked: str, pairs: PromptPairs) -> None:
         """Write checkpoints to a folder, and resume from one found there.
 
         Raises:
             ValueError: the folder holds other files, or a checkpoint of another search.
         """
         state, self._folder = self.state, folder
-        patch = self.patch if isinstance(self.patch, str) else sorted(self.patch)
-        metric = self.metric
-        kind = metric if isinstance(metric, str) else getattr(metric, "__qualname__", type(metric))
-        what = f"{pairs.digest()} {digest({'start': state.mask})}"
-        state.asked = f"{self.site!r} {patch} {kind} {asked} {what} {model}"
-        # Of a metric, the name is not enough: two may differ in what they were made with.
+        state.asked = search_asked(self.runs, pairs, self.site, self.metric, state.mask, asked)
         state.measured = (*self._measure(state.mask[None]),)
-        recover_folder(folder)
-        if not (folder / RESULT_FILE).exists():
-            return self._save()
-        found = SearchState.load(folder)
-        alike = len(found.measured) == len(state.measured) and np.allclose(
-            found.measured, state.measured, rtol=1e-3, atol=1e-4
-        )
-        if found.asked != state.asked or not alike:
-            raise ValueError(
-                f"{folder} holds a checkpoint of another search (model, prompts, metric, "
-                "start, threshold or size differ). Remove it, or choose another folder."
-            )
-        self.state = found
+        self.state = resumed(state, folder)
 
     def _save(self) -> None:
         if self._folder is not None:

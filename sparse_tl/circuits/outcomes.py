@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.faithfulness import Faithfulness
+from sparse_tl.circuits.resuming import Resumable
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.results import Result
 
@@ -88,29 +89,41 @@ class Pruning(_Search):
         held_out: its faithfulness on held-out pairs, if there are any.
         history: one row per step: divergence in nats under sampled gates, expected number of open
             gates, noise.
+        ranked: faithfulness, on the pairs of the search, of as many of the best edges by the scores
+            that the search started from; without any, by EAP-IG.
         scores: minus the probability that each edge's gate is open, under the noise of the start.
     """
 
+    ranked: Faithfulness
     scores: Scores
 
     def notes(self) -> list[str]:
         """Caveats about the circuit, as sentences; empty if there are none.
 
-        Reports that less than `ON_PATHS` of the edges that were kept have an effect.
+        Reports that less than `ON_PATHS` of the edges that were kept have an effect, and that the
+        best edges by attribution preserve more.
         """
-        if len(self.circuit) >= ON_PATHS * self.n_kept:
-            return []
-        return [
-            f"{len(self.circuit):,} of the {self.n_kept:,} edges that were kept have an effect; "
-            "the others are on no path and were dropped. Try more steps, or another size."
-        ]
+        said = []
+        if len(self.circuit) < ON_PATHS * self.n_kept:
+            said.append(
+                f"{len(self.circuit):,} of the {self.n_kept:,} edges that were kept have an "
+                "effect; the others are on no path and were dropped. Try more steps, or another "
+                "size."
+            )
+        if self.ranked.divergence < self.searched.divergence - 1e-6:
+            said.append(
+                f"The circuit diverges by {self.searched.divergence:.3g} nats; the {self.n_kept:,} "
+                f"best edges by attribution diverge by {self.ranked.divergence:.3g}. Take those, "
+                "start=scores, more steps, or find_circuit."
+            )
+        return said
 
     def __repr__(self) -> str:
         return f"Pruning({self._found()}; {len(self.history):,} steps)"
 
 
 @dataclass
-class SearchState(Result):
+class SearchState(Resumable):
     """The state of a search by ACDC, as stored in a checkpoint.
 
     Args:
@@ -124,9 +137,6 @@ class SearchState(Result):
         tested: number of parts tested.
         layers_run: number of layers run for the tests.
         history: name of the part, change of the metric, and whether the part was kept.
-        asked: what determines the search, to match it with its checkpoint: parts, patch, metric,
-            size, threshold, batch size, prompts, start and the model's weights.
-        measured: metric of the model on the prompts, for the same purpose.
     """
 
     mask: Bool[Tensor, "*axes"]
@@ -139,5 +149,3 @@ class SearchState(Result):
     tested: int = 0
     layers_run: int = 0
     history: list[tuple[str, float, bool]] = field(default_factory=list)
-    asked: str = ""
-    measured: tuple[float, ...] = ()

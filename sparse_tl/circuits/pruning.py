@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -28,6 +29,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sparse_tl.arguments import AtLeastOne, Logit, Positive, Seed, checked
+from sparse_tl.circuits.attribution import attribute_circuit_edges
 from sparse_tl.circuits.faithfulness import FaithfulnessRuns
 from sparse_tl.circuits.outcomes import Pruning
 from sparse_tl.circuits.pair_runs import PairRuns
@@ -35,7 +37,7 @@ from sparse_tl.circuits.scores import Scores
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, HardConcreteGate, Patch, expected_size
 from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
-from sparse_tl.metrics import Metric, divergence
+from sparse_tl.metrics import Metric, divergence, log_probability
 from sparse_tl.progress import tracked
 from sparse_tl.scopes import autograd
 
@@ -65,7 +67,8 @@ def prune_circuit_edges(
     """Train a gate on every circuit edge, with fewer and fewer open, down to the requested number.
 
     The result says how faithful the circuit is, from a run of it as returned. Warns if less than
-    nine tenths of the edges that were kept have an effect; see `Pruning`.
+    nine tenths of the edges that were kept have an effect, or if attribution's best edges preserve
+    more; see `Pruning`.
 
     Args:
         model: dense or sparse model; left unchanged.
@@ -96,6 +99,7 @@ def prune_circuit_edges(
     runs = PairRuns(model, CircuitEdges(), pairs, patch, batch_size, keep=True)
     runs.check_effect("kl")
     report = FaithfulnessRuns(runs, metric, held_out)
+    ranked, _ = report.of((start or _attributed(runs, pairs)).top(size).connected(patch=patch).mask)
     exists, device = graph.exists.to(runs.adapter.device), runs.adapter.device
     logits = torch.full(exists.shape, initial_logit, dtype=torch.float64)
     if start is not None:
@@ -146,12 +150,26 @@ def prune_circuit_edges(
         n_kept=len(kept),
         searched=searched,
         held_out=others,
+        ranked=ranked,
         history=pd.DataFrame(rows),
         scores=Scores(graph, learned, "pruning", pairs.start),
     )
     for note in found.notes():
         warnings.warn(note, stacklevel=2)
     return found
+
+
+def _attributed(runs: PairRuns, pairs: PromptPairs) -> Scores:
+    """EAP-IG scores by the log probability of what the model predicts."""
+    predicted = torch.cat([run.clean_logits.argmax(dim=-1) for _, run in runs])[:, None]
+    return attribute_circuit_edges(
+        runs.model,
+        replace(pairs, answers=predicted.to(pairs.answers)),
+        log_probability,
+        patch=runs.patch,
+        batch_size=runs.batch_size,
+        progress=False,
+    )
 
 
 def _expected_share(first: float, last: float, progress: float) -> float:

@@ -10,6 +10,7 @@ from sparse_tl.circuits import (
     Circuit,
     EffectCurve,
     Evaluation,
+    FoundCircuit,
     HeadBehaviour,
     LogitAttribution,
     LogitLens,
@@ -44,10 +45,10 @@ def figure(result: Any, **style: Any) -> Figure:
         result: a circuit of circuit edges, with or without positions, optionally with ``scores``
             (component diagram); scores of circuit edges (component diagram of the 60 strongest, or
             of the ``size`` strongest) or of heads, optionally with ``marked`` heads (head map); an
-            evaluation or curve (explained effect); checked scores, or effects of neurons (scatter
-            plot); activation patching, logit lens or logit attribution (layer map); head behaviour
-            (head map); an attention graph (circuit diagram); an ablation curve; or head roles (heat
-            map).
+            evaluation, curve or found circuit (explained effect); checked scores, or effects of neurons
+            (scatter plot); activation patching, logit lens or logit attribution (layer map); head
+            behaviour (head map); an attention graph (circuit diagram); an ablation curve; or head
+            roles (heat map).
         **style: ``title``, and arguments of the function that draws the figure.
 
     Raises:
@@ -116,6 +117,14 @@ def _(
 @figure.register(Evaluation)
 def _(result: Evaluation, *, name: str = "Model", **style: Any) -> Figure:
     return figure(result.curve(name), **style)
+
+
+@figure.register(FoundCircuit)
+def _(result: FoundCircuit, *, title: str = "Model", **style: Any) -> GridFigure:
+    methods = result.to_pandas()["method"].head(2)  # the best, and the next best
+    curves = [result.evaluations[method].curve(method) for method in reversed([*methods])]
+    parts = "circuit_edges" if isinstance(result.circuit.site, CircuitGraph) else "heads"
+    return effect_figure({title: curves}, **{"parts": parts, "level": result.at, **style})
 
 
 @figure.register(AblationCurve)

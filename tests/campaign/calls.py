@@ -115,6 +115,11 @@ CALLS: dict[str, Call] = {
             m, pairs(), threshold=0.1, start="heads", checkpoint=f / "acdc", **QUIET
         )
     ),
+    "finding": Call(
+        lambda m, f: stl.find_circuit(
+            m, pairs(), logit_difference, parts="heads", checkpoint=f / "found", **QUIET
+        )
+    ),
     "pruning": Call(lambda m, _: stl.prune_circuit_edges(m, pairs(), size=5, steps=2, **QUIET)),
     "evaluation": Call(lambda m, _: stl.evaluate(m, pairs(), logit_difference, _whole(m), **QUIET)),
     "per prompt": Call(

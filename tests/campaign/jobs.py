@@ -100,6 +100,12 @@ def _acdc_size(folder: Path) -> str:
     return _search(folder, "heads", size=2)
 
 
+def _found(folder: Path) -> str:
+    _often()
+    model, how = tiny_model(n_layers=2), {"checkpoint": folder / "c", "at": 0.5, **QUIET}
+    return facts(stl.find_circuit(model, pairs(), stl.logit_difference, **how))
+
+
 def _often() -> None:
     """As many checkpoints as a long job would write."""
     import_module("sparse_tl.training.loop").SAVE_AFTER = 0.0
@@ -107,6 +113,7 @@ def _often() -> None:
     import_module("sparse_tl.circuits.acdc").SAVE_EVERY = 3
     import_module("sparse_tl.head_roles.measuring").SAVE_AFTER = 0.0
     import_module("sparse_tl.head_roles.measuring").ACTIVATIONS_AT_ONCE = 4096
+    import_module("sparse_tl.circuits.elimination").SAVE_EVERY = 0.0
 
 
 def _head_gates(folder: Path) -> str:
@@ -208,6 +215,7 @@ JOBS: dict[str, Callable[[Path], str]] = {
     "sampled_windows": _sampled,
     "acdc of edges": _acdc_edges,
     "acdc to a size": _acdc_size,
+    "find_circuit": _found,
     "fit_head_gates": _head_gates,
     "fit_contrastive_head_gates": _contrastive,
     "ablation_curve": _ablation,

@@ -30,6 +30,7 @@ from sparse_tl.circuits import (
     Circuit,
     EffectCurve,
     Evaluation,
+    FoundCircuit,
     HeadBehaviour,
     LogitAttribution,
     LogitLens,
@@ -39,6 +40,7 @@ from sparse_tl.circuits import (
     SeedCurves,
 )
 from sparse_tl.circuits.attention_graph import AttentionGraph
+from sparse_tl.circuits.faithfulness import Faithfulness
 from sparse_tl.grids import HeadGrid
 from sparse_tl.head_roles import AblationCurve, HeadRoles
 from sparse_tl.plots import Figure, GridFigure
@@ -89,6 +91,15 @@ def _checked(method: str) -> ScoreCheck:
 def _evaluation() -> Evaluation:
     effect, clean = torch.tensor([0.0, 0.2, 0.7, 0.95, 1.0]), torch.tensor([3.0, 4.0, 5.0])
     return Evaluation((0, 10, 100, 1000, 10_000), 32_491, effect[:, None] * clean, clean, 0 * clean)
+
+
+def _found() -> FoundCircuit:
+    scores = Scores(HeadGrid(12, 12), torch.rand(12, 12), "eap-ig")
+    run, evaluation = Faithfulness(0.1, 0.9, 3), _evaluation()
+    slower = Evaluation((0, 20, 300, 4000, 32_491), *list(vars(evaluation).values())[1:])
+    evaluations = {"eap-ig": slower, "elimination": evaluation}
+    seconds = dict.fromkeys(evaluations, 1.0)
+    return FoundCircuit(scores.top(9), "elimination", 0.9, run, run, evaluations, seconds, scores)
 
 
 def head_roles_of(n_layers: int, n_heads: int) -> HeadRoles:
@@ -159,6 +170,7 @@ def figure_of(examples: Any, two_panels: Any, make_random_circuit: Any) -> Calla
         AttentionGraph: list(two_panels.values()),
         Circuit: circuits,
         Evaluation: [_evaluation()],
+        FoundCircuit: [_found()],
         ScoreCheck: [_checked("eap"), _checked("eap-ig")],
     }
     return cache(lambda name: _figure(name, known))

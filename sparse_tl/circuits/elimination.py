@@ -1,0 +1,253 @@
+"""Backward elimination: drop a circuit's parts in groups, and run every circuit that is considered.
+
+1. Start from the best parts by score: the fewest that lose a tenth of what may be lost.
+2. Go through groups of parts, from coarse to fine, late ones first: of circuit edges, those out of
+   all heads of a layer, out of each source, and into each destination; of heads, every head.
+3. Drop a group, or the weakest quarter, half or three quarters: whichever choice gains most,
+
+       gain = price * (number of parts dropped) - (loss of explained effect)
+
+   if it gains anything and loses at most `STEP`. Parts that are left without effect count as
+   dropped. An effect that rises is no loss, but it may not rise above 1 by more than `OVER`.
+4. Go through all groups again at a higher price: `HASTE` times what may still be lost, divided
+   among the parts that are left, and at least twice the last price. A pass loses at most half of
+   what may be lost, or `STEP`.
+
+What may be lost is ``1 - level``, and some more, since other pairs may need more parts. Every
+circuit on the way contains all later ones, so that the curve of a search hardly ever falls.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sparse_tl.circuits.circuit import Circuit
+from sparse_tl.circuits.pair_runs import PairRuns
+from sparse_tl.circuits.resuming import Resumable, resumed, search_asked
+from sparse_tl.circuits.scores import Scores
+from sparse_tl.data import PromptPairs
+from sparse_tl.graph import CircuitGraph
+from sparse_tl.metrics import Metric, explained_effect, measure
+from sparse_tl.progress import tracked
+from sparse_tl.scopes import autograd
+
+MARGIN = 0.05
+"""How far below the level the search goes on, in explained effect."""
+STEP = 0.02
+"""Largest loss of explained effect in one step."""
+OVER = 0.03
+"""How far above 1 an explained effect may rise."""
+HASTE = 4.0
+"""Most parts cost far less than their price, so that a pass loses less than it may."""
+SHARES = (0, 1 / 4, 1 / 2, 3 / 4)
+"""Shares of a group that are kept."""
+ROWS = 256
+"""Maximum number of circuits times prompts in one forward pass."""
+SAVE_EVERY = 30.0
+"""Seconds between two checkpoints."""
+
+Group = tuple[int | slice, ...]
+"""Index of a group of parts."""
+
+
+@dataclass
+class EliminationState(Resumable):
+    """Circuits found so far, each part of the last one, and where the search is.
+
+    Args:
+        dropped: the step at which each part was dropped; 0 for parts that are left.
+        effects: explained effect after each step, on the pairs of the search.
+        mask: parts that are left, with those that lost their effect in this pass.
+        begun: parts that were left when this pass began.
+        position: index of the next group.
+        price: price of a part in this pass, in explained effect.
+        floor: explained effect that this pass does not go below.
+        done: whether the search is finished.
+        seconds: time spent.
+    """
+
+    dropped: Int[Tensor, "*axes"]
+    effects: list[float]
+    mask: Bool[Tensor, "*axes"]
+    begun: Bool[Tensor, "*axes"]
+    position: int = 0
+    price: float = 0.0
+    floor: float = 0.0
+    done: bool = False
+    seconds: float = 0.0
+
+
+class Elimination:
+    """A search for small circuits that explain an effect.
+
+    Args:
+        runs: pairs of the search, which keep their runs, at the site of the scores.
+        metric: metric function with one value per pair.
+        scores: scores that the search starts from, and that order the edges of a destination.
+        level: explained effect that circuits should reach.
+    """
+
+    def __init__(self, runs: PairRuns, metric: Metric, scores: Scores, level: float) -> None:
+        self.runs, self.metric, self.scores, self.site = runs, metric, scores, scores.site
+        self._strength = scores.mean().abs()
+        self._lowest = level - MARGIN
+        self._groups = list(_groups(scores.site))
+        self._folder: Path | None = None
+        clean, none = list[Tensor](), list[Tensor]()
+        for batch, run in runs:
+            clean.append(measure(metric, run.clean_logits, batch))
+            none.append(measure(metric, runs.everything_patched(run), batch))
+        self._clean, self._none = (torch.cat(some).cpu().double() for some in (clean, none))
+        self.state = self._start((1 - level) / 10)
+
+    def save_to(self, folder: Path, pairs: PromptPairs, settings: str) -> None:
+        """Write checkpoints to a folder, and resume from one found there; see `resumed`."""
+        state, self._folder = self.state, folder
+        state.asked = search_asked(
+            self.runs, pairs, self.site, self.metric, self.site.exists, settings
+        )
+        state.measured = (self._clean.mean().item(), self._none.mean().item(), *state.effects)
+        self.state = resumed(state, folder)
+
+    def run(self, seconds: float = math.inf, progress: bool = True) -> None:
+        """Search until circuits are below the level by `MARGIN`, or the time is over."""
+        state, began, spent = self.state, time.monotonic(), self.state.seconds
+        end, saved = began + seconds - spent, began
+        while not state.done:
+            if state.position == 0:
+                self._begin_pass()
+            for _, run in self.runs:
+                run.start_from(state.begun)
+            total, at = len(self._groups), state.position
+            with tracked("eliminating", total, progress, done=at) as step:
+                while state.position < total and time.monotonic() < end:
+                    self._try(self._groups[state.position])
+                    state.position += 1
+                    now = time.monotonic()
+                    state.seconds = spent + now - began
+                    if now > saved + SAVE_EVERY:
+                        saved = now
+                        self._save()
+                    step(f"{self._size(state.mask):,} {self.site.noun}: {state.effects[-1]:.2f}")
+            if state.position < total:
+                break
+            self._end_pass()
+        self._save()
+
+    def ranking(self) -> Scores:
+        """Minus the step at which each part was dropped, as scores of the parts."""
+        last = len(self.state.effects) + 1
+        steps = torch.where(self.state.dropped == 0, last, self.state.dropped)
+        values = -steps.where(self.site.exists, 0).double()
+        return Scores(self.site, values, "elimination", self.scores.prompt_start)
+
+    def sizes(self) -> list[int]:
+        """Number of parts after each step: where to cut the ranking."""
+        steps = self.state.dropped[self.site.exists]
+        n_dropped = steps.bincount(minlength=len(self.state.effects) + 1)[1:].cumsum(0)
+        return (self.site.n_parts - n_dropped).tolist()
+
+    # ---- one step --------------------------------------------------------------------------------
+
+    def _start(self, loss: float) -> EliminationState:
+        """The fewest best parts by score that lose at most so much, as the first step."""
+        order = self.scores.order()
+        low, high, best, effect = 0, len(order), self._connected(self.site.exists), 1.0
+        while high - low > max(1, high // 32):
+            size = max(low + 1, math.isqrt(max(low, 1) * high))
+            mask = torch.zeros_like(best)
+            mask[tuple(order[:size].T)] = True
+            mask = self._connected(mask)
+            (found,) = self._effects(mask[None])
+            if 1 - loss <= found <= 1 + OVER:
+                high, best, effect = size, mask, found
+            else:
+                low = size
+        dropped = (self.site.exists & ~best).long()
+        return EliminationState(dropped, [effect], best, best.clone())
+
+    def _begin_pass(self) -> None:
+        state = self.state
+        state.begun = self._connected(state.mask)
+        state.mask = state.begun.clone()
+        left = max(0.0, state.effects[-1] - self._lowest)
+        share = left / max(1, self._size(state.mask))
+        state.price = max(2 * state.price, HASTE * share)
+        state.floor = state.effects[-1] - max(left / 2, STEP)
+
+    def _end_pass(self) -> None:
+        """Whether there is a next pass: not if the level is passed, nor if no price would do."""
+        state = self.state
+        unchanged = bool((state.mask == state.begun).all())
+        too_low = state.effects[-1] < self._lowest
+        state.done = too_low or (unchanged and state.price > 1)
+        state.position = 0
+
+    def _try(self, group: Group) -> None:
+        """Drop as much of a group as gains most."""
+        state, live = self.state, self._connected(self.state.mask)
+        inside = torch.zeros_like(live)
+        inside[group] = live[group]
+        places = inside.nonzero()
+        if not len(places):
+            return
+        order = places[self._strength[tuple(places.T)].argsort(descending=True, stable=True)]
+        kept = sorted({int(share * len(order)) for share in SHARES})
+        masks = state.mask.repeat(len(kept), *[1] * live.ndim)
+        for mask, n in zip(masks, kept, strict=True):
+            mask[tuple(order[n:].T)] = False
+        size, before, effects = self._size(live), state.effects[-1], self._effects(masks)
+        gains = [(0.0, -1)]
+        for row, effect in enumerate(effects):
+            dropped = size - self._size(self._connected(masks[row]))
+            if max(state.floor, before - STEP) <= effect <= max(1 + OVER, before):
+                gains.append((state.price * dropped - max(0.0, before - effect), row))
+        gain, row = max(gains)
+        if gain > 0:
+            state.mask = masks[row].clone()
+            state.effects.append(effects[row])
+            state.dropped[live & ~self._connected(state.mask)] = len(state.effects)
+
+    def _effects(self, masks: Bool[Tensor, "circuit *axes"]) -> list[float]:
+        """The explained effect of circuits on the pairs of the search."""
+        found = list[Float[Tensor, "circuit pair"]]()
+        with autograd(False):
+            for batch, run in self.runs:
+                at_once = max(1, ROWS // len(batch))
+                logits = [row for some in masks.split(at_once) for row in run.logits(some)]
+                values = [measure(self.metric, row, batch) for row in logits]
+                found.append(torch.stack(values).cpu().double())
+        return explained_effect(torch.cat(found, dim=1), self._clean, self._none).tolist()
+
+    def _connected(self, mask: Bool[Tensor, "*axes"]) -> Bool[Tensor, "*axes"]:
+        if not isinstance(self.site, CircuitGraph):
+            return mask
+        return Circuit(self.site, mask).connected(patch=self.runs.patch).mask
+
+    def _size(self, mask: Bool[Tensor, "*axes"]) -> int:
+        return int(mask.count_nonzero())
+
+    def _save(self) -> None:
+        if self._folder is not None:
+            self.state.save(self._folder)
+
+
+def _groups(site: object) -> Iterator[Group]:
+    """Groups of parts, late ones first: passes then start at the layer of the group."""
+    if isinstance(site, CircuitGraph):
+        yield from (
+            (group.rows, slice(None)) for group in reversed(site.groups) if group.n_kv_heads
+        )
+        yield from ((row, slice(None)) for row in reversed(range(len(site.sources))))
+        yield from ((slice(None), column) for column in reversed(range(len(site.destinations))))
+    else:
+        places = site.places.flip(0).tolist()  # type: ignore[attr-defined]
+        yield from (tuple(place) for place in places)

@@ -1,0 +1,90 @@
+"""The result of `find_circuit`: the smallest circuit, and the curves of all methods."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+from sparse_tl.circuits.circuit import Circuit
+from sparse_tl.circuits.effect import Evaluation
+from sparse_tl.circuits.faithfulness import Faithfulness
+from sparse_tl.circuits.scores import Scores
+from sparse_tl.results import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, eq=False)
+class FoundCircuit(Result):
+    """The smallest circuit that reaches an explained effect on held-out pairs.
+
+    Args:
+        circuit: the circuit.
+        method: the method that found it.
+        at: explained effect that was asked for.
+        searched: faithfulness of the circuit on the pairs of the search.
+        held_out: its faithfulness on the held-out pairs.
+        evaluations: circuits of growing size by each method, evaluated on the held-out pairs.
+        seconds: time that each method took to rank the parts.
+        scores: attribution scores that the search started from.
+    """
+
+    circuit: Circuit
+    method: str
+    at: float
+    searched: Faithfulness
+    held_out: Faithfulness
+    evaluations: dict[str, Evaluation]
+    seconds: dict[str, float]
+    scores: Scores
+
+    @property
+    def curve(self) -> Evaluation:
+        """The evaluated circuits of the method that found the smallest one."""
+        return self.evaluations[self.method]
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Bootstrap interval of the circuit's explained effect over held-out pairs."""
+        row = self.to_pandas().iloc[0]
+        return row["low"], row["high"]
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per method, the smallest circuit first.
+
+        The number of parts of its smallest circuit that reaches `at`, the explained effect on
+        held-out pairs with its interval, and how long the method took in seconds.
+        """
+        import pandas as pd
+
+        rows = []
+        for method, evaluation in self.evaluations.items():
+            found = evaluation.to_pandas().iloc[reached(evaluation, self.at)]
+            columns = {name: found[name] for name in ("explained_effect", "low", "high")}
+            size = {"method": method, "size": int(found["size"])}
+            rows.append({**size, **columns, "seconds": self.seconds[method]})
+        return pd.DataFrame(rows).sort_values("size", kind="stable", ignore_index=True)
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(repr(self))}</p>" + self.circuit._repr_html_()
+
+    def __repr__(self) -> str:
+        first, *others = self.to_pandas().itertuples()
+        next_best = f"; next best: {others[0].size:,} by {others[0].method}" if others else ""
+        return (
+            f"FoundCircuit({len(self.circuit):,} of {self.circuit.site.n_parts:,} "
+            f"{self.circuit.site.noun}, by {self.method}, explain {first.explained_effect:.3f} "
+            f"({first.low:.3f} to {first.high:.3f}) of the effect on {self.held_out.n_pairs:,} "
+            f"held-out pairs, {self.at:g} asked for{next_best})"
+        )
+
+
+def reached(evaluation: Evaluation, level: float) -> int:
+    """The smallest circuit that reaches a level like all larger ones; its index.
+
+    The last circuit, the whole model, always does.
+    """
+    effects = evaluation.effect.tolist()
+    return max((i + 1 for i, effect in enumerate(effects[:-1]) if effect < level), default=0)

@@ -1,0 +1,233 @@
+"""`find_circuit` finds planted circuits, never searches on held-out pairs, and can be resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import explained, run_patched
+from planted import PLANTED, Planted
+from random_models import random_pairs, shaken
+from torch import Tensor
+
+from sparse_tl.circuits import (
+    FoundCircuit,
+    Scores,
+    attribute_circuit_edges,
+    elimination,
+    evaluate_circuit_edges,
+    find_circuit,
+)
+from sparse_tl.data.pairs import PromptPairs
+from sparse_tl.lens import Model, adapt
+from sparse_tl.metrics import NoEffectError, logit_difference
+
+Build = Callable[..., Model]
+QUIET: dict[str, Any] = {"progress": False}
+PARTS = pytest.mark.parametrize("parts", ["circuit_edges", "heads"])
+
+
+@pytest.fixture
+def small(build_tiny: Build) -> Model:
+    return shaken(build_tiny(dtype="float64"))
+
+
+@pytest.fixture
+def many() -> PromptPairs:
+    pairs = random_pairs()
+    return pairs.select(torch.arange(8) % len(pairs))
+
+
+def _same(one: FoundCircuit, other: FoundCircuit) -> None:
+    assert one.method == other.method
+    assert torch.equal(one.circuit.mask, other.circuit.mask)
+    for method, evaluation in one.evaluations.items():
+        assert evaluation.sizes == other.evaluations[method].sizes
+        torch.testing.assert_close(evaluation.values, other.evaluations[method].values)
+
+
+@pytest.mark.parametrize("name", ["inhibition", "lock"])
+def test_planted_circuits_are_found(name: str) -> None:
+    planted = PLANTED[name]()
+    found = find_circuit(
+        planted.model, planted.pairs, planted.metric, held_out=planted.pairs, **QUIET
+    )
+    assert {str(edge) for edge in found.circuit.edges} == planted.edges
+    assert dict(zip(found.to_pandas()["method"], found.to_pandas()["size"], strict=True)) == {
+        "eap-ig": len(planted.edges),
+        "elimination": len(planted.edges),
+    }
+    assert found.held_out.explained_effect == pytest.approx(1, abs=1e-6)
+
+
+def test_a_smaller_circuit_than_the_planted_one() -> None:
+    """Of induction, patched queries and patched keys match again, at the same place."""
+    planted: Planted = PLANTED["induction"]()
+    found = find_circuit(
+        planted.model, planted.pairs, planted.metric, held_out=planted.pairs, **QUIET
+    )
+    assert {str(edge) for edge in found.circuit.edges} == {"input->a1.h0<v>", "a1.h0->logits"}
+    mask = found.circuit.mask
+    effect = explained(planted.model, planted.graph, planted.pairs, planted.metric, mask)
+    assert effect == pytest.approx(1, abs=1e-6)
+    assert found.method == "elimination" and len(found.circuit) < len(planted.edges)
+
+
+def test_what_is_returned_was_run_on_both_halves(small: Model, many: PromptPairs) -> None:
+    """Effects, sizes and divergences are those of the slow oracle."""
+    searched, others = many.select(slice(0, 5)), many.select(slice(5, None))
+    found = find_circuit(small, searched, logit_difference, at=0.6, held_out=others, **QUIET)
+    graph, mask = adapt(small).graph, found.circuit.mask
+    for pairs, said in ((searched, found.searched), (others, found.held_out)):
+        effect = explained(small, graph, pairs, logit_difference, mask)
+        assert said.explained_effect == pytest.approx(effect, rel=1e-6)
+        clean, circuit = (
+            run_patched(small, graph, pairs, some).log_softmax(-1) for some in (graph.exists, mask)
+        )
+        lost = (clean.exp() * (clean - circuit)).sum(-1).mean().item()
+        assert said.divergence == pytest.approx(lost, rel=1e-6)
+        assert said.n_pairs == len(pairs)
+    row = found.to_pandas().iloc[0]
+    assert (row["method"], row["size"]) == (found.method, len(found.circuit))
+    assert row["explained_effect"] == pytest.approx(found.held_out.explained_effect)
+    assert row["explained_effect"] >= 0.6
+    assert found.interval[0] <= row["explained_effect"] <= found.interval[1]
+    for evaluation in found.evaluations.values():
+        assert evaluation.sizes[-1] == graph.n_edges
+        assert evaluation.effect[-1].item() == pytest.approx(1)
+
+
+@PARTS
+def test_no_search_sees_held_out_pairs(small: Model, many: PromptPairs, parts: Any) -> None:
+    """Other held-out pairs: the same circuits are evaluated, with other values."""
+    searched, others = many.select(slice(0, 4)), many.select(slice(4, None))
+    poisoned = replace(others, clean=others.corrupted, corrupted=others.clean)
+    how = {"at": 0.6, "parts": parts, **QUIET}
+    one, other = (
+        find_circuit(small, searched, logit_difference, held_out=some, **how)
+        for some in (others, poisoned)
+    )
+    assert torch.equal(one.scores.values, other.scores.values)
+    for method, evaluation in one.evaluations.items():
+        assert evaluation.sizes == other.evaluations[method].sizes
+        assert not torch.equal(evaluation.values, other.evaluations[method].values)
+
+
+def test_halves_are_drawn_from_all_pairs(small: Model, many: PromptPairs) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def recorded(logits: Tensor, pairs: PromptPairs) -> Tensor:
+        seen.extend(map(tuple, pairs.clean.tolist()))
+        return logit_difference(logits, pairs)
+
+    unlike = many.select(slice(0, 5))
+    one = find_circuit(small, unlike, recorded, at=0.5, seed=1, **QUIET)
+    assert set(seen) == set(map(tuple, unlike.clean.tolist()))
+    assert (one.searched.n_pairs, one.held_out.n_pairs) == (3, 2)
+    _same(one, find_circuit(small, unlike, logit_difference, at=0.5, seed=1, **QUIET))
+
+
+@PARTS
+def test_the_batch_size_changes_nothing(small: Model, many: PromptPairs, parts: Any) -> None:
+    how = {"at": 0.6, "parts": parts, **QUIET}
+    one, other = (
+        find_circuit(small, many, logit_difference, batch_size=size, **how) for size in (32, 2)
+    )
+    _same(one, other)
+
+
+def test_stacking_changes_nothing(
+    small: Model, many: PromptPairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = find_circuit(small, many, logit_difference, at=0.6, **QUIET)
+    monkeypatch.setattr(elimination, "ROWS", 1)
+    _same(one, find_circuit(small, many, logit_difference, at=0.6, **QUIET))
+
+
+def test_random_scores_do_worse() -> None:
+    planted = PLANTED["inhibition"]()
+    found = find_circuit(
+        planted.model, planted.pairs, planted.metric, held_out=planted.pairs, **QUIET
+    )
+    scores = attribute_circuit_edges(planted.model, planted.pairs, planted.metric, **QUIET)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.rand(scores.values.shape, generator=generator) * scores.site.exists
+        worse = evaluate_circuit_edges(
+            planted.model,
+            planted.pairs,
+            planted.metric,
+            Scores(scores.site, drawn, "random"),
+            [4 * len(found.circuit)],
+            **QUIET,
+        )
+        assert worse.effect.item() < 0.5
+
+
+def test_the_curve_hardly_ever_falls(small: Model, many: PromptPairs) -> None:
+    """On the pairs of the search, it never does by more than a step may lose."""
+    found = find_circuit(small, many, logit_difference, at=0.6, held_out=many, **QUIET)
+    curve = found.evaluations["elimination"]
+    assert len(curve.sizes) > 3
+    assert all(small < large for small, large in pairwise(curve.sizes))
+    assert (1 - curve.effect).abs().max() <= 0.4 + 2 * elimination.MARGIN + 1e-6
+
+
+@PARTS
+@pytest.mark.parametrize("killed_at", [1, 9])
+def test_a_killed_search_ends_as_an_uninterrupted_one(
+    small: Model,
+    many: PromptPairs,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    parts: Any,
+    killed_at: int,
+) -> None:
+    monkeypatch.setattr(elimination, "SAVE_EVERY", 0.0)
+    how = {"at": 0.6, "parts": parts, **QUIET}
+    whole = find_circuit(small, many, logit_difference, **how)
+    attempt, calls = elimination.Elimination._try, list[int]()
+
+    def stopped(search: elimination.Elimination, group: Any) -> None:
+        calls.append(1)
+        if len(calls) > killed_at:
+            raise KeyboardInterrupt
+        attempt(search, group)
+
+    how["checkpoint"] = tmp_path / "c"
+    with monkeypatch.context() as patch:
+        patch.setattr(elimination.Elimination, "_try", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            find_circuit(small, many, logit_difference, **how)
+    _same(find_circuit(small, many, logit_difference, **how), whole)
+    with pytest.raises(ValueError, match="checkpoint of another search"):
+        find_circuit(small, many, logit_difference, **{**how, "at": 0.7})
+
+
+def test_a_search_that_has_no_time_left_gives_what_it_has(small: Model, many: PromptPairs) -> None:
+    found = find_circuit(small, many, logit_difference, at=0.6, seconds=1e-9, **QUIET)
+    assert found.held_out.explained_effect >= 0.6
+    assert len(found.evaluations["elimination"].sizes) == 2  # where it starts, and all
+
+
+def test_results_are_shown_and_saved(small: Model, many: PromptPairs, tmp_path: Path) -> None:
+    found = find_circuit(small, many, logit_difference, at=0.6, **QUIET)
+    said = repr(found)
+    assert f"FoundCircuit({len(found.circuit)} of" in said and f"by {found.method}" in said
+    assert "4 held-out pairs, 0.6 asked for; next best: " in said
+    again = FoundCircuit.load(found.save(tmp_path / "found"))
+    assert repr(again) == said and again.to_pandas().equals(found.to_pandas())
+    found.figure(title="Random")
+
+
+def test_what_cannot_be_searched(small: Model, many: PromptPairs) -> None:
+    with pytest.raises(ValueError, match="expected at least two prompt pairs"):
+        find_circuit(small, many.select(slice(0, 1)), logit_difference, **QUIET)
+    nothing = replace(many, corrupted=many.clean)
+    with pytest.raises(NoEffectError, match="expected prompts whose corruption changes"):
+        find_circuit(small, nothing, logit_difference, **QUIET)
