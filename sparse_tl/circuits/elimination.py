@@ -216,7 +216,7 @@ class Elimination:
             state.effects.append(effects[row])
             state.dropped[live & ~self._connected(state.mask)] = len(state.effects)
 
-    def _effects(self, masks: Bool[Tensor, "circuit *axes"]) -> list[float]:
+    def _effects(self, masks: Bool[Tensor, "circuit ..."]) -> list[float]:
         """The explained effect of circuits on the pairs of the search."""
         found = list[Float[Tensor, "circuit pair"]]()
         with autograd(False):
@@ -243,9 +243,8 @@ class Elimination:
 def _groups(site: object) -> Iterator[Group]:
     """Groups of parts, late ones first: passes then start at the layer of the group."""
     if isinstance(site, CircuitGraph):
-        yield from (
-            (group.rows, slice(None)) for group in reversed(site.groups) if group.n_kv_heads
-        )
+        layers = (group.rows for group in reversed(site.groups) if group.n_kv_heads)
+        yield from ((rows, slice(None)) for rows in layers)
         yield from ((row, slice(None)) for row in reversed(range(len(site.sources))))
         yield from ((slice(None), column) for column in reversed(range(len(site.destinations))))
     else:

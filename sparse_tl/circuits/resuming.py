@@ -1,4 +1,4 @@
-"""Checkpoints of circuit searches: what determines a search, and whether a folder holds the same."""
+"""Checkpoints of circuit searches: what determines a search, and resuming it from a folder."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def resumed(state: State, folder: Path) -> State:
     if not (folder / RESULT_FILE).exists():
         state.save(folder)
         return state
-    found = type(state).load(folder)
+    kind: type[State] = type(state)
+    found = kind.load(folder)
     # Of a metric, the name is not enough: two may differ in what they were made with.
     alike = len(found.measured) == len(state.measured) and np.allclose(
         found.measured, state.measured, rtol=1e-3, atol=1e-4
