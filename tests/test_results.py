@@ -38,6 +38,7 @@ from sparse_tl.circuits import (
 from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.circuits.elimination import EliminationState
 from sparse_tl.circuits.outcomes import SearchState
+from sparse_tl.circuits.resuming import Resumable
 from sparse_tl.circuits.skill import Skill
 from sparse_tl.files import read_tensors, write_tensors
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
@@ -112,6 +113,7 @@ RESULTS: dict[str, Any] = {
     "found circuit": FoundCircuit(
         HEADS.top(2), "exact", 0.9, RUN, RUN, {"exact": MIB}, {"exact": 1.5}, HEADS
     ),
+    "what determines a search": Resumable(asked="edges", measured=(0.5, 1.5)),
     "elimination half way": EliminationState(
         torch.tensor([[0, 1], [2, 0]]), [0.75, 0.5], *[HEADS.top(2).mask.clone() for _ in range(2)]
     ),

@@ -21,15 +21,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparse_tl.circuits.circuit import Circuit
+from sparse_tl.circuits.circuit import Circuit, Site
 from sparse_tl.circuits.pair_runs import PairRuns
 from sparse_tl.circuits.resuming import Resumable, resumed, search_asked
 from sparse_tl.circuits.scores import Scores
@@ -66,8 +66,9 @@ class EliminationState(Resumable):
         dropped: the step at which each part was dropped; 0 for parts that are left.
         effects: explained effect after each step, on the pairs of the search.
         mask: parts that are left, with those that lost their effect in this pass.
-        begun: parts that were left when this pass began.
+        begun: parts that were left when this sweep over groups began.
         position: index of the next group.
+        n_begun: number of steps when this pass began.
         price: price of a part in this pass, in explained effect.
         floor: explained effect that this pass does not go below.
         done: whether the search is finished.
@@ -79,6 +80,7 @@ class EliminationState(Resumable):
     mask: Bool[Tensor, "*axes"]
     begun: Bool[Tensor, "*axes"]
     position: int = 0
+    n_begun: int = 0
     price: float = 0.0
     floor: float = 0.0
     done: bool = False
@@ -91,7 +93,7 @@ class Elimination:
     Args:
         runs: pairs of the search, which keep their runs, at the site of the scores.
         metric: metric function with one value per pair.
-        scores: scores that the search starts from, and that order the edges of a destination.
+        scores: scores that the search starts from, and that order the parts of a group.
         level: explained effect that circuits should reach.
     """
 
@@ -99,7 +101,9 @@ class Elimination:
         self.runs, self.metric, self.scores, self.site = runs, metric, scores, scores.site
         self._strength = scores.mean().abs()
         self._lowest = level - MARGIN
-        self._groups = list(_groups(scores.site))
+        sweeps = _sweeps(scores.site)
+        self._groups = [group for sweep in sweeps for group in sweep]
+        self._sweeps = [0, *accumulate(map(len, sweeps[:-1]))]
         self._folder: Path | None = None
         clean, none = list[Tensor](), list[Tensor]()
         for batch, run in runs:
@@ -121,14 +125,18 @@ class Elimination:
         """Search until circuits are below the level by `MARGIN`, or the time is over."""
         state, began, spent = self.state, time.monotonic(), self.state.seconds
         end, saved = began + seconds - spent, began
-        while not state.done:
+        total = len(self._groups)
+        while not state.done and time.monotonic() < end:
             if state.position == 0:
                 self._begin_pass()
+            if state.position in self._sweeps:
+                state.begun = self._connected(state.mask)
+                state.mask = state.begun.clone()
             for _, run in self.runs:
                 run.start_from(state.begun)
-            total, at = len(self._groups), state.position
-            with tracked("eliminating", total, progress, done=at) as step:
-                while state.position < total and time.monotonic() < end:
+            stop = min(start for start in (*self._sweeps, total) if start > state.position)
+            with tracked("eliminating", total, progress, done=state.position) as step:
+                while state.position < stop and time.monotonic() < end:
                     self._try(self._groups[state.position])
                     state.position += 1
                     now = time.monotonic()
@@ -137,9 +145,10 @@ class Elimination:
                         saved = now
                         self._save()
                     step(f"{self._size(state.mask):,} {self.site.noun}: {state.effects[-1]:.2f}")
-            if state.position < total:
+            if state.position < stop:
                 break
-            self._end_pass()
+            if stop == total:
+                self._end_pass()
         self._save()
 
     def ranking(self) -> Scores:
@@ -176,17 +185,16 @@ class Elimination:
 
     def _begin_pass(self) -> None:
         state = self.state
-        state.begun = self._connected(state.mask)
-        state.mask = state.begun.clone()
         left = max(0.0, state.effects[-1] - self._lowest)
-        share = left / max(1, self._size(state.mask))
+        share = left / max(1, self._size(self._connected(state.mask)))
         state.price = max(2 * state.price, HASTE * share)
         state.floor = state.effects[-1] - max(left / 2, STEP)
+        state.n_begun = len(state.effects)
 
     def _end_pass(self) -> None:
         """Whether there is a next pass: not if the level is passed, nor if no price would do."""
         state = self.state
-        unchanged = bool((state.mask == state.begun).all())
+        unchanged = len(state.effects) == state.n_begun
         too_low = state.effects[-1] < self._lowest
         state.done = too_low or (unchanged and state.price > 1)
         state.position = 0
@@ -240,13 +248,14 @@ class Elimination:
             self.state.save(self._folder)
 
 
-def _groups(site: object) -> Iterator[Group]:
-    """Groups of parts, late ones first: passes then start at the layer of the group."""
-    if isinstance(site, CircuitGraph):
-        layers = (group.rows for group in reversed(site.groups) if group.n_kv_heads)
-        yield from ((rows, slice(None)) for rows in layers)
-        yield from ((row, slice(None)) for row in reversed(range(len(site.sources))))
-        yield from ((slice(None), column) for column in reversed(range(len(site.destinations))))
-    else:
-        places = site.places.flip(0).tolist()  # type: ignore[attr-defined]
-        yield from (tuple(place) for place in places)
+def _sweeps(site: Site) -> list[list[Group]]:
+    """Groups of parts, each sweep from late to early: passes then start at the layer of a group."""
+    if not isinstance(site, CircuitGraph):
+        return [[tuple(place) for place in site.places.flip(0).tolist()]]
+    layers = [group.rows for group in site.groups if group.n_kv_heads]
+    every: list[list[Group]] = [
+        [(rows, slice(None)) for rows in layers],
+        [(row, slice(None)) for row in range(len(site.sources))],
+        [(slice(None), column) for column in range(len(site.destinations))],
+    ]
+    return [sweep[::-1] for sweep in every]

@@ -206,6 +206,16 @@ def test_edges_on_no_path_are_dropped_and_said(build_tiny: Any) -> None:
     assert found.n_kept == len(found.circuit) == 3 and not found.notes()
 
 
+def test_a_search_that_is_worse_than_attribution_says_so() -> None:
+    """What it is compared with is what attribution's best edges preserve, by the oracle."""
+    planted = PLANTED["inhibition"]()
+    lost, _ = _by_hand(planted.model, planted.pairs, planted.mask, "kl")
+    with pytest.warns(UserWarning, match="the 6 best edges by attribution diverge by"):
+        found = prune_circuit_edges(planted.model, planted.pairs, size=6, steps=1, **QUIET)
+    assert found.ranked.divergence == pytest.approx(lost, abs=1e-9) != found.searched.divergence
+    assert any("best edges by attribution" in note for note in found.notes())
+
+
 @pytest.mark.parametrize(
     ("divergence", "effect", "said"),
     [
