@@ -37,7 +37,7 @@ from sparse_tl.locks import held
 from sparse_tl.metrics import Metric
 
 SHRINKS = 0.93
-"""Of the circuits of a search, those are evaluated that are that much smaller than the last one."""
+"""Of the circuits of a search, those are evaluated that are that much smaller than the next."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def find_circuit(
             search.save_to(folder, pairs, f"{at} {batch_size}")
         left = math.inf if seconds is None else seconds - (time.monotonic() - began)
         search.run(left, progress)
-    sizes = tuple(reversed(_thinned(search.sizes())))
+    sizes = _thinned(search.sizes(), search.state.effects)
     found["elimination"] = _Ranking(search.ranking(), sizes, search.state.seconds)
     circuits = {method: ranking.circuits(patch) for method, ranking in found.items()}
     evaluations = dict[str, Evaluation]()
@@ -177,10 +177,14 @@ def _rankings(
     }
 
 
-def _thinned(sizes: list[int]) -> list[int]:
-    """Of falling sizes, the first, the last, and those much smaller than the one before."""
-    kept = sizes[:1]
-    for size in sizes[1:]:
-        if size <= SHRINKS * kept[-1]:
+def _thinned(sizes: list[int], effects: list[float]) -> tuple[int, ...]:
+    """Growing sizes of circuits, each much larger than the one before and none worse.
+
+    A circuit that explains less than a smaller one, on the pairs of the search, is left out.
+    """
+    kept, best = [sizes[-1]], effects[-1]
+    for size, effect in zip(reversed(sizes), reversed(effects), strict=True):
+        if size * SHRINKS >= kept[-1] and min(effect, 1.0) >= min(best, 1.0):
             kept.append(size)
-    return kept if kept[-1] == sizes[-1] else [*kept, sizes[-1]]
+            best = effect
+    return tuple(kept)
