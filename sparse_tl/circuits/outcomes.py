@@ -113,8 +113,8 @@ class Pruning(_Search):
         if self.ranked.divergence < self.searched.divergence - 1e-6:
             said.append(
                 f"The circuit diverges by {self.searched.divergence:.3g} nats; the {self.n_kept:,} "
-                f"best edges by attribution diverge by {self.ranked.divergence:.3g}. Take those, "
-                "start=scores, more steps, or find_circuit."
+                f"best edges by attribution diverge by {round(self.ranked.divergence, 6) + 0:.3g}. "
+                "Take those, start=scores, more steps, or find_circuit."
             )
         return said
 
