@@ -103,7 +103,7 @@ def on_each(call: Callable[[], Value]) -> Value:
     return found[0]
 
 
-def own(items: Sequence[Value]) -> Sequence[Value]:
+def share(items: Sequence[Value]) -> Sequence[Value]:
     """This rank's share of some work: items are dealt to the ranks in turn."""
     return items[rank() :: count()]
 
@@ -135,7 +135,7 @@ def summed(values: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
     return first
 
 
-def share_of(n: int) -> int:
+def largest_share(n: int) -> int:
     """The largest number of items, out of `n`, that a rank gets if they are dealt in turn."""
     return -(-n // count())
 
@@ -185,7 +185,7 @@ def check_alike(facts: Mapping[str, Any]) -> None:
             )
 
 
-def leave_word(said: str) -> None:
+def announce_end(said: str) -> None:
     """Tell the other ranks why this one ends, if they can still be told."""
     if count() > 1:
         with suppress(Exception):
@@ -193,7 +193,7 @@ def leave_word(said: str) -> None:
             store.set(_LAST_WORD, f"rank {rank()} ended with {said}")
 
 
-def last_word() -> str | None:
+def announced_end() -> str | None:
     """What another rank said when it ended, if it did."""
     with suppress(Exception):
         store = dist.distributed_c10d._get_default_store()

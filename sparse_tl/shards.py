@@ -25,7 +25,7 @@ from sparse_tl.scopes import autograd
 _precisions: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
-def deal(root: nn.Module, layers: Iterable[nn.Module], precision: str) -> None:
+def shard(root: nn.Module, layers: Iterable[nn.Module], precision: str) -> None:
     """Deal the weights of a model to the ranks, in place, and move the parts to their devices.
 
     Args:
@@ -64,38 +64,40 @@ def precision_of(root: nn.Module) -> str | None:
     return _precisions.get(root)
 
 
-def is_part(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
     """Whether other ranks hold other parts of a tensor."""
     kinds = sys.modules.get("torch.distributed.tensor")  # unless it is imported, there are none
     return kinds is not None and isinstance(tensor, kinds.DTensor)
 
 
-def is_dealt(module: nn.Module) -> bool:
+def has_sharded_weights(module: nn.Module) -> bool:
     """Whether weights of a module are dealt to the ranks."""
-    return dist.is_available() and dist.is_initialized() and any(map(is_part, module.parameters()))
+    return (
+        dist.is_available() and dist.is_initialized() and any(map(is_sharded, module.parameters()))
+    )
 
 
-def part(tensor: Any) -> Tensor:
+def local(tensor: Any) -> Tensor:
     """The part of a tensor that this rank holds: some of its rows, or none."""
-    return tensor.to_local() if is_part(tensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def whole(tensor: Any) -> Tensor:
+def full(tensor: Any) -> Tensor:
     """A tensor from the parts of all ranks, on the CPU; all ranks have to call this."""
-    return tensor.detach().full_tensor().cpu() if is_part(tensor) else tensor
+    return tensor.detach().full_tensor().cpu() if is_sharded(tensor) else tensor
 
 
-def part_of(values: Tensor, like: Tensor) -> Tensor:
+def local_rows(values: Tensor, like: Tensor) -> Tensor:
     """What this rank holds of whole values, if they are dealt as another tensor is."""
-    if not is_part(like):
+    if not is_sharded(like):
         return values
     parts = values.chunk(ranks.count())
     return parts[ranks.rank()] if ranks.rank() < len(parts) else values[:0]
 
 
-def as_part(values: Tensor, like: Any) -> Tensor:
+def from_local(values: Tensor, like: Any) -> Tensor:
     """A tensor whose part on this rank is given, dealt as another tensor of its shape is."""
-    if not is_part(like):
+    if not is_sharded(like):
         return values
     return type(like.data).from_local(
         values.to(like.device),
@@ -114,7 +116,7 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """
     if ranks.count() == 1:
         return
-    trained = [parameter for parameter in parameters if not is_part(parameter)]
+    trained = [parameter for parameter in parameters if not is_sharded(parameter)]
     present = ranks.gathered([parameter.grad is not None for parameter in trained])
     pending: list[Any] = []
     with ranks.together():
@@ -135,12 +137,12 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
 def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> float:
     """Scale all gradients down until their common norm is at most `most`; return it as it was."""
     trained = [parameter for parameter in parameters if parameter.grad is not None]
-    if not any(map(is_part, trained)):
+    if not any(map(is_sharded, trained)):
         return nn.utils.clip_grad_norm_(trained, most).item()
-    gradients = [part(parameter.grad) for parameter in trained]
+    gradients = [local(parameter.grad) for parameter in trained]
     squares = torch.zeros(2, dtype=torch.float64)  # of what all ranks have alike, and of parts
     for parameter, gradient in zip(trained, gradients, strict=True):
-        squares[int(is_part(parameter))] += gradient.double().square().sum().cpu()
+        squares[int(is_sharded(parameter))] += gradient.double().square().sum().cpu()
     norm = math.sqrt(squares[0] + ranks.summed(squares[1]))
     if norm > most:
         for gradient in gradients:
@@ -155,7 +157,7 @@ def copy_first(parameters: Iterable[Tensor]) -> None:
         return
     with ranks.together():
         for parameter in parameters:
-            if is_part(parameter):
+            if is_sharded(parameter):
                 continue
             first = parameter.detach().contiguous()
             dist.broadcast(first, src=0)

@@ -29,7 +29,7 @@ def test_one_process_is_the_only_rank() -> None:
     values = torch.randn(5, 3, requires_grad=True)
     assert ranks.total(values) is values
     assert torch.equal(ranks.mean(values, dim=1), values.mean(dim=1))
-    assert ranks.own([1, 2, 3]) == ranks.in_order([1, 2, 3]) == [1, 2, 3]
+    assert ranks.share([1, 2, 3]) == ranks.in_order([1, 2, 3]) == [1, 2, 3]
     assert ranks.from_first(values) is values and ranks.on_first(lambda: values) is values
     ranks.check_alike({"anything": 1})
 
@@ -37,7 +37,9 @@ def test_one_process_is_the_only_rank() -> None:
 @pytest.mark.parametrize("n_items", [1, 2, 7])
 def test_work_is_dealt_and_put_back_in_order(n_items: int) -> None:
     def job(rank: int) -> tuple[list[int], int]:
-        return ranks.in_order([10 * item for item in ranks.own(range(n_items))]), ranks.share_of(7)
+        return ranks.in_order(
+            [10 * item for item in ranks.share(range(n_items))]
+        ), ranks.largest_share(7)
 
     assert on_ranks(3, job) == [([10 * item for item in range(n_items)], 3)] * 3
 

@@ -71,11 +71,11 @@ class PairRuns:
         self._by_span = positions is not None
         if shared:
             pairs.check_on_ranks()
-            batch_size = min(batch_size, ranks.share_of(len(pairs)))
+            batch_size = min(batch_size, ranks.largest_share(len(pairs)))
         self.batch_size = batch_size
         self.batches = [piece.to(self.adapter.device) for piece in pairs.split(batch_size)]
         every = range(len(self.batches))
-        self.own: Sequence[int] = ranks.own(every) if shared else every
+        self.own: Sequence[int] = ranks.share(every) if shared else every
         """The batches that this rank runs."""
         self._points = site.points(self.adapter)
         self._runs: dict[int, GatedRun] = {}

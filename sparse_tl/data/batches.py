@@ -160,7 +160,7 @@ class TokenBatch(Rows):
                 bounds.append(end)
         return [self.select(slice(*some)) for some in pairwise([*bounds, len(self)])]
 
-    def dealt(self, rank: Count, n_ranks: AtLeastOne) -> TokenBatch:
+    def shard(self, rank: Count, n_ranks: AtLeastOne) -> TokenBatch:
         """The rows of one of several ranks: dealt in turn, those with a label first.
 
         Raises:

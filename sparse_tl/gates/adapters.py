@@ -33,7 +33,7 @@ def write_adapters(model: Model, folder: Path) -> dict[str, Any]:
             "expected a model with low-rank adapters (add_lora), to save them without the model; "
             "it has none. save_pretrained(folder) saves the whole model"
         )
-    if shards.is_dealt(model):
+    if shards.has_sharded_weights(model):
         raise ValueError(
             "expected a model on one device, to save its adapters alone; this one is sharded. "
             "save_pretrained(folder) saves the whole model"

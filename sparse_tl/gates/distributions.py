@@ -107,7 +107,7 @@ class SigmoidGate(GateDistribution):
         return torch.sigmoid(noisy)
 
 
-def press(probability: Gates, logits: Gates, strength: float) -> Gates:
+def with_pressure(probability: Gates, logits: Gates, strength: float) -> Gates:
     """The same probabilities, plus a gradient of about `strength` where a gate is open.
 
     The derivative of ``sigmoid(logit)`` vanishes for confidently open gates, so the expected size

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from sparse_tl.gates.distributions import GateDistribution, GateMode, press
+from sparse_tl.gates.distributions import GateDistribution, GateMode, with_pressure
 from sparse_tl.lens import Hook, Order
 from sparse_tl.scopes import scope
 
@@ -36,7 +36,8 @@ class GateSettings:
         noise: scale of the noise of sampled gates.
         counts: list to which the pass appends its counts; None to count nothing.
         keep_gates: whether to keep every gate in `counts`, not only the totals.
-        pressure: extra gradient of the expected count for confidently open gates; see `press`.
+        pressure: extra gradient of the expected count for confidently open gates, by
+            `with_pressure`.
         edge_cost: cost per attention edge for `AttentionEdgeCounts.cost`; 1 by default.
         real: attention mask, 0 at padding; padding is not counted.
         by_blocks: whether long patterns are computed by blocks even if no gate does anything, up to
@@ -148,7 +149,7 @@ class PassGates(nn.Module):
             return possible, possible.to(logits.dtype)
         probability = self.distribution.open_probability(logits)
         if now.pressure > 0:
-            probability = press(probability, logits, now.pressure)
+            probability = with_pressure(probability, logits, now.pressure)
         return self.distribution.is_open(logits) & possible, probability * possible
 
 

@@ -9,9 +9,10 @@ costs ``c`` of the edges,
     d gated / d l  =  p sigmoid'((l + n) / temperature) / temperature
     d expected / d l  =  sigmoid'(l) + pressure [l > 0] at valid pairs
 
-as in `BernoulliGate` and `press`. The edge's term is its score, or ``log p``; of the latter, the
-derivative ``d l / d p = 1 / p`` is multiplied in before a small p can overflow: ``p`` cancels in
-that of the gated pattern, and with ``t = exp(-r)``, ``sigmoid'(l) / p = sigmoid(-l) / (p + t)``.
+as in `BernoulliGate` and `with_pressure`. The edge's term is its score, or ``log p``; of the
+latter, the derivative ``d l / d p = 1 / p`` is multiplied in before a small p can overflow: ``p``
+cancels in that of the gated pattern, and with ``t = exp(-r)``,
+``sigmoid'(l) / p = sigmoid(-l) / (p + t)``.
 
 For the backward pass only ``p``, ``l + n`` and scores that are read are kept; composed of single
 operations, the same keeps six tensors of that size. Both passes go through the heads a few at a

@@ -154,7 +154,7 @@ class Contrast(Likelihood):
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-        others = self.forget.batch(self.updates).dealt(ranks.rank(), ranks.count())
+        others = self.forget.batch(self.updates).shard(ranks.rank(), ranks.count())
         retained, forgotten = (
             -ranks.mean(self.gated(some.to(batch.tokens.device)), dim=1) for some in (batch, others)
         )

@@ -79,9 +79,9 @@ def target_log_probabilities(
     adapter, length = adapt(model), rows.tokens.shape[1]
     per_row = length * (adapter.n_heads * length + adapter.activations_per_token)
     rows_at_once = max(1, ACTIVATIONS_AT_ONCE // per_row)
-    n_rows = min(64, rows_at_once, ranks.share_of(len(rows)))
+    n_rows = min(64, rows_at_once, ranks.largest_share(len(rows)))
     stacks = gates.to(adapter.device).split(max(1, rows_at_once // n_rows))
-    batches = ranks.own(rows.split(n_rows))
+    batches = ranks.share(rows.split(n_rows))
     folder = Path(checkpoint) if checkpoint is not None and ranks.count() == 1 else None
     n_pieces = len(batches) * len(stacks)
     state = _state(model, rows, gates, n_pieces, folder)

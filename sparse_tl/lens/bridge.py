@@ -276,7 +276,7 @@ class BridgeAdapter(Adapter):
         copy = boot(plain_copy(model), model.tokenizer, name=self.name).train(model.training)
         copy.cfg.default_prepend_bos = model.cfg.default_prepend_bos
         if precision is not None:
-            shards.deal(copy.original_model, copy.blocks, precision)
+            shards.shard(copy.original_model, copy.blocks, precision)
         return copy
 
     def parameters(self, group: Literal["qk", "all"]) -> list[nn.Parameter]:

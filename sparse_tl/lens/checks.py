@@ -109,7 +109,7 @@ def check_whole(adapter: Adapter) -> None:
     Raises:
         ValueError: ranks hold parts of its weights.
     """
-    if shards.is_dealt(adapter.model):
+    if shards.has_sharded_weights(adapter.model):
         raise ValueError(
             f"expected a whole model; {adapter.name!r} is sharded, which is for training, held-out "
             "measurements and saving. Load what was saved"

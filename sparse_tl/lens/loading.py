@@ -178,7 +178,7 @@ def save_model(model: Model, folder: str | Path) -> None:
     the first writes; all have to call this if the weights are sharded.
     """
     if not ranks.is_first():
-        if isinstance(model, TransformerBridge) and shards.is_dealt(model):
+        if isinstance(model, TransformerBridge) and shards.has_sharded_weights(model):
             plain_model(model)
         return
     folder = Path(folder)

@@ -48,7 +48,7 @@ def plain_model(model: TransformerBridge) -> Any:
         )
     with torch.random.fork_rng(devices=[]):  # initial weights are drawn, and discarded
         plain = _assembled(model)
-    if not shards.is_dealt(model):  # else it was checked before
+    if not shards.has_sharded_weights(model):  # else it was checked before
         check_same(model, *few_logits(plain.eval()))
     return plain.train(model.original_model.training)
 
@@ -56,7 +56,7 @@ def plain_model(model: TransformerBridge) -> Any:
 def _assembled(model: TransformerBridge) -> Any:
     joined = {split.joint: split.joined() for split in _splits(model)}
     wrapped: Any = model.original_model
-    dealt = shards.is_dealt(model)
+    dealt = shards.has_sharded_weights(model)
     tensors: dict[str, Tensor] = {}
     adapted = {layer.base_layer: layer for layer in lora_layers(wrapped)}
     for name, module in wrapped.named_modules(remove_duplicate=False):
@@ -65,7 +65,7 @@ def _assembled(model: TransformerBridge) -> Any:
         path = [part for part in name.split(".") if part not in ("", _WRAPPED, BASE)]
         for kind, tensor in own.items():
             if tensor is not None:
-                tensor = shards.whole(tensor.detach())
+                tensor = shards.full(tensor.detach())
                 tensors[".".join([*path, kind])] = tensor.cpu() if dealt else tensor
     with torch.device("meta"):
         plain: Any = type(wrapped)(copy.deepcopy(wrapped.config))
@@ -87,7 +87,7 @@ def check_raw(model: Model) -> None:
     Raises:
         ValueError: they cannot; see `plain_model`.
     """
-    if isinstance(model, TransformerBridge) and not shards.is_dealt(model):
+    if isinstance(model, TransformerBridge) and not shards.has_sharded_weights(model):
         plain_model(model)
 
 
@@ -111,7 +111,11 @@ def check_named(model: Model) -> None:
     Raises:
         ValueError: it does not.
     """
-    if not isinstance(model, TransformerBridge) or model in _named or shards.is_dealt(model):
+    if (
+        not isinstance(model, TransformerBridge)
+        or model in _named
+        or shards.has_sharded_weights(model)
+    ):
         return
     if isinstance(model.original_model, PreTrainedModel):
         with torch.random.fork_rng(devices=[]):
@@ -193,7 +197,7 @@ class _Split:
             made = self.made(self.whole)
             where = {kind: [getattr(part, kind).detach().long() for part in made] for kind in kept}
         for kind, tensor in kept.items():
-            parts = [shards.whole(getattr(effective(part), kind).detach()) for part in self.parts]
+            parts = [shards.full(getattr(effective(part), kind).detach()) for part in self.parts]
             flat = parts[0].new_empty(tensor.numel())
             for index, values in zip(where[kind], parts, strict=True):
                 flat[index.flatten().to(flat.device)] = values.flatten()

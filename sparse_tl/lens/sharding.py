@@ -54,7 +54,7 @@ def shard_model(
             "`accelerate launch --num_processes N`, `torchrun` or `notebook_launcher`"
         )
     adapter = BridgeAdapter(model)
-    if shards.is_dealt(model):
+    if shards.has_sharded_weights(model):
         raise ValueError(f"expected a whole model; {adapter.name!r} is sharded already")
     if getattr(adapter.core, "_sparse_tl_wrapped", False):
         raise ValueError("expected a model without gates; shard it first, and then put gates on it")
@@ -66,6 +66,6 @@ def shard_model(
     check_scores(adapter)
     if adapter.has_mlps:
         check_mlps(adapter)
-    shards.deal(adapter.core, model.blocks, precision)
+    shards.shard(adapter.core, model.blocks, precision)
     adapter.sync_config()
     return model

@@ -1,4 +1,4 @@
-"""What sampled windows start from: the tokenizer's separator, and given beginnings of texts."""
+"""The given tokens of sampled windows: the tokenizer's separator, and beginnings of texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparse_tl.data.windows import check_window
 from sparse_tl.lens import Adapter, check_tokens
 
 GIVEN = 1 / 4
-"""Maximum share of a window that a beginning fills."""
+"""Largest share of a window that a beginning may fill."""
 _BEGINNINGS = files("sparse_tl.training").joinpath("beginnings.json")
 
 
@@ -28,8 +28,8 @@ class Starts:
 
     Args:
         window: tokens per window.
-        alone: the separator; nothing if the tokenizer has none.
-        continued: the separator and a beginning, in the order of windows.
+        alone: the separator; empty if the tokenizer has none.
+        continued: the separator and a beginning, in the order of the windows.
     """
 
     window: int
@@ -38,7 +38,7 @@ class Starts:
 
     @staticmethod
     def of(adapter: Adapter, window: int, texts: Sequence[str] | None, seed: int) -> Starts:
-        """Check what sampling needs, and tokenise the beginnings."""
+        """Tokenise the beginnings, once model, tokenizer and window are known to allow sampling."""
         tokenizer = adapter.model.tokenizer
         check_window(tokenizer, window)
         if window > adapter.n_ctx:
@@ -49,29 +49,29 @@ class Starts:
         if not adapter.causal or adapter.d_vocab != adapter.d_vocab_out:
             raise ValueError(
                 f"expected a causal model that predicts the tokens that it reads; {adapter.name!r} "
-                + ("predicts others" if adapter.causal else "is not causal")
+                + ("predicts other tokens" if adapter.causal else "is not causal")
             )
         first = separator(tokenizer)
         if first is None and not texts:
             raise ValueError(
-                "expected a tokenizer with a BOS or EOS token, for windows to start from; this one "
-                "has neither. Name one (tokenizer.bos_token = ...), or give beginnings."
+                "expected a tokenizer with a BOS or EOS token, with which windows start; this one "
+                "has neither. Set one (tokenizer.bos_token = ...), or give beginnings."
             )
         alone = [] if first is None else [first]
         texts = json.loads(_BEGINNINGS.read_text("utf-8")) if texts is None else texts
-        room = int(GIVEN * window)
+        longest = int(GIVEN * window)
         how = {"add_special_tokens": False, "verbose": False}
-        continued = [alone + list(tokenizer(text, **how)["input_ids"][:room]) for text in texts]
+        continued = [alone + list(tokenizer(text, **how)["input_ids"][:longest]) for text in texts]
         if not all(continued):
             raise ValueError(
-                f"expected beginnings of at least one token, cut to {room}, a quarter of the "
+                f"expected beginnings of at least one token, cut to {longest}, a quarter of the "
                 f"window, since the tokenizer has neither BOS nor EOS; got "
                 f"{texts[continued.index([])]!r}"
             )
         for tokens in continued or [alone]:
             check_tokens(adapter, torch.tensor(tokens))
         order = np.random.default_rng(seed).permutation(len(continued))
-        return Starts(window, alone, [continued[place] for place in order])
+        return Starts(window, alone, [continued[i] for i in order])
 
     def __getitem__(self, row: int) -> list[int]:
         """The given tokens of a window."""
@@ -80,7 +80,7 @@ class Starts:
         return self.continued[(row // 2 if self.alone else row) % len(self.continued)]
 
     def as_rows(self, tokens: Int[Tensor, "window pos"]) -> TokenBatch:
-        """Windows as rows with a loss on the tokens that the model wrote."""
+        """Rows with a loss on the tokens that the model wrote."""
         rows = TokenBatch.next_token(tokens)
         n_given = torch.tensor([[len(self[row])] for row in range(len(tokens))])
         written = torch.arange(1, self.window + 1) >= n_given

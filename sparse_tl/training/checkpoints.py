@@ -1,8 +1,8 @@
 """Training checkpoints: a folder with ``state.json`` and ``tensors.safetensors``.
 
-Where weights are dealt to ranks, each rank writes its parts of them, and of what goes with them, to
-a file of its own, ``tensors-1.safetensors`` and so on; the first file has all else too. Put
-together along their rows they are the whole tensors, so any number of ranks can go on.
+If weights are sharded, each rank writes its shards of them and of their optimizer state to its own
+file: ``tensors-1.safetensors`` and so on. The first file also holds everything else. Concatenated
+along their rows, the shards are the full tensors, so any number of ranks can resume.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class TrainingState:
         step: number of completed steps.
         history: one dictionary per logged step.
         best: metrics of the best evaluation so far, including its step; empty before the first.
-        best_weights: trained weights at that evaluation, on the CPU: the own parts of those that
-            are dealt to ranks, and on the first rank all others.
+        best_weights: trained weights at that evaluation, on the CPU: this rank's shards of sharded
+            weights, and, on the first rank, all other weights.
         objective: the objective's state: plain values and tensors.
         first_batch: digest of the first step's batch.
         last_batch: digest of the last completed step's batch.
@@ -70,8 +70,8 @@ class TrainingState:
     def latest(self) -> str:
         """The last step's measurements, in nats and attention edges per token.
 
-        ``over`` is the excess of the loss over what this step allows; ``best`` is the number of
-        active edges per token at the best evaluation.
+        ``over`` is the excess of the last evaluation's loss over this step's limit; ``best`` is the
+        number of active edges per token at the best evaluation.
         """
         row = self.history[-1]
         shown = {label: row[name] for name, label in _SHOWN.items() if name in row}
@@ -86,16 +86,16 @@ class TrainingState:
 _PLAIN = [f.name for f in fields(TrainingState) if f.name != "best_weights"]
 
 
-def fingerprint(model: nn.Module | HookedModel, settings: dict[str, Any]) -> dict[str, Any]:
-    """Identity of a run: settings, parameter shapes, and a digest of the weights."""
+def run_identity(model: nn.Module | HookedModel, settings: dict[str, Any]) -> dict[str, Any]:
+    """The identity of a run: its settings, parameter shapes, and a digest of the weights."""
     digest = hashlib.sha256()
     shapes = {}
     for name, parameter in read_parameters(model).items():
         shapes[name] = list(parameter.shape)
-        flat = shards.whole(parameter.detach()).flatten()
+        flat = shards.full(parameter.detach()).flatten()
         # Strided samples suffice to distinguish models, and are cheap for billions of weights.
-        some = flat[:: max(1, flat.numel() // 1024)]
-        digest.update(name.encode() + some.double().cpu().numpy().tobytes())
+        samples = flat[:: max(1, flat.numel() // 1024)]
+        digest.update(name.encode() + samples.double().cpu().numpy().tobytes())
     return {"settings": settings, "shapes": shapes, "weights": digest.hexdigest()}
 
 
@@ -108,33 +108,34 @@ def save_checkpoint(
 ) -> None:
     """Write the complete state; the earlier checkpoint remains until the new one is complete.
 
-    All ranks have to call this.
+    All ranks must call this.
     """
     tensors = {f"weights/{name}": parameter for name, parameter in trained.items()}
     for name, parameter in trained.items():
         for key, value in optimizer.state[parameter].items():
             tensors[f"optimizer/{key}/{name}"] = value
-    dealt = any(map(shards.is_part, trained.values()))
-    own = {k: shards.part(v) for k, v in tensors.items() if ranks.is_first() or shards.is_part(v)}
-    own |= {f"best/{name}": tensor for name, tensor in state.best_weights.items()}
+    sharded = any(map(shards.is_sharded, trained.values()))
+    first = ranks.is_first()
+    written = {k: shards.local(v) for k, v in tensors.items() if first or shards.is_sharded(v)}
+    written |= {f"best/{name}": tensor for name, tensor in state.best_weights.items()}
     plain = {name: getattr(state, name) for name in _PLAIN}
     carried = {k: v for k, v in state.objective.items() if isinstance(v, Tensor)}
-    if ranks.is_first():
-        own |= {f"objective/{name}": tensor for name, tensor in carried.items()}
+    if first:
+        written |= {f"objective/{name}": tensor for name, tensor in carried.items()}
     plain["objective"] = {k: v for k, v in state.objective.items() if k not in carried}
     content = {
         "format": FORMAT,
         "identity": identity,
         "ranks": ranks.count(),
-        "files": ranks.count() if dealt else 1,
+        "files": ranks.count() if sharded else 1,
         "state": plain,
     }
 
     def write() -> None:
-        if ranks.is_first():
+        if first:
             write_json(temporary / _STATE, content)
-        if ranks.is_first() or dealt:
-            write_tensors(temporary / _tensors_file(ranks.rank()), own)
+        if first or sharded:
+            write_tensors(temporary / _tensors_file(ranks.rank()), written)
 
     with ExitStack() as stack:
         temporary = ranks.on_first(lambda: stack.enter_context(atomic_folder(folder)))
@@ -150,12 +151,13 @@ def load_checkpoint(
     identity: dict[str, Any],
     stream: TokenStream,
 ) -> TrainingState:
-    """Restore weights and optimizer and return the rest; a fresh state if there is no checkpoint.
+    """Restore weights and optimizer and return the rest; without a checkpoint, a fresh state.
 
     Warns if the checkpoint was made on another number of ranks.
 
     Raises:
-        ValueError: the folder holds something else, is damaged, or of another run or other data.
+        ValueError: the folder holds something else or is damaged, or the checkpoint belongs to
+            another run or other data.
     """
     ranks.on_first(partial(_check_folder, folder))
     if not (folder / _STATE).exists():
@@ -169,38 +171,38 @@ def load_checkpoint(
         groups = ranks.on_each(partial(_read, folder, content["files"], trained))
         state = _restored(content["state"])
         weights = {name: groups["weights"][name] for name in trained}
-        best = groups["best"]  # none before the first evaluation
+        best = groups["best"]  # empty before the first evaluation
         state.best_weights = {
             name: best[name]
             for name, parameter in trained.items()
-            if best and (ranks.is_first() or shards.is_part(parameter))
+            if best and (ranks.is_first() or shards.is_sharded(parameter))
         }
         if state.stream and isinstance(stream, ResumableStream):
             stream.load_state(state.stream)
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f"expected a whole checkpoint in {folder}; {error!r}") from error
+        raise ValueError(f"expected a complete checkpoint in {folder}; {error!r}") from error
     _check_stream(folder, state, stream)
     before = content.get("ranks", 1)
     if before != ranks.count() and ranks.is_first():
         warnings.warn(
             f"the checkpoint in {folder} was made on {before} ranks, and the run resumes on "
-            f"{ranks.count()}: gates draw other noise than they would have on {before}",
+            f"{ranks.count()}: the gates draw different noise than they would have on {before}",
             stacklevel=2,
         )
     state.objective.update(groups["objective"])
     moments = {kind[len("optimizer/") :]: groups[kind] for kind in groups if "optimizer/" in kind}
-    given = [
+    restored = [
         {
-            key: shards.as_part(of[name], like) if of[name].ndim else of[name]
+            key: shards.from_local(of[name], like) if of[name].ndim else of[name]
             for key, of in moments.items()
             if name in of
         }
         for name, like in trained.items()
     ]
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(given))})
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(enumerate(restored))})
     with autograd(False):
         for name, parameter in trained.items():
-            shards.part(parameter).copy_(weights[name])
+            shards.local(parameter).copy_(weights[name])
     return state
 
 
@@ -211,34 +213,34 @@ def _tensors_file(rank: int) -> str:
 def _read(
     folder: Path, n_files: int, trained: dict[str, nn.Parameter]
 ) -> defaultdict[str, dict[str, Tensor]]:
-    """The tensors of a checkpoint by kind and name: of dealt weights, the parts of this rank."""
+    """The tensors of a checkpoint by kind and name; this rank's shards of sharded weights."""
     groups: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
-    own = n_files == ranks.count() and any(map(shards.is_part, trained.values()))
-    numbers = {0, ranks.rank()} if own else range(n_files)
+    own_file = n_files == ranks.count() and any(map(shards.is_sharded, trained.values()))
+    numbers = {0, ranks.rank()} if own_file else range(n_files)
     first, *others = [read_tensors(folder / _tensors_file(number)) for number in numbers]
     for key, tensor in first.items():
         kind, _, name = key.rpartition("/")
         if others and key in others[0]:
-            tensor = others[0][key] if own else torch.cat([tensor, *(some[key] for some in others)])
-        if not own and name in trained and tensor.ndim:
-            tensor = shards.part_of(tensor, trained[name]).clone()
+            tensor = others[0][key] if own_file else torch.cat([tensor, *(t[key] for t in others)])
+        if not own_file and name in trained and tensor.ndim:
+            tensor = shards.local_rows(tensor, trained[name]).clone()
         groups[kind][name] = tensor
     _check_tensors(groups, trained)
     return groups
 
 
 def _check_tensors(groups: dict[str, dict[str, Tensor]], trained: dict[str, nn.Parameter]) -> None:
-    """Refuse tensors of another shape or dtype than their weight, or that are not finite."""
+    """Refuse tensors that are not finite, or whose shape or dtype is not that of their weight."""
     for kind in groups.keys() - {"objective"}:
-        for name, found in groups[kind].items():
-            like = shards.part(trained[name])
-            fits = (found.shape, found.dtype) == (like.shape, like.dtype)
-            if not (fits or kind == "optimizer/step") or not found.isfinite().all():
+        for name, tensor in groups[kind].items():
+            like = shards.local(trained[name])
+            fits = (tensor.shape, tensor.dtype) == (like.shape, like.dtype)
+            if not (fits or kind == "optimizer/step") or not tensor.isfinite().all():
                 raise TypeError(f"{kind}/{name} is not a finite {like.dtype} {tuple(like.shape)}")
 
 
 def check_ranks(identity: dict[str, Any]) -> None:
-    """Check that all ranks run the same, or raise a ValueError that says what differs."""
+    """Check that all ranks run the same thing, or raise a ValueError that says what differs."""
     facts = {name: repr(value) for name, value in _flat(identity["settings"]).items()}
     facts |= {f"version of {name}": version(name) for name in _VERSIONS}
     facts |= {"version of sparse_tl": __version__, "weights": identity["weights"]}
@@ -255,31 +257,31 @@ def _check_folder(folder: Path) -> None:
 
 
 def _restored(plain: dict[str, Any]) -> TrainingState:
-    """The state without its tensors; checks that entries are known and of the right type."""
+    """The state without its tensors, once its entries are known and of the right type."""
     kinds = {name: type(getattr(TrainingState(), name)) for name in _PLAIN}
-    if wrong := [name for name, found in plain.items() if type(found) is not kinds[name]]:
-        raise TypeError(f"{wrong[:3]} are of another type")
+    if wrong := [name for name, value in plain.items() if type(value) is not kinds[name]]:
+        raise TypeError(f"{wrong[:3]} have the wrong type")
     return TrainingState(**plain)
 
 
-def _check_identity(folder: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
-    there, here = _flat(found["settings"]), _flat(expected["settings"])
-    if found == expected:
+def _check_identity(folder: Path, stored: dict[str, Any], expected: dict[str, Any]) -> None:
+    there, here = _flat(stored["settings"]), _flat(expected["settings"])
+    if stored == expected:
         return
     if changed := [k for k in here | there if here.get(k) != there.get(k)]:
         what = ", ".join(f"{k}: {there.get(k)!r} there, {here.get(k)!r} here" for k in changed[:5])
-    elif found["shapes"] != expected["shapes"]:
+    elif stored["shapes"] != expected["shapes"]:
         what = "its parameters have other names or shapes"
     else:
-        what = "it started from other weights; load the model again before going on"
+        what = "it started from other weights; load the model again before resuming"
     raise ValueError(
-        f"the checkpoint in {folder} belongs to another run ({what}). Start anew in another "
-        "folder, remove this one, or give the settings that it was made with."
+        f"the checkpoint in {folder} belongs to another run ({what}). Start over in another "
+        "folder, remove this one, or use the settings that it was made with."
     )
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings with nested dictionaries flattened by one level."""
+    """The settings, with nested dictionaries flattened by one level."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         flat |= value if isinstance(value, dict) else {name: value}
@@ -287,11 +289,11 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_stream(folder: Path, state: TrainingState, stream: TokenStream) -> None:
-    """Check that the first and last batch are those that the run was trained on."""
+    """Check that the first and last batches are those that the run was trained on."""
     for step, digest in ((0, state.first_batch), (state.step - 1, state.last_batch)):
         if stream.batch(step).digest() != digest:
             raise ValueError(
                 f"the checkpoint in {folder} belongs to a run on other data: the batch of step "
-                f"{step} has other tokens, rows or order. Start anew in another folder, remove "
-                "this one, or give the text, batch size and seed that it was made with."
+                f"{step} has other tokens or rows, or another order. Start over in another folder, "
+                "remove this one, or use the text, batch size and seed that it was made with."
             )

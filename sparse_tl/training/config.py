@@ -18,7 +18,7 @@ Precision = Literal["float32", "bf16"]
 
 
 def in_precision(precision: Precision, device: torch.device) -> torch.autocast:
-    """Inside the block, forward passes run in the precision of a run: "bf16" under autocast."""
+    """Run the block's forward passes in this precision: under autocast for "bf16"."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
@@ -31,9 +31,9 @@ class TrainingConfig:
         steps: number of optimizer steps.
         learning_rate: peak learning rate.
         warmup: number of linear warm-up steps.
-        decay: share of all steps, at the end, over which the rate decays.
+        decay: final share of the steps, over which the rate decays.
         schedule: shape of the decay: cosine or linear.
-        final_rate: learning rate at the end, as a share of the peak.
+        final_rate: final learning rate, as a share of the peak.
         betas: betas of AdamW.
         weight_decay: weight decay of AdamW.
         clip: maximum gradient norm; None for no clipping.
@@ -42,7 +42,7 @@ class TrainingConfig:
         seed: random seed for gate noise.
         evaluate_every: steps between validation evaluations.
         checkpoint_every: steps between checkpoints.
-        patience: evaluations without improvement before training stops; None for no early stop.
+        patience: evaluations without improvement before training stops; None never stops early.
     """
 
     steps: AtLeastOne
@@ -79,7 +79,7 @@ class Selection:
     """Model selection: which evaluation is best, and when training may stop early.
 
     Args:
-        evaluate: validation metrics of the current model.
+        evaluate: returns the current model's validation metrics.
         better: whether the first metrics beat the second.
         finished: whether these metrics leave nothing to gain.
     """
@@ -92,13 +92,13 @@ class Selection:
 def choose_trained(model: HookedModel, rates: Mapping[str, float]) -> dict[str, float]:
     """Resolve names and patterns to parameter names, each with the rate of its first match.
 
-    Of a model with low-rank adapters, only these and the gates are to be had.
+    If a model has low-rank adapters, only these and its gates can be trained.
 
     Args:
         model: model that owns the parameters.
-        rates: learning-rate multiples by ``"gates"`` (on attention edges and MLPs), ``"lora"``
-            (adapters), ``"qk"`` (of latent attention, also what keys share with values),
-            ``"all"``, or a pattern of parameter names.
+        rates: learning-rate multiples by ``"gates"`` (of attention edges and MLPs), ``"lora"``
+            (adapters), ``"qk"`` (in latent attention, including the weights that keys share with
+            values), ``"all"``, or a pattern of parameter names.
 
     Raises:
         ValueError: a name or pattern matches no parameter.
@@ -111,19 +111,19 @@ def choose_trained(model: HookedModel, rates: Mapping[str, float]) -> dict[str, 
     chosen: dict[str, float] = {}
     for wanted, rate in rates.items():
         if wanted == "gates":
-            found = gates
+            matches = gates
         elif wanted == "lora":
-            found = lora
+            matches = lora
         elif wanted in ("qk", "all"):
-            found = [names[id(p)] for p in adapt(model).parameters(wanted) if id(p) in names]
-            found += gates if wanted == "all" else []
+            matches = [names[id(p)] for p in adapt(model).parameters(wanted) if id(p) in names]
+            matches += gates if wanted == "all" else []
         else:
-            found = [name for name in names.values() if fnmatchcase(name, wanted)]
-        if not found:
+            matches = [name for name in names.values() if fnmatchcase(name, wanted)]
+        if not matches:
             raise ValueError(
                 "expected 'gates', 'lora', 'qk', 'all' or patterns of parameter names; "
                 f"{wanted!r} matches none of {list(names.values())[:8]}..."
             )
-        for name in found:
+        for name in matches:
             chosen.setdefault(name, rate)
     return chosen

@@ -2,21 +2,21 @@
 
     min_theta max_lambda  log(1 + size) + sum_g lambda_g (loss_g - target)
 
-Every group ``g`` of rows has a ``lambda_g`` of its own. A PI controller moves its logarithm at
-every step ``t`` by the relative violation at the last validation evaluation,
+Every group ``g`` of rows has its own ``lambda_g``. At every step ``t``, a PI controller moves the
+logarithm of lambda by the relative violation at the last validation evaluation,
 
-    e_t  =  clip((increase_g - allowed_g) / allowed_g, -1, 1),
+    e_t  =  clip((gap_g - limit_g) / limit_g, -1, 1),
 
-the increase being the loss above the dense model's; what is allowed falls, in the course of the
-run, to what the target leaves:
+where the gap is the loss above the dense model's, or the divergence from it, and the limit falls
+over the run to the loss budget, which is what the target leaves:
 
     log lambda_t  =  log START + INTEGRAL / n * sum_{s <= t} e_s + PROPORTIONAL * e_t
 
 with n steps between two evaluations, so that a short run moves lambda as far as a long one. The
-integral finds lambda; the proportional part answers a violation at once and takes its answer
-back when it is over, which keeps lambda from swinging. Validation rows under deterministic gates
-are what the target is about; the loss of a training batch says little of it, since sampled gates
-cost loss that deterministic ones do not, and a batch's own noise can be many times a small target.
+integral term finds lambda; the proportional term responds to a violation at once and vanishes with
+it, which keeps lambda from oscillating. The target applies to validation rows under deterministic
+gates. The loss of a training batch says little about it: sampled gates raise the loss where
+deterministic ones do not, and the batch's noise can be many times a small target.
 
 Reference: nu-PI, Sohrabi et al., arXiv 2406.04558, from the library `cooper`; the logarithm is that
 of GECO, Rezende and Viola, arXiv 1810.00597.
@@ -39,20 +39,20 @@ Measured = Literal["loss", "increase", "divergence"]
 START = 10.0
 """lambda before the first step."""
 INTEGRAL, PROPORTIONAL = 0.4, 0.5
-"""Gains of the controller: between two evaluations, and at once."""
+"""Gains of the controller: the integral one accumulates from one evaluation to the next."""
 BOUNDS = (5.0, 20_000.0)
-"""Least and largest lambda. A group that has met its target for long keeps some weight for when it
-does not: at 5, a nat of its loss is worth e^5 = 150 times fewer edges."""
+"""Smallest and largest lambda. A group that has long met its target keeps some weight in case it
+misses it later: at 5, a nat of its loss is worth e^5 = 150 times fewer edges."""
 
 
 @dataclass(frozen=True)
 class TargetLoss:
-    """What every group of rows may lose.
+    """The target that every group of rows has to meet.
 
     Args:
         nats: the limit, in nats per label.
-        of: what it limits: the model's "loss", its "increase" over the frozen dense model's, or its
-            "divergence" from it, ``KL(dense || sparse)``.
+        of: the limited quantity: the model's "loss", its "increase" over the frozen dense model's,
+            or the "divergence" from that model, ``KL(dense || sparse)``.
     """
 
     nats: float
@@ -63,7 +63,7 @@ class TargetLoss:
         """Read ``0.01`` as a loss, ``"+0.05"`` as an increase and ``"kl+0.05"`` as a divergence.
 
         Raises:
-            ValueError: not a finite number of nats that a loss could have.
+            ValueError: the target is not a finite number of nats above 0.
         """
         if isinstance(target, TargetLoss):
             return target
@@ -100,15 +100,15 @@ _WRITTEN: dict[Measured, str] = {"loss": "", "increase": "+", "divergence": "kl+
 
 
 class LossConstraint:
-    """lambda of every group, and the controller that moves it.
+    """The lambda of every group, and the controller that moves it.
 
     Args:
         n_groups: number of groups of rows, each with a loss of its own.
         start: lambda before the first step.
-        integral: gain between two evaluations.
-        proportional: gain at once.
+        integral: integral gain, over the updates between two evaluations.
+        proportional: proportional gain.
         evaluated_every: updates between two evaluations.
-        bounds: least and largest lambda.
+        bounds: smallest and largest lambda.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class LossConstraint:
     ) -> None:
         from cooper.optim import nuPI, nuPIInitType
 
-        # In float64, so that a resumed run reads back from JSON exactly what was there.
+        # In float64, which JSON stores exactly, so that a resumed run starts from the same value.
         log_lambda = torch.full((n_groups,), math.log(start), dtype=torch.float64)
         self._log_lambda = nn.Parameter(log_lambda)
         self._bounds = [math.log(bound) for bound in bounds]
@@ -138,14 +138,14 @@ class LossConstraint:
 
     @property
     def lambda_(self) -> Float[Tensor, " group"]:
-        """lambda of every group."""
+        """The lambda of every group."""
         return self._log_lambda.detach().exp()
 
     def update(self, violation: Float[Tensor, " group"]) -> None:
         """Move lambda by one step.
 
         Args:
-            violation: of every group, relative to what is allowed.
+            violation: every group's excess over its limit, relative to the limit.
         """
         self._log_lambda.grad = violation.clamp(-1, 1).to(self._log_lambda)
         self._controller.step()
@@ -153,13 +153,13 @@ class LossConstraint:
             self._log_lambda.clamp_(*self._bounds)
 
     def state(self) -> dict[str, Any]:
-        """What is carried from step to step."""
-        known = self._controller.state.get(self._log_lambda, {})
-        error = known.get("xi", torch.zeros_like(self._log_lambda))
+        """The state that is carried from step to step."""
+        carried = self._controller.state.get(self._log_lambda, {})
+        error = carried.get("xi", torch.zeros_like(self._log_lambda))
         return {"log_lambda": self._log_lambda.tolist(), "last_error": error.tolist()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a state."""
         self._log_lambda.data.copy_(torch.tensor(state["log_lambda"], dtype=torch.float64))
         error = torch.tensor(state["last_error"], dtype=torch.float64)
         self._controller.state[self._log_lambda]["xi"] = error

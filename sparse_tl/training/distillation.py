@@ -6,9 +6,9 @@ label ``y`` and the share ``d`` of the prediction,
     loss = -l_y,    minimised = (1 - d) loss - d sum_v q_v l_v
     d minimised / d logits_v  =  exp(l_v) - (1 - d) [v = y] - d q_v
 
-At tens of thousands of words, these tensors are the largest of a step, and each operation reads
-and writes one in main memory. Here the labels are taken a few at a time, so that intermediate
-values stay in the cache, and the gradient is written over the dense model's logits.
+With a vocabulary of tens of thousands of tokens, these tensors are the largest of a step, and each
+operation reads and writes one in main memory. Here the labels are processed in small chunks, so
+that intermediate values stay in the cache, and the gradient overwrites the dense model's logits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from sparse_tl.data.batches import log_probabilities
 
-LOGITS_AT_ONCE = 2**19
-"""Logits of which intermediate values are held at one time."""
+LOGITS_PER_CHUNK = 2**19
+"""Logits per chunk of labels, whose intermediate values fit into the cache."""
 
 
 def distilled(
@@ -32,13 +32,14 @@ def distilled(
     labels: Int[Tensor, " label"],
     share: float,
 ) -> tuple[Float[Tensor, " label"], Float[Tensor, " label"]]:
-    """What is minimised for every label, which has a gradient, and its loss; both in nats.
+    """The minimised value of every label, which has a gradient, and its loss; both in nats.
 
     Args:
-        logits: of the model that is trained.
+        logits: logits of the trained model.
         dense: logits of the dense model; overwritten.
         labels: labels.
-        share: share of the dense model's prediction in what is minimised; the rest is the label's.
+        share: share of the dense model's prediction in the minimised value; the rest is the
+            label's.
     """
     return _Distilled.apply(logits, dense, labels, share)
 
@@ -51,20 +52,20 @@ def losses_and_divergences(
     """Loss and divergence ``sum_v q_v (log q_v - l_v)`` of every label, in nats; no gradients.
 
     Args:
-        logits: of the model that is measured.
+        logits: logits of the measured model.
         dense: logits of the dense model.
         labels: labels.
     """
     losses, divergences = [], []
-    for rows in _rows_at_once(logits):
+    for rows in _chunks(logits):
         log_p, log_q = log_probabilities(logits[rows]), log_probabilities(dense[rows])
         losses.append(-log_p.gather(1, labels[rows, None])[:, 0])
         divergences.append((log_q.exp() * log_q.sub_(log_p)).sum(dim=-1))
     return torch.cat(losses), torch.cat(divergences)
 
 
-def _rows_at_once(logits: Float[Tensor, "label vocab"]) -> Iterator[slice]:
-    size = max(1, LOGITS_AT_ONCE // logits.shape[1])
+def _chunks(logits: Float[Tensor, "label vocab"]) -> Iterator[slice]:
+    size = max(1, LOGITS_PER_CHUNK // logits.shape[1])
     return (slice(start, start + size) for start in range(0, max(1, len(logits)), size))
 
 
@@ -75,7 +76,7 @@ class _Distilled(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         by_logits = dense if dense.dtype == logits.dtype else torch.empty_like(logits)
         losses, crossed = [], []
-        for rows in _rows_at_once(logits):
+        for rows in _chunks(logits):
             label = labels[rows, None]
             log_p = log_probabilities(logits[rows])
             q = dense[rows].to(log_p).softmax(dim=-1)
@@ -96,7 +97,7 @@ class _Distilled(torch.autograd.Function):
         ctx.by_logits = None
         if by_logits is None:
             raise RuntimeError(
-                "expected one backward pass for each forward pass; the gradient by the logits, "
-                "which is kept once, is used up"
+                "expected one backward pass per forward pass; the gradient with respect to the "
+                "logits is overwritten by the first"
             )
         return by_logits.mul_(by_minimised[:, None]), None, None, None

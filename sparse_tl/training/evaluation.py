@@ -21,8 +21,8 @@ from sparse_tl.training.distillation import losses_and_divergences
 from sparse_tl.training.predictions import DensePredictions
 from sparse_tl.training.reference import Reference, under_gates
 
-LOGITS_AT_ONCE = 2**26
-"""Maximum number of logits in one forward pass: 256 MB in float32, times a few copies."""
+LOGITS_PER_PASS = 2**26
+"""Maximum number of logits in one forward pass: 256 MiB in float32, and a few copies of them."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,8 +31,8 @@ class HeldOut(Result):
 
     Args:
         loss: mean cross-entropy in nats over all loss positions.
-        accuracy: share of examples with every loss position right.
-        active_attention_edges: open edges per example; all possible edges for a dense model.
+        accuracy: share of examples that are right at every loss position.
+        active_attention_edges: open edges per example; for a dense model, all possible edges.
         active_attention_edges_per_token: open edges per token.
         possible_attention_edges: causal attention edges per example.
         active_heads: number of heads with at least one active edge in some example.
@@ -82,7 +82,7 @@ class HeldOut(Result):
 
     @property
     def mlps(self) -> str:
-        """Text about MLPs for reprs and verdicts; empty without MLP gates."""
+        """A phrase on MLP outputs for reprs and verdicts; empty without MLP gates."""
         if self.active_mlps is None:
             return ""
         return f", {self.active_mlps:,.2f} of {self.possible_mlps:,.0f} MLP outputs active"
@@ -101,46 +101,48 @@ def evaluate_held_out(
 ) -> HeldOut:
     """Measure loss, accuracy, attention edges and MLP outputs of a dense or sparse model.
 
-    Gates are deterministic. Several ranks divide the rows among them; all return the whole.
+    Gates are deterministic. Several ranks divide the rows among themselves; all return the same
+    result, over all rows.
 
     Args:
         model: a dense model or a SparseTransformer.
         examples: held-out rows.
         batch_size: rows per forward pass; by default as many as keep the logits below
-            `LOGITS_AT_ONCE`.
+            `LOGITS_PER_PASS`.
         edge_cost: cost per attention edge for `HeldOut.active_size`, broadcastable to
             ``[layer, head, query, key]``; 1 by default.
-        dense: what the dense model is read from, to measure the divergence from it. A sparse model
-            stands for itself with its gates open and its low-rank adapters off. `DensePredictions`
-            are kept for rows that are evaluated again.
+        dense: the dense model, to measure the divergence from it. A sparse model is run as a dense
+            one, with its gates open and its low-rank adapters off. `DensePredictions` reuses
+            predictions for rows that are evaluated again.
 
     Raises:
-        ValueError: a token or label is not the model's, the rows are longer than its context,
-            or ranks have different rows.
+        ValueError: a token or label is not in the model's vocabulary, the rows are longer than its
+            context, or the ranks have different rows.
     """
     adapter = adapt(model)
     examples.check_on_ranks()
     check_rows(adapter, examples)
-    fitting = LOGITS_AT_ONCE // (examples.tokens.shape[1] * adapter.d_vocab_out)
+    fitting = LOGITS_PER_PASS // (examples.tokens.shape[1] * adapter.d_vocab_out)
     pieces = [
         part
         for piece in examples.split(
-            batch_size or max(1, min(256, fitting, ranks.share_of(len(examples))))
+            batch_size or max(1, min(256, fitting, ranks.largest_share(len(examples))))
         )
         for part in piece.by_length()
     ]
-    # Measure a dense model as one whose gates are all open, wrapped for the duration of the call.
     if dense is not None and not isinstance(dense, DensePredictions):
         dense = DensePredictions(dense)
-    found = []
-    own = list(ranks.own(pieces))
+    results = []
+    share = list(ranks.share(pieces))
+    # Measure a dense model as one whose gates are all open, wrapped for the duration of the call.
     with (
         under_gates(model) as wrapped,
         wrapped.opened() if wrapped is not model else nullcontext(),
     ):
-        # Of a sharded model, all ranks have to make the same number of passes.
-        idle = ranks.share_of(len(pieces)) - len(own) if shards.is_dealt(wrapped) else 0
-        for batch in own + pieces[:idle]:
+        # All ranks have to run the same number of passes of a sharded model.
+        sharded = shards.has_sharded_weights(wrapped)
+        n_extra = ranks.largest_share(len(pieces)) - len(share) if sharded else 0
+        for batch in share + pieces[:n_extra]:
             batch = batch.to(wrapped.gates.bias.device)
             with adapter.only_at(batch.loss_mask) as logits_at:
                 output, counted = wrapped.run_with_counts(
@@ -157,11 +159,11 @@ def evaluate_held_out(
                 losses, divergences = losses_and_divergences(
                     logits, dense.logits(batch), batch.loss_labels()
                 )
-            labels = losses.double(), batch.label_groups(), divergences.double(), right
-            known = {name: some.cpu() for name, some in vars(counted).items() if some is not None}
-            found.append((*(some.cpu() for some in labels), AttentionEdgeCounts(**known)))
-    found = ranks.in_order(found[: len(own)])
-    *by_label, counts = zip(*found, strict=True)
+            values = losses.double(), batch.label_groups(), divergences.double(), right
+            edges = {name: x.cpu() for name, x in vars(counted).items() if x is not None}
+            results.append((*(x.cpu() for x in values), AttentionEdgeCounts(**edges)))
+    results = ranks.in_order(results[: len(share)])
+    *by_label, counts = zip(*results, strict=True)
     edges = AttentionEdgeCounts.concatenate(counts)
     losses, of, divergences, right = map(torch.cat, by_label)
     groups = of.unique().tolist()

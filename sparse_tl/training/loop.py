@@ -4,9 +4,9 @@ Each step: get the stream's batch, compute the objective's loss (in micro-batche
 backpropagate, clip, step the optimizer, update the objective. Random generators are seeded by step,
 so a resumed run draws the same numbers as an uninterrupted one.
 
-Several ranks take one step together: each has its own rows of the step's batch, and gradients are
-averaged. The first rank keeps the best weights and writes checkpoints; of weights that are dealt to
-ranks, each its parts.
+Several ranks take each step together: each has its own rows of the step's batch, and gradients are
+averaged. The first rank keeps the best weights and writes checkpoints; every rank does so for its
+shards of sharded weights.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from sparse_tl.scopes import autograd, scope
 from sparse_tl.training.checkpoints import (
     TrainingState,
     check_ranks,
-    fingerprint,
     load_checkpoint,
+    run_identity,
     save_checkpoint,
 )
 from sparse_tl.training.config import Selection, TrainingConfig, in_precision
@@ -43,10 +43,10 @@ from sparse_tl.training.objectives import Objective
 from sparse_tl.training.stopping import interrupt_noted, lost_rank_noted, on_any_rank
 
 SAVE_AFTER = 120.0
-"""Seconds after which a checkpoint is due, however few steps were done."""
+"""Seconds after which a checkpoint is due, however few steps have been done."""
 BETWEEN_RANKS = 2_654_435_761
-"""Between the seeds of two ranks: the golden ratio of 2^32, since generators on the CPU take a seed
-modulo 2^32. Ranks then share no seed within a million steps."""
+"""Distance between the seeds of two ranks: about 2^32 over the golden ratio, since CPU generators
+take seeds modulo 2^32. No two ranks then share a seed within a million steps."""
 
 
 class NonFiniteLossError(ValueError):
@@ -66,7 +66,7 @@ def train(
     title: str,
     progress: bool,
 ) -> TrainingState:
-    """Run the training loop; on return the model holds the weights of the best evaluation.
+    """Run the training loop; on return, the model holds the weights of the best evaluation.
 
     Args:
         model: module whose parameters are trained.
@@ -83,8 +83,8 @@ def train(
 
     Raises:
         NonFiniteLossError: NaN or infinity occurred; the last checkpoint is left unchanged.
-        ValueError: the checkpoint belongs to another run, or is in use by another process; ranks
-            differ in what they run.
+        ValueError: the checkpoint belongs to another run, or is in use by another process; or the
+            ranks run different things.
         LostRankError: another rank ended; the last checkpoint is left unchanged.
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, once the state is saved.
     """
@@ -97,14 +97,14 @@ def train(
         betas=config.betas,
         weight_decay=config.weight_decay,
     )
-    as_read_back = json.loads(json.dumps(asdict(config)))  # so that it equals the stored copy
-    identity = fingerprint(model, {**settings, "trained": dict(trained), "config": as_read_back})
+    as_stored = json.loads(json.dumps(asdict(config)))  # to compare with the checkpoint's copy
+    identity = run_identity(model, {**settings, "trained": dict(trained), "config": as_stored})
     check_ranks(identity)
     state, folder = TrainingState(), None
-    with ExitStack() as kept:  # until the run ends, however it does
+    with ExitStack() as stack:  # holds the lock until the run ends
         if checkpoint is not None:
             folder = Path(checkpoint)
-            ranks.on_first(lambda: kept.enter_context(held(Path(checkpoint))))
+            ranks.on_first(lambda: stack.enter_context(held(Path(checkpoint))))
             state = load_checkpoint(folder, masters.by_name, optimizer, identity, stream)
             masters.write()
         if state.step > 0:
@@ -178,11 +178,11 @@ class Run:
         for piece in pieces:
             share = int(piece.loss_mask.sum()) / int(batch.loss_mask.sum())
             with in_precision(config.precision, self.device):
-                own = piece.dealt(ranks.rank(), ranks.count()).to(self.device)
-                loss, some = self.objective.measure(own, generator, step / config.steps)
+                rows = piece.shard(ranks.rank(), ranks.count()).to(self.device)
+                loss, logged = self.objective.measure(rows, generator, step / config.steps)
             (loss * share).backward()
             self.masters.take_gradients()
-            for name, value in some.items():
+            for name, value in logged.items():
                 measured[name] = measured.get(name, 0.0) + share * value
         shards.average_gradients(self.trained.values())
         clip = math.inf if config.clip is None else config.clip
@@ -190,8 +190,8 @@ class Run:
         if not all(map(math.isfinite, [*measured.values(), norm])):
             raise NonFiniteLossError(
                 f"expected a finite loss and gradient; at step {step} the measurements were "
-                f"{measured} and the gradient's norm {norm}. Weights from before this step are in "
-                "the last checkpoint; a smaller learning rate usually helps."
+                f"{measured} and the gradient's norm {norm}. The last checkpoint holds the weights "
+                "from before this step; a smaller learning rate usually helps."
             )
         self.optimizer.step()
         self.masters.write()
@@ -205,14 +205,15 @@ class Run:
         if not all(map(math.isfinite, metrics.values())):
             raise NonFiniteLossError(
                 f"expected finite validation measurements; after step {self.state.step} they were "
-                f"{metrics}. The last checkpoint is older; a smaller learning rate usually helps."
+                f"{metrics}. The last checkpoint is from an earlier step; a smaller learning rate "
+                "usually helps."
             )
         if not self.state.best or self.selection.better(metrics, self.state.best):
             self.state.best = metrics
             self.state.best_weights = {
-                name: shards.part(parameter).detach().to("cpu", copy=True)
+                name: shards.local(parameter).detach().to("cpu", copy=True)
                 for name, parameter in self.trained.items()
-                if ranks.is_first() or shards.is_part(parameter)
+                if ranks.is_first() or shards.is_sharded(parameter)
             }
         if not self.state.history:
             self.state.history.append(self._now())
@@ -222,7 +223,7 @@ class Run:
     @autograd(False)
     def restore_best(self) -> None:
         for name, best in self.state.best_weights.items():
-            shards.part(self.trained[name]).copy_(best)
+            shards.local(self.trained[name]).copy_(best)
         shards.copy_first(self.trained.values())
         self.masters.write()
 
@@ -237,7 +238,7 @@ class Run:
 
 @scope
 def _only_trained(model: nn.Module, trained: dict[str, nn.Parameter]) -> Iterator[None]:
-    """Enable gradients for the trained parameters only; all flags are restored at the end."""
+    """Enable gradients for the trained parameters only, and restore all flags at the end."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     chosen = {id(parameter) for parameter in trained.values()}
     for parameter, _ in flags:
@@ -253,16 +254,16 @@ def _only_trained(model: nn.Module, trained: dict[str, nn.Parameter]) -> Iterato
 
 @scope
 def _repeatable() -> Iterator[None]:
-    """Use deterministic algorithms; the previous setting is restored at the end.
+    """Use deterministic algorithms, and restore the previous setting at the end.
 
-    Otherwise several threads add up embedding gradients in varying order, and a resumed run drifts
-    from an uninterrupted one. Operations without a deterministic implementation (a few, on CUDA)
-    only warn.
+    Otherwise, several threads add up embedding gradients in varying order, and a resumed run drifts
+    away from an uninterrupted one. Operations without a deterministic implementation, of which CUDA
+    has a few, only warn.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    # Untyped: type checkers cannot follow how the module adds this setting to itself.
+    # Untyped, because type checkers cannot follow how the module adds this setting to itself.
     settings: Any = torch.utils.deterministic
     fill = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)

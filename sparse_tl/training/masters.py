@@ -1,9 +1,9 @@
-"""Weights in bfloat16 are trained by float32 copies of them, the master weights.
+"""Master weights: float32 copies through which bfloat16 weights are trained.
 
-A step changes a weight by a few parts in ten thousand, and late in a run by far less; a bfloat16
-number has eight bits, so that most steps would change nothing. The optimizer therefore moves the
-master weights, with gradients that add up in float32 too, and the model computes with their
-rounded values. In float16, small gradients would be 0 before they reach any copy.
+A step changes a weight by a few parts in ten thousand, and late in a run by far less. A bfloat16
+number has eight significant bits, so most steps would change nothing. The optimizer therefore moves
+the master weights, by gradients that are also accumulated in float32, and the model computes with
+their rounded values. In float16, small gradients would vanish before they reached any copy.
 
 Reference: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.1.
 """
@@ -20,7 +20,7 @@ from sparse_tl.scopes import autograd, scope
 
 
 class MasterWeights:
-    """What the optimizer trains in place of a model's weights; float32 weights are their own.
+    """The parameters that the optimizer trains: copies of bfloat16 weights, and all other weights.
 
     Args:
         weights: trained weights of the model by name.
@@ -33,7 +33,7 @@ class MasterWeights:
         if torch.float16 in {weight.dtype for weight in weights.values()}:
             raise ValueError(
                 "expected weights to train in float32, float64 or bfloat16; got float16, in which "
-                'small gradients are 0. Load the model with dtype="bfloat16", or train low-rank '
+                'small gradients vanish. Load the model with dtype="bfloat16", or train low-rank '
                 "adapters (add_lora), which are float32."
             )
         self.by_name = {
@@ -47,9 +47,9 @@ class MasterWeights:
 
     @scope
     def taking_gradients(self) -> Iterator[None]:
-        """Each weight's gradient goes to its master at once, so that few are held twice."""
+        """Move each gradient to its master as soon as it is there, so that few are held twice."""
         for weight, _ in self._copied:
-            weight.grad = None  # of an earlier backward pass by the user
+            weight.grad = None  # from an earlier backward pass by the user
         handles = [
             weight.register_post_accumulate_grad_hook(lambda _, pair=(weight, master): _move(*pair))
             for weight, master in self._copied
@@ -61,19 +61,19 @@ class MasterWeights:
                 handle.remove()
 
     def take_gradients(self) -> None:
-        """Take the gradients that come without a hook: those of weights dealt to several ranks."""
+        """Take the gradients that no hook moved: those of sharded weights."""
         for weight, master in self._copied:
             _move(weight, master)
 
     @autograd(False)
     def write(self) -> None:
-        """Round the master weights into the model."""
+        """Write the rounded master weights into the model."""
         for weight, master in self._copied:
-            shards.part(weight).copy_(shards.part(master))
+            shards.local(weight).copy_(shards.local(master))
 
 
 def is_half(weight: nn.Parameter) -> bool:
-    """Whether a weight is trained through a copy."""
+    """Whether a weight is in bfloat16, and so trained through a copy."""
     return weight.dtype == torch.bfloat16
 
 

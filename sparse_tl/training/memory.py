@@ -1,4 +1,4 @@
-"""The memory that a step of post-training takes, from what a short prompt keeps."""
+"""Estimates of the memory that a post-training step takes, from passes on short prompts."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from sparse_tl.training.objectives import SparsityObjective
 from sparse_tl.training.reference import needs_copy, under_gates
 
 PROBED = (256, 320)
-"""Tokens of the prompts from which longer ones are extrapolated: from here on, gated attention
-keeps as much for every further token."""
+"""Lengths, in tokens, of the prompts from which longer ones are extrapolated: from here on, every
+further token takes the same memory in gated attention."""
 
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes on the device at the peak of a step of post-training.
+    """Bytes on the device at the peak of a post-training step.
 
-    Either the forward pass is the peak, with Adam's two means, activations and logits, or the
-    optimizer's step is, with gradients and as much again for its intermediate values:
+    The peak is either the forward pass, with Adam's two moments, activations and logits, or the
+    optimizer's step, with gradients and as much again for its intermediate values:
 
         weights + masters + dense + max(2 trained + activations + logits, 4 trained)
 
@@ -50,11 +50,11 @@ class TrainingMemory:
         window: tokens of the step, in one prompt.
         weights: the weights.
         masters: float32 copies of trained weights in bfloat16.
-        trained: the trained weights in the precision that they are trained in.
+        trained: the trained weights, in the precision that they are trained in.
         dense: the frozen copy of the dense model, unless only gates and adapters are trained.
-        activations: what the forward pass keeps for the backward pass.
-        checkpointed: the same inside `checkpointed_activations`, and what one layer keeps, since
-            the backward pass computes one after the other again.
+        activations: the tensors that the forward pass keeps for the backward pass.
+        checkpointed: the same inside `checkpointed_activations`, plus those of one layer, since the
+            backward pass recomputes one layer at a time.
         logits: the softmax of the logits, and their gradient.
     """
 
@@ -69,12 +69,12 @@ class TrainingMemory:
 
     @property
     def peak(self) -> int:
-        """With all activations kept."""
+        """The peak with all activations kept."""
         return self._peak(self.activations)
 
     @property
     def least_peak(self) -> int:
-        """Inside `checkpointed_activations`."""
+        """The peak inside `checkpointed_activations`."""
         return self._peak(self.checkpointed)
 
     def _peak(self, activations: int) -> int:
@@ -93,8 +93,8 @@ class TrainingMemory:
         }
         listed = ", ".join(f"{name} {decimal(size)}" for name, size in parts.items() if size)
         return (
-            f"post-training takes {decimal(self.peak)} at its peak, of {listed}; or "
-            f"{decimal(self.least_peak)} with checkpointed activations, of which there are "
+            f"post-training takes {decimal(self.peak)} at its peak: {listed}; or "
+            f"{decimal(self.least_peak)} with checkpointed activations, which take "
             f"{decimal(self.checkpointed)}{self._less}"
         )
 
@@ -111,20 +111,20 @@ def training_memory(
     trained: Iterable[str] | None = None,
     precision: str = "float32",
 ) -> TrainingMemory:
-    """Estimate the peak memory of a step of post-training on one prompt, in float32.
+    """Estimate the peak memory of a post-training step on one prompt, in float32.
 
-    Activations and logits of several prompts take as much each. Inside `checkpointed_activations`
-    the estimate is the same.
+    Activations and logits take as much again for every further prompt. The estimate does not depend
+    on whether `checkpointed_activations` is active.
 
-    Runs two forward passes on short prompts, and counts what they keep; for a longer window this
-    grows linearly.
+    Runs forward passes on two short prompts and counts the tensors that they keep, which grow
+    linearly for longer windows.
 
     Args:
         model: dense or sparse model.
         window: tokens of the prompt.
-        trained: names of the trained parameters, from `choose_trained`; by default all weights, or
-            the adapters of a model that has some, and the gates.
-        precision: as in `post_train`; decides on the dense model's copy alone.
+        trained: names of the trained parameters, from `choose_trained`; by default the gates and
+            all weights, or, if the model has adapters, the gates and these.
+        precision: as in `post_train`; affects only the dense model's copy.
 
     Raises:
         ValueError: the window is longer than the model's context.
@@ -164,34 +164,34 @@ def out_of_memory_explained(
     trained: Iterable[str],
     precision: str = "float32",
 ) -> Iterator[None]:
-    """Say where the memory of post-training goes, and what needs less, when there is not enough.
+    """Explain an out-of-memory error in the block: what uses the memory, and how to use less.
 
     Args:
-        sparse: model that is trained.
+        sparse: trained model.
         stream: its training batches.
         trained: names of the trained parameters.
-        precision: that of the run.
+        precision: precision of the run.
 
     Raises:
-        MemoryError: the device, or the machine, ran out of memory inside the block, in a step or
-            in an evaluation.
+        MemoryError: the device or the machine ran out of memory inside the block, in a step or in
+            an evaluation.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        said = reason(error)  # sets free what the step held, for the estimate
-        if isinstance(error, MemoryError):  # of a function that takes batches: no training step
+        cause = reason(error)  # also frees the step's memory, for the estimate
+        if isinstance(error, MemoryError):  # raised by an evaluation, not by a training step
             raise MemoryError(
-                f"post-training ran out of memory on {adapt(sparse).device} while it measured the "
-                f"validation rows, up to 256 at once. Shorter or fewer rows need less. ({said})"
+                f"post-training ran out of memory on {adapt(sparse).device} while measuring the "
+                f"validation rows, up to 256 at once. Shorter or fewer rows need less. ({cause})"
             ) from error
         rows, window = stream.batch(0).tokens.shape
         pieces = getattr(stream, "accumulate", 1)
         at_once = math.ceil(rows / pieces / ranks.count())
-        needed = f"`sparse-tl doctor --window {window}` estimates what one row needs"
-        # Of several ranks, the others do not take part in the estimate.
+        needed = f"`sparse-tl doctor --window {window}` estimates the memory that one row needs"
+        # With several ranks, there is no estimate: the others would not take part in its passes.
         with suppress(RuntimeError, MemoryError):  # out of memory again
             if ranks.count() == 1:
                 memory = training_memory(sparse, window, trained, precision)
@@ -199,15 +199,15 @@ def out_of_memory_explained(
         raise MemoryError(
             f"post-training ran out of memory on {adapt(sparse).device}, with {at_once} rows of "
             f"{window} tokens at once ({rows} a step, {pieces} micro-batches, {ranks.count()} "
-            f"ranks). {needed}. Less is needed with more micro-batches (accumulate of the stream, "
+            f"ranks). {needed}. To use less, take more micro-batches (the stream's accumulate, "
             "--accumulate), checkpointed_activations (--checkpoint-activations), shorter windows, "
             "bf16 (--precision), more ranks (shard_model, --shard), or low-rank adapters in place "
-            f"of the weights (add_lora, --trained lora). ({said})"
+            f"of the weights (add_lora, --trained lora). ({cause})"
         ) from error
 
 
 def _at(window: int, kept: Callable[[int], int]) -> int:
-    """What a window keeps, from what shorter ones keep."""
+    """Bytes kept for a window, extrapolated linearly from shorter ones."""
     first, second = PROBED
     if window <= second:
         return kept(window)
@@ -216,7 +216,7 @@ def _at(window: int, kept: Callable[[int], int]) -> int:
 
 
 def _kept(sparse: SparseTransformer, n_tokens: int, *, whole: bool) -> int:
-    """Bytes of all tensors that the forward pass of a training step keeps, but for weights."""
+    """Bytes of all tensors, except weights, that the forward pass of a training step keeps."""
     device = adapt(sparse).device
     weights = {weight.untyped_storage().data_ptr() for weight in read_parameters(sparse).values()}
     storages: dict[int, int] = {}

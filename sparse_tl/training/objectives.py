@@ -1,4 +1,4 @@
-"""What a training step minimises: the plain loss, or edges under the loss constraint."""
+"""Objectives of a training step: the plain loss, or the size under the loss constraint."""
 
 from __future__ import annotations
 
@@ -20,56 +20,56 @@ from sparse_tl.training.predictions import DensePredictions
 from sparse_tl.training.reference import Reference
 
 NOISE = 0.25
-"""Scale of the gates' noise at first. At 1, sampled gates diverge from the dense SmolLM2-135M by 18
-times as much as deterministic ones, and training repairs what only the noise breaks."""
+"""Initial scale of the gates' noise. At 1, sampled gates diverge from the dense SmolLM2-135M 18
+times as much as deterministic ones, and training repairs damage that only the noise does."""
 NO_NOISE = 0.7
-"""Part of the run after which the gates have no noise."""
+"""Share of the run after which the gates have no noise."""
 MARGIN = 0.05
-"""Nats by which the loss may rise more at first than in the end. Not relative to the target:
-a language model under a target of 0.1 nats does not win back several times that."""
+"""Nats by which the initial loss limit exceeds the final one. It is not relative to the target: a
+language model under a target of 0.1 nats does not win back several times that."""
 DISTILLED = 0.5
-"""Share of the dense model's prediction in what is learned, where there is one; else the label."""
-FLOOR = 0.2
-"""Gradient on open gates, for each logit that they are open by, where the sigmoid has none."""
+"""Share of the dense model's prediction in the training target; the rest is the label's."""
+PRESSURE = 0.2
+"""Gradient of the expected size on the logit of an open gate, where the sigmoid's vanishes."""
 HEAD_IN_USE = 0.1
-"""Expected edges per example at which a head counts as in use, to 63 percent."""
+"""Expected edges per example at which 63 percent of a head's cost is charged."""
 
 
 class Objective:
     """A loss with state: measured on every micro-batch, updated once per step.
 
-    Of several ranks, each is given its own rows of a micro-batch, and all return the same: means
-    over rows or labels are those of `ranks.mean`, over the rows of all ranks.
+    Each rank gets its own rows of a micro-batch, and all ranks return the same values: means over
+    rows or labels are taken over the rows of all ranks, by `ranks.mean`.
     """
 
     def begin(self, batch: TokenBatch) -> None:
-        """Take note of the whole batch of a step, before its micro-batches are measured."""
+        """Prepare for a step, given its whole batch, before its micro-batches are measured."""
 
     def measure(
         self, batch: TokenBatch, generator: torch.Generator, fraction_done: float
     ) -> tuple[Float[Tensor, ""], dict[str, float]]:
-        """What is minimised, and what is logged of it.
+        """The value to minimise, and the measurements to log.
 
         Args:
             batch: examples.
-            generator: of all randomness.
-            fraction_done: how much of the run is done, from 0 to 1.
+            generator: source of all randomness.
+            fraction_done: share of the run that is done, from 0 to 1.
         """
         raise NotImplementedError
 
     def update(self, measured: dict[str, float]) -> None:
-        """Move what moves once per step, by the step's measurements."""
+        """Update the state, once per step, from the step's measurements."""
 
     def state(self) -> dict[str, Any]:
-        """What is carried from step to step: plain values and tensors."""
+        """The state that is carried from step to step: plain values and tensors."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Continue from the state in a checkpoint."""
 
 
 class PlainLoss(Objective):
-    """Mean cross-entropy in nats over the loss positions; what a dense model is trained on."""
+    """Mean cross-entropy in nats over the loss positions: the objective of a dense model."""
 
     def __init__(self, model: HookedModel) -> None:
         self.model = model
@@ -87,13 +87,13 @@ class PlainLoss(Objective):
 
 
 def _parts(batch: TokenBatch, model: HookedModel) -> list[TokenBatch]:
-    """Rows by length; of a sharded model all at once, since ranks have to make the same passes."""
+    """Rows grouped by length; one group if the model is sharded, as ranks must run equal passes."""
     assert isinstance(model, nn.Module)
-    return batch.by_length(1) if shards.is_dealt(model) else batch.by_length()
+    return batch.by_length(1) if shards.has_sharded_weights(model) else batch.by_length()
 
 
 class _Labels(NamedTuple):
-    """For every label, what is minimised, its loss, and its group."""
+    """For every label, the value to minimise, its loss, and its group."""
 
     minimised: Float[Tensor, " label"]
     loss: Float[Tensor, " label"]
@@ -103,49 +103,50 @@ class _Labels(NamedTuple):
 class SparsityObjective(Objective):
     """The smallest size at a bounded loss, with sampled gates.
 
-    Minimises ``(log(1 + size) + mean_g lambda_g loss_g) / (1 + mean_g lambda_g)``, each group g of
-    the batch counting alike, however many labels it has. Where the dense model is given, half of
-    the cross-entropy, or with `distilled` of 1 all of it, is with its prediction in place of the
-    label, which has the gradient of ``KL(dense || sparse)``: a whole prediction tells more than one
-    label. The size is per example
+    Minimises ``(log(1 + size) + mean_g lambda_g loss_g) / (1 + mean_g lambda_g)``. Each group g of
+    the batch counts alike, however many labels it has. If the dense model is given, its prediction
+    replaces the label in a share `distilled` of the cross-entropy, which has the gradient of
+    ``KL(dense || sparse)``: a whole prediction carries more information than one label. The size
+    per example is
 
         size = sum edge_cost * P(attention edge is open) + sum P(MLP output is open)
                + head_cost * sum_h (1 - exp(-E_h / 0.1))
 
-    with the expected edges E_h of head h; an MLP output is that of one layer at one position, and
-    there is none to count where MLPs have no gates. The logarithm makes one more percent fewer
-    edges worth the same at any density; the 1 keeps it finite when no edge is left. The division
-    keeps gradients of one size while lambda moves over decades, so that clipping means the same
-    throughout; it does not move the optimum for a given lambda. It is the same for all
-    micro-batches of a step, whatever groups they hold; the size is that of each by itself.
+    where E_h is the expected number of edges of head h, and an MLP output is that of one layer at
+    one position; MLPs without gates count nothing. By the logarithm, closing one percent of the
+    edges is worth the same at any density; the 1 keeps it finite when no edge is left. The
+    division keeps the scale of the gradients while lambda moves over decades, so that clipping
+    means the same throughout; it does not move the optimum for a given lambda. The divisor is the
+    same for all micro-batches of a step, whatever groups they hold; the size is each
+    micro-batch's own.
 
-    The constraint is on validation rows, and `validated` is told of them after every evaluation:
-    their loss may rise by ``allowed_g = room_g + MARGIN * noise / NOISE``. Weights that move fast,
-    and under noise, cost loss that is won back later; both fall to 0 in the course of a run, and
-    the margin with them.
+    The constraint applies to validation rows, whose gaps `validated` records after every
+    evaluation. Their limit is ``limit_g = loss_budget_g + MARGIN * noise / NOISE``. Fast-moving
+    weights and noise cost loss that is won back later; both fall to 0 over the run, and so does
+    the margin.
 
-    Of every group's lambda, ``max(lambda_g, 1 / (allowed_g (1 + size)))`` is taken, with the size
-    of the step before: closing one more edge, which lowers the logarithm by ``1 / (1 + size)``, is
-    then worth no more than all of the loss that the group may gain. Without this, the last needed
-    edges close before lambda has risen; a closed gate has hardly any gradient.
+    Each group's lambda is raised to at least ``1 / (limit_g (1 + size))``, with the size of the
+    previous step. Closing one more edge, which lowers the logarithm by ``1 / (1 + size)``, is then
+    worth no more than the group's whole limit. Without this, the last necessary edges close before
+    lambda has risen; a closed gate has hardly any gradient.
 
     Args:
-        sparse: the model under its gates.
-        dense: what the frozen dense model is read from, where its predictions are part of what is
-            minimised.
-        room: nats by which the loss of every group may be above the dense model's in the end.
+        sparse: the gated model.
+        dense: source of the frozen dense model's predictions, if they are part of the objective.
+        loss_budget: nats by which every group's loss may finally exceed the dense model's.
         constraint: lambda, and how it moves.
-        edge_cost: of an attention edge, broadcastable to ``[layer, head, query, key]``; relative
-            to an MLP output, which costs 1.
-        head_cost: of a head in use, likewise.
-        distilled: share of the dense model's prediction, where there is one, in what is learned.
+        edge_cost: cost of an attention edge, broadcastable to ``[layer, head, query, key]``,
+            relative to an MLP output, which costs 1.
+        head_cost: cost of a head in use, likewise.
+        distilled: share of the dense model's prediction in the training target, if `dense` is
+            given.
     """
 
     def __init__(
         self,
         sparse: SparseTransformer,
         dense: Reference | None,
-        room: Float[Tensor, " group"],
+        loss_budget: Float[Tensor, " group"],
         constraint: LossConstraint,
         edge_cost: Float[Tensor, "*#edge"] | None = None,
         head_cost: float = 0.0,
@@ -153,26 +154,26 @@ class SparsityObjective(Objective):
     ) -> None:
         self.sparse, self.dense, self.distilled = sparse, dense, distilled
         self._predictions = None if dense is None else DensePredictions(dense)
-        self.room, self.constraint = room, constraint
+        self.loss_budget, self.constraint = loss_budget, constraint
         self.edge_cost, self.head_cost = edge_cost, head_cost
         self._noise = NOISE
-        self._increase = self.allowed(NOISE)
+        self._gap = self.limit(NOISE)
         self._size = math.inf
         self._shares = torch.ones(1)
 
     def noise(self, fraction_done: float) -> float:
-        """The scale of the gates' noise: `NOISE` at first, 0 in the end."""
+        """The scale of the gates' noise: from `NOISE` at the start to 0."""
         return NOISE * 0.5 * (1 + math.cos(math.pi * min(fraction_done / NO_NOISE, 1.0)))
 
-    def allowed(self, noise: float) -> Float[Tensor, " group"]:
-        """By how many nats the validation loss of every group may rise at this noise."""
-        return self.room + MARGIN * noise / NOISE
+    def limit(self, noise: float) -> Float[Tensor, " group"]:
+        """The limit on every group's gap at this noise, in nats."""
+        return self.loss_budget + MARGIN * noise / NOISE
 
     def begin(self, batch: TokenBatch) -> None:
-        labels, known = batch.label_groups(), len(self.room)
-        if batch.n_groups > known:
+        labels, n_groups = batch.label_groups(), len(self.loss_budget)
+        if batch.n_groups > n_groups:
             raise ValueError(
-                f"expected rows of the {known} groups that the validation rows have; got group "
+                f"expected rows of the {n_groups} groups that the validation rows have; got group "
                 f"{batch.n_groups - 1} in the training batch"
             )
         self._shares = labels.bincount(minlength=batch.n_groups) / len(labels)
@@ -185,8 +186,8 @@ class SparsityObjective(Objective):
             width = batch.tokens.shape[1]
             check_edge_cost(self.edge_cost, (*self.sparse.gates.bias.shape, width, width))
         self._noise = self.noise(fraction_done)
-        allowed = self.allowed(self._noise)
-        lambdas = self.constraint.lambda_.maximum(1 / (allowed * (1 + self._size)))
+        limit = self.limit(self._noise)
+        lambdas = self.constraint.lambda_.maximum(1 / (limit * (1 + self._size)))
         parts = [self._run(part, generator) for part in _parts(batch, self.sparse)]
         labels = _Labels(*map(torch.cat, zip(*(part for part, _ in parts), strict=True)))
         counts = AttentionEdgeCounts.concatenate([edges for _, edges in parts])
@@ -211,14 +212,14 @@ class SparsityObjective(Objective):
     def _run(
         self, batch: TokenBatch, generator: torch.Generator
     ) -> tuple[_Labels, AttentionEdgeCounts]:
-        """One pass under sampled gates, and the dense model's prediction."""
+        """The labels' losses and the edge counts of one pass under sampled gates."""
         cost = costs_of_first(self.edge_cost, batch.tokens.shape[1])
         with (
             self.sparse.sampled(generator, self._noise),
             adapt(self.sparse).only_at(batch.loss_mask) as logits_at,
         ):
             output, counts = self.sparse.run_with_counts(
-                batch.tokens, pressure=FLOOR, edge_cost=cost, **batch.model_kwargs
+                batch.tokens, pressure=PRESSURE, edge_cost=cost, **batch.model_kwargs
             )
         logits, labels = logits_at(output), batch.loss_labels()
         if self._predictions is None:
@@ -229,7 +230,7 @@ class SparsityObjective(Objective):
         return _Labels(minimised, loss.detach(), batch.label_groups()), counts
 
     def size(self, counts: AttentionEdgeCounts) -> Float[Tensor, ""]:
-        """What is minimised, per example; an attention edge or MLP output counts 1 by itself."""
+        """The size per example; by default, an attention edge or MLP output counts 1."""
         edges = counts.expected if counts.cost is None else counts.cost
         in_use = 1 - torch.exp(-ranks.mean(counts.expected, dim=1) / HEAD_IN_USE)
         size = ranks.mean(edges, dim=1).sum() + self.head_cost * in_use.sum()
@@ -237,28 +238,29 @@ class SparsityObjective(Objective):
             size = size + ranks.mean(counts.expected_mlps, dim=1).sum()
         return size
 
-    def validated(self, increase: Float[Tensor, " group"]) -> None:
-        """Take what validation rows lose, under deterministic gates, as the violation from here on.
+    def validated(self, gap: Float[Tensor, " group"]) -> None:
+        """Record every group's gap on validation rows; later updates use it.
 
         Args:
-            increase: loss above the dense model's, in nats.
+            gap: loss above the dense model's, or divergence from it, under deterministic gates, in
+                nats.
         """
-        self._increase = increase
+        self._gap = gap
 
     def update(self, measured: dict[str, float]) -> None:
-        allowed = self.allowed(self._noise)
-        measured["violation"] = (self._increase - allowed).max().item()
-        self.constraint.update((self._increase - allowed) / allowed)
+        limit = self.limit(self._noise)
+        measured["violation"] = (self._gap - limit).max().item()
+        self.constraint.update((self._gap - limit) / limit)
         self._size = measured["size"]
 
     def state(self) -> dict[str, Any]:
-        carried = {"increase": self._increase.tolist(), "size": self._size}
+        carried = {"increase": self._gap.tolist(), "size": self._size}
         kept = {} if self._predictions is None else self._predictions.state()
         return {**self.constraint.state(), **carried, **kept}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.constraint.load_state(state)
-        self._increase = torch.tensor(state["increase"], dtype=torch.float64)
+        self._gap = torch.tensor(state["increase"], dtype=torch.float64)
         self._size = state["size"]
         if self._predictions is not None:
             self._predictions.load_state(state)

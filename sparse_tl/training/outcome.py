@@ -1,4 +1,4 @@
-"""The result of post-training, on every group of rows and on texts that took no part."""
+"""The result of post-training, on every group of rows and on held-out texts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sparse_tl.training.evaluation import HeldOut
 UNUSED = 0.5
 """Share of a limit below which a constraint did not bind."""
 STILL_FALLING = 0.95
-"""Active edges at the end, as a share of those after nine tenths of a run, below which more steps
-would close more."""
+"""Active edges at the end, as a share of those after nine tenths of the run; below this, more steps
+would close more edges."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,18 @@ class DenseAndSparse:
         return self.sparse.possible_attention_edges / active if active else math.inf
 
     def used(self, target: TargetLoss) -> float:
-        """What the rows lost of what the target allows, as a share; NaN if there is no telling."""
+        """The share of the loss budget that the rows used; NaN without a measured divergence."""
         if target.of == "divergence":
-            lost = self.sparse.divergence
-            return math.nan if lost is None else lost / target.nats
+            divergence = self.sparse.divergence
+            return math.nan if divergence is None else divergence / target.nats
         if target.of == "increase":
             return self.loss_increase / target.nats
         return self.loss_increase / max(target.nats - self.dense.loss, 1e-12)
 
     def row(self) -> dict[str, float]:
-        """The numbers that people compare, by name."""
+        """The main numbers of both models, by name."""
         dense, sparse = self.dense, self.sparse
-        found = {
+        numbers = {
             "dense loss": dense.loss,
             "sparse loss": sparse.loss,
             "divergence": sparse.divergence,
@@ -57,7 +57,7 @@ class DenseAndSparse:
             "sparse edges per token": sparse.active_attention_edges_per_token,
             "times fewer": self.times_fewer,
         }
-        return {name: math.nan if value is None else value for name, value in found.items()}
+        return {name: math.nan if value is None else value for name, value in numbers.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,14 +66,13 @@ class PostTraining(Result):
 
     Args:
         feasible: whether any validation evaluation after the first step met the target.
-        target: what every group may lose.
+        target: the target that every group had to meet.
         dense: validation measurements of the dense model.
         sparse: validation measurements of the selected weights.
         best_step: step of the selected weights.
         history: one row per step; validation columns are set at steps with an evaluation.
-        groups: validation measurements of every group, by name, if groups have names.
-        held_out: measurements on rows that took no part, by name: those of a group, or of other
-            texts.
+        groups: validation measurements of every group, by name, if the groups have names.
+        held_out: measurements on held-out rows, by name: those of a group, or of other texts.
     """
 
     feasible: bool
@@ -88,20 +87,20 @@ class PostTraining(Result):
     @property
     def loss_increase(self) -> float:
         """Validation loss minus the dense model's, in nats."""
-        return self._whole.loss_increase
+        return self._overall.loss_increase
 
     @property
     def times_fewer(self) -> float:
         """Possible edges over active edges; infinite if none is active."""
-        return self._whole.times_fewer
+        return self._overall.times_fewer
 
     @property
     def reported(self) -> dict[str, DenseAndSparse]:
-        """What is reported on: rows that took no part where there are any, else validation rows."""
+        """Measurements by name, of every group and text: on held-out rows if there are any."""
         return {**self.groups, **self.held_out}
 
     @property
-    def _whole(self) -> DenseAndSparse:
+    def _overall(self) -> DenseAndSparse:
         return DenseAndSparse(self.dense, self.sparse)
 
     @property
@@ -120,14 +119,14 @@ class PostTraining(Result):
         if len(self.dense.group_losses) > 1:
             target += f" in each of {len(self.dense.group_losses)} groups"
         if not self.feasible:
-            said = (
+            outcome = (
                 f"{target} NOT met by any validation evaluation after the first step; kept the "
                 f"weights that came closest, from step {self.best_step}: {edges}. Train for "
                 "longer, start from a smaller threshold or a larger bias, or allow more loss."
             )
         else:
-            said = f"{target} met at step {self.best_step}: {edges}.{self._loose}"
-        return " ".join([said, *self._lines])
+            outcome = f"{target} met at step {self.best_step}: {edges}.{self._loose}"
+        return " ".join([outcome, *self._lines])
 
     @property
     def _loose(self) -> str:
@@ -143,32 +142,32 @@ class PostTraining(Result):
                 f" Later weights, with {edges.iloc[-1]:,.2f} edges at the end, missed it. Train "
                 "for longer, or allow more loss."
             )
-        groups = self.groups or {"": self._whole}
-        loose = [name for name, found in groups.items() if found.used(self.target) < UNUSED]
+        groups = self.groups or {"": self._overall}
+        loose = [name for name, models in groups.items() if models.used(self.target) < UNUSED]
         if not loose or edges.iloc[-1] >= STILL_FALLING * edges[edges.index <= 0.9 * last].iloc[-1]:
             return ""
         where = f" on {', '.join(loose)}" if self.groups else ""
         return (
-            f" The constraint did not bind{where}: less than half of what the target allows was "
-            "used, and edges were still closing at the end. More steps would close more."
+            f" The constraint did not bind{where}: less than half of the loss budget was used, and "
+            "edges were still closing at the end. More steps would close more."
         )
 
     @property
     def _lines(self) -> list[str]:
-        """One sentence for every group, and for every text that took no part."""
+        """One sentence for every group, and for every held-out text."""
         lines = []
-        for name, found in self.reported.items():
-            part = "" if name in self.groups else " (took no part)"
-            loss = f"loss {found.sparse.loss:.3f} nats ({found.loss_increase:+.3f})"
-            if found.sparse.divergence is not None:
-                loss += f", divergence {found.sparse.divergence:.3f}"
-            left = f"{found.sparse.active_attention_edges_per_token:,.1f} edges per token"
-            lines.append(f"{name}{part}: {left} ({found.times_fewer:.1f}x fewer), {loss}.")
+        for name, models in self.reported.items():
+            note = "" if name in self.groups else " (held out)"
+            loss = f"loss {models.sparse.loss:.3f} nats ({models.loss_increase:+.3f})"
+            if models.sparse.divergence is not None:
+                loss += f", divergence {models.sparse.divergence:.3f}"
+            edges = f"{models.sparse.active_attention_edges_per_token:,.1f} edges per token"
+            lines.append(f"{name}{note}: {edges} ({models.times_fewer:.1f}x fewer), {loss}.")
         return lines
 
     def to_pandas(self) -> pd.DataFrame:
         """Dense and sparse side by side; with named groups or held-out texts, one row for each."""
-        rows = {name: found.row() for name, found in self.reported.items()}
+        rows = {name: models.row() for name, models in self.reported.items()}
         if rows:
             return pd.DataFrame.from_dict(rows, orient="index")
         return pd.DataFrame({"dense": self.dense.numbers, "sparse": self.sparse.numbers})

@@ -1,12 +1,12 @@
-"""Text that a model writes itself, for training a model whose training text is unknown.
+"""Training text that a model writes itself, for models whose own training text is unknown.
 
-1. Every window starts with the tokenizer's separator; in every other window a beginning follows,
-   whose tokens are given.
+1. Every window starts with the tokenizer's separator; in every other window, the given tokens of a
+   beginning follow.
 2. The model writes all other tokens, column by column, with a key-value cache. Each is drawn from
-   the whole softmax at temperature 1, by inverting the cumulative distribution at a number drawn
-   uniformly from [0, 1). Writing goes on after the end of a document, as training text does.
-3. These numbers depend on `seed` and the window's place alone, so an interrupted call continues
-   with the same windows, and a later call can add more.
+   the full softmax at temperature 1, by inverting the cumulative distribution at a number drawn
+   uniformly from [0, 1). Writing continues after the end of a document, as training text does.
+3. These numbers depend only on `seed` and the window's index, so an interrupted call continues with
+   the same windows, and a later call can add more.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from sparse_tl.lens import Model, adapt, in_evaluation_mode
 from sparse_tl.progress import tracked
 from sparse_tl.scopes import autograd
 from sparse_tl.training.beginnings import Starts
-from sparse_tl.training.checkpoints import fingerprint
+from sparse_tl.training.checkpoints import run_identity
 from sparse_tl.training.sampling import sampled
 
 SAVE_AFTER = 30.0
-"""Seconds after which the windows so far are saved."""
+"""Seconds after which the windows sampled so far are saved."""
 _IDENTITY = "sampled_windows"
 """The entry of a file's metadata that says what its windows depend on."""
 
@@ -57,33 +57,33 @@ def sampled_windows(
 ) -> TokenBatch:
     """Sample windows of text from a model, as rows for language modelling.
 
-    Tokens are drawn at temperature 1 from the model's whole vocabulary, so the text has exactly the
-    model's distribution. Windows start in turn from the tokenizer's BOS token alone (EOS where
-    there is no BOS) and from that token and a beginning. Given tokens have no loss. Sampling does
+    Tokens are drawn at temperature 1 from the model's full vocabulary, so the text has exactly the
+    model's distribution. Windows alternately start with the tokenizer's BOS token alone (EOS if
+    there is no BOS), and with that token and a beginning. Given tokens have no loss. Sampling does
     not stop at EOS: all windows are full.
 
-    Several ranks divide the windows of a batch among them; all return all windows.
+    Several ranks divide the windows of a batch among themselves; all return all windows.
 
     Args:
         model: a dense model or a SparseTransformer, whose gates are deterministic.
         n: number of windows.
         window: tokens per window.
         beginnings: texts that windows continue, in an order drawn with `seed`; each is cut to a
-            quarter of a window. With an empty list, all windows start from BOS alone. The package's
-            own 125 are the default: the first words of stories, articles, letters, proofs,
+            quarter of a window. With an empty list, all windows start with BOS alone. The default
+            is the package's own 125: the first words of stories, articles, letters, proofs,
             dialogues, tables, programs and more.
         batch_size: number of windows that are sampled together.
         seed: random seed. PyTorch's random state is neither used nor changed.
-        save_to: a safetensors file, written every half minute, at the end and on Ctrl-C. The same
+        save_to: a safetensors file, written every half minute, at the end, and on Ctrl-C. The same
             call continues where the file ends; with another `n`, it takes the first windows or adds
             more.
         progress: whether to show a progress bar.
 
     Raises:
-        ValueError: the tokenizer has neither BOS nor EOS and no beginnings are given; the window is
-            longer than the context; the model is not causal, predicts other tokens than it reads,
-            or predicts something else with a key-value cache; or the file is damaged or holds
-            windows of another run.
+        ValueError: the tokenizer has neither BOS nor EOS, and no beginnings are given; the window
+            is longer than the context; the model is not causal, predicts other tokens than it
+            reads, or predicts differently with a key-value cache; or the file is damaged or holds
+            the windows of another run.
     """
     adapter = adapt(model)
     starts = Starts.of(adapter, window, beginnings, seed)
@@ -107,14 +107,14 @@ def sampled_windows(
 
 
 class _File:
-    """Sampled windows on the disk, with the identity of their run."""
+    """Sampled windows on disk, with the identity of their run."""
 
     def __init__(self, path: Path, starts: Starts, identity: str) -> None:
         self.path, self.starts, self.identity = path, starts, identity
         self.n_windows, self.written = 0, time.monotonic()
 
     def read(self) -> Int[Tensor, "window pos"]:
-        """The windows so far.
+        """The windows sampled so far.
 
         Raises:
             ValueError: the file cannot be written, is damaged, or belongs to another run.
@@ -122,11 +122,12 @@ class _File:
         if not self.path.exists():
             check_writable(self.path.parent)
             return torch.empty(0, self.starts.window, dtype=torch.long)
-        found = read_metadata(self.path).get(_IDENTITY, "something else")
-        if found != self.identity:
+        stored = read_metadata(self.path).get(_IDENTITY, "something else")
+        if stored != self.identity:
             raise ValueError(
                 f"expected sampled windows of {self.identity} in {self.path}; it holds those of "
-                f"{found}. Choose another file, remove this one, or give what it was made with."
+                f"{stored}. Choose another file, remove this one, or use the model and the "
+                "arguments that it was made with."
             )
         tokens = read_tensors(self.path).get("tokens", torch.empty(0))
         if tokens.dtype != torch.long or tokens.shape[1:] != (self.starts.window,):
@@ -138,7 +139,7 @@ class _File:
         return tokens
 
     def write(self, tokens: Int[Tensor, "window pos"]) -> None:
-        """Replace the windows on the disk if there are more now; only the first rank writes."""
+        """Replace the windows on disk if there are more now; only the first rank writes."""
         if len(tokens) > self.n_windows and ranks.is_first():
             rows = self.starts.as_rows(tokens)
             tensors = {"tokens": rows.tokens, "loss_mask": rows.loss_mask}
@@ -147,10 +148,11 @@ class _File:
 
 
 def _identity(model: Model | SparseTransformer, starts: Starts, seed: int) -> str:
-    """What windows depend on, in words."""
+    """A text that names everything that the windows depend on."""
     mode = model.gates.settings.mode.name if isinstance(model, SparseTransformer) else None
+    identity = run_identity(model, {"gates": mode})
     return (
-        f"model {_hash(fingerprint(model, {'gates': mode}))}, window {starts.window}, seed {seed}, "
+        f"model {_hash(identity)}, window {starts.window}, seed {seed}, "
         f"beginnings {_hash([starts.alone, starts.continued])}"
     )
 

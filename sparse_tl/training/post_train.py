@@ -1,4 +1,4 @@
-"""Sparsity post-training: finetune a model under its gates until few of them are left open."""
+"""Sparsity post-training: finetune a model and its gates until few gates are open."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from sparse_tl.training.reference import reference_of
 from sparse_tl.training.validation import Validation, is_feasible
 
 EVALUATIONS = 40
-"""Validation evaluations of a run."""
+"""Number of validation evaluations in a run."""
 WARM_UP = 0.1
-"""Part of the run in which the learning rate warms up: four evaluations, so that lambda follows
-the loss before edges close fast. Then the rate falls, as the gates' noise does."""
+"""Share of the run over which the learning rate warms up: four evaluations, so that lambda follows
+the loss before edges close quickly. The rate then falls, as the gates' noise does."""
 TARGET_LOSS = "kl+0.05"
-"""What every group may lose: nats of divergence per label."""
+"""Default target for every group: nats of divergence per label."""
 LEARNING_RATE = 7e-4
 """Peak learning rate of weights and low-rank adapters."""
 GATE_LEARNING_RATE = 3e-3
-"""Peak learning rate of gates, whose few parameters move further than weights do."""
-LEAST_ROOM = 1e-4
-"""Nats; what lambda takes for the least distance of an absolute target from the dense loss."""
+"""Peak learning rate of gates: they have few parameters, which move further than weights do."""
+LEAST_BUDGET = 1e-4
+"""Smallest loss budget in nats for moving lambda; an absolute target may leave less."""
 
 
 @checked
@@ -63,33 +63,34 @@ def post_train(
 ) -> PostTraining:
     """Finetune weights and gates until as few attention edges as possible are open.
 
-    Solves ``min_theta max_lambda  log(1 + size) + mean_g lambda_g (loss_g - target)``, with the
-    expected open edges per example, each at its cost, as the size; where MLPs have gates too, every
-    expected open MLP output, of one layer at one position, adds 1 to it. Every group ``g`` of rows,
-    such as a kind of text or a task, has to meet the target by itself. On return `sparse`
-    holds the best feasible weights: fewest active edges among validation evaluations that meet it,
-    or, with gates on MLPs, the least active edges at their costs and active MLP outputs together.
+    Solves ``min_theta max_lambda  log(1 + size) + mean_g lambda_g (loss_g - target)``, where the
+    size is the expected cost of the open edges per example. If MLPs have gates too, every MLP
+    output that is expected to be open, of one layer at one position, adds 1 to it. Each group ``g``
+    of rows, such as a kind of text or a task, must meet the target by itself. On return, `sparse`
+    holds the best feasible weights: among the validation evaluations that meet the target, those
+    with the fewest active edges, or, with gates on MLPs, with the smallest sum of the active edges'
+    costs and the number of active MLP outputs.
 
     Args:
         sparse: wrapped model, trained in place: its weights and gates, or, if it has low-rank
             adapters (`add_lora`), the adapters and gates. The dense model is then the model
             without adapters. Weights in bfloat16 are trained through float32 copies.
-        stream: training batches, in which any positions may carry the loss. A stream for every
-            group, by name, is a `MixedStream`.
-        validation: examples for the loss constraint and model selection, or those of every group
-            in the order of the stream's; report on others.
+        stream: training batches, in which any positions may carry the loss; or one stream for each
+            group, by name, which become a `MixedStream`.
+        validation: examples for the loss constraint and model selection, or those of each group,
+            in the same order as the stream's; report results on other examples.
         target_loss: in nats per label: the loss (``0.01``), its increase over the frozen dense
             model's on the same rows (``"+0.05"``), or the divergence ``KL(dense || sparse)``
-            (``"kl+0.05"``), which learning a text does not lower.
-        held_out: rows that take no part, by name, which are measured before and after: other rows
-            of a group, by its name, or of other texts.
+            (``"kl+0.05"``), which fitting the training text does not lower.
+        held_out: rows used neither for training nor for selection, by name, which are measured
+            before and after: other rows of a group, under its name, or rows of other texts.
         steps: number of optimizer steps.
         learning_rate: peak learning rate of all weights, or of the adapters; or rates by
-            parameter, with all other parameters but the gates frozen: ``"qk"`` (weights of queries
-            and keys; of latent attention, also what keys share with values), ``"lora"``
+            parameter, which freeze all other parameters but the gates: ``"qk"`` (weights of queries
+            and keys; in latent attention, including those that keys share with values), ``"lora"``
             (adapters), ``"gates"``, ``"all"``, or patterns of parameter names. A parameter takes
             the first rate that matches it.
-        gate_learning_rate: peak learning rate of gates, on attention edges and MLPs, unless
+        gate_learning_rate: peak learning rate of the gates on attention edges and MLPs, unless
             `learning_rate` names them.
         edge_cost: cost of an open attention edge, relative to 1 for an open MLP output;
             broadcastable to ``[layer, head, query, key]``; 1 by default. Reported counts of
@@ -97,8 +98,8 @@ def post_train(
         head_cost: cost of a head that is open anywhere in a batch, relative to 1 for an attention
             edge; above 0, rarely used heads close permanently.
         seed: random seed for gate noise.
-        precision: "bf16" runs forward passes, those of evaluations too, under autocast, and keeps
-            the copy of the dense model, if a relative target needs one, in bfloat16.
+        precision: "bf16" runs all forward passes under autocast, including those of evaluations,
+            and keeps the copy of the dense model, if a relative target needs one, in bfloat16.
         checkpoint: folder for checkpoints; a run interrupted there is resumed.
         progress: whether to show a progress bar.
 
@@ -107,14 +108,15 @@ def post_train(
 
     Raises:
         ValueError: the target is below the dense model's own validation loss, a parameter name is
-            unknown, a cost is not valid, groups of the stream and of validation rows differ, or
-            the checkpoint is of another run or other data.
+            unknown, a cost is invalid, the stream and the validation rows have different groups,
+            or the checkpoint belongs to another run or other data.
         NonFiniteLossError: the loss or gradient became NaN or infinite.
-        MemoryError: there is not enough memory; says where it goes and what needs less.
+        MemoryError: out of memory; the message says what uses it and how to use less.
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, once the checkpoint is written.
 
-    Reference: arXiv 2512.05865, section 3; deviations: the size counts by its logarithm, lambda is
-    moved by a PI controller, and the violation is that of validation rows, deterministic gates.
+    Reference: arXiv 2512.05865, section 3. Deviations: the logarithm of the size is minimised, a PI
+    controller moves lambda, and the violation is measured on validation rows under deterministic
+    gates.
     """
     target = TargetLoss.parse(target_loss)
     stream = _mixed(stream, validation)
@@ -137,15 +139,15 @@ def post_train(
     check_gates(adapt(sparse))
     check_raw(sparse.model)
     with out_of_memory_explained(sparse, stream, trained, precision):
-        watched = Validation(sparse, validation, held_out or {}, target, edge_cost, precision)
+        validated = Validation(sparse, validation, held_out or {}, target, edge_cost, precision)
         dense = None if target.of == "loss" else reference_of(sparse, trained, precision)
         if dense is not None and target.of == "divergence":
-            watched.predictions = DensePredictions(dense)
+            validated.predictions = DensePredictions(dense)
         objective = SparsityObjective(
             sparse,
             dense,
-            watched.room.clamp(min=LEAST_ROOM),
-            LossConstraint(len(watched.room), evaluated_every=every),
+            validated.loss_budget.clamp(min=LEAST_BUDGET),
+            LossConstraint(len(validated.loss_budget), evaluated_every=every),
             edge_cost,
             head_cost,
             distilled=1.0 if target.of == "divergence" else DISTILLED,
@@ -154,12 +156,12 @@ def post_train(
             sparse,
             objective,
             stream,
-            watched.selection(objective),
+            validated.selection(objective),
             config,
             trained=trained,
             settings={
                 "target": str(target),
-                "validation": watched.rows.digest(),
+                "validation": validated.rows.digest(),
                 "gates": repr(sparse.gates.distribution),
                 "edge_cost": None if edge_cost is None else digest({"edge_cost": edge_cost}),
                 "head_cost": head_cost,
@@ -169,12 +171,12 @@ def post_train(
             title="post-training",
             progress=progress,
         )
-        groups, others = watched.compared()
+        groups, others = validated.compared()
         return PostTraining(
             feasible=is_feasible(state.best),
             target=target,
-            dense=watched.dense,
-            sparse=watched.measured(),
+            dense=validated.dense,
+            sparse=validated.measured(),
             best_step=state.best["step"],
             history=pd.DataFrame(state.history),
             groups=groups,
@@ -185,10 +187,10 @@ def post_train(
 def _mixed(
     stream: TokenStream | Mapping[str, TokenStream], validation: TokenBatch | Mapping[str, Any]
 ) -> TokenStream:
-    """One stream, whose groups are those of the validation rows.
+    """Combine the groups' streams into one, in the order of the validation rows.
 
     Raises:
-        ValueError: the names of groups differ.
+        ValueError: the names of the groups differ.
     """
     if not isinstance(stream, Mapping):
         return stream
@@ -196,7 +198,7 @@ def _mixed(
     if list(stream) != named:
         raise ValueError(
             f"expected validation rows of the same groups as the stream's, {list(stream)}, in this "
-            f"order; got {named or 'rows without names'}"
+            f"order; got {named or 'rows without group names'}"
         )
     return MixedStream(stream)
 
@@ -204,7 +206,7 @@ def _mixed(
 def _rates(
     learning_rate: float | Mapping[str, float], gate_learning_rate: float
 ) -> dict[str, float]:
-    """Peak learning rates by name or pattern of parameters."""
+    """Peak learning rates by parameter name or pattern."""
     if not isinstance(learning_rate, Mapping):
         return {"gates": gate_learning_rate, "all": learning_rate}
     return {**learning_rate, "gates": learning_rate.get("gates", gate_learning_rate)}

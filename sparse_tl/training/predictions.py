@@ -1,9 +1,9 @@
-"""What the frozen dense model predicts, computed once for rows that come again.
+"""The frozen dense model's predictions, computed once for rows that recur.
 
-Training goes over the same windows many times, and the dense model stays as it is. Of a row, what
-is kept is the residual stream after the last layer at its labels, from which norm and unembedding
-give the exact logits: a few hundred numbers in place of tens of thousands of logits, at a fifth or
-less of the cost of a forward pass.
+Training goes over the same windows many times, while the dense model does not change. For each row,
+the residual stream after the last layer is kept at its labels. From it, the final norm and the
+unembedding compute the exact logits: a few hundred numbers in place of tens of thousands of logits,
+at a fifth or less of the cost of a forward pass.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from sparse_tl.scopes import autograd
 from sparse_tl.training.reference import Reference, predicting
 
 KEPT = 2**30
-"""Bytes of main memory, and of a checkpoint, for rows that may come again; the first ones are
-kept. 2,000 windows of 128 tokens take 0.6 GB where the residual stream has 576 entries."""
+"""Bytes of main memory, and of a checkpoint, for rows that may recur; the first ones are kept. At a
+residual stream of 576 entries, 2,000 windows of 128 tokens take 0.6 GB."""
 
 
 class DensePredictions:
     """The dense model's logits at the labels of training batches.
 
-    With several ranks nothing is kept, since the rows of a rank differ from run to run.
+    With several ranks, nothing is kept, since a rank's rows differ from run to run.
 
     Args:
-        model: what the frozen dense model is read from.
-        room: bytes for what is kept.
+        model: the frozen dense model, or a sparse one that is run as such.
+        capacity: maximum number of bytes to keep.
     """
 
-    def __init__(self, model: Reference, room: int = KEPT) -> None:
-        self.model, self._room = model, room
+    def __init__(self, model: Reference, capacity: int = KEPT) -> None:
+        self.model, self._capacity = model, capacity
         self._final = torch.empty(0, 0)
-        self._places: dict[str, tuple[int, int]] = {}
+        self._slices: dict[str, tuple[int, int]] = {}
         self._used = 0
 
     @autograd(False)
     def logits(self, batch: TokenBatch) -> Float[Tensor, "label vocab"]:
-        """The logits at the labels of a batch, in row-major order; new tensors every time."""
+        """The logits at the labels of a batch, in row-major order, as a new tensor."""
         adapter = adapt(self.model)
-        if shards.is_dealt(adapter.core):  # passes begin and end at the whole model
+        if shards.has_sharded_weights(adapter.core):  # only passes of the full model gather weights
             with predicting(self.model), adapter.only_at(batch.loss_mask) as logits_at:
                 return logits_at(self.model(batch.tokens, **batch.model_kwargs))
-        if ranks.count() > 1 or adapter.core.training:  # with dropout, no two passes are alike
+        if ranks.count() > 1 or adapter.core.training:  # with dropout, every pass differs
             final = self._run(batch)
         else:
             final = self._run_or_kept(batch)
@@ -63,50 +63,50 @@ class DensePredictions:
         return final[read]
 
     def _run_or_kept(self, batch: TokenBatch) -> Float[Tensor, "label d_model"]:
-        """The same; only rows that are not kept are run."""
+        """The same, running only rows that are not kept."""
         sizes, device = batch.loss_mask.sum(dim=1).tolist(), batch.tokens.device
         keys = _keys(batch)
-        new = [row for row, key in enumerate(keys) if sizes[row] and key not in self._places]
-        found: dict[int, Tensor] = {}
+        new = [row for row, key in enumerate(keys) if sizes[row] and key not in self._slices]
+        computed: dict[int, Tensor] = {}
         if new:
             final = self._run(batch.select(torch.tensor(new, device=device)))
-            found = dict(zip(new, final.split([sizes[row] for row in new]), strict=True))
-            for row, values in found.items():
+            computed = dict(zip(new, final.split([sizes[row] for row in new]), strict=True))
+            for row, values in computed.items():
                 self._keep(keys[row], values)
             if sum(map(bool, sizes)) == len(new):
                 return final
         parts = [
-            found[row] if row in found else self._final[slice(*self._places[key])].to(device)
+            computed[row] if row in computed else self._final[slice(*self._slices[key])].to(device)
             for row, key in enumerate(keys)
             if sizes[row]
         ]
         return torch.cat(parts)
 
     def _keep(self, key: str, values: Float[Tensor, "label d_model"]) -> None:
-        """Keep a row if there is room."""
+        """Keep a row if the capacity allows."""
         if not self._used:
-            n_labels = self._room // values[0].nbytes
+            n_labels = self._capacity // values[0].nbytes
             self._final = torch.empty(n_labels, values.shape[1], dtype=values.dtype)
         start, stop = self._used, self._used + len(values)
-        if key not in self._places and stop <= len(self._final):
+        if key not in self._slices and stop <= len(self._final):
             self._final[start:stop] = values
-            self._places[key], self._used = (start, stop), stop
+            self._slices[key], self._used = (start, stop), stop
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs to go on with the same numbers: in their last bits, those of a
-        row depend on the other rows of the pass."""
-        if not self._places:
+        """The state with which a resumed run computes the same numbers: the last bits of a row's
+        numbers depend on the other rows of the pass."""
+        if not self._slices:
             return {}
-        return {"dense_places": self._places, "dense_final": self._final[: self._used]}
+        return {"dense_places": self._slices, "dense_final": self._final[: self._used]}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Continue from the state in a checkpoint."""
         for key, (start, stop) in state.get("dense_places", {}).items():
             self._keep(key, state["dense_final"][start:stop])
 
 
 def _keys(batch: TokenBatch) -> list[str]:
-    """For every row, a hash of all that its final residual stream at its labels depends on."""
+    """A hash of everything that each row's final residual stream at its labels depends on."""
     parts = [batch.tokens, batch.loss_mask.long()]
     if batch.attention_mask is not None:
         parts.append(batch.attention_mask.long())

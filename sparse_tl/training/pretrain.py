@@ -28,15 +28,16 @@ def pretrain(
     progress: bool = True,
     **config: Any,
 ) -> pd.DataFrame:
-    """Train all weights on the stream; the model ends with its best validation weights.
+    """Train all weights on the stream; on return, the model holds its best validation weights.
 
     Args:
         model: a newly initialised model.
         stream: training batches.
-        validation: examples for model selection.
+        validation: validation examples, for model selection.
         steps: maximum number of optimizer steps.
         learning_rate: peak learning rate.
-        good_enough: validation loss in nats at which training stops, if all rows are right.
+        good_enough: validation loss in nats at which training stops, if all rows are predicted
+            correctly.
         checkpoint: folder for checkpoints; a run interrupted there is resumed.
         progress: whether to show a progress bar.
         **config: further fields of `TrainingConfig`.
@@ -45,7 +46,7 @@ def pretrain(
         The history, one row per step.
 
     Raises:
-        ValueError: the weights were processed, so that they cannot be saved.
+        ValueError: the weights were processed, so they cannot be saved.
     """
     check_raw(model)
 

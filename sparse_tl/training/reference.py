@@ -1,4 +1,4 @@
-"""The frozen dense model that post-training compares with, without a copy where none is needed."""
+"""The frozen dense model that post-training compares with; copied only if necessary."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from sparse_tl.lens import Model, check_raw, lora_off, lora_parameters, read_par
 from sparse_tl.scopes import scope
 
 Reference = Model | SparseTransformer
-"""A dense model, or a sparse one that `as_dense` makes dense for the length of a block."""
+"""A dense model, or a sparse one that `as_dense` makes dense within a block."""
 
 
 def reference_of(
     sparse: SparseTransformer, trained: Iterable[str], precision: str = "float32"
 ) -> Reference:
-    """What the dense model is read from while some parameters of the sparse one are trained.
+    """The dense reference of a sparse model while some of its parameters are trained.
 
-    Where only gates and low-rank adapters are trained, it is the sparse model itself: with gates
-    open and adapters off, it stays the dense model. Otherwise it is a copy.
+    If only gates and low-rank adapters are trained, it is the sparse model itself: with its gates
+    open and its adapters off, that stays the dense model. Otherwise it is a copy.
 
     Args:
-        sparse: model that is trained.
+        sparse: trained model.
         trained: names of the trained parameters.
-        precision: "bf16" makes the copy in bfloat16, in half the memory.
+        precision: "bf16" makes the copy in bfloat16, which halves its memory.
 
     Raises:
-        ValueError: the weights were processed, so that the model cannot be copied or saved.
+        ValueError: the weights were processed, so the model can be neither copied nor saved.
     """
     if not needs_copy(sparse, trained):
         check_raw(sparse.model)
@@ -39,15 +39,15 @@ def reference_of(
 
 
 def needs_copy(sparse: SparseTransformer, trained: Iterable[str]) -> bool:
-    """Whether weights of the model itself are among the trained parameters."""
-    own = {id(p) for p in sparse.model.parameters()} - {id(p) for p in lora_parameters(sparse)}
+    """Whether the dense model's own weights are among the trained parameters."""
+    dense = {id(p) for p in sparse.model.parameters()} - {id(p) for p in lora_parameters(sparse)}
     parameters = read_parameters(sparse)
-    return any(id(parameters[name]) in own for name in trained)
+    return any(id(parameters[name]) in dense for name in trained)
 
 
 @scope
 def under_gates(model: Reference) -> Iterator[SparseTransformer]:
-    """Inside the block, a dense model is under gates, which stay open in `opened`."""
+    """Wrap a dense model in gates within the block; a sparse model is its own wrapper."""
     if isinstance(model, SparseTransformer):
         yield model
         return
@@ -60,7 +60,7 @@ def under_gates(model: Reference) -> Iterator[SparseTransformer]:
 
 @scope
 def as_dense(reference: Reference) -> Iterator[None]:
-    """Inside the block, a reference computes as the dense model."""
+    """Make a reference compute as the dense model within the block."""
     if not isinstance(reference, SparseTransformer):
         yield
         return
@@ -70,7 +70,7 @@ def as_dense(reference: Reference) -> Iterator[None]:
 
 @scope
 def predicting(reference: Reference) -> Iterator[None]:
-    """Inside the block, a reference computes as the dense model, long prompts by blocks."""
+    """Make a reference predict as the dense model within the block, long prompts by blocks."""
     with as_dense(reference):
         if isinstance(reference, SparseTransformer):
             by_blocks = reference.gates.using(by_blocks=True)

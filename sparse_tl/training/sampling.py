@@ -1,4 +1,4 @@
-"""Sample windows from a model column by column, with a key-value cache, exactly as it predicts."""
+"""Sampling of windows from a model's exact predictions, by column, with a key-value cache."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from sparse_tl.training.beginnings import Starts
 N_CHECKED = 4
 """Number of windows whose last predictions are compared with those of passes without a cache."""
 CACHE_ERROR = 0.1
-"""Largest difference of the two, in total variation."""
+"""Largest allowed difference between the two, in total variation."""
 _UNKNOWN = -1
-"""In place of a token that is not sampled yet."""
+"""Placeholder for a token that is not sampled yet."""
 
 
 def sampled(
@@ -32,20 +32,20 @@ def sampled(
     show: Callable[[], None],
     check: bool,
 ) -> Int[Tensor, "row pos"]:
-    """Sample windows by number; every rank samples its share of them."""
-    # A rank without a share samples a window all the same: all ranks have to make the same passes
-    # of a sharded model.
-    own = ranks.own(rows)
-    tokens, last = _sampled(adapter, starts, own or rows[:1], seed, show)
+    """The windows with the given numbers; every rank samples its share of them."""
+    # A rank without a share still samples a window: all ranks have to run the same passes of a
+    # sharded model.
+    share = ranks.share(rows)
+    tokens, last = _sampled(adapter, starts, share or rows[:1], seed, show)
     if check:
         _check_cache(adapter, tokens[:N_CHECKED], last[:N_CHECKED])
-    return torch.stack(ranks.in_order(list(tokens.cpu()[: len(own)])))
+    return torch.stack(ranks.in_order(list(tokens.cpu()[: len(share)])))
 
 
 def _sampled(
     adapter: Adapter, starts: Starts, rows: Sequence[int], seed: int, show: Callable[[], None]
 ) -> tuple[Int[Tensor, "row pos"], Float[Tensor, "row vocab"]]:
-    """Windows by number, and the log-probabilities that their last tokens were drawn from."""
+    """Windows, and the log-probabilities that their last tokens were drawn from."""
     given = [torch.tensor(starts[row]) for row in rows]
     tokens = pad_sequence(given, batch_first=True, padding_value=_UNKNOWN)
     tokens = F.pad(tokens, (0, starts.window - tokens.shape[1]), value=_UNKNOWN).to(adapter.device)
@@ -66,28 +66,29 @@ def _sampled(
 def _drawn(
     probabilities: Float[Tensor, "row vocab"], uniform: Float[Tensor, " row"]
 ) -> Int[Tensor, " row"]:
-    """The tokens at which the cumulative distribution passes numbers in [0, 1)."""
+    """The tokens at which the cumulative distribution exceeds numbers in [0, 1)."""
     cumulative = probabilities.cumsum(dim=1, dtype=torch.float64)
-    passed = uniform[:, None] * cumulative[:, -1:]
-    found = torch.searchsorted(cumulative, passed, right=True)[:, 0]
-    return found.clamp(max=cumulative.shape[1] - 1)  # where the product rounds up to the total
+    threshold = uniform[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+    return tokens.clamp(max=cumulative.shape[1] - 1)  # the product may round up to the total
 
 
 def _check_cache(
     adapter: Adapter, tokens: Int[Tensor, "row pos"], last: Float[Tensor, "row vocab"]
 ) -> None:
-    """Check that whole passes predict the last tokens as passes with a cache did.
+    """Check that passes without a cache predict the last tokens as passes with a cache did.
 
     Raises:
-        ValueError: they do not, so that the text would be of another model.
+        ValueError: they do not, so the text would not have the model's distribution.
     """
     read = torch.zeros_like(tokens[:, :-1], dtype=torch.bool)
     read[:, -1] = True
-    whole = adapter.logits_at(adapter.final(tokens[:, :-1]), read)
-    off = (log_probabilities(whole).exp() - last.exp()).abs().sum(dim=1).median().item() / 2
-    if off > CACHE_ERROR:
+    uncached = adapter.logits_at(adapter.final(tokens[:, :-1]), read)
+    difference = (log_probabilities(uncached).exp() - last.exp()).abs().sum(dim=1)
+    error = difference.median().item() / 2
+    if error > CACHE_ERROR:
         raise ValueError(
-            f"expected a model that predicts the same with a key-value cache as without; "
-            f"{adapter.name!r} does not, by {off:.2f} in total variation. Are the versions of "
-            "transformers and TransformerLens among those that sparse_tl supports?"
+            f"expected a model that predicts the same with a key-value cache as without; the "
+            f"predictions of {adapter.name!r} differ by {error:.2f} in total variation. Does "
+            "sparse_tl support the installed versions of transformers and TransformerLens?"
         )

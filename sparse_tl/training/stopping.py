@@ -1,4 +1,4 @@
-"""How a run ends before its time: by a signal, or because another rank is gone."""
+"""Early ends of a run: by a signal, or because another rank is gone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sparse_tl.scopes import SIGNALS, scope
 def interrupt_noted() -> Iterator[Callable[[], bool]]:
     """Defer Ctrl-C until the running step is complete, so that checkpoints are consistent.
 
-    The same goes for signals that a cluster or a closing terminal sends before killing a process.
+    The same holds for signals that a cluster or a closing terminal sends before killing a process.
     """
     noted = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -26,8 +26,9 @@ def interrupt_noted() -> Iterator[Callable[[], bool]]:
         return
 
     def note(number: int, frame: FrameType | None) -> None:
-        # A second signal stops at once. Of several ranks, each gets the terminal's and the
-        # launcher's signal for one Ctrl-C; the launcher kills them if they take too long.
+        # A second signal stops a lone process at once. With several ranks, one Ctrl-C sends each
+        # of them two, the terminal's and the launcher's; the launcher kills them if they take too
+        # long.
         first = not noted.is_set()
         noted.set()
         if first or ranks.count() > 1:
@@ -52,13 +53,13 @@ def interrupt_noted() -> Iterator[Callable[[], bool]]:
 
 
 def on_any_rank(*facts: bool) -> list[bool]:
-    """Which facts hold on at least one rank, so that all ranks go on alike."""
+    """Which facts hold on at least one rank, so that all ranks take the same decision."""
     return [any(of) for of in zip(*ranks.gathered(facts), strict=True)]
 
 
 @scope
 def lost_rank_noted(folder: Path | None) -> Iterator[None]:
-    """Say why another rank is gone, if it has said so, and where to resume.
+    """Report why another rank is gone, if it has announced it, and where to resume.
 
     Raises:
         LostRankError: another rank ended; the message names the last checkpoint.
@@ -67,19 +68,19 @@ def lost_rank_noted(folder: Path | None) -> Iterator[None]:
         yield
     except Exception as error:
         if not _is_lost(error):
-            ranks.leave_word(f"{type(error).__name__}: {error}")
+            ranks.announce_end(f"{type(error).__name__}: {error}")
             raise
-        # The launcher ends what is left of the job now; that must not cut off the message.
+        # The launcher now ends the rest of the job; that must not cut off the message.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        left = "There is no checkpoint to resume from."
+        remedy = "There is no checkpoint to resume from."
         if folder is not None and folder.exists():
-            left = f"The last checkpoint in {folder} is complete: the same command resumes there."
-        raise ranks.LostRankError(f"{ranks.last_word() or error}. {left}") from error
+            remedy = f"The last checkpoint in {folder} is complete: the same command resumes there."
+        raise ranks.LostRankError(f"{ranks.announced_end() or error}. {remedy}") from error
 
 
 def _is_lost(error: Exception) -> bool:
-    """Whether another rank is gone; the passes of a sharded model raise what gloo raises."""
+    """Whether another rank is gone; passes of a sharded model raise gloo's own errors."""
     return isinstance(error, (ranks.LostRankError, DistError)) or (
         ranks.count() > 1 and isinstance(error, RuntimeError) and "gloo" in str(error)
     )

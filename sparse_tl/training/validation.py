@@ -1,4 +1,4 @@
-"""Validation rows of post-training: what each group of them loses, and which weights are best."""
+"""Validation in post-training: the gap of each group of rows, and which weights are best."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from sparse_tl.training.reference import as_dense
 
 
 class Validation:
-    """Rows whose groups each have to meet the target, and others that take no part.
+    """Validation rows, each group of which has to meet the target, and held-out rows.
 
-    The dense model is measured at once, while the sparse model's weights still are its own.
+    The constructor measures the dense model, while the sparse model still has its weights.
 
     Args:
         sparse: the model before training.
         rows: validation rows, or those of every group by name.
-        held_out: rows that take no part, by name.
-        target: what every group may lose.
+        held_out: rows that are only measured, by name.
+        target: the target of every group.
         edge_cost: cost per attention edge, as in `evaluate_held_out`.
-        precision: that of the run, in which both models are measured.
+        precision: precision of the run, in which both models are measured.
 
     Raises:
         ValueError: a group has no label, or the target is below the dense model's own loss.
@@ -59,8 +59,8 @@ class Validation:
             self.dense = self._dense(self.rows)
             _check_groups(self.dense)
             self._before = [
-                {name: self._dense(some) for name, some in of.items()}
-                for of in (self.groups, held_out)
+                {name: self._dense(rows) for name, rows in by_name.items()}
+                for by_name in (self.groups, held_out)
             ]
         if target.of == "loss" and target.nats < (worst := max(self.dense.group_losses.values())):
             raise ValueError(
@@ -70,45 +70,45 @@ class Validation:
             )
 
     @property
-    def room(self) -> Float[Tensor, " group"]:
-        """What every group may lose, in nats."""
+    def loss_budget(self) -> Float[Tensor, " group"]:
+        """Every group's largest gap that meets the target, in nats."""
         before = _by_group(self.dense.group_losses)
         if self.target.of == "loss":
             return self.target.nats - before
         return torch.full_like(before, self.target.nats)
 
     def measured(self) -> HeldOut:
-        """The sparse model as it is, on all validation rows."""
+        """Measurements of the current sparse model on all validation rows."""
         return self._sparse(self.rows)
 
-    def lost(self, measured: HeldOut) -> Float[Tensor, " group"]:
-        """What every group has lost in nats: the divergence, or the increase in loss."""
+    def gaps(self, measured: HeldOut) -> Float[Tensor, " group"]:
+        """Every group's gap to the dense model in nats: the divergence, or the increase in loss."""
         if self.target.of == "divergence":
             return _by_group(measured.group_divergences)
         return _by_group(measured.group_losses) - _by_group(self.dense.group_losses)
 
     def compared(self) -> tuple[dict[str, DenseAndSparse], dict[str, DenseAndSparse]]:
-        """Dense and sparse model on the rows of every group, and on those that take no part."""
+        """Measurements of both models on the rows of every group, and on held-out rows."""
         groups, held_out = (
-            {name: DenseAndSparse(before[name], self._sparse(some)) for name, some in of.items()}
-            for of, before in zip((self.groups, self.held_out), self._before, strict=True)
+            {name: DenseAndSparse(dense[name], self._sparse(rows)) for name, rows in of.items()}
+            for of, dense in zip((self.groups, self.held_out), self._before, strict=True)
         )
         return groups, held_out
 
     def selection(self, objective: SparsityObjective) -> Selection:
-        """Evaluations, of which the objective is told, and which of them is best."""
+        """The model selection of a run, whose evaluations also pass the gaps to the objective."""
 
         def evaluate() -> Metrics:
             measured = self.measured()
-            lost = self.lost(measured)
-            objective.validated(lost)
-            by_group = {f"lost_{n}": x for n, x in zip(self.groups, lost.tolist(), strict=False)}
-            violation = (lost - self.room).max().item()
+            gaps = self.gaps(measured)
+            objective.validated(gaps)
+            by_group = {f"lost_{n}": x for n, x in zip(self.groups, gaps.tolist(), strict=False)}
+            violation = (gaps - self.loss_budget).max().item()
             return {**measured.numbers, **by_group, "violation": violation}
 
         def better(new: Metrics, old: Metrics) -> bool:
             if old["step"] == 0:
-                return True  # the model as it came meets most targets, and is what nobody asks for
+                return True  # never prefer step 0: it meets most targets but is not sparse
             if is_feasible(new) != is_feasible(old):
                 return is_feasible(new)
             size = "active_size" if "active_size" in new else "active_attention_edges"
@@ -143,5 +143,5 @@ def _check_groups(measured: HeldOut) -> None:
         )
 
 
-def _by_group(found: Mapping[int, float]) -> Float[Tensor, " group"]:
-    return torch.tensor([value for _, value in sorted(found.items())], dtype=torch.float64)
+def _by_group(values: Mapping[int, float]) -> Float[Tensor, " group"]:
+    return torch.tensor([value for _, value in sorted(values.items())], dtype=torch.float64)

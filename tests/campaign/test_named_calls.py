@@ -110,7 +110,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: stl.GatedRun(tiny_model(), stl.Heads(), pairs().clean, pairs().clean < 0),
         "at least one position to read",
     ),
-    "a rank that is none": (lambda: rows().dealt(2, 2), r"a rank in 0\.\.1; got 2"),
+    "a rank that is none": (lambda: rows().shard(2, 2), r"a rank in 0\.\.1; got 2"),
     "a mask of other numbers": (
         lambda: replace(rows(), attention_mask=torch.full_like(rows().tokens, 2)),
         "0 at padding and 1 elsewhere as attention_mask",

@@ -73,7 +73,7 @@ def test_post_train_on_other_held_out_text(tmp_path: Path, tiny: Path, story: Pa
     other.write_text("the cat sat on a mat . " * 8)
     outcome = _text_run(tiny, story, tmp_path / "out", "--held-out-text", str(other))
     assert outcome.code == 0, outcome.err
-    assert "other (took no part): " in outcome.out
+    assert "other (held out): " in outcome.out
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert list(metrics["texts"]) == ["story", "other"]
     model, windows = (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparse_tl.gates import BernoulliGate, GateMode, HardConcreteGate, SigmoidGate, expected_size
-from sparse_tl.gates.distributions import gate_values, press
+from sparse_tl.gates.distributions import gate_values, with_pressure
 
 ALL = [BernoulliGate(), HardConcreteGate(), SigmoidGate()]
 
@@ -110,7 +110,7 @@ def test_without_noise_a_sample_is_the_mode(distribution):
 def test_pressure_changes_gradients_of_open_gates_and_no_value():
     at = torch.tensor([-math.inf, -6.0, -1.0, 1.0, 12.0], dtype=torch.float64, requires_grad=True)
     plain = torch.sigmoid(at)
-    pressed = press(plain, at, 0.05)
+    pressed = with_pressure(plain, at, 0.05)
     assert torch.equal(pressed, plain)
     (gradient,) = torch.autograd.grad(pressed.sum(), at)
     slope = (plain * (1 - plain)).detach()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparse_tl.gates import straight_through
-from sparse_tl.gates.distributions import BernoulliGate, press
+from sparse_tl.gates.distributions import BernoulliGate, with_pressure
 from sparse_tl.gates.layer_counts import attention_edges_of_layer
 from sparse_tl.gates.passes import GateSettings
 from sparse_tl.gates.straight_through import gated_pattern
@@ -56,7 +56,7 @@ def _composed(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     logits, valid = scores.to(bias.dtype) + bias, options["valid"]
     gates = rule.sample(logits, now.generator, now.noise)
-    chance = press(rule.open_probability(logits), logits, now.pressure) * valid
+    chance = with_pressure(rule.open_probability(logits), logits, now.pressure) * valid
     is_open = rule.is_open(logits) & valid
     counts = attention_edges_of_layer(valid, is_open, chance, options["cost"], False)
     return gates.to(pattern.dtype) * pattern, counts

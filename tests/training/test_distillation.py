@@ -15,7 +15,7 @@ N_LABELS, VOCABULARY, SHARE = 7, 11, 0.3
 
 @pytest.fixture(params=[1, 2 * VOCABULARY, 2**19], ids=["one label", "two labels", "all labels"])
 def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distillation, "LOGITS_AT_ONCE", request.param)
+    monkeypatch.setattr(distillation, "LOGITS_PER_CHUNK", request.param)
 
 
 def _drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -73,5 +73,5 @@ def test_a_second_backward_pass_is_refused() -> None:
     logits, dense, labels, _ = _drawn(torch.float32)
     total = distilled(logits, dense, labels, SHARE)[0].sum()
     total.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="one backward pass for each forward pass"):
+    with pytest.raises(RuntimeError, match="one backward pass per forward pass"):
         total.backward()

@@ -113,7 +113,7 @@ def test_every_text_is_constrained_and_reported(build_echo: Build, echo_rows: Ro
     pd.testing.assert_series_equal(worst, history["validation_violation"], check_names=False)
     assert outcome.feasible
     assert "Target divergence of 0.2 nats in each of 2 groups met" in outcome.verdict
-    for said in ("long: ", "short: ", "other (took no part): "):
+    for said in ("long: ", "short: ", "other (held out): "):
         assert said in outcome.verdict
     assert outcome.to_pandas().index.tolist() == ["long", "short", "other"]
 
@@ -130,7 +130,7 @@ def test_other_rows_of_a_group_are_reported_in_its_place(
     for found, rows in ((outcome.groups, _rows(echo_rows, 1)), (outcome.held_out, test)):
         before = evaluate_held_out(dense, rows["short"]).loss
         assert found["short"].dense.loss == pytest.approx(before)
-    assert "took no part" not in outcome.verdict
+    assert "held out" not in outcome.verdict
 
 
 @pytest.mark.parametrize(

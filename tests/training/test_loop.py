@@ -714,9 +714,9 @@ def _file(folder: Path) -> None:
         (_rewrite("state.json", "{"), r"expected valid JSON in .*state\.json"),
         (_rewrite("state.json", "[]"), "expected a checkpoint of format 4"),
         (_rewrite("state.json", '{"format": 99}'), "expected a checkpoint of format 4"),
-        (_rewrite("state.json", '{"format": 4}'), "expected a whole checkpoint"),
-        (_changed(step="x"), r"expected a whole checkpoint in .*step.* of another type"),
-        (_changed(steps=0), r"expected a whole checkpoint in .*steps"),
+        (_rewrite("state.json", '{"format": 4}'), "expected a complete checkpoint"),
+        (_changed(step="x"), r"expected a complete checkpoint in .*step.* have the wrong type"),
+        (_changed(steps=0), r"expected a complete checkpoint in .*steps"),
         (_truncate, r"expected a safetensors file at .*tensors\.safetensors"),
         pytest.param(
             lambda folder: (folder / "tensors.safetensors").unlink(),

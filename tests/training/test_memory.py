@@ -79,7 +79,7 @@ def test_evaluations_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain(self, tokens, *args, **kwargs)
 
     monkeypatch.setattr(SparseTransformer, "run_with_counts", fail)
-    with pytest.raises(MemoryError, match=r"measured the validation rows.*evaluate_held_out ran"):
+    with pytest.raises(MemoryError, match=r"measuring the validation rows.*evaluate_held_out ran"):
         _post_train(*_addition())
 
 

@@ -29,8 +29,8 @@ SILENT = 0.95
 def _objective(sparse: SparseTransformer, target: str = "+0.05", **settings: Any) -> Any:
     n_groups, parsed = settings.pop("n_groups", 1), TargetLoss.parse(target)
     dense = sparse.dense_copy() if parsed.of != "loss" else None
-    room = torch.full((n_groups,), parsed.nats, dtype=torch.float64)
-    return SparsityObjective(sparse, dense, room, LossConstraint(n_groups), **settings)
+    loss_budget = torch.full((n_groups,), parsed.nats, dtype=torch.float64)
+    return SparsityObjective(sparse, dense, loss_budget, LossConstraint(n_groups), **settings)
 
 
 def _measured(
@@ -80,7 +80,7 @@ def test_noise_and_what_it_may_cost_end_together(build_echo: Build) -> None:
     assert [objective.noise(done) for done in (NO_NOISE, 1.0)] == [0.0, 0.0]
     falling = [objective.noise(NO_NOISE * i / 10) for i in range(11)]
     assert falling == sorted(falling, reverse=True) and len(set(falling)) == 11
-    assert [objective.allowed(noise).item() for noise in (NOISE, NOISE / 2, 0.0)] == pytest.approx(
+    assert [objective.limit(noise).item() for noise in (NOISE, NOISE / 2, 0.0)] == pytest.approx(
         [0.5 + MARGIN, 0.5 + MARGIN / 2, 0.5]
     )
 

@@ -184,7 +184,7 @@ def test_windows_without_a_separator_continue_beginnings(tmp_path: Path) -> None
     ]
     assert sorted(begun[:4]) == sorted(start[1:] for start in STARTS)
     for beginnings in (None, []):
-        with pytest.raises(ValueError, match=r"BOS or EOS token.*Name one .*, or give beginnings"):
+        with pytest.raises(ValueError, match=r"BOS or EOS token.*Set one .*, or give beginnings"):
             sampled_windows(model, 4, 12, beginnings=beginnings, **QUIET)
     with pytest.raises(ValueError, match="at least one token.*neither BOS nor EOS; got ''"):
         sampled_windows(model, 4, 12, beginnings=["a", ""], **QUIET)
@@ -339,7 +339,7 @@ def test_a_model_without_a_tokenizer() -> None:
 def test_models_that_predict_nothing_behind_what_they_read(tokenizer: Any) -> None:
     for changed, said in (
         ({"attention_dir": "bidirectional"}, "is not causal"),
-        ({"d_vocab_out": 5}, "predicts others"),
+        ({"d_vocab_out": 5}, "predicts other tokens"),
     ):
         with pytest.raises(ValueError, match=f"causal model that predicts the tokens.*{said}"):
             sampled_windows(tiny_model(tokenizer=tokenizer, **changed), 4, 12, **QUIET)

@@ -116,8 +116,8 @@ def test_no_more_is_kept_than_there_is_room_for(build_tiny: Build) -> None:
     model = build_tiny()
     batch = TokenBatch.next_token(torch.randint(13, (4, 8)))
     row = 7 * model.cfg.d_model * 4
-    for room, passes_again in [(2 * row, 2), (2 * row - 1, 3), (0, 4), (KEPT, 0)]:
-        predictions = DensePredictions(model, room)
+    for capacity, passes_again in [(2 * row, 2), (2 * row - 1, 3), (0, 4), (KEPT, 0)]:
+        predictions = DensePredictions(model, capacity)
         predictions.logits(batch)
         with _noted(model) as passes:
             found = predictions.logits(batch)

@@ -54,7 +54,7 @@ def _rows(n: int = 32, seed: int = 0) -> TokenBatch:
 
 
 def _whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: shards.whole(tensor.detach()) for name, tensor in tensors.items()}
+    return {name: shards.full(tensor.detach()) for name, tensor in tensors.items()}
 
 
 def _step(rank: int = 0, *, name: str, shard: bool, accumulate: int) -> dict[str, Tensor]:
@@ -62,8 +62,10 @@ def _step(rank: int = 0, *, name: str, shard: bool, accumulate: int) -> dict[str
     model = _model(name).double()
     wrapped = shard_model(model) if shard else model
     sparse = SparseTransformer(wrapped, initial_threshold=0.1, mlps=True)
-    room = torch.tensor([0.05], dtype=torch.float64)
-    objective = SparsityObjective(sparse, sparse.dense_copy(), room, LossConstraint(), None, 2.0)
+    loss_budget = torch.tensor([0.05], dtype=torch.float64)
+    objective = SparsityObjective(
+        sparse, sparse.dense_copy(), loss_budget, LossConstraint(), None, 2.0
+    )
     rows = _rows(17)
     for row in range(17):
         rows.loss_mask[row, 1 : 1 + row % 6] = False

@@ -59,11 +59,11 @@ def _objective(build: Build, kind: str) -> tuple[torch.nn.Module, Objective]:
         return model, PlainLoss(model)
     gates: Any = {"initial_threshold": 0.1} if kind == "share" else {"initial_bias": 0.5}
     sparse = SparseTransformer(model, **gates, mlps=kind == "mlps").double()
-    room = torch.tensor([0.05, 0.02], dtype=torch.float64)
+    loss_budget = torch.tensor([0.05, 0.02], dtype=torch.float64)
     cost = torch.rand(2, 1, 8, 1, generator=torch.Generator().manual_seed(0)).double()
     costs = {"edge_cost": cost, "head_cost": 2.0} if kind == "mlps" else {}
     dense = sparse.dense_copy()
-    return sparse, SparsityObjective(sparse, dense, room, LossConstraint(2), **costs)
+    return sparse, SparsityObjective(sparse, dense, loss_budget, LossConstraint(2), **costs)
 
 
 def _step(
@@ -149,13 +149,13 @@ def test_ranks_draw_other_noise_and_the_first_that_of_one_process(echo_rows: Row
 
 def test_rows_are_dealt_once_and_labels_to_everyone(echo_rows: Rows) -> None:
     rows = _uneven(echo_rows(17))
-    shares = [rows.dealt(rank, 3) for rank in range(3)]
+    shares = [rows.shard(rank, 3) for rank in range(3)]
     assert [int(share.loss_mask.any(dim=1).sum()) for share in shares] == [5, 5, 4]
     assert sorted(len(share) for share in shares) == [5, 6, 6]
     dealt = torch.cat([torch.cat([s.tokens, s.loss_mask.long()], dim=1) for s in shares])
     whole = torch.cat([rows.tokens, rows.loss_mask.long()], dim=1)
     assert sorted(dealt.tolist()) == sorted(whole.tolist())
-    assert rows.dealt(0, 1) is rows
+    assert rows.shard(0, 1) is rows
 
 
 # Whole runs.
