@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -21,7 +22,7 @@ from sparse_tl.wording import shown
 Kind = TypeVar("Kind", bound="Rows")
 
 PASS = 100
-"""Tokens that take as long as what every pass costs; measured on SmolLM2-135M, on one core."""
+"""Number of tokens that cost as much as a pass's overhead; SmolLM2-135M on one core."""
 
 
 class Rows:
@@ -46,36 +47,36 @@ class Rows:
         try:
             return self._each(lambda tensor: tensor[index])
         except IndexError as error:
-            raise ValueError(f"expected some of {len(self)} rows; got {shown(index)}") from error
+            raise ValueError(f"expected indices of {len(self)} rows; got {shown(index)}") from error
 
     def digest(self) -> str:
         """A short hash of the rows."""
         return digest(self._tensors())
 
     def check_on_ranks(self) -> None:
-        """Check that ranks which share these rows all have the same ones.
+        """Check that all ranks have the same rows, of which each then takes its share.
 
         Raises:
-            ValueError: a rank has others; raised on every rank, and names it.
+            ValueError: a rank has other rows; raised on every rank, with that rank's number.
         """
         if ranks.count() > 1:
             ranks.check_alike({"rows": self.digest()})
 
     def _tensors(self) -> dict[str, Tensor]:
-        found = {name: some for name, some in vars(self).items() if isinstance(some, Tensor)}
-        for name, some in vars(self).items():
-            if isinstance(some, Rows):
-                found |= {f"{name}.{key}": tensor for key, tensor in some._tensors().items()}
-        return found
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        for name, value in vars(self).items():
+            if isinstance(value, Rows):
+                tensors |= {f"{name}.{key}": tensor for key, tensor in value._tensors().items()}
+        return tensors
 
     def _each(self: Kind, change: Callable[[Tensor], Tensor]) -> Kind:
         changed = {
-            name: change(some) if isinstance(some, Tensor) else some._each(change)
-            for name, some in vars(self).items()
-            if isinstance(some, Tensor | Rows)
+            name: change(value) if isinstance(value, Tensor) else value._each(change)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor | Rows)
         }
-        mine: Any = self
-        return replace(mine, **changed)
+        rows: Any = self
+        return replace(rows, **changed)
 
 
 @checked
@@ -92,7 +93,7 @@ class TokenBatch(Rows):
         loss_mask: positions that count towards the loss.
         attention_mask: 0 at padding; ``None`` if nothing is padded.
         groups: group of each row, from 0; a loss constraint applies to each group separately.
-            ``None`` for a single group.
+            ``None`` means a single group.
     """
 
     tokens: Int[Tensor, "batch pos"]
@@ -103,10 +104,12 @@ class TokenBatch(Rows):
 
     def __post_init__(self) -> None:
         if self.groups is not None and bool((self.groups < 0).any()):
-            raise ValueError(f"expected groups from 0 up; got {int(self.groups.min())}")
+            raise ValueError(f"expected groups of at least 0; got {int(self.groups.min())}")
         mask = self.attention_mask
         if mask is not None and bool(((mask != 0) & (mask != 1)).any()):
-            raise ValueError("expected 0 at padding and 1 elsewhere as attention_mask; got others")
+            raise ValueError(
+                "expected 0 at padding and 1 elsewhere as attention_mask; got other numbers"
+            )
         if not self.loss_mask.any():
             raise ValueError(
                 f"expected at least one position with a loss in a batch of shape "
@@ -123,10 +126,10 @@ class TokenBatch(Rows):
 
     @staticmethod
     def joined(parts: Sequence[TokenBatch]) -> TokenBatch:
-        """The rows of several batches, each a group of its own; short rows are padded on the right.
+        """The rows of several batches, each its own group; short rows are padded on the right.
 
         Raises:
-            ValueError: there is no batch, or one has groups already.
+            ValueError: there is no batch, or one already has groups.
         """
         if not parts or any(part.groups is not None for part in parts):
             raise ValueError(
@@ -136,8 +139,8 @@ class TokenBatch(Rows):
         width = max(part.tokens.shape[1] for part in parts)
         ragged = any(p.attention_mask is not None or p.tokens.shape[1] < width for p in parts)
 
-        def padded(found: Iterable[Tensor]) -> Tensor:
-            return torch.cat([F.pad(some, (0, width - some.shape[1])) for some in found])
+        def padded(tensors: Iterable[Tensor]) -> Tensor:
+            return torch.cat([F.pad(rows, (0, width - rows.shape[1])) for rows in tensors])
 
         real = (
             torch.ones_like(part.tokens) if part.attention_mask is None else part.attention_mask
@@ -153,15 +156,15 @@ class TokenBatch(Rows):
         )
 
     def split(self, size: AtLeastOne) -> list[TokenBatch]:
-        """Split into pieces of `size` consecutive rows; longer where a piece would lack labels."""
+        """Split into pieces of `size` consecutive rows, or more where a piece would lack labels."""
         bounds = [0]
         for end in range(size, len(self), size):
             if self.loss_mask[bounds[-1] : end].any() and self.loss_mask[end:].any():
                 bounds.append(end)
-        return [self.select(slice(*some)) for some in pairwise([*bounds, len(self)])]
+        return [self.select(slice(*piece)) for piece in pairwise([*bounds, len(self)])]
 
     def shard(self, rank: Count, n_ranks: AtLeastOne) -> TokenBatch:
-        """The rows of one of several ranks: dealt in turn, those with a label first.
+        """The rows of one of several ranks: every n-th row, after sorting rows with a label first.
 
         Raises:
             ValueError: there are fewer rows with a label than ranks, or no such rank.
@@ -180,11 +183,17 @@ class TokenBatch(Rows):
         order = labelled.logical_not().int().argsort(stable=True)
         return self.select(order[rank::n_ranks])
 
+    def dealt(self, rank: int, n_ranks: int) -> TokenBatch:
+        """The old name of `shard`."""
+        message = "TokenBatch.dealt is now TokenBatch.shard; the old name will be removed in 0.3"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.shard(rank, n_ranks)
+
     def trimmed(self, *, causal: bool) -> TokenBatch:
         """Drop columns that cannot affect the loss.
 
-        In a causal model these are leading columns that are padding in every row, and columns after
-        the last loss position. With bidirectional attention every column matters.
+        In a causal model, these are leading columns that are padding in every row, and columns
+        after the last loss position. With bidirectional attention, every column matters.
 
         Args:
             causal: whether the model is causal.
@@ -200,7 +209,7 @@ class TokenBatch(Rows):
         """Group rows of similar length, and drop padding columns on the right of each group.
 
         This only saves time: padding has no loss and no attention edges. Neighbouring groups are
-        one where that adds less padding than another pass costs.
+        merged if the added padding costs less than another pass.
 
         Args:
             parts: maximum number of groups.
@@ -245,7 +254,7 @@ class TokenBatch(Rows):
 
 
 def log_probabilities(logits: Float[Tensor, "label vocab"]) -> Float[Tensor, "label vocab"]:
-    """Logarithms of the predicted probabilities, in nats and at least float32."""
+    """Logarithms of the predicted probabilities, in nats and in at least float32."""
     precise = logits if logits.dtype == torch.float64 else logits.float()
     return precise.log_softmax(dim=-1)
 
@@ -258,7 +267,7 @@ def token_losses(
 
 
 def exact_rows(logits: Float[Tensor, "label vocab"], batch: TokenBatch) -> Bool[Tensor, " batch"]:
-    """Whether the top prediction equals the label at every loss position of a row."""
+    """Whether each row's top prediction equals the label at every loss position."""
     right = torch.ones_like(batch.loss_mask)
     right[batch.loss_mask] = logits.argmax(dim=-1) == batch.loss_labels()
     return right.all(dim=-1)

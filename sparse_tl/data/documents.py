@@ -1,4 +1,4 @@
-"""Documents of text files and datasets, which can be read again from any of their places."""
+"""Documents of text files and datasets, which can be read from any position, repeatedly."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from typing import Any
 from sparse_tl.arguments import checked
 
 BLOCK = 2**20
-"""Bytes that are read from a text file at a time."""
+"""Bytes to read from a text file at a time."""
 
 
 class Documents:
-    """Texts in a fixed order: an iterable of strings that starts anew each time, from any place.
+    """Texts in a fixed order: an iterable of strings that can be restarted, from any place.
 
-    A *place* is a JSON value that names a document. Its text comes in parts, so that a document of
-    many gigabytes is never in memory as a whole.
+    A *place* is a JSON value that identifies a document. The text comes in parts, so that a
+    document of many gigabytes is never entirely in memory.
     """
 
     def __iter__(self) -> Iterator[str]:
         return ("".join(parts) for _, parts in self.since(None))
 
     def since(self, place: Any) -> Iterator[tuple[Any, Iterable[str]]]:
-        """Each document from a place on (``None``: the first), with its place, in parts of text."""
+        """The documents from a place on (``None``: the first): the place and text parts of each."""
         raise NotImplementedError
 
     def where(self, place: Any) -> str:
-        """A place, for messages."""
+        """A place in words, for messages."""
         raise NotImplementedError
 
     def identity(self) -> Any:
-        """A JSON value that changes when the documents do, as far as that shows without reading."""
+        """A JSON value that changes if the documents do, as far as one can tell without reading."""
         raise NotImplementedError
 
 
@@ -53,11 +53,11 @@ def read_documents(
     """The non-empty documents of text files, or of a Hugging Face dataset (streamed).
 
     Args:
-        source: path, or list of paths; or dataset name, with its configuration after a colon if
-            needed; or a dataset, or any other iterable of rows, that starts anew each time.
+        source: a path or a list of paths; the name of a dataset, with its configuration after a
+            colon if needed; or a dataset or any other iterable of rows that can be restarted.
         separator: string between documents in a text file.
         split: split of the dataset.
-        column: dataset column, or key of a ``.jsonl`` file's rows, that holds the text.
+        column: the dataset column, or the key in a ``.jsonl`` file's rows, that holds the text.
 
     Raises:
         ValueError: the file, dataset or column does not exist, a file is not UTF-8 text, or the
@@ -103,16 +103,16 @@ def dataset_rows(source: str | Path, split: str) -> Iterable[dict[str, Any]]:
 class DocumentRows(Documents):
     """Documents that are rows of a dataset, or strings; a place is a row's number.
 
-    It is found by passing over the rows before it. The states of streamed Hugging Face datasets
-    (``state_dict``) are not used: they lose the rows of a shuffle buffer.
+    A place is reached by skipping the rows before it. The states of streamed Hugging Face datasets
+    (``state_dict``) are not used, because they lose the rows of a shuffle buffer.
 
     Args:
-        rows: dictionaries or strings; an iterable that starts anew each time.
+        rows: an iterable of dictionaries or strings that can be restarted.
         column: key of the text in a dictionary.
-        name: of the rows, for messages.
+        name: name of the rows, for messages.
 
     Raises:
-        ValueError: the rows can be read only once, as those of a generator.
+        ValueError: the rows can be read only once, like those of a generator.
     """
 
     def __init__(self, rows: Iterable[Any], column: str = "text", name: str = "the list") -> None:
@@ -138,13 +138,13 @@ class DocumentRows(Documents):
 
 
 _reading = Lock()
-"""Held by whoever reads the next row of a streamed dataset."""
+"""Held while a thread reads the next row of a streamed dataset."""
 
 
 def _one_at_a_time(rows: Iterable[Any]) -> Iterator[Any]:
-    """The rows. Iterators of a streamed dataset share a state, also with those of what was derived
-    from it (skip, take, filter); two that are in its code at the same moment, in two threads, skip
-    one another's rows or fail."""
+    """The rows, read under a lock from a streamed dataset. Its iterators share a state, also with
+    those of derived datasets (skip, take, filter): two that run at the same moment, in two threads,
+    skip one another's rows or fail."""
     datasets = sys.modules.get("datasets")  # unless it is imported, there are none
     if datasets is None or not isinstance(rows, datasets.IterableDataset):
         yield from rows
@@ -159,7 +159,7 @@ def _one_at_a_time(rows: Iterable[Any]) -> Iterator[Any]:
 
 
 class _Files(Documents):
-    """Documents of text files: parts between separators, or rows where the name ends in .jsonl."""
+    """Documents of text files: the texts between separators, or the rows of .jsonl files."""
 
     def __init__(self, paths: list[Path], separator: str, column: str) -> None:
         self.paths, self.separator, self.column = paths, separator, column
@@ -171,8 +171,8 @@ class _Files(Documents):
                 parts = _lines(path, byte, self.column)
             else:
                 parts = _separated(path, byte, self.separator)
-            for begin, some in groupby(parts, key=itemgetter(0)):
-                yield [number, begin], (text for _, text in some)
+            for begin, document in groupby(parts, key=itemgetter(0)):
+                yield [number, begin], (text for _, text in document)
             byte = 0
 
     def where(self, place: Any) -> str:
@@ -180,12 +180,12 @@ class _Files(Documents):
         return f"the document at byte {byte:,} of {self.paths[number]}"
 
     def identity(self) -> Any:
-        found = ((path.name, path.stat()) for path in self.paths)
-        return [[name, file.st_size, file.st_mtime_ns] for name, file in found]
+        stats = ((path.name, path.stat()) for path in self.paths)
+        return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
 def _text_of(row: Any, column: str, name: str) -> str | None:
-    """The text of a row; ``None`` where it is blank."""
+    """The text of a row; ``None`` if it is blank."""
     if not isinstance(row, dict) or column not in row:
         has = f"it has {sorted(row)}" if isinstance(row, dict) else f"got a {type(row).__name__}"
         raise ValueError(f"expected a column {column!r} in {name}; {has}")
@@ -218,7 +218,7 @@ def _lines(path: Path, byte: int, column: str) -> Iterator[tuple[int, str]]:
 def _separated(path: Path, byte: int, separator: str) -> Iterator[tuple[int, str]]:
     """The text between separators from a byte on, in parts, with the byte at which each begins.
 
-    White space at both ends of a document, and documents of nothing else, are left out.
+    White space at either end of a document is left out, and so are documents of nothing else.
     """
     mark = separator.encode()
     with path.open("rb") as file:
@@ -229,14 +229,14 @@ def _separated(path: Path, byte: int, separator: str) -> Iterator[tuple[int, str
             for last in ended:
                 yield from document.add(last, final=True)
                 document = _Document(path, document.end + len(mark))
-            sure = max(0, len(held) - len(mark) + 1)  # a separator may have begun
-            yield from document.add(held[:sure])
-            held = held[sure:]
+            complete = max(0, len(held) - len(mark) + 1)  # the rest may begin a separator
+            yield from document.add(held[:complete])
+            held = held[complete:]
         yield from document.add(held, final=True)
 
 
 class _Document:
-    """A document that is decoded part by part, from the byte at which it begins."""
+    """A document that is decoded part by part, with the byte at which it begins."""
 
     def __init__(self, path: Path, byte: int) -> None:
         self.path, self.begin, self.end = path, byte, byte
@@ -250,8 +250,8 @@ class _Document:
         try:
             text = self._decoder.decode(data, final)
         except UnicodeDecodeError as error:
-            place = self.end - len(error.object) + error.start
-            raise _not_text(self.path, place, error) from error
+            byte = self.end - len(error.object) + error.start
+            raise _not_text(self.path, byte, error) from error
         text = self._space + text if self._begun else text.lstrip()
         kept = text.rstrip()
         self._space = text[len(kept) :]

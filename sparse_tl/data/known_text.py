@@ -1,4 +1,4 @@
-"""Check that a tokenizer can represent a text, since unknown characters change it silently."""
+"""Checks that a tokenizer can represent a text: unknown characters would silently change it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 
 def check_known(tokenizer: Any, text: str, where: str = "") -> None:
-    """Check that every part of a text has a token of its own.
+    """Check that every part of a text has its own token.
 
-    Tokenizers replace what they do not know by an unknown or special token, or drop it. Either way
-    the model would run on a different text than the one shown.
+    Tokenizers replace unknown parts with an unknown or special token, or drop them. Either way, the
+    model would run on a text other than the one shown.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
         text: a prompt or an answer.
-        where: beginning of messages.
+        where: beginning of the message.
 
     Raises:
         ValueError: a part has no token; the message names it.
@@ -56,7 +56,7 @@ def _unknown_part(tokenizer: Any, text: str) -> str | None:
 def _as_read(tokenizer: Any, text: str) -> str:
     """The text with its accents composed, if the tokenizer composes them.
 
-    It then reports the letter, but not its accent, as what a token covers.
+    Such a tokenizer reports that a token covers the letter, but not its separate accent.
     """
     composed = unicodedata.normalize("NFC", text)
     if composed == text:

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.data.batches import Rows, TokenBatch
 from sparse_tl.data.chat import chat_start
-from sparse_tl.data.prompts import ModelWithTokenizer, prepends_bos, prompt_start, said_start
+from sparse_tl.data.prompts import ModelWithTokenizer, prepends_bos, prompt_start, start_in_words
 from sparse_tl.data.records import (
     COLUMNS,
     PairTexts,
@@ -40,7 +40,7 @@ class PromptPairs(Rows):
     """Clean prompts with corrupted counterparts of the same length, row by row.
 
     Prompts of different lengths are padded *on the right*: in a causal model, padding after the
-    read position cannot reach it, so it changes no metric and needs no attention mask. Analyses
+    read position cannot affect it, so it changes no metric and needs no attention mask. Analyses
     recognise padding on the left by the tokenizer's padding token, and refuse it.
 
     Args:
@@ -49,11 +49,11 @@ class PromptPairs(Rows):
         answers: correct tokens of each pair, padded with `NO_TOKEN`.
         wrong: incorrect tokens of each pair, padded with `NO_TOKEN`.
         positions: position of each prompt's last token, where logits are read. Answers at several
-            positions of a prompt are several pairs: repeat the prompt, once for each position.
+            positions of a prompt make several pairs: repeat the prompt, once for each position.
         spans: the span of every token, as from `with_spans`; for scores and circuits by span.
-        start: text of the tokens that were put before every prompt, such as BOS; ``None`` if that
-            is not known, as of prompts given as tokens.
-        note: what a task says of its prompts, such as which words it left out.
+        start: text of the tokens that begin every prompt, such as BOS; ``None`` if unknown, as for
+            prompts given as tokens.
+        note: a task's remark on its prompts, such as which words it left out.
 
     Raises:
         ValueError: shapes do not match, there is no pair, a row has no answer or a negative one, or
@@ -94,7 +94,7 @@ class PromptPairs(Rows):
             )
         if self.spans is not None and self.spans.at.shape != self.clean.shape:
             raise ValueError(
-                f"expected spans of the prompts' shape {tuple(self.clean.shape)}; got "
+                f"expected spans with the prompts' shape {tuple(self.clean.shape)}; got "
                 f"{tuple(self.spans.at.shape)}"
             )
 
@@ -108,27 +108,26 @@ class PromptPairs(Rows):
     ) -> PromptPairs:
         """Prompt pairs from a table of texts.
 
-        Prompt and answer are tokenized as one text. A space between them may be at the end of both
-        prompts or at the start of the answers.
+        Prompt and answer are tokenized as one text. The space between them may end both prompts or
+        begin the answers.
 
         Args:
             model: dense or sparse model, whose tokenizer is used.
             rows: dictionaries, or a data frame, with the columns ``clean`` and ``corrupted``, the
-                prompts up to the predicted token; ``answer``, its correct continuation (" Mary"),
+                prompts up to the predicted token; ``answer``, the correct continuation (" Mary"),
                 one token; and ``wrong``, an incorrect one, which may be left out if no metric
                 needs it. The last two may be lists of texts.
-            prepend_bos: whether prompts start with the BOS token; by default as the model's own do
-                (``model.cfg.default_prepend_bos``, see `load_model`).
+            prepend_bos: whether prompts start with the BOS token; by default as the model's own
+                prompts do (``model.cfg.default_prepend_bos``, see `load_model`).
             chat: whether each prompt begins the assistant's answer in a chat, written by the
                 tokenizer's own template: ``pairs.start`` is the text before it.
 
         Raises:
             ValueError: there is no row, the model has no tokenizer, its tokenizer lacks the chat
-                template, or both `prepend_bos` and `chat` are given. Or one of a row, which the
-                message names: a column is missing or unknown, a cell is not a text, a prompt is
-                empty, a text has parts that the tokenizer does not know, clean and corrupted prompt
-                differ in token length, or an answer is not one token, or part of one that begins
-                in a prompt.
+                template, or both `prepend_bos` and `chat` are given. Or, in a row that the message
+                names: a column is missing or unknown, a cell is not a text, a prompt is empty, the
+                tokenizer does not know part of a text, the clean and the corrupted prompt differ in
+                token length, or an answer is not one token, or shares a token with a prompt.
 
         Warns:
             UserWarning: an answer without a space continues the prompt's last word.
@@ -145,21 +144,21 @@ class PromptPairs(Rows):
         Args:
             spans: the columns of each span by its name, such as ``{"S1": 3, "END": -1}`` or
                 ``{"subject": range(1, 4)}``, where negative columns count from the prompt's last
-                token. One mapping for all pairs, or one per pair with the same names. Tokens in
-                no span belong to a further one, "rest".
+                token. One mapping for all pairs, or one per pair, all with the same names. Tokens
+                in no span form another one, "rest".
 
         Raises:
-            ValueError: spans share a token or leave the prompt, pairs differ in names, or a name
-                is a number.
+            ValueError: spans overlap or exceed the prompt, pairs have different names, or a name is
+                a number.
         """
         return replace(self, spans=Spans.named(spans, self.positions, self.clean.shape[1]))
 
     def spans_of(self, positions: Positions) -> Spans:
-        """The spans that ``positions=`` of an analysis asks for.
+        """The spans that an analysis's ``positions=`` asks for.
 
         Raises:
-            ValueError: `positions` is unknown; "tokens" for prompts that differ in length; "spans"
-                for pairs without.
+            ValueError: `positions` is unknown, "tokens" with prompts of different lengths, or
+                "spans" with pairs that have none.
         """
         if positions == "tokens":
             return Spans.of_tokens(self.positions, self.clean.shape[1])
@@ -172,33 +171,33 @@ class PromptPairs(Rows):
 
     def by_length(self) -> list[PromptPairs]:
         """The pairs of each prompt length, shortest first, without padding."""
-        found = list[PromptPairs]()
+        by_length = list[PromptPairs]()
         for end in self.positions.unique().tolist():
-            some, cut = self.select(self.positions == end), slice(end + 1)
-            spans = some.spans and replace(some.spans, at=some.spans.at[:, cut])
-            sides = {"clean": some.clean[:, cut], "corrupted": some.corrupted[:, cut]}
-            found.append(replace(some, **sides, spans=spans))
-        return found
+            pairs, cut = self.select(self.positions == end), slice(end + 1)
+            spans = pairs.spans and replace(pairs.spans, at=pairs.spans.at[:, cut])
+            sides = {"clean": pairs.clean[:, cut], "corrupted": pairs.corrupted[:, cut]}
+            by_length.append(replace(pairs, **sides, spans=spans))
+        return by_length
 
     def of_one_length(self) -> PromptPairs:
-        """The pairs without padding, checked to be of one length.
+        """The pairs without padding, if all prompts have one length.
 
         Raises:
             ValueError: the prompts differ in length.
         """
-        alike = self.by_length()
-        if len(alike) > 1:
-            lengths = [some.clean.shape[1] for some in alike]
+        by_length = self.by_length()
+        if len(by_length) > 1:
+            lengths = [pairs.clean.shape[1] for pairs in by_length]
             raise ValueError(
                 "expected prompts of one length, since their columns are combined; got lengths of "
-                f"{lengths} tokens: take those of one length at a time, from pairs.by_length(), or "
-                'align them by spans, where an analysis takes positions="spans": '
-                "pairs.with_spans(...)"
+                f"{lengths} tokens. Take those of one length at a time, from pairs.by_length(), or "
+                "align them by spans, with pairs.with_spans(...), where an analysis takes "
+                'positions="spans"'
             )
-        return alike[0]
+        return by_length[0]
 
     def answer_rows(self) -> TokenBatch:
-        """The clean prompts as rows for training, whose loss is that of the first answer."""
+        """The clean prompts as rows for training, with a loss on the first answer."""
         columns = torch.arange(self.clean.shape[1])
         first = (self.answers != NO_TOKEN).int().argmax(dim=1, keepdim=True)
         labels = self.clean.roll(-1, dims=1)
@@ -218,7 +217,7 @@ class PromptPairs(Rows):
         """The logits at each pair's position.
 
         Raises:
-            ValueError: the logits are of other prompts.
+            ValueError: the logits do not have the prompts' shape.
         """
         if logits.shape[:2] != self.clean.shape:
             raise ValueError(
@@ -228,10 +227,10 @@ class PromptPairs(Rows):
         return logits[torch.arange(len(logits), device=logits.device), self.positions]
 
     def to_records(self, tokenizer: Any) -> list[dict[str, Any]]:
-        """The pairs as texts: clean, corrupted, and lists of texts as answer and wrong.
+        """The pairs as texts: clean and corrupted prompts, and lists of right and wrong answers.
 
-        Prompts show the tokens that they begin with, such as BOS. An answer is what its token adds
-        to the clean prompt.
+        Prompts include the tokens that they begin with, such as BOS. An answer is the text that its
+        token adds to the clean prompt.
         """
         records = []
         for row in range(len(self)):
@@ -247,16 +246,16 @@ class PromptPairs(Rows):
         return records
 
     def __repr__(self) -> str:
-        longest, begun = self.clean.shape[1], said_start(self.start)
+        longest, start = self.clean.shape[1], start_in_words(self.start)
         note = f"; {self.note}" if self.note else ""
-        return f"PromptPairs({len(self)} pairs of up to {longest} tokens{begun}{note})"
+        return f"PromptPairs({len(self)} pairs of up to {longest} tokens{start}{note})"
 
 
 def pairs_of_texts(
     tokenizer: Any, pairs: Sequence[PairTexts], *, prepend_bos: bool, chat: bool = False
 ) -> PromptPairs:
-    """Tokenize pairs of texts; raises a ValueError as `PromptPairs.from_texts` does."""
-    if chat:  # one text with the prompt, whose beginning a tokenizer may join to what is before
+    """Tokenize pairs of texts; raises the same ValueErrors as `PromptPairs.from_texts`."""
+    if chat:  # as one text, since a tokenizer may join a prompt's beginning to the text before it
         start, before = (), chat_start(tokenizer)
         pairs = [pair.behind(before) for pair in pairs]
     else:
@@ -264,8 +263,8 @@ def pairs_of_texts(
         before = tokenizer.decode(list(start))
     clean, corrupted, answers, wrong = zip(*tokens_of_pairs(tokenizer, pairs, start), strict=True)
     last = torch.tensor([len(prompt) - 1 for prompt in clean])
-    sides = padded(answers, NO_TOKEN), padded([some or [NO_TOKEN] for some in wrong], NO_TOKEN)
-    fill = tokenizer.pad_token_id or 0  # a token that checks know to be padding
+    sides = padded(answers, NO_TOKEN), padded([tokens or [NO_TOKEN] for tokens in wrong], NO_TOKEN)
+    fill = tokenizer.pad_token_id or 0  # a token that checks recognise as padding
     texts = padded(clean, fill), padded(corrupted, fill)
     return PromptPairs(*texts, *sides, last, start=before)
 

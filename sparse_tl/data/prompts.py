@@ -1,4 +1,4 @@
-"""Texts as the tokens of prompts: what a prompt begins with, and how an answer continues it."""
+"""The tokens of prompts and answers: what a prompt begins with, and how an answer continues it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Tokens = tuple[int, ...]
 _SHOWN = 12
 """Maximum number of tokens that a message shows."""
 _LONGEST = 40
-"""Maximum number of characters shown of what prompts begin with."""
+"""Maximum number of characters shown of a prompt's beginning."""
 
 
 @runtime_checkable
 class ModelWithTokenizer(Protocol):
-    """What texts need from a model, dense or sparse; its tokenizer may be None."""
+    """The part of a model, dense or sparse, that texts need; the tokenizer may be None."""
 
     @property
     def cfg(self) -> Any: ...
@@ -27,9 +27,9 @@ class ModelWithTokenizer(Protocol):
 
 
 class Encoder:
-    """Text to tokens, without those that the tokenizer adds around every text.
+    """Encodes texts without the tokens that the tokenizer adds around every text.
 
-    They are kept, since the same few words are read repeatedly.
+    Results are kept, since the same few words are encoded repeatedly.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -43,11 +43,11 @@ class Encoder:
         return self._known[text]
 
     def prepare(self, texts: Iterable[str]) -> None:
-        """Read several texts at once, which is faster."""
+        """Encode several texts at once, which is faster."""
         new = [text for text in dict.fromkeys(texts) if text not in self._known]
-        with suppress(Exception):  # as in `_whole`
-            found = self.tokenizer(new, add_special_tokens=False)["input_ids"]
-            self._known.update(zip(new, map(tuple, found), strict=True))
+        with suppress(Exception):  # as in `_joined`
+            encoded = self.tokenizer(new, add_special_tokens=False)["input_ids"]
+            self._known.update(zip(new, map(tuple, encoded), strict=True))
 
 
 # ---- what a prompt begins with -------------------------------------------------------------------
@@ -60,22 +60,22 @@ def prepends_bos(
 
     Args:
         model: dense or sparse model; `load_model` makes it follow its tokenizer.
-        prepend_bos: overrides what the model does.
-        chat: whether prompts are put into a chat, whose template decides by itself.
+        prepend_bos: overrides the model's default.
+        chat: whether prompts are put into a chat, whose template decides.
 
     Raises:
-        ValueError: the model has no tokenizer, its tokenizer lacks the BOS token asked for, or a
-            chat is asked for, too.
+        ValueError: the model has no tokenizer, its tokenizer lacks the requested BOS token, or
+            both `prepend_bos` and `chat` are given.
     """
     if model.tokenizer is None:
         raise ValueError(
-            "expected a model with a tokenizer; this one has none. Build it with one, or make "
-            "prompts of tokens."
+            "expected a model with a tokenizer; this one has none. Build it with one, or give "
+            "prompts as tokens."
         )
     if chat:
         if prepend_bos is not None:
             raise ValueError(
-                f"expected prepend_bos or chat, since a chat template has its own BOS token; got "
+                f"expected prepend_bos or chat, since a chat template adds BOS by itself; got "
                 f"prepend_bos={prepend_bos} and chat=True"
             )
         return False
@@ -90,26 +90,26 @@ def prepends_bos(
 def prompt_start(tokenizer: Any, prepend_bos: bool | None) -> Tokens:
     """The tokens that every prompt starts with, as in TransformerLens's `to_tokens`.
 
-    They are what the tokenizer itself puts before a text, with BOS or without.
+    They are those that the tokenizer itself puts before a text, with or without BOS.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        prepend_bos: whether BOS is among them; ``None``: if the tokenizer puts it there.
+        prepend_bos: whether BOS is among them; ``None`` leaves that to the tokenizer.
 
     Raises:
-        ValueError: the tokenizer lacks the BOS token asked for.
+        ValueError: the tokenizer lacks the requested BOS token.
     """
-    own, bos = _own_start(tokenizer), tokenizer.bos_token_id
+    start, bos = _added_start(tokenizer), tokenizer.bos_token_id
     if prepend_bos and bos is None:
         raise _no_bos()
-    has = bos is not None and own[:1] == (bos,)
-    if prepend_bos is None or prepend_bos == has:
-        return own
-    return (bos, *own) if prepend_bos else own[1:]
+    has_bos = bos is not None and start[:1] == (bos,)
+    if prepend_bos is None or prepend_bos == has_bos:
+        return start
+    return (bos, *start) if prepend_bos else start[1:]
 
 
-def said_start(start: str | None) -> str:
-    """What prompts start with, as the end of a sentence; nothing if it is not known."""
+def start_in_words(start: str | None) -> str:
+    """The end of a sentence that says what prompts start with; empty if that is unknown."""
     if start is None:
         return ""
     if len(start) > _LONGEST:  # a chat
@@ -117,17 +117,17 @@ def said_start(start: str | None) -> str:
     return f", beginning with {start!r}" if start else ", without BOS"
 
 
-def _own_start(tokenizer: Any, text: str = "a") -> Tokens:
-    """The tokens that a tokenizer puts before a text; those that it puts behind are not among them.
+def _added_start(tokenizer: Any, text: str = "a") -> Tokens:
+    """The tokens that a tokenizer adds before a text, without those that it adds after the text.
 
-    An empty text does not tell one from the other.
+    An empty text does not tell the two apart.
     """
     if not tokenizer("")["input_ids"]:
         return ()
-    whole = tuple(tokenizer(text)["input_ids"])
+    full = tuple(tokenizer(text)["input_ids"])
     alone = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-    starts = range(len(whole) - len(alone) + 1)
-    return whole[: next(at for at in starts if whole[at : at + len(alone)] == alone)]
+    starts = range(len(full) - len(alone) + 1)
+    return full[: next(at for at in starts if full[at : at + len(alone)] == alone)]
 
 
 def _no_bos() -> ValueError:
@@ -142,35 +142,35 @@ def together(
 ) -> tuple[Tokens, Tokens]:
     """The tokens of a prompt, and those by which an answer continues it.
 
-    Both are read from the tokens of the two written as one text, since that is what the model has
-    learned to predict. White space at the end of the prompt therefore belongs to the answer if the
-    tokenizer reads it so: "Once upon a " and "time" are the prompt "Once upon a" and " time".
+    Both are encoded as one text, since that is what the model has learned to predict. White space
+    at the end of the prompt therefore belongs to the answer if the tokenizer puts it there: "Once
+    upon a " and "time" are the prompt "Once upon a" and the answer " time".
 
     Args:
-        encode: the tokenizer's.
+        encode: the tokenizer's encoder.
         prompt: text up to the first predicted token.
         answer: text that follows.
-        where: beginning of messages.
-        what: the answer, in messages.
+        where: beginning of the message.
+        what: name of the answer in the message.
 
     Raises:
         ValueError: the answer begins inside a token.
     """
-    found = _split(encode, prompt, answer)
-    if found is not None:
-        return found
-    alone, whole = encode(prompt), _whole(encode, prompt, answer)
-    kept = next((i for i, (a, b) in enumerate(zip(alone, whole, strict=False)) if a != b), 0)
+    split = _split(encode, prompt, answer)
+    if split is not None:
+        return split
+    alone, joined = encode(prompt), _joined(encode, prompt, answer)
+    same = next((i for i, (a, b) in enumerate(zip(alone, joined, strict=False)) if a != b), 0)
     raise ValueError(
         f"{where}expected {what} to begin where a token begins; {prompt[-40:]!r} followed by "
-        f"{answer!r} has the tokens {shown(encode.tokenizer, whole[kept:])}, where the prompt "
-        f"alone ends in {shown(encode.tokenizer, alone[kept:])}. Let them meet elsewhere; in most "
-        "vocabularies a word begins with its space"
+        f"{answer!r} has the tokens {shown(encode.tokenizer, joined[same:])}, where the prompt "
+        f"alone ends in {shown(encode.tokenizer, alone[same:])}. Split the text elsewhere; in most "
+        "vocabularies, a word begins with its space"
     )
 
 
 def continued(encode: Encoder, prompt: str, answer: str, where: str = "") -> tuple[Tokens, int]:
-    """As `together`, for an answer of a single token; messages begin with `where`.
+    """As `together`, for an answer of a single token; the message begins with `where`.
 
     Raises:
         ValueError: as in `together`, or the answer has no token or several.
@@ -178,7 +178,7 @@ def continued(encode: Encoder, prompt: str, answer: str, where: str = "") -> tup
     before, tokens = together(encode, prompt, answer, where)
     if len(tokens) == 1:
         return before, tokens[0]
-    # In most vocabularies a word begins with its space.
+    # In most vocabularies, a word begins with its space.
     other = answer[1:] if answer.startswith(" ") else f" {answer}"
     better = _split(encode, prompt, other) if other.strip() else None
     hint = f"; {other!r} is one" if better is not None and len(better[1]) == 1 else ""
@@ -189,7 +189,7 @@ def continued(encode: Encoder, prompt: str, answer: str, where: str = "") -> tup
 
 
 def continues_a_word(encode: Encoder, prompt: str, answer: str) -> bool:
-    """Whether an answer is part of the prompt's last word, for want of a space."""
+    """Whether an answer continues the prompt's last word because a space is missing."""
     if not (prompt[-1].isalpha() and answer[:1].isalpha()):
         return False
     glued, spaced = (_split(encode, prompt, text) for text in (answer, f" {answer}"))
@@ -197,10 +197,10 @@ def continues_a_word(encode: Encoder, prompt: str, answer: str) -> bool:
 
 
 def single_token(encode: Encoder, text: str, where: str = "") -> int:
-    """The token of a text that stands alone.
+    """The token of a text by itself.
 
     Raises:
-        ValueError: it has none or several; the message begins with `where`.
+        ValueError: the text has no token or several; the message begins with `where`.
     """
     tokens = encode(text)
     if len(tokens) != 1:
@@ -212,30 +212,30 @@ def single_token(encode: Encoder, text: str, where: str = "") -> int:
 
 
 def shown(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """The texts of tokens for a message, of many the first ones."""
+    """The texts of tokens for a message; only the first ones if there are many."""
     texts = token_texts(tokenizer, tokens[:_SHOWN])
     return repr([*texts, "..."] if len(tokens) > _SHOWN else texts)
 
 
 def _split(encode: Encoder, prompt: str, answer: str) -> tuple[Tokens, Tokens] | None:
     """The tokens of prompt and answer as one text; ``None`` if a token has parts of both."""
-    whole = _whole(encode, prompt, answer)
+    joined = _joined(encode, prompt, answer)
     for end in range(len(prompt), max(len(prompt.rstrip()), 1) - 1, -1):
         before = encode(prompt[:end])
-        if whole[: len(before)] == before:
-            return before, whole[len(before) :]
+        if joined[: len(before)] == before:
+            return before, joined[len(before) :]
     return None
 
 
-def _whole(encode: Encoder, prompt: str, answer: str) -> Tokens:
+def _joined(encode: Encoder, prompt: str, answer: str) -> Tokens:
     """The tokens of prompt and answer as one text.
 
-    A vocabulary of whole words drops the spaces between them, and does not know two that are
-    written together. There, a space is added.
+    A word-level vocabulary drops the spaces between words, and does not know two words without a
+    space between them. There, a space is added.
     """
     for text in (prompt + answer, f"{prompt} {answer}"):
         with suppress(Exception):  # a bare one, from vocabularies without an unknown token
-            whole = encode(text)
-            if encode.unknown not in whole:
-                return whole
+            joined = encode(text)
+            if encode.unknown not in joined:
+                return joined
     return encode(prompt + answer)

@@ -11,16 +11,16 @@ from sparse_tl.data.prompts import ModelWithTokenizer, Tokens, prepends_bos, pro
 def start_of_prompts(
     model: ModelWithTokenizer, prepend_bos: bool | None = None, *, chat: bool = False
 ) -> tuple[Tokens, str]:
-    """The tokens that prompts start with, and their text; none for a model without a tokenizer.
+    """The tokens that prompts start with, and their text; both empty without a tokenizer.
 
     Args:
         model: dense or sparse model.
-        prepend_bos: whether BOS is among them; by default as the model's own prompts do.
+        prepend_bos: whether BOS is among them; by default as in the model's own prompts.
         chat: whether prompts begin the assistant's answer in a chat.
 
     Raises:
-        ValueError: the model has no tokenizer for the start that is asked for, the tokenizer lacks
-            the BOS token or the chat template, or both are asked for.
+        ValueError: the model has no tokenizer for the requested start, the tokenizer lacks the BOS
+            token or the chat template, or both are requested.
     """
     tokenizer: Any = model.tokenizer
     if tokenizer is None and prepend_bos is None and not chat:
@@ -34,7 +34,7 @@ def start_of_prompts(
 
 
 def ordinary_tokens(model: ModelWithTokenizer) -> Tokens:
-    """The tokens that a text can have: not BOS, padding, or what was added for chats."""
+    """The tokens that text consists of: not BOS, padding, or tokens added for chats."""
     tokenizer: Any = model.tokenizer
     if tokenizer is None:
         return tuple(range(model.cfg.d_vocab))

@@ -1,4 +1,4 @@
-"""Prompt pairs as texts: tables of records, checked row by row, and their tokens."""
+"""Tables of prompt pairs as texts: checked row by row, and tokenised."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PairTexts(NamedTuple):
     answers: tuple[str, ...]
     wrong: tuple[str, ...]
     joined: bool = True
-    """Whether answers are read as continuing the prompts, or each as a text by itself."""
+    """Whether answers are encoded as continuations of the prompts, or each as its own text."""
 
     def behind(self, text: str) -> PairTexts:
         """The same pair with a text before both prompts."""
@@ -43,8 +43,8 @@ def read_records(rows: Sequence[Mapping[str, Any]] | pd.DataFrame) -> list[PairT
 
     records: Any = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else list(rows)
     if not records:
-        raise ValueError("expected at least one row, to make prompt pairs of; got none")
-    found = []
+        raise ValueError("expected at least one row, to make prompt pairs from; got none")
+    pairs = []
     for row, record in enumerate(records):
         if not isinstance(record, Mapping):
             raise ValueError(
@@ -55,10 +55,10 @@ def read_records(rows: Sequence[Mapping[str, Any]] | pd.DataFrame) -> list[PairT
         unknown = [name for name in record if name not in COLUMNS]
         if missing or unknown:
             parts = (("lacks", missing), ("also has", unknown))
-            said = [f"{verb} {', '.join(map(repr, names))}" for verb, names in parts if names]
+            faults = [f"{verb} {', '.join(map(repr, names))}" for verb, names in parts if names]
             raise ValueError(
                 f"expected rows with {', '.join(COLUMNS)} (wrong may be left out) and nothing "
-                f"else; row {row} {' and '.join(said)}"
+                f"else; row {row} {' and '.join(faults)}"
             )
         texts = {name: _texts(record.get(name, ()), name, row) for name in COLUMNS}
         for name in COLUMNS[:2]:
@@ -67,12 +67,12 @@ def read_records(rows: Sequence[Mapping[str, Any]] | pd.DataFrame) -> list[PairT
                     f"expected one text as {name} in every row; row {row} has {record[name]!r}"
                 )
         answers, wrong = texts["answer"], texts["wrong"]
-        found.append(PairTexts(texts["clean"][0], texts["corrupted"][0], answers, wrong))
-    return found
+        pairs.append(PairTexts(texts["clean"][0], texts["corrupted"][0], answers, wrong))
+    return pairs
 
 
 def _texts(value: Any, name: str, row: int) -> tuple[str, ...]:
-    """One text or several; anything else, such as a missing cell of a data frame, is refused."""
+    """One text or several as a tuple; refuses anything else, such as a data frame's empty cell."""
     several = (value,) if isinstance(value, str) else value
     if not isinstance(several, list | tuple) or not all(isinstance(text, str) for text in several):
         raise ValueError(
@@ -82,10 +82,11 @@ def _texts(value: Any, name: str, row: int) -> tuple[str, ...]:
 
 
 def check_prompts(tokenizer: Any, pairs: Sequence[PairTexts], *, prepend_bos: bool) -> None:
-    """Check that the tokenizer knows all texts, and that no prompt has a BOS of its own.
+    """Check that the tokenizer knows all texts, and that no prompt contains BOS already.
 
     Raises:
-        ValueError: it is not so; the message names the row.
+        ValueError: a text is unknown, or a prompt is empty or starts with a prepended BOS; the
+            message names the row.
     """
     for row, pair in enumerate(pairs):
         for name, text in zip(COLUMNS[:2], pair[:2], strict=True):
@@ -94,7 +95,7 @@ def check_prompts(tokenizer: Any, pairs: Sequence[PairTexts], *, prepend_bos: bo
             if prepend_bos and text.startswith(tokenizer.bos_token):
                 raise ValueError(
                     f"row {row}: expected a {name} prompt without {tokenizer.bos_token!r}, which "
-                    f"this model prepends by itself; got {text!r}"
+                    f"this model prepends itself; got {text!r}"
                 )
             check_known(tokenizer, text, f"row {row}, {name}: ")
         for text in (*pair.answers, *pair.wrong):
@@ -102,7 +103,7 @@ def check_prompts(tokenizer: Any, pairs: Sequence[PairTexts], *, prepend_bos: bo
 
 
 def warn_of_joined_words(tokenizer: Any, pairs: Sequence[PairTexts]) -> None:
-    """Warn of answers that would be part of the prompt's last word, for want of a space."""
+    """Warn of answers that continue the prompt's last word because a space is missing."""
     encode = Encoder(tokenizer)
     joined = [
         (row, text, pair.clean.split()[-1] + text)
@@ -111,11 +112,11 @@ def warn_of_joined_words(tokenizer: Any, pairs: Sequence[PairTexts]) -> None:
         if continues_a_word(encode, pair.clean, text)
     ]
     if joined:
-        row, text, whole = joined[0]
+        row, text, word = joined[0]
         others = f", and {len(joined) - 1} more" if joined[1:] else ""
         warnings.warn(
-            f"the answer {text!r} of row {row}{others} continues a word: {whole!r}. If it is a "
-            f"word by itself, write {' ' + text!r}, which is another token.",
+            f"the answer {text!r} of row {row}{others} continues a word: {word!r}. If it is a "
+            f"separate word, write {' ' + text!r}, which is another token.",
             stacklevel=3,
         )
 
@@ -131,8 +132,8 @@ def tokens_of_pairs(
         start: tokens that every prompt starts with.
 
     Raises:
-        ValueError: prompts of a row differ in token length, or an answer is not one token after
-            both prompts.
+        ValueError: the prompts of a row differ in token length, or an answer is not the same single
+            token after both prompts.
     """
     encode = Encoder(tokenizer)
     for row, pair in enumerate(pairs):
@@ -141,7 +142,7 @@ def tokens_of_pairs(
         *prompts, answers, wrong = read(encode, pair, where)
         one, other = ((*start, *prompt) for prompt in prompts)
         if len(one) != len(other):
-            first, second = (shown(tokenizer, some) for some in _differing(one, other))
+            first, second = (shown(tokenizer, tokens) for tokens in _differing(one, other))
             raise ValueError(
                 f"{where}expected clean and corrupted prompts of equal token length, which are "
                 f"compared position by position; got {len(one)} and {len(other)} tokens, where "
@@ -151,7 +152,7 @@ def tokens_of_pairs(
 
 
 def _apart(encode: Encoder, pair: PairTexts, where: str) -> tuple[Sequence[int], ...]:
-    """The tokens of a row whose answers are texts by themselves."""
+    """The tokens of a row whose answers are encoded by themselves."""
     sides = (
         [single_token(encode, text, where) for text in texts]
         for texts in (pair.answers, pair.wrong)
@@ -160,32 +161,32 @@ def _apart(encode: Encoder, pair: PairTexts, where: str) -> tuple[Sequence[int],
 
 
 def _joined(encode: Encoder, pair: PairTexts, where: str) -> tuple[Sequence[int], ...]:
-    """The tokens of a row whose answers are read behind both prompts."""
-    every = (*pair.answers, *pair.wrong)
-    encode.prepare(prompt + text for prompt in pair[:2] for text in ("", *every))
+    """The tokens of a row whose answers are encoded as continuations of both prompts."""
+    answers = (*pair.answers, *pair.wrong)
+    encode.prepare(prompt + text for prompt in pair[:2] for text in ("", *answers))
     prompts: dict[str, Tokens] = {}
-    found: dict[str, int] = {}
+    by_text: dict[str, int] = {}
     for name, prompt in zip(COLUMNS, pair[:2], strict=False):
-        for text in every:
+        for text in answers:
             before, token = continued(encode, prompt, text, where)
             if prompts.setdefault(name, before) != before:
                 raise ValueError(
                     f"{where}expected a {name} prompt that all answers continue; {prompt!r} ends "
-                    f"in a space that belongs to {text!r}, but not to others. Write it in front of "
-                    "the answers"
+                    f"in a space that belongs to {text!r}, but not to others. Move the space to "
+                    "the start of the answers"
                 )
-            if found.setdefault(text, token) != token:
+            if by_text.setdefault(text, token) != token:
                 raise ValueError(
                     f"{where}expected an answer that is one token after both prompts; {text!r} is "
                     f"another one after {prompt!r}"
                 )
         prompts.setdefault(name, encode(prompt))
-    sides = ([found[text] for text in texts] for texts in (pair.answers, pair.wrong))
+    sides = ([by_text[text] for text in texts] for texts in (pair.answers, pair.wrong))
     return prompts["clean"], prompts["corrupted"], *sides
 
 
 def _differing(one: Sequence[int], other: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """Two rows of tokens without the start and the end that they share."""
+    """Two rows of tokens without their common start and end."""
     shorter = min(len(one), len(other))
     start = next((i for i in range(shorter) if one[i] != other[i]), shorter)
     end = next((i for i in range(shorter - start) if one[-1 - i] != other[-1 - i]), shorter - start)

@@ -13,11 +13,11 @@ from torch import Tensor
 from sparse_tl.data.batches import Rows
 
 Positions = Literal["tokens", "spans"]
-"""What a position is: each token of prompts of one length, or a named span."""
+"""The unit of position: each token, in prompts of one length, or a named span."""
 Span = int | Sequence[int]
-"""A column, or several; negative columns count from the end of the prompt."""
+"""One or several columns; negative columns count from the end of the prompt."""
 REST = "rest"
-"""The span of the tokens that belong to no other."""
+"""The span of the tokens that belong to no other span."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class Spans(Rows):
 
         Args:
             ends: column of each prompt's last token.
-            n_columns: number of columns, with padding.
+            n_columns: number of columns, including padding.
 
         Raises:
             ValueError: the prompts differ in length.
@@ -69,13 +69,14 @@ class Spans(Rows):
                 f"expected span names other than numbers, which name tokens; got {names}"
             )
         at = torch.full((len(ends), n_columns), -1)
-        for row, (some, end) in enumerate(zip(rows, ends.tolist(), strict=True)):
-            if some.keys() != set(names):
+        for row, (by_name, end) in enumerate(zip(rows, ends.tolist(), strict=True)):
+            if by_name.keys() != set(names):
                 raise ValueError(
-                    f"expected the same spans in every pair, {names}; pair {row} has {tuple(some)}"
+                    f"expected the same spans in every pair, {names}; pair {row} has "
+                    f"{tuple(by_name)}"
                 )
             for index, name in enumerate(names):
-                for column in _columns(some[name], name, row, end):
+                for column in _columns(by_name[name], name, row, end):
                     if at[row, column] >= 0:
                         raise ValueError(
                             f"expected spans that share no token; column {column} of pair {row} "

@@ -17,7 +17,8 @@ from sparse_tl.data.batches import TokenBatch
 class TokenStream(Protocol):
     """A source of training batches by step; the same step always gives the same batch.
 
-    If it has an attribute ``accumulate``, post-training splits a batch into that many pieces.
+    If the stream has an attribute ``accumulate``, post-training splits a batch into that many
+    pieces.
     """
 
     def batch(self, step: int) -> TokenBatch: ...
@@ -25,7 +26,7 @@ class TokenStream(Protocol):
 
 @runtime_checkable
 class ResumableStream(TokenStream, Protocol):
-    """A stream that finds its place again by a state, which is JSON and goes into checkpoints."""
+    """A stream that resumes from a state, a JSON value that checkpoints contain."""
 
     def state(self) -> dict[str, Any]: ...
 
@@ -40,7 +41,7 @@ class ShuffledStream:
         examples: all rows.
         batch_size: rows per step.
         seed: random seed for the shuffling.
-        accumulate: number of pieces in which a step's rows are run, to save memory.
+        accumulate: number of pieces that a step's rows are split into, to save memory.
     """
 
     def __init__(
@@ -66,8 +67,8 @@ class ShuffledStream:
         """Rows ``step * batch_size ...`` of the infinite sequence of shuffled epochs."""
         n = len(self.examples)
         first = step * self.batch_size
-        places = range(first, first + self.batch_size)
-        rows = torch.stack([self._order(place // n)[place % n] for place in places])
+        indices = range(first, first + self.batch_size)
+        rows = torch.stack([self._order(index // n)[index % n] for index in indices])
         return self.examples.select(rows)
 
     def _shuffled(self, epoch: int) -> Tensor:
@@ -77,10 +78,9 @@ class ShuffledStream:
 
 @checked
 class MixedStream:
-    """Several streams in one: every batch holds a batch of each, as a group of its own.
+    """Several streams in one: every batch holds a batch of each stream, as its own group.
 
-    A stream's batch size is its share of the rows. Rows shorter than others are padded on the
-    right.
+    A stream's batch size is its share of the rows. Shorter rows are padded on the right.
 
     Args:
         streams: streams by the name of their group.
@@ -93,17 +93,21 @@ class MixedStream:
         self.accumulate = max(getattr(stream, "accumulate", 1) for stream in streams.values())
 
     def batch(self, step: Count) -> TokenBatch:
-        """The batches of all streams at a step, one behind the other."""
+        """The batches of all streams at a step, concatenated."""
         return TokenBatch.joined([stream.batch(step) for stream in self.streams.values()])
 
     def state(self) -> dict[str, Any]:
-        """The states of the streams that have one."""
+        """The states of the resumable streams, by group."""
         return {name: stream.state() for name, stream in self._resumable().items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from these states."""
         for name, stream in self._resumable().items():
             stream.load_state(state[name])
 
     def _resumable(self) -> dict[str, ResumableStream]:
-        return {n: some for n, some in self.streams.items() if isinstance(some, ResumableStream)}
+        return {
+            name: stream
+            for name, stream in self.streams.items()
+            if isinstance(stream, ResumableStream)
+        }

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparse_tl.arguments import Count, Seed, checked
 from sparse_tl.data.batches import TokenBatch
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs, padded
-from sparse_tl.data.prompts import Encoder, prompt_start, said_start, together
+from sparse_tl.data.prompts import Encoder, prompt_start, start_in_words, together
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,8 +29,8 @@ class TargetDataset:
     Args:
         rows: token batch; ``loss_mask`` is true where the logits predict a target token, and
             ``labels`` holds that token.
-        start: text of the tokens that were put before every row, such as BOS; ``None`` if that is
-            not known, as of rows given as tokens.
+        start: text of the tokens that begin every row, such as BOS; ``None`` if unknown, as for
+            rows given as tokens.
 
     Raises:
         ValueError: a row has no target, or a target lies on padding.
@@ -51,8 +51,9 @@ class TargetDataset:
             padded = (self.rows.loss_mask & (mask == 0)).any(dim=1)
             if padded.any():
                 raise ValueError(
-                    f"expected targets of real tokens; that of row {int(padded.int().argmax())} "
-                    "is predicted at a position that the attention mask marks as padding"
+                    f"expected targets of real tokens; the target of row "
+                    f"{int(padded.int().argmax())} is predicted at a position that the attention "
+                    "mask marks as padding"
                 )
 
     @staticmethod
@@ -67,11 +68,11 @@ class TargetDataset:
         Args:
             tokens: prompt and target of each row, of any lengths.
             spans: ``(start, stop)`` of each target; the first token of a row cannot be predicted.
-            pad_token: padding token; masked at the ends of a row, not allowed in a target, and used
-                to fill shorter rows.
+            pad_token: padding token, which fills shorter rows; it is masked at the ends of a row,
+                and not allowed in a target.
 
         Raises:
-            ValueError: there is no row, a span does not fit its row, or a target has padding in it.
+            ValueError: there is no row, a span does not fit its row, or a target contains padding.
         """
         if len(tokens) != len(spans) or len(tokens) == 0:
             raise ValueError(
@@ -90,8 +91,10 @@ class TargetDataset:
                 )
             is_text = filled[row, :length] != (NO_TOKEN if pad_token is None else pad_token)
             if not is_text[start:stop].all():
-                what = "partly" if is_text[start:stop].any() else "all"
-                raise ValueError(f"expected a target of text in row {row}; it is {what} padding")
+                how_much = "partly" if is_text[start:stop].any() else "all"
+                raise ValueError(
+                    f"expected a target without padding in row {row}; it is {how_much} padding"
+                )
             text = is_text.nonzero()[:, 0].tolist()
             attention[row, text[0] : text[-1] + 1] = 1
             labels[row, start - 1 : stop - 1] = filled[row, start:stop]
@@ -109,15 +112,15 @@ class TargetDataset:
     ) -> TargetDataset:
         """Rows from texts and the targets that follow them.
 
-        Text and target are tokenized together. A space between them may be at the end of the text
-        or at the start of the target.
+        Text and target are tokenized together. The space between them may end the text or begin
+        the target.
 
         Args:
             tokenizer: a Hugging Face tokenizer.
             texts: prompts.
             targets: target of each prompt.
-            prepend_bos: whether rows start with the BOS token; by default as the tokenizer itself
-                does it. A model may differ: pass ``model.cfg.default_prepend_bos``.
+            prepend_bos: whether rows start with the BOS token; by default, the tokenizer decides. A
+                model may differ: pass ``model.cfg.default_prepend_bos``.
 
         Raises:
             ValueError: a target is empty, or begins inside a token.
@@ -134,12 +137,14 @@ class TargetDataset:
         rows, spans = [], []
         for row, (text, target) in enumerate(zip(texts, targets, strict=True)):
             if not target.strip():
-                raise ValueError(f"expected a target in every row; that of row {row} is {target!r}")
+                raise ValueError(
+                    f"expected a target in every row; the target of row {row} is {target!r}"
+                )
             before, tokens = together(encode, text, target, what=f"the target of row {row}")
             rows.append([*start, *before, *tokens])
             spans.append((len(rows[-1]) - len(tokens), len(rows[-1])))
-        found = TargetDataset.from_tokens(rows, spans)
-        return replace(found, start=tokenizer.decode(list(start)))
+        dataset = TargetDataset.from_tokens(rows, spans)
+        return replace(dataset, start=tokenizer.decode(list(start)))
 
     @staticmethod
     def from_records(
@@ -160,17 +165,17 @@ class TargetDataset:
             **options: further arguments of `from_texts`.
 
         Raises:
-            ValueError: a record lacks a key, or as in `from_texts`.
+            ValueError: a record lacks a key; otherwise as in `from_texts`.
         """
         texts, targets = [], []
         for row, record in enumerate(records):
-            for key, found in ((text, texts), (target, targets)):
+            for key, column in ((text, texts), (target, targets)):
                 if not isinstance(record.get(key), str):
                     raise ValueError(
                         f"expected a text as {key!r} in every record; record {row} has "
                         f"{record.get(key)!r} and the keys {sorted(record)}"
                     )
-                found.append(record[key])
+                column.append(record[key])
         return TargetDataset.from_texts(tokenizer, texts, targets, **options)
 
     @staticmethod
@@ -247,7 +252,7 @@ class TargetDataset:
     def __repr__(self) -> str:
         return (
             f"TargetDataset({len(self)} prompts of up to {self.rows.tokens.shape[1]} tokens, "
-            f"{self.n_targets} of them targets{said_start(self.start)})"
+            f"{self.n_targets} of them targets{start_in_words(self.start)})"
         )
 
 

@@ -1,4 +1,4 @@
-"""Documents as tokens, piece by piece, as far as they are needed."""
+"""Tokens of documents, made piece by piece, as they are needed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 PIECE = 2**17
-"""Characters of a long document that are tokenised at a time, at some 160 bytes each."""
+"""Characters of a long document to tokenise at a time, at some 160 bytes each."""
 CONTEXT = 2**9
-"""Characters before and behind a piece that are tokenised with it."""
+"""Characters before and after a piece that are tokenised with it."""
 
 
 def separator(tokenizer: Any) -> int | None:
-    """The token that documents begin with: BOS, or EOS if there is no BOS; None if neither."""
+    """The token that documents begin with: BOS, or EOS without BOS; None if there is neither."""
     bos = tokenizer.bos_token_id
     return getattr(tokenizer, "eos_token_id", None) if bos is None else bos
 
@@ -24,12 +24,12 @@ def tokenised(
     """The tokens of documents, each after its `separator`, piece by piece.
 
     Args:
-        documents: the place of each and the parts of its text, as of `Documents.since`.
+        documents: the place and the text parts of each document, as from `Documents.since`.
         tokenizer: a Hugging Face tokenizer.
-        start: the character of the first document at which a piece starts, to start from there.
+        start: character of the first document to start from, at which a piece must start.
 
     Yields:
-        The document's place with the character at which the piece starts, and the tokens.
+        The document's place and the character at which the piece starts, and the tokens.
     """
     first = separator(tokenizer)
     before = [] if first is None else [first]
@@ -40,12 +40,12 @@ def tokenised(
 
 
 class _Text:
-    """A document that is read as far as it is asked for; what lies far back is let go."""
+    """A document that is read as far as requested; text far back is released."""
 
     def __init__(self, parts: Iterable[str], start: int) -> None:
         self._parts, self._held, self._first = iter(parts), "", 0
         self.start = start
-        """Nothing is asked for that lies more than `PIECE` before this character."""
+        """Text more than `PIECE` characters before this one is no longer needed."""
 
     def reaches(self, end: int) -> bool:
         """Whether the document has that many characters."""
@@ -53,8 +53,8 @@ class _Text:
             part = next(self._parts, None)
             if part is None:
                 return False
-            gone = min(len(self._held), max(0, self.start - PIECE - self._first))
-            self._held, self._first = self._held[gone:] + part, self._first + gone
+            n_released = min(len(self._held), max(0, self.start - PIECE - self._first))
+            self._held, self._first = self._held[n_released:] + part, self._first + n_released
         return True
 
     def __getitem__(self, span: slice) -> str:
@@ -65,8 +65,8 @@ class _Text:
 def _pieces(text: _Text, tokenizer: Any, start: int) -> Iterator[tuple[int, list[int]]]:
     """The tokens of a document, with the character at which each piece starts.
 
-    A piece of a long document is tokenised with some text before and behind it, and ends where both
-    a word and a token end, so that its tokens are those of the whole document.
+    A piece of a long document is tokenised with some text before and after it, and ends where both
+    a word and a token end, so that its tokens are those of the full document.
 
     Raises:
         ValueError: the pieces do not fit together.
@@ -80,15 +80,15 @@ def _pieces(text: _Text, tokenizer: Any, start: int) -> Iterator[tuple[int, list
     while text.reaches(start + 1):
         begin, end = max(0, start - context), start + piece + CONTEXT
         read = text[begin:end]
-        found = tokenizer(read, return_offsets_mapping=True, **options)
-        spans = found["offset_mapping"]
+        encoded = tokenizer(read, return_offsets_mapping=True, **options)
+        spans = encoded["offset_mapping"]
         n_before = sum(begin + first < start for first, _ in spans)
         if n_before and begin + spans[n_before - 1][1] > start:
-            # The piece before ended at another token.
+            # With this context, no token ends where the previous piece ended.
             if begin == 0 or context >= PIECE:
                 raise ValueError(
-                    f"expected a tokenizer whose tokens depend on the text around them; those at "
-                    f"character {start:,} depend on more. Give shorter documents."
+                    f"expected a tokenizer whose tokens depend only on the text around them; those "
+                    f"at character {start:,} depend on more. Give shorter documents."
                 )
             context = min(2 * context, PIECE)
             continue
@@ -99,16 +99,16 @@ def _pieces(text: _Text, tokenizer: Any, start: int) -> Iterator[tuple[int, list
             if stop <= start:  # one long word
                 piece *= 2
                 continue
-        yield start, found["input_ids"][n_before:n_kept]
+        yield start, encoded["input_ids"][n_before:n_kept]
         text.start = start = stop
         piece, context = PIECE, CONTEXT
 
 
 def _last_word(text: str, spans: list[tuple[int, int]], end: int) -> tuple[int, int]:
-    """How many tokens there are up to the last end of a word and a token, and where that is."""
+    """The last common end of a word and a token: how many tokens precede it, and where it is."""
     for index in range(len(spans) - 1, 0, -1):
-        place = spans[index - 1][1]
-        between = text[place - 1 : place + 1]
-        if place <= end and place <= spans[index][0] and between.rstrip() == between[:1]:
-            return index, place
+        stop = spans[index - 1][1]
+        between = text[stop - 1 : stop + 1]
+        if stop <= end and stop <= spans[index][0] and between.rstrip() == between[:1]:
+            return index, stop
     return 0, 0

@@ -36,33 +36,32 @@ Block = Int[Tensor, "window pos"]
 class TextStream:
     """Batches of windows from text that need not fit into memory; a `TokenStream`.
 
-    The windows are those of `text_rows`. Each *block* of `shuffle` consecutive windows is
-    shuffled by itself, and the text starts over when it ends, shuffled differently; no window is
-    ever dropped. A batch may span blocks and epochs. With a block as long as the text, batches are
-    those of a `ShuffledStream`.
+    The windows are those of `text_rows`. Each *block* of `shuffle` consecutive windows is shuffled
+    separately. When the text ends, it starts over, shuffled differently; no window is ever dropped.
+    A batch may span blocks and epochs. With a block as long as the text, the batches are those of a
+    `ShuffledStream`.
 
-    While a block is in use, a thread tokenises the next one; no others are in memory. Any step's
-    batch can be asked for: this takes tokenising the text up to there the first time, and a single
-    block once its place is known, from then or by `load_state`.
+    While a block is in use, a thread tokenises the next one; no other blocks are in memory. The
+    batch of any step is available. The first time, the text up to there has to be tokenised; later,
+    or after `load_state`, the block's place is known, and a single block suffices.
 
-    All processes of a run have the same batches, and each takes its own rows of them. Where a
-    window begins depends on all text before it, so each has to tokenise all the text.
+    All processes of a run get the same batches, and each takes its own rows of them. Where a window
+    begins depends on all text before it, so each process has to tokenise all the text.
 
     Args:
-        documents: what `read_documents` returns, or any iterable of strings that starts anew each
-            time.
+        documents: the result of `read_documents`, or any iterable of strings that can be restarted.
         tokenizer: a Hugging Face tokenizer.
         window: tokens per window.
         batch_size: windows per step.
         seed: random seed for the shuffling.
         shuffle: number of windows that are shuffled together; 1 keeps the order of the text.
-        left_out: numbers of windows of the text that are left out.
+        left_out: indices of the windows to leave out.
         boundaries: what happens where one document follows another, as in `text_rows`.
-        accumulate: number of pieces in which a step's rows are run, to save memory.
+        accumulate: number of pieces that a step's rows are split into, to save memory.
 
     Raises:
         ValueError: a size is too small, there is no tokenizer, or the documents can be read only
-            once, as those of a generator.
+            once, like those of a generator.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class TextStream:
     ) -> None:
         check_window(tokenizer, window)
         self.documents = documents if isinstance(documents, Documents) else DocumentRows(documents)
-        # Its own: padding and truncation of other calls are settings of the object.
+        # A copy, since other calls may set padding and truncation on the object.
         self.tokenizer = copy.deepcopy(tokenizer)
         self.window = window
         self.batch_size = batch_size
@@ -90,12 +89,12 @@ class TextStream:
         self.boundaries: Boundaries = boundaries
         self.accumulate = accumulate
         self.n_windows: int | None = None
-        """Number of windows of the text that are not left out; None before its end was reached."""
+        """Number of windows that are not left out; None until the end of the text is reached."""
         self._identity = self.documents.identity()
-        self._places = {0: Place()}  # of blocks, as far as they are known
-        self._blocks: dict[int, Block] = {}  # in use
+        self._places = {0: Place()}  # known places of blocks
+        self._blocks: dict[int, Block] = {}  # blocks in use
         self._current = 0  # the first block of the last batch
-        # It ends when the stream is gone; at the end of the process, with the block at hand.
+        # The thread ends with the stream, or, when the process ends, after the current block.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
         self._ahead: tuple[int, Future[tuple[Block, Place]]] | None = None
         self._reading: tuple[Place, Iterator[tuple[array[int], Place]]] | None = None
@@ -104,18 +103,19 @@ class TextStream:
         """Rows ``step * batch_size ...`` of the infinite sequence of shuffled epochs.
 
         Raises:
-            ValueError: the text cannot be read or tokenised, and where; or fills no window.
+            ValueError: the text cannot be read or tokenised, or fills no window; the message says
+                where.
         """
         first = step * self.batch_size
-        found = [self._row(place) for place in range(first, first + self.batch_size)]
-        used = [block for block, _ in found]
+        rows = [self._row(index) for index in range(first, first + self.batch_size)]
+        used = [block for block, _ in rows]
         self._current = used[0]
         self._blocks = {block: self._blocks[block] for block in dict.fromkeys(used)}
-        windows = torch.stack([row for _, row in found])
+        windows = torch.stack([row for _, row in rows])
         return window_rows(windows, self.tokenizer, self.boundaries)
 
     def state(self) -> dict[str, Any]:
-        """Where in the text the last batch begins, as JSON, the same in all processes."""
+        """The place in the text where the last batch begins, as JSON, the same in all processes."""
         return {
             **self._settings(),
             "text": self._identity,
@@ -128,7 +128,7 @@ class TextStream:
         """Resume at a saved `state`, without tokenising the text before it.
 
         Raises:
-            ValueError: the state is of another stream, or a file has changed since.
+            ValueError: the state belongs to another stream, or a file has changed since.
         """
         for name, here in self._settings().items():
             if state.get(name) != here:
@@ -139,8 +139,8 @@ class TextStream:
         if state["text"] != self._identity:
             raise ValueError(
                 "expected the text files as they were when the run was interrupted; their names, "
-                f"sizes in bytes and times of change were {state['text']}, and are "
-                f"{self._identity}. Restore them, or start anew."
+                f"sizes in bytes and times of change were {state['text']}, and now are "
+                f"{self._identity}. Restore them, or start over."
             )
         self.n_windows = state["n_windows"] or self.n_windows
         self._places[state["block"]] = Place(**state["place"])
@@ -155,19 +155,19 @@ class TextStream:
             "separator": separator(self.tokenizer),
         }
 
-    def _row(self, place: int) -> tuple[int, Int[Tensor, " pos"]]:
+    def _row(self, index: int) -> tuple[int, Int[Tensor, " pos"]]:
         """The block and the tokens of a row of the infinite sequence."""
         while True:
-            epoch, within = divmod(place, self.n_windows or place + 1)
+            epoch, within = divmod(index, self.n_windows or index + 1)
             block, row = divmod(within, self.shuffle)
             windows = self._block(block)
             if windows is not None and row < len(windows):
                 number = epoch * -(-(self.n_windows or 0) // self.shuffle) + block
                 return block, windows[_order(self.seed, number, len(windows))[row]]
-            # The text has ended before; now that its length is known, the row is another.
+            # The text ends before this row; now that its length is known, compute the row again.
 
     def _block(self, block: int) -> Block | None:
-        """The windows of a block in the order of the text; ``None`` if it ends before."""
+        """The windows of a block in the order of the text; ``None`` if the text ends before it."""
         if block not in self._blocks:
             known = max(other for other in self._places if other <= block)
             for other in range(known, block + 1):
@@ -179,7 +179,7 @@ class TextStream:
         return self._blocks[block]
 
     def _fetched(self, block: int) -> Block | None:
-        """A block whose place is known; the thread goes on with the next."""
+        """A block whose place is known; the thread continues with the next one."""
         if self._ended(block):
             return None
         ahead, self._ahead = self._ahead, None
@@ -203,17 +203,17 @@ class TextStream:
         return block, self._thread.submit(self._read, self._places[block])
 
     def _read(self, place: Place) -> tuple[Block, Place]:
-        """The windows of the block at a place, and the place of the next block; in the thread."""
+        """The windows of the block at a place, and the next block's place; runs in the thread."""
         reading, self._reading = self._reading, None
         if reading is not None and reading[0] == place:
             windows = reading[1]
         else:
-            how = self.tokenizer, self.window, self.boundaries
-            windows = _cut(self.documents, *how, self.left_out, place)
+            settings = self.tokenizer, self.window, self.boundaries
+            windows = _cut(self.documents, *settings, self.left_out, place)
         tokens, after = array("q"), place
-        for row, behind in islice(windows, self.shuffle):
+        for row, row_end in islice(windows, self.shuffle):
             tokens.extend(row)
-            after = behind
+            after = row_end
         self._reading = after, windows
         return as_tensor(tokens, self.window), after
 
@@ -232,7 +232,7 @@ def _cut(
     left_out: range,
     place: Place,
 ) -> Iterator[tuple[array[int], Place]]:
-    """The windows from a place on that are not left out, each with the place behind it."""
+    """The windows from a place on that are not left out, each with the place after it."""
     where = "the start"
 
     def opened() -> Iterator[tuple[Any, Iterable[str]]]:
@@ -241,15 +241,15 @@ def _cut(
             where = documents.where(document)
             yield document, parts
 
-    behind, n_given = place, 0
+    after, n_yielded = place, 0
     try:
-        for row, behind in cut(opened(), tokenizer, window, boundaries, place):
-            if behind.window - 1 not in left_out:
-                n_given += 1
-                yield row, behind
+        for row, after in cut(opened(), tokenizer, window, boundaries, place):
+            if after.window - 1 not in left_out:
+                n_yielded += 1
+                yield row, after
     except TooShortError:
         raise
-    except Exception as error:  # of a tokenizer, a dataset or the network: of any type
+    except Exception as error:  # tokenizer, dataset and network raise different types
         raise ValueError(f"reading the text stopped at or after {where}: {error}") from error
-    if place.window == n_given == 0:
-        raise ValueError(f"expected more windows of text than are left out; got {behind.window}")
+    if place.window == n_yielded == 0:
+        raise ValueError(f"expected more windows of text than are left out; got {after.window}")

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer writes for bytes that are no whole character."""
+"""The text of bytes that do not form a complete character."""
 _MOST = 8
-"""Maximum number of tokens that are read together; a character has up to four bytes."""
+"""Maximum number of tokens to decode together; a character has up to four bytes."""
 
 
 def next_text(tokenizer: Any, before: Sequence[int], token: int) -> str:
-    """The text of a token that follows others, and may complete a character that they begin."""
+    """The text of a token after others; it may complete a character that they begin."""
     text = tokenizer.decode([token])
     if INCOMPLETE not in text:
         return text
@@ -20,15 +20,15 @@ def next_text(tokenizer: Any, before: Sequence[int], token: int) -> str:
 
 
 def added_text(tokenizer: Any, before: Sequence[int], token: int) -> str:
-    """What a token adds to the text of others, with the space that it begins with there."""
-    start, whole = tokenizer.decode(list(before)), tokenizer.decode([*before, token])
-    return whole[len(start) :] if whole.startswith(start) else tokenizer.decode([token])
+    """The text that a token adds after others, including a leading space."""
+    start, full = tokenizer.decode(list(before)), tokenizer.decode([*before, token])
+    return full[len(start) :] if full.startswith(start) else tokenizer.decode([token])
 
 
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
-    """The text of each token; several that make up a character all show the whole of it.
+    """The text of each token; tokens that make up one character all show that character.
 
-    Bytes that nothing completes show as U+FFFD.
+    Bytes of an incomplete character show as U+FFFD.
     """
     texts = [tokenizer.decode([token]) for token in tokens]
     start = 0

@@ -1,7 +1,8 @@
-"""Text as token windows: documents are cut as far as they are needed, and told apart.
+"""Windows of tokens, cut from documents as they are needed, with separators between documents.
 
-Every document begins with a *separator*: the tokenizer's BOS token, or its EOS token where it has
-no BOS, as Qwen's. `Boundaries` says what windows and losses do where one document follows another.
+Every document begins with a *separator*: the tokenizer's BOS token, or its EOS token if, like
+Qwen's, it has no BOS. `Boundaries` says what windows and losses do where one document follows
+another.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ Boundaries = Literal["predict", "skip", "split"]
 """What happens where one document follows another.
 
 "predict": windows run on, and the end of a document predicts the next one's separator. "skip":
-windows run on, and nothing predicts a separator. "split": no window holds two documents, so that
+windows run on, and nothing predicts a separator. "split": no window holds two documents, so
 neither loss nor attention crosses a boundary; a document's last window is padded on the right.
 """
 PADDING = -1
-"""In place of a token, behind a document's last one."""
+"""Placeholder for tokens after a document's end."""
 
 
 class TooShortError(ValueError):
@@ -43,9 +44,9 @@ class Place:
 
     Args:
         document: place of the document; None for the first.
-        character: where in the document the piece starts that is tokenised.
-        token: tokens of that piece that belong to windows before.
-        window: number of windows before.
+        character: character of the document at which the tokenised piece starts.
+        token: number of the piece's tokens that belong to earlier windows.
+        window: number of earlier windows.
     """
 
     document: Any = None
@@ -61,9 +62,9 @@ def token_windows(
     """Concatenate documents, each after a separator, and cut them into full windows.
 
     The separator is the tokenizer's BOS token, or its EOS token if it has no BOS. Tokens that do
-    not fill a window are dropped; nothing is padded. Documents are taken only as far as the windows
-    need them. All windows are in memory: `TextStream` is for more text than that. `text_rows` can
-    keep loss and attention within documents.
+    not fill a window are dropped; nothing is padded. Documents are read only as far as the windows
+    need them. All windows are held in memory; use `TextStream` for text that does not fit.
+    `text_rows` can keep loss and attention within documents.
 
     Args:
         documents: texts.
@@ -87,7 +88,7 @@ def text_rows(
     limit: AtLeastOne | None = None,
     boundaries: Boundaries = "predict",
 ) -> TokenBatch:
-    """Windows of text as rows for language modelling, whose losses and attention heed documents.
+    """Windows of text as rows for language modelling, with a choice at document boundaries.
 
     Args:
         documents: texts.
@@ -95,10 +96,10 @@ def text_rows(
         window: tokens per window.
         limit: maximum number of windows.
         boundaries: what happens where one document follows another. "predict": windows run on, as
-            those of `token_windows`, and the end of a document predicts the separator before the
-            next. "skip": the same, without that loss. "split": every window holds one document, so
-            that neither loss nor attention crosses a boundary; a document's last window is padded
-            on the right, and left out if it has a single token, which predicts nothing.
+            in `token_windows`, and the end of a document predicts the separator before the next.
+            "skip": the same, without that loss. "split": every window holds one document, so
+            neither loss nor attention crosses a boundary; a document's last window is padded on the
+            right, or left out if it has a single token, which predicts nothing.
 
     Raises:
         ValueError: the text is shorter than one window, or with "split" no document has two tokens;
@@ -115,7 +116,7 @@ def cut_windows(
     limit: int | None,
     boundaries: Boundaries,
 ) -> Int[Tensor, "window pos"]:
-    """The windows of `text_rows`, with `PADDING` in place of tokens behind a document's end."""
+    """The windows of `text_rows`, with `PADDING` after a document's end."""
     check_window(tokenizer, window)
     if isinstance(documents, Documents):
         parts = documents.since(None)
@@ -143,7 +144,7 @@ def window_rows(
 
 
 def as_tensor(tokens: array[int], window: int) -> Int[Tensor, "window pos"]:
-    """Windows that lie one behind the other."""
+    """A tensor of windows from their concatenated tokens."""
     if not tokens:
         return torch.empty(0, window, dtype=torch.int64)
     return torch.frombuffer(tokens, dtype=torch.int64).view(-1, window)
@@ -156,17 +157,17 @@ def cut(
     boundaries: Boundaries,
     place: Place = Place(),
 ) -> Iterator[tuple[array[int], Place]]:
-    """The windows of documents from a place on, each with the place behind it.
+    """The windows of documents from a place on, each with the place after it.
 
     Args:
-        documents: as of `Documents.since` that place.
+        documents: as from `Documents.since` that place.
         tokenizer: a Hugging Face tokenizer.
         window: tokens per window.
         boundaries: what happens where one document follows another.
         place: where the first window begins.
 
     Raises:
-        TooShortError: there is no window.
+        TooShortError: the text fills no window.
         ValueError: documents meet within a window, and the tokenizer has no token to separate them.
     """
     split, separated = boundaries == "split", separator(tokenizer) is not None
@@ -191,7 +192,7 @@ def cut(
             elif not separated:
                 raise ValueError(
                     "expected a tokenizer with a BOS or EOS token, to separate documents that meet "
-                    "within a window; this one has neither. Name one, or keep documents apart "
+                    "within a window; this one has neither. Set one, or keep documents apart "
                     'with boundaries="split"'
                 )
         tokens.extend(piece[skipped:])
@@ -206,7 +207,7 @@ def cut(
     yield from ended()
     if number == 0:
         raise TooShortError(
-            "expected a document of at least 2 tokens, its separator included; got none"
+            "expected a document of at least 2 tokens, including its separator; got none"
             if split
             else f"expected text of at least one window of {window} tokens; got {len(tokens)} "
             "tokens. Give more text or a smaller window."
@@ -214,7 +215,7 @@ def cut(
 
 
 def check_window(tokenizer: Any, window: int) -> None:
-    """Check what cutting text into windows needs.
+    """Check that text can be cut into such windows.
 
     Raises:
         ValueError: there is no tokenizer, or a window would predict nothing.
@@ -226,7 +227,7 @@ def check_window(tokenizer: Any, window: int) -> None:
 
 
 def _text(document: Any) -> str:
-    """The document, if it is a text."""
+    """The document, which has to be a text."""
     if not isinstance(document, str):
         raise TypeError(f"expected documents that are texts; got {shown(document)}")
     return document

@@ -16,7 +16,7 @@ from rich.filesize import decimal
 
 from sparse_tl import __version__, ranks
 from sparse_tl.arguments import AtLeastOne, checked
-from sparse_tl.data.prompts import prepends_bos, prompt_start, said_start
+from sparse_tl.data.prompts import prepends_bos, prompt_start, start_in_words
 from sparse_tl.files import check_writable
 from sparse_tl.gates.loading import load_dense_or_sparse
 from sparse_tl.lens import Adapter, HookedModel, adapt, check_raw, check_scores, tolerance
@@ -133,7 +133,7 @@ def _described(model: HookedModel) -> str:
     words = "without a tokenizer"
     if model.tokenizer is not None:
         start = model.tokenizer.decode(list(prompt_start(model.tokenizer, prepends_bos(model))))
-        words = f"with a tokenizer, prompts{said_start(start).removeprefix(',')}"
+        words = f"with a tokenizer, prompts{start_in_words(start).removeprefix(',')}"
     return (
         f"{kind}: {adapter.n_layers} layers of {adapter.n_heads} heads on {adapter.device} in "
         f"{dtype}, {adapter.d_vocab} tokens {words}, context {adapter.n_ctx}"

@@ -188,7 +188,7 @@ def test_groups_are_part_of_what_a_batch_is() -> None:
     ("groups", "message"),
     [
         ([0, 1], r"for groups; got .* shape \(2,\), where tokens is .* shape \(5, "),
-        ([0, 0, -1, 0, 0], "expected groups from 0 up; got -1"),
+        ([0, 0, -1, 0, 0], "expected groups of at least 0; got -1"),
     ],
 )
 def test_groups_that_are_none(groups: list[int], message: str, unchecked_types: None) -> None:

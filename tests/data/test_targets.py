@@ -124,7 +124,7 @@ def test_every_source_gives_the_same_rows(tokenizer: Any, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        ([{"text": "def", "target": ""}], "target in every row; that of row 0 is ''"),
+        ([{"text": "def", "target": ""}], "target in every row; the target of row 0 is ''"),
         ([{"text": "def"}], "a text as 'target' in every record; record 0 has None"),
         ([{"text": "def", "target": 3}], "record 0 has 3"),
         ([], "at least one text"),

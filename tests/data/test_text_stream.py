@@ -256,7 +256,7 @@ def test_a_file_that_has_changed_is_refused(tmp_path: Path, tokenizer: Any) -> N
     state = stream.state()
     TextStream(read_documents(path), tokenizer, 8, 4).load_state(state)
     os.utime(path, (1, 1))
-    with pytest.raises(ValueError, match=r"files as they were .*a\.txt.*start anew"):
+    with pytest.raises(ValueError, match=r"files as they were .*a\.txt.*start over"):
         TextStream(read_documents(path), tokenizer, 8, 4).load_state(state)
 
 
