@@ -1,4 +1,4 @@
-"""Models at hand: small ones that the package trains itself, and language models by name."""
+"""Ready-made models: small ones that the package trains itself, and language models by name."""
 
 from sparse_tl.models.addition import (
     addition_recipe as addition_recipe,

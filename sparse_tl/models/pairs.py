@@ -1,9 +1,9 @@
-"""A dense model and the sparse model made from it: built in a folder, read, or shipped.
+"""Pairs of a dense model and the sparse model made from it: built in a folder, read, or shipped.
 
 `build_pair` trains the dense model and sparsifies it. Its folder holds ``dense`` and ``sparse``,
 each complete or absent, and the checkpoint of the one in progress, so that an interrupted build
-resumes. Built-in pairs of seeds other than 0 are also built by it, in the user's cache folder,
-where ``recipe.json`` records how.
+resumes. It also builds the built-in pairs of seeds other than 0, in the user's cache folder, where
+``recipe.json`` records the recipe.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHIPPED = Path(__file__).parent / "shipped"
 
 
 class Pair(NamedTuple):
-    """A dense model, the sparse model made from it, and whether that met its target."""
+    """A dense model, the sparse model made from it, and whether the latter met its target."""
 
     dense: Model
     sparse: SparseTransformer
@@ -51,7 +51,7 @@ def build_pair(
     device: str | None = None,
     progress: bool = True,
 ) -> None:
-    """Train the dense model and sparsify it, skipping whichever the folder already holds.
+    """Train the dense model and sparsify it, skipping a model that the folder already holds.
 
     Args:
         recipe: recipe of both models.
@@ -76,8 +76,8 @@ def build_pair(
         dense = load_model(folder / "dense", device=device)
         sparse, outcome = recipe.sparsify(dense, seed, checkpoint=checkpoint, progress=progress)
         _write_history(folder, outcome.history.assign(phase="sparse"))
-        judged = {"verdict": outcome.verdict, "feasible": outcome.feasible}
-        write_json(folder / "verdict.json", judged)
+        verdict = {"verdict": outcome.verdict, "feasible": outcome.feasible}
+        write_json(folder / "verdict.json", verdict)
         sparse.save_pretrained(folder / "sparse")
         shutil.rmtree(checkpoint)
 
@@ -90,18 +90,18 @@ def read_pair(folder: str | Path, *, device: str | None = None) -> Pair:
     """
     folder = Path(folder)
     try:
-        judged = read_json(folder / "verdict.json")
-        if not (type(judged["verdict"]) is str and type(judged["feasible"]) is bool):
+        verdict = read_json(folder / "verdict.json")
+        if not (type(verdict["verdict"]) is str and type(verdict["feasible"]) is bool):
             raise ValueError("its verdict.json has no verdict")
         return Pair(
             load_model(folder / "dense", device=device),
             SparseTransformer.from_pretrained(folder / "sparse", device=device),
-            judged["verdict"],
-            judged["feasible"],
+            verdict["verdict"],
+            verdict["feasible"],
         )
     except (ValueError, FileNotFoundError, KeyError, TypeError) as error:
         raise ValueError(
-            f"expected a pair of models, dense and sparse, in {folder}; {error}. Remove that "
+            f"expected a pair of models, dense and sparse, in {folder}; {error}. Remove the "
             "folder to build them again."
         ) from error
 
@@ -143,16 +143,16 @@ def build_cached(
     device: str | None = None,
     progress: bool = True,
 ) -> Path:
-    """The cache folder of a pair, built unless one of this recipe and version is there."""
+    """The cache folder of a pair, which is built unless one of this recipe and version exists."""
     folder = cache_folder(cache) / recipe.name / f"seed-{seed}"
     made_by = {"version": __version__, **recipe.settings(seed)}
-    whole = recover_folder(folder / "dense") and recover_folder(folder / "sparse")
-    if whole and _made_by(folder) == made_by:
+    complete = recover_folder(folder / "dense") and recover_folder(folder / "sparse")
+    if complete and _made_by(folder) == made_by:
         return folder
     if ranks.count() > 1:
         raise ValueError(
             f"expected the {recipe.name} models of seed {seed} to be built before several ranks "
-            "load them: call the same function once in a process of its own"
+            "load them. First call the same function once in a single process"
         )
     check_writable(folder.parent)
     # Cluster jobs share the user's cache folder: one builds, the others wait.
@@ -167,7 +167,7 @@ def build_cached(
         )
         lock.acquire()
     try:
-        if _made_by(folder) != made_by:  # absent, or of another recipe or version
+        if _made_by(folder) != made_by:  # absent, or made by another recipe or version
             shutil.rmtree(folder, ignore_errors=True)
             write_json(folder / "recipe.json", made_by)
         build_pair(recipe, folder, seed, device=device, progress=progress)
@@ -184,6 +184,6 @@ def _write_history(folder: Path, phase: pd.DataFrame) -> None:
     """Write the steps of a phase to ``history.csv``, replacing those of an earlier attempt."""
     path, earlier = folder / "history.csv", []
     if path.exists():
-        found = pd.read_csv(path)
-        earlier = [found[found["phase"] != phase["phase"].iloc[0]]]
+        written = pd.read_csv(path)
+        earlier = [written[written["phase"] != phase["phase"].iloc[0]]]
     write_csv(path, pd.DataFrame(pd.concat([*earlier, phase])))

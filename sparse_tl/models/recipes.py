@@ -1,4 +1,4 @@
-"""`Recipe`: everything that determines a dense model and the sparse one made from it."""
+"""`Recipe`: everything that determines a dense model and the sparse model made from it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Recipe:
         rows: function from seed to training and validation rows.
         sparse_rows: the same for post-training, if different.
         measure: function from a model to its accuracies and active attention edges, on examples
-            unseen in training and selection.
+            used neither for training nor for selection.
         batch_size: rows per step.
         dense: settings of `pretrain`.
         sparse: settings of `post_train`.
@@ -55,7 +55,7 @@ class Recipe:
         sparse: Mapping[str, Any] | None = None,
         **fields: Any,
     ) -> Recipe:
-        """The recipe with some settings of either training phase, or other fields, replaced."""
+        """The recipe with settings of either training phase, or other fields, replaced."""
         both = {
             "dense": {**self.dense, **(dense or {})},
             "sparse": {**self.sparse, **(sparse or {})},
@@ -63,7 +63,7 @@ class Recipe:
         return replace(self, **both, **fields)
 
     def settings(self, seed: int) -> dict[str, Any]:
-        """Everything besides the code that determines the weights, as JSON-serialisable values."""
+        """Everything except the code that determines the weights, as JSON-serialisable values."""
         settings = {
             "name": self.name,
             "seed": seed,
@@ -86,7 +86,7 @@ class Recipe:
         fields: dict[str, Any] = {
             **self.architecture,
             **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-            # GPT-2's own 0.02 suits its width: a model of width 128 learns more slowly from it.
+            # GPT-2's own 0.02 suits its width; with it, a model of width 128 learns more slowly.
             "initializer_range": 0.8 / math.sqrt(self.architecture["n_embd"]),
             "tie_word_embeddings": False,
         }
@@ -136,11 +136,12 @@ class Recipe:
         checkpoint: str | Path | None = None,
         progress: bool = True,
     ) -> tuple[SparseTransformer, PostTraining]:
-        """Post-train a dense model in place until few attention edges are left.
+        """Post-train a dense model in place until few attention edges are open.
 
         Args:
             dense: a trained model; it is wrapped and modified.
-            seed: random seed for gate noise, batches and rows; the dense model's for its rows.
+            seed: random seed for gate noise, batches and rows; the dense model's seed gives the
+                rows that it was trained on.
             checkpoint: folder for checkpoints; a run interrupted there is resumed.
             progress: whether to show a progress bar.
         """

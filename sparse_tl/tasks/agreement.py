@@ -1,7 +1,7 @@
-"""Agreement in number: of a verb with its subject, and of a reflexive pronoun with what it names.
+"""Agreement in number: of a verb with its subject, and of a reflexive pronoun with its antecedent.
 
 *Subject-verb agreement*: ``The teachers near the museum`` is continued by *are*, *were* or *have*,
-and not by *is*, *was* or *has*. The noun in between is singular or plural by chance.
+and not by *is*, *was* or *has*. The noun in between is randomly singular or plural.
 *Anaphor agreement*: ``The sisters near the boy praised`` is continued by *themselves*, and not by
 *herself*. In both, the corrupted prompt has the subject in the other number, and nothing else
 differs: its determiner and the verbs of anaphor agreement are the same in both numbers.
@@ -35,7 +35,7 @@ PLURAL = "themselves"
 @checked
 @dataclass(frozen=True, kw_only=True)
 class SubjectVerbTask(WordTask):
-    """Continue a subject with a verb of its number.
+    """Continue a subject with a verb that agrees in number.
 
     Args:
         templates: templates with [NOUN], the subject, once, and [OTHER], another noun, at most
@@ -58,14 +58,17 @@ class SubjectVerbTask(WordTask):
         _check_templates(self.templates, [["NOUN"], ["NOUN", "OTHER"]])
 
     def words(self, tokenizer: Any) -> dict[str, list[tuple[str, ...]]]:
-        """The nouns and verbs that are single tokens in both numbers."""
+        """The nouns and verbs whose singular and plural are single tokens."""
         return {
             "nouns": single_rows(tokenizer, self.nouns, 2, "nouns"),
             "verbs": single_rows(tokenizer, self.verbs, 1, "verbs"),
         }
 
     def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], PairTexts]:
-        """Answers are the verbs in the subject's number, wrong answers those in the other."""
+        """A function that draws a prompt; answers are the verbs in the subject's number.
+
+        Wrong answers are those in the other number.
+        """
         nouns, verbs = self.words(tokenizer).values()
 
         def draw() -> PairTexts:
@@ -85,13 +88,13 @@ class SubjectVerbTask(WordTask):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class AnaphorTask(WordTask):
-    """Refer back to a subject by a reflexive pronoun of its number.
+    """Refer back to a subject with a reflexive pronoun that agrees in number.
 
     Args:
         templates: templates with [NOUN], the subject, and [VERB] once each, and [OTHER], another
             noun, at most once.
-        people: nouns, each singular and plural, with the pronoun of the singular; at least two.
-        actions: verbs that are the same in both numbers, such as past forms.
+        people: nouns, each singular and plural, with the singular's pronoun; at least two.
+        actions: verbs with the same form in both numbers, such as past forms.
 
     Raises:
         ValueError: there is no template or verb, or a template has another form.
@@ -110,12 +113,15 @@ class AnaphorTask(WordTask):
             raise ValueError("expected at least one verb as actions; got none")
 
     def words(self, tokenizer: Any) -> dict[str, list[tuple[str, ...]]]:
-        """The nouns that are single tokens in both numbers, as is the pronoun."""
+        """The nouns whose singular, plural and pronoun are single tokens."""
         single_rows(tokenizer, [(PLURAL,)], 1, "plural pronouns")
         return {"people": single_rows(tokenizer, self.people, 2, "people")}
 
     def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], PairTexts]:
-        """The answer is the pronoun in the subject's number, the wrong answer the other one."""
+        """A function that draws a prompt; the answer is the pronoun in the subject's number.
+
+        The wrong answer is the pronoun in the other number.
+        """
         people = self.words(tokenizer)["people"]
 
         def draw() -> PairTexts:

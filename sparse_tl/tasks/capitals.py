@@ -1,6 +1,6 @@
 """Capitals: ``The capital of France is``, answered by *Paris*.
 
-The corrupted prompt names another country, of as many tokens, whose capital is the wrong answer.
+The corrupted prompt names another country of equal token length, whose capital is the wrong answer.
 """
 
 from __future__ import annotations
@@ -44,26 +44,29 @@ class CapitalsTask(WordTask):
             raise ValueError(f"expected templates with [COUNTRY] once; got {self.templates}")
 
     def words(self, tokenizer: Any) -> dict[str, list[tuple[str, str]]]:
-        """The countries whose capital is a single token, if there is another one as long."""
+        """The countries whose capital is a single token, if another has as many tokens."""
         encode = Encoder(tokenizer)
         rows = tuple(dict.fromkeys(self.countries))
         known = set(single_words(tokenizer, (capital for _, capital in rows), 0, "capitals"))
-        found = [row for row in rows if row[1] in known]
-        lengths = Counter(_length(encode, country) for country, _ in found)
-        found = [row for row in found if lengths[_length(encode, row[0])] > 1]
-        return {"countries": enough(found, rows, 2, "countries")}
+        usable = [row for row in rows if row[1] in known]
+        lengths = Counter(_length(encode, country) for country, _ in usable)
+        usable = [row for row in usable if lengths[_length(encode, row[0])] > 1]
+        return {"countries": enough(usable, rows, 2, "countries")}
 
     def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], PairTexts]:
-        """The answer is the country's capital, the wrong answer that of the other country."""
+        """A function that draws a prompt; the answer is the country's capital.
+
+        The wrong answer is that of the other country.
+        """
         countries, encode = self.words(tokenizer)["countries"], Encoder(tokenizer)
-        alike: dict[int, list[tuple[str, str]]] = {}
+        by_length: dict[int, list[tuple[str, str]]] = {}
         for row in countries:
-            alike.setdefault(_length(encode, row[0]), []).append(row)
+            by_length.setdefault(_length(encode, row[0]), []).append(row)
 
         def draw() -> PairTexts:
             template, row = rng.choice(self.templates), rng.choice(countries)
-            others = [some for some in alike[_length(encode, row[0])] if some != row]
-            other = rng.choice(others)
+            candidates = by_length[_length(encode, row[0])]
+            other = rng.choice([candidate for candidate in candidates if candidate != row])
             return PairTexts(
                 template.replace("[COUNTRY]", row[0]),
                 template.replace("[COUNTRY]", other[0]),
@@ -75,5 +78,5 @@ class CapitalsTask(WordTask):
 
 
 def _length(encode: Encoder, country: str) -> int:
-    """Number of tokens up to and with a country."""
+    """Number of tokens up to and including a country."""
     return len(encode(f"to {country}"))

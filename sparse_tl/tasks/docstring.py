@@ -9,10 +9,10 @@
         :param last: dog tree
         :param
 
-The definition has two arguments, then three *matching* ones, then one more; the docstring
-describes the matching ones in turn, and the answer is the third, ``key``. The corrupted prompt
-has other names for the matching arguments, and yet others where the docstring describes them, so
-that nothing in it matches.
+The definition has two arguments, then three *matching* ones, then one more. The docstring describes
+the matching ones in turn, and the answer is the third, ``key``. The corrupted prompt has other
+names for the matching arguments, and different ones again where the docstring describes them, so
+nothing in it matches.
 
 Reference: Heimersheim and Janiak, *A circuit for Python docstrings in a 4-layer attention-only
 transformer* (2023); sizes and corruption ("random_random") as in ACDC, arXiv 2304.14997.
@@ -68,7 +68,7 @@ class DocstringTask(WordTask):
         }
 
     def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], PairTexts]:
-        """The answer is the third matching argument.
+        """A function that draws a prompt; the answer is the third matching argument.
 
         All other arguments of the clean and the corrupted prompt are wrong answers, since a model
         that follows the corrupted prompt names the third argument of its definition.

@@ -1,16 +1,17 @@
 """Greater-Than: ``The war lasted from the year 1732 to the year 17``, answered by 33 to 99.
 
-The corrupted prompt starts in the year 1701, where every ending except 00 and 01 is right. How the
-tokenizer splits years decides what the model is asked for, since an answer is one token:
+The corrupted prompt starts in the year 1701, where every ending except 00 and 01 is right. An
+answer is one token, so how the tokenizer splits years decides which digits the model has to give:
 
-- *the last two digits*, if a year is century and ending (17, 32). As in the paper, every ending
-  from 00 to 99 is a right or wrong answer, even if the tokenizer has a single token for the whole
-  year, as GPT-2's has for 1776.
+- *the last two digits*, if a year is split into century and ending (17, 32). As in the paper, every
+  ending from 00 to 99 is a right or wrong answer, even if the tokenizer has a single token for the
+  full year, as GPT-2's has for 1776.
 - *the tens digit*, if every digit is a token. The tens digits above that of the start year are
-  right, those below are wrong. The same one begins years on both sides of the start year, and is
-  neither.
-- *the last digit*, if the first three digits are a token (173, 2): the end year is given up to
-  there, ``to the year 173``, answered by 3 to 9. The corrupted prompt starts in 1731.
+  right, and those below are wrong. The start year's own tens digit begins both earlier and later
+  years, and is neither.
+- *the last digit*, if the first three digits are a token (173, 2). The prompt then includes these
+  digits of the end year, ``to the year 173``, and the answers are 3 to 9. The corrupted prompt
+  starts in 1731.
 
 Reference: Hanna et al., arXiv 2305.00586; nouns and range of years as in EAP-IG's data.
 """
@@ -34,44 +35,44 @@ CENTURIES = tuple(range(11, 18))
 
 
 class YearForm(NamedTuple):
-    """What prompts ask for.
+    """Which digits of the end year prompts give and ask for.
 
     Args:
-        said: the answer, in words.
-        given: number of digits of the end year that stand in the prompt.
-        asked: number of digits that the answer has.
+        answer: the answer, in words.
+        n_given: number of the end year's digits that the prompt gives.
+        n_asked: number of digits in the answer.
     """
 
-    said: str
-    given: int
-    asked: int
+    answer: str
+    n_given: int
+    n_asked: int
 
     @property
     def n_left(self) -> int:
-        """Number of digits of a year that are not given."""
-        return 4 - self.given
+        """Number of a year's digits that are not given."""
+        return 4 - self.n_given
 
     @property
     def unit(self) -> int:
         """Number of years that begin with the same answer."""
-        return 10 ** (self.n_left - self.asked)
+        return 10 ** (self.n_left - self.n_asked)
 
     @property
     def endings(self) -> list[str]:
         """All possible answers."""
-        return [f"{number:0{self.asked}d}" for number in range(10**self.asked)]
+        return [f"{number:0{self.n_asked}d}" for number in range(10**self.n_asked)]
 
     @property
     def corrupted(self) -> str:
-        """How the start year of corrupted prompts ends."""
+        """The last digits of corrupted start years."""
         return f"{1:0{self.n_left}d}"
 
     @property
     def starts(self) -> list[str]:
-        """How start years end: with an answer above and one below, and not as if corrupted.
+        """The last digits of clean start years, which have a right and a wrong answer.
 
-        A year that is the last one of its tens digit has no later year of that digit, which would
-        make it a wrong answer.
+        The last year of a tens digit is left out: no later year begins with that digit, so the
+        digit would be a wrong answer.
         """
         last = 10**self.n_left - 1
         return [
@@ -82,7 +83,7 @@ class YearForm(NamedTuple):
         ]
 
     def judged(self, start: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Right answers, with which every year is later, and wrong ones, with which none is."""
+        """Right answers, all of whose years are later, and wrong ones, none of whose years is."""
         years = {end: int(end) * self.unit for end in self.endings}
         return (
             tuple(end for end, first in years.items() if first > int(start)),
@@ -90,15 +91,15 @@ class YearForm(NamedTuple):
         )
 
     def prefixes(self, centuries: tuple[int, ...]) -> Iterator[str]:
-        """The digits that can be given."""
-        between = 10 ** (self.given - 2)
+        """All possible given digits."""
+        n_decades = 10 ** (self.n_given - 2)
         for century in centuries:
-            yield from (str(century * between + more) for more in range(between))
+            yield from (str(century * n_decades + decade) for decade in range(n_decades))
 
 
 PAIRS = YearForm("the last two digits", 2, 2)
 FORMS = (PAIRS, YearForm("the tens digit", 2, 1), YearForm("the last digit", 3, 1))
-"""The first one that a tokenizer allows is used."""
+"""Forms in order of preference; a task uses the first one that the tokenizer allows."""
 
 
 @checked
@@ -130,12 +131,12 @@ class GreaterThanTask(WordTask):
         return {"nouns": single_words(tokenizer, self.nouns, 1, "nouns")}
 
     def describe(self, tokenizer: Any) -> str:
-        """What prompts ask for, and how many nouns the tokenizer leaves out."""
-        asked = f"the answer is {self._read(tokenizer)[0].said} of the year"
+        """The answer in words, and how many nouns are left out under this tokenizer."""
+        asked = f"the answer is {self._read(tokenizer)[0].answer} of the year"
         return ", ".join(filter(None, [asked, super().describe(tokenizer)]))
 
     def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], PairTexts]:
-        """Right and wrong answers are those of `YearForm.judged`."""
+        """A function that draws a prompt, with right and wrong answers from `YearForm.judged`."""
         nouns = self.words(tokenizer)["nouns"]
         form, years = self._read(tokenizer)
         judged = {start: form.judged(start) for start in form.starts}
@@ -152,13 +153,13 @@ class GreaterThanTask(WordTask):
         return draw
 
     def years(self, tokenizer: Any) -> list[tuple[str, str]]:
-        """Start years, split into the digits that the end year shares and the others.
+        """Start years, split into the digits that the end year shares and the rest.
 
-        Years near the ends are left out, as are those for which the corruption would change
-        nothing, or which would leave no answer.
+        Years near the ends are left out, and so are those that the corruption would not change, or
+        that would leave no answer.
 
         Raises:
-            ValueError: the tokenizer splits years in none of the ways above.
+            ValueError: the tokenizer splits years in none of the supported ways.
         """
         return self._read(tokenizer)[1]
 
@@ -196,7 +197,7 @@ class GreaterThanTask(WordTask):
                 rest
                 for rest in (form.corrupted, *form.starts)
                 if encode(f"year {given}{rest}")[: len(before) + 1]
-                == before + answers[rest[: form.asked]]
+                == before + answers[rest[: form.n_asked]]
             ]
             if form.corrupted in split:
                 years += [(given, rest) for rest in split if rest != form.corrupted]
@@ -206,12 +207,12 @@ class GreaterThanTask(WordTask):
 def _answers(encode: Encoder, form: YearForm, given: str) -> dict[str, Tokens] | None:
     """The token of every possible answer; ``None`` if one is not a single token."""
     before = () if form is PAIRS else encode(f"year {given}")
-    found = {}
+    by_ending = {}
     for end in form.endings:
         tokens = encode(end if form is PAIRS else f"year {given}{end}")
         if tokens[: len(before)] != before or not is_token(
             encode.tokenizer, tokens[len(before) :], end
         ):
             return None
-        found[end] = tokens[len(before) :]
-    return found
+        by_ending[end] = tokens[len(before) :]
+    return by_ending

@@ -1,8 +1,8 @@
-"""Induction: random tokens, and the same again but for the last, which is the answer.
+"""Induction: random tokens, repeated except for the last one, which is the answer.
 
-``A B C D A B C`` is continued by D, which stood behind C before. The corrupted prompt has another
-token in place of the first C, so that what followed it cannot be looked up. Tokens are drawn from
-the whole vocabulary: the task works for every tokenizer, and for models without one.
+``A B C D A B C`` is continued by D, which followed C before. The corrupted prompt has another token
+in place of the first C, so the token after it cannot be looked up. Tokens are drawn from the full
+vocabulary, so the task works for every tokenizer, and for models without one.
 
 Reference: Olsson et al., *In-context Learning and Induction Heads*, arXiv 2209.11895.
 """
@@ -38,7 +38,7 @@ class InductionTask(Task):
     """Continue random tokens that are repeated.
 
     Args:
-        length: number of tokens before they are repeated, all of them different.
+        length: number of tokens, all different, before the repetition.
     """
 
     name: str = "induction"
@@ -58,7 +58,7 @@ class InductionTask(Task):
         """Clean and corrupted prompts; the wrong answers are the other repeated tokens.
 
         Args:
-            model: model whose vocabulary is used, with a tokenizer or without.
+            model: model whose vocabulary is used, with or without a tokenizer.
             n: number of pairs.
             seed: random seed for the draws.
             prepend_bos: whether prompts start with the BOS token; by default as the model's own do.
@@ -66,17 +66,17 @@ class InductionTask(Task):
                 tokenizer's own template.
 
         Raises:
-            ValueError: the vocabulary is too small, the model has no tokenizer for the start of
-                prompts that is asked for, the tokenizer lacks the chat template, both `prepend_bos`
-                and `chat` are given, or `n` is out of range.
+            ValueError: the vocabulary is too small, the model has no tokenizer for the requested
+                start of prompts, the tokenizer lacks the chat template, both `prepend_bos` and
+                `chat` are given, or `n` is out of range.
         """
-        start, said = start_of_prompts(model, prepend_bos, chat=chat)
+        start, start_text = start_of_prompts(model, prepend_bos, chat=chat)
         known = ordinary_tokens(model)
         if len(known) <= self.length:
             raise ValueError(
-                f"expected a vocabulary of more than {self.length} tokens, since so many different "
-                f"ones are repeated and one is replaced; it has {len(known)} besides special ones. "
-                "Give the task a smaller `length`."
+                f"expected a vocabulary of more than {self.length} tokens, since that many "
+                f"different tokens are repeated and one is replaced; it has {len(known)} without "
+                "special tokens. Give the task a smaller `length`."
             )
         rng = random.Random(seed)
 
@@ -94,4 +94,4 @@ class InductionTask(Task):
             torch.tensor, zip(*draw_distinct(draw, n), strict=True)
         )
         end = torch.full((n,), clean.shape[1] - 1)
-        return PromptPairs(clean, corrupted, answers[:, None], wrong, end, start=said)
+        return PromptPairs(clean, corrupted, answers[:, None], wrong, end, start=start_text)

@@ -1,7 +1,7 @@
 """Indirect object identification: ``Then, Mary and John went to the store. John gave a ring to``.
 
 The answer is the indirect object (IO), Mary; the wrong answer is the subject (S), John, who appears
-twice. The corrupted prompt has three other names in the three places (ABC in the paper), so that no
+twice. The corrupted prompt replaces the three names with three others (ABC in the paper), so no
 name repeats and neither answer appears. *IOI Long* has the same endings after longer beginnings.
 
 Reference: Wang et al., arXiv 2211.00593.
@@ -41,8 +41,8 @@ GPT2_IOI_HEADS: dict[str, tuple[tuple[int, int], ...]] = {
 }
 """The heads (layer, head) of GPT-2 small that perform IOI, by class.
 
-Wang et al., arXiv 2211.00593, figure 2: found with mean ablation over the ABC prompts, and path
-patching. They do not apply to other models.
+Wang et al., arXiv 2211.00593, figure 2, by mean ablation over the ABC prompts and path patching.
+They do not apply to other models.
 """
 
 
@@ -62,7 +62,7 @@ LONG_TEMPLATES = in_both_orders(content("ioi", "long_templates"))
 @checked
 @dataclass(frozen=True, kw_only=True)
 class IOITask(WordTask):
-    """Name who receives something from one of two people.
+    """Name the one of two people who receives something from the other.
 
     Args:
         templates: templates with [A] once and [B] twice, and " [A]", the answer, at the end.
@@ -102,7 +102,7 @@ class IOITask(WordTask):
         }
 
     def drawing(self, tokenizer: Any, rng: random.Random) -> Callable[[], PairTexts]:
-        """The answer is the IO, the wrong answer the subject."""
+        """A function that draws a prompt; the answer is the IO, and the wrong one the subject."""
         names, places, objects = self.words(tokenizer).values()
 
         def draw() -> PairTexts:
@@ -125,7 +125,7 @@ class IOITask(WordTask):
         "IO", "S1", "S1+1" (the token after it), "S2" and "END", the last token: the positions of
         the paper's circuit.
         """
-        found = []
+        spans = []
         for row, (io, subject) in enumerate(
             zip(pairs.answers[:, 0].tolist(), pairs.wrong[:, 0].tolist(), strict=True)
         ):
@@ -133,8 +133,8 @@ class IOITask(WordTask):
             first = tokens.index(subject)
             second = tokens.index(subject, first + 1)
             names = {"IO": tokens.index(io), "S1": first, "S1+1": first + 1, "S2": second}
-            found.append({**names, "END": len(tokens) - 1})
-        return found
+            spans.append({**names, "END": len(tokens) - 1})
+        return spans
 
 
 @checked

@@ -1,9 +1,9 @@
 """Prompts with targets from question sets and minimal pairs: syntax, common sense, mathematics.
 
-Each builder reads the rows of one kind of set, formatted as in its files or Hugging Face dataset:
+Each builder reads the rows of one kind of set, in the format of its files or Hugging Face dataset:
 
-- *Syntax* (BLiMP): the text up to where grammatical and ungrammatical sentence diverge; the target
-  is the grammatical continuation.
+- *Syntax* (BLiMP): the text up to where the grammatical and the ungrammatical sentence diverge; the
+  target is the grammatical continuation.
 - *Common sense* (CommonsenseQA): a question with lettered choices; the target is the letter.
 - *Mathematics* (GSM8K): a question; the target is the worked solution.
 
@@ -53,16 +53,16 @@ class QuestionSet:
         """
         if n < 1:
             raise ValueError(f"expected at least one question; got {n}")
-        tokenizer, bos, room = model.tokenizer, prepends_bos(model), model.cfg.n_ctx
+        tokenizer, bos, n_ctx = model.tokenizer, prepends_bos(model), model.cfg.n_ctx
         n_start = len(prompt_start(tokenizer, bos))
         questions = [
             (text, answer)
             for text, answer in self.questions(source, 4 * n + 1)
-            if n_start + len(tokenizer.encode(text + answer, add_special_tokens=False)) <= room
+            if n_start + len(tokenizer.encode(text + answer, add_special_tokens=False)) <= n_ctx
         ]
         if not questions:
             raise ValueError(
-                f"expected questions of {self.title} of at most {room} tokens in "
+                f"expected questions of {self.title} of at most {n_ctx} tokens in "
                 f"{source or self.source}; got none"
             )
         texts, answers = zip(*questions[:n], strict=True)
@@ -88,15 +88,15 @@ def read_rows(source: str | Path, split: str = "train", limit: int | None = None
         rows = read_jsonl(path)
     elif path.is_dir():
         files = [read_jsonl(file) for file in sorted(path.glob("*.jsonl"))]
-        # Interleave the files, so that the first rows are not all of one kind.
+        # Interleave the files, so that the first rows are of all kinds.
         longest = max(map(len, files), default=0)
         rows = [file[row] for row in range(longest) for file in files if row < len(file)]
     else:
         rows = dataset_rows(source, split)
-    found: list[Record] = list(islice(rows, limit))
-    if not found:
+    records: list[Record] = list(islice(rows, limit))
+    if not records:
         raise ValueError(f"expected rows in {source}; there are none")
-    return found
+    return records
 
 
 def syntax_questions(rows: Sequence[Record]) -> list[Question]:
@@ -111,7 +111,7 @@ def syntax_questions(rows: Sequence[Record]) -> list[Question]:
         if "one_prefix_word_good" in row:
             questions.append((row["one_prefix_prefix"], f" {row['one_prefix_word_good']}"))
             continue
-        differing = (place for place, (a, b) in enumerate(zip(good, bad, strict=False)) if a != b)
+        differing = (i for i, (a, b) in enumerate(zip(good, bad, strict=False)) if a != b)
         shared = next(differing, min(len(good), len(bad)))
         if 0 < shared < len(good):
             questions.append((" ".join(good[:shared]), " " + " ".join(good[shared:])))
@@ -124,11 +124,11 @@ def common_sense_questions(rows: Sequence[Record]) -> list[Question]:
     def asked(row: Record) -> Question:
         choices = row["choices"]
         texts = choices["text"] if isinstance(choices, Mapping) else choices
-        options = "\n".join(f"{'ABCDEFGH'[place]}. {text}" for place, text in enumerate(texts))
+        options = "\n".join(f"{'ABCDEFGH'[i]}. {text}" for i, text in enumerate(texts))
         letter = row["answerKey"] if "answerKey" in row else row["answer"]
         return f"Question: {row['question']}\n{options}\nAnswer:", f" {letter}"
 
-    return _behind_an_example([asked(row) for row in rows])
+    return _after_an_example([asked(row) for row in rows])
 
 
 def mathematics_questions(rows: Sequence[Record]) -> list[Question]:
@@ -138,10 +138,10 @@ def mathematics_questions(rows: Sequence[Record]) -> list[Question]:
         solution = re.sub(r"<<.*?>>", "", row["answer"]).strip()
         return f"Question: {row['question'].strip()}\nAnswer:", f" {solution}"
 
-    return _behind_an_example([asked(row) for row in rows])
+    return _after_an_example([asked(row) for row in rows])
 
 
-def _behind_an_example(questions: Sequence[Question]) -> list[Question]:
+def _after_an_example(questions: Sequence[Question]) -> list[Question]:
     if len(questions) < 2:
         raise ValueError("expected at least two questions: the first one is the answered example")
     (text, answer), *others = questions
@@ -155,4 +155,4 @@ COMMON_SENSE = QuestionSet(
     "common_sense", "Common Sense", "tau/commonsense_qa", "validation", common_sense_questions
 )
 MATHEMATICS = QuestionSet("math", "Math", "openai/gsm8k:main", "test", mathematics_questions)
-QUESTION_SETS = {some.name: some for some in (SYNTAX, COMMON_SENSE, MATHEMATICS)}
+QUESTION_SETS = {questions.name: questions for questions in (SYNTAX, COMMON_SENSE, MATHEMATICS)}

@@ -1,4 +1,4 @@
-"""All tasks by name, and how well a model does them."""
+"""All tasks by name, and a report on how well a model does them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ class TaskReport(Result):
     """How well a model does tasks.
 
     Args:
-        skills: what was measured, by task.
-        lacks: why the model does not do a task, or cannot be asked, by task; empty if it does it.
+        skills: the measured skill, by task.
+        lacks: by task, the reason why the model does not do it or cannot be tested; empty if the
+            model does it.
     """
 
     skills: dict[str, Skill]
@@ -56,9 +57,9 @@ class TaskReport(Result):
         return [name for name, lack in self.lacks.items() if not lack]
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per task: see `Skill`; clean and corrupted are means of the task's metric.
+        """One row per task, as in `Skill`; clean and corrupted are means of the task's metric.
 
-        Numbers are absent where the model cannot be asked.
+        A task has no numbers if the model cannot be tested on it.
         """
         import pandas as pd
 
@@ -98,13 +99,13 @@ def task_report(
     chat: bool = False,
     batch_size: AtLeastOne = 32,
 ) -> TaskReport:
-    """How well a model does tasks: the first thing to know before a search for circuits.
+    """Measure how well a model does tasks, before searching it for their circuits.
 
-    What is measured, and when a model does a task, is described at `Skill`.
+    `Skill` describes the measurements, and when a model does a task.
 
     Args:
         model: dense or sparse model, with a tokenizer for all tasks but induction.
-        tasks: names, of `TASKS_BY_NAME`, or tasks; all of them if empty.
+        tasks: tasks, or their names in `TASKS_BY_NAME`; all tasks if empty.
         n: number of prompts per task.
         seed: random seed for the prompts.
         prepend_bos: whether prompts start with the BOS token; by default as the model's own do.
@@ -112,11 +113,11 @@ def task_report(
         batch_size: prompts per forward pass.
 
     Raises:
-        ValueError: a task is unknown or given twice, or prompts cannot begin as asked.
+        ValueError: a task is unknown or given twice, or prompts cannot begin as requested.
     """
     if model.tokenizer is not None:
         prepends_bos(model, prepend_bos, chat=chat)
-        _ = chat and chat_start(model.tokenizer)  # fail here, not at every task
+        _ = chat and chat_start(model.tokenizer)  # fail here, not in every task
     chosen = [by_name(task) if isinstance(task, str) else task for task in tasks or _ALL]
     names = [task.name for task in chosen]
     if len(set(names)) < len(names):
@@ -134,10 +135,10 @@ def task_report(
 
 
 def by_name(name: str) -> Task:
-    """The task of a name.
+    """The task with a name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the name is unknown.
     """
     if name not in TASKS_BY_NAME:
         raise ValueError(f"expected tasks of {list(TASKS_BY_NAME)}; got {name!r}")

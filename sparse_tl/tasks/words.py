@@ -1,4 +1,4 @@
-"""Shared by tasks in words: single-token words, distinct prompts, conversion to `PromptPairs`."""
+"""Base classes of tasks, single-token words, distinct prompts, and conversion to `PromptPairs`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparse_tl.lens import HookedModel
 from sparse_tl.metrics import Metric
 
 Pairs = Annotated[int, Ge(1), Le(1_000_000)]
-"""A number of pairs; drawing so many takes a minute."""
+"""A number of pairs; drawing a million takes a minute."""
 _CONTENT = json.loads(files("sparse_tl.tasks").joinpath("content.json").read_text("utf-8"))
 
 Word = TypeVar("Word", bound=str | tuple[str, ...])
@@ -73,12 +73,12 @@ class WordTask(Task):
         return {}
 
     def describe(self, tokenizer: Any) -> str:
-        """What this tokenizer makes of the task: how many words it leaves out."""
+        """A remark on the task under this tokenizer: how many words are left out."""
         counts = []
-        for what, found in self.words(tokenizer).items():
+        for what, usable in self.words(tokenizer).items():
             n_all = len(set(getattr(self, what)))
-            if len(found) < n_all:
-                counts.append(f"{n_all - len(found)} of {n_all} {what} left out")
+            if len(usable) < n_all:
+                counts.append(f"{n_all - len(usable)} of {n_all} {what} left out")
         return ", ".join(counts)
 
     @checked
@@ -93,8 +93,8 @@ class WordTask(Task):
     ) -> PromptPairs:
         """Clean and corrupted prompts, with right and wrong answers as defined by the task.
 
-        Printed, they say which form the task took under the model's tokenizer, and how many of the
-        task's words are left out because they are not single tokens.
+        When printed, they say which form the task takes under the model's tokenizer, and how many
+        of its words are left out because they are not single tokens.
 
         Args:
             model: model whose tokenizer is used.
@@ -112,14 +112,14 @@ class WordTask(Task):
         with_bos = prepends_bos(model, prepend_bos, chat=chat)
         draw = self.drawing(model.tokenizer, random.Random(seed))
         prompts = draw_distinct(draw, n)
-        made = to_pairs(model.tokenizer, prompts, prepend_bos=with_bos, chat=chat)
-        return replace(made, note=self.describe(model.tokenizer))
+        pairs = to_pairs(model.tokenizer, prompts, prepend_bos=with_bos, chat=chat)
+        return replace(pairs, note=self.describe(model.tokenizer))
 
 
 def single_words(tokenizer: Any, words: Iterable[str], needed: int, what: str) -> list[str]:
     """The words that are one token after a space.
 
-    Raises if there are fewer than `needed`; `what` is the name of the task's field.
+    Raises a ValueError if there are fewer than `needed`; `what` is the name of the task's field.
     """
     words = tuple(dict.fromkeys(words))
     return enough(_known(tokenizer, words), words, needed, what)
@@ -128,41 +128,41 @@ def single_words(tokenizer: Any, words: Iterable[str], needed: int, what: str) -
 def single_rows(
     tokenizer: Any, rows: Iterable[tuple[str, ...]], needed: int, what: str
 ) -> list[tuple[str, ...]]:
-    """The rows of a table of words that are all one token after a space; as `single_words`."""
+    """The rows whose words are all one token after a space; arguments as in `single_words`."""
     rows = tuple(dict.fromkeys(rows))
     known = set(_known(tokenizer, [word for row in rows for word in row]))
     return enough([row for row in rows if known.issuperset(row)], rows, needed, what)
 
 
-def enough(found: list[Word], words: Sequence[Word], needed: int, what: str) -> list[Word]:
-    """The words that were found, checked to be enough.
+def enough(usable: list[Word], words: Sequence[Word], needed: int, what: str) -> list[Word]:
+    """The usable words, if there are enough.
 
     Raises:
         ValueError: there are fewer than `needed`.
     """
-    if len(found) < needed:
+    if len(usable) < needed:
         raise ValueError(
             f"expected at least {needed} {what} that are single tokens after a space; under this "
-            f"tokenizer {len(found)} of {len(words)} are: {found}. Give the task other "
+            f"tokenizer {len(usable)} of {len(words)} are: {usable}. Give the task other "
             f"`{what}`, or use a tokenizer that knows more of them."
         )
-    return found
+    return usable
 
 
 def _known(tokenizer: Any, words: Iterable[str]) -> list[str]:
     encode = Encoder(tokenizer)
-    before, found = encode("to"), []
+    before, known = encode("to"), []
     for word in words:
         tokens = encode(f"to {word}")
         # Decoding distinguishes known from unknown words, whatever the unknown token is.
         if tokens[:-1] == before and is_token(tokenizer, tokens[-1:], word):
-            found.append(word)
-    return found
+            known.append(word)
+    return known
 
 
 @runtime_checkable
 class Drawn(Protocol):
-    """A prompt pair that was drawn: texts or tokens."""
+    """A drawn prompt pair, as texts or tokens."""
 
     @property
     def clean(self) -> Hashable: ...
@@ -172,23 +172,23 @@ One = TypeVar("One", bound=Drawn)
 
 
 def draw_distinct(draw: Callable[[], One], n: int) -> list[One]:
-    """`n` draws with distinct clean prompts, as far as there are that many."""
+    """`n` draws with distinct clean prompts, or with repetitions if there are too few prompts."""
     if n < 1:
         raise ValueError(f"expected to draw at least 1 prompt pair; got n={n}")
-    found: dict[Hashable, One] = {}
+    drawn: dict[Hashable, One] = {}
     # Enough tries to find every prompt of a small task, few enough to stop when none is left.
-    in_vain = 0
-    while len(found) < n and in_vain < 20 * len(found) + 1000:
+    n_repeated = 0
+    while len(drawn) < n and n_repeated < 20 * len(drawn) + 1000:
         prompt = draw()
-        in_vain = in_vain + 1 if prompt.clean in found else 0
-        found.setdefault(prompt.clean, prompt)
-    return [*found.values(), *(draw() for _ in range(n - len(found)))]
+        n_repeated = n_repeated + 1 if prompt.clean in drawn else 0
+        drawn.setdefault(prompt.clean, prompt)
+    return [*drawn.values(), *(draw() for _ in range(n - len(drawn)))]
 
 
 def to_pairs(
     tokenizer: Any, prompts: Sequence[PairTexts], *, prepend_bos: bool, chat: bool = False
 ) -> PromptPairs:
-    """Prompts as tokens; raises if the tokenizer does not know a word."""
+    """Prompts as tokens; raises a ValueError if the tokenizer does not know a word."""
     encode = Encoder(tokenizer)
     for text in (text for prompt in prompts for text in (prompt.clean, prompt.corrupted)):
         if not _is_known(tokenizer, encode(text), text):
@@ -202,18 +202,18 @@ def to_pairs(
 
 
 def is_token(tokenizer: Any, tokens: tuple[int, ...], word: str) -> bool:
-    """Whether these tokens are a single one that decodes to the word."""
+    """Whether there is a single token, which decodes to the word."""
     return len(tokens) == 1 and _composed(tokenizer.decode(list(tokens)).strip()) == _composed(word)
 
 
 def _is_known(tokenizer: Any, tokens: tuple[int, ...], text: str) -> bool:
     # Word-level tokenizers lose the number of spaces, and some lose capitals.
-    def bare(some: str) -> str:
-        return "".join(_composed(some).split()).casefold()
+    def bare(raw: str) -> str:
+        return "".join(_composed(raw).split()).casefold()
 
     return bare(tokenizer.decode(list(tokens))) == bare(text)
 
 
 def _composed(text: str) -> str:
-    """The text with accents as part of their letters, as many tokenizers read it."""
+    """The text with accents composed with their letters, as many tokenizers do."""
     return unicodedata.normalize("NFC", text)

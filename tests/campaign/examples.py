@@ -235,6 +235,7 @@ OF_ONE: dict[str, dict[str, Callable[[Path], Any]]] = {
     "TargetDataset.from_windows": {"windows": lambda _: pairs().clean},
     "TokenBatch.joined": {"parts": lambda _: [rows(), rows()]},
     "TokenBatch.shard": {"rank": lambda _: 0, "n_ranks": lambda _: 2},
+    "TokenBatch.dealt": {"rank": lambda _: 0, "n_ranks": lambda _: 2},
     "TokenBatch.trimmed": {"causal": lambda _: True},
     "explore.toggle_attention_edges": {"title": lambda _: "Dense"},
     "explore.toggle_head": {"layer": lambda _: 0, "head": lambda _: 1, "title": lambda _: "Dense"},

