@@ -1,9 +1,9 @@
-"""Arguments of public functions and classes, checked against their annotations before any work.
+"""Checks of the arguments of public functions and classes against their annotations.
 
 `checked` reads a signature: ``steps: AtLeastOne``, ``heads: Sequence[tuple[int, int]]`` or
-``tokens: Int[Tensor, "batch pos"]`` says what is accepted, and nothing is converted: a text is not
-a number, 2.0 is not a whole number, NaN is not a number, and a text is not a list of texts. Axes
-of the same name have the same size in all arguments of a call.
+``tokens: Int[Tensor, "batch pos"]`` says what is accepted. Nothing is converted: a text is not a
+number, 2.0 is not a whole number, NaN is not a number, and a text is not a list of texts. Axes of
+the same name must have the same size in all arguments of a call.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
 MOST = 10**9
-"""No count of steps, prompts, seeds or parts is larger: such a run would not end. No rate and no
-cost is larger: optimizers overflow."""
+"""Largest count of steps, prompts or parts, since a longer run would not end; and largest rate or
+cost, since optimizers overflow beyond it."""
 
 Count = Annotated[int, Ge(0), Le(MOST)]
 AtLeastOne = Annotated[int, Ge(1), Le(MOST)]
@@ -49,26 +49,28 @@ Share = Annotated[float, Gt(0), Le(1)]
 Kind = TypeVar("Kind", bound=Callable[..., Any])
 
 
-def checked(made: Kind) -> Kind:
-    """Check the arguments of a function; of a class, those of its instances and methods.
+def checked(target: Kind) -> Kind:
+    """Check the arguments of a function, or of a class's constructor and public methods.
 
     Raises:
-        TypeError: from the decorated function: an argument is of another type.
-        ValueError: an argument is of the right type and out of range, or sizes do not match.
-        MemoryError: there is not enough memory for the `batch_size` of a function that has one.
+        TypeError: from the decorated function: an argument has the wrong type.
+        ValueError: an argument has the right type but is out of range, or sizes do not match.
+        MemoryError: a function with a `batch_size` ran out of memory.
     """
-    if isinstance(made, type):
-        owner: Any = made
+    if isinstance(target, type):
+        owner: Any = target
         owner.__init__ = _checked_function(owner.__init__, owner.__name__)
         for name, method in list(vars(owner).items()):
             kind = type(method) if isinstance(method, staticmethod | classmethod) else None
             plain = method.__func__ if kind else method
-            own = inspect.isfunction(plain) and plain.__qualname__.startswith(owner.__qualname__)
-            if own and not name.startswith("_"):
+            defined = inspect.isfunction(plain) and plain.__qualname__.startswith(
+                owner.__qualname__
+            )
+            if defined and not name.startswith("_"):
                 wrapped = _checked_function(plain, f"{owner.__name__}.{name}")
                 setattr(owner, name, kind(wrapped) if kind else wrapped)
         return owner
-    return _checked_function(made, made.__name__)
+    return _checked_function(target, target.__name__)
 
 
 def _checked_function(function: Any, name: str) -> Any:
@@ -77,17 +79,17 @@ def _checked_function(function: Any, name: str) -> Any:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        found = annotations()
+        accepted = annotations()
         args = tuple(_plain_number(value) for value in args)
         kwargs = {key: _plain_number(value) for key, value in kwargs.items()}
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{name}: {error}; see help({name})") from None
-        # Sizes of axes are those of this call, not of the call that it stands in.
+        # Axis sizes are bound in this call alone, not in the call around it.
         with jaxtyping.jaxtyped("context"):  # type: ignore[call-overload]
-            for parameter in filter(found.__contains__, given):
-                _check(name, parameter, given, *found[parameter])
+            for parameter in filter(accepted.__contains__, given):
+                _check(name, parameter, given, *accepted[parameter])
         try:
             return function(*args, **kwargs)
         except RuntimeError as error:
@@ -101,21 +103,21 @@ def _checked_function(function: Any, name: str) -> Any:
 
 
 def _plain_number(value: Any) -> Any:
-    """NumPy's scalars as Python's own: a size from an array is a whole number too."""
+    """NumPy scalars as Python numbers: a size from an array is also a whole number."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 def _annotations(function: Any, signature: inspect.Signature) -> dict[str, Any]:
-    """What each parameter accepts, in words and for pydantic; without those that accept anything.
+    """Each parameter's annotation and its pydantic validator; omits those that accept anything.
 
-    Names that are only imported for type checkers cannot be resolved: such parameters are checked
-    by the function itself.
+    Names that are imported only for type checkers cannot be resolved; the function itself checks
+    such parameters.
     """
     from pydantic import ConfigDict, TypeAdapter
 
     scope = inspect.unwrap(function).__globals__
     rules = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
-    found: dict[str, Any] = {}
+    accepted: dict[str, Any] = {}
     for name, parameter in signature.parameters.items():
         annotation = parameter.annotation
         several = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
@@ -123,16 +125,16 @@ def _annotations(function: Any, signature: inspect.Signature) -> dict[str, Any]:
             continue
         if isinstance(annotation, str):
             try:
-                annotation = eval(annotation, scope)  # the source of this package, nobody's input
+                annotation = eval(annotation, scope)  # source code of this package, never input
             except NameError:
                 continue
         if annotation is not Any:
-            found[name] = (annotation, TypeAdapter(_instances(annotation), config=rules))
-    return found
+            accepted[name] = (annotation, TypeAdapter(_instances(annotation), config=rules))
+    return accepted
 
 
 def _instances(annotation: Any) -> Any:
-    """The annotation with instances in place of classes, whose fields are their own matter."""
+    """The annotation with `isinstance` checks in place of classes, whose fields are not checked."""
     from pydantic import BeforeValidator
 
     origin, inside = get_origin(annotation), get_args(annotation)
@@ -147,13 +149,13 @@ def _instances(annotation: Any) -> Any:
         return _instance(annotation) if isinstance(annotation, type) else annotation
     if issubclass(origin, Callable):
         return Callable
-    if origin is Iterable:  # its members are met as they are read
+    if origin is Iterable:  # its members are checked when they are read
         return Annotated[_instance(Iterable), _but_not(str, bytes)]  # type: ignore[invalid-annotation]
     members = tuple(kind if kind is Ellipsis else _instances(kind) for kind in inside)
-    found: Any = origin
+    generic: Any = origin
     if origin is tuple or origin is Sequence:  # [layer, head] as (layer, head), a range as a list
-        return Annotated[found[members], BeforeValidator(_as_tuple)]
-    return found[members]
+        return Annotated[generic[members], BeforeValidator(_as_tuple)]
+    return generic[members]
 
 
 def _instance(kind: type) -> Any:
@@ -165,7 +167,7 @@ def _instance(kind: type) -> Any:
 
 
 def _but_not(*kinds: type) -> Any:
-    """Refuse what passes for an instance, but nobody means: a text for its characters, a class."""
+    """Refuse values that pass as instances by accident: a text as its characters, or a class."""
     from pydantic import AfterValidator
 
     def check(value: Any) -> Any:
@@ -192,19 +194,19 @@ def _check(
         message = f"{name}: expected {in_words(annotation)} for {parameter}; got {shown(value)}"
         if _fits_alone(value, accepts):
             others = [
-                f"{key} is {shown(some)}"
-                for key, some in given.items()
-                if is_array(some) and key != parameter
+                f"{key} is {shown(other)}"
+                for key, other in given.items()
+                if is_array(other) and key != parameter
             ]
             raise ValueError(f"{message}, where {' and '.join(others)}") from None
-        raise _kind(error)(message + _place(error) + _advice(annotation, value)) from None
+        raise _error_type(error)(message + _position(error) + _advice(annotation, value)) from None
 
 
 def _advice(annotation: Any, value: Any) -> str:
-    """How to get what is accepted: a mapping, and what says itself how it is made."""
+    """Advice on how to make an accepted value: a mapping, or a class with a `made_by`."""
     kinds = list(_kinds(annotation))
-    made = dict.fromkeys(kind for kind in kinds if hasattr(kind, "made_by"))
-    advice = [f"{kind.made_by} makes {kind.__name__}" for kind in made]
+    classes = dict.fromkeys(kind for kind in kinds if hasattr(kind, "made_by"))
+    advice = [f"{kind.made_by} makes {kind.__name__}" for kind in classes]
     if Mapping in kinds and not isinstance(value, Mapping):
         advice.append("pass {name: ...}")
     return "".join(f"; {text}" for text in advice)
@@ -217,7 +219,7 @@ def _kinds(annotation: Any) -> Iterator[Any]:
 
 
 def _fits_alone(value: Any, accepts: TypeAdapter) -> bool:
-    """Whether it is the sizes of other arguments that an array does not match."""
+    """Whether an array is valid by itself, and only the sizes of other arguments do not match."""
     from pydantic import ValidationError
 
     try:
@@ -228,15 +230,15 @@ def _fits_alone(value: Any, accepts: TypeAdapter) -> bool:
     return True
 
 
-def _kind(error: ValidationError) -> type[ValueError | TypeError]:
-    """ValueError where a value has the right type and is out of range."""
-    kinds = {some["type"] for some in error.errors(include_url=False, include_context=False)}
+def _error_type(error: ValidationError) -> type[ValueError | TypeError]:
+    """ValueError if a value has the right type but is out of range, otherwise TypeError."""
+    kinds = {detail["type"] for detail in error.errors(include_url=False, include_context=False)}
     ranges = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
     return ValueError if kinds & (ranges | {"literal_error", "finite_number"}) else TypeError
 
 
-def _place(error: ValidationError) -> str:
-    """Where in a list the first wrong member stands."""
+def _position(error: ValidationError) -> str:
+    """The index of the first wrong member of a list, for the message."""
     path = [
         str(step) for step in error.errors(include_url=False)[0]["loc"] if isinstance(step, int)
     ]

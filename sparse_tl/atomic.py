@@ -1,6 +1,6 @@
-"""Files and folders that appear whole or not at all, also when the process or the machine dies.
+"""Files and folders that appear completely or not at all, even if the process or machine dies.
 
-Each is written under a temporary name beside it, to the disk, and then renamed.
+Each is written under a temporary name beside it, synced to the disk, and then renamed.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from sparse_tl.scopes import scope
 
 _FULL = {
     errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the quota of its disk is used up",
+    errno.EDQUOT: "the disk quota is used up",
     errno.EFBIG: "it would exceed the limit on file sizes (ulimit -f)",
     errno.EROFS: "its disk is read-only",
     errno.EIO: "its disk failed",
 }
-_GONE = "what it is in was removed meanwhile"
+_GONE = "the folder around it was removed in the meantime"
 _ATTEMPTS = 50
-"""How often a folder is swapped with one that another process writes at the same moment."""
+"""Number of attempts to swap or read a folder that another process writes at the same time."""
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]*)-(?P<pid>\d+)-\w+\.new(\.\w+)?")
 _AUXILIARY = re.compile(r"\..+\.(previous|lock)")
 _unfinished: dict[Path, int] = {}
-"""Temporary files and folders of this process, with what tells each from a later one."""
+"""Inodes of this process's temporary files and folders, to recognise each later."""
 Value = TypeVar("Value")
 
 
 class Writer(Protocol):
-    """What wants to know of every file that is written into its folder."""
+    """An object that is notified of every file written into its folder."""
 
     def writes(self, files: list[Path]) -> None:
         """Called before files appear, with their final paths."""
 
 
 writers: WeakValueDictionary[Path, Writer] = WeakValueDictionary()
-"""Writers by their folders, as long as they exist."""
+"""The existing writers, by folder."""
 
 
 @scope
@@ -56,14 +56,14 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
     """A temporary path beside `path` that replaces it if the block ends without an exception.
 
     Raises:
-        OSError: the disk is full, or a file may not be so large; `path` is left as it was.
+        OSError: the disk is full, or the file is too large; `path` is left as it was.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _disk_explained(path):
         if not _in_unfinished(path):
             _remove_dead(path)
-        # Some writers look at the last suffix.
+        # Keep the suffix, which some writers look at.
         handle, name = tempfile.mkstemp(f".new{path.suffix}", _prefix(path), path.parent)
         os.close(handle)
         temporary = Path(name)
@@ -72,7 +72,7 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
             yield temporary
             # mkstemp creates private files; results should be as readable as any other new file.
             temporary.chmod(0o666 & ~_umask())
-            if _in_unfinished(path):  # the folder is written to the disk as a whole
+            if _in_unfinished(path):  # synced together with the folder around it
                 os.replace(temporary, path)
             else:
                 _sync(temporary)
@@ -92,7 +92,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     `recover_folder` restores it if the process dies in between.
 
     Raises:
-        OSError: the disk is full, or a file may not be so large; `path` is left as it was.
+        OSError: the disk is full, or a file is too large; `path` is left as it was.
         ValueError: `path` is a file.
     """
     path = Path(path).resolve()  # keep a link, replace its target
@@ -107,23 +107,23 @@ def atomic_files(folder: str | Path) -> Iterator[Path]:
     """A temporary folder whose files replace those in `folder` if the block ends without an error.
 
     Raises:
-        OSError: the disk is full, or a file may not be so large; `folder` is left as it was.
+        OSError: the disk is full, or a file is too large; `folder` is left as it was.
         ValueError: `folder` is a file.
     """
     folder = Path(folder).resolve()
     with _unfinished_folder(folder) as temporary:
         yield temporary
         for file in _finish(temporary, folder):
-            place = folder / file.relative_to(temporary)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(file, place)
+            final = folder / file.relative_to(temporary)
+            final.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(file, final)
 
 
 @scope
 def _unfinished_folder(path: Path) -> Iterator[Path]:
     """A temporary folder beside `path`, which is removed at the end."""
     if path.exists() and not path.is_dir():
-        raise ValueError(f"expected a folder, or a name that is free; {path} is a file")
+        raise ValueError(f"expected a folder, or an unused name; {path} is a file")
     path.parent.mkdir(parents=True, exist_ok=True)
     with _disk_explained(path):
         nested = _in_unfinished(path)
@@ -141,12 +141,12 @@ def _unfinished_folder(path: Path) -> Iterator[Path]:
 
 
 def _finish(temporary: Path, path: Path) -> list[Path]:
-    """Write a folder that will be, or go into, `path` to the disk; return its files."""
+    """Sync a folder that will become `path`, or go into it, to the disk; return its files."""
     if not temporary.exists() or temporary.stat().st_ino != _unfinished[temporary]:
         raise OSError(f"cannot write {path}: {_GONE}")
     temporary.chmod(0o777 & ~_umask())
     files = [entry for entry in temporary.rglob("*") if entry.is_file()]
-    if not _in_unfinished(path):  # or else it is written with the folder around it
+    if not _in_unfinished(path):  # otherwise it is synced together with the folder around it
         for entry in [*files, *filter(Path.is_dir, temporary.rglob("*")), temporary]:
             _sync(entry)
         _announce([path / file.relative_to(temporary) for file in files])
@@ -154,7 +154,7 @@ def _finish(temporary: Path, path: Path) -> list[Path]:
 
 
 def _swap(temporary: Path, path: Path) -> None:
-    """Put a folder in the place of another, whatever other processes do to that meanwhile."""
+    """Replace a folder with another, even if other processes replace it at the same time."""
     aside = _aside(path)
     for attempt in range(_ATTEMPTS):
         try:
@@ -173,69 +173,69 @@ def _swap(temporary: Path, path: Path) -> None:
 
 def recover_folder(path: str | Path) -> bool:
     """Restore a folder that a killed `atomic_folder` moved aside; return whether `path` exists."""
-    path = Path(os.path.realpath(path))  # unlike `resolve`, also of links that lead nowhere
+    path = Path(os.path.realpath(path))  # unlike `resolve`, follows broken links too
     if not path.exists() and _aside(path).exists():
         os.replace(_aside(path), path)
     return path.exists()
 
 
 def read_steadily(folder: Path, read: Callable[[], Value]) -> Value:
-    """What a function reads of a folder; again, if the folder was replaced meanwhile."""
+    """The result of reading a folder; reads again if the folder was replaced in the meantime."""
     for _ in range(_ATTEMPTS):
         before = _version(folder)
         try:
-            found = read()
+            content = read()
         except (OSError, ValueError):
             if _version(folder) == before:
                 raise
         else:
             if _version(folder) == before:
-                return found
-    raise ValueError(f"expected {folder} to stay while it is read; it is replaced again and again")
+                return content
+    raise ValueError(f"expected {folder} to stay unchanged while it is read; it keeps changing")
 
 
 def _version(folder: Path) -> tuple[int, int] | None:
     try:
-        found = folder.stat()
+        stat = folder.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_ctime_ns  # numbers of removed folders are used again
+    return stat.st_ino, stat.st_ctime_ns  # the inodes of removed folders are used again
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a name is that of an unfinished write, a lock, or a folder that was moved aside."""
+    """Whether a path is an unfinished write, a lock, or a folder that was moved aside."""
     return bool(_TEMPORARY.fullmatch(path.name) or _AUXILIARY.fullmatch(path.name))
 
 
 @scope
 def _disk_explained(path: Path) -> Iterator[None]:
-    """Say which file or folder could not be written, why, and how much space there is.
+    """Name the file or folder that could not be written, the reason, and the free space.
 
     Raises:
-        OSError: the disk is full, a file may not be so large, or the disk fails.
+        OSError: the disk is full, a file is too large, or the disk fails.
     """
     try:
         yield
     except (OSError, SafetensorError) as error:
         number = getattr(error, "errno", None)
         if number is None:  # from safetensors or pandas, or explained already
-            found = re.search(r"os error (\d+)", str(error))
-            number = int(found[1]) if found else None
+            match = re.search(r"os error (\d+)", str(error))
+            number = int(match[1]) if match else None
         if number == errno.ENOENT and not path.parent.exists():
             raise OSError(f"cannot write {path}: {_GONE}") from error
         if number not in _FULL:
             raise
         free = decimal(shutil.disk_usage(path.parent).free)
         explained = OSError(
-            f"cannot write {path}: {_FULL[number]}; {free} are free there. Nothing was left half "
-            "written, and what was there before is unchanged. Make room, or choose another folder."
+            f"cannot write {path}: {_FULL[number]}; {free} are free there. No incomplete file was "
+            "left, and earlier content is unchanged. Free some space, or choose another folder."
         )
         explained.errno = number
         raise explained from error
 
 
 def _announce(files: list[Path]) -> None:
-    """Tell those who write into a folder of the files that will appear there."""
+    """Notify the writers of folders of the files that will appear there."""
     files = [file.parent.resolve() / file.name for file in files]  # links are replaced themselves
     for folder in {parent for file in files for parent in file.parents}:
         if (writer := writers.get(folder)) is not None:
@@ -255,12 +255,12 @@ def _host() -> str:
 
 
 def _remove_dead(path: Path) -> None:
-    """Remove what earlier writes to a path left when their process was killed on this machine."""
+    """Remove the temporary files of earlier writes to a path that were killed on this machine."""
     for entry in path.parent.glob(f".{glob.escape(path.name)}.{_host()}-*.new*"):
-        found = _TEMPORARY.fullmatch(entry.name)
-        if found is None or found["name"] != path.name or entry in _unfinished:
+        match = _TEMPORARY.fullmatch(entry.name)
+        if match is None or match["name"] != path.name or entry in _unfinished:
             continue
-        if int(found["pid"]) != os.getpid() and _runs(int(found["pid"])):
+        if int(match["pid"]) != os.getpid() and _runs(int(match["pid"])):
             continue
         if entry.is_dir():
             shutil.rmtree(entry, ignore_errors=True)
@@ -271,20 +271,20 @@ def _remove_dead(path: Path) -> None:
 def _runs(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except OSError as error:  # or else it is somebody else's
+    except OSError as error:  # the process may belong to another user
         return not isinstance(error, ProcessLookupError)
     return True
 
 
 def _sync(path: Path) -> None:
-    """Have a file or a folder's list of names written to the disk, as far as it can be."""
+    """Write a file, or a folder's list of names, to the disk, where the system supports it."""
     if path.is_dir() and os.name != "posix":
         return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system without it
+        if error.errno != errno.EINVAL:  # a file system without fsync
             raise
     finally:
         os.close(handle)

@@ -1,8 +1,8 @@
-"""What is read back is what was written: a ``SHA256SUMS`` in every folder that the package writes.
+"""Checksums of every folder that the package writes, in a file ``SHA256SUMS``.
 
-It has the format of ``sha256sum``, which can check it too: ``sha256sum -c SHA256SUMS``. All other
-files stay plain safetensors and JSON. A folder without it, such as one from a hub or of an earlier
-version, is read unchecked.
+The file has the format of ``sha256sum``, which can also check it: ``sha256sum -c SHA256SUMS``. All
+other files stay plain safetensors and JSON. A folder without checksums, such as one from a hub or
+from an earlier version, is read unchecked.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from pathlib import Path
 
 SUMS_FILE = "SHA256SUMS"
 _LARGEST = 2**20
-"""Bytes of a list of checksums; no folder of the package comes near it."""
+"""Largest number of bytes in a list of checksums; no folder of the package comes near it."""
 
 
 def write_sums(
     folder: Path, names: Iterable[str] | None = None, others: Mapping[str, str] | None = None
 ) -> None:
-    """Write the checksums of some files of a folder, by default of all, to those that it has.
+    """Write the checksums of a folder's files, keeping those that it already lists.
 
     Args:
-        folder: folder to add the list to.
-        names: names of the files.
-        others: known checksums by name, of files that will be beside them.
+        folder: folder of the files.
+        names: names of the files; all files by default.
+        others: known checksums, by name, of files that will be added to the folder.
     """
     if names is None:
         names = [entry.name for entry in folder.iterdir() if entry.is_file()]
-    found = {name: _sum(folder / name) for name in {*names} - {SUMS_FILE}}
-    sums = {**(others or {}), **read_sums(folder), **found}
+    written = {name: _sum(folder / name) for name in {*names} - {SUMS_FILE}}
+    sums = {**(others or {}), **read_sums(folder), **written}
     lines = [f"{value}  {name}\n" for name, value in sorted(sums.items())]
     (folder / SUMS_FILE).write_text("".join(lines), encoding="utf-8", newline="\n")
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """The checksums of a folder's files by name; none if it has no list of them.
+    """The checksums of a folder's files, by name; empty if it has no list.
 
     Raises:
         ValueError: the list is damaged.
@@ -53,25 +53,25 @@ def read_sums(folder: Path) -> dict[str, str]:
 
 
 def check_sums(folder: str | Path) -> None:
-    """Check that all files of a folder are as they were written, where it has their checksums.
+    """Check that the files whose checksums a folder lists are as they were written.
 
     Raises:
-        ValueError: a file is damaged, changed or gone; the message names it.
+        ValueError: a file is damaged, changed or missing; the message names it.
     """
     folder = Path(folder)
     for name, value in read_sums(folder).items():
         file = folder / name
         if not file.is_file():
-            raise ValueError(f"expected {file}, which {SUMS_FILE} beside it names; there is none")
+            raise ValueError(f"expected {file}, which {SUMS_FILE} beside it lists; it is missing")
         if _sum(file) != value:
             raise ValueError(
                 f"expected {file} as it was written; it has another SHA-256 than {SUMS_FILE} "
-                f"beside it says. {_ASK}"
+                f"beside it lists. {_ASK}"
             )
 
 
 _ASK = (
-    "It was damaged, or changed by hand: take a copy, or write it anew. If the change is yours, "
+    "It was damaged, or changed by hand: use a copy, or write it again. If you made the change, "
     f"remove {SUMS_FILE}"
 )
 

@@ -1,4 +1,4 @@
-"""Reading and writing of files by kind, and checks of folders; nothing is ever unpickled."""
+"""Reading and writing of JSON, tensors and tables, and checks of folders; nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ if TYPE_CHECKING:
 
 
 _LARGEST_JSON = 2**30
-"""Bytes; nothing that the package reads comes near it."""
+"""Largest number of bytes of a JSON file; nothing that the package reads comes near it."""
 
 
 def check_replaceable(folder: str | Path, marker: str, *others: str) -> None:
     """Check that rewriting a folder deletes nothing but an earlier folder of its kind.
 
     Args:
-        folder: folder that will be replaced as a whole.
+        folder: folder that will be replaced.
         marker: file that every folder of this kind has.
-        others: further files of such a folder, beside those that its checksums name.
+        others: further files of such a folder, besides those that its checksums list.
 
     Raises:
         ValueError: the folder holds files but no marker, or files with other names.
     """
     folder = Path(folder)
-    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     known = {marker, *others, *read_sums(folder), SUMS_FILE}
-    strange = [name for name in found if marker not in found or name not in known]
-    if strange:
+    unknown = [name for name in names if marker not in names or name not in known]
+    if unknown:
         raise ValueError(
-            f"expected an empty folder, or one with nothing but an earlier {marker} and what was "
-            f"written with it, to write to; {folder} holds {strange[:5]}, which would be deleted. "
+            f"expected an output folder that is empty, or holds nothing but an earlier {marker} "
+            f"and the files written with it; {folder} holds {unknown[:5]}, which would be deleted. "
             "Choose another folder."
         )
 
@@ -68,7 +68,7 @@ def read_json(path: str | Path) -> Any:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is not valid JSON, or no plain file; the message names it.
+        ValueError: the file is not valid JSON, or not a plain file; the message names it.
     """
     _check_plain(path, "valid JSON", _LARGEST_JSON)
     try:
@@ -79,7 +79,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def _finite(text: str) -> float:
-    """A number of JSON, which has no NaN and no infinity."""
+    """A JSON number, which can be neither NaN nor infinite."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:20]} is not a JSON number")
@@ -91,15 +91,15 @@ def write_tensors(
 ) -> None:
     """Write a safetensors file atomically."""
     # safetensors refuses shared or strided memory; every tensor is saved separately.
-    whole: dict[str, Tensor] = {}
-    taken: set[int] = set()
+    separate: dict[str, Tensor] = {}
+    storages: set[int] = set()
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
-        place = tensor.untyped_storage().data_ptr()
-        whole[name] = tensor.clone() if place in taken else tensor
-        taken.add(place)
+        storage = tensor.untyped_storage().data_ptr()
+        separate[name] = tensor.clone() if storage in storages else tensor
+        storages.add(storage)
     with atomic_file(path) as temporary:
-        save_file(whole, temporary, metadata)
+        save_file(separate, temporary, metadata)
 
 
 def write_csv(path: str | Path, table: pd.DataFrame) -> None:
@@ -133,44 +133,44 @@ def read_metadata(path: str | Path) -> dict[str, str]:
 
 @scope
 def tensor_file(path: str | Path) -> Iterator[None]:
-    """Name the file that cannot be read as safetensors.
+    """Name the file if the block cannot read it as safetensors.
 
     Raises:
-        ValueError: the file is truncated, gone or not safetensors.
+        ValueError: the file is truncated, missing or not safetensors.
     """
     try:
         yield
     except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
-        # RuntimeError: torch opens the file a second time, when it may be gone.
+        # RuntimeError: torch opens the file a second time, when it may have been removed.
         raise ValueError(f"expected a safetensors file at {path}; {error}") from error
 
 
 def _check_plain(path: str | Path, what: str, largest: float = math.inf) -> None:
-    """Refuse pipes and devices, which never end, and what does not fit the memory."""
+    """Refuse pipes and devices, which never end, and files that are too large."""
     path = Path(path)
     if not os.path.lexists(path):
         raise FileNotFoundError(f"expected {what} at {path}; there is no such file")
     if not path.is_file():
-        raise ValueError(f"expected {what} at {path}; it is not a file, or a broken link")
+        raise ValueError(f"expected {what} at {path}; it is not a file, or is a broken link")
     if path.stat().st_size > largest:
         raise ValueError(f"expected {what} at {path}; it has {path.stat().st_size:,} bytes")
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """A short hash of tensors: the start of the SHA-256 of their names and bytes."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha256.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        found.update(flat.numpy().data)
-    return found.hexdigest()[:12]
+        sha256.update(flat.numpy().data)
+    return sha256.hexdigest()[:12]
 
 
 def check_writable(folder: str | Path) -> Path:
     """Create a folder and test writing to it, so that a long run does not fail at its end.
 
     Raises:
-        ValueError: the folder cannot be created or written.
+        ValueError: the folder cannot be created or written to.
     """
     folder = Path(folder)
     try:
@@ -179,7 +179,7 @@ def check_writable(folder: str | Path) -> Path:
             pass
     except OSError as error:
         raise ValueError(
-            f"expected a folder that can be written; got {folder}: {error.strerror}. "
+            f"expected a writable folder; got {folder}: {error.strerror}. "
             "Choose another output folder."
         ) from error
     return folder

@@ -32,11 +32,11 @@ __all__ = ["CircuitEdge", "CircuitGraph", "Destination", "Node"]
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """The heads, or the MLP, of one layer: nodes that neither read nor write each other.
+    """The heads, or the MLP, of one layer: nodes without edges between each other.
 
     Args:
-        rows: their rows, as sources.
-        columns: the columns of their inputs, as destinations.
+        rows: rows of the nodes, as sources.
+        columns: columns of their inputs, as destinations.
         n_kv_heads: number of key-value heads; 0 for an MLP.
         coupled: whether each node's inputs affect what all of them write, as in `CircuitGraph`.
     """
@@ -51,11 +51,11 @@ class NodeGroup:
         inputs: Bool[np.ndarray, "position column"],
         follows: Bool[np.ndarray, "later earlier"],
     ) -> Bool[np.ndarray, "position row"]:
-        """Which nodes write something that depends on any of these inputs.
+        """Which nodes' outputs depend on any of these inputs.
 
         Args:
             inputs: inputs at each position.
-            follows: which positions a query reads keys and values at (`PositionedGraph.follows`).
+            follows: positions whose keys and values a query reads (`PositionedGraph.follows`).
         """
         if not self.n_kv_heads:
             return inputs
@@ -67,7 +67,7 @@ class NodeGroup:
     def read_for(
         self, nodes: Bool[np.ndarray, "position row"], follows: Bool[np.ndarray, "later earlier"]
     ) -> Bool[np.ndarray, "position column"]:
-        """Which inputs affect what any of these nodes writes; otherwise as `written_from`."""
+        """Which inputs affect the output of any of these nodes; arguments as in `written_from`."""
         if not self.n_kv_heads:
             return nodes
         heads = nodes | nodes.any(axis=1, keepdims=True) if self.coupled else nodes
@@ -88,8 +88,8 @@ class CircuitGraph(PartGrid):
         n_kv_heads: key-value heads per layer; `n_heads` without grouped queries.
         has_mlps: false for attention-only models.
         parallel: whether an MLP reads the same input as its layer's heads, not their output.
-        coupled: whether the summed head output of a layer is normalised (Gemma 2, OLMo-2): each
-            head then affects what the others write.
+        coupled: whether the summed head output of a layer is normalised (Gemma 2, OLMo-2), by which
+            each head affects the others' outputs.
 
     Raises:
         ValueError: the sizes are inconsistent, or there would be more than a billion edges.
@@ -128,14 +128,15 @@ class CircuitGraph(PartGrid):
     @cached_property
     def destinations(self) -> tuple[Destination, ...]:
         """Inputs that read, in topological order: each layer's q, k and v inputs, then its MLP."""
-        found: list[Destination] = []
+        inputs: list[Destination] = []
         reader: Kind = "head" if self.n_kv_heads == self.n_heads else "kv_head"
         for layer in range(self.n_layers):
-            found += [Destination(Node("head", layer, h), "q") for h in range(self.n_heads)]
+            inputs += [Destination(Node("head", layer, h), "q") for h in range(self.n_heads)]
             for slot in ("k", "v"):
-                found += [Destination(Node(reader, layer, h), slot) for h in range(self.n_kv_heads)]
-            found += [Destination(Node("mlp", layer))] * self.has_mlps
-        return (*found, Destination(Node("logits")))
+                readers = [Node(reader, layer, h) for h in range(self.n_kv_heads)]
+                inputs += [Destination(node, slot) for node in readers]
+            inputs += [Destination(Node("mlp", layer))] * self.has_mlps
+        return (*inputs, Destination(Node("logits")))
 
     @property
     def heads(self) -> HeadGrid:
@@ -232,21 +233,25 @@ class CircuitGraph(PartGrid):
     @cached_property
     def groups(self) -> tuple[NodeGroup, ...]:
         """The heads and the MLP of each layer, in topological order."""
-        found = list[NodeGroup]()
+        groups = list[NodeGroup]()
         row, column = 1, 0
         for _ in range(self.n_layers):
             shapes = [(self.n_heads, self.n_kv_heads)] + [(1, 0)] * self.has_mlps
             for n_nodes, n_kv in shapes:
                 rows = slice(row, row + n_nodes)
                 columns = slice(column, column + n_nodes + 2 * n_kv)
-                found.append(NodeGroup(rows, columns, n_kv, self.coupled and n_kv > 0))
+                groups.append(NodeGroup(rows, columns, n_kv, self.coupled and n_kv > 0))
                 row, column = rows.stop, columns.stop
-        return tuple(found)
+        return tuple(groups)
 
     def to_networkx(
         self, mask: Bool[Tensor, "source destination"] | None = None
     ) -> nx.MultiDiGraph:
-        """Nodes with kind and layer; one edge per slot, keyed by slot; optionally masked."""
+        """A networkx graph: nodes with kind and layer, and one edge per slot, keyed by the slot.
+
+        Args:
+            mask: the edges to include; all of them by default.
+        """
         import networkx as nx
 
         network = nx.MultiDiGraph()

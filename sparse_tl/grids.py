@@ -1,7 +1,7 @@
 """Grids of parts: the arrays over which scores and circuits are defined.
 
-Heads are ``[layer, head]``, attention edges ``[layer, head, query, key]``; for circuit edges,
-``[source, destination]``, see `sparse_tl.graph`.
+Heads are indexed ``[layer, head]``, attention edges ``[layer, head, query, key]``, and circuit
+edges, in `sparse_tl.graph`, ``[source, destination]``.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class PartGrid(ABC):
         return self.exists.nonzero()
 
     def _checked(self, place: Sequence[int], part: Any) -> tuple[int, ...]:
-        shape, found = self.exists.shape, tuple(place)
-        fits = len(found) == len(shape) and all(
-            0 <= i < n for i, n in zip(found, shape, strict=True)
+        shape, index = self.exists.shape, tuple(place)
+        fits = len(index) == len(shape) and all(
+            0 <= i < n for i, n in zip(index, shape, strict=True)
         )
-        if not fits or not self.exists[found]:
+        if not fits or not self.exists[index]:
             raise ValueError(f"expected one of the {self.noun} of {self!r}; it has no {part}")
-        return found
+        return index
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class AttentionGrid(PartGrid):
         n_heads: heads per layer.
         n_positions: prompt length.
         causal: whether attention is causal.
-        allowed: pairs that the model's masks allow; None if these are all causal pairs, or all
-            pairs if attention is not causal.
+        allowed: pairs that the model's masks allow; None means all causal pairs, or all pairs if
+            attention is not causal.
     """
 
     n_layers: int
@@ -160,5 +160,5 @@ class AttentionGrid(PartGrid):
     def __repr__(self) -> str:
         return (
             f"AttentionGrid({self.n_layers} layers x {self.n_heads} heads, {self.n_positions} "
-            f"positions{'' if self.causal else ', seen from both sides'})"
+            f"positions{'' if self.causal else ', bidirectional'})"
         )

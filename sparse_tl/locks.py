@@ -1,4 +1,4 @@
-"""One process at a time in a folder; a second one is refused, not mixed up with the first."""
+"""Locks that give a folder to one process at a time, and refuse a second one."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from sparse_tl.scopes import scope, whole
+from sparse_tl.scopes import scope, uninterruptible
 
 _locks: weakref.WeakValueDictionary[Path, FileLock] = weakref.WeakValueDictionary()
-"""Of this process, which may hold one several times."""
+"""The locks of this process, which may hold each several times."""
 
 
 class Hold:
-    """A folder for this process alone, until released or forgotten.
+    """A lock on a folder for this process, until it is released or garbage-collected.
 
-    The kernel lifts the lock of a process that dies. Disks without locks are used without.
+    The kernel lifts the lock of a process that dies. On disks without locks, nothing is locked.
 
     Args:
         folder: the folder; the lock is a hidden file beside it.
@@ -27,10 +27,10 @@ class Hold:
         ValueError: another process holds the folder.
     """
 
-    @whole
+    @uninterruptible
     def __init__(self, folder: Path) -> None:
-        place = folder.resolve()
-        file = place.with_name(f".{place.name}.lock")
+        path = folder.resolve()
+        file = path.with_name(f".{path.name}.lock")
         lock = _locks.setdefault(file, FileLock(file, thread_local=False))
         self.release = lambda: None
         with suppress(OSError, NotImplementedError):
@@ -39,15 +39,15 @@ class Hold:
                 lock.acquire(blocking=False)
             except Timeout:
                 raise ValueError(
-                    f"expected {folder} to be in use by one process at a time; another one writes "
-                    "to it now. Wait for that, or choose another folder."
+                    f"expected {folder} to be in use by one process at a time; another one is "
+                    "writing to it. Wait until that ends, or choose another folder."
                 ) from None
             self.release = weakref.finalize(self, _release, lock, file)
 
 
 @scope
 def held(folder: Path | None) -> Iterator[None]:
-    """Inside the block, a folder is for this process alone; see `Hold`."""
+    """Lock a folder for this process within the block; see `Hold`."""
     if folder is None:
         yield
         return
@@ -61,5 +61,5 @@ def held(folder: Path | None) -> Iterator[None]:
 def _release(lock: FileLock, file: Path) -> None:
     if lock.lock_counter == 1:
         with suppress(OSError):
-            file.unlink()  # while it is held: who waits for it sees that it is gone
+            file.unlink()  # while the lock is held, so that waiting processes notice the removal
     lock.release()

@@ -1,7 +1,7 @@
 """Metrics: one number per prompt pair from the logits at its position; and the explained effect.
 
-A metric takes logits and pairs and returns one value per pair; larger means better performance on
-the task. A divergence is 0 at its reference, and larger values are farther away.
+A metric takes logits and pairs, and returns one value per pair; larger means better performance on
+the task. A divergence is 0 at its reference, and larger values are farther from it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from sparse_tl.arguments import checked
 from sparse_tl.data.pairs import NO_TOKEN, PromptPairs
 
-_ADVICE = "there is no effect to explain. Check that the model does the task, and the corruption."
+_ADVICE = "there is no effect to explain. Check the corruption, and that the model does the task."
 
 Metric = Callable[[Float[Tensor, "pair vocab"], PromptPairs], Float[Tensor, " pair"]]
 
@@ -25,7 +25,7 @@ UNITS = {
     "margin": "logits",
     "answer_logit": "logits",
 }
-"""Units of metrics, by name; those of others are not known."""
+"""Units of metrics, by name; other metrics have no known unit."""
 
 
 @checked
@@ -40,7 +40,7 @@ def logit_difference(
 def answer_logit(logits: Float[Tensor, "pair vocab"], pairs: PromptPairs) -> Float[Tensor, " pair"]:
     """Mean logit of the answers, in logits.
 
-    A change that all logits share changes it, and no prediction.
+    A change that all logits share affects this metric, although it affects no prediction.
     """
     return _mean(logits, pairs.answers)
 
@@ -85,7 +85,7 @@ def chooses_right(logits: Float[Tensor, "pair vocab"], pairs: PromptPairs) -> Bo
 
 
 def check_wrong(pairs: PromptPairs) -> None:
-    """Check that every pair has a wrong answer, to choose against.
+    """Check that every pair has a wrong answer, to compare the right ones with.
 
     Raises:
         ValueError: a pair has none.
@@ -102,8 +102,8 @@ def divergence(
     logits: Float[Tensor, "pair vocab"], reference: Float[Tensor, "pair vocab"]
 ) -> Float[Tensor, " pair"]:
     """``KL(reference || logits)`` of the next-token distributions, in nats."""
-    expected, found = reference.log_softmax(dim=-1), logits.log_softmax(dim=-1)
-    return (expected.exp() * (expected - found)).sum(dim=-1)
+    log_q, log_p = reference.log_softmax(dim=-1), logits.log_softmax(dim=-1)
+    return (log_q.exp() * (log_q - log_p)).sum(dim=-1)
 
 
 def metric_name(metric: Metric) -> str:
@@ -114,10 +114,10 @@ def metric_name(metric: Metric) -> str:
 def measure(
     metric: Metric, logits: Float[Tensor, "pair vocab"], pairs: PromptPairs
 ) -> Float[Tensor, " pair"]:
-    """The metric of every pair, checked.
+    """The metric's value for every pair, checked to be finite.
 
     Raises:
-        ValueError: the metric does not have one value per pair, or a value is not finite.
+        ValueError: the metric does not return one value per pair, or a value is not finite.
     """
     values = metric(logits, pairs)
     if not isinstance(values, Tensor) or values.shape != (len(pairs),):
@@ -145,7 +145,7 @@ def explained_effect(
 ) -> Float[Tensor, "*circuit"]:
     """``(m(C) - m(corrupted)) / (m(clean) - m(corrupted))``, each averaged over pairs first.
 
-    1: the circuit does everything that the model does; 0: nothing.
+    At 1, the circuit has the model's full effect; at 0, none.
 
     Raises:
         NoEffectError: there is no effect to explain.
@@ -161,7 +161,7 @@ def explained_effect(
 
 
 def is_changed(clean: Float[Tensor, "*shape"], patched: Float[Tensor, "*shape"]) -> bool:
-    """Whether any number differs, beyond rounding; NaN does."""
+    """Whether any number differs beyond rounding; NaN counts as different."""
     same = (clean - patched).abs() <= 1e-6 * (1 + clean.abs())
     return not bool(same.all())
 
@@ -186,8 +186,8 @@ def _picked(
     if bool((tokens >= n_vocab).any()):
         raise ValueError(
             f"expected answers among the {n_vocab:,} tokens that the model predicts; got token "
-            f"{int(tokens.max())}. A model with d_vocab_out other than d_vocab numbers what it "
-            "predicts by itself: answers are its output tokens."
+            f"{int(tokens.max())}. A model whose d_vocab_out differs from d_vocab numbers its "
+            "output tokens separately; give answers as these."
         )
     return values.gather(1, tokens.clamp(min=0)), tokens != NO_TOKEN
 

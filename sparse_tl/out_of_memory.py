@@ -1,4 +1,4 @@
-"""Running out of memory: what torch raises then, and what a user can do about it."""
+"""Out-of-memory errors: how to recognise torch's, and what a user can do about them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _OF_THE_CPU = "can't allocate memory"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device, or the machine, ran out of memory."""
+    """Whether an error means that the device or the machine ran out of memory."""
     known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     return known or isinstance(error, RuntimeError) and _OF_THE_CPU in str(error)
 
 
 def reason(error: BaseException) -> str:
-    """What torch says of it, in one sentence; what the failed call held is set free."""
+    """The error's message in one sentence; also frees the memory that the failed call held."""
     clear_frames(error.__traceback__)
-    said = (str(error).strip().splitlines() or ["out of memory"])[0][:200]
-    return said if said.endswith(".") else f"{said}."
+    message = (str(error).strip().splitlines() or ["out of memory"])[0][:200]
+    return message if message.endswith(".") else f"{message}."
 
 
 def batches_too_large(name: str, batch_size: Any, error: BaseException) -> MemoryError:

@@ -20,12 +20,13 @@ from sparse_tl.grids import PartGrid
 class PositionedGraph(PartGrid):
     """The circuit edges of a model at each position, named ``a0.h1->m1@3`` or ``a0.h1->m1@END``.
 
-    Arrays are indexed ``[position, source, destination]``. Source and destination of an edge have
-    the same position; only a head, from its keys and values to its query, leads to later ones.
+    Arrays are indexed ``[position, source, destination]``. The source and the destination of an
+    edge have the same position; only heads carry information to later positions, from their keys
+    and values to their query.
 
     Args:
         graph: circuit edges of the model.
-        positions: columns of tokens, from "0" on, or names of spans.
+        positions: columns of tokens, starting with "0", or names of spans.
     """
 
     graph: CircuitGraph
@@ -44,7 +45,7 @@ class PositionedGraph(PartGrid):
 
     @cached_property
     def follows(self) -> Bool[Tensor, "later earlier"]:
-        """Whether a query may stand at one position and a key at the other; always, for spans."""
+        """Whether a query at one position may read a key at the other; for spans, always true."""
         n = len(self.positions)
         every = torch.ones(n, n, dtype=torch.bool)
         return every.tril() if self.of_tokens else every
@@ -77,9 +78,9 @@ class PositionedGraph(PartGrid):
 
     def columns(self, places: Int[Tensor, "part axis"]) -> dict[str, Any]:
         """The columns of `CircuitGraph`, and the positions."""
-        found = self.graph.columns(places[:, 1:])
+        columns = self.graph.columns(places[:, 1:])
         at = np.array(self.positions, dtype=object)[places[:, 0].numpy()]
-        return {**found, "edge": found["edge"] + "@" + at, "position": at}
+        return {**columns, "edge": columns["edge"] + "@" + at, "position": at}
 
     def __repr__(self) -> str:
         kind = "positions" if self.of_tokens else f"spans {', '.join(self.positions)}"

@@ -30,15 +30,16 @@ LOG_DELAY, LOG_PAUSE = 10.0, 60.0
 def tracked(
     title: str, total: int, shown: bool = True, *, done: int = 0
 ) -> Iterator[Callable[..., None]]:
-    """Show progress with the remaining time; of several ranks, the first shows it.
+    """Show progress and the remaining time, on the first rank only.
 
-    The block calls the yielded function once per piece of work, with any latest measurements.
+    The block calls the yielded function after each piece of work, with the latest measurements if
+    there are any.
 
     Args:
         title: title of the work.
         total: number of pieces of work.
         shown: False to show nothing.
-        done: pieces done before, when resuming.
+        done: number of pieces done before, when resuming.
     """
     if not shown or not ranks.is_first():
         yield lambda measured="": None
@@ -78,7 +79,7 @@ def say(line: str) -> None:
 
 
 class _Line:
-    """A line with progress, elapsed or remaining time, and what was measured last."""
+    """A line with the progress, the elapsed or remaining time, and the latest measurements."""
 
     delay: float
     """Seconds until the first line."""
@@ -94,21 +95,21 @@ class _Line:
     def step(self, measured: str = "") -> None:
         self.done, self.measured = self.done + 1, measured or self.measured
         now = time.monotonic()
-        if now < self._due or self.done == self.total:  # `end` shows the last
+        if now < self._due or self.done == self.total:  # `end` shows the last line
             return
         self._due, self._shown = now + self.pause, True
         each = (now - self._started) / (self.done - self._before)
-        self.show(self._said("", f"{clock((self.total - self.done) * each)} left"), running=True)
+        self.show(self._text("", f"{clock((self.total - self.done) * each)} left"), running=True)
 
     def end(self, how: str = "") -> None:
         seconds = time.monotonic() - self._started
         if self._shown or seconds >= DELAY:
-            self.show(self._said(how, clock(seconds)), running=False)
+            self.show(self._text(how, clock(seconds)), running=False)
 
-    def show(self, said: str, running: bool) -> None:
+    def show(self, text: str, running: bool) -> None:
         raise NotImplementedError
 
-    def _said(self, how: str, when: str) -> str:
+    def _text(self, how: str, when: str) -> str:
         parts = (f"{how}{self.done:,} of {self.total:,}", when, self.measured)
         return " · ".join(part for part in parts if part)
 
@@ -118,22 +119,22 @@ class _LogLines(_Line):
 
     delay, pause = LOG_DELAY, LOG_PAUSE
 
-    def show(self, said: str, running: bool) -> None:
-        sys.stderr.write(f"{self.title} · {said}\n")
+    def show(self, text: str, running: bool) -> None:
+        sys.stderr.write(f"{self.title} · {text}\n")
         sys.stderr.flush()
 
 
 class _NotebookLine(_Line):
-    """A notebook output that is updated in place: needs no widgets, and is small when saved.
+    """A notebook output that is updated in place, needs no widgets, and is small when saved.
 
-    rich's own display leaves a widget that is missing when the notebook is reopened, and an empty
-    box.
+    rich's own display leaves an empty box, and a widget that is missing when the notebook is
+    reopened.
     """
 
     delay, pause = DELAY, PAUSE
     _handle: Any = None
 
-    def show(self, said: str, running: bool) -> None:
+    def show(self, text: str, running: bool) -> None:
         from IPython.display import display  # only notebooks get here
 
         meter = " · "
@@ -144,9 +145,9 @@ class _NotebookLine(_Line):
             )
         html = (
             '<div style="font-size:0.9em;opacity:0.8;font-variant-numeric:tabular-nums">'
-            f"{escape(self.title)}{meter}{escape(said)}</div>"
+            f"{escape(self.title)}{meter}{escape(text)}</div>"
         )
-        data = {"text/html": html, "text/plain": f"{self.title} · {said}"}
+        data = {"text/html": html, "text/plain": f"{self.title} · {text}"}
         if self._handle is None:
             self._handle = display(data, raw=True, display_id=True)
         else:

@@ -1,12 +1,12 @@
-"""Ranks: the processes of one job, as `accelerate launch`, `notebook_launcher` or `torchrun` start.
+"""Ranks: the processes of a job started by `accelerate launch`, `notebook_launcher` or `torchrun`.
 
-Every rank runs the same program on the same model and data and takes its own share of the rows.
-What is computed from shares is joined before anything depends on it, so all ranks go on alike. A
+Every rank runs the same program on the same model and data, and takes its share of the rows. The
+results of all shares are joined before anything depends on them, so all ranks continue alike. A
 process that was started alone is the only rank: every function here then returns what it is given.
 
-A process that was launched as one of several joins the others at its first call. From there on,
-all ranks have to make the same calls in the same order; a rank that waits in vain for
-`TIMEOUT`, or that loses another one, raises `LostRankError`.
+A process that was launched as one of several joins the others at its first call. From then on, all
+ranks have to make the same calls in the same order. A rank that waits longer than `TIMEOUT`, or
+loses another rank, raises `LostRankError`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sparse_tl.scopes import scope
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others."""
-_LAST_WORD = "sparse_tl/last word"
+_END_KEY = "sparse_tl/end"
 
 Value = TypeVar("Value")
 
@@ -52,7 +52,7 @@ def is_first() -> bool:
 
 
 def device() -> str | None:
-    """The device of this rank: a GPU of its own, or the CPU; None if there is only one rank.
+    """The device of this rank: its own GPU, or the CPU; None if there is only one rank.
 
     Raises:
         ValueError: there are fewer GPUs than ranks.
@@ -83,52 +83,52 @@ def from_first(value: Value) -> Value:
 
 
 def on_first(call: Callable[[], Value]) -> Value:
-    """What a function returns, or raises, on the first rank; the others wait for it."""
+    """Call a function on the first rank; all ranks return its result, or raise its error."""
     if count() == 1:
         return call()
-    found, failed = from_first(_tried(call) if is_first() else ([], None))
+    result, failed = from_first(_tried(call) if is_first() else ([], None))
     if failed is not None:
         raise failed
-    return found[0]
+    return result[0]
 
 
 def on_each(call: Callable[[], Value]) -> Value:
-    """What a function returns on this rank; raises on all ranks what it raises on any."""
+    """Call a function on every rank; if it fails on any rank, raise that error on all ranks."""
     if count() == 1:
         return call()
-    found, failed = _tried(call)
+    result, failed = _tried(call)
     for error in gathered(failed):
         if error is not None:
             raise error
-    return found[0]
+    return result[0]
 
 
 def share(items: Sequence[Value]) -> Sequence[Value]:
-    """This rank's share of some work: items are dealt to the ranks in turn."""
+    """This rank's share of some items: every n-th one, starting with the rank's number."""
     return items[rank() :: count()]
 
 
-def in_order(found: Sequence[Value]) -> list[Value]:
-    """What all ranks found for their `own` items, in the order of the items.
+def in_order(results: Sequence[Value]) -> list[Value]:
+    """The results of all ranks for their `share` of the items, in the order of the items.
 
     Args:
-        found: one result for every own item; tensors have to be on the CPU.
+        results: one result for every item of this rank's share; tensors have to be on the CPU.
 
     Raises:
-        ValueError: ranks were dealt from different numbers of items.
+        ValueError: the ranks took shares of different numbers of items.
     """
-    parts, n = gathered(found), count()
-    items = sum(map(len, parts))
-    if any(len(part) != len(range(number, items, n)) for number, part in enumerate(parts)):
+    by_rank, n = gathered(results), count()
+    items = sum(map(len, by_rank))
+    if any(len(some) != len(range(number, items, n)) for number, some in enumerate(by_rank)):
         raise ValueError(
-            "expected all ranks to work on the same data; what they found is for "
-            f"{[len(part) for part in parts]} pieces of it. Give every rank the same data."
+            "expected all ranks to work on the same data; they have results for "
+            f"{list(map(len, by_rank))} pieces of it. Give every rank the same data."
         )
-    return [parts[place % n][place // n] for place in range(items)]
+    return [by_rank[item % n][item // n] for item in range(items)]
 
 
 def summed(values: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
-    """The sum over ranks, in their order, of tensors on the CPU; the same bits on all ranks."""
+    """The sum over ranks, in their order, of tensors on the CPU; bit-identical on all ranks."""
     first, *others = gathered(values)
     for values in others:
         first = first + values
@@ -136,16 +136,16 @@ def summed(values: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
 
 
 def largest_share(n: int) -> int:
-    """The largest number of items, out of `n`, that a rank gets if they are dealt in turn."""
+    """The largest size of a rank's `share` of `n` items."""
     return -(-n // count())
 
 
 def total(values: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
     """The sum over ranks, differentiable for `shards.average_gradients`.
 
-    Every rank computes the joint objective from such sums, so every rank gives the gradient of its
-    own share, times the number of ranks; averaged over ranks that is the gradient of the joint
-    objective, as it is for what does not depend on shares.
+    Every rank computes the joint objective from such sums. Its gradient is that of its own share,
+    times the number of ranks. Averaged over ranks, this is the gradient of the joint objective, as
+    it also is for terms that do not depend on shares.
     """
     if count() == 1:
         return values
@@ -155,7 +155,7 @@ def total(values: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
 
 
 def mean(values: Float[Tensor, "*shape"], dim: int = 0) -> Tensor:
-    """The mean along an axis whose entries are spread over ranks; differentiable, as `total`."""
+    """The mean along an axis that is split over ranks; differentiable, like `total`."""
     if count() == 1:
         return values.mean(dim=dim)
     n = torch.tensor(float(values.shape[dim]), dtype=torch.float64, device=values.device)
@@ -166,39 +166,39 @@ def check_alike(facts: Mapping[str, Any]) -> None:
     """Check that all ranks were started alike.
 
     Args:
-        facts: what has to be the same on every rank, by name.
+        facts: values that have to be the same on every rank, by name.
 
     Raises:
-        ValueError: a rank differs from the first; raised on every rank, and names it.
+        ValueError: a rank differs from the first; raised on every rank, with that rank's number.
     """
     first, *others = gathered(dict(facts))
     for number, there in enumerate(others, start=1):
         names = [name for name in first | there if first.get(name) != there.get(name)]
         if names:
-            said = ", ".join(
+            differences = ", ".join(
                 f"{name}: {there.get(name)!r} there, {first.get(name)!r} on rank 0"
                 for name in names[:5]
             )
             raise ValueError(
                 f"expected all ranks to be started alike; rank {number} differs from rank 0 "
-                f"({said}). Give every rank the same installation, command and data."
+                f"({differences}). Give every rank the same installation, command and data."
             )
 
 
-def announce_end(said: str) -> None:
-    """Tell the other ranks why this one ends, if they can still be told."""
+def announce_end(reason: str) -> None:
+    """Tell the other ranks why this one ends, if they can still be reached."""
     if count() > 1:
         with suppress(Exception):
             store = dist.distributed_c10d._get_default_store()
-            store.set(_LAST_WORD, f"rank {rank()} ended with {said}")
+            store.set(_END_KEY, f"rank {rank()} ended with {reason}")
 
 
 def announced_end() -> str | None:
-    """What another rank said when it ended, if it did."""
+    """The reason that another rank announced for its end, if there is one."""
     with suppress(Exception):
         store = dist.distributed_c10d._get_default_store()
-        if store.check([_LAST_WORD]):
-            return store.get(_LAST_WORD).decode()
+        if store.check([_END_KEY]):
+            return store.get(_END_KEY).decode()
     return None
 
 
@@ -236,7 +236,7 @@ def _joined() -> bool:
 
 
 def _share_cores() -> None:
-    """Give each rank of this machine its share, as `torchrun` does."""
+    """Divide this machine's cores among its ranks, as `torchrun` does."""
     if "OMP_NUM_THREADS" not in os.environ:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))
@@ -263,19 +263,19 @@ def _on_gpus() -> bool:
 
 
 def _local_rank() -> int:
-    """Number of this rank on its machine, which is that of its GPU."""
+    """Number of this rank on its machine, and of its GPU."""
     number, n_gpus = int(os.environ.get("LOCAL_RANK", rank())), torch.cuda.device_count()
     if number >= n_gpus:
         raise ValueError(
-            f"expected a GPU for every rank; rank {number} of this machine has none of its "
-            f"{n_gpus}. Start at most {n_gpus} on it."
+            f"expected a GPU for every rank; there are {n_gpus} on this machine, too few for its "
+            f"rank {number}. Start at most {n_gpus} ranks on it."
         )
     return number
 
 
 @scope
 def together() -> Iterator[None]:
-    """What ranks do together; fails if one of them is gone."""
+    """Run a joint operation of all ranks in the block; fails if one of them is gone."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -289,7 +289,7 @@ def together() -> Iterator[None]:
 
 
 def _tried(call: Callable[[], Value]) -> tuple[list[Value], Exception | None]:
-    """What a function returns, or raises, in a form that other ranks can raise."""
+    """A function's result, or its error in a form that other ranks can raise."""
     try:
         return [call()], None
     except Exception as error:

@@ -60,15 +60,13 @@ class Result:
     """Base class of all frozen dataclasses that analyses return.
 
     Fields may be tensors, numbers, strings, None, sequences and dictionaries of these, DataFrames,
-    and further dataclasses; their types must be resolvable at run time (pandas may be imported for
+    and other dataclasses. Their types must be resolvable at run time (pandas may be imported for
     type checkers only, as ``pd``).
     """
 
     @checked
     def save(self, folder: str | Path) -> Path:
-        """Write a folder of safetensors and JSON, completely or not at all.
-
-        Of several ranks, only the first writes.
+        """Write a folder of safetensors and JSON, completely or not at all; only on the first rank.
 
         Raises:
             ValueError: the folder holds something else, which would be deleted.
@@ -94,7 +92,7 @@ class Result:
         """Load what `save` wrote.
 
         Raises:
-            ValueError: the folder holds something else, another kind of result, or a damaged one.
+            ValueError: the folder holds no result, one of another kind, or a damaged one.
         """
         folder = Path(folder)
         return read_steadily(folder, partial(cls._read, folder))
@@ -108,19 +106,19 @@ class Result:
         try:
             return _restored(cls, content, "", tensors)
         except ValueError as error:
-            raise ValueError(f"expected a whole {cls.__name__} in {folder}; {error}") from error
+            raise ValueError(f"expected a complete {cls.__name__} in {folder}; {error}") from error
 
     def to_pandas(self) -> pd.DataFrame:
         """One row with the fields that are numbers or strings."""
         import pandas as pd
 
-        mine: Any = self
-        values = {field.name: getattr(self, field.name) for field in fields(mine)}
+        result: Any = self
+        values = {field.name: getattr(self, field.name) for field in fields(result)}
         return pd.DataFrame([{k: v for k, v in values.items() if isinstance(v, str | int | float)}])
 
     def figure(self, **style: Any) -> Any:
         """The result as a figure; keywords as in `sparse_tl.plots.figure`."""
-        # Plots depend on results: only this call goes the other way, and only when drawing.
+        # Plots depend on results; only this call goes the other way, and only when drawing.
         return import_module("sparse_tl.plots").figure(self, **style)
 
     def _summary(self) -> pd.DataFrame:
@@ -131,16 +129,16 @@ class Result:
         return table_html(self._summary(), repr(self))
 
 
-def table_html(table: pd.DataFrame, said: str = "") -> str:
+def table_html(table: pd.DataFrame, sentence: str = "") -> str:
     """A sentence and a table as HTML, with all text escaped.
 
     Args:
         table: table to show; its index is shown if it has names.
-        said: sentence above the table.
+        sentence: sentence above the table.
     """
     import pandas as pd
 
-    words = f"<p>{escape(said)}</p>" if said else ""
+    words = f"<p>{escape(sentence)}</p>" if sentence else ""
     # Keep counts readable: 123,457 instead of 1.235e+05.
     return words + table.to_html(
         float_format=lambda x: format(x, ",.0f" if abs(x) >= 1e4 else ".4g"),
@@ -150,14 +148,14 @@ def table_html(table: pd.DataFrame, said: str = "") -> str:
 
 
 def _content(folder: Path, kind: type) -> dict[str, Any]:
-    """The content of a folder's JSON, checked to be of the given kind."""
+    """The content of a folder's JSON, which must be a result of the given kind."""
     if not (folder / RESULT_FILE).is_file():
         raise ValueError(f"expected a saved {kind.__name__} in {folder}; there is no {RESULT_FILE}")
     content = read_json(folder / RESULT_FILE)
-    found = content.get("kind") if isinstance(content, dict) else None
-    if found != kind.__name__:
+    saved = content.get("kind") if isinstance(content, dict) else None
+    if saved != kind.__name__:
         raise ValueError(
-            f"expected a saved {kind.__name__} in {folder}; it holds {found or 'no result'}"
+            f"expected a saved {kind.__name__} in {folder}; it holds {saved or 'no result'}"
         )
     if content.get("schema") != SCHEMA:
         raise ValueError(
@@ -177,22 +175,22 @@ def _as_json(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, pd.DataFrame):
         columns: dict[str, Any] = {str(column): value[column] for column in value}
         return {
-            column: {"dtype": str(some.dtype), "values": _as_json(some.tolist(), column, {})}
-            for column, some in columns.items()
+            column: {"dtype": str(series.dtype), "values": _as_json(series.tolist(), column, {})}
+            for column, series in columns.items()
         }
     if is_dataclass(value):
-        said = {field.name: getattr(value, field.name) for field in fields(value)}
-        return {"kind": type(value).__name__, "fields": _as_json(said, name, tensors)}
+        by_name = {field.name: getattr(value, field.name) for field in fields(value)}
+        return {"kind": type(value).__name__, "fields": _as_json(by_name, name, tensors)}
     if isinstance(value, Mapping):
-        return {key: _as_json(some, _under(name, key), tensors) for key, some in value.items()}
+        return {key: _as_json(item, _under(name, key), tensors) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [_as_json(some, _under(name, i), tensors) for i, some in enumerate(value)]
+        return [_as_json(item, _under(name, i), tensors) for i, item in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # not valid JSON as a number; float() parses it
     return value
 
 
-@no_type_check  # a checked call would begin anew with the sizes of axes
+@no_type_check  # a checked call would reset the axis sizes bound so far
 def _restored(declared: Any, value: Any, name: str, tensors: Mapping[str, Tensor]) -> Any:
     """The value that `_as_json` was given, checked against the declared type."""
     import pandas as pd
@@ -206,8 +204,8 @@ def _restored(declared: Any, value: Any, name: str, tensors: Mapping[str, Tensor
         kinds = of if origin is tuple and of[-1] is not Ellipsis else of[:1] * len(value)
         if len(kinds) == len(value):
             parts = enumerate(zip(kinds, value, strict=True))
-            found = [_restored(kind, v, _under(name, i), tensors) for i, (kind, v) in parts]
-            return found if origin is list else tuple(found)
+            items = [_restored(kind, v, _under(name, i), tensors) for i, (kind, v) in parts]
+            return items if origin is list else tuple(items)
     if origin in (dict, Mapping) and isinstance(value, dict):
         return {key: _restored(of[1], v, _under(name, key), tensors) for key, v in value.items()}
     if origin is Literal and value in of:
@@ -225,32 +223,32 @@ def _restored(declared: Any, value: Any, name: str, tensors: Mapping[str, Tensor
     return value
 
 
-def from_fields(kind: type[Kind], said: Any) -> Kind:
+def from_fields(kind: type[Kind], content: Any) -> Kind:
     """A result without tensors, from its fields as JSON.
 
     Raises:
-        ValueError: a field is missing, unknown, or of another type.
+        ValueError: a field is missing, unknown, or of the wrong type.
     """
-    if not isinstance(said, Mapping):
-        raise ValueError(f"expected the fields of a {kind.__name__}; got {str(said)[:60]!r}")
-    return _dataclass(kind, said, "", {})
+    if not isinstance(content, Mapping):
+        raise ValueError(f"expected the fields of a {kind.__name__}; got {str(content)[:60]!r}")
+    return _dataclass(kind, content, "", {})
 
 
 def _dataclass(
-    kind: type, said: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]
+    kind: type, content: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]
 ) -> Any:
     import pandas as pd
 
     declared = get_type_hints(kind, localns={"pd": pd})
     known = {field.name for field in fields(kind)}
-    lacking = known - said.keys() - {"prompt_start"}  # which earlier versions did not save
-    unknown = said.keys() - known
+    lacking = known - content.keys() - {"prompt_start"}  # earlier versions did not save it
+    unknown = content.keys() - known
     if lacking or unknown:
         raise ValueError(f"it lacks {sorted(lacking)} and has unknown {sorted(unknown)}")
-    with jaxtyped("context"):  # axes of one name have one size
+    with jaxtyped("context"):  # axes with the same name have the same size
         restored = {
             key: _restored(declared[key], value, _under(name, key), tensors)
-            for key, value in said.items()
+            for key, value in content.items()
         }
     return kind(**restored)
 
@@ -275,7 +273,7 @@ def _table(columns: Mapping[str, Any]) -> pd.DataFrame:
 
     try:
         return pd.DataFrame(
-            {key: pd.Series(some["values"], dtype=some["dtype"]) for key, some in columns.items()}
+            {key: pd.Series(col["values"], dtype=col["dtype"]) for key, col in columns.items()}
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"expected columns with a dtype and values; got {columns!r}") from error

@@ -1,16 +1,16 @@
-"""Scopes that are entered and left as a whole: Ctrl-C never finds one half way.
+"""Context managers whose entry and exit no signal interrupts, such as Ctrl-C.
 
-Python runs signal handlers between two instructions, whichever they are: also between registering
-a hook and noting its handle, between entering a block of `contextlib` and being bound to leave it,
-and inside `finally`. An exception there leaves a hook on the model, or gradients off. Therefore:
+Python runs signal handlers between any two instructions, even between registering a hook and
+storing its handle, between the entry of a `contextlib` block and the guarantee of its exit, and
+inside `finally`. An exception there leaves a hook on the model, or gradients off. Therefore:
 
-1. While a scope is open, the main thread's handlers of `SIGNALS` are stood in for by one that looks
-   at the stack of calls.
-2. Where a scope is being entered or left, the signal is sent again a moment later.
-3. Everywhere else, what handled the signal before handles it: Ctrl-C raises KeyboardInterrupt.
+1. While a scope is open, a handler that inspects the call stack replaces the main thread's handlers
+   of `SIGNALS`.
+2. If a scope is being entered or left, the handler sends the signal again a moment later.
+3. Otherwise, it calls the previous handler: Ctrl-C raises KeyboardInterrupt.
 
 The stack decides, not a flag that is set and cleared, so there is no moment at which it is wrong.
-Only the main thread is interrupted by signals; in other threads scopes are plain ones.
+Signals interrupt only the main thread; in other threads, scopes are plain context managers.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from torch.overrides import TorchFunctionMode
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
-"""What asks a process to stop; SIGHUP does not exist on every platform."""
+"""Signals that ask a process to stop; SIGHUP does not exist on every platform."""
 AGAIN = 0.002
-"""Seconds after which a signal that came at a bad moment is sent again."""
+"""Seconds after which a deferred signal is sent again."""
 
 P = ParamSpec("P")
 Value = TypeVar("Value")
@@ -43,7 +43,7 @@ Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
 
 
 class Scope(ContextDecorator, AbstractContextManager[Value, None], Generic[Value]):
-    """A context manager whose ends no signal interrupts; see `scope`."""
+    """A context manager whose entry and exit no signal interrupts; see `scope`."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Value]]) -> None:
         self._make = make
@@ -57,18 +57,18 @@ class Scope(ContextDecorator, AbstractContextManager[Value, None], Generic[Value
             self._inner = self._make()
             return self._inner.__enter__()
         except BaseException:
-            _put_back(self._guarded)
+            _restore_all(self._guarded)
             raise
 
     def __exit__(self, *error: Any) -> Any:
         try:
             return self._inner.__exit__(*error)
         finally:
-            _put_back(self._guarded)
+            _restore_all(self._guarded)
 
 
 def scope(function: Callable[P, Iterator[Value]]) -> Callable[P, Scope[Value]]:
-    """`contextlib.contextmanager`, except that what comes before and after `yield` is whole."""
+    """`contextlib.contextmanager`, except that no signal interrupts the code around `yield`."""
     make = contextlib.contextmanager(function)
 
     @wraps(function)
@@ -78,9 +78,9 @@ def scope(function: Callable[P, Iterator[Value]]) -> Callable[P, Scope[Value]]:
     return opened
 
 
-def whole(function: Callable[P, Value]) -> Callable[P, Value]:
-    """A function, which must be short, that no signal interrupts."""
-    _WHOLE.add(unwrap(function).__code__)  # a wrapper's code may be that of many wrappers
+def uninterruptible(function: Callable[P, Value]) -> Callable[P, Value]:
+    """Protect a function, which must be short, from interruption by signals."""
+    _UNINTERRUPTIBLE.add(unwrap(function).__code__)  # many wrappers may share their code
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> Value:
@@ -91,24 +91,24 @@ def whole(function: Callable[P, Value]) -> Callable[P, Value]:
 
 
 def interruptible(function: Wrapped) -> Wrapped:
-    """A function, which may take long, that signals interrupt also where a scope calls it."""
+    """Let signals interrupt a function, which may take long, even where a scope calls it."""
     _INTERRUPTIBLE.add(unwrap(function).__code__)
     return function
 
 
 @scope
 def autograd(on: bool) -> Iterator[None]:
-    """Inside the block, or in the decorated function, torch builds an autograd graph or none."""
+    """Switch torch's autograd on or off within the block or the decorated function."""
     with torch.set_grad_enabled(on):
         yield
 
 
 _INTERRUPTIBLE: set[CodeType] = set()
-_WHOLE: set[CodeType] = {
+_UNINTERRUPTIBLE: set[CodeType] = {
     function.__code__
     for kind in (
         Scope,
-        # Other people's, where they are used inside a scope: what they change is global.
+        # Third-party context managers that change global state.
         contextlib._GeneratorContextManager,
         torch.no_grad,
         torch.enable_grad,
@@ -122,24 +122,24 @@ _WHOLE: set[CodeType] = {
 
 
 class _Guard:
-    """Handles a signal as `before` did, but not while a scope is entered or left."""
+    """Calls the handler `before`, but not while a scope is being entered or left."""
 
     def __init__(self, before: Callable[[int, FrameType | None], Any]) -> None:
         self.before = before
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if _is_whole(frame):
+        if _is_protected(frame):
             _thread.start_new_thread(_send_again, (number,))
         else:
             self.before(number, frame)
 
 
-def _is_whole(frame: FrameType | None) -> bool:
-    """Whether the nearest call that says so must not be interrupted."""
+def _is_protected(frame: FrameType | None) -> bool:
+    """Whether the innermost marked call on the stack is marked as uninterruptible."""
     while frame is not None:
         if frame.f_code in _INTERRUPTIBLE:
             return False
-        if frame.f_code in _WHOLE:
+        if frame.f_code in _UNINTERRUPTIBLE:
             return True
         frame = frame.f_back
     return False
@@ -151,7 +151,7 @@ def _send_again(number: int) -> None:
 
 
 def _guard() -> list[tuple[int, _Guard]]:
-    """Stand in for the handlers of this thread's signals, unless an outer scope does."""
+    """Replace the main thread's signal handlers, unless an outer scope already has."""
     if threading.current_thread() is not threading.main_thread():
         return []
     guarded: list[tuple[int, _Guard]] = []
@@ -162,13 +162,13 @@ def _guard() -> list[tuple[int, _Guard]]:
                 guarded.append((number, _Guard(before)))
                 signal.signal(*guarded[-1])
     except BaseException:
-        _put_back(guarded)
+        _restore_all(guarded)
         raise
     return guarded
 
 
-def _put_back(guarded: list[tuple[int, _Guard]]) -> None:
-    """Put all handlers back, also if one that is back strikes before the others are, and again."""
+def _restore_all(guarded: list[tuple[int, _Guard]]) -> None:
+    """Restore all handlers, even if restored ones raise, up to twice, before the others are."""
     try:
         _restore(guarded)
     except BaseException:

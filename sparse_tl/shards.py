@@ -1,9 +1,9 @@
-"""Weights on several ranks: whole on each, or dealt to them, each holding a part (FSDP2).
+"""Sharded weights (FSDP2): each rank holds some rows of every weight.
 
-A layer's dealt weights are gathered while a pass is in it. Outside a pass, a weight is a `DTensor`:
-of the whole weight's shape, with a part of its rows here. So all ranks have to make the same
-passes, and what reads or writes weights takes the own `part`, or gathers the `whole`. Of all other
-tensors, both are the tensor itself.
+A layer's weights are gathered while a pass is in it. Outside a pass, a sharded weight is a
+`DTensor`: it has the full weight's shape, but only this rank's rows. All ranks therefore have to
+run the same passes, and code that reads or writes weights uses the `local` tensor, or gathers the
+`full` one. For all other tensors, both are the tensor itself.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _precisions: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def shard(root: nn.Module, layers: Iterable[nn.Module], precision: str) -> None:
-    """Deal the weights of a model to the ranks, in place, and move the parts to their devices.
+    """Shard the weights of a model over the ranks, in place, and move each shard to its device.
 
     Args:
         root: module that a pass calls.
-        layers: modules inside it whose weights are gathered one after the other.
+        layers: modules inside it, whose weights are gathered one layer after the other.
         precision: "bf16" gathers and computes in bfloat16; the weights themselves, gradients and
-            what the model returns stay as they are in "float32".
+            outputs keep their dtypes, as in "float32".
 
     Reference: `torch.distributed.fsdp.fully_shard`.
     """
@@ -45,7 +45,7 @@ def shard(root: nn.Module, layers: Iterable[nn.Module], precision: str) -> None:
         half: Any = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
         inner = MixedPrecisionPolicy(**half)
         outer = MixedPrecisionPolicy(**half, output_dtype=torch.float32)
-        # Some parts compute in float32, such as norms, and are followed by others in bfloat16.
+        # Some modules, such as norms, compute in float32, and bfloat16 modules read their outputs.
         root.forward = torch.autocast(kind, torch.bfloat16)(root.forward)
     mesh = init_device_mesh(kind, (ranks.count(),))
     for parameter in root.parameters():
@@ -60,43 +60,43 @@ def shard(root: nn.Module, layers: Iterable[nn.Module], precision: str) -> None:
 
 
 def precision_of(root: nn.Module) -> str | None:
-    """The precision that a model was dealt with; None if it was not."""
+    """The precision that a model was sharded with; None if it was not sharded."""
     return _precisions.get(root)
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether other ranks hold other parts of a tensor."""
-    kinds = sys.modules.get("torch.distributed.tensor")  # unless it is imported, there are none
+    """Whether a tensor is sharded over the ranks."""
+    kinds = sys.modules.get("torch.distributed.tensor")  # not imported: there are no DTensors
     return kinds is not None and isinstance(tensor, kinds.DTensor)
 
 
 def has_sharded_weights(module: nn.Module) -> bool:
-    """Whether weights of a module are dealt to the ranks."""
+    """Whether any weights of a module are sharded."""
     return (
         dist.is_available() and dist.is_initialized() and any(map(is_sharded, module.parameters()))
     )
 
 
 def local(tensor: Any) -> Tensor:
-    """The part of a tensor that this rank holds: some of its rows, or none."""
+    """This rank's shard of a tensor: some of its rows, or none."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def full(tensor: Any) -> Tensor:
-    """A tensor from the parts of all ranks, on the CPU; all ranks have to call this."""
+    """The full tensor, gathered from all ranks onto the CPU; all ranks have to call this."""
     return tensor.detach().full_tensor().cpu() if is_sharded(tensor) else tensor
 
 
 def local_rows(values: Tensor, like: Tensor) -> Tensor:
-    """What this rank holds of whole values, if they are dealt as another tensor is."""
+    """This rank's shard of full values, if they are sharded like another tensor."""
     if not is_sharded(like):
         return values
-    parts = values.chunk(ranks.count())
-    return parts[ranks.rank()] if ranks.rank() < len(parts) else values[:0]
+    chunks = values.chunk(ranks.count())
+    return chunks[ranks.rank()] if ranks.rank() < len(chunks) else values[:0]
 
 
 def from_local(values: Tensor, like: Any) -> Tensor:
-    """A tensor whose part on this rank is given, dealt as another tensor of its shape is."""
+    """A tensor from this rank's shard, sharded like another tensor of its full shape."""
     if not is_sharded(like):
         return values
     return type(like.data).from_local(
@@ -110,9 +110,9 @@ def from_local(values: Tensor, like: Any) -> Tensor:
 
 
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Replace gradients by their means over ranks; a rank without one counts as zero.
+    """Replace gradients with their means over ranks; a missing gradient counts as zero.
 
-    Those of dealt weights are means already, made in the backward pass.
+    The gradients of sharded weights are already averaged in the backward pass.
     """
     if ranks.count() == 1:
         return
@@ -134,25 +134,25 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad /= ranks.count()
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> float:
-    """Scale all gradients down until their common norm is at most `most`; return it as it was."""
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+    """Scale gradients so that their joint norm is at most `max_norm`; return the original norm."""
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     if not any(map(is_sharded, trained)):
-        return nn.utils.clip_grad_norm_(trained, most).item()
+        return nn.utils.clip_grad_norm_(trained, max_norm).item()
     gradients = [local(parameter.grad) for parameter in trained]
-    squares = torch.zeros(2, dtype=torch.float64)  # of what all ranks have alike, and of parts
+    squares = torch.zeros(2, dtype=torch.float64)  # of full gradients, and of shards
     for parameter, gradient in zip(trained, gradients, strict=True):
         squares[int(is_sharded(parameter))] += gradient.double().square().sum().cpu()
     norm = math.sqrt(squares[0] + ranks.summed(squares[1]))
-    if norm > most:
+    if norm > max_norm:
         for gradient in gradients:
-            gradient.mul_(most / (norm + 1e-6))
+            gradient.mul_(max_norm / (norm + 1e-6))
     return norm
 
 
 @autograd(False)
 def copy_first(parameters: Iterable[Tensor]) -> None:
-    """Replace tensors by the first rank's; what is dealt stays as it is."""
+    """Replace tensors with the first rank's, except sharded ones."""
     if ranks.count() == 1:
         return
     with ranks.together():

@@ -1,4 +1,4 @@
-"""What messages say: annotations as what they accept, and values as what came."""
+"""Phrases of error messages: the values that an annotation accepts, and the value that came."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ WORDS |= {NoneType: "None", Path: "a path", Any: "anything"}
 _SEVERAL = {int: "whole numbers", float: "finite numbers", str: "texts", Path: "paths"}
 _BOUNDS = {Ge: "from", Gt: "above", Le: "to", Lt: "below"}
 _LONGEST = 80
-"""Characters of a value in a message."""
+"""Maximum number of characters of a value in a message."""
 
 
 def in_words(annotation: Any) -> str:
-    """What an annotation accepts, in words."""
+    """The values that an annotation accepts, in words."""
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         limits = [
@@ -44,18 +44,19 @@ def in_words(annotation: Any) -> str:
     if origin is tuple and Ellipsis not in inside:
         return f"({', '.join(map(in_words, inside))})"
     kind = {Iterable: "an iterable", Mapping: "a mapping"}.get(origin, "a list")
-    return f"{kind} of {' to '.join(_several(some) for some in inside if some is not Ellipsis)}"
+    members = (member for member in inside if member is not Ellipsis)
+    return f"{kind} of {' to '.join(map(_several, members))}"
 
 
 def _several(annotation: Any) -> str:
-    """What the members of a list are, in words."""
+    """The members of a list, in words."""
     bare = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
-    said = in_words(annotation)
-    return said.replace(WORDS[bare], _SEVERAL[bare], 1) if bare in _SEVERAL else said
+    words = in_words(annotation)
+    return words.replace(WORDS[bare], _SEVERAL[bare], 1) if bare in _SEVERAL else words
 
 
 def shown(value: Any) -> str:
-    """A value as messages show it: tensors by type and shape, models by type, all else clipped."""
+    """A value for a message: tensors by type and shape, models by type, all others clipped."""
     if is_array(value):
         kind = str(value.dtype).removeprefix("torch.")
         return f"a {type(value).__name__} of {kind} and shape {tuple(value.shape)}"
@@ -66,14 +67,14 @@ def shown(value: Any) -> str:
         return f"{{{', '.join(named)}}}"[:_LONGEST]
     try:
         text = repr(value)
-    except Exception:  # a value's own repr is not ours to trust
+    except Exception:  # a user's repr may fail
         text = "one whose repr fails"
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
     return f"{text} ({type(value).__name__})"
 
 
 def _is_model(value: Any) -> bool:
-    """Whether it is a torch module, whose repr fills pages."""
+    """Whether a value is a torch module, whose repr fills pages."""
     return hasattr(type(value), "named_parameters")
 
 

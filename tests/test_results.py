@@ -257,7 +257,7 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
         ({**whole, "site": said}, "as site; got"),
     ):
         (folder / "result.json").write_text(json.dumps({**said, "fields": wrong}))
-        with pytest.raises(ValueError, match=f"expected a whole Scores in .*{message}"):
+        with pytest.raises(ValueError, match=f"expected a complete Scores in .*{message}"):
             Scores.load(folder)
     (folder / "result.json").write_text(json.dumps({**said, "schema": 0}))
     with pytest.raises(ValueError, match="another version of this package"):
@@ -286,7 +286,7 @@ def test_axes_of_two_sizes_are_refused(field: str, tmp_path: Path) -> None:
     write_tensors(
         folder / "result.safetensors", {**tensors, field: torch.cat([tensors[field]] * 2)}
     )
-    with pytest.raises(ValueError, match=r"expected a whole HeadRoles in .*; expected .* as"):
+    with pytest.raises(ValueError, match=r"expected a complete HeadRoles in .*; expected .* as"):
         HeadRoles.load(folder)
 
 

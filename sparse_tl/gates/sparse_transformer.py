@@ -23,7 +23,7 @@ from sparse_tl.gates.passes import Counted, as_rows
 from sparse_tl.gates.saving import load_sparse, save_sparse
 from sparse_tl.lens import AttachedHooks, Model, adapt, check_named, defer_scores
 from sparse_tl.lens.modes import in_evaluation_mode
-from sparse_tl.scopes import autograd, scope, whole
+from sparse_tl.scopes import autograd, scope, uninterruptible
 
 
 @checked
@@ -200,7 +200,7 @@ class SparseTransformer(nn.Module):
     def _all_gates(self) -> list[AttentionGates | MLPGates]:
         return [self.gates] if self.mlp_gates is None else [self.gates, self.mlp_gates]
 
-    @whole
+    @uninterruptible
     def unwrap(self) -> Model:
         """Remove the gates and return the model, with no trace of the wrapper on it."""
         if self._hooks_on is not None:
@@ -285,7 +285,7 @@ class SparseTransformer(nn.Module):
         gates = "; MLPs of ".join(gates.extra_repr() for gates in self._all_gates())
         return f"SparseTransformer({adapt(self.model).name}: {gates})"
 
-    @whole
+    @uninterruptible
     def _attach(self) -> None:
         adapter = adapt(self.model)
         hooks = [hook for gates in self._all_gates() for hook in gates.hooks(adapter)]

@@ -15,7 +15,7 @@ from transformer_lens.hook_points import HookPoint, LensHandle
 from sparse_tl.lens.adapter import Adapter
 from sparse_tl.lens.places import HookFunction, Viewed
 from sparse_tl.lens.points import HookedModel
-from sparse_tl.scopes import scope, whole
+from sparse_tl.scopes import scope, uninterruptible
 
 Forward = Callable[..., Any]
 
@@ -65,7 +65,7 @@ class AttachedHooks:
             self.remove()
             raise
 
-    @whole
+    @uninterruptible
     def _attach_all(self, places: Sequence[Any], hooks: Sequence[Hook]) -> None:
         for place, (name, order, function) in zip(places, hooks, strict=True):
             if isinstance(place, Viewed):
@@ -109,7 +109,7 @@ class AttachedHooks:
             handle.hook.id in point._forward_hooks for point, handle in self._attached
         )
 
-    @whole
+    @uninterruptible
     def remove(self) -> None:
         """Remove these hooks only. Calling it again has no effect."""
         OWN.difference_update(self.ids)

@@ -270,7 +270,7 @@ class BridgeAdapter(Adapter):
     def copy(self) -> TransformerBridge:
         """A copy without hooks that shares no parameter; adapters are merged.
 
-        It is dealt to ranks if the model is.
+        It is sharded if the model is.
         """
         model, precision = self.model, shards.precision_of(self.core)
         copy = boot(plain_copy(model), model.tokenizer, name=self.name).train(model.training)

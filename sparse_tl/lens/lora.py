@@ -26,7 +26,7 @@ from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.lens.architecture import HALVES
 from sparse_tl.lens.attaching import hooks_on, others_off
 from sparse_tl.lens.points import HookedModel, Model
-from sparse_tl.scopes import autograd, scope, whole
+from sparse_tl.scopes import autograd, scope, uninterruptible
 
 SCALE = 2
 """What ``B A`` is multiplied by."""
@@ -75,7 +75,7 @@ def add_lora(model: Model, rank: AtLeastOne = 16) -> TransformerBridge:
     return model
 
 
-@whole
+@uninterruptible
 def _put_adapters_on(model: TransformerBridge, components: list[Any], rank: int) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -144,7 +144,7 @@ def merge_lora(model: Model) -> Model:
     return model.requires_grad_(True)
 
 
-@whole
+@uninterruptible
 def _merge(component: Any) -> None:
     layer = component.original_component
     layer.base_layer.weight.copy_(effective(layer).weight)

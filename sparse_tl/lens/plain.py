@@ -3,7 +3,7 @@
 A bridge cannot: its copies depend on the original, and its parameter names mix those of the wrapped
 model with TransformerLens's. Where it has split a joint projection (GPT-2's q, k and v), passes
 read the parts, and the joint weights keep their initial values. Low-rank adapters are merged into
-the weights of the plain model. Weights that are dealt to ranks are gathered for it, on the CPU.
+the weights of the plain model. Sharded weights are gathered for it, on the CPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _named: WeakSet[TransformerBridge] = WeakSet()
 def plain_model(model: TransformerBridge) -> Any:
     """A hook-free `transformers` model that shares all weights except joint and adapted ones.
 
-    Of a model whose weights are dealt to ranks, it has copies on the CPU; all ranks have to call
+    Of a model whose weights are sharded, it has copies on the CPU; all ranks have to call
     this.
 
     Raises:
@@ -56,7 +56,7 @@ def plain_model(model: TransformerBridge) -> Any:
 def _assembled(model: TransformerBridge) -> Any:
     joined = {split.joint: split.joined() for split in _splits(model)}
     wrapped: Any = model.original_model
-    dealt = shards.has_sharded_weights(model)
+    sharded = shards.has_sharded_weights(model)
     tensors: dict[str, Tensor] = {}
     adapted = {layer.base_layer: layer for layer in lora_layers(wrapped)}
     for name, module in wrapped.named_modules(remove_duplicate=False):
@@ -66,7 +66,7 @@ def _assembled(model: TransformerBridge) -> Any:
         for kind, tensor in own.items():
             if tensor is not None:
                 tensor = shards.full(tensor.detach())
-                tensors[".".join([*path, kind])] = tensor.cpu() if dealt else tensor
+                tensors[".".join([*path, kind])] = tensor.cpu() if sharded else tensor
     with torch.device("meta"):
         plain: Any = type(wrapped)(copy.deepcopy(wrapped.config))
     missing = [name for name in plain.state_dict() if name not in tensors]

@@ -133,7 +133,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a file for a folder": (
         lambda: stl.save_model(tiny_model(), __file__),
-        "expected a folder, or a name that is free; .* is a file",
+        "expected a folder, or an unused name; .* is a file",
     ),
     "adapters as large as weights": (
         lambda: stl.add_lora(tiny_model(), 10**6),

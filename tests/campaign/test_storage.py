@@ -162,7 +162,8 @@ def test_a_run_lists_the_files_of_a_model(tmp_path: Path) -> None:
 def test_a_folder_that_is_taken_away(tmp_path: Path) -> None:
     """safetensors says something else than Python where a folder is missing."""
     place = tmp_path / "out" / "w.safetensors"
-    gone = pytest.raises(OSError, match=r"out/w\.safetensors: what it is in was removed meanwhile")
+    message = r"out/w\.safetensors: the folder around it was removed in the meantime"
+    gone = pytest.raises(OSError, match=message)
     with gone, atomic_file(place) as unfinished:
         place.parent.rename(tmp_path / "away")
         save_file({"a": torch.ones(3)}, unfinished)

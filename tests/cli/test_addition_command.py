@@ -191,5 +191,5 @@ def test_an_output_folder_that_cannot_be_written(tmp_path: Path, sub: str) -> No
     with no_training():
         outcome = run_command(*ADDITION, "--out", tmp_path / sub)
     assert outcome.code == 1
-    assert outcome.err.startswith("Error: expected a folder that can be written; got ")
+    assert outcome.err.startswith("Error: expected a writable folder; got ")
     assert "Traceback" not in outcome.err
