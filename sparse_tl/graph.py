@@ -217,9 +217,9 @@ class CircuitGraph(PartGrid):
             raise ValueError(f"expected an edge of {self!r}; {edge.source} is too late for {edge}")
         return index
 
-    def layer(self, place: Sequence[int]) -> int:
+    def layer(self, index: Sequence[int]) -> int:
         """The layer in which an edge ends; the number of layers for the logits."""
-        node = self.destinations[place[1]].node
+        node = self.destinations[index[1]].node
         return self.n_layers if node.kind == "logits" else node.layer
 
     def readers_of(self, destination: Destination) -> list[Node]:

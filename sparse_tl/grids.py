@@ -49,9 +49,9 @@ class PartGrid(ABC):
         """The names of the parts at these indices."""
         return list(next(iter(self.columns(places).values())))
 
-    def layer(self, place: Sequence[int]) -> int:
+    def layer(self, index: Sequence[int]) -> int:
         """The first layer affected by a part; the number of layers for the logits."""
-        return place[0]
+        return index[0]
 
     @cached_property
     def n_parts(self) -> int:
@@ -63,8 +63,8 @@ class PartGrid(ABC):
         """The indices of all parts, in row-major order: the order of ``values[grid.exists]``."""
         return self.exists.nonzero()
 
-    def _checked(self, place: Sequence[int], part: Any) -> tuple[int, ...]:
-        shape, index = self.exists.shape, tuple(place)
+    def _checked(self, index: Sequence[int], part: Any) -> tuple[int, ...]:
+        shape, index = self.exists.shape, tuple(index)
         fits = len(index) == len(shape) and all(
             0 <= i < n for i, n in zip(index, shape, strict=True)
         )
@@ -132,8 +132,8 @@ class AttentionGrid(PartGrid):
 
     def index(self, part: str | tuple[int, ...]) -> tuple[int, ...]:
         """Layer, head, query and key of an attention edge."""
-        place = self.parse(part) if isinstance(part, str) else part
-        return self._checked(place, part)
+        index = self.parse(part) if isinstance(part, str) else part
+        return self._checked(index, part)
 
     @staticmethod
     def parse(name: str) -> tuple[int, int, int, int]:

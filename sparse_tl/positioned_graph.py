@@ -72,9 +72,9 @@ class PositionedGraph(PartGrid):
             )
         return self.position(position), *self.graph.index(edge)
 
-    def layer(self, place: Sequence[int]) -> int:
+    def layer(self, index: Sequence[int]) -> int:
         """The layer in which an edge ends; the number of layers for the logits."""
-        return self.graph.layer(place[1:])
+        return self.graph.layer(index[1:])
 
     def columns(self, places: Int[Tensor, "part axis"]) -> dict[str, Any]:
         """The columns of `CircuitGraph`, and the positions."""

@@ -257,7 +257,7 @@ def pairs_of_texts(
     """Tokenize pairs of texts; raises the same ValueErrors as `PromptPairs.from_texts`."""
     if chat:  # as one text, since a tokenizer may join a prompt's beginning to the text before it
         start, before = (), chat_start(tokenizer)
-        pairs = [pair.behind(before) for pair in pairs]
+        pairs = [pair.with_prefix(before) for pair in pairs]
     else:
         start = prompt_start(tokenizer, prepend_bos)
         before = tokenizer.decode(list(start))

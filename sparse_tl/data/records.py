@@ -32,7 +32,7 @@ class PairTexts(NamedTuple):
     joined: bool = True
     """Whether answers are encoded as continuations of the prompts, or each as its own text."""
 
-    def behind(self, text: str) -> PairTexts:
+    def with_prefix(self, text: str) -> PairTexts:
         """The same pair with a text before both prompts."""
         return self._replace(clean=text + self.clean, corrupted=text + self.corrupted)
 

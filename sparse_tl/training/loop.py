@@ -190,7 +190,7 @@ class Run:
         if not all(map(math.isfinite, [*measured.values(), norm])):
             raise NonFiniteLossError(
                 f"expected a finite loss and gradient; at step {step} the measurements were "
-                f"{measured} and the gradient's norm {norm}. The last checkpoint holds the weights "
+                f"{measured} and the gradient's norm {norm}. The last checkpoint holds weights "
                 "from before this step; a smaller learning rate usually helps."
             )
         self.optimizer.step()
