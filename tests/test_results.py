@@ -238,7 +238,7 @@ def test_a_damaged_result_is_refused_by_name(name: str, damage: str, tmp_path: P
     else:
         del said["fields"]
     words.write_text(json.dumps(said))
-    expected = rf"expected a (whole {type(RESULTS[name]).__name__}|safetensors file)"
+    expected = rf"expected a (complete {type(RESULTS[name]).__name__}|safetensors file)"
     with pytest.raises(ValueError, match=expected):
         type(RESULTS[name]).load(folder)
 
