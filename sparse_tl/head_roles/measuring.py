@@ -24,7 +24,7 @@ from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.progress import tracked
 from sparse_tl.results import Result
 from sparse_tl.scopes import autograd
-from sparse_tl.training.checkpoints import fingerprint
+from sparse_tl.training.checkpoints import run_identity
 
 ACTIVATIONS_AT_ONCE = 2**25
 """Maximum number of activations of one layer in a pass: 128 MB in float32."""
@@ -136,7 +136,7 @@ def _state(
     """What is to be measured, with what a checkpoint has of it."""
     if folder is None:
         return MeasuredPieces("")
-    weights = fingerprint(model, {})["weights"]
+    weights = run_identity(model, {})["weights"]
     asked = f"{rows.digest()} {digest({'gates': gates})} {n_pieces} {weights}"
     if not recover_folder(folder):
         return MeasuredPieces(asked)
