@@ -15,7 +15,7 @@ from sparse_tl.data import PromptPairs
 from sparse_tl.files import digest, recover_folder
 from sparse_tl.metrics import Metric
 from sparse_tl.results import RESULT_FILE, Result
-from sparse_tl.training.checkpoints import fingerprint
+from sparse_tl.training.checkpoints import run_identity
 
 
 @dataclass(kw_only=True)
@@ -47,7 +47,7 @@ def search_asked(
     patch = runs.patch if isinstance(runs.patch, str) else sorted(runs.patch)
     kind = metric if isinstance(metric, str) else getattr(metric, "__qualname__", type(metric))
     what = f"{pairs.digest()} {digest({'start': start})}"
-    weights = fingerprint(runs.model, {})["weights"]
+    weights = run_identity(runs.model, {})["weights"]
     return f"{site!r} {patch} {kind} {settings} {what} {weights}"
 
 
