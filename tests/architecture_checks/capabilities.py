@@ -160,7 +160,8 @@ def circuits(subject: Small) -> None:
 
 @torch.no_grad()
 def head_ablation(subject: Small) -> None:
-    """Logits without two heads equal those without what the output projection reads of them."""
+    """Ablating two heads gives the logits of a model whose output projections read zeros in their
+    place."""
     model = subject.build()
     heads = [(0, 0), (1, adapt(model).n_heads - 1)]
     with ablate_heads(model, heads):

@@ -39,8 +39,8 @@ Z = [f"blocks.{layer}.attn.hook_z" for layer in range(N_LAYERS)]
 
 
 def eap(subject: Subject) -> float:
-    """EAP scores of every circuit edge, compared with autograd through an oracle, built from plain
-    hooks only, in which every destination reads its own residual stream; and of every head."""
+    """EAP scores of every circuit edge and every head, compared with autograd through an oracle,
+    built from plain hooks only, in which every destination reads its own residual stream."""
     return _attribution(subject, "eap", [1.0])
 
 

@@ -31,8 +31,8 @@ def open_gates(subject: Subject) -> None:
 
 @torch.no_grad()
 def gates_by_hand(subject: Subject) -> float:
-    """Logits under hard gates, compared with plain transformers with the same gates written into
-    its attention function by hand (float32)."""
+    """Logits under hard gates, compared with a plain transformers model with the same gates written
+    into its attention function by hand (float32)."""
     sparse = SparseTransformer(subject.build())
     sparse.gates.bias.normal_(0, 1.5, generator=torch.Generator().manual_seed(0))
     logits, counts = sparse.run_with_counts(PAIRS.clean)
@@ -44,7 +44,7 @@ def gates_by_hand(subject: Subject) -> float:
 
 def gradients(subject: Subject) -> float:
     """Gradients of the gates' biases and of the embedding's weights under smooth gates, compared
-    with plain transformers with the same gates written into its attention function."""
+    with a plain transformers model with the same gates written into its attention function."""
     model = subject.build("float64")
     sparse = SparseTransformer(model, distribution=SigmoidGate(), initial_bias=0.0)
     plain = plain_transformer(subject.name, "float64")
