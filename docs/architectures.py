@@ -160,7 +160,8 @@ def page(runs: list[dict[str, Any]]) -> str:
         "other than 1, sliding windows shorter than the prompts. A random model tests formulas",
         "hard, but not what training finds in a real one.",
         "",
-        f"`python docs/architectures.py` generates this page; this one with sparse_tl {__version__},",
+        "`python docs/architectures.py` generates this page; this one with "
+        f"sparse_tl {__version__},",
         f"transformers {versions[0]['transformers']}, torch {versions[0]['torch']} and "
         f"transformer-lens {' and '.join(some['transformer-lens'] for some in versions)}.",
         "",

@@ -84,7 +84,8 @@ def section(lines: dict[str, str]) -> str:
         "`python docs/every_architecture.py` generates this section from a small random model of",
         "every architecture that TransformerLens's bridge has an adapter for. It lists each by the",
         "name of its class, with what is refused, in the words that users see; `sparse-tl doctor",
-        f"--model` says the same. Made with {', '.join(f'{name} {version(name)}' for name in PACKAGES)}.",
+        "--model` says the same. Made with "
+        f"{', '.join(f'{name} {version(name)}' for name in PACKAGES)}.",
         "",
         *(f"- **{title}**: {_sentences(check)}" for title, check in CAPABILITIES.items()),
         "",

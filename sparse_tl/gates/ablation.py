@@ -63,11 +63,11 @@ def ablate_attention_edges(
     query: Columns | None = None,
     key: Columns | None = None,
 ) -> Iterator[None]:
-    """Inside the block, attention is 0 at these edges, whatever the learned gates say.
+    """Inside the block, attention is 0 at these edges, whatever the learned gates are.
 
     Edges are listed, or chosen by a rule: ``query=slice(15, None), key=[2, 3]`` cuts attention from
-    column 15 on, which includes tokens still to be generated, to columns 2 and 3. The weights of
-    the other keys do not change, as with a closed gate: nothing is renormalised.
+    column 15 on, including tokens still to be generated, to columns 2 and 3. As with a closed gate,
+    nothing is renormalised: the weights of other keys do not change.
 
     Args:
         model: dense or sparse model.
@@ -75,9 +75,9 @@ def ablate_attention_edges(
             from key to query: ``["a3.h2:5->8"]``.
         heads: in place of `edges`: heads in which the rule holds, as in `ablate_heads`; all by
             default.
-        query: columns of the queries: one, a list, a slice, or a function from a column to whether
-            it is meant; all by default. Negative columns count from the end of the tokens that are
-            run.
+        query: columns of the queries: one, a list, a slice, or a function that says whether a
+            column is selected; all by default. Negative columns count from the end of the tokens
+            that are run.
         key: columns of the keys, likewise.
 
     Raises:

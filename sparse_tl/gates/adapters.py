@@ -1,7 +1,7 @@
-"""Low-rank adapters as a file of their own, to be put on the model that they were trained on again.
+"""Low-rank adapters in a file of their own, which can be put on their base model again.
 
-``adapters.safetensors`` holds A and B of every projection, by name. The gates' JSON file describes
-the base: its name, and a hash over all of its weights, so that adapters are not put on another.
+``adapters.safetensors`` holds A and B of every projection, by name. The gates' JSON file records
+the base's name and a hash over all of its weights, so that adapters are put on no other model.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from sparse_tl.scopes import autograd
 
 ADAPTERS_WEIGHTS = "adapters.safetensors"
 _IN_NAMES = ("_original_component.", "base_layer.", "default.")
-"""What bridges and peft put into the names of parameters."""
+"""Name parts that bridges and peft insert into the names of parameters."""
 
 
 def write_adapters(model: Model, folder: Path) -> dict[str, Any]:
-    """Write the adapters of a model, and return what describes them and their base.
+    """Write the adapters of a model, and return a description of them and their base.
 
     Raises:
         ValueError: the model has no adapters, or its weights are sharded.
@@ -50,7 +50,7 @@ def put_adapters(model: Model, folder: Path, described: Any) -> Model:
     Args:
         model: the base model, without adapters.
         folder: folder that `write_adapters` wrote to.
-        described: what it returned.
+        described: description that `write_adapters` returned.
 
     Raises:
         ValueError: the model is not the adapters' base, or the folder is damaged.
@@ -68,7 +68,7 @@ def put_adapters(model: Model, folder: Path, described: Any) -> Model:
         raise ValueError(
             f"expected the base model {name!r} with weights of hash {weights}, on which the "
             f"adapters in {folder} were trained; got {model.cfg.model_name!r} with {found}. "
-            "Weights have to be the same to the last bit, and of the same dtype"
+            "Weights have to be identical to the last bit, and of the same dtype"
         )
     file = folder / ADAPTERS_WEIGHTS
     stored = read_tensors(file)

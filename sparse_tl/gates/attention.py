@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from sparse_tl.gates.blockwise import GatedAttention, GatedPattern
 from sparse_tl.gates.distributions import BernoulliGate, GateDistribution, GateMode, gate_values
 from sparse_tl.gates.layer_counts import attention_edges_of_layer
-from sparse_tl.gates.passes import Counted, GateSettings, PassGates, layer_hooks
+from sparse_tl.gates.passes import ComputedGates, Counted, GateSettings, layer_hooks
 from sparse_tl.gates.patches import gate
 from sparse_tl.gates.straight_through import edge_term, gated_pattern
 from sparse_tl.lens import (
@@ -40,14 +40,14 @@ from sparse_tl.lens import (
 )
 
 GateKind = Literal["score", "share"]
-"""What a gate reads of its attention edge: the score, or the share of the query's attention."""
+"""What a gate reads: its edge's score, or its edge's share of the query's attention."""
 
 
-class AttentionGates(PassGates, ABC):
+class AttentionGates(ComputedGates, ABC):
     """Learnable gates on all attention edges of a model.
 
     Args:
-        bias: learnable term of every head in the logits of its gates; a larger one opens more.
+        bias: learnable term of each head in the logits of its gates; a larger bias opens more.
         distribution: how gates are sampled and evaluated.
     """
 
@@ -66,7 +66,7 @@ class AttentionGates(PassGates, ABC):
 
     @abstractmethod
     def read_points(self, adapter: Adapter) -> list[str]:
-        """The hook point, in every layer, of what the gates read besides the pattern."""
+        """The hook points, one per layer, that the gates read besides the pattern."""
 
     @abstractmethod
     def _terms(
@@ -74,14 +74,14 @@ class AttentionGates(PassGates, ABC):
     ) -> tuple[
         Float[Tensor, "prompt head query key"] | None, Float[Tensor, "#prompt head #query 1"]
     ]:
-        """The scores that the logits begin with, None for log p; and the term of each query."""
+        """The edges' term of the logits (scores, or None for log p), and each query's term."""
 
     @abstractmethod
     def _sample_of(self, read: Tensor) -> Tensor:
-        """A small part of what the gates read, by which a pass is recognised."""
+        """A small part of the gates' input, which identifies a pass."""
 
     def hooks(self, adapter: Adapter) -> list[Hook]:
-        """The hooks that attach these gates: their input is read last, patterns are set first."""
+        """Hooks that attach these gates: they read inputs last, and set patterns first."""
         patterns = adapter.layer_points("attn.hook_pattern")
         masks: dict[int, AttentionMask] = {}
         gated = layer_hooks(self.read_points(adapter), patterns, partial(self._gate_pattern, masks))
@@ -175,7 +175,7 @@ class AttentionGates(PassGates, ABC):
     def _cost(
         self, layer: int, now: GateSettings, like: Float[Tensor, "prompt head query key"]
     ) -> Float[Tensor, "#head #query #key"] | None:
-        """The costs of a layer's edges, if they differ."""
+        """The costs of a layer's edges; None if all cost 1."""
         if now.edge_cost is None:
             return None
         check_edge_cost(now.edge_cost, (len(self.bias), *like.shape[1:]))
@@ -192,7 +192,7 @@ def _drawn(generator: torch.Generator | None) -> int:
 def _real_queries(
     now: GateSettings, pattern: Float[Tensor, "prompt head query key"]
 ) -> Bool[Tensor, "prompt 1 query 1"] | None:
-    """Queries that are no padding: models mask it as a key, but not as a query."""
+    """Queries that are not padding, which models mask as a key but not as a query."""
     if now.real is None:
         return None
     return now.real.to(pattern.device).bool()[:, None, -pattern.shape[2] :, None]

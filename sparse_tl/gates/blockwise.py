@@ -1,12 +1,12 @@
 """Gated attention in linear memory: patterns are computed, gated and used a few queries at a time.
 
-A gate renormalises nothing, so a query's output depends on its own row of the pattern only:
+Gates do not renormalise, so a query's output depends only on its own row of the pattern:
 
     output_i = sum_j A_ij p_ij v_j,    p_i = softmax(s_i),    s_i = q_i k^T and what the model adds
 
-The backward pass computes each block of s, p and A again, with the same noise, so that no tensor of
-the size of the pattern is kept: memory grows linearly with the number of tokens. Keys that the
-model masks for all queries of a block, such as later tokens, are left out.
+The backward pass recomputes each block of s, p and A, with the same noise. No tensor of the size of
+the pattern is kept, so memory grows linearly with the number of tokens. Keys that the model masks
+for all queries of a block, such as later tokens, are left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sparse_tl.lens import AttentionMask, Block, Deferred, Expression, function_
 from sparse_tl.scopes import autograd
 
 QUERIES_AT_ONCE = 128
-"""Queries per block; with fewer, more masked keys are left out, in more and smaller products."""
+"""Queries per block; fewer would leave out more masked keys, in more and smaller products."""
 
 SMOOTH = ("expected", "cost")
 """The counts that have a gradient."""
@@ -34,7 +34,7 @@ SMOOTH = ("expected", "cost")
 GateBlock = Callable[
     [Block, "Tensor | None", Tensor, Tensor, "torch.Generator | None"], tuple[Tensor, Counted]
 ]
-"""From block, scores, pattern, query terms and generator: the gated pattern, and counts."""
+"""Function of block, scores, pattern, query terms and generator: the gated pattern, and counts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,10 +44,10 @@ class GatedAttention:
     Args:
         pattern: attention pattern.
         scores: attention scores, if the gates read them.
-        mask: the layer's mask; keys that it allows to no query of a block are left out.
+        mask: the layer's mask; keys that it hides from every query of a block are left out.
         row: each query's term in the logits of its gates.
         gate: computes the gates of a block.
-        seed: seed of the noise; each block has a generator of its own. None without noise.
+        seed: seed of the noise, from which each block seeds its generator; None without noise.
     """
 
     pattern: Expression
@@ -93,7 +93,7 @@ class GatedAttention:
         product: Tensor,
         leaves: dict[int, Tensor],
     ) -> tuple[Tensor, Counted]:
-        """The gated pattern of a block, and its counts, from that block of all it depends on."""
+        """The gated pattern of a block and its counts, from that block of each input."""
         known = {id(self.pattern.product): product}
         scores = None if self.scores is None else self.scores.value(leaves, known)
         pattern = self.pattern.value(leaves, known)
@@ -101,7 +101,7 @@ class GatedAttention:
 
 
 class GatedPattern(Deferred):
-    """The gated pattern of a layer without storage; its product with v is computed by blocks."""
+    """The gated pattern of a layer, without storage; its product with v is computed by blocks."""
 
     attention: GatedAttention
     counts: list[Counted] | None
@@ -153,7 +153,7 @@ class GatedPattern(Deferred):
 
 
 class _Attend(torch.autograd.Function):
-    """Function of q, k, v, the query terms, and whatever else enters the scores."""
+    """The heads' outputs, from q, k, v, the query terms, and whatever else enters the scores."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -257,6 +257,6 @@ def _slices(length: int, size: int) -> Iterator[slice]:
 
 
 def _autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
-    """What sets up automatic casts as they are now."""
+    """A context manager factory that restores the current autocast settings."""
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     return lambda: torch.autocast(device, dtype, enabled=enabled, cache_enabled=False)

@@ -1,4 +1,4 @@
-"""Attention of long prompts by blocks, in a model without gates."""
+"""Attention computed by blocks for long prompts, in a model without gates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparse_tl.scopes import scope
 
 @scope
 def attention_by_blocks(model: HookedModel) -> Iterator[None]:
-    """Inside the block, a model without gates computes attention of long prompts by blocks too."""
+    """Inside the scope, a model without gates computes attention of long prompts by blocks."""
     adapter = adapt(model)
     gates = ScoreGates.of(adapter).requires_grad_(False)
     with (

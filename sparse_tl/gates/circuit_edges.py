@@ -8,10 +8,10 @@ gates at 1 this is the plain model, bit for bit; with all gates at 0 it is the p
 Normalisation is recomputed at every destination. With spans, an edge has a gate for every span,
 which acts on the span's tokens.
 
-A source with nearly all edges closed is *shut*: what it changes is subtracted in a running sum
-that all later destinations share, and only its edges that differ are computed one by one. So a
-small circuit costs what it keeps, and a large one what it leaves out: per-head writes are separated
-for sources with such edges alone, and reads are computed where they differ from the residual
+A source with nearly all edges closed is closed *as a whole*: its change is subtracted in a running
+sum that all later destinations share, and only its edges that differ are computed one by one. So a
+small circuit costs what it keeps, and a large one what it leaves out: writes are separated by head
+only for sources with such edges, and reads are computed only where they differ from the residual
 stream.
 """
 
@@ -32,7 +32,7 @@ from sparse_tl.arguments import checked
 from sparse_tl.data import Spans
 from sparse_tl.gates.edge_weights import EdgeWeights
 from sparse_tl.gates.patches import PatchValues
-from sparse_tl.gates.sites import Pass
+from sparse_tl.gates.sites import GatedPass
 from sparse_tl.gates.source_changes import SourceChanges
 from sparse_tl.lens import EMBEDDED, SLOTS, Adapter, Hook, Order
 
@@ -71,13 +71,13 @@ class CircuitEdges:
         adapter: Adapter,
         gates: Float[Tensor, "stack *span source destination"],
         patch: PatchValues,
-        now: Pass,
+        now: GatedPass,
     ) -> list[Hook]:
-        return CircuitPass(adapter, gates, patch, now, self.spans).hooks()
+        return CircuitEdgeHooks(adapter, gates, patch, now, self.spans).hooks()
 
 
-class CircuitPass:
-    """Forward passes under stacked gates on circuit edges, one after the other.
+class CircuitEdgeHooks:
+    """The hooks of stacked gates on circuit edges, for forward passes one after the other.
 
     Args:
         adapter: adapter of the model.
@@ -92,7 +92,7 @@ class CircuitPass:
         adapter: Adapter,
         gates: Float[Tensor, "stack *span source destination"],
         patch: PatchValues,
-        now: Pass,
+        now: GatedPass,
         spans: Spans | None = None,
     ) -> None:
         self.adapter, self.graph, self.patch, self.now = adapter, adapter.graph, patch, now
@@ -147,7 +147,7 @@ class CircuitPass:
         return changes
 
     def _start(self, cached: Int[Tensor, ""]) -> None:
-        """Start a pass, perhaps another one under the same gates, behind the cached columns."""
+        """Start a pass after the cached columns; not necessarily the first under these gates."""
         self.now.start = int(cached)
         if self._ran:
             self._changes = self._none_yet()
@@ -163,7 +163,7 @@ class CircuitPass:
         self, column: int, before: int, residual: Float[Tensor, "rows pos d_model"]
     ) -> Float[Tensor, "rows pos d_model"]:
         """What one destination reads, replacing the residual stream."""
-        shared = self._changes.without_shut(before, residual)
+        shared = self._changes.without_closed(before, residual)
         return self._changes.reads([column], before, shared)[:, 0].reshape(residual.shape)
 
     # ---- reading ---------------------------------------------------------------------------------
@@ -171,12 +171,12 @@ class CircuitPass:
     def _enter(
         self, layer: int, slots: Sequence[str], residual: Float[Tensor, "rows pos d_model"]
     ) -> Float[Tensor, "rows pos d_model"]:
-        """Keep what all heads of a layer read, and compute what many of them read on their own.
+        """Keep what a layer's heads share of their reads; compute reads that differ for many heads.
 
-        All slots at once: reading the sources' writes from memory dominates the cost.
+        For q, k and v together, since reading the sources' writes from memory dominates the cost.
         """
         before = self.edges.before("head", layer)
-        shared = self._shared = self._changes.without_shut(before, residual)
+        shared = self._shared = self._changes.without_closed(before, residual)
         many = {slot: self.edges.heads(layer, slot) for slot in slots if self._many(layer, slot)}
         if many:
             reads = self._changes.reads([*chain(*many.values())], before, shared)
@@ -187,14 +187,14 @@ class CircuitPass:
         return residual  # unchanged: the model, and autograd, continue from this very tensor
 
     def _many(self, layer: int, slot: str) -> bool:
-        """Whether enough heads have edges of their own weights to compute them as a batch."""
+        """Whether enough heads have weighted edges to compute their reads as a batch."""
         weighted = self.edges.weighted(self.edges.heads(layer, slot))
         return self.edges.learned or int(weighted.count_nonzero()) > _FEW * weighted.numel()
 
     def _read_heads(
         self, layer: int, slot: str, value: Float[Tensor, "rows pos head d_head"]
     ) -> Float[Tensor, "rows pos head d_head"]:
-        """What stands at `Adapter.read_point` (q, k or v in most models), from the heads' reads."""
+        """The value at `Adapter.read_point` (q, k or v in most models), from the heads' reads."""
         norm = self.adapter.norm(layer, "attn")
         weight, bias = self.adapter.qkv(layer, slot)  # type: ignore[arg-type]
         if slot in self._made:
@@ -237,8 +237,8 @@ class CircuitPass:
         change = self.patch.change(name, value, self.now.n_stack, self.now.start)
         if self.edges.separated(row):
             self._changes.append(change[None])
-        if self.edges.shuts(row):
-            self._changes.add(row, self._changes.where_shut(row, change[:, :, None])[:, :, 0])
+        if self.edges.closes(row):
+            self._changes.add(row, self._changes.where_closed(row, change[:, :, None])[:, :, 0])
         return value
 
     def _note_heads(
@@ -249,7 +249,7 @@ class CircuitPass:
         heads = [row - first for row in self.edges.separated(first, self.graph.n_heads)]
         if heads:
             self._changes.append(self.adapter.heads_written(layer, change, heads=heads))
-        if self.edges.shuts(first, self.graph.n_heads):
+        if self.edges.closes(first, self.graph.n_heads):
             weight = self.adapter.W_O(layer).to(z.dtype).flatten(0, 1)
-            self._changes.add(first, self._changes.where_shut(first, change).flatten(2) @ weight)
+            self._changes.add(first, self._changes.where_closed(first, change).flatten(2) @ weight)
         return z

@@ -1,4 +1,4 @@
-"""Gates that are 0 at some attention edges, listed or chosen by a rule, and 1 at all others."""
+"""Gates that close some attention edges, listed or chosen by a rule, and leave all others open."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ClosedAttentionEdges(ClosedEdges):
         if int(self.edges[:, 2].max()) >= end:
             raise ValueError(
                 f"expected attention edges within the prompt of {end} tokens; got query "
-                f"{int(self.edges[:, 2].max())}. A rule can mean tokens that are still to be "
+                f"{int(self.edges[:, 2].max())}. A rule can include tokens that are still to be "
                 "generated: query=slice(...)"
             )
         # With a key-value cache only the last queries run; a sliding window drops early keys.
@@ -86,7 +86,7 @@ class ClosedAttentionEdges(ClosedEdges):
 
 @dataclass(frozen=True)
 class ClosedByRule(ClosedEdges):
-    """Gates that are 0 wherever both query and key are meant, in some heads, and 1 elsewhere.
+    """Gates that are 0 where a rule selects both query and key, in some heads, and 1 elsewhere.
 
     Args:
         heads: (layer, head) pairs.

@@ -1,4 +1,4 @@
-"""Columns by rule: which tokens an intervention acts on, including tokens still to be generated."""
+"""Rules for the columns that an intervention acts on, including tokens still to be generated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 Columns = int | slice | Sequence[int] | Callable[[int], bool]
-"""Columns, from 0: one, a list, a slice, or a function that says whether a column is meant.
+"""Columns, from 0: one, a list, a slice, or a function that says whether a column is selected.
 
 Negative columns count from the end of the tokens that are run.
 """
@@ -18,13 +18,13 @@ Negative columns count from the end of the tokens that are run.
 def meant(
     columns: Columns, start: int, end: int, *, first: int | None = None
 ) -> Bool[Tensor, " column"]:
-    """Which of the columns from `first` to `end` (exclusive) are meant.
+    """Whether a rule selects each column from `first` to `end` (exclusive).
 
     Args:
         columns: the rule.
         start: number of columns in the key-value cache.
         end: number of columns in the cache and in this pass together.
-        first: first column to say it of; by default the first one of this pass.
+        first: first column of the result; by default the first column of this pass.
 
     Raises:
         ValueError: a listed column lies outside the tokens that are run, or a column counts from

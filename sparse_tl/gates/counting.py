@@ -23,7 +23,7 @@ class AttentionEdgeCounts(Result):
         active: edges that are open under deterministic gates (all possible ones for a dense model).
         expected: ``sum sigmoid(s + b)`` over possible edges; differentiable while training.
         possible: pairs of real tokens that the layer's mask allows, whatever their scores:
-            ``T (T + 1) / 2`` in each head, fewer in layers with a sliding window or chunks.
+            ``T (T + 1) / 2`` in each causal head, fewer with a sliding window or chunks.
         tokens: number of real tokens in each prompt.
         gates: every deterministic gate, if requested.
         cost: `expected` weighted by edge costs, if costs were given.
@@ -180,7 +180,7 @@ _COUNTED = (
     "real",
     *(field.name for field in fields(AttentionEdgeCounts) if field.name != "tokens"),
 )
-"""Names that layers count under: the mask of real tokens, and all fields stacked over layers."""
+"""Names of a layer's counts: the mask of real tokens, and all fields stacked over layers."""
 
 
 def counted_by_batch(

@@ -39,7 +39,7 @@ class GateDistribution:
         return torch.sigmoid(logits)
 
     def is_open(self, logits: Gates) -> Bool[Tensor, "*gate"]:
-        """Which deterministic gates count as open: above 0, or sigmoid gates above one half."""
+        """Whether each deterministic gate counts as open: above 0, or a sigmoid gate above 1/2."""
         return logits > 0
 
 
@@ -133,7 +133,7 @@ def gate_values(
     generator: torch.Generator | None = None,
     noise: float = 1.0,
 ) -> Gates:
-    """The gates for some logits under one mode; `noise` scales the noise of sampled gates."""
+    """Gates from their logits, in one mode; `noise` scales the noise of sampled gates."""
     if mode is GateMode.OPEN:
         return torch.ones_like(logits)
     if mode is GateMode.SAMPLED:

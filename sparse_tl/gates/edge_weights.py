@@ -17,20 +17,20 @@ from sparse_tl.lens import Adapter
 from sparse_tl.nodes import Node
 
 _MOST = 7 / 8
-"""A source is shut if more than this share of its edges is closed; for fewer, it saves nothing."""
+"""A source is closed as a whole if more than this share of its edges is closed."""
 
 
 class EdgeWeights:
-    """Closed circuit edges under stacked gates, as ``1 - gate[u, v] = shut[u] + weight[u, v]``.
+    """Closed edges under stacked gates: ``1 - gate[u, v] = source_closed[u] + weight[u, v]``.
 
-    A source is shut where nearly all of its edges are closed, so that few edges have a weight other
-    than 0, in small circuits as in large ones. With gates per span, a source is shut span by span;
-    without, all tokens are one span.
+    A source is closed as a whole where nearly all of its edges are closed. So few edges have a
+    weight other than 0, in small circuits and in large ones. With gates per span, a source is
+    closed span by span; without, all tokens are one span.
 
     Args:
         adapter: adapter of the model.
-        gates: gates on the edges. If they require gradients, no source is shut, and every edge
-            counts as one with a weight.
+        gates: gates on the edges. If they require gradients, no source is closed as a whole, and
+            every edge counts as weighted.
         from_layer: first layer that runs.
     """
 
@@ -46,11 +46,11 @@ class EdgeWeights:
         first = self.graph.destination_index("logits" if at_end else f"a{from_layer}.h0<q>")
         exists[:, :first] = False  # nothing reads there in this pass
         gates = gates.to(adapter.device, adapter.dtype).reshape(len(gates), -1, *exists.shape)
-        self.shut: Float[Tensor, "stack span source"] = gates.new_zeros(gates.shape[:3])
+        self.source_closed: Float[Tensor, "stack span source"] = gates.new_zeros(gates.shape[:3])
         if not self.learned:
             n_closed = torch.where(exists, 1 - gates, 0).sum(dim=3)
-            self.shut = (n_closed > _MOST * exists.count_nonzero(dim=1)).to(gates.dtype)
-        weights = torch.where(exists, (1 - self.shut)[..., None] - gates, 0)
+            self.source_closed = (n_closed > _MOST * exists.count_nonzero(dim=1)).to(gates.dtype)
+        weights = torch.where(exists, (1 - self.source_closed)[..., None] - gates, 0)
         differs = exists[None, None] if self.learned else weights != 0
         # On the CPU: these lookups happen at every read and must not synchronise with a GPU.
         uses = differs.flatten(0, 1).any(dim=0).cpu().numpy()
@@ -58,7 +58,7 @@ class EdgeWeights:
         """Sources with a weighted edge; the writes of all others are never separated."""
         self._uses = uses[self.rows]
         self._columns = differs.flatten(1, 2).any(dim=1).cpu()
-        self._shut_rows: list[bool] = self.shut.flatten(0, 1).any(dim=0).tolist()
+        self._closed_rows: list[bool] = self.source_closed.flatten(0, 1).any(dim=0).tolist()
         self._weights = weights[:, :, self.rows]
 
     def before(self, kind: Literal["head", "mlp"], layer: int) -> int:
@@ -74,7 +74,7 @@ class EdgeWeights:
         return self._columns[:, columns.start : columns.stop]
 
     def used(self, columns: Sequence[int], before: int) -> list[int]:
-        """Those of the separated sources before a source that any of these destinations uses."""
+        """The separated sources before a source that any of these destinations uses."""
         uses = self._uses[: bisect_left(self.rows, before), _together(columns)]
         return np.flatnonzero(uses.any(axis=1)).tolist()
 
@@ -84,19 +84,19 @@ class EdgeWeights:
 
     def moves(self, columns: range, before: int) -> bool:
         """Whether any of these destinations reads something other than the residual stream."""
-        return bool(self.weighted(columns).any()) or self.shuts(0, before)
+        return bool(self.weighted(columns).any()) or self.closes(0, before)
 
-    def shuts(self, row: int, count: int = 1) -> bool:
-        """Whether any of `count` sources is shut under any setting."""
-        return any(self._shut_rows[row : row + count])
+    def closes(self, row: int, count: int = 1) -> bool:
+        """Whether any of `count` sources is closed as a whole under any setting."""
+        return any(self._closed_rows[row : row + count])
 
     def separated(self, row: int, count: int = 1) -> list[int]:
-        """Those of `count` sources that are separated."""
+        """Which of `count` sources are separated."""
         return self.rows[bisect_left(self.rows, row) : bisect_left(self.rows, row + count)]
 
     def writes(self, row: int, count: int = 1) -> bool:
         """Whether the writes of any of `count` sources are needed."""
-        return bool(self.separated(row, count)) or self.shuts(row, count)
+        return bool(self.separated(row, count)) or self.closes(row, count)
 
 
 @cache  # asked at every read
@@ -113,7 +113,7 @@ def _heads(graph: CircuitGraph, layer: int, slot: str) -> range:
 
 
 def _together(places: Sequence[int]) -> slice | list[int]:
-    """Increasing places as a slice where they are adjacent, so that indexing copies nothing."""
+    """Increasing indices, as a slice if they are adjacent, so that indexing copies nothing."""
     if len(places) and places[-1] - places[0] + 1 == len(places):
         return slice(places[0], places[-1] + 1)
     return list(places)

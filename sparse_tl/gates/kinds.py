@@ -23,7 +23,7 @@ def attention_gates(
     starts: Mapping[str, float | None],
     distribution: GateDistribution | None,
 ) -> AttentionGates:
-    """New gates of a kind, or the gates themselves.
+    """Gates that fit a model: new ones of a kind, or the given ones.
 
     Args:
         adapter: adapter of the model.
@@ -33,8 +33,8 @@ def attention_gates(
         distribution: how new gates are sampled and evaluated.
 
     Raises:
-        ValueError: an argument of the other kind, or of new gates beside existing ones; the gates
-            do not fit the model.
+        ValueError: an argument belongs to the other kind, or to new gates where existing ones are
+            given; or the gates do not fit the model.
     """
     given = {name: value for name, value in starts.items() if value is not None}
     if gates is None:

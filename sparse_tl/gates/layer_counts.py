@@ -1,4 +1,4 @@
-"""Counts of one layer in one pass: possible, open and expected attention edges, and MLP outputs."""
+"""Counts of one layer in one pass: possible, open and expected attention edges; MLP outputs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def open_edges(
 def _number_of(
     edges: Bool[Tensor, "*head query key"] | Float[Tensor, "*head query key"],
 ) -> Int[Tensor, "*head"]:
-    """How many there are; a query's keys in float32, which is exact and much faster than int64."""
+    """The number of edges; summed over keys in float32, which is exact and faster than int64."""
     return edges.sum(dim=-1, dtype=torch.float32).sum(dim=-1, dtype=torch.int64)
 
 

@@ -32,7 +32,7 @@ class LearnedGates(nn.Module):
         initial_logit: initial value of all logits.
 
     Raises:
-        ValueError: the size of the site depends on the prompt.
+        ValueError: the number of gates at the site depends on the prompt.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class LearnedGates(nn.Module):
         shape = site.shape(adapter)
         if -1 in shape:
             raise ValueError(
-                f"expected a site whose gates are the same for all prompts; those of {site} are "
-                "not. SparseTransformer has gates on attention edges"
+                f"expected a site with the same gates for all prompts; those of {site} depend on "
+                "the prompt. SparseTransformer has gates on attention edges"
             )
         self.site, self.distribution = site, distribution or SigmoidGate()
         self.logits = nn.Parameter(
@@ -78,7 +78,7 @@ def hook_points(
     *,
     sample: Int[Tensor, "batch pos"] | None = None,
 ) -> HookPoints:
-    """The site of some hook points and axes, with sizes taken from a run of the model.
+    """A site at some hook points and axes, with sizes taken from a run of the model.
 
     Args:
         model: dense or sparse model; left unchanged.

@@ -1,4 +1,4 @@
-"""Loading a model with its gates, if it has any."""
+"""Load a model, with its gates if it has any."""
 
 from __future__ import annotations
 

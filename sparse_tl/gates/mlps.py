@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from sparse_tl.gates.distributions import BernoulliGate, GateDistribution, GateMode, gate_values
 from sparse_tl.gates.layer_counts import mlps_of_layer
-from sparse_tl.gates.passes import PassGates, layer_hooks
+from sparse_tl.gates.passes import ComputedGates, layer_hooks
 from sparse_tl.gates.patches import gate
 from sparse_tl.lens import Adapter, Hook, check_mlps
 
@@ -28,7 +28,7 @@ INITIAL_BIAS = 2.0
 """Initial b: an MLP output is open with a probability of 88 percent."""
 
 
-class MLPGates(PassGates):
+class MLPGates(ComputedGates):
     """Learnable gates on all MLP outputs of a model.
 
     Args:
@@ -67,7 +67,7 @@ class MLPGates(PassGates):
         )
 
     def hooks(self, adapter: Adapter) -> list[Hook]:
-        """The hooks that attach these gates: MLP inputs are read last, outputs are set first."""
+        """Hooks that attach these gates: they read inputs last, and set outputs first."""
         outputs = adapter.layer_points("hook_mlp_out")
         reads = [f"blocks.{layer}.mlp_read" for layer in range(adapter.n_layers)]
         return layer_hooks(reads, outputs, self._gate_output)
@@ -88,7 +88,7 @@ class MLPGates(PassGates):
             )
         if self.distribution != distribution:
             raise ValueError(
-                f"expected gates on MLPs that are drawn as those on attention edges, by "
+                "expected gates on MLPs with the same distribution as those on attention edges, "
                 f"{distribution}; got {self.distribution}"
             )
 

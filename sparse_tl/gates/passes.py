@@ -1,7 +1,7 @@
 """Gates that every forward pass computes from the model's own activations.
 
 Shared by gates on attention edges and on MLPs: how a pass sets and counts its gates, and how a
-layer that activation checkpointing recomputes gets the same gates again.
+layer recomputed by activation checkpointing gets the same gates again.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from sparse_tl.scopes import scope
 Counted = dict[str, Tensor]
 """Counts of one layer, keyed by field of `AttentionEdgeCounts`."""
 KNOWN_PASSES = 8
-"""Number of consecutive forward passes that one backward pass can recompute."""
+"""Number of consecutive forward passes whose layers a backward pass can recompute."""
 
 
 @dataclass
 class GateSettings:
-    """How the gates of a forward pass are set, and what is counted.
+    """Settings of a forward pass: how gates are set, and what is counted.
 
     Args:
         mode: sampled, deterministic or open.
@@ -40,8 +40,8 @@ class GateSettings:
             `with_pressure`.
         edge_cost: cost per attention edge for `AttentionEdgeCounts.cost`; 1 by default.
         real: attention mask, 0 at padding; padding is not counted.
-        by_blocks: whether long patterns are computed by blocks even if no gate does anything, up to
-            rounding.
+        by_blocks: whether long patterns are computed by blocks even if no gate has an effect; this
+            changes results by rounding.
     """
 
     mode: GateMode = GateMode.DETERMINISTIC
@@ -75,8 +75,8 @@ class _LayerPass:
         )
 
 
-class PassGates(nn.Module):
-    """Learnable gates of all layers, recomputed in every pass.
+class ComputedGates(nn.Module):
+    """Learnable gates of all layers, which every pass computes from the model's activations.
 
     Args:
         distribution: how gates are sampled and evaluated.
@@ -99,11 +99,11 @@ class PassGates(nn.Module):
             self.settings = before
 
     def forget(self) -> None:
-        """Drop the state kept from earlier passes."""
+        """Drop the state of earlier passes."""
         self._passes.clear()
 
     def _settings_of(self, layer: int, read: Float[Tensor, "prompt ... n"]) -> GateSettings:
-        """Settings of this pass, or of the pass that it recomputes.
+        """The settings of this pass, or of the pass that it recomputes.
 
         Activation checkpointing runs a layer again in the backward pass, possibly after the block
         that set the gate mode has ended. The layer then gets the same settings and the same noise.
@@ -113,7 +113,7 @@ class PassGates(nn.Module):
             read: the layer's gate input, used to identify the pass.
 
         Raises:
-            RuntimeError: the pass being recomputed is not among the last ones.
+            RuntimeError: the pass being recomputed is older than the last `KNOWN_PASSES`.
         """
         known = self._passes[layer]
         if torch._C._current_graph_task_id() == -1:
@@ -128,7 +128,7 @@ class PassGates(nn.Module):
         if last is None:
             raise RuntimeError(
                 f"expected a backward pass after at most {KNOWN_PASSES} forward passes of a model "
-                "with checkpointed activations; the gates of an earlier pass are not known any more"
+                "with checkpointed activations; the gates of earlier passes are no longer known"
             )
         # A backward pass goes from last to first: among equal passes, this was the last.
         known.remove(last)
@@ -143,7 +143,7 @@ class PassGates(nn.Module):
     def _opened(
         self, now: GateSettings, logits: Float[Tensor, "*gate"], possible: Bool[Tensor, "*#gate"]
     ) -> tuple[Bool[Tensor, "*gate"], Float[Tensor, "*gate"]]:
-        """Which possible gates are open if deterministic, and how probably, under pressure."""
+        """Which possible gates are open if deterministic, and their probabilities of being open."""
         if now.mode is GateMode.OPEN:
             possible = possible.expand_as(logits)
             return possible, possible.to(logits.dtype)
@@ -173,12 +173,12 @@ def layer_hooks(
     gated: Sequence[str],
     act: Callable[[int, Tensor, Tensor], Tensor | None],
 ) -> list[Hook]:
-    """The hooks that gate every layer: gates read their input last, and set what they act on first.
+    """Hooks that gate every layer: they read after all other hooks, and set values before them.
 
     Args:
         read: the hook point of the gates' input, by layer.
         gated: the hook point of what they act on, by layer.
-        act: function of layer, input and what is gated; returns the latter under gates, or None.
+        act: function of layer, input and value; returns the gated value, or None to keep it.
     """
     inputs: dict[int, Tensor] = {}
 

@@ -11,10 +11,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.arguments import Seed, checked
-from sparse_tl.gates.circuit_edges import CircuitEdges, CircuitPass
+from sparse_tl.gates.circuit_edges import CircuitEdgeHooks, CircuitEdges
 from sparse_tl.gates.closed_edges import ClosedEdges
 from sparse_tl.gates.patches import Patch, PatchValues, Reference, drawn, reference_prompts
-from sparse_tl.gates.sites import AttentionEdges, Heads, Pass, Site, SiteGates
+from sparse_tl.gates.sites import AttentionEdges, GatedPass, Heads, Site, SiteGates
 from sparse_tl.lens import (
     OWN,
     Adapter,
@@ -76,7 +76,7 @@ def gated(
     with evaluation_mode(model):
         points = site.points(adapter, stack)
         values = PatchValues(adapter, points, patch, prompts, seed, order=site.order)
-        with attached(adapter, site.hooks(adapter, stack, values, Pass(math.prod(shape)))):
+        with attached(adapter, site.hooks(adapter, stack, values, GatedPass(math.prod(shape)))):
             yield
 
 
@@ -171,7 +171,7 @@ class GatedRun:
         if edges:
             run[..., -1] = 1  # what the logits read differs from the residual stream
         # Hooks of the setting come first, so that the recording is of gated activations.
-        hooks = self.site.hooks(adapter, run, self.patch, Pass(1))
+        hooks = self.site.hooks(adapter, run, self.patch, GatedPass(1))
         # Copied, since hooks may edit in place.
         keep = lambda value: entering.append(value.clone())  # noqa: E731
         borders = [f"blocks.{layer}.entering" for layer in range(adapter.n_layers)]
@@ -214,12 +214,12 @@ class GatedRun:
 
     def _final(self, stack: Any, n_stack: int) -> Float[Tensor, "stack label d_model"]:
         adapter, first = self.adapter, self._first_layer(stack)
-        now = Pass(n_stack, first, changes=self._changes if first else None)
+        now = GatedPass(n_stack, first, changes=self._changes if first else None)
         if first == adapter.n_layers:
             final = self._entering[first].repeat(n_stack, 1, 1)
             if isinstance(self.site, CircuitEdges):
                 spans = self.site.spans
-                final = CircuitPass(adapter, stack, self.patch, now, spans).read_logits(final)
+                final = CircuitEdgeHooks(adapter, stack, self.patch, now, spans).read_logits(final)
         else:
             once = isinstance(self.site, Heads)
             now.n_prompts = len(self.tokens) if once and n_stack > 1 else None

@@ -1,7 +1,7 @@
 """A SparseTransformer as a folder: the model's files, ``gates.json`` and ``gates.safetensors``.
 
-For a bridge, the model's files form a Hugging Face folder. transformers can read it as usual; it
-ignores the gates. In place of the model's files, a folder may have the model's adapters alone.
+For a bridge, the model's files form a Hugging Face folder, which transformers can read; it ignores
+the gates. A folder may hold the model's low-rank adapters in place of its files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sparse_tl.lens.loading import GATES_FILE, load_folder
 
 GATES_WEIGHTS = "gates.safetensors"
 SCHEMA = 1
-"""Format version of gates; folders of versions that named none have the same."""
+"""Format version of gates; folders without a version have this one."""
 _MLPS = "mlp_gates."
 """Prefix of the tensor names of MLP gates."""
 
@@ -66,7 +66,7 @@ def save_sparse(
     folder = Path(folder)
     if not ranks.is_first():
         if not adapters_only:
-            save_model(model, folder)  # which it takes part in where it has to
+            save_model(model, folder)  # all ranks take part if the weights are sharded
         return folder
     recover_folder(folder)
     check_replaceable(folder, GATES_FILE, GATES_WEIGHTS, ADAPTERS_WEIGHTS)
@@ -132,7 +132,7 @@ def _load(
     if unknown := sorted(name for name in tensors.keys() - known if not name.startswith(_MLPS)):
         raise ValueError(
             f"expected {gates.kind} gates in {file}, which hold {sorted(known)}; got {unknown} "
-            "besides. Are these gates of another kind?"
+            "too. Are these gates of another kind?"
         )
     for name, parameter in gates.named_parameters():
         whose = f"for {n_layers} layers of {n_heads} heads"
@@ -184,7 +184,7 @@ def _read(
 
 
 def _read_kind(file: Path) -> type[ScoreGates | ShareGates]:
-    """The kind of gates that a folder holds; folders of versions that named none have scores."""
+    """The kind of gates that a folder holds; score gates if it names none, as in old versions."""
     kind = read_json(file).get("gates", "score")
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"expected one of {sorted(KINDS)} as `gates` in {file}; got {kind!r}")
@@ -197,8 +197,8 @@ def _read_mlps(file: Path, tensors: dict[str, Tensor]) -> bool:
     stored = [name for name in tensors if name.startswith(_MLPS)]
     if not isinstance(said, bool) or (stored and not said):
         raise ValueError(
-            f"expected true as `mlps` in {file} where {GATES_WEIGHTS} holds gates on MLPs, and "
-            f"false or nothing where not; got {said!r} beside {stored}"
+            f"expected `mlps` in {file} to be true if {GATES_WEIGHTS} holds gates on MLPs, and "
+            f"false or absent if not; got {said!r} beside {stored}"
         )
     return said
 
@@ -222,7 +222,7 @@ def _read_distribution(file: Path) -> GateDistribution:
     )
     try:
         if not numbers:
-            raise TypeError("they are not numbers by name")
+            raise TypeError("they are not a dictionary of numbers")
         return DISTRIBUTIONS[name](**parameters)
     except (TypeError, ValueError) as error:
         raise ValueError(f"expected the parameters of a {name} in {file}; {error}") from error

@@ -47,7 +47,7 @@ class ScoreGates(AttentionGates):
         return cls(cls._initial(adapter, initial_bias), distribution)
 
     def check(self, adapter: Adapter) -> None:
-        """Check that these gates fit a model, and give the same at every length of a prompt.
+        """Check that these gates fit a model, and do not depend on tokens that follow.
 
         Raises:
             ValueError: the model's scores change when tokens follow, or as in `AttentionGates`.

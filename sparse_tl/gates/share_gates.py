@@ -6,10 +6,10 @@ embeddings), and a learnable ``c`` and ``w`` per head,
     P(A_ij = 1) = p_ij / (p_ij + t_i),    log t_i = -(c + w . q_i)
 
 so the logit is ``log p_ij + c + w . q_i``. Without sampling, an edge is open if its share exceeds
-its head's threshold t at that query. Closing edges removes no more attention than they had, since
-nothing is renormalised. Adding a constant to all scores of a query changes neither p nor these
-gates. Where the threshold exceeds 1, the head closes at that query altogether, and its attention
-sink with it.
+its head's threshold t at that query. Nothing is renormalised, so closing edges removes no more
+attention than they had. Adding a constant to all scores of a query changes neither p nor these
+gates. If the threshold exceeds 1 at a query, the head closes there altogether, its attention sink
+included.
 
 Training starts at ``w = 0``, where all queries of a head share a threshold. `ScoreGates` are the
 special case ``log t_i = -(b + log sum_j exp(s_ij))``.
@@ -93,7 +93,7 @@ class ShareGates(AttentionGates):
     def _terms(
         self, layer: int, read: Float[Tensor, "prompt query head d_head"]
     ) -> tuple[None, Float[Tensor, "prompt head query 1"]]:
-        # No matrix product: autocast would round it, and gates would differ from evaluation's.
+        # No matrix product: autocast would round it, unlike in evaluation, and gates would differ.
         along = (read.to(self.weight.dtype) * self.weight[layer]).sum(dim=-1) + self.bias[layer]
         return None, along.transpose(1, 2)[..., None]
 
@@ -112,7 +112,7 @@ def _query_size(adapter: Adapter) -> int:
     def note(query: Float[Tensor, "batch pos head d_head"]) -> None:
         sizes.append(query.shape[-1])
 
-    # A whole pass: those of a sharded model begin and end at the model.
+    # Run the whole model: passes of a sharded model cannot stop after one layer.
     with attached(adapter, [("blocks.0.attn.hook_q", Order.LAST, note)]):
         adapter.model(torch.zeros(1, 1, dtype=torch.long, device=adapter.device))
     return sizes[0]

@@ -23,14 +23,14 @@ from sparse_tl.lens import Adapter, Hook, Order, repeated
 
 
 @dataclass
-class Pass:
+class GatedPass:
     """One forward pass under stacked gates.
 
     Args:
         n_stack: copies of the prompts in the batch.
         from_layer: first layer that is run.
-        n_prompts: number of prompts, where attention of the first layer runs on one copy only.
-        changes: writes of the sources before `from_layer`, minus the patch, for circuit edges.
+        n_prompts: number of prompts, if the first layer's attention runs on one copy only.
+        changes: for circuit edges, writes of the sources before `from_layer` minus the patch.
         start: position of the first column; above 0 with a key-value cache.
     """
 
@@ -43,7 +43,7 @@ class Pass:
 
 @runtime_checkable
 class Site(Protocol):
-    """A set of places that gates can sit at."""
+    """Where gates can sit, and how they act there."""
 
     order: Order
     """When gates act, or read what a source writes, relative to other hooks."""
@@ -53,14 +53,14 @@ class Site(Protocol):
         ...
 
     def points(self, adapter: Adapter, gates: Any = None) -> list[str]:
-        """The hook points that need a patch, under given stacked gates or in general."""
+        """The hook points that need a patch: under these stacked gates, or under any."""
         ...
 
     def first_layer(self, adapter: Adapter, differ: Tensor) -> int:
         """The first layer affected by a change of gates, given where the gates differ."""
         ...
 
-    def hooks(self, adapter: Adapter, gates: Any, patch: PatchValues, now: Pass) -> list[Hook]:
+    def hooks(self, adapter: Adapter, gates: Any, patch: PatchValues, now: GatedPass) -> list[Hook]:
         """The hooks that apply stacked gates to a model."""
         ...
 
@@ -85,7 +85,7 @@ class _Activations:
         found = differ.transpose(0, 1).flatten(1).any(dim=1).nonzero().flatten().tolist()
         return min(map(self.layer, found), default=adapter.n_layers)
 
-    def hooks(self, adapter: Adapter, gates: Any, patch: PatchValues, now: Pass) -> list[Hook]:
+    def hooks(self, adapter: Adapter, gates: Any, patch: PatchValues, now: GatedPass) -> list[Hook]:
         hooks: list[Hook] = []
         for index, name in enumerate(self.points(adapter)):
             closed = isinstance(gates, ClosedEdges)
@@ -103,7 +103,7 @@ class _Activations:
         name: str,
         gates: Float[Tensor, "stack ..."] | ClosedEdges,
         patch: PatchValues,
-        now: Pass,
+        now: GatedPass,
         clean: Float[Tensor, "rows ..."],
     ) -> Float[Tensor, "stacked ..."]:
         if isinstance(gates, ClosedEdges):
@@ -145,7 +145,7 @@ class Heads(_Activations):
             if gates is None or _acts(gates[:, layer])
         ]
 
-    def hooks(self, adapter: Adapter, gates: Any, patch: PatchValues, now: Pass) -> list[Hook]:
+    def hooks(self, adapter: Adapter, gates: Any, patch: PatchValues, now: GatedPass) -> list[Hook]:
         hooks = super().hooks(adapter, gates, patch, now)
         if patch.values and hooks:
             pattern = hooks[0][0].replace("hook_z", "hook_pattern")
@@ -153,12 +153,14 @@ class Heads(_Activations):
         return hooks
 
 
-def _note_start(now: Pass, cached: Int[Tensor, ""]) -> None:
+def _note_start(now: GatedPass, cached: Int[Tensor, ""]) -> None:
     """Record that a pass starts after the columns in a key-value cache."""
     now.start = int(cached)
 
 
-def _draw(patch: PatchValues, now: Pass, pattern: Float[Tensor, "rows head query key"]) -> None:
+def _draw(
+    patch: PatchValues, now: GatedPass, pattern: Float[Tensor, "rows head query key"]
+) -> None:
     """Draw the reference prompts of a new pass."""
     if not now.start:
         patch.draw(now.n_prompts or len(pattern) // now.n_stack)
@@ -220,7 +222,7 @@ class HookPoints(_Activations):
         name: str,
         gates: Float[Tensor, "stack ..."] | ClosedEdges,
         patch: PatchValues,
-        now: Pass,
+        now: GatedPass,
         clean: Float[Tensor, "rows ..."],
     ) -> Float[Tensor, "stacked ..."]:
         if self.spans is not None and isinstance(gates, Tensor):
@@ -241,7 +243,7 @@ class HookPoints(_Activations):
 
 
 def _acts(gates: Tensor | ClosedEdges) -> bool:
-    """Whether some gate is not 1, or is being trained."""
+    """Whether some gate differs from 1, or is being trained."""
     if isinstance(gates, ClosedEdges):
         return bool(gates.layers)
     return gates.requires_grad or bool((gates != 1).any())

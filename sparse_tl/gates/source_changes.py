@@ -1,10 +1,10 @@
 """What sources write minus their patch, and what destinations read without it.
 
-The part of a pass under gates on circuit edges that all reads share,
+All reads of a pass under gates on circuit edges share this:
 
     input_v = residual_v - sum_u (1 - gate[u, v]) change_u,
 
-at all tokens alike, or span by span, each with gates of its own.
+with the same gates at all tokens, or with gates per span.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from sparse_tl.data import Spans
 from sparse_tl.gates.edge_weights import EdgeWeights
 
 _FEW = 8
-"""Rows in use are copied where there are that many times as many: a small copy, much unread."""
+"""Copy the rows in use if this many times as many would be read otherwise."""
 
 
 class SourceChanges:
     """Writes of sources minus the patch, in the graph's order: separately, and as a sum.
 
-    Without gradients, separate writes go into one preallocated buffer, of which the rows in use are
-    read. With gradients, they are read part by part, since a read keeps what it reads for its
+    Without gradients, separate writes go into one preallocated buffer, and only its rows in use are
+    read. With gradients, writes are read part by part, since each read keeps its input for the
     backward pass.
 
     Args:
@@ -37,14 +37,15 @@ class SourceChanges:
 
     def __init__(self, edges: EdgeWeights, spans: Spans | None = None) -> None:
         self.edges = edges
-        self._n_stack = len(edges.shut)
+        self._n_stack = len(edges.source_closed)
         self._buffer: Tensor | None = None
         self._parts: list[Tensor] = []
         self._filled = 0
         self._sum: Tensor | None = None
         self._waiting = deque[tuple[int, Tensor]]()
         self._spans = spans
-        self._at = edges.shut.new_zeros(1, 1, dtype=torch.long) if spans is None else spans.at
+        one_span = edges.source_closed.new_zeros(1, 1, dtype=torch.long)
+        self._at = one_span if spans is None else spans.at
         self._places: list[Tensor | slice] = [slice(None)]
         if spans is not None:
             order = spans.at.flatten().argsort(stable=True)
@@ -65,17 +66,17 @@ class SourceChanges:
         self._buffer[self._filled : self._filled + len(part)] = part
         self._filled += len(part)
 
-    def where_shut(
+    def where_closed(
         self, row: int, change: Float[Tensor, "rows pos some n"]
     ) -> Float[Tensor, "rows pos some n"]:
-        """Changes of some sources, where they are shut; 0 elsewhere."""
+        """Changes of some sources where they are closed as a whole; 0 elsewhere."""
         stacked = change.unflatten(0, (self._n_stack, -1))
         self._check(*stacked.shape[1:3])
-        shut = self._by_token(self.edges.shut[..., row : row + change.shape[2]])
-        return (stacked * shut[..., None]).flatten(0, 1)
+        closed = self._by_token(self.edges.source_closed[..., row : row + change.shape[2]])
+        return (stacked * closed[..., None]).flatten(0, 1)
 
     def add(self, source: int, change: Float[Tensor, "rows pos d_model"]) -> None:
-        """Add writes to the sum: those of a source, or of several from this one on."""
+        """Add writes to the sum: those of one source, or of several that start with it."""
         self._waiting.append((source, change))
 
     def start_after(self, changes: Float[Tensor, "source batch pos d_model"]) -> None:
@@ -83,20 +84,20 @@ class SourceChanges:
         rows = self.edges.separated(0, len(changes))
         if rows:
             self.append(changes[rows].repeat(1, self._n_stack, 1, 1))
-        if self.edges.shuts(0, len(changes)):
+        if self.edges.closes(0, len(changes)):
             self._check(*changes.shape[1:3])
-            shut = self._by_token(self.edges.shut[..., : len(changes)])
-            self.add(0, torch.einsum("sbpu,ubpd->sbpd", shut, changes).flatten(0, 1))
+            closed = self._by_token(self.edges.source_closed[..., : len(changes)])
+            self.add(0, torch.einsum("sbpu,ubpd->sbpd", closed, changes).flatten(0, 1))
 
     # ---- reading ---------------------------------------------------------------------------------
 
-    def without_shut(
+    def without_closed(
         self, before: int, residual: Float[Tensor, "rows pos d_model"]
     ) -> Float[Tensor, "rows pos d_model"]:
-        """The residual stream with the shut sources before a source patched.
+        """The residual stream with the sources before one patched that are closed as a whole.
 
         Args:
-            before: the source, which does not decrease between calls.
+            before: that source's index, which does not decrease between calls.
             residual: the residual stream.
         """
         while self._waiting and self._waiting[0][0] < before:
@@ -114,7 +115,7 @@ class SourceChanges:
         Args:
             columns: the destinations.
             before: number of sources that write before them.
-            shared: the residual stream without shut sources.
+            shared: the residual stream that `without_closed` returns.
         """
         tokens = shared.reshape(self._n_stack, 1, -1, shared.shape[-1])
         parts, found = [*self._in_use(columns, before)], list[Tensor]()
@@ -159,7 +160,7 @@ class SourceChanges:
     def _in_use(
         self, columns: Sequence[int], before: int
     ) -> Iterator[tuple[Sequence[int], Float[Tensor, "some rows pos d_model"]]]:
-        """Rows that any of these destinations uses, some at a time; more may be returned."""
+        """Rows that any of these destinations uses, a few at a time; others may be among them."""
         used = self.edges.used(columns, before)
         count = used[-1] + 1 if used else 0
         if not self.edges.learned and _FEW * len(used) <= count:
@@ -186,6 +187,6 @@ class SourceChanges:
     def _check(self, batch: int, pos: int) -> None:
         if self._spans is not None and self._at.shape != (batch, pos):
             raise ValueError(
-                f"expected to run the prompts that the spans of the gates are of, in the shape "
+                f"expected to run the prompts that the gates' spans belong to, of shape "
                 f"{tuple(self._at.shape)}; got {(batch, pos)}"
             )

@@ -30,7 +30,7 @@ from sparse_tl.scopes import autograd, scope, uninterruptible
 class SparseTransformer(nn.Module):
     """Wrap a model so that its attention edges, and optionally MLP outputs, pass learnable gates.
 
-    The wrapper offers all that the model does, under the same names: calling it, `generate`,
+    The wrapper has the model's whole interface, under the same names: calling it, `generate`,
     `run_with_cache`, `hooks`, `to_tokens`, `cfg`. Gates are deterministic except inside a `sampled`
     or `opened` block. A user's hook on ``hook_pattern`` sees the gated pattern; an edit to
     ``hook_attn_scores`` changes the gate too. The same holds for ``hook_mlp_out`` and MLP inputs.
@@ -50,8 +50,8 @@ class SparseTransformer(nn.Module):
     Raises:
         TypeError: `model` is not a TransformerLens model.
         ValueError: the model is wrapped already, its attention or MLPs cannot be gated, or its
-            weights cannot be saved; existing gates do not fit it; or an argument is that of the
-            other kind of gate, or of new gates beside existing ones.
+            weights cannot be saved; existing gates do not fit it; or an argument belongs to the
+            other kind of gate, or to new gates where existing ones are given.
 
     Reference: arXiv 2512.05865; MLP gates are an addition of this package.
     """
@@ -89,7 +89,7 @@ class SparseTransformer(nn.Module):
         self._hooks_on: AttachedHooks | None = None
         try:
             self._attach()
-        except BaseException:  # such as Ctrl-C right behind it: nobody could unwrap the model
+        except BaseException:  # such as Ctrl-C: no caller could unwrap the model
             self.unwrap()
             raise
 
@@ -133,7 +133,7 @@ class SparseTransformer(nn.Module):
         return output, AttentionEdgeCounts.of_pass(layers)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's `generate`, under the gates; one prompt may be a tensor of one dimension."""
+        """The model's `generate`, under the gates; a single prompt may have one dimension."""
         args, kwargs = as_rows(args, kwargs)
         return self.model_under_gates().generate(*args, **kwargs)
 
@@ -152,7 +152,7 @@ class SparseTransformer(nn.Module):
 
     @scope
     def opened(self) -> Iterator[None]:
-        """Inside the block, all gates are open: the wrapped model, bit for bit if not counted."""
+        """Inside the block, all gates are open: bit for bit the plain model, unless counting."""
         with self._using(mode=GateMode.OPEN):
             yield
 
@@ -256,7 +256,7 @@ class SparseTransformer(nn.Module):
 
         Raises:
             ValueError: the folder is of another kind or damaged, its gates do not fit the model, or
-                the base has other weights than that of the adapters.
+                the base has other weights than the one that the adapters were trained on.
         """
         model, gates, mlp_gates = load_sparse(folder, device, base)
         return cls(model, gates=gates, mlp_gates=mlp_gates)

@@ -38,8 +38,8 @@ def steer(
 ) -> Iterator[None]:
     """Inside the block, add ``scale * vector`` to the activations at a hook point.
 
-    ``positions=slice(0, 15)`` steers a prompt of 15 tokens alone, also while `generate` goes on
-    from it, with or without a key-value cache. The model is in evaluation mode there.
+    ``positions=slice(0, 15)`` steers the 15 tokens of a prompt, and none that `generate` adds, with
+    or without a key-value cache. The model is in evaluation mode in the block.
 
     Args:
         model: dense or sparse model.
@@ -47,9 +47,9 @@ def steer(
         vector: vector of the size of one position's activation: ``[d_model]`` in the residual
             stream, ``[head, d_head]`` at ``attn.hook_z``. Gradients reach it.
         scale: factor; negative to steer the other way.
-        positions: columns to steer: one, a list, a slice, or a function from a column to whether
-            to steer it. Negative ones count from the end of the tokens that are run. All by
-            default, and also those of generated tokens.
+        positions: columns to steer: one, a list, a slice, or a function that says whether to steer
+            a column. Negative columns count from the end of the tokens that are run. By default
+            all, including those of generated tokens.
 
     Raises:
         ValueError: the model lacks the hook point, or it has no position of its own to steer; when

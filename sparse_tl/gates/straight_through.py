@@ -1,7 +1,7 @@
 """Sampled binary gates on an attention pattern, with a backward pass of their own.
 
-With pattern ``p``, logits ``l = e + r`` of an edge's and a query's term, logistic noise ``n`` and
-costs ``c`` of the edges,
+With the pattern ``p``, logits ``l = e + r`` (an edge's term and a query's term), logistic noise
+``n`` and edge costs ``c``,
 
     A = [l + n > 0],    gated = A p,    expected = sum_(valid) sigmoid(l),    cost likewise
 
@@ -14,9 +14,9 @@ latter, the derivative ``d l / d p = 1 / p`` is multiplied in before a small p c
 cancels in that of the gated pattern, and with ``t = exp(-r)``,
 ``sigmoid'(l) / p = sigmoid(-l) / (p + t)``.
 
-For the backward pass only ``p``, ``l + n`` and scores that are read are kept; composed of single
-operations, the same keeps six tensors of that size. Both passes go through the heads a few at a
-time, so that intermediate values stay small.
+The backward pass needs only ``p``, ``l + n`` and, if they are read, the scores; the same formula
+composed of single operations would keep six tensors of that size. Both passes go through the heads
+a few at a time, so that intermediate values stay small.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from sparse_tl.gates.layer_counts import open_edges, possible_edges
 from sparse_tl.gates.passes import Counted, GateSettings
 
 EDGES_AT_ONCE = 2**20
-"""Edges of which intermediate values are held at one time."""
+"""Number of edges whose intermediate values are held at one time."""
 _STEEPEST = 80.0
-"""Largest query term whose exponential is used; that of 89 overflows in float32."""
+"""Largest query term whose exponential is taken; that of 89 overflows in float32."""
 
 
 def edge_term(
@@ -61,11 +61,11 @@ def gated_pattern(
     """The pattern under sampled gates, and the counts of `attention_edges_of_layer`.
 
     Args:
-        scores: attention scores, if they are the edges' term; None for the pattern's logarithm.
+        scores: attention scores, if they are the edges' term; None if the pattern's logarithm is.
         pattern: attention pattern.
         row: each query's term.
-        temperature: that of the backward pass.
-        now: generator and scale of the noise, and pressure.
+        temperature: temperature of the backward pass.
+        now: settings, of which the noise's generator and scale and the pressure are used.
         cost: cost per edge.
         valid: pairs of real tokens that the layer's mask allows, which are counted; None to count
             nothing.
@@ -158,7 +158,7 @@ class _GatedPattern(torch.autograd.Function):
 
 
 def _positive(values: Tensor) -> Tensor:
-    """1 where a value is above 0, else 0; CPUs multiply by booleans several times as slowly."""
+    """1 where a value is above 0, else 0; as floats, since CPUs multiply by booleans slowly."""
     return values.sign().clamp_min_(0)
 
 
@@ -173,7 +173,7 @@ def _flat(values: Tensor) -> Tensor:
 
 
 def _pieces(pattern: Float[Tensor, "prompt head query key"]) -> Iterator[tuple[slice, Tensor]]:
-    """Some prompts and heads at a time: their places when these are flattened, and the heads."""
+    """A few prompts and heads at a time: their slice of the flattened axes, and the heads."""
     n_prompts, n_heads, *edges = pattern.shape
     size = max(1, EDGES_AT_ONCE // max(1, edges[0] * edges[1]))
     for start in range(0, n_prompts * n_heads, size):

@@ -19,8 +19,9 @@ from transformer_lens.hook_points import HookPoint
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.lens.norms import Norm
 from sparse_tl.lens.places import Place, Viewed, entered
-from sparse_tl.lens.points import EMBEDDED, SLOTS, Analysis, Model, NormPlace, Slot, hook_point
+from sparse_tl.lens.points import EMBEDDED, SLOTS, Analysis, Model, NormPlace, hook_point
 from sparse_tl.lens.shortcuts import logits_only_at, mlp_only_at, repeated, sees_first
+from sparse_tl.nodes import Slot
 from sparse_tl.scopes import scope
 
 
@@ -82,7 +83,7 @@ class Adapter(ABC):
         return self.model
 
     def unsupported(self, analysis: Analysis) -> str | None:
-        """Why an analysis is refused for this kind of model; None if it is not."""
+        """The reason why an analysis is refused for this kind of model; None if it is supported."""
         return None if self.causal or analysis == "relp" else "its attention is not causal"
 
     def check_mask(self, attention_mask: Int[Tensor, "batch pos"] | None) -> None:  # noqa: B027
@@ -123,7 +124,7 @@ class Adapter(ABC):
         return f"blocks.{layer}.attn.hook_z"
 
     def read_point(self, layer: int, slot: Slot) -> str:
-        """The name of what `qkv` gives: q, k or v before rotary embeddings, in most models."""
+        """The name of the value that `qkv` projects to: q, k or v before rotary, in most models."""
         return f"blocks.{layer}.attn.hook_{slot}"
 
     def source_points(self) -> list[str]:
@@ -161,7 +162,7 @@ class Adapter(ABC):
             inputs: tokens, or the residual stream that enters `from_layer`, as at ``entering``.
             from_layer: first layer to run; above 0 with a residual stream. Hooks of earlier layers
                 do not run; all others run once.
-            read: positions that are needed; elsewhere the last MLP is skipped if unobserved.
+            read: positions that are needed; at others the last MLP is skipped, unless it is hooked.
             copies: number of copies of the prompts, one after the other.
             attend_once: run the first layer's attention on one copy, since all copies are equal
                 there; a hook at its ``hook_z`` makes the copies.
@@ -192,7 +193,7 @@ class Adapter(ABC):
         in full, so hooks see the same as in a plain pass.
 
         Yields:
-            What takes the logits at these positions out of the model's output, in row-major order.
+            Function from the model's output to the logits at these positions, in row-major order.
 
         Args:
             read: positions whose logits are read.
@@ -249,8 +250,7 @@ class Adapter(ABC):
     def qkv(
         self, layer: int, slot: Slot
     ) -> tuple[Float[Tensor, "head d_model d_head"], Float[Tensor, "head d_head"]]:
-        """The matrix and the bias from the normalised residual stream to what stands at
-        `read_point`; k and v of key-value heads."""
+        """Matrix and bias from the normalised stream to `read_point`; k, v of key-value heads."""
 
     @abstractmethod
     def W_O(self, layer: int) -> Float[Tensor, "head d_head d_model"]:

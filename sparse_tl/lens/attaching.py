@@ -37,7 +37,7 @@ class Order(Enum):
 
 
 Hook = tuple[str, Order, HookFunction]
-"""Where it sits, by a name that `Adapter.place` accepts; when it runs; and what it does."""
+"""A place, by a name that `Adapter.place` accepts; when the function runs there; the function."""
 
 
 class AttachedHooks:
@@ -81,8 +81,8 @@ class AttachedHooks:
             if not (isinstance(value, Tensor) and value.is_floating_point()):  # some are tuples
                 kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(
-                    f"expected activations at {name}, a tensor of floating-point numbers; what "
-                    f"stands there is of type {kind}. Choose another hook point"
+                    f"expected activations at {name}, a tensor of floating-point numbers; the "
+                    f"value there is of type {kind}. Choose another hook point"
                 )
             return function(value)
 
@@ -99,7 +99,7 @@ class AttachedHooks:
 
     @property
     def ids(self) -> set[int]:
-        """What torch knows these hooks by."""
+        """The ids by which torch knows these hooks."""
         return {handle.hook.id for _, handle in self._attached} | {h.id for h in self._handles}
 
     @property
@@ -129,14 +129,14 @@ def _take_place(handle: LensHandle, order: Order, point: HookPoint, _args: objec
 
 
 def stand_in(module: nn.Module, make: Callable[[Forward], Forward]) -> Callable[[], None]:
-    """Let a function, made from a module's `forward`, run in its place until it is removed.
+    """Replace a module's `forward` by a function made from it, until the function is removed.
 
     Args:
         module: module that is called.
-        make: takes what the module runs now and returns what it shall run.
+        make: takes the current `forward` and returns the function to run in its place.
 
     Returns:
-        What removes the function again.
+        A function that restores the module's `forward`.
     """
     before = module.__dict__.get("forward")
 
@@ -151,7 +151,7 @@ def stand_in(module: nn.Module, make: Callable[[Forward], Forward]) -> Callable[
 
 @scope
 def own_forwards(model: nn.Module) -> Iterator[None]:
-    """Inside the block, no function stands in for any module's `forward`."""
+    """Inside the block, every module runs its class's own `forward`."""
     replaced = {
         module: module.__dict__["forward"]
         for module in model.modules()
@@ -168,7 +168,7 @@ def own_forwards(model: nn.Module) -> Iterator[None]:
 
 @scope
 def attached(adapter: Adapter, hooks: Sequence[Hook]) -> Iterator[AttachedHooks]:
-    """Attach hooks for the duration of a ``with`` block, also if it raises."""
+    """Attach hooks for the duration of a ``with`` block, and remove them even if it raises."""
     handles = AttachedHooks(adapter, hooks)
     try:
         yield handles

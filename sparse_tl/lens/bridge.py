@@ -1,8 +1,8 @@
 """The adapter of a TransformerBridge: a `transformers` model under hooks.
 
-It uses three kinds of handle: hook points, under the names of a HookedTransformer; weights of the
-wrapped modules; and the norms before and after attention and MLP, identified in a forward pass and
-not by name, since names differ between versions.
+It uses hook points, under the names of a HookedTransformer; the weights of the wrapped modules; and
+the norms before and after attention and MLP. Norms are identified in a forward pass rather than by
+name, since names differ between versions.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from sparse_tl.lens.booting import boot, check_alone
 from sparse_tl.lens.bridge_passes import cached_columns, mask_place, skipped, stopped
 from sparse_tl.lens.checks import circuit_graph
 from sparse_tl.lens.latent import latent_attention
-from sparse_tl.lens.layouts import Layout, layouts
+from sparse_tl.lens.layouts import BlockNorms, block_norms
 from sparse_tl.lens.lora import effective_weight
 from sparse_tl.lens.norms import Norm, bridge_norm
 from sparse_tl.lens.places import Place, Viewed, after, before, before_branch, between, read_call
 from sparse_tl.lens.plain import plain_copy, unread_parameters
-from sparse_tl.lens.points import Analysis, NormPlace, Slot, hook_point
+from sparse_tl.lens.points import Analysis, NormPlace, hook_point
+from sparse_tl.nodes import Slot
 from sparse_tl.scopes import autograd
 
 _NORMS: dict[NormPlace, str] = {
@@ -58,8 +59,8 @@ class BridgeAdapter(Adapter):
             )
         check_alone(model)
         super().__init__(model)
-        self.layouts: list[Layout] = layouts(model)
-        self.coupled = any(layout.after_attention is not None for layout in self.layouts)
+        self.block_norms: list[BlockNorms] = block_norms(model)
+        self.coupled = any(norms.after_attention is not None for norms in self.block_norms)
         self._latents = latent_attention(model, self.n_heads)
         if self._latents:
             self.n_kv_heads = self.n_heads  # keys and values of each are projected from the latent
@@ -79,7 +80,7 @@ class BridgeAdapter(Adapter):
                 mlp is not None and getattr(mlp, "hook_pre", None) is mlp.hook_in for mlp in mlps
             ):
                 return "its experts have no hook points around their activation functions"
-        elif any(here.before_mlp == here.before_attention is not None for here in self.layouts):
+        elif any(here.before_mlp == here.before_attention is not None for here in self.block_norms):
             return "its MLPs read what a normalisation makes for attention"
         elif any(here.indexed for here in self._latents.values()):
             return "an index of its own, which no edge enters, chooses what its heads attend to"
@@ -107,7 +108,7 @@ class BridgeAdapter(Adapter):
             point = hook_point(self.model, name)
             if what != "hook_resid_mid" or what in self.model.blocks[int(layer)]._modules:
                 return point
-            # Another name for the input of what follows, which the stream bypasses.
+            # Here the name means the MLP's input alone; the residual stream bypasses that point.
             end = hook_point(self.model, f"blocks.{layer}.hook_resid_post")
             return partial(before_branch, point, end)
         norm = self._module(int(layer), "before_mlp")
@@ -117,18 +118,18 @@ class BridgeAdapter(Adapter):
         return partial(before if what == "mlp_input" else after, norm)
 
     def read_point(self, layer: int, slot: Slot) -> str:
-        """See `Adapter`; under latent attention, what `LatentAttention` says that q, k, v read."""
+        """See `Adapter`; under latent attention, what q, k or v reads by `LatentAttention`."""
         at = f"blocks.{layer}.attn"
         return f"{at}.read_{slot}" if self._latents.get(layer) else super().read_point(layer, slot)
 
     def heads_point(self, layer: int) -> str:
         """See `Adapter`; ``z_written`` is z divided by the scale of a norm of attention output."""
-        if self.layouts[layer].after_attention is None:
+        if self.block_norms[layer].after_attention is None:
             return super().heads_point(layer)
         return f"blocks.{layer}.attn.z_written"
 
     def _written(self, layer: int) -> Place:
-        """What heads write from if the sum of their outputs is normalised: z over the scale.
+        """The place of z over the scale: what heads write from if their sum is normalised.
 
         With W_h and the norm's weight w, ``norm(sum z_h W_h) = sum (z_h / scale) W_h w``. The scale
         is taken from the run itself, so the write is linear in this value, as in z without a norm.
@@ -163,7 +164,7 @@ class BridgeAdapter(Adapter):
                 self._check_padded(self.model(tokens, attention_mask=mask))
 
     def _pads_in_float64(self, attention_mask: Tensor | None) -> bool:
-        """Whether prompts are padded on the left of a float64 model, which may return NaN."""
+        """Whether a float64 model gets prompts padded on the left, for which it may return NaN."""
         return (
             attention_mask is not None
             and self.dtype == torch.float64
@@ -215,14 +216,14 @@ class BridgeAdapter(Adapter):
     def norms(self) -> dict[str, Norm]:
         """All normalisations of the residual stream and of what is added to it, by module name."""
         found = {"ln_final": bridge_norm(self.model.cfg, self.model.ln_final)}
-        for layer, layout in enumerate(self.layouts):
-            for name in filter(None, astuple(layout)):
+        for layer, norms in enumerate(self.block_norms):
+            for name in filter(None, astuple(norms)):
                 norm = bridge_norm(self.model.cfg, getattr(self.model.blocks[layer], name))
                 found[f"blocks.{layer}.{name}"] = norm
         return {name: norm for name, norm in found.items() if norm.kind is not None}
 
     def _module(self, layer: int, where: str) -> Any:
-        name = getattr(self.layouts[layer], where)
+        name = getattr(self.block_norms[layer], where)
         return None if name is None else getattr(self.model.blocks[layer], name)
 
     def qkv(
@@ -270,7 +271,7 @@ class BridgeAdapter(Adapter):
     def copy(self) -> TransformerBridge:
         """A copy without hooks that shares no parameter; adapters are merged.
 
-        It is sharded if the model is.
+        It is sharded over ranks if the model is.
         """
         model, precision = self.model, shards.precision_of(self.core)
         copy = boot(plain_copy(model), model.tokenizer, name=self.name).train(model.training)

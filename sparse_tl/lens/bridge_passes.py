@@ -31,7 +31,7 @@ def cached_columns(kwargs: dict[str, Any]) -> Int[Tensor, ""]:
 
 
 def mask_place(attention: nn.Module, causal: bool) -> Place:
-    """Where a layer's attention shows its mask: when it is called, or once it has made its own."""
+    """The place of a layer's mask: at the call of attention, or once it has made its own mask."""
     read = partial(_mask, attention, causal)
     own = getattr(attention, "hook_dsa_mask", None)
     if own is None:
@@ -64,7 +64,7 @@ def _mask(attention: nn.Module, causal: bool, kwargs: dict[str, Any]) -> Attenti
 
 @scope
 def stopped(model: TransformerBridge) -> Iterator[None]:
-    """Inside the block a call returns the input of the final normalisation."""
+    """Inside the block, calls of the model return the input of the final normalisation."""
 
     def stop(_module: nn.Module, args: tuple[Any, ...]) -> None:
         raise StopAtLayerException(args[0])
@@ -75,9 +75,9 @@ def stopped(model: TransformerBridge) -> Iterator[None]:
 
 @scope
 def skipped(model: TransformerBridge, n_layers: int) -> Iterator[None]:
-    """Inside the block, the first layers pass their input on.
+    """Inside the block, the first layers return their input unchanged.
 
-    The wrapped model builds masks and position embeddings as usual and numbers its layers from 0.
+    The wrapped model still builds masks and position embeddings, and numbers its layers from 0.
     """
 
     def hand_on(hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:

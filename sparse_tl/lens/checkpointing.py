@@ -1,4 +1,4 @@
-"""Training with less memory: activations within a layer are computed again in the backward pass."""
+"""Training with less memory: the backward pass recomputes the activations within each layer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def checkpointed_activations(model: HookedModel) -> Iterator[None]:
 
 @scope
 def all_activations(model: HookedModel) -> Iterator[None]:
-    """Inside the block, passes keep everything, even within `checkpointed_activations`."""
+    """Inside the block, passes keep all activations, even within `checkpointed_activations`."""
     with ExitStack() as removed:
         for block in adapt(model).model.blocks:
             removed.callback(stand_in(block, _run_once))
@@ -55,7 +55,7 @@ def _run_once(forward: Forward) -> Forward:
 
 
 _twice: WeakKeyDictionary[Forward, Forward] = WeakKeyDictionary()
-"""For functions that run a layer twice, what they run."""
+"""For each function that runs a layer twice, the layer's `forward`."""
 
 
 def _run_twice(forward: Forward) -> Forward:
@@ -77,5 +77,5 @@ def _run_twice(forward: Forward) -> Forward:
 
 
 def _with(cache: Cache | None, value: Any) -> Any:
-    """A value, or where it is a cache, this one."""
+    """The value; a cache is replaced by this one."""
     return cache if isinstance(value, Cache) else value

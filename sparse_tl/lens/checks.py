@@ -1,7 +1,7 @@
 """Numerical checks that a model behaves as the package assumes, made on first use.
 
 Each is a small forward pass in evaluation mode, in which only the package's own hooks run (for
-circuits under those of the user's own, see `sparse_tl.lens.under_hooks`):
+circuits under the user's hooks, see `sparse_tl.lens.under_hooks`):
 
 *all*      every layer has attention with hook points; the logits are numbers; a bridge computes the
            same as the `transformers` model that it wraps;
@@ -62,7 +62,7 @@ def check_gates(adapter: Adapter) -> None:
 
 
 def check_scores(adapter: Adapter) -> None:
-    """Check that gates that read attention scores give the same at every length of the prompt.
+    """Check that gates on attention scores do not depend on the tokens that follow.
 
     Raises:
         ValueError: the scores change when tokens follow, or as in `check_gates`.
@@ -84,7 +84,7 @@ def check_circuits(adapter: Adapter) -> None:
     """Check that a model is the sum of its heads and MLPs, each reading the residual stream.
 
     Raises:
-        ValueError: it is not; the message names the part that differs. Or ranks hold parts of it.
+        ValueError: it is not, and the message names the part that differs; or it is sharded.
     """
     check_whole(adapter)
     _once("circuits", adapter, check_sums)
@@ -107,7 +107,7 @@ def check_whole(adapter: Adapter) -> None:
     """Check that this process holds the whole model.
 
     Raises:
-        ValueError: ranks hold parts of its weights.
+        ValueError: its weights are sharded over ranks.
     """
     if shards.has_sharded_weights(adapter.model):
         raise ValueError(
@@ -117,12 +117,12 @@ def check_whole(adapter: Adapter) -> None:
 
 
 def _check_switches(adapter: Adapter) -> None:
-    """Check that no switch is on with which TransformerLens leaves low-rank adapters out."""
+    """Check that no flag is on under which TransformerLens ignores low-rank adapters."""
     on = [name for name in _WITHOUT_LORA if getattr(adapter.model.cfg, name, False)]
     if on and lora_layers(adapter.model):
         raise ValueError(
             f"expected {' and '.join(on)} to be off in {adapter.name!r}, which has low-rank "
-            "adapters: TransformerLens leaves them out there. Or call merge_lora(model) first"
+            "adapters: with it on, TransformerLens ignores them. Or call merge_lora(model) first"
         )
 
 

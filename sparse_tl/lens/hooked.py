@@ -21,8 +21,9 @@ from sparse_tl.lens.checks import circuit_graph
 from sparse_tl.lens.masks import AttentionMask
 from sparse_tl.lens.norms import Norm
 from sparse_tl.lens.places import Place, after, before, read_call, read_input
-from sparse_tl.lens.points import Analysis, HookedTransformer, NormPlace, Slot, hook_point
+from sparse_tl.lens.points import Analysis, HookedTransformer, NormPlace, hook_point
 from sparse_tl.lens.shortcuts import hooked
+from sparse_tl.nodes import Slot
 from sparse_tl.scopes import scope
 
 _NORMS: dict[NormPlace, str] = {

@@ -1,8 +1,8 @@
 """Find the normalisations before and after attention and MLP in the blocks of a bridge.
 
-Names do not tell: the norms after OLMo-2's attention and MLP are ``ln1`` and ``ln2`` in some
+Names do not show it: the norms after OLMo-2's attention and MLP are ``ln1`` and ``ln2`` in some
 versions of TransformerLens, ``ln1_post`` and ``ln2_post`` in others. A pass over one token does: a
-norm whose input is the very tensor that attention returned comes after it.
+norm whose input is the very tensor that attention returned comes after attention.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Call = tuple[str, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Layout:
+class BlockNorms:
     """The names of a block's normalisations by their position; None if absent.
 
     The norm before attention may be the same as the norm before the MLP.
@@ -37,13 +37,13 @@ class Layout:
     after_mlp: str | None = None
 
 
-_found: WeakKeyDictionary[nn.Module, list[Layout]] = WeakKeyDictionary()
+_found: WeakKeyDictionary[nn.Module, list[BlockNorms]] = WeakKeyDictionary()
 
 
-def layouts(model: TransformerBridge) -> list[Layout]:
-    """The layouts of all blocks, determined when a model is first seen."""
+def block_norms(model: TransformerBridge) -> list[BlockNorms]:
+    """The normalisations of all blocks, determined when a model is first seen."""
     if model not in _found:
-        _found[model] = [_layout(calls) for calls in _calls(model)]
+        _found[model] = [_block_norms(calls) for calls in _calls(model)]
     return _found[model]
 
 
@@ -67,7 +67,7 @@ def _calls(model: TransformerBridge) -> list[list[Call]]:
     return calls
 
 
-def _layout(calls: list[Call]) -> Layout:
+def _block_norms(calls: list[Call]) -> BlockNorms:
     given = {name: value for name, value, _ in calls}
     written = {name: value for name, _, value in calls}
     found: dict[str, str] = {}
@@ -80,4 +80,4 @@ def _layout(calls: list[Call]) -> Layout:
             found["after_attention"] = name
         elif given[name] is written.get("mlp"):
             found["after_mlp"] = name
-    return Layout(**found)
+    return BlockNorms(**found)

@@ -8,6 +8,8 @@ from torch import nn
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 
+from sparse_tl.nodes import Slot
+
 if TYPE_CHECKING:
 
     class HookedTransformer(nn.Module):
@@ -37,7 +39,6 @@ Model = HookedTransformer | TransformerBridge
 EMBEDDED = "blocks.0.hook_resid_pre"
 """Where the input node writes: token plus learned positional embeddings."""
 
-Slot = Literal["q", "k", "v"]
 SLOTS: tuple[Slot, ...] = ("q", "k", "v")
 
 NormPlace = Literal["attn", "mlp", "after_attn", "after_mlp"]

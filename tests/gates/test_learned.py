@@ -118,7 +118,7 @@ def test_bad_sites_are_refused_before_any_work(build_tiny, tokens):
         hook_points(model, ["blocks.0.mlp.hook_post", "blocks.0.attn.hook_z"], axes=-1)
     with pytest.raises(ValueError, match="same sizes"):
         hook_points(model, ["blocks.0.mlp.hook_post", "blocks.0.hook_mlp_out"], axes=-1)
-    with pytest.raises(ValueError, match="the same for all prompts"):
+    with pytest.raises(ValueError, match="the same gates for all prompts"):
         LearnedGates(model, AttentionEdges())
     site = hook_points(model, "blocks.0.mlp.hook_post", axes=-1)
     with (

@@ -471,8 +471,8 @@ def test_folders_without_gates_on_mlps_load_as_before(tokens: Tensor, tmp_path: 
         ({"mlp_gates.weight": torch.zeros(2, 15)}, r"that read 16 numbers.*\(2, 15\)"),
         ({"mlp_gates.bias": torch.zeros(3)}, r"biases of gates on.*\(3,\)"),
         ({"mlp_gates.weight": torch.zeros(2, 16, dtype=torch.long)}, "int64"),
-        ({"mlps": False}, "expected true as `mlps`.*got False beside .*mlp_gates.bias"),
-        ({"mlps": "yes"}, "expected true as `mlps`.*got 'yes'"),
+        ({"mlps": False}, "expected `mlps` in .* to be true.*got False beside .*mlp_gates.bias"),
+        ({"mlps": "yes"}, "expected `mlps` in .* to be true.*got 'yes'"),
     ],
 )
 def test_damaged_folders_are_refused(tmp_path: Path, damage: dict[str, Any], message: str) -> None:
@@ -515,7 +515,7 @@ def test_gates_of_another_model_are_refused() -> None:
     for wrong in (MLPGates(3, 16), MLPGates(2, 15)):
         with pytest.raises(ValueError, match="MLPs of 2 layers that read 16 numbers"):
             SparseTransformer(model, mlp_gates=wrong)
-    with pytest.raises(ValueError, match="drawn as those on attention edges"):
+    with pytest.raises(ValueError, match="same distribution as those on attention edges"):
         SparseTransformer(model, mlp_gates=MLPGates(2, 16, distribution=SigmoidGate()))
     gates = MLPGates(2, 16, initial_bias=-3.0)
     assert SparseTransformer(model, mlp_gates=gates).mlp_gates is gates

@@ -31,7 +31,7 @@ from sparse_tl import (
 )
 from sparse_tl.gates import ClosedAttentionEdges
 from sparse_tl.lens import EMBEDDED, Model, Order, adapt, attached, boot, record
-from sparse_tl.lens.layouts import Layout
+from sparse_tl.lens.layouts import BlockNorms
 
 BRIDGES = list(ARCHITECTURES)
 EVERY = [*(["hooked", "hooked_grouped"] if HAS_HOOKED else []), *BRIDGES]
@@ -107,8 +107,10 @@ def test_a_bridge_is_the_model_that_it_wraps(name: str) -> None:
     adapter = adapt(model)
     assert off(model(prompts), expected) < 2e-6
     assert off(adapter.logits(adapter.final(prompts)), expected) < 2e-6
-    layouts = adapter.layouts  # type: ignore[attr-defined]
-    stands = tuple(getattr(layouts[0], where) is not None for where in Layout.__dataclass_fields__)
+    norms = adapter.block_norms  # type: ignore[attr-defined]
+    stands = tuple(
+        getattr(norms[0], where) is not None for where in BlockNorms.__dataclass_fields__
+    )
     assert stands == POST_NORMS.get(name, (True, False, True, False))
     assert adapter.name == name and adapter.core is plain
 
