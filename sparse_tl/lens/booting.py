@@ -30,8 +30,8 @@ def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> Transform
 
     Raises:
         ValueError: TransformerLens cannot wrap the model, it is not a causal language model or
-            already has a bridge or adapters, TransformerLens computes something else than
-            transformers, or the tokenizer belongs to another model.
+            already has a bridge or adapters, TransformerLens and transformers compute different
+            logits, or the tokenizer belongs to another model.
     """
     kind = type(model).__name__
     if model.config.is_encoder_decoder:
@@ -64,7 +64,7 @@ def boot(model: Any, tokenizer: Any = None, *, name: str = "model") -> Transform
         bridge.tokenizer = tokenizer
         found = detect_tokenizer_bos_eos(tokenizer)
         bridge.cfg.tokenizer_prepends_bos, bridge.cfg.tokenizer_appends_eos = found
-        # TransformerLens's default follows the architecture, with which tokenizers do not agree.
+        # TransformerLens's default follows the architecture, and may differ from the tokenizer.
         bridge.cfg.default_prepend_bos = found[0]
     check_same(bridge.eval(), tokens, expected)
     return bridge

@@ -48,9 +48,9 @@ def has_tokenizer(folder: Path) -> bool:
 
 @scope
 def data_alone(folder: Path) -> Iterator[Path]:
-    """A temporary folder with the tokenizer files only, to which others can be added.
+    """A temporary folder that holds only the tokenizer's files, to which others can be added.
 
-    Its path is neutral, since readers may guess the model family from a name in it.
+    Its path is neutral, since readers may guess a model family from the path.
     """
     with tempfile.TemporaryDirectory(prefix="model-") as temporary:
         data = Path(temporary) / "model"
@@ -75,8 +75,8 @@ def link(file: Path, data: Path, name: str | None = None) -> None:
 def link_weights(folder: Path, data: Path) -> tuple[dict[str, int], set[str]]:
     """Link the safetensors files, and their index if it names only these.
 
-    Returns the sizes of weights by name, and which weights are not floating-point. Other
-    files of that kind, including gates, are not linked.
+    Other safetensors files, including gates, are not linked. Returns the sizes of weights by name,
+    and the names of those that are not floating-point.
 
     Raises:
         ValueError: weights are pickled or damaged, or the index names files elsewhere.
@@ -98,7 +98,7 @@ def link_weights(folder: Path, data: Path) -> tuple[dict[str, int], set[str]]:
         found = f"found {pickled[:5]}, which are not read: a pickle can run code"
         raise ValueError(
             f"expected weights as safetensors in {folder}; "
-            f"{found if pickled else f'there is no {_WEIGHTS}'}. Where you trust them, convert "
+            f"{found if pickled else f'there is no {_WEIGHTS}'}. If you trust them, convert "
             "them with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )
     sizes, others = dict[str, int](), set[str]()

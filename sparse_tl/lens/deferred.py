@@ -1,9 +1,9 @@
-"""Attention scores that are computed a few queries at a time, by whatever model.
+"""Attention scores that are computed a few queries at a time, in any model.
 
-Where a layer's scores are deferred, ``q @ k^T`` gives a `Deferred` tensor. It has a shape and a
+In a layer whose scores are deferred, ``q @ k^T`` returns a `Deferred` tensor. It has a shape and a
 dtype but no storage, and records what the model's own code does to it: scale, soft cap, masks,
 softmax. Code that can use an attention pattern block by block evaluates that record on a block. For
-all other code the tensor computes its values when they are needed: results do not depend on it.
+all other code, the tensor computes its values when they are needed, with the same results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sparse_tl.lens.shortcuts import hooked
 from sparse_tl.scopes import autograd, scope
 
 LONG = 256
-"""Tokens per prompt from which scores are deferred; shorter ones are faster without."""
+"""Tokens per prompt from which scores are deferred; shorter prompts run faster otherwise."""
 
 _BY_ENTRY = {
     *("mul", "multiply", "div", "divide", "true_divide", "add", "sub", "tanh", "masked_fill"),
@@ -111,7 +111,7 @@ class Deferred(Tensor):
 
 
 def _refuse(_gradient: Tensor) -> None:
-    """Called where a gradient ends at a deferred tensor, as behind an autograd function."""
+    """Raise where a gradient ends at a deferred tensor, as after a custom autograd function."""
     raise RuntimeError(
         "expected attention scores to be used by functions of torch; a function of its own read "
         "deferred scores, and their gradient would be lost"
@@ -119,14 +119,14 @@ def _refuse(_gradient: Tensor) -> None:
 
 
 def explicit(value: Any) -> Any:
-    """Values in place of deferred tensors, also within lists and tuples; all else as it is."""
+    """The value with deferred tensors computed, also within lists and tuples."""
     if isinstance(value, list | tuple):
         return type(value)(map(explicit, value))
     return value.explicit() if isinstance(value, Deferred) else value
 
 
 def function_name(func: Any) -> str:
-    """The name of a function that torch dispatches; of a property, that of the property."""
+    """The name of a function, or of a property, that torch dispatches."""
     name = func.__name__
     return func.__self__.__name__ if name == "__get__" else name
 
@@ -194,9 +194,9 @@ class _Deferring(TorchFunctionMode):
 
 
 def defer_scores(adapter: Adapter, hooks: AttachedHooks) -> ExitStack:
-    """Let all attention layers of a model defer the scores of long prompts, until this is closed.
+    """Make all attention layers defer the scores of long prompts, until the result is closed.
 
-    Layers in which any other hook reads scores or pattern compute them as before.
+    Layers in which another hook reads scores or pattern compute them as before.
 
     Args:
         adapter: adapter of the model.

@@ -1,4 +1,4 @@
-"""The device that models are placed on: the one that is asked for, or the default."""
+"""The device that models are placed on: the requested one, or the default."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sparse_tl import ranks
 
 
 def checked_device(device: str | torch.device | None) -> str:
-    """The device that is asked for, or else a GPU if there is one, of several ranks each its own.
+    """The requested device; by default a GPU if there is one, with one per rank.
 
     Raises:
         ValueError: PyTorch does not know the device, or cannot use it here.
@@ -22,6 +22,6 @@ def checked_device(device: str | torch.device | None) -> str:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ValueError(
             f"expected a device that PyTorch can use here, such as cpu or cuda; got "
-            f"{str(device)!r} ({reason}). `sparse-tl doctor` lists what there is."
+            f"{str(device)!r} ({reason}). `sparse-tl doctor` lists the devices."
         ) from error
     return str(device)

@@ -1,4 +1,4 @@
-"""What a model makes of the product of queries and keys, evaluated on blocks of a pattern."""
+"""Record what a model computes from the product of queries and keys, and evaluate it on blocks."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Expression:
 
     Args:
         function: function that computes it.
-        args: arguments: expressions, tensors that broadcast to its shape, and settings. Those of
-            the first of all functions are the queries and the transposed keys.
+        args: arguments: expressions, tensors that broadcast to its shape, and settings. The first
+            function of all takes the queries and the transposed keys.
         kwargs: keyword arguments, likewise.
     """
 
@@ -55,7 +55,7 @@ class Expression:
 
     @cached_property
     def leaves(self) -> list[Tensor]:
-        """The tensors that this is computed from, each once, without queries and keys."""
+        """The tensors that this is computed from, except queries and keys, each once."""
         if self is self.product:
             return []
         found: dict[int, Tensor] = {}
@@ -69,8 +69,8 @@ class Expression:
 
         Args:
             leaves: the block of every leaf, by its id.
-            known: values on this block of other expressions, by id, with the product among them;
-                what is computed is added.
+            known: values of other expressions on this block, by id, including the product's;
+                computed values are added.
         """
         if id(self) not in known:
 

@@ -29,8 +29,7 @@ def few_logits(model: Any) -> tuple[Int[Tensor, "1 pos"], Float[Tensor, "1 pos v
     """A fixed random prompt, and a `transformers` model's logits on it.
 
     Raises:
-        ValueError: the model reads something else than tokens or predicts none, fails on the
-            prompt, or returns NaN.
+        ValueError: the model does not read or predict tokens, fails on the prompt, or returns NaN.
     """
     kind = type(model).__name__
     if model.main_input_name != "input_ids":

@@ -1,15 +1,15 @@
 """GGUF files: found, checked, and read by transformers.
 
-A GGUF file is a header and the data of its tensors. The header has metadata (architecture, sizes,
+A GGUF file consists of a header and tensor data. The header has metadata (architecture, sizes,
 vocabulary, chat template) and a table of the tensors: name, shape, type and offset. Nothing in it
 is code, but readers trust its counts and sizes. So the header is checked first:
 
 1. Magic number and version; not one part of a split file.
-2. Every count and length fits what is left of the file, and no more than any real model needs.
-3. Every tensor lies in the file, at an offset of its own.
+2. Every count and length fits in the rest of the file, and is at most what real models need.
+3. Every tensor lies within the file, and none overlaps another.
 
-What transformers would ignore without a word is refused: scaled rotary positions that its reader of
-the architecture does not know, and tensors that the model does not take.
+What transformers would silently ignore is refused: scaled rotary positions that its reader of the
+architecture does not know, and tensors that the model does not use.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ NAME = "model.gguf"
 
 
 class Header(NamedTuple):
-    """What the header of a GGUF file says.
+    """The header of a GGUF file.
 
     Args:
-        fields: metadata by name: numbers and texts; of arrays the lengths.
+        fields: metadata by name: numbers and texts, and the lengths of arrays.
         sizes: number of weights in each tensor.
     """
 
@@ -96,7 +96,7 @@ def read_header(file: Path) -> Header:
 
     Raises:
         ImportError: a package that is needed to read such files is not installed.
-        ValueError: the file is not there, is damaged, or is one part of several.
+        ValueError: the file is missing or damaged, or is one part of several.
     """
     for needed in _NEEDED:
         if (found := _version(needed)) == "none" or found not in needed.specifier:
@@ -133,7 +133,7 @@ class _Bytes:
         return self.bytes(length).decode("utf-8")
 
     def value(self, kind: int) -> Any:
-        """A metadata value; of an array its length."""
+        """A metadata value; for an array, its length."""
         if kind == _TEXT:
             return self.text()
         if kind == _ARRAY:
@@ -230,7 +230,7 @@ def _tensors(data: _Bytes, count: int) -> Iterator[tuple[str, tuple[int, int, in
 
 @scope
 def without_bar() -> Iterator[None]:
-    """Hide the bar that transformers shows while it dequantises; it has no setting for that."""
+    """Hide the progress bar of dequantisation, for which transformers has no setting."""
     reader: Any = modeling_gguf_pytorch_utils
     shown = reader.tqdm
     reader.tqdm = lambda tensors, **_: tensors
@@ -241,18 +241,18 @@ def without_bar() -> Iterator[None]:
 
 
 def gguf_options(config: Any) -> dict[str, Any]:
-    """Options with which transformers reads plain weights from a GGUF file."""
+    """Options that make transformers read plain weights from a GGUF file."""
     # Otherwise it may keep quantised blocks, and run code from a hub on them.
     whole = transformers.GgufConfig(dequantize=True)
     return {"gguf_file": NAME, "config": config, "quantization_config": whole}
 
 
 def check_taken(header: Header, config: Any, needed: int) -> None:
-    """Check that the model takes what the file has.
+    """Check that the model uses everything in the file.
 
     Args:
         header: header of the file.
-        config: configuration that transformers made of it.
+        config: configuration that transformers made from it.
         needed: number of weights of a model with this configuration.
 
     Raises:

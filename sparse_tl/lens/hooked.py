@@ -1,4 +1,4 @@
-"""The adapter of a HookedTransformer, a class that TransformerLens 4 and later do not have."""
+"""The adapter of a HookedTransformer, a class that TransformerLens 4 removed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class HookedAdapter(Adapter):
         return hook_point(self.model, name)
 
     def _mask(self, layer: int) -> Callable[[dict[str, Any]], AttentionMask]:
-        """What a layer masks, given the arguments of its attention."""
+        """A function from the arguments of a layer's attention to its mask."""
         local = self.model.blocks[layer].attn.attn_type == "local"
         window = self.model.cfg.window_size if local else None
 

@@ -1,9 +1,9 @@
 """HookedTransformers, built from configuration fields or stored as a folder.
 
-A folder holds ``tl_config.json``, ``model.safetensors`` under HookedTransformer's names and the
-tokenizer's files, if the model has a tokenizer. Weights are loaded without folding or centring, so
-that the model can be trained further. Where TransformerLens no longer has HookedTransformer, the
-folder loads as a bridge around the equivalent model of `transformers`.
+A folder holds ``tl_config.json``, ``model.safetensors`` with HookedTransformer's names and, if the
+model has a tokenizer, the tokenizer's files. Weights are loaded without folding or centring, so
+that the model can be trained further. If TransformerLens has no HookedTransformer, the folder loads
+as a bridge around the equivalent model of `transformers`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BUFFERS = ("mask", "IGNORE", "rotary_sin", "rotary_cos")
 def build_model(
     config: dict[str, Any], *, tokenizer: Any = None, device: str | None = None
 ) -> HookedTransformer:
-    """Build a HookedTransformer from a dictionary; weights are random unless configured otherwise.
+    """Build a HookedTransformer from configuration fields, by default with random weights.
 
     Args:
         config: fields of `HookedTransformerConfig`; ``dtype`` may be a name such as "float32".
@@ -48,7 +48,7 @@ def build_model(
     """
     if HookedTransformerConfig is None:
         raise ValueError(
-            "expected transformer-lens 3.9 to build a HookedTransformer; later ones have none"
+            "expected transformer-lens 3.9 to build a HookedTransformer; later versions have none"
         )
     fields = dict(config)
     if isinstance(fields.get("dtype"), str):
@@ -155,9 +155,9 @@ def _as_bridge(
 def _set_tokenizer(model: HookedTransformer, tokenizer: Any) -> None:
     """Give a model its tokenizer unchanged.
 
-    TransformerLens reloads tokenizers that have a BOS token but do not add it: from a path, with
-    all settings in its files, and so that BOS is added. That would run code named in the files, and
-    a model trained without BOS would lose the last token of prompts that fill its context.
+    TransformerLens reloads tokenizers that have a BOS token but do not add it, from their path and
+    with all settings in their files, so that BOS is added. That would run code named in the files,
+    and a model trained without BOS would lose the last token of prompts that fill its context.
     """
     bos = tokenizer.bos_token
     if not tokenizer.init_kwargs.get("add_bos_token"):
@@ -167,7 +167,7 @@ def _set_tokenizer(model: HookedTransformer, tokenizer: Any) -> None:
 
 
 def _load_weights(model: HookedTransformer, weights: dict[str, torch.Tensor], origin: Path) -> None:
-    """Load weights into the model; buffers may be absent, any other mismatch is refused."""
+    """Load weights into a model; buffers may be missing, but any other mismatch is refused."""
     try:
         outcome = model.load_state_dict(weights, strict=False)
     except RuntimeError as error:

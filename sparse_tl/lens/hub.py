@@ -1,4 +1,4 @@
-"""Hub models by name: downloaded as data, or refused at once without a network."""
+"""Fetch hub models by name, as data; without a network, refuse at once."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def fetch(name: str) -> tuple[Path, str]:
         ) from error
     if not any(Path(folder).glob("*.safetensors")):
         raise ValueError(
-            f"expected a model that is published as safetensors; of {official} there are none in "
-            f"{folder}, and pickles are not fetched: they can run code. Where you trust them, load "
-            "it with transformers, and give that model"
+            f"expected a model that is published as safetensors; {official} has none in {folder}, "
+            "and pickles are not fetched, since they can run code. If you trust them, load the "
+            "model with transformers and pass it"
         )
     return Path(folder), official.rpartition("/")[2]
 
@@ -75,17 +75,17 @@ def _official(name: str) -> str:
     if official.startswith(_PICKLED):
         raise ValueError(
             f"expected a model that is published as safetensors; {official} is a pickle, which can "
-            "run code. Where you trust it, load it with TransformerLens and give that model, or "
+            "run code. If you trust it, load it with TransformerLens and pass that model, or "
             "save it with save_model."
         )
     return official
 
 
 def silence_of_hub() -> Any:
-    """Why the hub does not answer; None if it does.
+    """The reason why the hub does not answer; None if it does.
 
-    transformers and huggingface_hub would retry for half a minute, file by file. Runs in a thread,
-    since time limits do not cover host name look-up.
+    Without this check, transformers and huggingface_hub would retry for half a minute, file by
+    file. It runs in a thread, since time limits do not cover the look-up of host names.
     """
     outcome: list[Any] = []
 

@@ -119,7 +119,7 @@ class _Seen(NamedTuple):
 
 @scope
 def _checked(source: Path) -> Iterator[_Seen]:
-    """What transformers may see of a folder or GGUF file, once sizes are known to fit weights."""
+    """What transformers may see of a folder or GGUF file, after checking that the weights fit."""
     seen = _checked_folder if source.is_dir() else _checked_gguf
     with data_alone(source) as data:
         yield seen(source, data)
@@ -155,7 +155,7 @@ def _checked_gguf(file: Path, data: Path) -> _Seen:
 
 
 def check_files(source: Path) -> None:
-    """Check that configuration and weights can belong to one model, without reading weights.
+    """Check that configuration and weights can belong to one model, without reading the weights.
 
     Raises:
         ValueError: as in `read_model`.
@@ -170,7 +170,7 @@ def read_tokenizer(folder: Path, *, adds_bos: bool = False) -> Any:
     Args:
         folder: folder of the tokenizer's files.
         adds_bos: whether the tokenizer starts every text with its BOS token, if it has one, even if
-            its files do not say so; HookedTransformer requires that.
+            its files do not say so, as HookedTransformer requires.
 
     Raises:
         ValueError: the files are damaged.
@@ -182,8 +182,8 @@ def read_tokenizer(folder: Path, *, adds_bos: bool = False) -> Any:
 def check_tokenizer(tokenizer: Any, d_vocab: int) -> None:
     """Check that a tokenizer fits a model with this many tokens.
 
-    The model may have more, since vocabularies are padded; and a few added tokens may exceed it,
-    such as Gemma 3's image tokens.
+    The model may have more tokens, since vocabularies are padded. A few added tokens may exceed its
+    vocabulary, such as Gemma 3's image tokens.
 
     Raises:
         ValueError: the tokenizer has more tokens, or starts texts with one that the model lacks.
@@ -193,17 +193,17 @@ def check_tokenizer(tokenizer: Any, d_vocab: int) -> None:
         raise ValueError(
             f"expected a tokenizer of a model with {d_vocab} tokens; got one of "
             f"{tokenizer.vocab_size} tokens that begins texts with number {bos}. It belongs to "
-            "another model: give the model its own, or leave the tokenizer's files out"
+            "another model: use the model's own tokenizer, or remove the tokenizer's files"
         )
 
 
 def _check_plan(config: Any, held: int, others: set[str]) -> int:
-    """Check that the weights can fill the model, before it is allocated; return how many it has.
+    """Check that the weights can fill the model, before allocating it; return how many it has.
 
     Args:
         config: configuration of the model.
         held: number of weights that there are.
-        others: names of those that are not floating-point numbers.
+        others: names of weights that are not floating-point numbers.
     """
     kind = _class_of(config)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):  # it draws initial weights
@@ -230,10 +230,10 @@ def _file_in(data: Path) -> dict[str, str]:
 
 
 def _class_of(config: Any) -> Any:
-    """The class that reads a model: the one that its configuration names if that predicts tokens.
+    """The class of a model: the one that its configuration names, if that predicts tokens.
 
-    AutoModelForCausalLM does not know models that read images or sounds besides text, or takes a
-    part of them.
+    AutoModelForCausalLM does not know models that read images or sounds besides text, or loads only
+    a part of them.
     """
     for name in config.architectures or ():
         kind = getattr(transformers, name, None)
@@ -284,7 +284,7 @@ def _tokenizer_in(data: Path, folder: Path, *, adds_bos: bool = False) -> Any:
 
 @scope
 def _said_of(source: Path, what: str) -> Iterator[None]:
-    """Name the folder or file in any error that transformers or tokenizers raise on a bad one."""
+    """Inside the block, errors that transformers or tokenizers raise name the folder or file."""
     try:
         yield
     except Exception as error:

@@ -5,10 +5,10 @@ With x the normalised residual stream and R the rotation of a position:
     a = A x,            q_h = [W_h norm(a), R W'_h norm(a)]
     [c, r] = C x,       k_h = [U_h norm(c), R r],    v_h = V_h norm(c)
 
-The norms make q, k and v nonlinear in x, but they are functions of something linear: of a (without
-a latent of queries, of q before the rotation), of [c, r] and of c. This is what q, k and v *read*.
-Every head is shown its own copy, also of r, which all heads share. Where a copy is replaced, or a
-gradient is needed, q, k and v are computed from the copies.
+The norms make q, k and v nonlinear in x, but q is a function of a, k of [c, r] and v of c, which
+are linear in x. This is what q, k and v *read*. (Without a latent for queries, q reads itself
+before the rotation.) Every head gets its own copy, even of r, which all heads share. If a copy is
+replaced, or a gradient is needed, q, k and v are computed from the copies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sparse_tl.lens.shortcuts import hooked
 Read = Float[Tensor, "rows pos head d_read"]
 
 _running: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
-"""During a call of attention: the rotation, and what q, k and v read instead of the model's own."""
+"""During a call of attention: its rotation, and replacements for what q, k and v read."""
 
 
 class LatentAttention:
@@ -50,11 +50,11 @@ class LatentAttention:
 
     @property
     def indexed(self) -> bool:
-        """Whether something besides queries and keys chooses which keys a query attends to."""
+        """Whether an index, besides queries and keys, chooses the keys that a query attends to."""
         return type(self.attention).forward is not MLAAttentionBridge.forward
 
     def _names(self, slot: str) -> tuple[str, str, str]:
-        """The first projection, the norm of the latent and the second projection of q, k or v."""
+        """Module names for q, k or v: first projection, norm of the latent, second projection."""
         if slot != "q":
             return "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"
         direct = getattr(self.attention.original_component, "q_lora_rank", None) is None
@@ -89,13 +89,13 @@ class LatentAttention:
         return weight.mT.unflatten(0, (self.n_heads, -1))
 
     def b_O(self) -> Float[Tensor, " d_model"] | None:
-        """What attention adds besides its heads."""
+        """The bias that attention adds to what its heads write."""
         return self.attention.o.original_component.bias
 
     # ---- attaching -------------------------------------------------------------------------------
 
     def place(self, name: str) -> Viewed | Place | None:
-        """Where to attach a function, by name, if not at a hook point as it is.
+        """The place of this name, if it is not simply a hook point.
 
         ``attn.hook_q`` to ``hook_z`` are seen as ``[batch, pos, head, d_head]``, ``attn.read_q``
         to ``read_v`` as ``[batch, pos, head, d_read]``.
@@ -113,7 +113,7 @@ class LatentAttention:
         """Where to attach a function to what q, k or v reads, ``[rows, pos, head, d_read]``.
 
         Raises:
-            ValueError: a hook sits between this and q, k or v, where replaced copies bypass it.
+            ValueError: a hook sits between this and q, k or v; replaced copies would bypass it.
         """
         names = [*self._names(slot)[1:], f"hook_{'q' if slot == 'q' else 'kv'}_latent"]
         names += [] if slot == "v" else [f"hook_rot_{slot}", "hook_cos", "hook_sin"]

@@ -1,4 +1,4 @@
-"""What a model has, can read and is defined for: heads, tokens, context, analyses."""
+"""Check that heads exist, that a model can read tokens, and that it supports an analysis."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_supported(adapter: Adapter, analysis: Analysis) -> None:
     """Check that an analysis is not refused for this kind of model.
 
     Raises:
-        ValueError: it is; the message says why, and what works without it.
+        ValueError: the analysis is refused; the message says why, and what works nevertheless.
     """
     why = adapter.unsupported(analysis)
     if why is not None:
@@ -75,8 +75,8 @@ def check_labels(adapter: Adapter, labels: Int[Tensor, "*label"]) -> None:
     if len(outside):
         raise ValueError(
             f"expected labels in 0..{adapter.d_vocab_out - 1}, what the model predicts; got "
-            f"{int(outside[0])}. Were they made with another tokenizer? A model with d_vocab_out "
-            "other than d_vocab numbers what it predicts by itself."
+            f"{int(outside[0])}. Were they made with another tokenizer? A model whose d_vocab_out "
+            "differs from d_vocab has its own numbering of the tokens that it predicts."
         )
 
 
@@ -116,10 +116,10 @@ def check_pairs(adapter: Adapter, pairs: PromptPairs) -> None:
 
 
 def check_reference(adapter: Adapter, prompts: Int[Tensor, "prompt pos"]) -> None:
-    """Check that the columns of reference prompts can be combined, as far as tokens show it.
+    """Check that the columns of reference prompts can be combined, as far as tokens show.
 
-    Padding is recognised by the tokenizer's padding token. Where that is EOS or BOS as well, one of
-    them at an end of a prompt may be text.
+    Padding is recognised by the tokenizer's padding token. If that token is also EOS or BOS, a
+    single one at either end of a prompt may be text.
 
     Raises:
         ValueError: prompts begin or end with different numbers of padding tokens.
@@ -141,9 +141,9 @@ def check_reference(adapter: Adapter, prompts: Int[Tensor, "prompt pos"]) -> Non
 
 
 def _paddings(adapter: Adapter, prompts: Int[Tensor, "prompt pos"]) -> Int[Tensor, " prompt"]:
-    """How many padding tokens each prompt begins with; 0 where the tokenizer does not tell.
+    """The number of padding tokens that each prompt begins with; 0 if the tokenizer cannot tell.
 
-    A tokenizer's padding token may be its mask token as well, which is text.
+    It cannot if its padding token is also its mask token, which is text.
     """
     tokenizer = _tokenizer(adapter)
     pad = None if tokenizer is None else tokenizer.pad_token_id
@@ -157,7 +157,7 @@ def _tokenizer(adapter: Adapter) -> Any:
 
 
 def check_numbers(adapter: Adapter, logits: Float[Tensor, "*_"]) -> None:
-    """Check that what the model predicts are numbers.
+    """Check that no logit is NaN.
 
     Raises:
         ValueError: a logit is NaN.

@@ -46,7 +46,7 @@ def load_model(
     dtype: str | torch.dtype | None = None,
     device_map: str | Mapping[str, Any] | None = None,
 ) -> Model:
-    """Load a model without processing its weights, and without running code that it brings.
+    """Load a model as it is: weights are not processed, and no code that comes with it is run.
 
     A name, Hugging Face folder or GGUF file gives a TransformerBridge. A folder written by
     `save_model` gives the saved model; where TransformerLens has no HookedTransformer, that becomes
@@ -57,11 +57,11 @@ def load_model(
             folder with one, whose weights are dequantised; or a causal language model of
             `transformers`, which is turned into a bridge in place; or a TransformerLens model,
             which is returned unchanged.
-        tokenizer: tokenizer for a model of `transformers`, or to replace the one that a name, a
-            Hugging Face folder or a GGUF file brings.
+        tokenizer: tokenizer of a model of `transformers`, or one to replace that of a name, a
+            Hugging Face folder or a GGUF file.
         prepend_bos: whether prompts start with the BOS token, everywhere in this package and in
             ``model.to_tokens``. By default as saved by this package, or else as the tokenizer
-            itself does it. ``model.cfg.default_prepend_bos`` says which, and can be set.
+            does. It can be read and set as ``model.cfg.default_prepend_bos``.
         device: device of the model; a GPU by default if there is one.
         dtype: dtype of the weights, such as "bfloat16"; by default float32 for names, Hugging Face
             folders and GGUF files, and the saved dtype for folders written by `save_model`.
@@ -99,7 +99,7 @@ def load_model(
 
 
 def _begun(model: Model, prepend_bos: bool | None) -> Model:
-    """The model, told whether its prompts start with BOS."""
+    """The model, with the setting whether its prompts start with BOS."""
     if prepend_bos is not None:
         model.cfg.default_prepend_bos = prepends_bos(model, prepend_bos)
     return model
@@ -172,10 +172,10 @@ def _named(source: Path) -> str:
 
 @checked
 def save_model(model: Model, folder: str | Path) -> None:
-    """Write configuration, weights and tokenizer to a folder; other files in it stay.
+    """Write configuration, weights and tokenizer to a folder; its other files stay as they are.
 
     A bridge is saved as a Hugging Face folder, which transformers can read too. Of several ranks,
-    the first writes; all have to call this if the weights are sharded.
+    only the first writes; all have to call this if the weights are sharded.
     """
     if not ranks.is_first():
         if isinstance(model, TransformerBridge) and shards.has_sharded_weights(model):

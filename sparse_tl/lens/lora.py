@@ -1,9 +1,9 @@
 """Low-rank adapters (LoRA) on the projections of a bridge, by `peft`.
 
-A projection ``W x`` that is frozen becomes ``W x + 2 B A x``, with a trained A ``[rank, in]`` and B
-``[out, rank]``. B starts at 0, so that adapters change nothing at first. They sit on what the
-bridge calls, and not on the model of transformers before it is wrapped: a bridge splits joint
-projections (GPT-2's q, k and v), and an adapter on the joint one would never be read.
+A frozen projection ``W x`` becomes ``W x + 2 B A x``, with a trained A ``[rank, in]`` and B
+``[out, rank]``. B starts at 0, so that adapters change nothing at first. They are put on the
+modules that the bridge calls, not on the transformers model before it is wrapped: a bridge splits
+joint projections (GPT-2's q, k and v), and an adapter on the joint one would never be read.
 
 Reference: arXiv 2106.09685.
 """
@@ -29,11 +29,11 @@ from sparse_tl.lens.points import HookedModel, Model
 from sparse_tl.scopes import autograd, scope, uninterruptible
 
 SCALE = 2
-"""What ``B A`` is multiplied by."""
+"""Factor of ``B A``."""
 BASE = "base_layer"
 """The name of the projection inside one with an adapter."""
 NAME = "default"
-"""The name of an adapter, in `peft`'s dictionaries of them."""
+"""The name of every adapter, in `peft`'s dictionaries of adapters."""
 _INSTALL = "pip install 'peft>=0.18'"
 
 
@@ -129,7 +129,7 @@ def merge_lora(model: Model) -> Model:
     Does nothing to a model without adapters. All weights can be trained afterwards.
 
     Raises:
-        TypeError: `model` is not a TransformerLens model; one under gates is not, for instance.
+        TypeError: `model` is not a TransformerLens model, but a SparseTransformer, for instance.
     """
     if not isinstance(model, Model):
         raise TypeError(
@@ -201,7 +201,7 @@ def is_lora(module: nn.Module | None) -> bool:
 
 
 def effective(module: Any) -> nn.Module:
-    """For a projection with an adapter, a plain one that computes the same; else the module."""
+    """The module itself, or for a projection with an adapter a plain one that computes the same."""
     if not is_lora(module):
         return module
     if module.disable_adapters:
@@ -229,7 +229,7 @@ def _components(model: TransformerBridge) -> list[Any]:
 
 @autograd(False)
 def projections(model: TransformerBridge) -> list[Any]:
-    """The components around linear maps that a pass calls, in the order of the modules."""
+    """The components around linear maps that a pass calls, in module order."""
     called: set[nn.Module] = set()
     found = [
         component

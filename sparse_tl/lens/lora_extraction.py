@@ -1,4 +1,4 @@
-"""Low-rank adapters that were merged into a model, found again by its difference from the base."""
+"""Recover merged low-rank adapters from a model's difference to its base."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _ROUNDING = 1e-3
 @checked
 @autograd(False)
 def extract_lora(model: Model, tuned: Model, rank: AtLeastOne = 16) -> TransformerBridge:
-    """Put low-rank adapters on a model, in place, that make it another: undoes `merge_lora`.
+    """Put low-rank adapters on a model, in place, that make it the tuned one; undoes `merge_lora`.
 
-    ``2 B A`` is the difference between both models' weights, by its singular values.
+    ``2 B A`` is the difference between the two models' weights, factored by its singular values.
 
     Args:
         model: the model before training.
@@ -56,7 +56,7 @@ def extract_lora(model: Model, tuned: Model, rank: AtLeastOne = 16) -> Transform
 
 
 def _memory(parameter: Tensor) -> int:
-    """Where a parameter is stored; those split from a joint one may share its memory."""
+    """The address of a parameter's storage, which parts of a joint parameter may share."""
     return parameter.untyped_storage().data_ptr()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from sparse_tl.lens.expressions import EVERYTHING, Block
 
 MASKED = -1e8
-"""A mask that is added to scores masks from here down; biases of positions are far above."""
+"""An additive mask hides pairs at or below this value; positional biases are far above it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,11 +80,11 @@ class AttentionMask:
             name: what the message calls the pattern.
 
         Raises:
-            ValueError: it is not 0 at one: the layer does not apply this mask.
+            ValueError: the pattern is not 0 at a masked pair: the layer does not apply this mask.
         """
         allowed = self.allowed(EVERYTHING, pattern.shape[2:], pattern.device)
         if bool((pattern * ~allowed).any()):
             raise ValueError(
-                f"expected attention of 0 wherever the layer's mask is; got more in {name}: it "
-                "masks in a way that is not known here, so possible edges cannot be counted"
+                f"expected attention of 0 at all pairs that the layer masks; got more in {name}: "
+                "its mask is of an unknown kind, so possible edges cannot be counted"
             )

@@ -1,4 +1,4 @@
-"""Analyses run models in evaluation mode: dropout would be mistaken for an effect."""
+"""Run models in evaluation mode for analyses: dropout would be mistaken for an effect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _held: list[nn.Module] = []
 
 @scope
 def evaluation_mode(model: Any) -> Iterator[None]:
-    """Inside the block a model is in evaluation mode; each of its modules gets its own mode back.
+    """Inside the block, a model is in evaluation mode; then each of its modules gets its mode back.
 
     Args:
         model: a TransformerLens model, or a SparseTransformer around one.
@@ -43,7 +43,7 @@ def evaluation_mode(model: Any) -> Iterator[None]:
 
 
 def in_evaluation_mode(function: Callable[P, Value]) -> Callable[P, Value]:
-    """Decorate an analysis, which has the model as its first argument."""
+    """Decorate an analysis to run its first argument, the model, in evaluation mode."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> Value:

@@ -35,7 +35,7 @@ class Norm:
         return F.rms_norm(residual, shape, self.weight, self.eps)
 
     def size(self, residual: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
-        """The size of what is added in the output: ``|weight| (|x| + |mean|) / scale + |bias|``."""
+        """The size of the output's summands: ``|weight| (|x| + |mean|) / scale + |bias|``."""
         if self.kind is None:
             return residual.abs()
         size = residual.abs()
@@ -110,7 +110,7 @@ class Norm:
 
 
 def bridge_norm(cfg: Any, module: Any) -> Norm:
-    """The normalisation that a bridge's component does; none without a component."""
+    """The normalisation that a bridge's component performs; the identity without a component."""
     inner = None if module is None else module.original_component
     if module is None or isinstance(inner, nn.Identity):
         return Norm(None, None, None, 0.0)

@@ -13,18 +13,18 @@ from transformer_lens.hook_points import HookPoint
 from sparse_tl.scopes import scope
 
 HookFunction = Callable[[Any], Any]
-"""Takes an activation, or what else a place shows, and returns its replacement or None."""
+"""Function from an activation, or another value, to its replacement, or None to keep it."""
 Place = Callable[[HookFunction], list[RemovableHandle]]
-"""Lets a function read or replace an activation in every pass, until the handles are removed."""
+"""Attaches a function to an activation of every pass, until the returned handles are removed."""
 
 
 @dataclass(frozen=True)
 class Viewed:
-    """A hook point whose activation functions see in another shape.
+    """A hook point where functions see the activation in another shape.
 
     Args:
         point: the hook point.
-        view: turns a function of the activation in that shape into one of it as it is.
+        view: turns a function of the activation in that shape into one of the activation itself.
     """
 
     point: HookPoint
@@ -59,7 +59,7 @@ def after(module: nn.Module, function: HookFunction) -> list[RemovableHandle]:
 
 @scope
 def entered(point: nn.Module, rows: Tensor) -> Iterator[None]:
-    """Inside the block, a residual stream replaces what enters a hook point, before its hooks.
+    """Inside the block, a residual stream replaces a hook point's input, before its hooks run.
 
     Args:
         point: hook point at the input of the first layer that runs.
@@ -77,12 +77,13 @@ def between(
     write: Callable[[Tensor], Tensor],
     function: HookFunction,
 ) -> list[RemovableHandle]:
-    """Attach to a value made from the inputs of two modules, from which the last one's output is.
+    """Attach to a value that is made from two modules' inputs and determines the last one's output.
 
     Args:
-        first, last: modules, in the order in which they are called.
-        shown: makes the value from their inputs.
-        write: the last one's output for a changed value.
+        first: module that is called first.
+        last: module that is called last.
+        shown: makes the value from the inputs of both.
+        write: makes the last module's output from a changed value.
         function: function to attach.
     """
     kept: list[Tensor] = []
@@ -101,7 +102,7 @@ def between(
 def before_branch(
     point: nn.Module, end: nn.Module, function: HookFunction
 ) -> list[RemovableHandle]:
-    """Attach to the residual stream where a hook point shows it to one of its branches alone.
+    """Attach to the residual stream at a hook point that feeds only one of its branches.
 
     Args:
         point: hook point at the input of the branch.
@@ -127,7 +128,7 @@ def before_branch(
 
 
 def read_input(module: nn.Module, function: HookFunction) -> list[RemovableHandle]:
-    """Show the input of a module after it has returned, once all edits are made."""
+    """Show a module's input after all edits, once the module has returned."""
 
     def show(_module: nn.Module, args: tuple[Any, ...], _output: Tensor) -> None:
         function(args[0])
@@ -138,12 +139,12 @@ def read_input(module: nn.Module, function: HookFunction) -> list[RemovableHandl
 def read_call(
     modules: Sequence[nn.Module], read: Callable[[dict[str, Any]], Any], function: HookFunction
 ) -> list[RemovableHandle]:
-    """Show something that follows from the keyword arguments that a module is called with.
+    """Show a value that is derived from the keyword arguments of a module's call.
 
     Args:
-        modules: module that is called, such as a layer's attention, or several of which each may
-            be skipped.
-        read: function from the keyword arguments to what is shown.
+        modules: the module that is called, such as a layer's attention; or several, if some may be
+            skipped.
+        read: function from the keyword arguments to the value.
         function: function to attach.
     """
 

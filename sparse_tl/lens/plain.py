@@ -1,9 +1,9 @@
 """Convert a bridge to a plain `transformers` model, which can be copied and saved.
 
 A bridge cannot: its copies depend on the original, and its parameter names mix those of the wrapped
-model with TransformerLens's. Where it has split a joint projection (GPT-2's q, k and v), passes
-read the parts, and the joint weights keep their initial values. Low-rank adapters are merged into
-the weights of the plain model. Sharded weights are gathered for it, on the CPU.
+model with TransformerLens's. If it has split a joint projection (GPT-2's q, k and v), passes read
+the parts, and the joint weights keep their initial values. In the plain model, low-rank adapters
+are merged into the weights, and sharded weights are gathered on the CPU.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _named: WeakSet[TransformerBridge] = WeakSet()
 def plain_model(model: TransformerBridge) -> Any:
     """A hook-free `transformers` model that shares all weights except joint and adapted ones.
 
-    Of a model whose weights are sharded, it has copies on the CPU; all ranks have to call
-    this.
+    If the weights are sharded over ranks, it has copies on the CPU instead, and all ranks have to
+    call this.
 
     Raises:
-        ValueError: the bridge wraps something else than a `transformers` model, or the plain model
-            computes something else than the bridge, as with processed weights.
+        ValueError: the bridge does not wrap a `transformers` model, or the plain model computes
+            something else than the bridge, as with processed weights.
     """
     if not isinstance(model.original_model, PreTrainedModel):
         raise ValueError(
@@ -94,7 +94,7 @@ def check_raw(model: Model) -> None:
 def check_wrapped(model: Model) -> None:
     """Check that a bridge computes the same as its wrapped model.
 
-    Processed weights are not compared here but when they are read; passes with them are correct.
+    Processed weights are compared only when they are read, since passes with them are correct.
 
     Raises:
         ValueError: the bridge computes something else.
@@ -124,7 +124,7 @@ def check_named(model: Model) -> None:
 
 
 def plain_copy(model: TransformerBridge) -> Any:
-    """As `plain_model`, but without shared weights."""
+    """Like `plain_model`, but without shared weights."""
     return copy.deepcopy(plain_model(model))
 
 
@@ -138,7 +138,7 @@ def unread_parameters(model: TransformerBridge) -> list[nn.Parameter]:
 
 
 def _is_unset(model: TransformerBridge, bias: Tensor) -> bool:
-    """Whether TransformerLens (3.9 to 4.0) added the bias: it was 0 when first seen."""
+    """Whether TransformerLens (3.9 to 4.0) added the bias, which was then 0 when first seen."""
     if model not in _unset:
         _unset[model] = not bool(bias.any())
     return _unset[model]
@@ -153,7 +153,7 @@ def _unnamed(whole: nn.Module, parts: Sequence[str]) -> ValueError:
 
 @scope
 def _holding(module: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
-    """Inside the block a module has other parameters."""
+    """Inside the block, a module has these values as its parameters."""
     kept = dict(module._parameters)
     try:
         module._parameters |= {
@@ -206,7 +206,7 @@ class _Split:
 
 
 def _splits(model: TransformerBridge) -> list[_Split]:
-    """The joint projections in a bridge's blocks; its components say what they split."""
+    """The joint projections in a bridge's blocks, as its components describe them."""
     found: list[_Split] = []
     for part in [part for block in model.blocks for part in block.modules()]:
         if hasattr(part, "split_qkv_matrix"):

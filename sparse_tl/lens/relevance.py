@@ -1,7 +1,7 @@
 """Gradients by the rules of layer-wise relevance propagation, in place of the model's own.
 
-Inside the block, forward passes have the values that they always have. Backward, non-linear parts
-count as the linear maps that they are at this input:
+Forward passes compute what they always compute. In the backward pass, each non-linear part counts
+as a linear map, fixed at the current input:
 
 - a norm of the residual stream keeps its scale fixed (LN-rule): ``dy = w centred(dx) / scale``;
 - an activation function is a factor (identity rule): ``da = (a / pre) d pre``;
@@ -58,7 +58,7 @@ class _NormRule:
         self._edited: Tensor | None = None
 
     def keep(self, residual: Tensor) -> Tensor:
-        """Keep what the norm reads, where its hook point shows that after all edits."""
+        """Keep the norm's input as its hook point shows it after all edits."""
         self._edited = residual
         return residual
 
@@ -104,5 +104,5 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def _with_gradient_of(value: Tensor, linear: Tensor) -> Tensor:
-    """This value, bit for bit, with the gradient of something else."""
+    """This value, bit for bit, with the gradient of another tensor."""
     return value.detach() + (linear - linear.detach()).to(value.dtype)

@@ -1,10 +1,10 @@
 """Whether two values differ by more than rounding explains.
 
-A sum in finite precision differs from the exact one by about ``eps * size``, where the size is that
-of what is added: the sum of absolute values for a few parts, the root of the sum of squares for the
-many products of a projection, whose roundings are independent. The result itself can be much
-smaller. So values are rebuilt in float32 from what the model had at that point, and each entry is
-allowed its own error; the largest activation of a model says nothing about the others.
+A sum in finite precision differs from the exact one by about ``eps * size``. The size is that of
+its terms: the sum of their absolute values for a few parts; the root of the sum of their squares
+for the many products of a projection, whose roundings are independent. The result itself can be
+much smaller. So values are rebuilt in float32 from what the model had at that point, and each entry
+is allowed its own error; a model's largest activation says nothing about the others.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def excess(
     rebuilt: Float[Tensor, "*shape"],
     size: Float[Tensor, "*#shape"],
 ) -> tuple[float, float] | None:
-    """How far off the worst entry is, and how far it may be; None if rounding explains all.
+    """The worst entry's error and its allowed error; None if rounding explains all entries.
 
     Args:
         dtype: precision of the model.
         found: values that the model computed.
         rebuilt: the same values, computed from its parts.
-        size: size of what is added in each value.
+        size: size of the terms of each value.
     """
     off = (precise(found) - precise(rebuilt).to(found.device)).abs()
     size = precise(size).to(found.device).expand_as(off)

@@ -1,4 +1,4 @@
-"""Models that do not fit on one device: every rank holds a part of every weight, by FSDP2."""
+"""Models that do not fit on one device: every rank holds a shard of every weight (FSDP2)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ def shard_model(
 ) -> TransformerBridge:
     """Shard a model's weights over the ranks for post-training, in place.
 
-    Every rank holds a part of every weight, its gradient and its optimizer state. A pass gathers
-    the weights layer by layer, so all ranks have to make the same passes: `post_train`,
-    `evaluate_held_out` and calls of the model, on all ranks. Copies are sharded too.
-    `save_pretrained` on all ranks writes the folder of the whole model; load that for all other
-    analyses.
+    Every rank holds a shard of every weight, its gradient and its optimizer state. A pass gathers
+    the weights layer by layer, so all ranks have to make the same passes: call `post_train`,
+    `evaluate_held_out` and the model on all ranks. Copies are sharded too. `save_pretrained`, also
+    called on all ranks, writes the whole model; load that folder for all other analyses.
 
     Args:
         model: TransformerBridge, raw as `load_model` gives it, without gates; load it with
-            ``device="cpu"`` if it does not fit on one GPU. Its parts go to the GPUs of the ranks,
-            if there are any. Add low-rank adapters before sharding.
+            ``device="cpu"`` if it does not fit on one GPU. Its shards go to the ranks' GPUs, if
+            there are any. Add low-rank adapters before sharding.
         precision: "bf16" gathers weights and computes in bfloat16, in all passes; the weights
             themselves, and the sums of gradients over ranks, are float32.
 

@@ -61,7 +61,7 @@ def logits_only_at(
     """Inside the block, logits are computed at some positions only.
 
     Yields:
-        What takes the logits at these positions out of the model's output, in row-major order.
+        Function from the model's output to the logits at these positions, in row-major order.
 
     Args:
         unembed: the model's last part. If it is hooked, all positions are computed, since the hook

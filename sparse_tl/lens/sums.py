@@ -1,8 +1,8 @@
 """Check numerically that a model is the sum of its heads and MLPs.
 
-Each value is rebuilt from what the model had just before, so that roundings in earlier layers do
-not matter: in bfloat16, a layer that adds 1 to an activation of 26,368 does not change it. Entry
-by entry, the two may differ by what rounding explains (`excess`).
+Each value is rebuilt from what the model had just before, so that rounding in earlier layers does
+not matter: in bfloat16, a layer that adds 1 to an activation of 26,368 does not change it. Each
+entry may differ by what rounding explains (`excess`).
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def _check_heads(adapter: Adapter, kept: Mapping[str, Tensor], layer: int) -> No
 def rebuilt_reads(
     adapter: Adapter, kept: Mapping[str, Tensor], layer: int
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """What a layer's heads and MLP make of the residual stream: its name and value, the value
-    rebuilt from the residual stream, and the size of what is added in it."""
+    """What a layer's heads and MLP read: name, value, value rebuilt from the residual stream, and
+    the size of its terms."""
     *slots, mlp = [*adapter.destination_points(layer), ""][:4]
     before, *before_mlp = adapter.residual_points(layer)
     norm, residual = adapter.norm(layer, "attn").precise(), precise(kept[before])
@@ -113,12 +113,12 @@ def _edits_reach(adapter: Adapter, tokens: Tensor) -> None:
 
 
 def _same_run(adapter: Adapter, found: Tensor, again: Tensor, what: str) -> None:
-    """Check vectors that the same operations have computed twice."""
+    """Check that the same operations, run twice, gave the same vectors."""
     _same(adapter, found, again, found.abs().amax(dim=-1, keepdim=True), what)
 
 
 def _same_sum(adapter: Adapter, found: Tensor, parts: Sequence[Tensor], what: str) -> None:
-    """Check what the model has made of the residual stream by adding a few parts."""
+    """Check that a residual stream is the sum of a few parts."""
     exact = torch.stack([precise(part) for part in parts])
     _same(adapter, found, exact.sum(dim=0), exact.abs().sum(dim=0), what)
 

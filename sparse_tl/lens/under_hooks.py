@@ -1,13 +1,13 @@
-"""Check that circuits are defined under the hooks of the user's own.
+"""Check that circuits are defined under the user's own hooks.
 
-With what node u writes in a prompt a and in another prompt b, every residual stream that is read
-has to fulfil
+Let u(a) be what node u writes in a prompt a. For two prompts a and b, every residual stream that is
+read has to satisfy
 
     residual_v(a) - residual_v(b) = sum_u (u(a) - u(b)),
 
 and every head and MLP has to read its normalised residual stream. Hooks that add the same to both
-prompts (steering) or act within a head or an MLP leave this as it is. Those that rescale, project
-or overwrite the stream do not: an edge then carries something else than what its source writes.
+prompts (steering) or act within a head or an MLP preserve this. Hooks that rescale, project or
+overwrite the stream do not: an edge then carries something else than what its source writes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sparse_tl.lens.sums import rebuilt_reads
 from sparse_tl.scopes import autograd
 
 LENGTH = 32
-"""Tokens of a prompt that is run where none is given."""
+"""Length in tokens of the prompt that is run by default."""
 
 _held: WeakKeyDictionary[Model, frozenset[int]] = WeakKeyDictionary()
 """For each model, the hooks under which circuits were last found to be defined."""
@@ -39,16 +39,16 @@ _held: WeakKeyDictionary[Model, frozenset[int]] = WeakKeyDictionary()
 def check_sums_under_hooks(
     adapter: Adapter, tokens: Int[Tensor, "batch pos"] | None = None
 ) -> None:
-    """Check that a model with its hooks is the sum of its heads and MLPs, where it has any.
+    """Check that a model is the sum of its heads and MLPs under the user's hooks, if it has any.
 
     Gates of a SparseTransformer act within heads and MLPs, and need no check.
 
     Args:
         adapter: adapter of the model.
-        tokens: prompts to run, since hooks may be made for these alone; by default a short one.
+        tokens: prompts to run, since hooks may fit these alone; by default one short prompt.
 
     Raises:
-        ValueError: it is not; the message names what a hook changes.
+        ValueError: it is not; the message names the value that a hook changes.
     """
     hooks = hooks_besides(adapter, getattr(adapter.core, "_sparse_tl_wrapped", frozenset()))
     if hooks and _held.get(adapter.model) != hooks:
@@ -96,7 +96,7 @@ def _adds_up(
     parts: Sequence[str],
     what: str,
 ) -> None:
-    """Check that two prompts differ in a sum as they do in its parts."""
+    """Check that two prompts' sums differ by the sum of their parts' differences."""
     one, two = (torch.stack([precise(run[part]) for part in parts]) for run in (kept, other))
     change, size = precise(kept[whole]) - precise(other[whole]), one.abs() + two.abs()
     _same(adapter, change, (one - two).sum(dim=0), size.sum(dim=0), what)
@@ -114,16 +114,16 @@ def _same(adapter: Adapter, found: Tensor, rebuilt: Tensor, size: Tensor, what: 
 
 
 def check_alike(found: Float[Tensor, "label d_model"], expected: Tensor) -> None:
-    """Check that prompts give the same beside others, or from a later layer on, as alone.
+    """Check that prompts run with others, or from a later layer on, give the same as run alone.
 
     Raises:
-        ValueError: they do not.
+        ValueError: they differ.
     """
     off, most = float((found - expected).abs().max()), float(expected.abs().max())
     if off > tolerance(expected.dtype) * most:
         raise ValueError(
             "expected hooks that act on each row and layer by itself; with those on this model, "
             f"prompts that are run beside others, or from a later layer on, differ by {off:.3g} "
-            "from the same prompts run alone: take such hooks off (they use other rows of the "
-            "batch, or values from an earlier layer)"
+            "from the same prompts run alone. Remove hooks that use other rows of the batch, or "
+            "values from an earlier layer"
         )

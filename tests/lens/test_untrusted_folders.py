@@ -479,7 +479,7 @@ def test_a_model_without_safetensors_on_the_hub(
     write_json(tmp_path / "config.json", {"model_type": "llama"})
     monkeypatch.setattr(hub, "silence_of_hub", lambda: None)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
-    with pytest.raises(ValueError, match=r"of some/model there are none in .*they can run code"):
+    with pytest.raises(ValueError, match=r"some/model has none in .*they can run code"):
         load_model("some/model", device="cpu")
 
 
