@@ -45,10 +45,10 @@ def figure(result: Any, **style: Any) -> Figure:
         result: a circuit of circuit edges, with or without positions, optionally with ``scores``
             (component diagram); scores of circuit edges (component diagram of the 60 strongest, or
             of the ``size`` strongest) or of heads, optionally with ``marked`` heads (head map); an
-            evaluation, curve or found circuit (explained effect); checked scores, or effects of neurons
-            (scatter plot); activation patching, logit lens or logit attribution (layer map); head
-            behaviour (head map); an attention graph (circuit diagram); an ablation curve; or head
-            roles (heat map).
+            evaluation, curve or found circuit (explained effect); checked scores, or effects of
+            neurons (scatter plot); activation patching, logit lens or logit attribution (layer
+            map); head behaviour (head map); an attention graph (circuit diagram); an ablation
+            curve; or head roles (heat map).
         **style: ``title``, and arguments of the function that draws the figure.
 
     Raises:
