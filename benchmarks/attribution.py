@@ -1,4 +1,7 @@
-"""What attribution and evaluation cost, in passes of the plain model: GPT-2 small's shape.
+"""What attribution and evaluation cost, in passes of the plain model.
+
+Of GPT-2 small's shape with random weights and random prompts that differ in one token; with
+``--model smollm2`` also of SmolLM2-135M-Instruct on IOI prompts.
 
 F is two forward passes and one backward pass of the plain model on the same batch, as
 ``model(...)`` does them, with logits at every position. The *floor* of attribution patching is the
@@ -7,7 +10,7 @@ Times are CPU seconds of this process: with ``OMP_NUM_THREADS=1`` their ratios h
 the machine is busy. Memory is the largest resident size while a fresh process does just this, over
 that of the floor.
 
-    python benchmarks/attribution.py [--hooked] [--pairs 32 --length 16 --repeats 3]
+    python benchmarks/attribution.py [--model smollm2] [--hooked] [--repeats 3]
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any
 import torch
 from random_gpt2 import add_hooked, random_gpt2
 
+from sparse_tl import load_language_model
 from sparse_tl.circuits import (
     acdc,
     attribute_circuit_edges,
@@ -32,8 +36,9 @@ from sparse_tl.circuits import (
 )
 from sparse_tl.circuits.pair_runs import read_mask
 from sparse_tl.data.pairs import PromptPairs
-from sparse_tl.lens import adapt
+from sparse_tl.lens import Model, adapt
 from sparse_tl.metrics import logit_difference
+from sparse_tl.tasks import TASKS_BY_NAME
 
 
 def _pairs(n: int, length: int) -> PromptPairs:
@@ -45,9 +50,15 @@ def _pairs(n: int, length: int) -> PromptPairs:
     return PromptPairs(clean, corrupted, draw(n, 1), draw(n, 1), torch.full((n,), length - 1))
 
 
-def _jobs(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
-    model = random_gpt2(hooked=args.hooked)
-    pairs = _pairs(args.pairs, args.length)
+def _measured(name: str, args: argparse.Namespace) -> tuple[Model, PromptPairs]:
+    """A model and the prompt pairs that it runs."""
+    if name == "smollm2":
+        model = load_language_model(name, device="cpu")
+        return model, TASKS_BY_NAME["ioi"].pairs(model, args.ioi_pairs)
+    return random_gpt2(hooked=args.hooked), _pairs(args.pairs, args.length)
+
+
+def _jobs(model: Model, pairs: PromptPairs) -> dict[str, Callable[[], Any]]:
     scores = None
 
     adapter, read = adapt(model), read_mask(pairs)
@@ -118,12 +129,12 @@ def _ratio(taken: list[float], unit: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(taken, unit, strict=True))
 
 
-def _peak(name: str, args: argparse.Namespace) -> float:
+def _peak(name: str, model: str, args: argparse.Namespace) -> float:
     """Largest resident size in MB of a process that does one job, once."""
-    sizes = ["--pairs", str(args.pairs), "--length", str(args.length)]
-    sizes += ["--hooked"] * args.hooked
+    sizes = ["--pairs", args.pairs, "--length", args.length, "--ioi-pairs", args.ioi_pairs]
+    options = ["--model", model, *map(str, sizes), *["--hooked"] * args.hooked]
     ran = subprocess.run(
-        [sys.executable, __file__, "--only", name, *sizes],
+        [sys.executable, __file__, "--only", name, *options],
         capture_output=True,
         text=True,
         check=True,
@@ -134,6 +145,8 @@ def _peak(name: str, args: argparse.Namespace) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_hooked(parser)
+    parser.add_argument("--model", choices=["gpt2", "smollm2"], default="gpt2")
+    parser.add_argument("--ioi-pairs", type=int, default=16)
     parser.add_argument("--pairs", type=int, default=32)
     parser.add_argument("--length", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
@@ -142,23 +155,33 @@ def main() -> None:
     parser.add_argument("--acdc-threshold", type=float, default=1e-4)
     parser.add_argument("--only", help="do one job once, and print the peak memory in MB")
     args = parser.parse_args()
-    jobs = _jobs(args)
     if args.only:
+        jobs = _jobs(*_measured(args.model, args))
         Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the peak of building
         jobs[args.only]()
         peak = next(s for s in Path("/proc/self/status").read_text().splitlines() if "HWM" in s)
         print(int(peak.split()[1]) / 1024)
         return
-    seconds = _seconds(jobs, args.repeats)
+    _report("gpt2", args)
+    if args.model == "smollm2":
+        _report("smollm2", args)
+    else:
+        _report_acdc(args)
+
+
+def _report(which: str, args: argparse.Namespace) -> None:
+    """The cost of every job on one model, and the memory of two."""
+    model, pairs = _measured(which, args)
+    print(f"{model.cfg.model_name}: {len(pairs)} pairs of {pairs.clean.shape[1]} tokens")
+    seconds = _seconds(_jobs(model, pairs), args.repeats)
     for name, taken in seconds.items():
         per_size = _ratio(taken, seconds["forward"]) / 10
         also = f", {per_size:.2f} forward passes per size" if name.startswith("evalu") else ""
         ratios = f"{_ratio(taken, seconds['F']):5.2f} F = {_ratio(taken, seconds['floor']):5.2f}"
         print(f"{name:24} {statistics.median(taken):7.3f} s = {ratios} floors{also}")
-    plain = _peak("floor", args)
+    plain = _peak("floor", which, args)
     for name in ("EAP", "EAP-IG, 5 steps"):
-        print(f"{name:24} {_peak(name, args) - plain:7.0f} MB over the floor ({plain:.0f})")
-    _report_acdc(args)
+        print(f"{name:24} {_peak(name, which, args) - plain:7.0f} MB over the floor ({plain:.0f})")
 
 
 def _report_acdc(args: argparse.Namespace) -> None:

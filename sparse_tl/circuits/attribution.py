@@ -123,12 +123,12 @@ def attribute_circuit_edges(
     with tracked("scoring circuit edges", plan.count, progress) as step:
         for index in runs.own:
             for rows, passes in groupby(plan.passes(index), key=plan.rows_of):
-                back, change = ReadGradients(runs.adapter), {}
+                back, change, matters = ReadGradients(runs.adapter), {}, torch.tensor(True)
                 for one in passes:
-                    change = one.change
+                    change, matters = one.change, one.matters
                     back.add(one)
                     step()
-                moved = _moved(change, plan.sources)
+                moved = _moved(change, plan.sources) & matters
                 contract(scores, back, change, grouped[index].where(moved, -1), rows)
     plan.check_effect()
     shape = [n_pairs] * by_pair + list(site.exists.shape)

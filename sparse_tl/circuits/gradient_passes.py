@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -14,7 +14,7 @@ from sparse_tl import ranks
 from sparse_tl.circuits.pair_runs import PairRuns, read_mask
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import Heads, PatchValues
-from sparse_tl.lens import EMBEDDED, record, relevance_rules
+from sparse_tl.lens import EMBEDDED, Held, needed, record, relevance_rules
 from sparse_tl.metrics import Metric, check_changed, is_changed, measure
 from sparse_tl.scopes import autograd
 
@@ -110,7 +110,7 @@ class Passes:
     def passes(self, index: int, shown: PatchValues | None = None) -> Iterator[GradientPass]:
         """The passes of one batch; `shown` holds the patches of the hook points in `also`."""
         batch, patch = self.runs.batches[index], self.runs.values(index)
-        one = GradientPass(self, batch)
+        one = GradientPass(self, batch, held=patch.held)
         clean = {name: one.kept[name].detach() for name in (*self.sources, *self.also)}
         change = {name: -patch.change(name, clean[name]) for name in self.sources}
         if shown is not None:
@@ -126,7 +126,7 @@ class Passes:
         for name in self._moved:
             for k in range(first, 0, -1):
                 replaced = {name: clean[name] + (1 - k / self.steps) * change[name]}
-                one = GradientPass(self, batch, replaced)
+                one = GradientPass(self, batch, replaced, held=patch.held)
                 one.change, one.share, one.moved = change, 1 / self.steps, name if single else None
                 yield from _lent(one)
                 del one
@@ -139,12 +139,14 @@ class GradientPass:
         plan: the set of passes that this one belongs to.
         batch: prompt pairs.
         replaced: activations that replace the model's own.
+        held: keys and values that the pass shares with that over the patched prompts.
 
     Attributes:
         kept: activations at the hook points, in the autograd graph.
         values: metric of each pair.
         value: their sum.
         change: patch minus clean activation, by hook point.
+        matters: positions at which changes and gradients mean anything.
         share: weight of the pass.
         by_relevance: whether gradients follow the rules of relevance propagation.
         moved: the only hook point whose sources the pass contributes to; None for all.
@@ -158,9 +160,18 @@ class GradientPass:
     moved: str | None = None
 
     def __init__(
-        self, plan: Passes, batch: PromptPairs, replaced: dict[str, Tensor] | None = None
+        self,
+        plan: Passes,
+        batch: PromptPairs,
+        replaced: dict[str, Tensor] | None = None,
+        *,
+        held: Held | None = None,
     ) -> None:
         self._plan, self.batch, self._replaced = plan, batch, replaced or {}
+        held = None if plan.also else held  # attention patterns differ where prompts are alike
+        read = read_mask(batch)
+        self._options: dict[str, Any] = {"first": plan.first, "read": read, "held": held}
+        self.matters = needed(plan.adapter, read, None if held is None else held.alike)
         self.by_relevance = plan.method == "relp"
         # First of all hooks: what is recorded after a norm has the gradient of the rules.
         with relevance_rules(plan.adapter) if self.by_relevance else nullcontext():
@@ -168,9 +179,9 @@ class GradientPass:
                 plan.adapter,
                 batch.clean,
                 plan.names,
-                first=plan.first,
                 replaced=self._replaced,
                 differentiable=True,
+                **self._options,
             )
             self.kept["final"] = final
             with autograd(True):
@@ -214,7 +225,7 @@ class GradientPass:
             if name != "final":
                 replaced = {**self._replaced, name: noisy}
                 plan, tokens = self._plan, self.batch.clean
-                _, final = record(plan.adapter, tokens, (), first=plan.first, replaced=replaced)
+                _, final = record(plan.adapter, tokens, (), replaced=replaced, **self._options)
             moved = self._plan.measured(final, self.batch).sum() - value
             if bool(moved.abs() > 1e-6 * (1 + value.abs())):
                 raise ValueError(

@@ -15,7 +15,7 @@ from sparse_tl import ranks
 from sparse_tl.data import Positions, PromptPairs
 from sparse_tl.gates import CircuitEdges, GatedRun, Heads, HookPoints, Patch, PatchValues, Site
 from sparse_tl.gates.patches import mean_activations, needs_reference
-from sparse_tl.lens import EMBEDDED, HookedModel, adapt, check_pairs
+from sparse_tl.lens import EMBEDDED, HookedModel, adapt, check_pairs, held_between
 from sparse_tl.metrics import Metric, check_changed, divergence, is_changed, measure
 from sparse_tl.scopes import autograd
 
@@ -118,9 +118,12 @@ class PairRuns:
 
     def values(self, index: int) -> PatchValues:
         """The patch values for a batch."""
-        other = self.others[index] if self.others else None
-        order = self.site.order
-        return PatchValues(self.adapter, self._points, self._shown, other, order=order)
+        batch, other = self.batches[index], self.others[index] if self.others else None
+        read, held = read_mask(batch), None
+        if other is not None:
+            held = held_between(self.adapter, batch.clean, other, read)
+        options: dict[str, Any] = {"order": self.site.order, "read": read, "held": held}
+        return PatchValues(self.adapter, self._points, self._shown, other, **options)
 
     @autograd(False)
     def everything_patched(self, run: GatedRun) -> Float[Tensor, "pair vocab"]:
@@ -128,7 +131,8 @@ class PairRuns:
 
         With all heads patched, MLPs would still read the clean prompt.
         """
-        if isinstance(self.site, Heads) and self.patch == "corrupted":
+        of_others = run.patch.final is not None and isinstance(self.site, CircuitEdges)
+        if of_others or (isinstance(self.site, Heads) and self.patch == "corrupted"):
             return self._patched_in(run)
         return run.logits(torch.zeros(run.site.shape(self.adapter)))
 

@@ -116,6 +116,8 @@ class CircuitEdgeHooks:
             if moved:
                 enter = partial(self._enter, layer, moved)
                 hooks.append((f"{block}.hook_resid_pre", Order.LAST, enter))
+            shuts = edges.shuts(0, before)
+            self.now.made[layer] = [s for s in moved if shuts or self._many(layer, s)]
             for slot in moved:
                 read = partial(self._read_heads, layer, slot)
                 hooks.append((self.adapter.read_point(layer, slot), Order.FIRST, read))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sparse_tl.data import PromptPairs
 from sparse_tl.lens import (
     Activations,
     Adapter,
+    Held,
     Order,
     check_reference,
     check_tokens,
@@ -47,6 +48,9 @@ class PatchValues:
         reference: reference prompts.
         seed: random seed for "resample".
         order: when the gates act relative to other hooks; values are recorded there.
+        read: positions that passes under this patch read. The values of other prompts mean nothing
+            where a position does not matter to these. None: all matter.
+        held: keys and values that the reference prompts share with those that are patched.
 
     Attributes:
         final: final residual stream of the reference prompts; None without them, and for means.
@@ -67,8 +71,10 @@ class PatchValues:
         seed: int = 0,
         *,
         order: Order = Order.LAST,
+        read: Bool[Tensor, "prompt pos"] | None = None,
+        held: Held | None = None,
     ) -> None:
-        self.patch, self.values = patch, {}
+        self.patch, self.values, self.held = patch, {}, held
         self._generator = torch.Generator().manual_seed(seed)
         self._rows: Tensor | None = None
         prompts = reference_prompts(adapter, patch, reference)
@@ -82,7 +88,9 @@ class PatchValues:
                 self.values = mean_activations(adapter, [prompts], names, order)
             else:
                 with autograd(False):
-                    self.values, self.final = _recorded(adapter, prompts, names, order)
+                    self.values, self.final = _recorded(
+                        adapter, prompts, names, order, read=read, held=held
+                    )
 
     def draw(self, n_prompts: int) -> None:
         """Draw new reference prompts for a pass over `n_prompts` prompts."""
@@ -197,11 +205,11 @@ def mean_activations(
 
 
 def _recorded(
-    adapter: Adapter, tokens: Tensor, names: Sequence[str], order: Order
+    adapter: Adapter, tokens: Tensor, names: Sequence[str], order: Order, **options: Any
 ) -> tuple[dict[str, Tensor], Tensor]:
     first = names if order is Order.FIRST else ()
     with evaluation_mode(adapter.model):
-        return record(adapter, tokens, names, first=first)
+        return record(adapter, tokens, names, first=first, **options)
 
 
 def _columns(name: str, value: Tensor, like: Tensor, start: int) -> Tensor:

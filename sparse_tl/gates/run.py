@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from sparse_tl.lens import (
     enters,
     evaluation_mode,
     hooks_besides,
+    only_needed,
     record,
     source_outputs,
 )
@@ -139,7 +141,6 @@ class GatedRun:
         self.patch = patch
         if isinstance(site, CircuitEdges):
             check_sums_under_hooks(self.adapter, tokens)
-        self._clean: Tensor | None = None
         self._base: Tensor | None = None
         self._expected: Tensor | None = None
         self._entering: list[Tensor] = []
@@ -148,12 +149,16 @@ class GatedRun:
     @property
     def clean_logits(self) -> Float[Tensor, "label vocab"]:
         """Logits of the whole model."""
-        if self._clean is None:
-            mask = self.attention_mask
-            with autograd(False), evaluation_mode(self.adapter.model):
-                final = self.adapter.final(self.tokens, read=self.read, attention_mask=mask)
-                self._clean = self.adapter.logits_at(final, self.read)
-        return self._clean
+        return self._clean[1]
+
+    @cached_property
+    @autograd(False)
+    def _clean(self) -> tuple[Float[Tensor, "label d_model"], Float[Tensor, "label vocab"]]:
+        """The final residual stream of the whole model at the read positions, and its logits."""
+        mask, read = self.attention_mask, self.read
+        with evaluation_mode(self.adapter.model), only_needed(self.adapter, read):
+            final = self.adapter.final(self.tokens, read=read, attention_mask=mask)[read]
+            return final, self._logits(final)
 
     @autograd(False)
     def start_from(self, gates: SiteGates | None) -> Float[Tensor, "label vocab"]:
@@ -213,6 +218,8 @@ class GatedRun:
         return found[:n_stack].view(*shape, *found.shape[1:])
 
     def _final(self, stack: Any, n_stack: int) -> Float[Tensor, "stack label d_model"]:
+        if n_stack == 1 and self._keeps_all(stack):
+            return self._clean[0][None]
         adapter, first = self.adapter, self._first_layer(stack)
         now = GatedPass(n_stack, first, changes=self._changes if first else None)
         if first == adapter.n_layers:
@@ -224,7 +231,14 @@ class GatedRun:
             once = isinstance(self.site, Heads)
             now.n_prompts = len(self.tokens) if once and n_stack > 1 else None
             hooks = self.site.hooks(adapter, stack, self.patch, now)
-            with attached(adapter, hooks), evaluation_mode(adapter.model):
+            held = self.patch.held
+            hooks += [] if held is None else held.hooks(first)
+            alike = None if held is None else held.skipped
+            with (
+                attached(adapter, hooks) as own,
+                evaluation_mode(adapter.model),
+                only_needed(adapter, self.read, alike, n_stack, first, now.made, own.ids),
+            ):
                 final = adapter.final(
                     self._entering[first].clone() if first else self.tokens,
                     from_layer=first,
@@ -235,6 +249,13 @@ class GatedRun:
                 )
         chosen = final[self.read.repeat(n_stack, 1)]
         return chosen.view(n_stack, -1, chosen.shape[-1])
+
+    def _keeps_all(self, gates: SiteGates) -> bool:
+        """Whether gates on circuit edges patch nothing."""
+        if not isinstance(self.site, CircuitEdges) or torch.is_grad_enabled():
+            return False
+        exists = self.adapter.graph.exists.to(self.adapter.device)
+        return bool(((gates == 1) | ~exists).all())  # type: ignore[bad-argument-type]
 
     def _first_layer(self, stack: SiteGates) -> int:
         """First layer to run: all layers before it match the cached state."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,6 +32,7 @@ class GatedPass:
         n_prompts: number of prompts, if the first layer's attention runs on one copy only.
         changes: for circuit edges, writes of the sources before `from_layer` minus the patch.
         start: position of the first column; above 0 with a key-value cache.
+        made: which of q, k and v hooks replace in each layer, whatever the model computes there.
     """
 
     n_stack: int
@@ -39,6 +40,7 @@ class GatedPass:
     n_prompts: int | None = None
     changes: Float[Tensor, "source batch pos d_model"] | None = None
     start: int = 0
+    made: dict[int, list[str]] = field(default_factory=dict)
 
 
 @runtime_checkable

@@ -88,6 +88,12 @@ from sparse_tl.lens.relevance import relevance_rules as relevance_rules
 from sparse_tl.lens.rounding import tolerance as tolerance
 from sparse_tl.lens.sharding import shard_model as shard_model
 from sparse_tl.lens.shortcuts import hooked as hooked, repeated as repeated
+from sparse_tl.lens.skipping import (
+    Held as Held,
+    held_between as held_between,
+    needed as needed,
+    only_needed as only_needed,
+)
 from sparse_tl.lens.under_hooks import (
     check_alike as check_alike,
     check_sums_under_hooks as check_sums_under_hooks,

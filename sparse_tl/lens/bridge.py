@@ -7,8 +7,10 @@ name, since names differ between versions.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import astuple
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -23,7 +25,7 @@ from sparse_tl.lens.adapter import Adapter
 from sparse_tl.lens.architecture import HALVES
 from sparse_tl.lens.attaching import others_off
 from sparse_tl.lens.booting import boot, check_alone
-from sparse_tl.lens.bridge_passes import cached_columns, mask_place, skipped, stopped
+from sparse_tl.lens.bridge_passes import cached_columns, mask_place, plain_norms, skipped, stopped
 from sparse_tl.lens.checks import circuit_graph
 from sparse_tl.lens.latent import latent_attention
 from sparse_tl.lens.layouts import BlockNorms, block_norms
@@ -197,6 +199,11 @@ class BridgeAdapter(Adapter):
         if self._pads_in_float64(attention_mask):
             self._check_padded(final)
         return final
+
+    def _fused(self) -> AbstractContextManager[None]:
+        """See `Adapter`."""
+        modules = (attrgetter(name)(self.model) for name in self.norms())
+        return plain_norms([some for some in modules if hasattr(some, "hook_scale")])
 
     def empty_cache(self, n_prompts: int) -> dict[str, Any]:
         """See `Adapter`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -17,9 +17,10 @@ from transformer_lens.model_bridge.generalized_components.mpt_alibi_attention im
     MPTALiBiAttentionBridge,
 )
 
-from sparse_tl.lens.attaching import stand_in
+from sparse_tl.lens.attaching import Forward, stand_in
 from sparse_tl.lens.masks import AttentionMask
 from sparse_tl.lens.places import HookFunction, Place, read_call
+from sparse_tl.lens.shortcuts import hooked
 from sparse_tl.scopes import scope
 
 
@@ -60,6 +61,27 @@ def _mask(attention: nn.Module, causal: bool, kwargs: dict[str, Any]) -> Attenti
         given = ~given  # MPT's masks are true where a pair is masked
     # A mask of four axes includes the causal order, windows and chunks; attention adds nothing.
     return AttentionMask(causal and given.ndim < 4, given=given)
+
+
+@scope
+def plain_norms(norms: Sequence[Any]) -> Iterator[None]:
+    """Inside the block, norms run as those of the wrapped model do.
+
+    A bridge also computes what hook points within them show; where one is hooked, it still does.
+    """
+    with ExitStack() as removed:
+        for norm in norms:
+            native = getattr(norm, "use_native_layernorm_autograd", False)
+            if native and not any(map(hooked, norm.children())):
+                removed.callback(stand_in(norm, partial(_native, norm.original_component)))
+        yield
+
+
+def _native(norm: nn.Module, _forward: Forward) -> Forward:
+    def run(hidden_states: Tensor, **_: Any) -> Tensor:
+        return norm(hidden_states).to(hidden_states.dtype)
+
+    return run
 
 
 @scope

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from sparse_tl.lens.adapter import Adapter
@@ -17,6 +17,7 @@ from sparse_tl.lens.masks import AttentionMask
 from sparse_tl.lens.points import EMBEDDED, Model
 from sparse_tl.lens.rounding import excess
 from sparse_tl.lens.shortcuts import hooked
+from sparse_tl.lens.skipping import Held, only_needed
 from sparse_tl.scopes import autograd
 
 
@@ -40,6 +41,8 @@ def record(
     replaced: Activations | None = None,
     differentiable: bool = False,
     attention_mask: Int[Tensor, "batch pos"] | None = None,
+    read: Bool[Tensor, "batch pos"] | None = None,
+    held: Held | None = None,
 ) -> tuple[dict[str, Tensor], Float[Tensor, "batch pos d_model"]]:
     """Activations at some hook points, and the final residual stream.
 
@@ -53,6 +56,9 @@ def record(
         differentiable: keep the autograd graph from the replaced values or the input node on; these
             are leaves, so weights may be frozen and nothing earlier needs a gradient.
         attention_mask: 0 at padding.
+        read: positions that are read after the last layer. Activations at positions that do not
+            matter to these mean nothing, and have gradients of 0. None: all matter.
+        held: keys and values that this pass shares with others.
 
     Raises:
         ValueError: a hook point does not fire.
@@ -75,7 +81,14 @@ def record(
     hooks: list[Hook] = [
         (name, Order.FIRST if name in places else Order.LAST, partial(keep, name)) for name in every
     ]
-    with attached(adapter, hooks), autograd(differentiable):
+    alike = None if held is None else held.skipped
+    hooks += [] if held is None else held.hooks()
+    everywhere = torch.ones_like(tokens, dtype=torch.bool)
+    with (
+        attached(adapter, hooks) as own,
+        only_needed(adapter, everywhere if read is None else read, alike=alike, own=own.ids),
+        autograd(differentiable),
+    ):
         final = adapter.final(tokens, attention_mask=attention_mask)
     check_fired(adapter, names, kept)
     return kept, final
