@@ -18,7 +18,7 @@ stream.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -97,7 +97,13 @@ class CircuitEdgeHooks:
     ) -> None:
         self.adapter, self.graph, self.patch, self.now = adapter, adapter.graph, patch, now
         self.edges = EdgeWeights(adapter, gates, now.from_layer)
-        self.spans = spans
+        self.spans, self._places = spans, None
+        fits = spans is None or spans.at.numel() == now.n_places  # refused where it is read
+        if now.places is not None and fits:
+            shifts = torch.arange(now.n_stack, device=now.places.device)[:, None] * now.n_places
+            self._places = (now.places + shifts).flatten()
+            if spans is not None:
+                self.spans = replace(spans, at=spans.at.flatten()[now.places][None])
         self._shared: Tensor | None = None
         self._normed: Tensor | None = None
         self._made: dict[str, Tensor] = {}
@@ -116,8 +122,8 @@ class CircuitEdgeHooks:
             if moved:
                 enter = partial(self._enter, layer, moved)
                 hooks.append((f"{block}.hook_resid_pre", Order.LAST, enter))
-            shuts = edges.shuts(0, before)
-            self.now.made[layer] = [s for s in moved if shuts or self._many(layer, s)]
+            closes = edges.closes(0, before)
+            self.now.made[layer] = [s for s in moved if closes or self._many(layer, s)]
             for slot in moved:
                 read = partial(self._read_heads, layer, slot)
                 hooks.append((self.adapter.read_point(layer, slot), Order.FIRST, read))
@@ -145,8 +151,27 @@ class CircuitEdgeHooks:
         changes = SourceChanges(self.edges, self.spans)
         if self.now.changes is not None:
             before = self.edges.before("head", self.now.from_layer)
-            changes.start_after(self.now.changes[:before])
+            written = self.now.changes[:before]
+            if self._places is not None:
+                written = written.flatten(1, 2)[:, self.now.places][:, None]
+            changes.start_after(written)
         return changes
+
+    def _packed(self, value: Float[Tensor, "rows pos *more"]) -> Float[Tensor, "some place *more"]:
+        """The positions that matter, as one prompt for each setting; all if any might."""
+        if self._places is None:
+            return value
+        chosen = value.flatten(0, 1).index_select(0, self._places)
+        return chosen.unflatten(0, (self.now.n_stack, -1))
+
+    def _unpacked(
+        self, packed: Float[Tensor, "some place *more"], value: Float[Tensor, "rows pos *more"]
+    ) -> Float[Tensor, "rows pos *more"]:
+        """A value with others at the positions that matter."""
+        if self._places is None:
+            return packed
+        flat = value.flatten(0, 1).index_copy(0, self._places, packed.flatten(0, 1))
+        return flat.view_as(value)
 
     def _start(self, cached: Int[Tensor, ""]) -> None:
         """Start a pass after the cached columns; not necessarily the first under these gates."""
@@ -165,8 +190,10 @@ class CircuitEdgeHooks:
         self, column: int, before: int, residual: Float[Tensor, "rows pos d_model"]
     ) -> Float[Tensor, "rows pos d_model"]:
         """What one destination reads, replacing the residual stream."""
-        shared = self._changes.without_closed(before, residual)
-        return self._changes.reads([column], before, shared)[:, 0].reshape(residual.shape)
+        packed = self._packed(residual)
+        shared = self._changes.without_closed(before, packed)
+        reads = self._changes.reads([column], before, shared)[:, 0].reshape(packed.shape)
+        return self._unpacked(reads, residual)
 
     # ---- reading ---------------------------------------------------------------------------------
 
@@ -178,13 +205,14 @@ class CircuitEdgeHooks:
         For q, k and v together, since reading the sources' writes from memory dominates the cost.
         """
         before = self.edges.before("head", layer)
-        shared = self._shared = self._changes.without_closed(before, residual)
+        packed = self._packed(residual)
+        shared = self._shared = self._changes.without_closed(before, packed)
         many = {slot: self.edges.heads(layer, slot) for slot in slots if self._many(layer, slot)}
         if many:
             reads = self._changes.reads([*chain(*many.values())], before, shared)
             counts = [len(columns) for columns in many.values()]
             self._made = dict(zip(many, reads.split(counts, dim=1), strict=True))
-        moved = shared is not residual and len(many) < len(slots)
+        moved = shared is not packed and len(many) < len(slots)
         self._normed = self.adapter.norm(layer, "attn")(shared) if moved else None
         return residual  # unchanged: the model, and autograd, continue from this very tensor
 
@@ -203,13 +231,13 @@ class CircuitEdgeHooks:
             reads = norm(self._made.pop(slot).unflatten(-1, self._shape()))
             flat = rearrange(reads, "stack head batch pos d -> head (stack batch pos) d")
             out = torch.baddbmm(bias.to(flat.dtype)[:, None], flat, weight.to(flat.dtype))
-            return rearrange(
-                out, "head (rows pos) d_head -> rows pos head d_head", rows=len(value)
-            ).to(value.dtype)
+            assert self._shared is not None
+            pattern, n_rows = "head (rows pos) d_head -> rows pos head d_head", len(self._shared)
+            return self._unpacked(rearrange(out, pattern, rows=n_rows).to(value.dtype), value)
         if self._normed is not None:
             normed = self._normed
             out = torch.einsum("rpd,hde->rphe", normed, weight.to(normed.dtype))
-            value = (out + bias.to(normed.dtype)).to(value.dtype)
+            value = self._unpacked((out + bias.to(normed.dtype)).to(value.dtype), value)
         columns = self.edges.heads(layer, slot)
         stack, head = self.edges.weighted(columns).nonzero().unbind(dim=1)
         if not len(head):
@@ -221,9 +249,9 @@ class CircuitEdgeHooks:
         out = torch.baddbmm(
             bias[head].to(flat.dtype)[:, None], flat, weight[head].to(flat.dtype)
         ).unflatten(1, self._shape()[:2])
-        value = value.unflatten(0, (self.now.n_stack, -1)).clone()
-        value[stack, :, :, head] = out.to(value.dtype)
-        return value.flatten(0, 1)
+        packed = self._packed(value).unflatten(0, (self.now.n_stack, -1)).clone()
+        packed[stack, :, :, head] = out.to(value.dtype)
+        return self._unpacked(packed.flatten(0, 1), value)
 
     def _shape(self) -> tuple[int, int, int]:
         """Prompts, positions and d_model."""
@@ -236,7 +264,7 @@ class CircuitEdgeHooks:
     def _note(
         self, name: str, row: int, value: Float[Tensor, "rows pos d_model"]
     ) -> Float[Tensor, "rows pos d_model"]:
-        change = self.patch.change(name, value, self.now.n_stack, self.now.start)
+        change = self._packed(self.patch.change(name, value, self.now.n_stack, self.now.start))
         if self.edges.separated(row):
             self._changes.append(change[None])
         if self.edges.closes(row):
@@ -247,7 +275,7 @@ class CircuitEdgeHooks:
         self, layer: int, first: int, z: Float[Tensor, "rows pos head d_head"]
     ) -> Float[Tensor, "rows pos head d_head"]:
         name = self.adapter.heads_point(layer)
-        change = self.patch.change(name, z, self.now.n_stack, self.now.start)
+        change = self._packed(self.patch.change(name, z, self.now.n_stack, self.now.start))
         heads = [row - first for row in self.edges.separated(first, self.graph.n_heads)]
         if heads:
             self._changes.append(self.adapter.heads_written(layer, change, heads=heads))

@@ -32,6 +32,7 @@ from sparse_tl.lens import (
     evaluation_mode,
     hooks_besides,
     only_needed,
+    places_needed,
     record,
     source_outputs,
 )
@@ -221,7 +222,10 @@ class GatedRun:
         if n_stack == 1 and self._keeps_all(stack):
             return self._clean[0][None]
         adapter, first = self.adapter, self._first_layer(stack)
+        held = self.patch.held
+        alike = None if held is None else held.skipped
         now = GatedPass(n_stack, first, changes=self._changes if first else None)
+        now.places, now.n_places = places_needed(adapter, self.read, alike), self.read.numel()
         if first == adapter.n_layers:
             final = self._entering[first].repeat(n_stack, 1, 1)
             if isinstance(self.site, CircuitEdges):
@@ -231,9 +235,7 @@ class GatedRun:
             once = isinstance(self.site, Heads)
             now.n_prompts = len(self.tokens) if once and n_stack > 1 else None
             hooks = self.site.hooks(adapter, stack, self.patch, now)
-            held = self.patch.held
             hooks += [] if held is None else held.hooks(first)
-            alike = None if held is None else held.skipped
             with (
                 attached(adapter, hooks) as own,
                 evaluation_mode(adapter.model),

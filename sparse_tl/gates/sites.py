@@ -33,6 +33,8 @@ class GatedPass:
         changes: for circuit edges, writes of the sources before `from_layer` minus the patch.
         start: position of the first column; above 0 with a key-value cache.
         made: which of q, k and v hooks replace in each layer, whatever the model computes there.
+        places: the positions that matter, by their index among the `n_places` of all prompts; None
+            if any might.
     """
 
     n_stack: int
@@ -41,6 +43,8 @@ class GatedPass:
     changes: Float[Tensor, "source batch pos d_model"] | None = None
     start: int = 0
     made: dict[int, list[str]] = field(default_factory=dict)
+    places: Int[Tensor, " place"] | None = None
+    n_places: int = 0
 
 
 @runtime_checkable

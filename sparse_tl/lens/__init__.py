@@ -93,6 +93,7 @@ from sparse_tl.lens.skipping import (
     held_between as held_between,
     needed as needed,
     only_needed as only_needed,
+    places_needed as places_needed,
 )
 from sparse_tl.lens.under_hooks import (
     check_alike as check_alike,

@@ -20,7 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from sparse_tl.lens.adapter import Adapter
@@ -153,6 +153,15 @@ def needed(
     """The positions that matter to those that are read, in any layer; arguments as above."""
     found = read.flip(1).cumsum(dim=1).flip(1) > 0 if adapter.causal else torch.ones_like(read)
     return found if alike is None else found & ~alike
+
+
+def places_needed(
+    adapter: Adapter, read: Bool[Tensor, "batch pos"], alike: Bool[Tensor, "batch pos"] | None
+) -> Int[Tensor, " place"] | None:
+    """The index of the positions that matter among all; None if `only_needed` skips none."""
+    inner = needed(adapter, read, alike)
+    saves = _saves(inner, int(inner.count_nonzero()), *_sizes(adapter)["mlp"])
+    return inner.flatten().nonzero()[:, 0] if saves and not _observed(adapter) else None
 
 
 def _sizes(adapter: Adapter) -> dict[str, tuple[int, int]]:
