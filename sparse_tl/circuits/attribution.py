@@ -46,6 +46,7 @@ from sparse_tl.lens import (
     adapt,
     attached,
     check_sums_under_hooks,
+    frozen,
     in_evaluation_mode,
     mask_hooks,
 )
@@ -120,7 +121,8 @@ def attribute_circuit_edges(
         groups = groups + n_positions * torch.arange(n_pairs, device=groups.device)[:, None]
     grouped = groups.to(runs.adapter.device).split(runs.batch_size)
     plan = Passes(metric, method, steps, runs)
-    with tracked("scoring circuit edges", plan.count, progress) as step:
+    tracking = tracked("scoring circuit edges", plan.count, progress)
+    with tracking as step, frozen(runs.adapter.core):
         for index in runs.own:
             for rows, passes in groupby(plan.passes(index), key=plan.rows_of):
                 back, change, matters = ReadGradients(runs.adapter), {}, torch.tensor(True)
@@ -160,7 +162,7 @@ def attribute_heads(
     runs = PairRuns(model, site, pairs, patch, batch_size, shared=True)
     scores = torch.zeros(graph.n_layers, graph.n_heads, dtype=torch.float64)
     plan = Passes(metric, method, steps, runs, heads_only=True)
-    with tracked("scoring heads", plan.count, progress) as step:
+    with tracked("scoring heads", plan.count, progress) as step, frozen(adapter.core):
         for index in runs.own:
             effects = _effects(plan, index, names, step).sum(dim=(1, 2, 4))
             scores += effects.cpu().double()
@@ -198,6 +200,7 @@ def attribute_attention_edges(
     with (
         tracked("scoring attention edges", plan.count, progress) as step,
         attached(adapter, mask_hooks(adapter, masks)),
+        frozen(adapter.core),
     ):
         for index in runs.own:
             reference = runs.batches[index].corrupted if patch == "corrupted" else None

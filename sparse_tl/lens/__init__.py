@@ -63,6 +63,7 @@ from sparse_tl.lens.lora_extraction import extract_lora as extract_lora
 from sparse_tl.lens.masks import AttentionMask as AttentionMask
 from sparse_tl.lens.modes import (
     evaluation_mode as evaluation_mode,
+    frozen as frozen,
     in_evaluation_mode as in_evaluation_mode,
 )
 from sparse_tl.lens.neurons import (

@@ -51,3 +51,20 @@ def in_evaluation_mode(function: Callable[P, Value]) -> Callable[P, Value]:
             return function(*args, **kwargs)
 
     return run
+
+
+@scope
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Inside the block weights get no gradients, so passes keep nothing for these.
+
+    Args:
+        model: the module that has the weights, such as `Adapter.core`.
+    """
+    training = [weight for weight in model.parameters() if weight.requires_grad]
+    try:
+        for weight in training:
+            weight.requires_grad_(False)
+        yield
+    finally:
+        for weight in training:
+            weight.requires_grad_(True)
