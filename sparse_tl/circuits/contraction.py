@@ -2,7 +2,8 @@
 
     score(u -> v) = sum_places (patch_u - u) . d m / d input_v
 
-One matrix product per layer contracts all sources with all destinations over places and d_model.
+One matrix product contracts all sources with the destinations of a few layers over places and
+d_model: of one layer alone, it would take as long as reading what the sources write from memory.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from sparse_tl.circuits.read_gradients import Places, ReadGradients
 from sparse_tl.graph import Node
 from sparse_tl.lens import source_outputs
 
-WRITES_AT_ONCE = 2**25
+WRITES_AT_ONCE = 2**26
 """Maximum number of values that all sources write, in d_model dimensions, held at one time."""
+READS_AT_ONCE = 64
+"""Maximum number of destinations in one matrix product, if they are of several layers."""
 
 
 def contract(
@@ -58,23 +61,23 @@ def _contract_few(
     rows: slice,
 ) -> None:
     """Add what a few places, in the order of their groups, contribute, layer by layer."""
-    graph = back.adapter.graph
+    graph, n_layers = back.adapter.graph, back.adapter.n_layers
     found, counts = (some.tolist() for some in groups.unique_consecutive(return_counts=True))
     written = [part.flatten(1) for part in difference.split(counts, dim=1)]
     first, end, _ = rows.indices(len(graph.sources))
     most = graph.n_heads + 2 * graph.n_kv_heads + graph.has_mlps
-    buffer = difference.new_empty(most, *difference.shape[1:])
-    start = 0
-    for layer in range(graph.n_layers):
-        before = slice(first, min(end, graph.n_sources_before(Node("mlp", layer))))
+    together = max(1, READS_AT_ONCE // most)
+    buffer = difference.new_empty(together * most, *difference.shape[1:])
+    for layer in range(0, n_layers, together):
+        layers = range(layer, min(layer + together, n_layers))
+        before = slice(first, min(end, graph.n_sources_before(Node("mlp", layers[-1]))))
         if before.start >= before.stop:  # sources of later layers
-            start += most
             continue
-        reading = back.layer(layer, places, buffer)
-        stop = start + len(reading)
+        for index, one in enumerate(layers):
+            back.layer(one, places, buffer[index * most : (index + 1) * most])
+        reading, start = buffer[: len(layers) * most], layer * most
         for group, flat, read in zip(found, written, reading.split(counts, dim=1), strict=True):
             product = flat[before] @ read.flatten(1).T
-            scores[group, before, start:stop] += product.cpu().double()
-        start = stop
+            scores[group, before, start : start + len(reading)] += product.cpu().double()
     for group, flat, read in zip(found, written, back.final[places].split(counts), strict=True):
         scores[group, rows, -1] += (flat[rows] @ read.flatten()).cpu().double()

@@ -38,6 +38,7 @@ class ReadGradients:
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
         self._sums: dict[str, Tensor] = {}
+        self._constants: dict[tuple[int, str], Tensor] = {}
         self._along: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(adapter.n_layers)]
 
     @property
@@ -138,7 +139,11 @@ class ReadGradients:
         return norm.centred(weight.mT).mT
 
     def _constant(self, layer: int, slot: str) -> Float[Tensor, "head d_head"]:
-        """The value of q, k or v for a normalised input of 0."""
-        weight, bias = self.adapter.qkv(layer, slot)  # type: ignore[arg-type]
-        shift = self.adapter.norm(layer, "attn").bias
-        return bias if shift is None else bias + einsum(weight, shift, "head d e, d -> head e")
+        """The value of q, k or v for a normalised input of 0; computed in the first pass."""
+        if (layer, slot) not in self._constants:
+            weight, bias = self.adapter.qkv(layer, slot)  # type: ignore[arg-type]
+            shift = self.adapter.norm(layer, "attn").bias
+            if shift is not None:
+                bias = bias + einsum(weight, shift, "head d e, d -> head e")
+            self._constants[layer, slot] = bias
+        return self._constants[layer, slot]

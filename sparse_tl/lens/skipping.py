@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from sparse_tl.lens.adapter import Adapter
 from sparse_tl.lens.attaching import Hook, Order, attached, hooks_besides, others_off
@@ -79,7 +80,8 @@ def only_needed(
     with ExitStack() as removed:
         for layer, kind, which in chosen:
             for module in _body(adapter.model.blocks[layer], kind):
-                removed.enter_context(_only_at(module, selected[which]))
+                for handle in _compute_only(module, selected[which]):
+                    removed.callback(handle.remove)
         yield
 
 
@@ -202,9 +204,8 @@ class _Rows:
         self.shape, self.index = mask.shape, mask.flatten().nonzero()[:, 0]
 
 
-@scope
-def _only_at(module: nn.Module, rows: _Rows) -> Iterator[None]:
-    """Inside the block, a module computes some positions only, and writes zeros elsewhere."""
+def _compute_only(module: nn.Module, rows: _Rows) -> list[RemovableHandle]:
+    """Let a module compute some positions only, and write zeros elsewhere."""
     selected = False
 
     def select(_module: nn.Module, args: Sequence[Any]) -> tuple[Any, ...] | None:
@@ -228,8 +229,7 @@ def _only_at(module: nn.Module, rows: _Rows) -> Iterator[None]:
         everywhere = everywhere.index_copy_(0, rows.index, flat).unflatten(0, rows.shape)
         return (everywhere, *rest) if isinstance(output, tuple) else everywhere
 
-    with module.register_forward_pre_hook(select), module.register_forward_hook(scatter):
-        yield
+    return [module.register_forward_pre_hook(select), module.register_forward_hook(scatter)]
 
 
 _holds: WeakKeyDictionary[Model, bool] = WeakKeyDictionary()
