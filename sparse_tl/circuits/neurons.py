@@ -25,8 +25,11 @@ class DrivingToken:
     Args:
         pair: index of the prompt pair.
         position: column of the token.
-        before, token, after: the text of the prompt up to its last token, in three parts.
-        clean, corrupted: activation of the neuron there, in either prompt.
+        before: text of the prompt before the token.
+        token: text of the token.
+        after: text from there to the prompt's last token.
+        clean: activation of the neuron there.
+        corrupted: the same in the corrupted prompt.
         score: first-order effect on this pair of patching the neuron there, in units of the metric.
     """
 
@@ -55,7 +58,8 @@ class NeuronEffects(Result):
         n_pairs: number of prompt pairs.
         effect: exact change of the metric, mean over pairs; NaN where only the score is known.
         score: the same to first order.
-        clean, corrupted: mean activation at the token of each pair with the largest ``|score|``.
+        clean: mean activation at the token of each pair with the largest ``|score|``.
+        corrupted: the same in the corrupted prompts.
         tokens: where each neuron that is patched exactly acts most, by name of the neuron.
         promotes: tokens whose logits its output raises most, at the sign of its clean activation.
         suppresses: tokens whose logits its output lowers most.
