@@ -332,7 +332,7 @@ def test_what_fits_no_position(build_tiny: Build, monkeypatch: pytest.MonkeyPatc
     run = GatedRun(
         model, CircuitEdges(spanned.spans), pairs.clean[:2], torch.ones(2, 6, dtype=torch.bool)
     )
-    with pytest.raises(ValueError, match="prompts that the spans"):
+    with pytest.raises(ValueError, match="prompts that the gates' spans"):
         run.logits(torch.zeros(run.site.shape(run.adapter)))
     monkeypatch.setattr(sys.modules[attribute_circuit_edges.__module__], "MOST_BYTES", 1e3)
     with pytest.raises(ValueError, match="Join tokens to fewer spans"):
