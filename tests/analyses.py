@@ -113,6 +113,7 @@ def call(function: Callable[..., Any], model: Any, pairs: PromptPairs, **options
     passed = {name: needed[name] for name in types if name in needed}
     if _names(types.get("parts")):  # a kind of parts, not a list
         passed.pop("parts")
+        passed["held_out"] = pairs  # by default half of few pairs
     if "threshold" in types:
         passed |= {"threshold": 0.05, "size": None, "start": edges.top(20)}
     if "pairs" in types:
