@@ -113,7 +113,7 @@ def call(function: Callable[..., Any], model: Any, pairs: PromptPairs, **options
     passed = {name: needed[name] for name in types if name in needed}
     if _names(types.get("parts")):  # a kind of parts, not a list
         passed.pop("parts")
-        passed["held_out"] = pairs  # by default half of few pairs
+        passed |= {"held_out": pairs, "at": 0.5}  # half of few pairs are few, and 0.9 takes longer
     if "threshold" in types:
         passed |= {"threshold": 0.05, "size": None, "start": edges.top(20)}
     if "pairs" in types:

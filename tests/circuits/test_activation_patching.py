@@ -215,7 +215,7 @@ def test_what_cannot_be_patched_is_refused(build_tiny: Build) -> None:
     for change, some, message in (
         ({"at": "resid"}, pairs, "'resid_pre' or .* for at; got 'resid'"),
         ({"into": "wrong"}, pairs, "or 'corrupted' for into; got 'wrong'"),
-        ({}, mixed, r'lengths of \[4, 6\] tokens.*positions="spans": pairs.with_spans'),
+        ({}, mixed, r'lengths of \[4, 6\] tokens.*with_spans.*positions="spans"'),
         ({"positions": "spans"}, pairs, r"expected pairs with spans"),
         ({"positions": "spans", "at": "z"}, mixed, "'z' patches a head at all positions"),
     ):

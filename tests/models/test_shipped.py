@@ -84,8 +84,8 @@ def test_other_seeds_and_forms_are_built(monkeypatch: pytest.MonkeyPatch, tmp_pa
         return tmp_path
 
     monkeypatch.setattr(pairs, "build_cached", built)
-    with pytest.raises(ValueError, match="Remove that folder"):
+    with pytest.raises(ValueError, match="Remove the folder"):
         load_task_models(1)
-    with pytest.raises(ValueError, match="Remove that folder"):
+    with pytest.raises(ValueError, match="Remove the folder"):
         load_addition_models(form="autoregressive")
     assert asked == [("tasks", 1), ("addition-autoregressive", 0)]
