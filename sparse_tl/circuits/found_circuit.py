@@ -1,4 +1,4 @@
-"""The result of `find_circuit`: the smallest circuit, and the curves of all methods."""
+"""The result of `find_circuit`: the smallest circuit that was found, and all methods' curves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class FoundCircuit(Result):
-    """The smallest circuit that reaches an explained effect on held-out pairs.
+    """The smallest circuit found that reaches an explained effect on held-out pairs.
 
     Args:
         circuit: the circuit.

@@ -1,4 +1,4 @@
-"""Find the smallest circuit that explains an effect, by the methods that are worth their time.
+"""Find a small circuit that explains an effect, by the methods that are worth their time.
 
 1. Divide the pairs: one half searches, the other one, *held out*, is never seen by a search.
 2. Every method ranks the parts: by attribution, heads also by their exact effects, and by backward
@@ -73,7 +73,7 @@ def find_circuit(
     seed: Seed = 0,
     progress: bool = True,
 ) -> FoundCircuit:
-    """Find the smallest circuit with a given explained effect on pairs that no search has seen.
+    """Find a small circuit with a given explained effect on pairs that no search has seen.
 
     Compares the ranking by EAP-IG, for heads also that by exact effects, and backward elimination
     (`sparse_tl.circuits.elimination`), all on the same held-out pairs. Since these pairs choose the

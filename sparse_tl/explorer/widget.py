@@ -52,8 +52,7 @@ class CircuitExplorer(SavedWidget):
     Args:
         models: a dense or sparse model, or several by panel title, from top to bottom.
         prompt: text or tokens.
-        position: predicted column shown first; the last one by default. Negative ones count as in
-            `trace_attention`: -1 is the last that is predicted by default.
+        position: predicted column shown first, as in `trace_attention`; the last one by default.
         positions: all columns to choose from; by default every mask token of the prompt or the
             token after it, and `position`.
         labels: text of each column, if not the tokenizer's.

@@ -238,8 +238,7 @@ def _add_curves(figure: go.Figure, row: int, column: int, curves: Sequence[Ablat
         _add_curve(figure, row, column, curve.by, curve.counts, curve.values, _n_in_role(curve))
     first = next((curve for curve in curves if curve.control is not None), None)
     if first is not None and first.control is not None:
-        last = first.counts[-1]
-        _add_curve(figure, row, column, "random", first.counts, first.control, last)
+        _add_curve(figure, row, column, "random", first.counts, first.control, first.counts[-1])
 
 
 def _add_curve(
@@ -266,9 +265,8 @@ def _add_curve(
         )
         for place, count in enumerate(counts)
     ]
-    last = len(counts) - 1
     end = bisect_right(counts, in_role) - 1
-    for first, stop, in_colour in ((0, end, True), (end, last, False)):
+    for first, stop, in_colour in ((0, end, True), (end, len(counts) - 1, False)):
         if first == stop:
             continue
         part = slice(first, stop + 1)
