@@ -10,6 +10,7 @@ Heads are ablated by zeros. Beside each measurement stand three controls: as man
 same layers, drawn at random: from heads of no kind or sinks, where the layer has enough of them.
 
     python benchmarks/head_behaviour.py
+    python benchmarks/head_behaviour.py --sparse
     python benchmarks/head_behaviour.py --model gpt2
 """
 
@@ -27,9 +28,11 @@ from sparse_tl import (
     InductionTask,
     IOITask,
     PromptPairs,
+    SparseTransformer,
     ablate_heads,
     head_behaviour,
     load_language_model,
+    load_language_models,
     load_model,
     logit_difference,
 )
@@ -42,9 +45,10 @@ SEEDS = 3
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="name or folder; SmolLM2-135M-Instruct by default")
+    parser.add_argument("--sparse", action="store_true", help="its sparse version instead")
     parser.add_argument("--pairs", type=int, default=64, help="prompt pairs of each task")
     asked = parser.parse_args()
-    model: Any = load_model(asked.model) if asked.model else load_language_model()
+    model = _model(asked.model, asked.sparse)
     ioi = IOITask().pairs(model, asked.pairs, seed=0)
     found = head_behaviour(model, ioi)
     for kind, heads in found.heads.items():
@@ -65,6 +69,12 @@ def main() -> None:
     for head in found.top("inhibition", 5):
         lost, estimate = preferred - _preference(model, ioi, found, head), found["inhibition"][head]
         print(f"  lost without {_named([head])}: {lost:.4f}; to first order {estimate:.4f}")
+
+
+def _model(name: str | None, sparse: bool) -> Any:
+    if name is None:
+        return load_language_models()[1] if sparse else load_language_model()
+    return SparseTransformer.from_pretrained(name) if sparse else load_model(name)
 
 
 def _named(heads: Sequence[Head]) -> str:
