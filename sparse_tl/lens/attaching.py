@@ -189,17 +189,25 @@ def hooks_on(
 
 
 def hooks_besides(adapter: Adapter, known: Set[int]) -> frozenset[int]:
-    """The ids of hooks on a model other than known ones and those of TransformerLens itself."""
+    """The ids of hooks on a model besides known ones and those of TransformerLens and transformers.
+
+    The latter record attentions and hidden states, and stay on a model that returned them once.
+    """
     found, seen, left = set[int](), set[int](), [adapter.core]
     while left:  # in a third of the time that `modules()` takes, which matters in every pass
         module = left.pop()
         if id(module) not in seen:
             seen.add(id(module))
-            found.update(module._forward_hooks, module._forward_pre_hooks)
+            for hooks in filter(None, (module._forward_hooks, module._forward_pre_hooks)):
+                found.update(key for key, hook in hooks.items() if not _of_transformers(hook))
             left += filter(None, module._modules.values())
     for block in adapter.model.blocks:
         found.difference_update(handle.id for handle in getattr(block, "_capture_hook_handles", ()))
     return frozenset(found - known)
+
+
+def _of_transformers(hook: Any) -> bool:
+    return getattr(hook, "__module__", "").startswith("transformers.")
 
 
 @scope

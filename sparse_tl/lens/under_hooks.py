@@ -119,7 +119,8 @@ def check_alike(found: Float[Tensor, "label d_model"], expected: Tensor) -> None
     Raises:
         ValueError: they differ.
     """
-    off, most = float((found - expected).abs().max()), float(expected.abs().max())
+    off = float((found.detach() - expected).abs().max())
+    most = float(expected.abs().max())
     if off > tolerance(expected.dtype) * most:
         raise ValueError(
             "expected hooks that act on each row and layer by itself; with those on this model, "

@@ -30,7 +30,17 @@ from sparse_tl import (
     logit_difference,
 )
 from sparse_tl.gates import ClosedAttentionEdges
-from sparse_tl.lens import EMBEDDED, Model, Order, adapt, attached, boot, record
+from sparse_tl.lens import (
+    EMBEDDED,
+    OWN,
+    Model,
+    Order,
+    adapt,
+    attached,
+    boot,
+    hooks_besides,
+    record,
+)
 from sparse_tl.lens.layouts import BlockNorms
 
 BRIDGES = list(ARCHITECTURES)
@@ -418,3 +428,12 @@ def test_copies_hold_what_was_trained(name: str) -> None:
     assert torch.equal(copied(prompts), logits)
     with sparse.opened():
         assert torch.equal(sparse(prompts), logits)
+
+
+def test_hooks_that_transformers_leaves_are_not_the_users() -> None:
+    model: Any = tiny_model()
+    model.run_with_cache(torch.arange(4)[None])  # from now on, transformers records attentions
+    assert not hooks_besides(adapt(model), OWN)
+    handle = model.blocks[0].hook_out.register_forward_hook(lambda *_: None)
+    assert hooks_besides(adapt(model), OWN) == {handle.id}
+    handle.remove()
