@@ -38,7 +38,6 @@ from sparse_tl.circuits import (
 from sparse_tl.circuits.attention_graph import AttentionGraph
 from sparse_tl.circuits.elimination import EliminationState
 from sparse_tl.circuits.outcomes import SearchState
-from sparse_tl.circuits.resuming import Resumable
 from sparse_tl.circuits.skill import Skill
 from sparse_tl.files import read_tensors, write_tensors
 from sparse_tl.gates import AttentionEdgeCounts, SparseTransformer
@@ -48,6 +47,7 @@ from sparse_tl.head_roles import AblationCurve, ContrastiveGates, HeadRoles
 from sparse_tl.head_roles.measuring import MeasuredPieces
 from sparse_tl.models import build_addition_model
 from sparse_tl.results import Result, table_html
+from sparse_tl.resuming import Resumable
 from sparse_tl.runs import Comparison, SparseRun
 from sparse_tl.runs.addition import AdditionRun, draw
 from sparse_tl.runs.head_roles import HeadRolesRun
@@ -106,14 +106,16 @@ RESULTS: dict[str, Any] = {
     ),
     "acdc on edges": Acdc(SCORES.top(5), 6, RUN, None, HISTORY, 0.1, 0.5, 2, 1.5),
     "acdc on heads": Acdc(HEADS.top(2), 2, RUN, RUN, HISTORY, 0.1, 0.5, 2, 1.5),
-    "measurement half way": MeasuredPieces("this one", (torch.rand(2, 3), torch.rand(1, 3))),
+    "measurement half way": MeasuredPieces(
+        (torch.rand(2, 3), torch.rand(1, 3)), identity="this one"
+    ),
     "acdc half way": SearchState(
         HEADS.top(2).mask, 0.1, value=0.5, history=[("a1.h0", 0.25, True)]
     ),
     "found circuit": FoundCircuit(
         HEADS.top(2), "exact", 0.9, RUN, RUN, {"exact": MIB}, {"exact": 1.5}, HEADS
     ),
-    "what determines a search": Resumable(asked="edges", measured=(0.5, 1.5)),
+    "what determines a search": Resumable(identity="edges", measured=(0.5, 1.5)),
     "elimination half way": EliminationState(
         torch.tensor([[0, 1], [2, 0]]), [0.75, 0.5], *[HEADS.top(2).mask.clone() for _ in range(2)]
     ),

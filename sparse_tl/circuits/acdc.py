@@ -31,7 +31,7 @@ from sparse_tl.circuits.circuit import Circuit, reaches_logits
 from sparse_tl.circuits.faithfulness import FaithfulnessRuns
 from sparse_tl.circuits.outcomes import Acdc, SearchState
 from sparse_tl.circuits.pair_runs import PairRuns
-from sparse_tl.circuits.resuming import resumed, search_asked
+from sparse_tl.circuits.search_identity import search_identity
 from sparse_tl.data.pairs import PromptPairs
 from sparse_tl.gates import CircuitEdges, Heads, Patch
 from sparse_tl.graph import CircuitGraph
@@ -39,6 +39,7 @@ from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.locks import held
 from sparse_tl.metrics import Metric, divergence, measure
 from sparse_tl.progress import tracked
+from sparse_tl.resuming import resumed
 from sparse_tl.scopes import autograd
 
 SAVE_EVERY = 200
@@ -113,23 +114,23 @@ class _Search:
     def __init__(
         self, begin: Circuit, runs: PairRuns, metric: Metric | Literal["kl"], threshold: float
     ) -> None:
-        self.site, self.metric = begin.site, metric
+        self.grid, self.metric = begin.site, metric
         self.patch: Patch = runs.patch
         self.runs, self.n_layers = runs, runs.adapter.n_layers
         self.state = SearchState(begin.mask.cpu().clone(), threshold)
         # Parts in test order, last first; parts of one destination, or layer, are adjacent.
-        exists = self.site.exists
-        edges = isinstance(self.site, CircuitGraph)
+        exists = self.grid.exists
+        edges = isinstance(self.grid, CircuitGraph)
         places = exists.T.nonzero().flip(0, 1) if edges else exists.nonzero().flip(0)
         self.parts: list[tuple[int, ...]] = [tuple(place) for place in places.tolist()]
-        self._names, self._groups = self.site.names(places), places[:, int(edges)].tolist()
+        self._names, self._groups = self.grid.names(places), places[:, int(edges)].tolist()
         self._most = max(1, ROWS // max(len(batch) for batch in runs.batches))
         self._folder: Path | None = None
 
     @property
     def circuit(self) -> Circuit:
-        circuit = Circuit(self.site, self.state.mask)
-        edges = isinstance(self.site, CircuitGraph)
+        circuit = Circuit(self.grid, self.state.mask)
+        edges = isinstance(self.grid, CircuitGraph)
         return circuit.connected(patch=self.patch) if edges else circuit
 
     def run_pass(self, size: int | None, progress: bool) -> None:
@@ -157,9 +158,9 @@ class _Search:
 
     def _test_some(self, size: int | None) -> int:
         """Settle the next parts of one destination; return their number."""
-        state, site, start = self.state, self.site, self.state.position
+        state, grid, start = self.state, self.grid, self.state.position
         index = self.parts[start]
-        if isinstance(site, CircuitGraph) and not reaches_logits(site, state.mask, index[1]):
+        if isinstance(grid, CircuitGraph) and not reaches_logits(grid, state.mask, index[1]):
             state.mask[index] = False
         if not state.mask[index]:
             state.position += 1
@@ -173,7 +174,7 @@ class _Search:
         for row, place in enumerate(chosen):
             # If parts are kept, each is closed alone; if not, all before it are closed as well.
             masks[row if state.last_kept else slice(row, None)][..., *self.parts[place]] = False
-        state.layers_run += len(chosen) * (self.n_layers - site.layer(index))
+        state.layers_run += len(chosen) * (self.n_layers - grid.layer(index))
         assumed = state.last_kept
         for row, (place, value) in enumerate(zip(chosen, self._measure(masks), strict=True)):
             self._settle(place, value)
@@ -234,14 +235,16 @@ class _Search:
         )
 
     @autograd(False)
-    def save_to(self, folder: Path, asked: str, pairs: PromptPairs) -> None:
+    def save_to(self, folder: Path, settings: str, pairs: PromptPairs) -> None:
         """Write checkpoints to a folder, and resume from one found there.
 
         Raises:
             ValueError: the folder holds other files, or a checkpoint of another search.
         """
         state, self._folder = self.state, folder
-        state.asked = search_asked(self.runs, pairs, self.site, self.metric, state.mask, asked)
+        state.identity = search_identity(
+            self.runs, pairs, self.grid, self.metric, state.mask, settings
+        )
         state.measured = (*self._measure(state.mask[None]),)
         self.state = resumed(state, folder)
 
@@ -254,8 +257,8 @@ def _starting_point(
     graph: CircuitGraph, start: Circuit | Literal["circuit_edges", "heads"]
 ) -> Circuit:
     if isinstance(start, str):
-        site = graph.heads if start == "heads" else graph
-        return Circuit(site, site.exists)
+        grid = graph.heads if start == "heads" else graph
+        return Circuit(grid, grid.exists)
     if start.site not in (graph, graph.heads):
         raise ValueError(f"expected a circuit of {graph!r} to start from; got {start!r}")
     return start

@@ -23,26 +23,26 @@ if TYPE_CHECKING:
     import networkx as nx
     import pandas as pd
 
-Site = CircuitGraph | PositionedGraph | HeadGrid | AttentionGrid
-"""The set of parts that scores and circuits are defined over."""
+Grid = CircuitGraph | PositionedGraph | HeadGrid | AttentionGrid
+"""The grid of all parts that circuits and scores refer to; a union, from which results load."""
 
 
 @checked
 @dataclass(frozen=True, eq=False)
 class Circuit(Result):
-    """A subset of the parts at a site: the parts that are kept.
+    """The parts of a model that are kept, out of a grid of circuit edges, heads or attention edges.
 
     Args:
-        site: all parts: circuit edges, heads, or attention edges.
+        site: grid of all parts, kept or not.
         mask: true for the parts that are kept.
 
     Raises:
-        ValueError: the mask has another site's shape, or marks parts that do not exist.
+        ValueError: the mask does not have the shape of the grid, or marks parts that do not exist.
     """
 
     made_by: ClassVar[str] = "attribute_circuit_edges(...).top(100)"
 
-    site: Site
+    site: Grid
     mask: Bool[Tensor, "*axes"]
 
     def __post_init__(self) -> None:
@@ -55,31 +55,31 @@ class Circuit(Result):
             )
 
     @classmethod
-    def of(cls, site: Site, parts: Iterable[Any]) -> Circuit:
-        """Build a circuit from part names or indices, such as a published circuit.
+    def of(cls, site: Grid, parts: Iterable[Any]) -> Circuit:
+        """A circuit from the names or indices of its parts, such as a published circuit.
 
         Args:
-            site: all parts, such as ``scores.site``.
+            site: grid of all parts, such as ``scores.site``.
             parts: names or indices: ``"a9.h9"`` or ``(9, 9)`` for heads, ``"a0.h1->m3"`` for edges.
 
         Raises:
-            ValueError: the site lacks a part.
+            ValueError: the grid lacks a part.
         """
         return cls(site, torch.zeros_like(site.exists)).having(*parts)
 
     @property
     def graph(self) -> CircuitGraph:
-        """The site of a circuit made of circuit edges.
+        """The graph of all circuit edges that a circuit of circuit edges is part of.
 
         Raises:
             ValueError: the circuit consists of other parts.
         """
         if not isinstance(self.site, CircuitGraph):
-            how = ""
+            remedy = ""
             if isinstance(self.site, PositionedGraph):
-                how = f'; circuit.at("{self.site.positions[-1]}") has those of one position'
+                remedy = f'; circuit.at("{self.site.positions[-1]}") has those of one position'
             raise ValueError(
-                f"expected a circuit of circuit edges; got one of {self.site.noun}{how}"
+                f"expected a circuit of circuit edges; got one of {self.site.noun}{remedy}"
             )
         return self.site
 
@@ -90,10 +90,10 @@ class Circuit(Result):
             position: column of a token, or name of a span.
 
         Raises:
-            ValueError: the circuit has no positions, or not this one.
+            ValueError: the circuit has no positions, or lacks this one.
         """
-        site = positioned(self.site)
-        return Circuit(site.graph, self.mask[site.position(position)])
+        grid = positioned(self.site)
+        return Circuit(grid.graph, self.mask[grid.position(position)])
 
     @property
     def edges(self) -> tuple[CircuitEdge, ...]:
@@ -115,10 +115,10 @@ class Circuit(Result):
         return int(self.mask.count_nonzero())
 
     def having(self, *parts: Any) -> Circuit:
-        """The circuit with these parts added, given by name (``a0.h1->m3``) or index.
+        """The circuit with parts added, given by name (``a0.h1->m3``) or index.
 
         Raises:
-            ValueError: the site lacks a part.
+            ValueError: the grid lacks a part.
         """
         mask = self.mask.clone()
         for part in parts:
@@ -126,29 +126,29 @@ class Circuit(Result):
         return Circuit(self.site, mask)
 
     def without(self, *parts: Any) -> Circuit:
-        """The circuit with these parts removed.
+        """The circuit with parts removed, given by name or index.
 
         Raises:
-            ValueError: the site lacks a part, or the circuit does not keep it.
+            ValueError: the grid lacks a part, or the circuit does not keep it.
         """
         mask = self.mask.clone()
         for part in parts:
-            place = self.site.index(part)
-            if not mask[place]:
+            index = self.site.index(part)
+            if not mask[index]:
                 raise ValueError(
                     f"expected {self.site.noun} that the circuit keeps; it lacks {part}"
                 )
-            mask[place] = False
+            mask[index] = False
         return Circuit(self.site, mask)
 
     def connected(self, *, patch: Patch = "corrupted") -> Circuit:
-        """Drop the circuit edges that have no effect under a patch.
+        """The circuit without the circuit edges that have no effect under a patch.
 
-        Under every patch, an edge has no effect if no kept path leads from its destination to the
-        logits. Under "corrupted" and "resample", all patches come from one run on another prompt,
-        so a node that reads only patches writes its own patch: an edge has no effect either if no
-        kept path leads from the input to its source. Under "mean", "zero" and tensors, such a node
-        writes something other than its patch, and its edges are kept.
+        An edge has no effect if no kept path leads from its destination to the logits. With
+        "corrupted" and "resample" patches, which come from a single run on another prompt, an edge
+        also has no effect if no kept path leads from the input to its source: a node that reads
+        only patches then writes its own patch. With "mean", "zero" and tensors, such a node writes
+        something else, so its edges are kept.
 
         Args:
             patch: patch that the circuit is evaluated with.
@@ -156,22 +156,22 @@ class Circuit(Result):
         Raises:
             ValueError: the patch is unknown.
         """
-        site = self.site
-        if not isinstance(site, PositionedGraph):
-            site = PositionedGraph(self.graph, ("0",))
-        mask, follows = self.mask.cpu().view(site.exists.shape).numpy().copy(), site.follows.numpy()
+        grid = self.site
+        if not isinstance(grid, PositionedGraph):
+            grid = PositionedGraph(self.graph, ("0",))
+        mask, follows = self.mask.cpu().view(grid.exists.shape).numpy().copy(), grid.follows.numpy()
         if needs_reference(patch) and patch != "mean":
-            for group in site.graph.groups:
+            for group in grid.graph.groups:
                 inputs = np.logical_or.reduce(mask[:, :, group.columns], axis=1)
                 mask[:, group.rows] &= group.written_from(inputs, follows)[:, :, None]
-        for group in reversed(site.graph.groups):
+        for group in reversed(grid.graph.groups):
             nodes = np.logical_or.reduce(mask[:, group.rows], axis=2)
             mask[:, :, group.columns] &= group.read_for(nodes, follows)[:, None]
         kept = torch.from_numpy(mask).view(self.mask.shape)
         return Circuit(self.site, kept.to(self.mask.device))
 
     def to_networkx(self) -> nx.MultiDiGraph:
-        """The kept circuit edges and the nodes that they connect."""
+        """A network of the kept circuit edges and the nodes that they connect."""
         network = self.graph.to_networkx(self.mask)
         network.remove_nodes_from([node for node, degree in network.degree() if degree == 0])
         return network
@@ -185,35 +185,36 @@ class Circuit(Result):
     def _repr_html_(self) -> str:
         if not isinstance(self.site, (CircuitGraph, PositionedGraph)):
             return super()._repr_html_()
-        # Without scores there is nothing to choose the edges of a larger picture by.
-        drawn = 0 < len(self) <= 2000
-        return self.figure()._repr_html_() if drawn else f"<p>{escape(repr(self))}</p>"
+        # A larger figure would need scores, to choose the edges that it shows.
+        if 0 < len(self) <= 2000:
+            return self.figure()._repr_html_()
+        return f"<p>{escape(repr(self))}</p>"
 
     def __repr__(self) -> str:
         return f"Circuit({len(self):,} of {self.site.n_parts:,} {self.site.noun} of {self.site!r})"
 
 
-def positioned(site: Site) -> PositionedGraph:
-    """The site, checked to have positions.
+def positioned(grid: Grid) -> PositionedGraph:
+    """The grid, checked to be of circuit edges by position.
 
     Raises:
-        ValueError: it has none.
+        ValueError: it is a grid of other parts.
     """
-    if not isinstance(site, PositionedGraph):
+    if not isinstance(grid, PositionedGraph):
         raise ValueError(
             f'expected circuit edges by position, as scored with positions="tokens"; got '
-            f"{site.noun}"
+            f"{grid.noun}"
         )
-    return site
+    return grid
 
 
 def reaches_logits(
     graph: CircuitGraph, mask: Bool[Tensor, "source destination"], column: int
 ) -> bool:
-    """Whether a read at this column can reach the logits: a node that it feeds keeps an edge."""
+    """Whether what a destination reads can reach the logits: some node behind it keeps an edge."""
     group = next((group for group in graph.groups if column < group.columns.stop), None)
     if group is None:
         return True  # the logits themselves
     nodes = np.logical_or.reduce(mask[group.rows].numpy(), axis=1)
-    read = group.read_for(nodes[None], np.ones((1, 1), dtype=bool))
-    return bool(read[0, column - group.columns.start])
+    reaching = group.read_for(nodes[None], np.ones((1, 1), dtype=bool))
+    return bool(reaching[0, column - group.columns.start])

@@ -29,14 +29,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sparse_tl.circuits.circuit import Circuit, Site
+from sparse_tl.circuits.circuit import Circuit, Grid
 from sparse_tl.circuits.pair_runs import PairRuns
-from sparse_tl.circuits.resuming import Resumable, resumed, search_asked
 from sparse_tl.circuits.scores import Scores
+from sparse_tl.circuits.search_identity import search_identity
 from sparse_tl.data import PromptPairs
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.metrics import Metric, explained_effect, measure
 from sparse_tl.progress import tracked
+from sparse_tl.resuming import Resumable, resumed
 from sparse_tl.scopes import autograd
 
 MARGIN = 0.05
@@ -74,6 +75,8 @@ class EliminationState(Resumable):
         done: whether the search is finished.
         seconds: time spent.
     """
+
+    noun = "search"
 
     dropped: Int[Tensor, "*axes"]
     effects: list[float]
@@ -115,7 +118,7 @@ class Elimination:
     def save_to(self, folder: Path, pairs: PromptPairs, settings: str) -> None:
         """Write checkpoints to a folder, and resume from one found there; see `resumed`."""
         state, self._folder = self.state, folder
-        state.asked = search_asked(
+        state.identity = search_identity(
             self.runs, pairs, self.site, self.metric, self.site.exists, settings
         )
         state.measured = (self._clean.mean().item(), self._none.mean().item(), *state.effects)
@@ -248,7 +251,7 @@ class Elimination:
             self.state.save(self._folder)
 
 
-def _sweeps(site: Site) -> list[list[Group]]:
+def _sweeps(site: Grid) -> list[list[Group]]:
     """Groups of parts, each sweep from late to early: passes then start at the layer of a group."""
     if not isinstance(site, CircuitGraph):
         return [[tuple(place) for place in site.places.flip(0).tolist()]]

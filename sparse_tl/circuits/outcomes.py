@@ -12,9 +12,9 @@ from torch import Tensor
 
 from sparse_tl.circuits.circuit import Circuit
 from sparse_tl.circuits.faithfulness import Faithfulness
-from sparse_tl.circuits.resuming import Resumable
 from sparse_tl.circuits.scores import Scores
 from sparse_tl.results import Result
+from sparse_tl.resuming import Resumable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -138,6 +138,8 @@ class SearchState(Resumable):
         layers_run: number of layers run for the tests.
         history: name of the part, change of the metric, and whether the part was kept.
     """
+
+    noun = "search"
 
     mask: Bool[Tensor, "*axes"]
     threshold: float

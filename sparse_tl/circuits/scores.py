@@ -1,4 +1,4 @@
-"""Scores from attribution: one score for every part at a site, from which circuits are cut."""
+"""Scores of all parts in a grid, such as from attribution; their top parts are circuits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sparse_tl.arguments import Count, checked
-from sparse_tl.circuits.circuit import Circuit, Site, positioned
+from sparse_tl.circuits.circuit import Circuit, Grid, positioned
 from sparse_tl.results import Result
 
 if TYPE_CHECKING:
@@ -24,50 +24,50 @@ if TYPE_CHECKING:
 class Scores(Result):
     """One score per part, in units of the metric; negative: patching the part lowers the metric.
 
-    Scores of attention edges are kept per prompt pair, on a leading axis: position 3 of one prompt
-    means nothing for another, unless both share a template. Circuit edges have the same axis if
-    scored with ``by_pair=True``. Rankings and tables use the mean over pairs. Scores of circuit
-    edges by position have an axis of positions before those of edges; summed over it, they are the
-    scores of circuit edges.
+    Scores of attention edges are kept per prompt pair, on a leading axis, because a position has
+    the same meaning in two prompts only if they share a template. Scores of circuit edges have this
+    axis if computed with ``by_pair=True``. Rankings and tables use the mean over pairs. Scores of
+    circuit edges by position have an axis of positions before the axes of the edges; their sum over
+    positions is the score of the edge.
 
     Args:
-        site: parts that are scored: circuit edges, heads, or attention edges.
+        site: grid of the scored parts: circuit edges, heads, or attention edges.
         values: the scores; 0 where there is no part.
         method: name of the attribution method.
         prompt_start: text that every prompt started with, such as BOS; ``None`` if not known.
 
     Raises:
-        ValueError: the values have another shape or are not finite.
+        ValueError: the values do not have the shape of the grid, or are not finite.
     """
 
     made_by: ClassVar[str] = "attribute_circuit_edges(...) or attribute_heads(...)"
 
-    site: Site
+    site: Grid
     values: Float[Tensor, "*axes"]
     method: str
     prompt_start: str | None = None
 
     def __post_init__(self) -> None:
-        expected, found = tuple(self.site.exists.shape), tuple(self.values.shape)
-        if found[-len(expected) :] != expected or len(found) > len(expected) + 1:
+        expected, shape = tuple(self.site.exists.shape), tuple(self.values.shape)
+        if shape[-len(expected) :] != expected or len(shape) > len(expected) + 1:
             raise ValueError(
                 f"expected scores of shape {expected} for {self.site!r}, or with one more axis "
-                f"for prompt pairs; got {found}"
+                f"for prompt pairs; got {shape}"
             )
         if not bool(self.values.isfinite().all()):
             raise ValueError(
-                "expected finite scores; some are NaN or infinite: so are the metric or the "
-                "model's activations on some prompts"
+                "expected finite scores; some are NaN or infinite, as the metric or the model's "
+                "activations must be on some prompts"
             )
 
     @classmethod
-    def of(cls, site: Site, values: Mapping[str, float] | pd.Series, method: str) -> Scores:
-        """Scores by the names of parts, such as exact effects from `patch_exactly`; others are 0.
+    def of(cls, site: Grid, values: Mapping[str, float] | pd.Series, method: str) -> Scores:
+        """Scores from values by part name, such as those of `patch_exactly`; other parts score 0.
 
         Args:
-            site: parts that are scored, such as ``adapt(model).graph.heads``.
-            values: the scores by name.
-            method: what they are called.
+            site: grid of the scored parts, such as ``adapt(model).graph.heads``.
+            values: the scores by part name.
+            method: name of the method.
 
         Raises:
             ValueError: there is no such part, or a score is not finite.
@@ -78,7 +78,7 @@ class Scores(Result):
         return cls(site, scores, method)
 
     def mean(self) -> Float[Tensor, "*axes"]:
-        """The scores, averaged over pairs if they are kept per pair."""
+        """The scores, averaged over pairs if kept per pair."""
         return self.values.mean(dim=0) if self._by_pair else self.values
 
     def __getitem__(self, part: Any) -> float:
@@ -91,23 +91,23 @@ class Scores(Result):
             position: column of a token, or name of a span.
 
         Raises:
-            ValueError: the scores have no positions, or not this one.
+            ValueError: the scores have no positions, or lack this one.
         """
-        site = positioned(self.site)
-        values = self.values[..., site.position(position), :, :]
-        return replace(self, site=site.graph, values=values)
+        grid = positioned(self.site)
+        values = self.values[..., grid.position(position), :, :]
+        return replace(self, site=grid.graph, values=values)
 
     def order(self, *, signed: bool = False) -> Int[Tensor, "part axis"]:
-        """The indices of all parts, best first; ties keep the site's order.
+        """The indices of all parts, best first; ties keep the order of the grid.
 
         Args:
-            signed: rank by how much a part helps (most negative scores first) instead of by
-                absolute value.
+            signed: rank by signed score, the part that helps most (most negative) first, instead of
+                by absolute value.
         """
         return self._helping_first if signed else self._largest_first
 
     def top(self, size: Count, *, signed: bool = False) -> Circuit:
-        """The circuit of the `size` best parts.
+        """The circuit that keeps the `size` best parts.
 
         Args:
             size: number of parts to keep.
@@ -123,7 +123,7 @@ class Scores(Result):
         return Circuit(self.site, mask)
 
     def to_pandas(self, top: int | None = None) -> pd.DataFrame:
-        """One row per part, largest absolute score first: all parts, or the first `top`."""
+        """One row per part, by decreasing absolute score: all parts, or the first `top`."""
         import pandas as pd
 
         places = self._largest(top) if top is not None else self.order()
@@ -148,11 +148,12 @@ class Scores(Result):
         return self.site.places[values.argsort(descending=True, stable=True).cpu()]
 
     def _largest(self, size: int) -> Int[Tensor, "part axis"]:
-        """The start of `order`, without sorting millions of edges to show a few."""
+        """The first entries of `order`, without sorting millions of edges to show a few."""
         values = self._at(self.site.places).abs()
         least = values.topk(min(size, len(values))).values[-1:].min()
-        among = self.site.places[(values >= least).cpu()]
-        return among[self._at(among).abs().argsort(descending=True, stable=True).cpu()][:size]
+        candidates = self.site.places[(values >= least).cpu()]
+        ranks = self._at(candidates).abs().argsort(descending=True, stable=True)
+        return candidates[ranks.cpu()][:size]
 
     def _summary(self) -> pd.DataFrame:
         return self.to_pandas(20)

@@ -9,7 +9,7 @@ import torch
 from sparse_tl.arguments import Seed, checked
 from sparse_tl.gates.closed_edges import ClosedAttentionEdges, ClosedByRule, ClosedEdges
 from sparse_tl.gates.columns import Columns
-from sparse_tl.gates.patches import Patch, Reference
+from sparse_tl.gates.patches import Patch, ReferencePrompts
 from sparse_tl.gates.run import gated
 from sparse_tl.gates.sites import AttentionEdges, Heads
 from sparse_tl.grids import AttentionGrid
@@ -28,7 +28,7 @@ def ablate_heads(
     heads: Sequence[HeadOrName],
     patch: Patch = "zero",
     *,
-    reference: Reference | None = None,
+    reference: ReferencePrompts | None = None,
     seed: Seed = 0,
 ) -> Iterator[None]:
     """Inside the block, patch the output of these heads at ``hook_z``; see `gated`.

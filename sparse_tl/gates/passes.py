@@ -66,12 +66,12 @@ class _LayerPass:
 
     settings: GateSettings
     drawn_from: Tensor | None
-    fingerprint: Tensor
+    excerpt: Tensor
 
-    def shows(self, fingerprint: Tensor) -> bool:
-        """Whether the layer's input matches the one in this pass."""
-        return fingerprint.shape == self.fingerprint.shape and torch.allclose(
-            self.fingerprint, fingerprint, equal_nan=True
+    def matches(self, excerpt: Tensor) -> bool:
+        """Whether an excerpt of a layer's input equals the one from this pass."""
+        return excerpt.shape == self.excerpt.shape and torch.allclose(
+            self.excerpt, excerpt, equal_nan=True
         )
 
 
@@ -121,10 +121,10 @@ class ComputedGates(nn.Module):
             if torch.is_grad_enabled():
                 drawn_from = None if now.generator is None else now.generator.get_state()
                 kept = _counting_anew(now)  # drop the counts: the pass may be over
-                known.append(_LayerPass(kept, drawn_from, _fingerprint(read)))
+                known.append(_LayerPass(kept, drawn_from, _excerpt(read)))
             return now
-        found = _fingerprint(read)
-        last = next((one for one in reversed(known) if one.shows(found)), None)
+        excerpt = _excerpt(read)
+        last = next((one for one in reversed(known) if one.matches(excerpt)), None)
         if last is None:
             raise RuntimeError(
                 f"expected a backward pass after at most {KNOWN_PASSES} forward passes of a model "
@@ -196,5 +196,6 @@ def _counting_anew(settings: GateSettings) -> GateSettings:
     return settings if settings.counts is None else replace(settings, counts=[])
 
 
-def _fingerprint(read: Float[Tensor, "prompt ... n"]) -> Tensor:
+def _excerpt(read: Float[Tensor, "prompt ... n"]) -> Tensor:
+    """A layer's input at the last position of the first prompt, by which passes are told apart."""
     return read.detach()[:1, ..., -1:, :].clone()

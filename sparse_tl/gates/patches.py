@@ -26,7 +26,7 @@ from sparse_tl.scopes import autograd, interruptible
 PatchName = Literal["zero", "mean", "corrupted", "resample"]
 Patch = PatchName | Activations
 """A `PatchName`, or tensors keyed by hook point (as from `run_with_cache`)."""
-Reference = Int[Tensor, "prompt pos"] | PromptPairs
+ReferencePrompts = Int[Tensor, "prompt pos"] | PromptPairs
 """Prompts without padding, or pairs, whose positions tell where each prompt ends."""
 
 
@@ -67,7 +67,7 @@ class PatchValues:
         adapter: Adapter,
         names: Sequence[str],
         patch: Patch,
-        reference: Reference | None = None,
+        reference: ReferencePrompts | None = None,
         seed: int = 0,
         *,
         order: Order = Order.LAST,
@@ -147,7 +147,7 @@ def needs_reference(patch: Patch) -> bool:
 
 
 def reference_prompts(
-    adapter: Adapter, patch: Patch, reference: Reference | None
+    adapter: Adapter, patch: Patch, reference: ReferencePrompts | None
 ) -> Int[Tensor, "prompt pos"] | None:
     """The prompts whose activations a patch needs; None if it needs none.
 

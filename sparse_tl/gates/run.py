@@ -14,7 +14,7 @@ from torch import Tensor
 from sparse_tl.arguments import Seed, checked
 from sparse_tl.gates.circuit_edges import CircuitEdgeHooks, CircuitEdges
 from sparse_tl.gates.closed_edges import ClosedEdges
-from sparse_tl.gates.patches import Patch, PatchValues, Reference, drawn, reference_prompts
+from sparse_tl.gates.patches import Patch, PatchValues, ReferencePrompts, drawn, reference_prompts
 from sparse_tl.gates.sites import AttentionEdges, GatedPass, Heads, Site, SiteGates
 from sparse_tl.lens import (
     OWN,
@@ -47,7 +47,7 @@ def gated(
     gates: SiteGates,
     patch: Patch = "zero",
     *,
-    reference: Reference | None = None,
+    reference: ReferencePrompts | None = None,
     seed: Seed = 0,
 ) -> Iterator[None]:
     """Inside the block the model runs with ``gate * clean + (1 - gate) * patch`` at every gate.
@@ -116,7 +116,7 @@ class GatedRun:
         read: Bool[Tensor, "batch pos"],
         patch: Patch | PatchValues = "zero",
         *,
-        reference: Reference | None = None,
+        reference: ReferencePrompts | None = None,
         seed: Seed = 0,
         attention_mask: Int[Tensor, "batch pos"] | None = None,
     ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from sparse_tl import ranks
 from sparse_tl.data.batches import TokenBatch
-from sparse_tl.files import digest, recover_folder
+from sparse_tl.files import digest
 from sparse_tl.gates import GatedRun, Heads
 from sparse_tl.head_roles.likelihood import label_losses
 from sparse_tl.lens import HookedModel, adapt, in_evaluation_mode
 from sparse_tl.progress import tracked
-from sparse_tl.results import Result
+from sparse_tl.resuming import Resumable, resumed
 from sparse_tl.scopes import autograd
 from sparse_tl.training.checkpoints import run_identity
 
@@ -33,16 +33,15 @@ SAVE_AFTER = 20.0
 
 
 @dataclass
-class MeasuredPieces(Result):
-    """A measurement half way, as stored in a checkpoint.
+class MeasuredPieces(Resumable):
+    """An unfinished measurement, as stored in a checkpoint.
 
     Args:
-        asked: what is measured, to match it with its checkpoint: prompts, gates, number of pieces,
-            and weights.
         pieces: log-probabilities of the pieces measured so far, in order.
     """
 
-    asked: str
+    noun = "measurement"
+
     pieces: Sequence[Float[Tensor, "_ _"]] = ()
 
 
@@ -84,22 +83,26 @@ def target_log_probabilities(
     batches = ranks.share(rows.split(n_rows))
     folder = Path(checkpoint) if checkpoint is not None and ranks.count() == 1 else None
     n_pieces = len(batches) * len(stacks)
-    state = _state(model, rows, gates, n_pieces, folder)
-    found, saved = [*state.pieces], time.monotonic()
-    done = len(found)
+    state = MeasuredPieces()
+    if folder is not None:
+        weights = run_identity(model, {})["weights"]
+        state.identity = f"{rows.digest()} {digest({'gates': gates})} {n_pieces} {weights}"
+        state = resumed(state, folder)
+    pieces, saved_at = [*state.pieces], time.monotonic()
+    done = len(pieces)
     with tracked(title, n_pieces, progress, done=done) as step:
         for number in range(done // len(stacks), len(batches)):
             run = _Run(model, batches[number].to(adapter.device), gates)
-            for stack in stacks[len(found) - number * len(stacks) :]:
-                found.append(run.log_probabilities(stack))
+            for stack in stacks[len(pieces) - number * len(stacks) :]:
+                pieces.append(run.log_probabilities(stack))
                 step()
-                if folder is not None and time.monotonic() - saved >= SAVE_AFTER:
-                    MeasuredPieces(state.asked, found).save(folder)
-                    saved = time.monotonic()
-    parts = [
-        torch.cat(found[first : first + len(stacks)]) for first in range(0, n_pieces, len(stacks))
+                if folder is not None and time.monotonic() - saved_at >= SAVE_AFTER:
+                    replace(state, pieces=pieces).save(folder)
+                    saved_at = time.monotonic()
+    by_batch = [
+        torch.cat(pieces[first : first + len(stacks)]) for first in range(0, n_pieces, len(stacks))
     ]
-    return torch.cat(ranks.in_order(parts), dim=1)
+    return torch.cat(ranks.in_order(by_batch), dim=1)
 
 
 class _Run:
@@ -124,26 +127,3 @@ class _Run:
         losses = label_losses(self._model, self._run.final(gates), self._labels).cpu().double()
         summed = losses.new_zeros(len(gates), self._n_rows)
         return summed.index_add_(1, self._row_of, losses, alpha=-1)
-
-
-def _state(
-    model: HookedModel,
-    rows: TokenBatch,
-    gates: Float[Tensor, "stack layer head"],
-    n_pieces: int,
-    folder: Path | None,
-) -> MeasuredPieces:
-    """What is to be measured, with what a checkpoint has of it."""
-    if folder is None:
-        return MeasuredPieces("")
-    weights = run_identity(model, {})["weights"]
-    asked = f"{rows.digest()} {digest({'gates': gates})} {n_pieces} {weights}"
-    if not recover_folder(folder):
-        return MeasuredPieces(asked)
-    found = MeasuredPieces.load(folder)
-    if found.asked != asked:
-        raise ValueError(
-            f"{folder} holds a checkpoint of another measurement (model, prompts or gates differ). "
-            "Remove it, or choose another folder."
-        )
-    return found

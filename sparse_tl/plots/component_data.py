@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sparse_tl.arguments import AtLeastOne, checked
-from sparse_tl.circuits.wiring import Wiring, in_order
+from sparse_tl.circuits.paths import PathGraph, in_order
 from sparse_tl.files import read_json
 from sparse_tl.plots.token_text import visible_text
 
@@ -76,42 +76,42 @@ def read_view(state: str | Path | Mapping[str, Any] | None, view: View) -> View:
         ) from error
 
 
-def wired(wirings: Mapping[str, Wiring]) -> tuple[list[Any], list[dict[str, Any]]]:
-    """The nodes of all circuits and, by index of these, the lines of each."""
-    spots = in_order({spot for wiring in wirings.values() for spot in wiring.spots})
-    index = {spot: i for i, spot in enumerate(spots)}
-    nodes = [
+def nodes_and_links(graphs: Mapping[str, PathGraph]) -> tuple[list[Any], list[dict[str, Any]]]:
+    """The nodes of all circuits, and the links of each circuit between these, by index."""
+    nodes = in_order({node for graph in graphs.values() for node in graph.nodes})
+    index = {node: i for i, node in enumerate(nodes)}
+    rows = [
         [
-            visible_text(str(spot)),
-            spot.kind,
-            spot.step,
-            spot.position,
-            None if spot.kind in ("input", "logits") else spot.node.layer,
+            visible_text(str(node)),
+            node.kind,
+            node.step,
+            node.position,
+            None if node.kind in ("input", "logits") else node.component.layer,
         ]
-        for spot in spots
+        for node in nodes
     ]
     panels = []
-    for name, wiring in wirings.items():
-        at = [index[spot] for spot in wiring.spots]
-        into, out = wiring.best
-        weights = [line.weight for line in wiring.lines]
+    for name, graph in graphs.items():
+        at = [index[node] for node in graph.nodes]
+        into, out = graph.best
+        weights = [link.weight for link in graph.links]
         panels.append(
             {
                 "name": visible_text(name[:200]),
-                "names": wiring.names,
-                "scores": wiring.scores and [float(f"{score:.6g}") for score in wiring.scores],
+                "names": graph.names,
+                "scores": graph.scores and [float(f"{score:.6g}") for score in graph.scores],
                 "lines": [
-                    [at[line.source], at[line.reader], line.slot or "", line.edge]
-                    + ([] if line.edge >= 0 else [float(f"{line.weight:.6g}")])
-                    for line in wiring.lines
+                    [at[link.source], at[link.reader], link.slot or "", link.edge]
+                    + ([] if link.edge >= 0 else [float(f"{link.weight:.6g}")])
+                    for link in graph.links
                 ],
-                "influence": [float(f"{value:.4g}") for value in wiring.influence],
+                "influence": [float(f"{value:.4g}") for value in graph.influence],
                 "order": {
-                    "influence": wiring.order(wiring.influence),
-                    "score": wiring.order(weights),
+                    "influence": graph.order(graph.influence),
+                    "score": graph.order(weights),
                 },
-                "into": {at[spot]: line for spot, line in into.items()},
-                "out": {at[spot]: line for spot, line in out.items()},
+                "into": {at[node]: link for node, link in into.items()},
+                "out": {at[node]: link for node, link in out.items()},
             }
         )
-    return nodes, panels
+    return rows, panels

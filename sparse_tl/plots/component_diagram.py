@@ -1,10 +1,10 @@
 """Component diagrams: circuits as nodes by layer with the edges between them.
 
-1. Check the panels, and wire each circuit (`circuits.wiring`).
+1. Check the panels, and find the paths of each circuit (`circuits.paths`).
 2. Draw the first view with the page's own script (`javascript`): it selects what the view shows
    (``component_view.js``), lays out all panels together (``component_layout.js``,
    ``component_routes.js``), and writes SVG (``component_draw.js``).
-3. Combine this static SVG, the wiring and the script in one HTML fragment. There it draws every
+3. Combine this static SVG, the paths and the script in one HTML fragment. There it draws every
    other view: fewer or more edges, supernodes, q, k and v apart, one node's paths.
 
 The static SVG has neither script nor style sheet. It is 720 pixels wide, more where many positions
@@ -23,12 +23,18 @@ import torch
 
 from sparse_tl.arguments import AtLeastOne, checked
 from sparse_tl.circuits import Circuit, HeadBehaviour, Scores
-from sparse_tl.circuits.wiring import wire
+from sparse_tl.circuits.paths import path_graph
 from sparse_tl.graph import CircuitGraph
 from sparse_tl.grids import HeadGrid
 from sparse_tl.head_roles import HeadRoles
 from sparse_tl.nodes import Node
-from sparse_tl.plots.component_data import STATE_FORMAT, LinkColour, View, read_view, wired
+from sparse_tl.plots.component_data import (
+    STATE_FORMAT,
+    LinkColour,
+    View,
+    nodes_and_links,
+    read_view,
+)
 from sparse_tl.plots.component_style import COLOURS
 from sparse_tl.plots.figure_frame import Surround, svg_start
 from sparse_tl.plots.head_map import marked_heads
@@ -141,22 +147,20 @@ def component_diagram(
     view = read_view(state, view)
     if view.difference and len(panels) != 2:
         raise ValueError(f"expected two circuits to draw their difference; got {len(panels)}")
-    wirings = {
-        name: wire(_strongest(name, circuit, scores.get(name)), scores.get(name))
+    graphs = {
+        name: path_graph(_strongest(name, circuit, scores.get(name)), scores.get(name))
         for name, circuit in panels.items()
     }
     framed = _marked_nodes(panels, marked or {})
-    nodes, wired_panels = wired(wirings)
+    nodes, panel_data = nodes_and_links(graphs)
     if isinstance(roles, HeadBehaviour):
         view = replace(view, labels=_labels(nodes, roles) | dict(view.labels))
-    for panel, circuit, own in zip(
-        wired_panels, panels.values(), _roles(panels, roles), strict=True
-    ):
+    for panel, circuit, own in zip(panel_data, panels.values(), _roles(panels, roles), strict=True):
         panel |= {"kept": len(circuit), "existing": circuit.site.n_parts, "roles": own}
     data = {
         "format": STATE_FORMAT,
         "nodes": nodes,
-        "panels": wired_panels,
+        "panels": panel_data,
         "view": asdict(view),
         "unit": visible_text(unit.strip()[:40]),
         "columns": [visible_text(text[:200]) for text in columns],
@@ -165,7 +169,7 @@ def component_diagram(
         "title": visible_text((title or "")[:200]),
         "transition": visible_text((transition or "")[:200]),
         "colours": COLOURS,
-        "neurons": neuron_lists(neurons, wirings),
+        "neurons": neuron_lists(neurons, graphs),
     }
     width, height, content = run_script(COMPONENT_DRAWING, "firstView", data, WIDTH)
     surround = Surround(tuple(panels), title, transition)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparse_tl.circuits.wiring import CROSSING
+from sparse_tl.circuits.paths import CROSSING
 from sparse_tl.plots import palette
 from sparse_tl.plots.palette import GROUND, INK, Colour
 

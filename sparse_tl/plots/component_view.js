@@ -1,6 +1,6 @@
 // Which nodes and links a view of the circuits shows.
 //
-// 1. Edges enter path by path (circuits/wiring.py), as many as the view asks for, and the path through
+// 1. Edges enter path by path (circuits/paths.py), as many as the view asks for, and the path through
 //    every pinned node. Lines on no path among these are left out, unless the view shows them.
 // 2. Nodes become the supernode that they belong to; lines inside one are not drawn.
 // 3. Lines with the same ends are merged into a link, unless the view tells q, k and v apart. Its

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparse_tl.circuits import DrivingToken, NeuronEffects
-from sparse_tl.circuits.wiring import Wiring
+from sparse_tl.circuits.paths import PathGraph
 from sparse_tl.plots.token_text import running_text, visible_text
 
 Neurons = NeuronEffects | Sequence[NeuronEffects]
@@ -16,7 +16,7 @@ _BEFORE, _TOKEN, _AFTER = 80, 40, 40
 
 
 def neuron_lists(
-    neurons: Mapping[str, Neurons] | Neurons | None, panels: Mapping[str, Wiring]
+    neurons: Mapping[str, Neurons] | Neurons | None, panels: Mapping[str, PathGraph]
 ) -> list[dict[str, Any]]:
     """The neurons of each panel, by the name of their MLP.
 
@@ -28,7 +28,7 @@ def neuron_lists(
         ValueError: there is no such panel, or no panel has the MLP.
     """
     by_panel = neurons if isinstance(neurons, Mapping) else dict.fromkeys(panels, neurons)
-    drawn = {str(spot.node) for wiring in panels.values() for spot in wiring.spots}
+    drawn = {str(node.component) for graph in panels.values() for node in graph.nodes}
     found = {name: dict[str, Any]() for name in panels}
     for name, given in by_panel.items():
         if name not in panels:

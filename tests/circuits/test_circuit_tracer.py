@@ -102,5 +102,5 @@ def test_it_refuses_other_parts():
         to_circuit_tracer(Scores(graph.heads, torch.zeros(2, 2), "eap").top(1))
     with pytest.raises(ValueError, match="expected scores of"):
         to_circuit_tracer(scores.top(1), Scores(graph.heads, torch.zeros(2, 2), "eap"))
-    with pytest.raises(ValueError, match="1 texts of positions; got 2"):
+    with pytest.raises(ValueError, match="each of 1 positions; got 2"):
         to_circuit_tracer(scores.top(1), prompt_tokens=["a", "b"])

@@ -1,0 +1,288 @@
+"""The graph of a circuit's paths from the input to the logits, and the influence of each path.
+
+1. Links. A circuit edge becomes a link to each node that reads it: to one node, or, with grouped
+   queries, to every head of the group that is in the circuit. With positions, each node has its
+   own position, and the keys and values that a head reads are a separate node, ``a1.h0<kv>@3``. A
+   circuit does not say which query attends to which key, so *crossing* links lead from that node
+   to the same head at every position that may attend to it. Their weight is what the keys and
+   values read.
+2. Influence. The share of a link is its ``|score|`` divided by the sum over all links on a path
+   into the same node; without scores, all links weigh 1. The influence of a path is the product of
+   its shares; over all paths it adds up to 1. The influence of a link is the sum over the paths
+   through it: ``share(link) * influence(reader)``.
+3. Order. Edges are added in order of decreasing influence (or ``|score|``), each with the most
+   influential path through it, so that the edges added so far always form whole paths.
+
+Reference: the normalised graph and its pruning in Ameisen et al., Circuit Tracing (2025), without
+error nodes: the components of a model leave no error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from sparse_tl.circuits.circuit import Circuit
+from sparse_tl.circuits.scores import Scores
+from sparse_tl.nodes import Node
+from sparse_tl.positioned_graph import PositionedGraph
+
+CROSSING = "attention"
+"""The slot of a crossing link."""
+
+
+@dataclass(frozen=True)
+class PositionedNode:
+    """A component, or the keys and values that a head reads, at a position.
+
+    Args:
+        component: the component.
+        position: index of the position; ``None`` without positions.
+        keys: whether this node stands for the head's keys and values.
+        at: name of the position.
+    """
+
+    component: Node
+    position: int | None = None
+    keys: bool = False
+    at: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.component}{'<kv>' * self.keys}" + (
+            "" if self.position is None else f"@{self.at}"
+        )
+
+    @property
+    def kind(self) -> str:
+        return "keys" if self.keys else self.component.kind
+
+    @property
+    def step(self) -> int:
+        """Rank in the order of computation; every link leads to a higher step."""
+        if self.component.kind == "input":
+            return 0
+        if self.component.kind == "logits":
+            return 1 << 30
+        return 1 + 3 * self.component.layer + (2 if self.component.kind == "mlp" else not self.keys)
+
+
+_LinkOfNodes = tuple[PositionedNode, PositionedNode, str | None, int, float]
+"""The fields of a `Link`, with its nodes in place of their indices."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between two nodes of a `PathGraph`.
+
+    Args:
+        source: index of the node that writes.
+        reader: index of the node that reads.
+        slot: input of a head that the link enters, or `CROSSING`.
+        edge: index of the circuit edge; -1 for a crossing.
+        weight: ``|score|``, or 1 without scores.
+    """
+
+    source: int
+    reader: int
+    slot: str | None
+    edge: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class PathGraph:
+    """The nodes and links of a circuit, and the influence of its paths.
+
+    Args:
+        nodes: the nodes, in order of computation.
+        links: the links.
+        names: names of the circuit edges.
+        scores: scores of the circuit edges, if there are any.
+    """
+
+    nodes: tuple[PositionedNode, ...]
+    links: tuple[Link, ...]
+    names: tuple[str, ...]
+    scores: tuple[float, ...] | None
+
+    @cached_property
+    def on_path(self) -> frozenset[int]:
+        """The links on a path from an input to the logits."""
+        return connected(self.links, range(len(self.links)), self.ends)
+
+    @cached_property
+    def ends(self) -> tuple[frozenset[int], frozenset[int]]:
+        """The nodes where paths start (inputs) and end (logits)."""
+        kinds = [node.kind for node in self.nodes]
+        inputs, logits = (
+            frozenset(i for i, kind in enumerate(kinds) if kind == end)
+            for end in ("input", "logits")
+        )
+        return inputs, logits
+
+    @cached_property
+    def shares(self) -> dict[int, float]:
+        """The share of each link on a path in the weight of all such links into its reader."""
+        total = defaultdict[int, float](float)
+        number = defaultdict[int, int](int)
+        for i in self.on_path:
+            total[self.links[i].reader] += self.links[i].weight
+            number[self.links[i].reader] += 1
+        return {
+            i: link.weight / total[link.reader] if total[link.reader] else 1 / number[link.reader]
+            for i, link in enumerate(self.links)
+            if i in self.on_path
+        }
+
+    @cached_property
+    def influence(self) -> list[float]:
+        """The influence of each link: 0 off all paths; over links into the logits it sums to 1."""
+        _, logits = self.ends
+        read = {
+            node: sum(self.links[i].weight for i in self.on_path if self.links[i].reader == node)
+            for node in logits
+        }
+        total = sum(read.values())
+        of_nodes, of_links = [0.0] * len(self.nodes), [0.0] * len(self.links)
+        for node, weight in read.items():
+            of_nodes[node] = weight / total if total else 1 / len(read)
+        for i in self._last_first:
+            link = self.links[i]
+            of_links[i] = self.shares[i] * of_nodes[link.reader]
+            of_nodes[link.source] += of_links[i]
+        return of_links
+
+    @cached_property
+    def best(self) -> tuple[dict[int, int], dict[int, int]]:
+        """The links by which the most influential path enters and leaves each node."""
+        inputs, logits = self.ends
+        into, out = dict[int, int](), dict[int, int]()
+        logs = {i: math.log(max(share, 1e-300)) for i, share in self.shares.items()}
+        up, down = dict.fromkeys(inputs, 0.0), dict.fromkeys(logits, 0.0)
+        for i in reversed(self._last_first):
+            link = self.links[i]
+            if up[link.source] + logs[i] > up.get(link.reader, -math.inf):
+                up[link.reader], into[link.reader] = up[link.source] + logs[i], i
+        for i in self._last_first:
+            link = self.links[i]
+            if down[link.reader] + logs[i] > down.get(link.source, -math.inf):
+                down[link.source], out[link.source] = down[link.reader] + logs[i], i
+        return into, out
+
+    def path(self, link: int) -> list[int]:
+        """The links of the most influential path through a link."""
+        into, out = self.best
+        path = [link]
+        while (node := self.links[path[0]].source) in into:
+            path.insert(0, into[node])
+        while (node := self.links[path[-1]].reader) in out:
+            path.append(out[node])
+        return path
+
+    def order(self, by: Sequence[float]) -> tuple[list[int], list[int]]:
+        """The order in which edges are added, and the number of edges after each whole path.
+
+        Args:
+            by: value of each link; the largest comes first, and edges on no path come last.
+        """
+        ranked = sorted(self.on_path, key=lambda i: (-by[i], i))
+        added, sizes = dict[int, None](), list[int]()
+        for i in ranked:
+            edge = self.links[i].edge
+            if edge >= 0 and edge not in added:
+                path = (self.links[j].edge for j in self.path(i))
+                added |= dict.fromkeys(edge for edge in path if edge >= 0)
+                sizes.append(len(added))
+        others = [i for i in range(len(self.names)) if i not in added]
+        if self.scores is not None:
+            others.sort(key=lambda i: -abs(self.scores[i]))  # type: ignore[index]
+        sizes += range(len(added) + 1, len(self.names) + 1)
+        return [*added, *others], sizes
+
+    @cached_property
+    def _last_first(self) -> list[int]:
+        """The links on a path, those into later nodes first."""
+        return sorted(self.on_path, key=lambda i: (-self.links[i].reader, i))
+
+
+def in_order(nodes: Iterable[PositionedNode]) -> list[PositionedNode]:
+    """Nodes in order of computation."""
+    return sorted(nodes, key=lambda node: (node.step, node.position or 0, node.component.head))
+
+
+def connected(
+    links: Sequence[Link], chosen: Iterable[int], ends: tuple[frozenset[int], frozenset[int]]
+) -> frozenset[int]:
+    """The chosen links that are on a path of chosen links from an input to the logits."""
+    ordered = sorted(chosen, key=lambda i: (links[i].source, links[i].reader))
+    from_input, to_logits = set(ends[0]), set(ends[1])
+    for i in ordered:
+        if links[i].source in from_input:
+            from_input.add(links[i].reader)
+    for i in reversed(ordered):
+        if links[i].reader in to_logits:
+            to_logits.add(links[i].source)
+    return frozenset(
+        i for i in ordered if links[i].source in from_input and links[i].reader in to_logits
+    )
+
+
+def path_graph(circuit: Circuit, scores: Scores | None) -> PathGraph:
+    """The nodes and links of a circuit of circuit edges, with or without positions."""
+    grid = circuit.site
+    graph = grid.graph if isinstance(grid, PositionedGraph) else circuit.graph
+    places = circuit.mask.cpu().nonzero()
+    names = tuple(grid.names(places)) if len(places) else ()
+    values = None
+    if scores is not None:
+        values = tuple(scores.mean().detach().double().cpu()[tuple(places.T)].tolist())
+    positions = grid.positions if isinstance(grid, PositionedGraph) else None
+    indices = [(None, *place) if positions is None else place for place in places.tolist()]
+    in_circuit = {graph.sources[row] for _, row, _ in indices}
+    in_circuit |= {graph.destinations[column].node for _, _, column in indices}
+    links = list[_LinkOfNodes]()
+
+    def at_position(node: Node, p: int | None, keys: bool = False) -> PositionedNode:
+        name = "" if positions is None or p is None else positions[p]
+        return PositionedNode(node, p, keys, name)
+
+    for edge, (p, row, column) in enumerate(indices):
+        destination = graph.destinations[column]
+        group = graph.readers_of(destination)
+        readers = [node for node in group if node in in_circuit] or group
+        weight = 1.0 if values is None else abs(values[edge])
+        keys = positions is not None and destination.slot in ("k", "v")
+        source = at_position(graph.sources[row], p)
+        for node in readers:
+            links.append((source, at_position(node, p, keys), destination.slot, edge, weight))
+    if isinstance(grid, PositionedGraph):
+        links += _crossings(links, grid)
+    distinct = {end for source, reader, *_ in links for end in (source, reader)}
+    if positions is None or not links:
+        p = None if positions is None else 0
+        distinct |= {at_position(Node(kind), p) for kind in ("input", "logits")}
+    nodes = in_order(distinct)
+    index = {node: i for i, node in enumerate(nodes)}
+    by_index = (Link(index[a], index[b], slot, edge, weight) for a, b, slot, edge, weight in links)
+    return PathGraph(tuple(nodes), tuple(by_index), names, values)
+
+
+def _crossings(links: Sequence[_LinkOfNodes], grid: PositionedGraph) -> list[_LinkOfNodes]:
+    """Links from a head's keys and values to the head at every position that may attend there."""
+    read = defaultdict[PositionedNode, float](float)
+    heads = defaultdict[Node, dict[PositionedNode, None]](dict)
+    for source, reader, _, _, weight in links:
+        if reader.keys:
+            read[reader] += weight
+        for end in (source, reader):
+            if end.kind == "head":
+                heads[end.component][end] = None
+    return [
+        (keys, head, CROSSING, -1, weight)
+        for keys, weight in read.items()
+        for head in heads[keys.component]
+        if bool(grid.follows[head.position, keys.position])
+    ]
